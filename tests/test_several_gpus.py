@@ -24,7 +24,7 @@ pytest.importorskip("torch", reason="training libraries are not installed")
 import torch
 
 from commands import ENDLESS, Command, write_spec
-from ftbench.errors import MissingError
+from ftbench.errors import MissingError, SpecError
 from ftbench.estimate.memory.share import gathered, share
 from ftbench.estimate.workload.division import division_of, rank_model
 from ftbench.estimate.workload.method import recipe_of
@@ -35,6 +35,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
 from ftbench.store.ranks import read_ranks
 from ftbench.store.steps import read_steps
+from ftbench.worker import trainer
 from ftbench.worker.parallel import meeting
 from waiting import free_ports
 
@@ -44,7 +45,7 @@ SGD = {"optimizer": "sgd", "max_grad_norm": 1e9, "learning_rate": 0.02, "lr_sche
 DATA = {"name": "synthetic", "samples": 21, "mean_length": 20, "max_length": 64, "eval_samples": 3}
 
 
-def run(folder: Path, gpus: int, strategy: str, **parts: Any) -> Command:
+def run(folder: Path, gpus: int, strategy: str, before: Any = None, **parts: Any) -> Command:
     """A run that ended well on this number of ranks; each accumulates over so many batches that a step is the same."""
     launch = {"gpus": gpus, "strategy": strategy if gpus > 1 else "none"}
     shares = {"tp": 1, "ep": 1, "cp": 1, "tp+fsdp": max(1, gpus // 2)}.get(strategy, gpus)
@@ -53,7 +54,7 @@ def run(folder: Path, gpus: int, strategy: str, **parts: Any) -> Command:
     train |= parts.get("train", {})
     folder.mkdir(parents=True, exist_ok=True)
     spec = write_spec(folder, **{"dataset": DATA, **parts, "train": train, "launch": launch})
-    with Command(spec, folder / "out") as command:
+    with Command(spec, folder / "out", before=before) as command:
         command.finish()
     assert command.code == 0, command.stderr
     return command
@@ -95,6 +96,13 @@ HALF = {"train": {"precision": "bf16"}}
 EXPERTS = {"model": {"id": "tiny/qwen3-moe", "weights": "random"}}
 # A head of its own weights, which its forward pass alone would gather: the loss over chunks takes them without it.
 HEAD = {"model": {"id": "tiny/llama", "weights": "random"}, "optimizations": {"chunked_loss": True}}
+# Pictures of any size. Where weights are divided every rank has some in each step; else the last may leave one without.
+PICTURES = {"name": "images", "samples": 32, "image_size": [56, 40], "image_sizes": "photographs", "mean_length": 12,
+            "max_length": 256, "eval_samples": 4}  # fmt: skip
+LLAVA, QWEN25, QWEN3 = (
+    {"model": {"id": f"tiny/{name}", "weights": "random"}, "dataset": PICTURES}
+    for name in ("llava-next", "qwen2.5-vl", "qwen3-vl")
+)
 NO_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
 STAGES = [(1, FULL), (1, QLORA), (2, LORA), (3, LORA), (2, QLORA), (3, QLORA)]
 PROVEN = [
@@ -107,6 +115,19 @@ PROVEN = [
     ("cp", LORA),
     pytest.param("cp", FULL, marks=pytest.mark.exhaustive),
     ("fsdp", HEAD),
+    ("ddp", QWEN3 | {"dataset": PICTURES | {"samples": 26, "eval_samples": 2}}),
+    ("fsdp", LLAVA),
+    *[
+        pytest.param(strategy, parts, marks=pytest.mark.exhaustive)
+        for strategy, parts in (
+            ("ddp", LLAVA),
+            ("ddp", QWEN25),
+            ("fsdp", QWEN25),
+            ("fsdp", QWEN3),
+            ("ddp", LLAVA | FULL),
+        )
+    ],
+    *[pytest.param("zero3", parts, marks=[NO_DEEPSPEED, pytest.mark.exhaustive]) for parts in (LLAVA, QWEN25, QWEN3)],
     pytest.param("fsdp", HEAD | FULL, marks=pytest.mark.exhaustive),
 ]
 
@@ -122,6 +143,35 @@ def test_two_ranks_learn_what_one_process_learns(pair, strategy, parts):
         assert figures(two, name) == pytest.approx(figures(one, name), rel=rel)
     assert len({row.loss for row in one.steps()}) > 3
     assert dataset_of(two)["order_hash"] == dataset_of(one)["order_hash"]
+
+
+def refuse_nothing() -> None:
+    strategies.STRATEGIES["fsdp"] = replace(strategies.STRATEGIES["fsdp"], refusals=lambda spec: ())
+
+
+@pytest.mark.exhaustive
+def test_fsdp_gives_every_weight_of_a_model_with_images_another_gradient(tmp_path):
+    """Which is why it is refused. Where this fails the library is mended."""
+    with pytest.raises(ValueError, match="fsdp gives every weight of a model that reads images another gradient"):
+        Experiment.model_validate({"name": "a", **QWEN3, **FULL, "launch": {"gpus": 2, "strategy": "fsdp"}})
+    one = run(tmp_path / "one", 1, "fsdp", **QWEN3, **FULL)
+    two = run(tmp_path / "two", 2, "fsdp", refuse_nothing, **QWEN3, **FULL)
+    assert figures(two, "grad_norm")[0] > 1.02 * figures(one, "grad_norm")[0]
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"samples": 10, "eval_samples": 0}, "10 rows are no multiple of 4, so that a GPU has no picture in the last step"),
+    ({"samples": 8, "eval_samples": 3}, "3 rows of evaluation are no multiple of 4"),
+])  # fmt: skip
+def test_pictures_that_leave_a_gpu_without_one_are_refused_where_weights_are_divided(changes, said):
+    values = {"name": "a", **LLAVA, "dataset": PICTURES | changes, "train": {"batch_size": 2}}
+    spec = Experiment.model_validate(values | {"launch": {"gpus": 2, "strategy": "fsdp"}})
+    data = SimpleNamespace(train=[()] * changes["samples"], evaluation=[()] * changes["eval_samples"])
+    with pytest.raises(SpecError, match=said):
+        trainer._check_pictures(spec, data, 4)
+    shorter = spec.model_copy(update={"train": spec.train.model_copy(update={"max_steps": 2})})
+    data.evaluation = []
+    trainer._check_pictures(shorter, data, 4)
 
 
 def test_each_rank_is_trained_on_its_share_in_order(pair):

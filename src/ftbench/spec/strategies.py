@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from ftbench.families.vision import TRAINED
 from ftbench.spec.base import Experiment
 from ftbench.spec.methods import GPT_OSS, family
 from ftbench.spec.optimizations.declaration import Capability
@@ -52,6 +53,11 @@ def _refused_steps(spec: Experiment) -> Iterator[str]:
 def _refused_by_fsdp(spec: Experiment) -> Iterator[str]:
     yield from _refused_where_sharded(spec)
     yield from _refused_steps(spec)
+    if spec.method.name == "full" and family(spec.model) in TRAINED:
+        yield (
+            f"launch.strategy: {spec.launch.strategy} gives every weight of a model that reads images another gradient "
+            "than one process: use ddp or zero3, or method lora"
+        )
 
 
 def _refused_by_deepspeed(spec: Experiment) -> Iterator[str]:

@@ -11,6 +11,7 @@ import transformers
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
+from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import RunDir
 from ftbench.worker import optimizer, parallel
@@ -22,6 +23,7 @@ from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.device import device
 from ftbench.worker.measure import applied
 from ftbench.worker.measure.batch_count import COUNT
+from ftbench.worker.model.vision import reads_images
 from ftbench.worker.optimizations import cuda_graph, feature_cache, gradient_checkpointing, optimizer_in_backward
 
 DEFAULT_PROCESSES = 4  # that make batches, where the spec says `on`
@@ -109,6 +111,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     most = data.most_parts(spec.train.batch_size, max(data.longest, spec.dataset.max_length))
     pictures: list[Picture] = []
     size = spec.train.batch_size * spec.launch.shares if spec.launch.shares > 1 else 1
+    if spec.launch.sharded and data.pixels:
+        _check_pictures(spec, data, size)
     train, evaluation = (dataset(filled(rows, size), pictures) for rows in (data.train, data.evaluation))
     labels = data.most_labels(spec.train.batch_size) if spec.optimizations.cuda_graph else 0
     collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, data.pixels, pictures, labels)
@@ -121,6 +125,9 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         data_collator=collator,
         **optimizer.arguments(spec),
     )
+    # transformers says of Qwen's models with images that they take no count of a step's label tokens. Their losses do:
+    # without it micro-batches and ranks would count alike, however many tokens they have.
+    loop.model_accepts_loss_kwargs |= reads_images(model.config)
     if spec.launch.ranks > 1 and hasattr(strategy := parallel.load(spec.launch.strategy), "attach"):
         strategy.attach(loop, spec)
     optimizer.attach(loop, spec)
@@ -129,6 +136,24 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     loop.shares = spec.launch.shares if spec.launch.parts_of_sequence > 1 else None
     loop.without_trls_metrics = bool(spec.optimizations.chunked_loss or spec.optimizations.liger)
     return loop
+
+
+def _check_pictures(spec: Experiment, data: Prepared, size: int) -> None:
+    """Raise SpecError where a batch of some rank would hold no picture: it would not gather the encoder's weights, for
+    which the others wait."""
+    steps = len(data.train) // (size * spec.train.gradient_accumulation_steps)
+    ends_before = spec.train.max_steps is not None and spec.train.max_steps <= steps
+    if len(data.train) % size and not ends_before:
+        raise SpecError(
+            f"launch.strategy {spec.launch.strategy}: {len(data.train)} rows are no multiple of {size}, so that a GPU "
+            "has no picture in the last step and the others wait for it: set dataset.samples to another number, or "
+            f"train.max_steps to {max(1, steps)} or less"
+        )
+    if len(data.evaluation) % size:
+        raise SpecError(
+            f"launch.strategy {spec.launch.strategy}: {len(data.evaluation)} rows of evaluation are no multiple of "
+            f"{size}, so that a GPU has no picture in the last one: set dataset.eval_samples to a multiple, or to 0"
+        )
 
 
 def arguments(spec: Experiment, run: RunDir, model: Any) -> SFTConfig:

@@ -9,12 +9,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import reads_images
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return what the trainer is told. Layers are compiled one by one, so that no graph is to be cut at a bucket."""
+    """Return what the trainer is told. Layers are compiled one by one, so that no graph is to be cut at a bucket. An
+    encoder's last layer may be read by nobody (LLaVA takes the last but one): who trains it looks for it each step."""
     torch._dynamo.config.optimize_ddp = False
-    return {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+    of_images = spec.dataset.may_have_images and reads_images(spec.model)
+    unused = of_images and getattr(spec.method, "vision", "full") != "frozen"
+    return {"ddp_find_unused_parameters": unused, "ddp_broadcast_buffers": False}
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:

@@ -29,11 +29,20 @@ def reads(spec: Experiment) -> bool:
 def attach(trainer: Any, spec: Experiment) -> None:
     """Draw random weights where accelerate takes rank 0's state to share it out, tensor by tensor."""
     keep_loss(trainer)
+    _name_units(trainer)
     if spec.model.weights == "random" and not reads(spec):
         share_out = fsdp_utils.fsdp2_load_full_state_dict
         fsdp_utils.fsdp2_load_full_state_dict = lambda accelerator, model, state, **more: share_out(
             accelerator, model, Drawn(state, spec.model), **more
         )
+
+
+def _name_units(trainer: Any) -> None:
+    """Name the layers to shard that are there: of CLIP transformers also names what its texts alone would have, without
+    which accelerate ends."""
+    there = {type(module).__name__ for module in trainer.model.modules()}
+    plugin = trainer.accelerator.state.fsdp_plugin
+    plugin.transformer_cls_names_to_wrap = sorted(there.intersection(trainer.model._no_split_modules or ()))
 
 
 def keep_loss(trainer: Any) -> None:
