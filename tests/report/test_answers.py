@@ -280,6 +280,15 @@ def test_what_else_differs_is_told(tmp_path):
     assert "also differs: train.learning_rate: 1.0 → 0.0002" in words(tmp_path)
 
 
+def test_another_number_of_steps_is_told_once(tmp_path):
+    length = {"dataset.name": "synthetic", "dataset.samples": 40, "train.max_steps": 10}
+    make_run(tmp_path, "a", steps(seed=1), spec=length)
+    longer = {"dataset.samples": 80, "train.max_steps": 20}
+    make_run(tmp_path, "b", steps(seconds=2.0, seed=2), spec=method("full") | length | longer,
+             applied={"dataset.order_hash": "another"})  # fmt: skip
+    assert "(also differs: train.max_steps: 20 → 10)" in words(tmp_path)
+
+
 def test_two_cards_with_the_same_recipe(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=3.0, seed=2), machine=gpu(MAX_Q, 300, 300))

@@ -25,6 +25,8 @@ _MOST_GROUPS = 6
 _MOST_HELD, _MOST_NAMED = 50, 6  # ways held against the fastest, whose every step is read; and named of a kind
 _NAMED = ("method.", "optimizations.", "applied.", "train.optimizer", "train.batch_size",
           "train.gradient_accumulation_steps", FRAMEWORK, SETTINGS)  # fmt: skip
+# What follows from another number of steps where samples are drawn for them: the number is told once.
+_LENGTH, _FOLLOW = ("train.max_steps", "dataset.samples"), ("dataset.samples", "dataset.hash", "dataset.order_hash")
 
 
 def decision(cells: Sequence[Cell]) -> Section | None:
@@ -209,6 +211,8 @@ def _pair(cell: Cell, baseline: Cell, noise: Noise) -> Pair:
     other = [fact for fact in pair.differences if not fact.key.startswith(_NAMED)]
     if cell.batch != baseline.batch:
         other = [fact for fact in other if fact.key != "dataset.order_hash"]
+    if cell.facts.get("dataset.name") == "synthetic" and {*_LENGTH} <= {fact.key for fact in other}:
+        other = [fact for fact in other if fact.key not in _FOLLOW]
     return replace(pair, differences=tuple(other))
 
 
