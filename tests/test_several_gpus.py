@@ -29,6 +29,8 @@ from ftbench.estimate.memory.share import gathered, share
 from ftbench.estimate.workload.division import division_of, rank_model
 from ftbench.estimate.workload.method import recipe_of
 from ftbench.estimate.workload.model import shape_of
+from ftbench.families import FAMILIES
+from ftbench.families.vision import TRAINED
 from ftbench.launch import follow, trl
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment
@@ -36,7 +38,7 @@ from ftbench.store import rundir
 from ftbench.store.ranks import read_ranks
 from ftbench.store.steps import read_steps
 from ftbench.worker import trainer
-from ftbench.worker.parallel import meeting
+from ftbench.worker.parallel import meeting, tp
 from waiting import free_ports
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("cache")]
@@ -117,6 +119,7 @@ PROVEN = [
     ("fsdp", HEAD),
     ("ddp", QWEN3 | {"dataset": PICTURES | {"samples": 26, "eval_samples": 2}}),
     ("fsdp", LLAVA),
+    ("fsdp", QWEN3 | FULL),
     *[
         pytest.param(strategy, parts, marks=pytest.mark.exhaustive)
         for strategy, parts in (
@@ -125,6 +128,10 @@ PROVEN = [
             ("fsdp", QWEN25),
             ("fsdp", QWEN3),
             ("ddp", LLAVA | FULL),
+            ("fsdp", QWEN25 | FULL),
+            ("fsdp", LLAVA | FULL),
+            ("tp", QWEN25 | FULL),
+            ("tp", LLAVA),
         )
     ],
     *[pytest.param("zero3", parts, marks=[NO_DEEPSPEED, pytest.mark.exhaustive]) for parts in (LLAVA, QWEN25, QWEN3)],
@@ -145,18 +152,17 @@ def test_two_ranks_learn_what_one_process_learns(pair, strategy, parts):
     assert dataset_of(two)["order_hash"] == dataset_of(one)["order_hash"]
 
 
-def refuse_nothing() -> None:
-    strategies.STRATEGIES["fsdp"] = replace(strategies.STRATEGIES["fsdp"], refusals=lambda spec: ())
+def test_tp_is_refused_of_the_families_that_transformers_has_no_plan_to_divide():
+    """Once it has one this fails, and the refusal can go."""
+    from transformers import CONFIG_MAPPING
 
-
-@pytest.mark.exhaustive
-def test_fsdp_gives_every_weight_of_a_model_with_images_another_gradient(tmp_path):
-    """Which is why it is refused. Where this fails the library is mended."""
-    with pytest.raises(ValueError, match="fsdp gives every weight of a model that reads images another gradient"):
-        Experiment.model_validate({"name": "a", **QWEN3, **FULL, "launch": {"gpus": 2, "strategy": "fsdp"}})
-    one = run(tmp_path / "one", 1, "fsdp", **QWEN3, **FULL)
-    two = run(tmp_path / "two", 2, "fsdp", refuse_nothing, **QWEN3, **FULL)
-    assert figures(two, "grad_norm")[0] > 1.02 * figures(one, "grad_norm")[0]
+    plans = {name: CONFIG_MAPPING[name]().get_text_config().base_model_tp_plan for name in (*FAMILIES, *TRAINED)}
+    assert {name for name, plan in plans.items() if not plan} == {*strategies._UNDIVIDED}
+    with pytest.raises(ValueError, match="no plan by which tp divides tiny/qwen3-vl: use fsdp"):
+        Experiment.model_validate({"name": "a", **QWEN3, "launch": {"gpus": 2, "strategy": "tp"}})
+    config, spec = CONFIG_MAPPING["qwen3_vl"](), SimpleNamespace(model=SimpleNamespace(id="a/b"))
+    with pytest.raises(SpecError, match="no plan by which tp divides a/b: use fsdp"):
+        tp.require_even(spec, config, "launch.gpus", 2)
 
 
 @pytest.mark.parametrize(("changes", "said"), [
@@ -355,6 +361,7 @@ FOUR = [
     ("tp+fsdp", FULL | HALF | {"model": {"id": "tiny/qwen3", "weights": "random", "dtype": "bfloat16"}}),
     ("fsdp", FULL),
     ("ep", EXPERTS | FULL),
+    ("tp+fsdp", LLAVA | FULL),
 ]
 FOUR = FOUR[:2] + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in FOUR[2:]]
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ftbench.families.vision import TRAINED
 from ftbench.spec.base import Experiment
 from ftbench.spec.methods import GPT_OSS, family
 from ftbench.spec.optimizations.declaration import Capability
@@ -53,11 +52,6 @@ def _refused_steps(spec: Experiment) -> Iterator[str]:
 def _refused_by_fsdp(spec: Experiment) -> Iterator[str]:
     yield from _refused_where_sharded(spec)
     yield from _refused_steps(spec)
-    if spec.method.name == "full" and family(spec.model) in TRAINED:
-        yield (
-            f"launch.strategy: {spec.launch.strategy} gives every weight of a model that reads images another gradient "
-            "than one process: use ddp or zero3, or method lora"
-        )
 
 
 def _refused_by_deepspeed(spec: Experiment) -> Iterator[str]:
@@ -66,8 +60,18 @@ def _refused_by_deepspeed(spec: Experiment) -> Iterator[str]:
         yield f"measure.gradients: {name} clears the gradients before they can be read: set it to 0, or use ddp"
 
 
-def _refused_by_tp(spec: Experiment) -> Iterator[str]:
+# Families whose layers transformers has no plan to divide.
+_UNDIVIDED = (GPT_OSS, "qwen3_vl")
+
+
+def _refused_by_mesh(spec: Experiment) -> Iterator[str]:
     yield from _refused_by_fsdp(spec)
+    if family(spec.model) in _UNDIVIDED:
+        yield f"launch.strategy: transformers has no plan by which tp divides {spec.model.id}: use fsdp"
+
+
+def _refused_by_tp(spec: Experiment) -> Iterator[str]:
+    yield from _refused_by_mesh(spec)
     if spec.measure.save_adapter:
         yield (
             "measure.save_adapter: under tp rank 0 waits for shares that no other one sends: set it to off, or use fsdp"
@@ -144,7 +148,7 @@ STRATEGIES = {
     "tp+fsdp": Strategy(
         description="a mesh: `launch.tp` GPUs share each matrix and see one batch, layers are spread over the others",
         verified="as fsdp, and after the first step matrices are DTensors over all ranks, the rest over the shares",
-        refusals=_refused_by_fsdp,
+        refusals=_refused_by_mesh,
     ),
     "ep": Strategy(
         description="a share of the experts on each GPU, all on the same tokens: saves memory alone (transformers)",

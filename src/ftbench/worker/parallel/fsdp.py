@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ftbench.core.units import listed
 from ftbench.spec.experiment import Experiment
 from ftbench.worker import parallel
-from ftbench.worker.model.parts import decoder_layers
+from ftbench.worker.model.parts import base_model, decoder, decoder_layers
 from ftbench.worker.model.random_weights import Drawn
 
 
@@ -28,13 +28,19 @@ def reads(spec: Experiment) -> bool:
 
 def attach(trainer: Any, spec: Experiment) -> None:
     """Draw random weights where accelerate takes rank 0's state to share it out, tensor by tensor."""
-    keep_loss(trainer)
-    _name_units(trainer)
+    correct_plugin(trainer)
     if spec.model.weights == "random" and not reads(spec):
         share_out = fsdp_utils.fsdp2_load_full_state_dict
         fsdp_utils.fsdp2_load_full_state_dict = lambda accelerator, model, state, **more: share_out(
             accelerator, model, Drawn(state, spec.model), **more
         )
+
+
+def correct_plugin(trainer: Any) -> None:
+    """Let accelerate share out what there is, and leave losses and gradients as they are on one GPU."""
+    _name_units(trainer)
+    _keep_loss(trainer)
+    _keep_head_beside_norm(trainer)
 
 
 def _name_units(trainer: Any) -> None:
@@ -45,7 +51,23 @@ def _name_units(trainer: Any) -> None:
     plugin.transformer_cls_names_to_wrap = sorted(there.intersection(trainer.model._no_split_modules or ()))
 
 
-def keep_loss(trainer: Any) -> None:
+def _keep_head_beside_norm(trainer: Any) -> None:
+    """Let a trained head share its unit with the decoder's last norm, whose forward pass gathers both: losses over
+    chunks take the head's weights without its own, and TRL's would gather them in a way that leaves a rank's share
+    with the gradient of its own batch alone. accelerate looks for the norm where models that read images have none."""
+    if _head(trainer).weight.requires_grad:
+        fsdp_utils._find_final_norm = _last_norm
+
+
+def _head(trainer: Any) -> Any:
+    return base_model(trainer.model).get_output_embeddings()
+
+
+def _last_norm(model: Any) -> Any:
+    return [module for module in decoder(model).children() if "Norm" in type(module).__name__][-1]
+
+
+def _keep_loss(trainer: Any) -> None:
     """Leave the loss in 32 bits: accelerate would round all that a model returns to the bits of its products."""
     plugin = trainer.accelerator.state.fsdp_plugin
     if plugin.mixed_precision_policy:
@@ -86,6 +108,9 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
     wanted = {launch.ranks, launch.shares} if launch.strategy == "tp+fsdp" else {launch.ranks}
     if (meshes := {parameter.device_mesh.size() for parameter in parameters.values()}) != wanted:
         return [f"launch.gpus is {launch.gpus} and parameters are spread over {meshes} ranks, not {wanted}"]
+    head = _head(trainer)
+    if head.weight.requires_grad and head._get_fsdp_state() is not _last_norm(model)._get_fsdp_state():
+        return ["launch.strategy is fsdp and the head is no unit with the last norm: a share learns of its own batch"]
     if launch.offload == "params" and any(parameter.device.type != "cpu" for parameter in parameters.values()):
         return ["launch.offload is params and shares of them stay on the GPU"]
     return []

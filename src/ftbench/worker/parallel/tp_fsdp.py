@@ -19,7 +19,7 @@ from transformers.distributed import DistributedConfig
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.device import device
 from ftbench.worker.parallel import ep, fsdp, tp
-from ftbench.worker.parallel.fsdp import applied, keep_loss, verify
+from ftbench.worker.parallel.fsdp import applied, correct_plugin, verify
 
 __all__ = ["applied", "arguments", "attach", "loading", "prepare", "verify"]
 
@@ -68,6 +68,6 @@ def prepare(made: Any) -> None:
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Leave the loss as exact as under fsdp, and let the optimizer step apart what is spread over different ranks."""
-    keep_loss(trainer)
+    """Correct accelerate as under fsdp, and let the optimizer step apart what is spread over different ranks."""
+    correct_plugin(trainer)
     ep.attach(trainer, spec)
