@@ -39,7 +39,7 @@ def require_even(spec: Experiment, config: Any, key: str, parts: int) -> None:
     """Raise SpecError for layers that transformers has no plan to divide, and for heads that cannot be dealt to so many
     GPUs, which `key` of the spec says."""
     text = config.get_text_config()
-    if not text.base_model_tp_plan:
+    if not getattr(text, "base_model_tp_plan", True):
         raise SpecError(f"launch.strategy: transformers has no plan by which tp divides {spec.model.id}: use fsdp")
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if heads % parts:
