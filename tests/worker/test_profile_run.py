@@ -7,11 +7,16 @@ import os
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch", reason="training libraries are not installed")
+
+import torch
 
 import warm
 from commands import TINY, Command, Left, write_spec
@@ -27,6 +32,8 @@ from ftbench.spec.identity import fingerprint
 from ftbench.store import rundir
 from ftbench.store.bundle import pack
 from ftbench.store.summary import PROFILED
+from ftbench.worker import parallel
+from ftbench.worker.profile import callback
 
 DATA = {"name": "synthetic", "samples": 44, "length": 24, "max_length": 32}
 TRAIN = {"batch_size": 2, "gradient_accumulation_steps": 2}
@@ -152,6 +159,58 @@ def test_a_picture_of_another_form_is_left_out(recorded, tmp_path, text):
     section = profiles.groups(cells_of(runs_of(collect([run]))))
     assert section.records
     assert not section.pictures
+
+
+# --- a profiler that loses what a GPU did ----------------------------------------------------------------------------
+
+
+def event(name: str, kind: str = "CPU") -> SimpleNamespace:
+    return SimpleNamespace(name=lambda: name, device_type=lambda: getattr(torch.profiler.DeviceType, kind))
+
+
+def test_launches_without_what_they_launched_are_lost():
+    launches = [event("cudaLaunchKernel"), event("cuLaunchKernelEx"), event("cudaGraphLaunch")]
+    assert callback.is_lost([event("aten::mm"), *launches])
+    assert callback.is_lost([*launches, event("gemm", "CUDA")])
+    assert not callback.is_lost([*launches, *[event("gemm", "CUDA")] * 3])
+    assert not callback.is_lost([event("aten::mm")])  # on a CPU
+
+
+def losing(place: Path) -> None:
+    """Let rank 1, or the one process, take its first profile for lost."""
+
+    def is_lost(events: Iterable[object]) -> bool:
+        assert next(iter(events))
+        of_rank = place.with_suffix(f".{parallel.rank() or 0}")
+        tries = len(of_rank.read_text()) if of_rank.exists() else 0
+        of_rank.write_text("x" * (tries + 1))
+        return parallel.rank() in (None, 1) and tries == 0
+
+    callback.is_lost = is_lost
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_profile_that_one_rank_lost_is_made_once_more_by_all(tmp_path, cache, gpus):
+    spec = write_spec(tmp_path, dataset=DATA, train=TRAIN | {"epochs": 2}, launch={"gpus": gpus},
+                      measure={"profile": "on", "profile_steps": 2})  # fmt: skip
+    with Command(spec, tmp_path / "out", before=partial(losing, tmp_path / "tries")) as command:
+        assert command.finish().code == 0, command.stderr
+    for rank in range(gpus):
+        folder = command.run.of_rank(rank).profile
+        window = rundir.read_json(folder / "window.json")
+        assert (window["timed"], window["lost"], window["profiled"]) == ([4, 6], [8, 9], [11, 11])
+        assert rundir.read_json(folder / "kernels.json")["steps"] == 1
+        assert (folder / "memory.json").exists()
+    assert [row.step for row in command.steps() if row.phase == "train"] == list(range(1, 13))
+
+
+def test_where_no_steps_are_left_what_was_lost_is_said(tmp_path, cache):
+    """The parent reads the trace, and says so; here there is nothing to lose."""
+    measure = {"profile": "on", "profile_steps": 2}
+    spec = write_spec(tmp_path, dataset=DATA, train=TRAIN | {"max_steps": 11}, measure=measure)
+    with Command(spec, tmp_path / "out", before=partial(losing, tmp_path / "tries")) as command:
+        assert command.finish().code == 0, command.stderr
+    assert "lost" not in rundir.read_json(command.run.profile / "window.json")
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------

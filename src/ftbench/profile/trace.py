@@ -26,7 +26,10 @@ GLOO = "gloo:"  # what names of its own threads' work begin with
 _CALLS = {"cuda_runtime", "cuda_driver"}
 _LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
 _LEAST_SEEN, _NEARLY_ALL = 0.9, 0.99  # of the launches
-_LESS = "profile fewer steps (--steps 1), without optimizations.compile, or with --nsys"
+_LESS = (
+    "CUPTI of CUDA 12.6 to 13.0 loses the times of kernels (pytorch#192021): profile fewer steps (--steps 1), without "
+    "optimizations.compile, with --nsys, or with a torch of CUDA 13.1 or newer"
+)
 
 
 class TraceError(FtbenchError):

@@ -6,14 +6,18 @@
 
 Memory is recorded in the first and in the last part: its stacks slow a step down, and so does the profiler; the timed
 steps are those of an ordinary run. Where layers are compiled the first part lasts until three steps compiled nothing.
+Where the profiler lost what a GPU did, on any rank, one more step is profiled by a new profiler.
 """
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import TrainerCallback
 
 from ftbench.core.phases import DATA, OPTIMIZER
@@ -21,17 +25,40 @@ from ftbench.errors import SpecError
 from ftbench.spec.experiment import STEPS_BEFORE_PROFILE, Experiment
 from ftbench.store.rundir import TRACE, WINDOW, RunDir, write_json
 from ftbench.worker import parallel
+from ftbench.worker.device import device
 from ftbench.worker.profile.memory import Memory
 from ftbench.worker.profile.ranges import Ranges, mark
 
 SCHEMA = 1
 _TIMED = 3
 _LATEST = 20  # a run that compiles for ever is profiled all the same
+_LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
+_LEAST_SEEN = 0.9  # of the launches, or a trace is none (profile/trace.py)
 
 
 def spreads_over_cpus(on_gpu: bool) -> bool:
     """Return whether ranks send each other tensors over gloo."""
     return parallel.rank() is not None and not on_gpu
+
+
+def is_lost(events: Iterable[Any]) -> bool:
+    """Return whether Kineto's events have launches without what the GPU did for them."""
+    on_cpu = torch.profiler.DeviceType.CPU
+    launched = seen = 0
+    for event in events:
+        if event.device_type() != on_cpu:
+            seen += 1
+        elif _LAUNCH.match(event.name()):
+            launched += 1
+    return seen < _LEAST_SEEN * launched
+
+
+def _on_any_rank(fact: bool) -> bool:
+    """Return whether something is so on any rank, which all have to ask."""
+    if parallel.rank() is None:
+        return fact
+    dist.all_reduce(facts := torch.tensor(float(fact), device=device()))
+    return bool(facts)
 
 
 class Profiler(TrainerCallback):
@@ -46,6 +73,8 @@ class Profiler(TrainerCallback):
         self._on_gpu = next(loop.model.parameters()).device.type == "cuda"
         self._profiler: Any = None
         self._first: int | None = None  # of the profiled steps
+        self._window: dict[str, Any] = {"schema": SCHEMA}
+        self._lost = False
         self._compiled = (0, 0)  # graphs so far, and the step that compiled the last of them
         self._folder.mkdir(parents=True, exist_ok=True)
         mark(loop, self._ranges)
@@ -74,7 +103,7 @@ class Profiler(TrainerCallback):
             if self._is_steady(step, state.max_steps):
                 self._begin(step)
         elif step < self._first + self._count:
-            self._next(step, self._first)
+            self._next(step, self._first, state.max_steps)
         else:
             if self._memory:
                 self._memory.finish()
@@ -95,9 +124,9 @@ class Profiler(TrainerCallback):
 
     def _begin(self, step: int) -> None:
         self._first = step + 2
-        write_json(self._folder / WINDOW, {
-            "schema": SCHEMA, "timed": [step - _TIMED + 1, step], "profiled": [step + 2, step + 1 + self._count],
-        })  # fmt: skip
+        self._window = {"timed": [step - _TIMED + 1, step]} | self._window
+        self._window["profiled"] = [step + 2, step + 1 + self._count]
+        write_json(self._folder / WINDOW, self._window)
         if self._nsys:
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -107,11 +136,15 @@ class Profiler(TrainerCallback):
             activities=activities,
             record_shapes=spreads_over_cpus(self._on_gpu),  # NCCL tells how much it sends, gloo does not
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._count, repeat=1),
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(self._folder / TRACE)),
+            on_trace_ready=self._keep,
         )
         self._profiler.start()
 
-    def _next(self, step: int, first: int) -> None:
+    def _keep(self, profiler: Any) -> None:
+        profiler.export_chrome_trace(str(self._folder / TRACE))
+        self._lost = is_lost(profiler.profiler.kineto_results.events())
+
+    def _next(self, step: int, first: int, most: int) -> None:
         """Go on after the step that warms the profiler up, and after each profiled one. The device is waited for where
         the profiled steps begin and end, so that their work is in the trace and no other's."""
         begins, ends = step == first - 1, step == first + self._count - 1
@@ -125,6 +158,11 @@ class Profiler(TrainerCallback):
         if ends and self._profiler:
             self._profiler.stop()
             self._profiler = None
+            is_first_try, has_room = "lost" not in self._window, step + 3 <= most
+            if is_first_try and has_room and _on_any_rank(self._lost):
+                self._window["lost"], self._count = self._window["profiled"], 1
+                self._begin(step)
+                return
         if ends and self._memory:
             self._memory.start()
 
