@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from ftbench.core.hardware import find_gpu
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.time.duration import estimate_duration
+from ftbench.estimate.time.history import step_key
 from ftbench.estimate.time.run_index import Store
 from ftbench.report.data.names import row_names
 from ftbench.spec.experiment import Experiment
@@ -45,15 +46,26 @@ def test_each_suggestion_is_a_command_that_the_estimate_finds_faster_and_that_fi
     run = make_run(tmp_path, "a", steps(**rows))
     suggestions, bound = tried(ftbench, run.path)
     gpu, before = find_gpu("NVIDIA H200"), load(run.spec_json)
-    rate = estimate_duration(before, gpu, Store.read(tmp_path)).tokens_per_s
+    others = Store.read(tmp_path).without(step_key(before))  # neither side as measured: what is off is off on both
+    rate = estimate_duration(before, gpu, others).tokens_per_s
     assert bound == verdict
     assert {"optimizations.compile=on"} <= {change for each in suggestions for change in each["sets"]}
     for each in suggestions:
         spec = changed(each)
-        faster = estimate_duration(spec, gpu, Store.read(tmp_path)).tokens_per_s / rate - 1
+        faster = estimate_duration(spec, gpu, others).tokens_per_s / rate - 1
         assert f"about {faster * 100:+.0f} % tokens/s" in each["effect"]
         assert faster > 0
         assert estimate_memory(spec, gpu).verdict != "does not fit"
+
+
+def test_what_an_estimate_is_off_is_not_taken_for_what_a_change_brings(ftbench, tmp_path):
+    run = make_run(tmp_path, "a", steps(seconds=60, **IDLE))  # far slower than any estimate, for whatever reason
+    rate = estimate_duration(load(run.spec_json), find_gpu("NVIDIA H200"), Store()).tokens_per_s
+    suggestions, _ = tried(ftbench, run.path)
+    names = [each["name"] for each in suggestions]
+    assert rate > 2 * json.loads(run.summary.read_text())["tokens_per_s"]["real"]
+    assert "compile" in names
+    assert not {"loader processes", "adamw_torch_fused"} & set(names)  # of a step as long as this they change nothing
 
 
 def test_what_the_store_has_measured_is_what_a_change_brings(ftbench, tmp_path):

@@ -17,10 +17,11 @@ from ftbench.errors import FtbenchError
 from ftbench.estimate.memory.capacity import machine_gpu
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.recommend.nearest import nearest_fit
-from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
+from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
+from ftbench.estimate.time.history import step_key
 from ftbench.estimate.time.run_index import Store
 from ftbench.spec.ablation import Changes, label, settings, variants, with_changes
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.optimizations import OPTIMIZATIONS
 from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.store.rundir import RunDir, first_gpu, read_json
@@ -87,8 +88,17 @@ class _Advisor:
         return Store.read(self.folder)
 
     @cached_property
-    def now(self) -> DurationEstimate | None:
-        return self._time(self.spec)
+    def others(self) -> Store:
+        """The store as if no run had taken this step."""
+        return self.store.without(step_key(resolve(self.spec, self.capability)))
+
+    @cached_property
+    def measured(self) -> DurationEstimate | None:
+        return self._time(self.spec, self.store)
+
+    @cached_property
+    def estimated(self) -> DurationEstimate | None:
+        return self._time(self.spec, self.others)
 
     def smaller(self) -> Iterator[Suggestion]:
         """Yield the nearest way that fits; of a run that should have fitted, half the batch."""
@@ -113,27 +123,38 @@ class _Advisor:
                 yield from self._rule(name.replace("_", " "), description, {f"optimizations.{name}": True})
 
     def faster(self) -> list[Suggestion]:
-        """Return the changes that bring most, by the store or by the estimate; of those of the same keys the best."""
+        """Return the changes that bring most, by the store or by the estimate; of those of the same keys the best, and
+        one that was measured before one that was not."""
         if self.gpu is None:
             return []
-        gains: dict[frozenset[str], tuple[float, Suggestion]] = {}
+        gains: dict[frozenset[str], tuple[bool, float, Suggestion]] = {}
         for name, changes in self._changes():
             spec = with_changes(self.spec, changes)
             if refusals(spec) or refusals_on(spec, self.capability) or spec == self.spec:
                 continue
-            if self.now is None or (then := self._time(spec)) is None or (memory := self._memory(spec)) is None:
+            if (pair := self._pair(spec)) is None or (memory := self._memory(spec)) is None:
                 continue
             keys = frozenset(changes)
-            gain = then.tokens_per_s / self.now.tokens_per_s - 1
+            now, then = pair
+            gain = then.tokens_per_s / now.tokens_per_s - 1
             if gain >= _WORTH and memory.verdict != "does not fit":
                 unsure = ", which may not fit" if memory.verdict == "uncertain" else ""
                 effect = (
                     f"about {units.change(gain, 0)} tokens/s, {gibibytes(memory.device.expected)} of "
                     f"{gibibytes(memory.total)} GiB{unsure} ({then.confidence})"
                 )
-                offer = gain, self._suggestion(name, effect, settings(changes.items()))
-                gains[keys] = max(gains.get(keys, offer), offer, key=lambda pair: pair[0])
-        return [each for _, each in sorted(gains.values(), key=lambda pair: -pair[0])]
+                offer = then.basis == MEASURED, gain, self._suggestion(name, effect, settings(changes.items()))
+                gains[keys] = max(gains.get(keys, offer), offer, key=lambda each: each[:2])
+        return [suggestion for _, _, suggestion in sorted(gains.values(), key=lambda each: -each[1])]
+
+    def _pair(self, spec: Experiment) -> tuple[DurationEstimate, DurationEstimate] | None:
+        """Return the times of this step and of the changed one, both as measured or both as estimated: what the
+        estimate is off would else be taken for what the change brings. None where one is not known."""
+        then = self._time(spec, self.store)
+        now = self.measured
+        if then is not None and then.basis != MEASURED:
+            now, then = self.estimated, self._time(spec, self.others)
+        return None if now is None or then is None else (now, then)
 
     def _changes(self) -> Iterator[tuple[str, Changes]]:
         train = self.spec.train
@@ -163,9 +184,9 @@ class _Advisor:
     def _suggestion(self, name: str, effect: str, sets: tuple[str, ...]) -> Suggestion:
         return Suggestion(name, effect, sets, _command("run", self.run, sets))
 
-    def _time(self, spec: Experiment) -> DurationEstimate | None:
+    def _time(self, spec: Experiment, store: Store) -> DurationEstimate | None:
         try:
-            return estimate_duration(spec, self.gpu, self.store) if self.gpu else None
+            return estimate_duration(spec, self.gpu, store) if self.gpu else None
         except FtbenchError:
             return None
 
