@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from ftbench.spec.load import load
 from ftbench.spec.slurm import SlurmSettings
 from ftbench.spec.sweep import cells
 from ftbench.store import process_identity, rundir
-from ftbench.sweep.execute import journal, slurm_queue, slurm_task
+from ftbench.sweep.execute import journal, slurm_queue, slurm_slots, slurm_task
 from ftbench.sweep.execute.loop import Sitting
 from ftbench.sweep.jobs import Standing
 from ftbench.sweep.output.status import status
@@ -211,6 +212,42 @@ def test_a_disk_that_is_not_shared_is_told_before_anything_runs(ftbench, tmp_pat
     assert "--out must be on a disk that this machine and the nodes share" in err
 
 
+def standing(folder: Path, monkeypatch: pytest.MonkeyPatch, entry: str) -> None:
+    """Put commands of Slurm on the PATH in whose queue each task of `folder` stands for ever, as `entry` says."""
+    queue = f'for each in {folder}/.slurm/*; do echo "ftbench-${{each##*/}}|7|0|{entry}"; done'
+    told = {"sbatch": "echo 7", "scancel": "true", "scontrol": f'echo "$@" >>{folder}.said'}
+    commands(folder.parent / "bin", monkeypatch, squeue=queue, **told)
+    monkeypatch.setattr(slurm_queue.Queue.look, "__defaults__", (0.01,))
+    monkeypatch.setattr(slurm_slots, "_POLL_S", 0.02)
+
+
+@pytest.mark.parametrize(("entry", "said"), [
+    ("PENDING|launch failed requeued held|", "no node starts a task"),
+    ("COMPLETING|None|n1", "must be on a disk that this machine and the nodes share"),
+])  # fmt: skip
+def test_a_task_that_never_starts_or_never_leaves_the_queue_is_waited_for_with_an_end(
+    ftbench, tmp_path, monkeypatch, entry, said
+):
+    spec, folder = written(tmp_path, AXES), tmp_path / "night-mock"
+    standing(folder, monkeypatch, entry)
+    code, _, err = ftbench("sweep", spec, "--out", tmp_path, "--on", "slurm")
+    assert (code, said in err) == (3, True)
+    if "held" in entry:
+        assert Path(f"{folder}.said").read_text().splitlines() == ["release 7_0"] * 6
+        assert err.count("a node is to describe itself, and its task waits in Slurm's queue (launch failed") == 1
+
+
+def test_a_cell_that_no_node_starts_is_an_error_and_the_sweep_goes_on(tmp_path, monkeypatch):
+    standing(tmp_path, monkeypatch, "PENDING|launch failed requeued held|")
+    job = SimpleNamespace(run=rundir.RunDir(tmp_path / "run-r1"), spec=load(write_sweep(tmp_path)), sets=())
+    queue = slurm_queue.Queue(SlurmSettings(), tmp_path)
+    result = slurm_slots.SlurmSlot("task 1", queue, None, {}).run(job, b"", control := Control())
+    assert (result.summary.state, result.summary.reason) == (
+        "error", "no node of Slurm's starts task 7_0 (launch failed requeued held)"
+    )  # fmt: skip
+    assert len(control.said) == 5
+
+
 @pytest.fixture
 def submission(tmp_path, monkeypatch) -> Path:
     """A submission of one task, as its node finds it."""
@@ -279,6 +316,25 @@ def test_a_node_whose_commands_print_for_ever_or_are_not_there_goes_on(tmp_path,
     assert slurm_task._left_s() is None
     assert slurm_task._requeue() == 1
     assert "scontrol requeue 7_0: " in capsys.readouterr().out
+
+
+class Control:
+    """What a sweep tells a slot, and hears of it."""
+
+    deadline = None
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def show(self, text: str) -> None:
+        pass
+
+    def stops_within(self, wait_s: float) -> bool:
+        time.sleep(wait_s)
+        return False
 
 
 def test_a_sweep_on_another_machine_holds_its_folder_while_it_shows_life(tmp_path, monkeypatch):

@@ -57,9 +57,7 @@ def sweep(
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
         with uncollected():
-            ready = command.prepare(request, stack)
-        for note in ready.notes:
-            tell(f"ftbench: note: {note}")
+            ready = command.prepare(request, stack, lambda text: tell(f"ftbench: note: {text}"))
         code, _ = run_plan(ready, options)
     raise typer.Exit(code)
 

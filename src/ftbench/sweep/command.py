@@ -44,7 +44,7 @@ class SweepRequest(PlanRequest):
 @dataclass(frozen=True, slots=True)
 class Ready:
     """A plan that can be started. `device` is the GPU of machine.json; `impossible` are the cells that can be on no
-    machine, with the reason; `tables` makes what is written after each run; `notes` are about what does nothing."""
+    machine, with the reason; `tables` makes what is written after each run."""
 
     request: PlanRequest
     source: bytes
@@ -53,30 +53,29 @@ class Ready:
     device: dict[str, Any] | None
     impossible: Sequence[tuple[str, str]]
     tables: Callable[..., Tables] = Tables
-    notes: Sequence[str] = ()
 
 
-def prepare(request: SweepRequest, stack: ExitStack) -> Ready:
-    """Plan without starting anything, but for a connection to a cluster, which `stack` closes. Raise SpecError and
-    MissingError for what is wrong or not there."""
+def prepare(request: SweepRequest, stack: ExitStack, say: Callable[[str], None] = lambda text: None) -> Ready:
+    """Plan without starting anything, but for a connection to a cluster, which `stack` closes. `say` hears of what does
+    nothing, and of what is waited for. Raise SpecError and MissingError for what is wrong or not there."""
     if request.effective_batch and not request.until_oom:
         raise SpecError("--effective-batch goes with --until-oom; elsewhere set train.gradient_accumulation_steps")
     if request.trial_steps and not request.until_oom:
         raise SpecError("--trial-steps goes with --until-oom; elsewhere set train.max_steps")
     if request.gpus and request.on:
         raise SpecError(f"--gpus names those of this machine, and --on {request.on} runs elsewhere: give one of them")
-    notes: list[str] = []
-    grid = cells(request.spec, request.sets, request.axes, notes.append)
+    grid = cells(request.spec, request.sets, request.axes, say)
     name = _experiment(grid)
     runner.check_disk(request.out)
     widest = max((cell.spec for cell in grid if cell.spec is not None), key=lambda spec: spec.launch.gpus)
     folder = request.out / name
-    slots, described = _slots(request, widest, folder, stack)
+    slots, described = _slots(request, widest, folder, stack, say)
     planner = _Planner(request, grid, described, folder)
-    notes += planner.duplicates()
+    for sentence in planner.duplicates():
+        say(sentence)
     refused = [(" ".join(f"{key}={short(value)}" for key, value in cell.values.items()), cell.refused)
                for cell in grid if cell.refused]  # fmt: skip
-    return Ready(request, request.spec.read_bytes(), planner.plan(), slots, planner.device, refused, notes=notes)
+    return Ready(request, request.spec.read_bytes(), planner.plan(), slots, planner.device, refused)
 
 
 def _experiment(grid: Sequence[GridCell]) -> str:
@@ -90,7 +89,7 @@ def _experiment(grid: Sequence[GridCell]) -> str:
 
 
 def _slots(
-    request: SweepRequest, spec: Experiment, folder: Path, stack: ExitStack
+    request: SweepRequest, spec: Experiment, folder: Path, stack: ExitStack, say: Callable[[str], None]
 ) -> tuple[Sequence[GpuSlot], dict[str, Any]]:
     """Return where to run, and the machine.json of a slot: all are of one kind."""
     if request.on is None:
@@ -100,7 +99,7 @@ def _slots(
     if kind == "slurm":
         from ftbench.sweep.execute import slurm_slots
 
-        return slurm_slots.cluster_slots(request.on, spec, request.spec, folder, stack)
+        return slurm_slots.cluster_slots(request.on, spec, request.spec, folder, stack, say)
     from ftbench.sweep.execute import ray_slots
 
     return ray_slots.cluster_slots(request.on, spec, stack)

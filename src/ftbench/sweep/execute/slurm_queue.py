@@ -32,6 +32,7 @@ _ENTRY = re.compile(rf"{_PREFIX}(\w+)\|(\w+)\|(\d{{1,9}})\|([^|]*)\|([^|]*)\|([^
 _GATHER_S = 0.3  # what is asked for within this time becomes one array
 _LOOK_S = 5.0  # between two looks at the queue, however many ask
 _GONE = 2  # looks at the queue without a task after which it is gone
+_MOST_HOLDS = 5  # times that Slurm holds a task back: a node that cannot start it is not the only one then
 ANSWER_S = 60.0
 _LONGEST_QUEUE = 1 << 26  # bytes: a line for each of a million tasks
 # What Slurm's commands say where the controller is away, in words of slurm/src/common/slurm_errno.c.
@@ -65,9 +66,9 @@ class Task:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class QueueEntry:
-    """Where a task stands in the queue."""
+    """Where a task stood at one look at the queue."""
 
     job: str
     state: str
@@ -103,6 +104,7 @@ class Queue:
         self._requests: list[_Request] = []
         self._entries: dict[tuple[str, int], QueueEntry] = {}
         self._missed: dict[Task, int] = {}
+        self._holds: dict[Task, list[QueueEntry]] = {}
         self._looked, self._looks, self._answers, self._said_away = 0.0, 0, False, False
         if not self.look(0.0):
             raise MissingError("--on slurm: the controller of Slurm does not answer (`sinfo`): try again when it does")
@@ -234,12 +236,18 @@ class Queue:
         return tasks
 
     def release(self, task: Task) -> str | None:
-        """Let a task go if Slurm holds it back, since a node could not start it; return the reason if so."""
-        entry = self.entry(task)
-        held = entry.reason if entry and entry.state == "PENDING" and "held" in entry.reason else None
-        if held:
-            _answer(["scontrol", "release", task.name])
-        return held
+        """Let a task go if Slurm holds it back, since a node could not start it, once for each look at the queue;
+        return the reason if so."""
+        entry, holds = self.entry(task), self._holds.setdefault(task, [])
+        if entry is None or entry in holds or entry.state != "PENDING" or "held" not in entry.reason:
+            return None
+        holds.append(entry)
+        _answer(["scontrol", "release", task.name])
+        return entry.reason
+
+    def is_refused(self, task: Task) -> bool:
+        """Return whether Slurm has held a task back so often that no node will start it."""
+        return len(self._holds.get(task, [])) > _MOST_HOLDS
 
     def cancel(self, task: Task) -> None:
         _answer(["scancel", task.name])

@@ -4,7 +4,7 @@ ever; a task that is in the queue when a sweep begins is one of an earlier sitti
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,22 +20,24 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
 from ftbench.sweep.execute import remote
 from ftbench.sweep.execute.gpu_slots import RunControl
-from ftbench.sweep.execute.slurm_queue import Queue, Task, machine_key, running
+from ftbench.sweep.execute.slurm_queue import Queue, QueueEntry, Task, machine_key, running
 from ftbench.sweep.jobs import Job, read_standing
 
 NODE = "node.json"  # what a node said of itself
 _POLL_S = 0.5
 _CANCEL_S = 60.0
+_LONGEST_END = 12  # looks at the queue at a task whose end its node does not confirm: a minute
 
 
 def cluster_slots(
-    on: str, spec: Experiment, source: Path, folder: Path, stack: ExitStack
+    on: str, spec: Experiment, source: Path, folder: Path, stack: ExitStack, say: Callable[[str], None]
 ) -> tuple[Sequence[SlurmSlot], dict[str, Any]]:
     """Return as many slots as cells may be in the queue, and the machine.json of a node. `source` is the spec's file,
-    `folder` the experiment's. Raise SpecError for a slurm.yaml that is wrong, MissingError without Slurm."""
+    `folder` the experiment's; `say` hears what is waited for. Raise SpecError for a slurm.yaml that is wrong,
+    MissingError without Slurm."""
     settings = slurm.load_settings(_settings_file(on, source))
     queue = Queue(settings, folder)
-    described = _described(queue, spec)
+    described = _described(queue, spec, say)
     stack.callback(queue.tidy)
     adopted, gpu = queue.tasks(), runner.gpu_name(described)
     return [SlurmSlot(f"task {number + 1}", queue, gpu, adopted) for number in range(settings.tasks)], described
@@ -51,7 +53,7 @@ def _settings_file(on: str, source: Path) -> Path:
     )
 
 
-def _described(queue: Queue, spec: Experiment) -> dict[str, Any]:
+def _described(queue: Queue, spec: Experiment, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the machine.json of a node, from a task that looks there: once for a folder and what it asks for."""
     path = queue.folder / NODE
     key = machine_key(queue.settings, spec.launch.framework if spec.launch.mock == "off" else "mock")
@@ -60,22 +62,37 @@ def _described(queue: Queue, spec: Experiment) -> dict[str, Any]:
         return dict(known["described"])
     (task,) = queue.submit([{"describe": spec.model_dump(mode="json")}])
     try:
-        while not (outcome := task.outcome) and not queue.is_gone(task):
-            queue.release(task)
-            time.sleep(_POLL_S)
-        outcome = outcome or task.outcome
+        _wait(queue, task, say)
+        outcome = task.outcome
     finally:
         queue.cancel(task)
     if "described" in outcome:
         rundir.write_json(path, {"key": key, "described": outcome["described"]})
         return dict(outcome["described"])
     words = outcome.get("error") or task.last_words
+    if not words and queue.is_refused(task):
+        raise MissingError("--on slurm: no node starts a task (`scontrol show node`, and slurmd's log there, say why)")
     if not words:
         raise MissingError(
             f"--on slurm: a node was to describe itself in {queue.folder} and left nothing there: --out must be on a "
             "disk that this machine and the nodes share"
         )
     raise MissingError(f"--on slurm: a node cannot run ftbench: {words}")
+
+
+def _wait(queue: Queue, task: Task, say: Callable[[str], None]) -> None:
+    """Wait until a task has left something or will leave nothing more, and say what it waits for."""
+    seen: QueueEntry | None = None
+    reason, endings = "None", 0
+    while not (task.outcome or queue.is_gone(task) or queue.is_refused(task) or endings > _LONGEST_END):
+        entry = queue.entry(task)
+        if entry is not None and entry is not seen:
+            queue.release(task)
+            endings += entry.state == "COMPLETING"  # for ever where the node is gone whose word is waited for
+            if entry.state == "PENDING" and entry.reason not in ("None", reason):
+                say(f"a node is to describe itself, and its task {entry.text}; Ctrl-C takes it back")
+            seen, reason = entry, entry.reason
+        time.sleep(_POLL_S)
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +129,9 @@ class SlurmSlot:
             entry = self.queue.entry(task)
             self.trains = entry is not None and entry.state == "RUNNING"
             if reason := self.queue.release(task):
+                if self.queue.is_refused(task):
+                    self.queue.cancel(task)
+                    return self._ended(job, "error", f"no node of Slurm's starts task {task.name} ({reason})")
                 control.say(f"Slurm holds {task.name} back ({reason}): released")
             made = running(job.run.path.parent, job.run.run_id)
             if follower is None or follower.run != made:
