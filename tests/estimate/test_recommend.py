@@ -411,6 +411,36 @@ def test_estimate_tells_time_energy_and_cost_of_a_night(ftbench, spec_file):
     assert "kWh" in out
 
 
+def test_what_a_larger_step_would_bring_is_said_where_packed_rows_hold_too_many_samples(ftbench, spec_file):
+    """Short samples, four a step: no packed row holds so few, and the fastest way would go unseen."""
+    asked = ("recommend", spec_file, "--gpu", "H100 SXM5", "--samples", 50000, "--set", "train.batch_size=4", "--json")
+    small = "train.gradient_accumulation_steps=1"
+    held = json.loads(ftbench(*asked, "--set", small)[1])
+    assert held["freer"]["optimizations"]["packing"]
+    best = json.loads(ftbench(*asked, "--set", small, "--effective-batch", "any")[1])
+    assert (best["freer"], best["options"][0]) == (None, held["freer"])
+    assert json.loads(ftbench(*asked, "--set", small, "--effective-batch", 4)[1])["freer"] is None, "it was asked for"
+    out = ftbench(*asked[:-1], "--set", small)[1]
+    took = units.seconds(held["freer"]["seconds"]["expected"])
+    assert f"{took} where the best above takes" in " ".join(out.split())
+
+
+def test_prices_say_what_a_thousand_samples_cost_where_no_number_is_known(ftbench, spec_file):
+    """How many rows a set of the hub has is not known: the prices that were given are answered all the same."""
+    asked = ("estimate", spec_file, "--prices", ROOT / "configs" / "prices-example.yaml")
+    _, alone, _ = ftbench(*asked, "--gpu", "H200 SXM")
+    assert " USD (rent) for 1,000 samples" in alone
+    _, out, _ = ftbench(*asked, "--gpu", "H200 SXM,L40S")
+    table = out[out.rindex("\nGPU") :]
+    assert "cost of 1k samples" in table.splitlines()[1]
+    assert "prices-example.yaml has no price for L40S" in table
+    _, without, _ = ftbench("estimate", spec_file, "--gpu", "H200 SXM,L40S")
+    heading = without[without.rindex("\nGPU") :].splitlines()[1].split("  ")
+    assert [name.strip() for name in heading if name.strip()] == [
+        "GPU", "step", "tokens/s", "samples/h", "in 8 h", "known from",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("count", [2**63 - 1, 10**17])
 def test_as_many_samples_as_a_spec_can_name_are_estimated(ftbench, spec_file, count):
     data = f"dataset={{name: synthetic, mean_length: 200, samples: {count}, max_length: 2048}}"

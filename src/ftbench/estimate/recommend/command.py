@@ -11,7 +11,7 @@ from ftbench.core.units import parse_seconds
 from ftbench.errors import SpecError
 from ftbench.estimate.command import listed
 from ftbench.estimate.memory.capacity import probed
-from ftbench.estimate.recommend.ranking import OBJECTIVES, Goal, Objective, Recommendation, recommend
+from ftbench.estimate.recommend.ranking import OBJECTIVES, Goal, Objective, Recommendation, recommend, with_freer
 from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.time.text import MOST_SAMPLES
@@ -61,11 +61,12 @@ def run(request: RecommendRequest) -> Recommendation:
     deadline = parse_seconds(request.deadline) if request.deadline is not None else None
     store = Store.read(request.store)
     spec = store.counted(spec)
-    return recommend(Goal(
+    answer = recommend(Goal(
         spec, gpus, _samples(request, spec, store), deadline, request.max_cost, prices, _counts(request, spec),
         cast(Objective, request.objective), _methods(request), _effective(request, spec, store), store,
         None if request.config is None else read_config(request.config),
     ))  # fmt: skip
+    return answer if request.effective_batch else with_freer(answer)
 
 
 def _gpus(text: str | None) -> tuple[Gpu, ...]:

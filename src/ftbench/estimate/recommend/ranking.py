@@ -28,6 +28,8 @@ from ftbench.store.summary import optimizations_on
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = ("speed", "cost", "energy", "memory")
 PACKED = 0.1  # how far the samples of a step of packed rows may be from the effective batch
+_NO_ROWS = "packing counts rows, and no number of them holds as many samples as a step has (--effective-batch)"
+_FREER = 1.25  # how many times better the best with another number of samples a step is, to be named
 _FEW_GPUS = 3  # of more only the two most promising batches of each way are weighed
 
 
@@ -77,7 +79,8 @@ class Option:
 class Recommendation:
     """`options` meet every limit by what is expected, best first; what may miss the deadline comes last. Where none
     does, `closest` fits a GPU and misses a limit by the least, and `missed` says which, or what comes closest to
-    fitting. `ruled_out` counts ways by the reason, of `weighed`."""
+    fitting. `ruled_out` counts ways by the reason, of `weighed`. `freer` is the best with any number of samples a step,
+    where that is so much better that it is worth a word."""
 
     goal: Goal
     options: tuple[Option, ...]
@@ -85,6 +88,7 @@ class Recommendation:
     missed: str
     ruled_out: dict[str, int]
     weighed: int
+    freer: Option | None = None
 
 
 def recommend(goal: Goal) -> Recommendation:
@@ -120,6 +124,17 @@ def recommend(goal: Goal) -> Recommendation:
     return Recommendation(goal, tuple(kept), closest, missed, dict(reasons.most_common()), weighed)
 
 
+def with_freer(answer: Recommendation) -> Recommendation:
+    """Return the answer with what would be far better if a step need not hold the samples that it holds: rows that are
+    packed hold so many that a small step has no room for one."""
+    goal = answer.goal
+    if not answer.options or goal.effective_batch is None or _NO_ROWS not in answer.ruled_out:
+        return answer
+    free = recommend(replace(goal, effective_batch=None)).options
+    better = free and _rank(free[0], goal)[1] * _FREER < _rank(answer.options[0], goal)[1]
+    return replace(answer, freer=free[0]) if better else answer
+
+
 def _refused(way: Way, gpu: Gpu, unrated: Mapping[Gpu, str]) -> str | None:
     if way.problems:
         return f"cannot work: {way.problems[0]}"
@@ -144,7 +159,7 @@ def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Op
     if effective == 0:
         if not way.spec.optimizations.packing:
             return f"the samples of a step do not divide by {way.spec.launch.gpus} GPUs (--effective-batch)"
-        return "packing counts rows, and no number of them holds as many samples as a step has (--effective-batch)"
+        return _NO_ROWS
     smallest = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
     shares = division_of(way.spec.launch).data
     most = max(1, math.ceil(goal.samples / shares))  # the first step is a whole batch

@@ -172,11 +172,28 @@ def _remarks(answer: Recommendation, rows: Sequence[tuple[Option, str]]) -> list
         lines.append(FP8)
     if len({option.spec.method.quantised for option in shown}) > 1:
         lines.append("4-bit base weights are not the 16-bit ones: compare the loss before the night")
-    if answer.goal.effective_batch:
+    if answer.goal.effective_batch and answer.freer is None:
         lines.append("samples a step are held; with --effective-batch any a step may be larger, and learn otherwise")
+    elif answer.freer:
+        lines.insert(0, _freer(answer, answer.freer))
     else:
         lines.append("samples a step differ between rows, and so what is learned: --effective-batch N holds them")
     return lines
+
+
+def _freer(answer: Recommendation, option: Option) -> str:
+    """Return the sentence on the best way with another number of samples a step."""
+    by = {
+        "speed": f"{units.seconds(option.seconds.expected)} where the best above takes "
+        f"{units.seconds(answer.options[0].seconds.expected)}",
+        "cost": str(option.cost), "energy": f"{option.kwh:.3g} kWh",
+        "memory": f"{units.gibibytes(option.memory.device.expected)} GiB",
+    }[answer.goal.objective]  # fmt: skip
+    return (
+        f"far better where a step may have other than {units.some(answer.goal.effective_batch or 0, 'sample')} "
+        f"(--effective-batch any; it learns otherwise): {method_words(option.spec)} with {switches(option.spec)}, "
+        f"about {units.rate(option.duration.samples)} samples a step: {by}"
+    )
 
 
 def _nothing(answer: Recommendation) -> list[str]:
@@ -222,6 +239,7 @@ def as_json(answer: Recommendation) -> dict[str, Any]:
         "max_cost": goal.max_cost, "objective": goal.objective,
         "options": [_record(option, goal) for option in answer.options],
         "closest": None if answer.closest is None else _record(answer.closest, goal),
+        "freer": None if answer.freer is None else _record(answer.freer, goal),
         "missed": answer.missed or None, "ruled_out": answer.ruled_out, "weighed": answer.weighed,
         "by_image_size": _image_sizes(answer),
         "spec": spec_values(as_runnable(answer.options[0], goal)) if answer.options else None,

@@ -23,6 +23,7 @@ NIGHT_H = 8.0
 MOST_SAMPLES = 10**15
 _MOST_HOURS = 1_000_000
 _SHOWN = 4  # terms of a step that are named
+_NAMED = 4  # GPUs without a price that are
 _BASIS = "samples/h, nights and costs follow from tokens/s and the mean length of the data: {} tokens ({})"
 
 
@@ -110,14 +111,17 @@ def _band(band: Band, written: Any, unit: str = "") -> str:
 
 
 def _training(spec: Experiment, gpu: Gpu, estimate: DurationEstimate, scope: Scope) -> list[tuple[str, str]]:
-    """Return the lines on the samples asked for, or those of the spec; none where neither is known."""
+    """Return the lines on the samples asked for, or those of the spec; where neither is known, what a thousand cost."""
     samples, seconds, cost = _whole(spec, gpu, estimate, scope)
+    lines, of_what = [], ""
     if samples is None or seconds is None:
-        return []
-    kwh = estimate.joules_for(samples).expected / JOULES_PER_KWH
-    lines = [("training", f"{units.some(round(samples), 'sample')} in {_band(seconds, units.seconds)}, {kwh:.3g} kWh")]
+        cost, of_what = _cost_of_1k(gpu, estimate, scope), " for 1,000 samples; --samples N says of how many"
+    else:
+        kwh = estimate.joules_for(samples).expected / JOULES_PER_KWH
+        took = f"{units.some(round(samples), 'sample')} in {_band(seconds, units.seconds)}, {kwh:.3g} kWh"
+        lines.append(("training", took))
     if cost is not None:
-        lines.append(("cost", f"{cost} ({cost.way})"))
+        lines.append(("cost", f"{cost} ({cost.way}){of_what}"))
     elif scope.prices is not None:
         lines.append(("cost", f"{scope.prices.path} has no price for {gpu.name}"))
     return lines
@@ -129,9 +133,17 @@ def _whole(
     """Return the samples asked for, or those of the spec, how long they take and what that costs, as far as known."""
     if (samples := scope.samples or epochs_samples(spec, estimate.samples)) is None:
         return None, None, None
-    seconds, price = estimate.seconds_for(samples), scope.prices.of(gpu.name) if scope.prices else None
-    cost = amount(price, estimate.gpus * seconds.expected, estimate.watts.expected) if price else None
-    return samples, seconds, cost
+    seconds = estimate.seconds_for(samples)
+    return samples, seconds, _cost(gpu, estimate, scope, seconds.expected)
+
+
+def _cost_of_1k(gpu: Gpu, estimate: DurationEstimate, scope: Scope) -> Amount | None:
+    return _cost(gpu, estimate, scope, 3600 * 1000 / estimate.samples_per_hour)
+
+
+def _cost(gpu: Gpu, estimate: DurationEstimate, scope: Scope, seconds: float) -> Amount | None:
+    price = scope.prices.of(gpu.name) if scope.prices else None
+    return amount(price, estimate.gpus * seconds, estimate.watts.expected) if price else None
 
 
 def _parts(estimate: DurationEstimate) -> str:
@@ -150,13 +162,27 @@ def _parts(estimate: DurationEstimate) -> str:
 
 
 def _table(spec: Experiment, rows: Sequence[GpuTime], scope: Scope) -> str:
+    """Return a line a GPU; columns that none has a value for are left out, and what has no price is named."""
     known = [row.estimate for row in rows if row.estimate]
     samples = scope.samples or epochs_samples(spec, known[0].samples if known else 0.0)
     training = "" if samples is None else f">{units.count(samples)} samples"
-    columns = ["GPU", ">step", ">tokens/s", ">samples/h", f">in {scope.hours:g} h", training, ">cost", "basis"]
-    table = text_table(columns, [_row(spec, row, scope) for row in rows])
+    columns = [
+        "GPU", ">step", ">tokens/s", training, ">cost of 1k samples" if samples is None else ">cost", ">samples/h",
+        f">in {scope.hours:g} h", "known from",
+    ]  # fmt: skip
+    cells = [_row(spec, row, scope) for row in rows]
+    kept = [at for at in range(len(columns)) if any(row[at] for row in cells)]
+    table = text_table([columns[at] for at in kept], [[row[at] for at in kept] for row in cells])
     notes = dict.fromkeys(_BASIS.format(units.rate(each.mean_tokens), each.lengths) for each in known)
-    return "\n".join([table, *map(folded, (*_unknown(rows), *notes))])
+    return "\n".join([table, *map(folded, (*_unknown(rows), *_unpriced(rows, scope), *notes))])
+
+
+def _unpriced(rows: Sequence[GpuTime], scope: Scope) -> list[str]:
+    """Return a sentence on the GPUs that have a time and no price, where prices are given."""
+    if scope.prices is None:
+        return []
+    names = [row.name for row in rows if row.gpu and row.estimate and scope.prices.of(row.gpu.name) is None]
+    return [f"{scope.prices.path} has no price for {units.listed(names, _NAMED)}"] if names else []
 
 
 def _unknown(rows: Sequence[GpuTime]) -> list[str]:
@@ -175,11 +201,12 @@ def _row(spec: Experiment, row: GpuTime, scope: Scope) -> list[str]:
     estimate = row.estimate
     if row.gpu is None or estimate is None:
         return [row.name, "", "", "", "", "", "", "not known"]
-    _, seconds, cost = _whole(spec, row.gpu, estimate, scope)
+    samples, seconds, cost = _whole(spec, row.gpu, estimate, scope)
+    cost = _cost_of_1k(row.gpu, estimate, scope) if samples is None else cost
     return [
         row.name, units.seconds(estimate.step_s.expected), units.rate(estimate.tokens_per_s),
-        units.count(estimate.samples_per_hour), units.count(estimate.samples_in(3600 * scope.hours).expected),
-        units.seconds(seconds.expected) if seconds else "", str(cost or ""), estimate.basis,
+        units.seconds(seconds.expected) if seconds else "", str(cost or ""), units.count(estimate.samples_per_hour),
+        units.count(estimate.samples_in(3600 * scope.hours).expected), estimate.basis,
     ]  # fmt: skip
 
 
