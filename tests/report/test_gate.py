@@ -39,6 +39,26 @@ def run(seconds=1.0, seed=0, count=30, state=None, **more):
     return steps(count, seconds, seed=seed, peak_memory_gb=peak), {"state": state, **more}
 
 
+def test_a_speed_beside_other_work_says_so(against):
+    busy = steps(30, 2.0, seed=2, host_cpu_by_others=0.8), {}
+    code, out = against([run(seed=1)], [busy])
+    assert code == 1
+    assert "slower: likely -50.0 %" in out
+    assert "; it ran beside other work (contended)" in out
+
+
+def test_of_earlier_runs_of_a_spec_those_held_to_as_many_watts_are_the_partner(against):
+    held = {"machine": {"gpu.power_limit_w": 500.0}}
+    code, out = against([run(1.0, seed=1, **held), run(0.7, seed=2)], [run(1.01, seed=3, **held)])
+    assert (code, "power limit:" in out) == (0, False)
+
+
+def test_where_none_was_held_to_as_many_watts_another_is_the_partner_and_what_differs_is_told(against):
+    code, out = against([run(1.0, seed=1)], [run(1.2, seed=3, machine={"gpu.power_limit_w": 500.0})])
+    assert code == 1
+    assert "power limit: 700 W of 700 W → 500 W of 700 W" in out
+
+
 def test_the_same_runs_pass(against):
     code, out = against([run(seed=1)], [run(seed=2)])
     assert code == 0

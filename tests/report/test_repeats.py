@@ -16,7 +16,8 @@ from ftbench.report.compare.pairs import compare, noise_of, pair_of
 from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import Cell, cells_of, runs_of
 from ftbench.report.render.runs_table import runs_table
-from ftbench.report.sections.cost import money
+from ftbench.report.sections.answers import night
+from ftbench.report.sections.cost import energy, money
 from ftbench.spec.prices import load_prices
 from ftbench.store import rundir
 from made_runs import MAX_Q, OOM, RESULTS, gpu, make_run, method, steps
@@ -45,6 +46,20 @@ def test_repeats_are_runs_of_one_spec_on_one_kind_of_machine(tmp_path):
         ("a", "b"): "lora at batch 4", ("c",): "lora at batch 4", ("d",): "unsloth 4-bit at batch 4",
         ("e",): "unsloth 16-bit at batch 4",
     }  # fmt: skip
+
+
+def test_runs_of_a_gpu_held_to_other_watts_are_no_repeats_and_say_so(tmp_path, ftbench):
+    for name, limit in (("a", 300), ("b", 300), ("c", 250)):
+        make_run(tmp_path, name, steps(seconds=300 / limit, seed=ord(name)), machine=gpu(MAX_Q, limit, 300))
+    make_run(tmp_path, "d", steps(seconds=0.5, seed=4))
+    held = {limit: f"lora (power limit {limit} W of 300 W) at batch 4" for limit in (300, 250)}
+    assert {cell.name for cell in cells(tmp_path)} == {held[300], held[250], "lora at batch 4"}
+    code, out, _ = ftbench("report", tmp_path, "--answers", "--wide")
+    assert code == 0
+    assert f"{held[300]} on RTX PRO 6000 Blackwell Max-Q (a)" in out
+    (card,) = [line for line in out.replace("\n   ", "").splitlines() if " against NVIDIA " in line]
+    assert "NVIDIA H200 against NVIDIA RTX PRO 6000" in card
+    assert "differs" not in card, "the one at its highest limit is held against the other GPU"
 
 
 def test_runs_of_an_edited_data_file_are_no_repeats(tmp_path, ftbench):
@@ -82,10 +97,14 @@ def test_no_sentence_holds_an_owned_card_against_a_rented_one(tmp_path):
         f"H200 SXM:\n  rent: {{per_hour: 3.6, {terms}}}\n"
         f"  owned: {{price: 40000, lifetime_years: 3, utilisation: 0.5, {terms}}}\n"
     )
+    lucky = make_run(tmp_path, "c", steps(seconds=0.1, seed=3), spec=method("qlora"))
+    written(lucky, contention={"contended": True, "host_cpu_by_others": 0.8})
+    make_run(tmp_path, "d", steps(2, seconds=0.1, seed=4), spec=method("unsloth"))
     section = money(cells(tmp_path), load_prices(prices, {"NVIDIA H200"}), 8.0)
     sentences = [text for text in section.paragraphs if "cheapest" in text]
     assert len(sentences) == 2
     assert not any("rent" in text and "owned" in text for text in sentences)
+    assert all("cheapest with full at batch 4" in text for text in sentences), "no contended, no short run decides"
 
 
 # --- one basis -------------------------------------------------------------------------------------------------------
@@ -141,6 +160,10 @@ def test_a_contended_run_is_marked_and_its_pair_says_so(tmp_path):
     assert pair.reason == "it ran beside other work (contended)"
     shown = runs_table(collect([tmp_path]))
     assert [row[shown.headings.index("state")] for row in shown.rows] == ["ok, contended", "ok"]
+    groups, example = cells(tmp_path), RESULTS.parents[1] / "configs" / "prices-example.yaml"
+    for part in (night(groups), energy(groups), money(groups, load_prices(example), 8)):
+        rows = part.table.rows
+        assert {row[part.table.headings.index("state")] for row in rows} == {"ok, contended", "ok"}, part.key
 
 
 @pytest.mark.parametrize("column", ["loss", "grad_norm"])

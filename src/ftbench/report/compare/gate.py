@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ftbench.core import units
 from ftbench.errors import SpecError
@@ -11,6 +12,7 @@ from ftbench.report.compare.pairs import Pair, noise_of, pair_of
 from ftbench.report.compare.words import change, flat_learning, flat_ratio, learning_text
 from ftbench.report.data.collect import Record
 from ftbench.report.data.experiments import DATA, identity
+from ftbench.report.data.facts import LIMIT
 from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell, cells_of, runs_of
 from ftbench.report.data.names import cell_names, number_of
 from ftbench.report.render.document import Section, Table
@@ -58,13 +60,10 @@ def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> Gate:
     where it no longer ends well. Where the noise is not known (fewer than six steady steps) the limit alone decides.
     Raises SpecError if nothing has a partner."""
     now, then = (cells_of(runs_of(records)) for records in (new, old))
-    partners = {identity(cell.runs[0]): cell for cell in then}
-    partners |= {(identity(cell.runs[0]), cell.facts.get(DATA)): cell for cell in then}
-    both = []
-    for cell in now:  # what ran the same tokens, or else the same spec
-        spec = identity(cell.runs[0])
-        if before := partners.get((spec, cell.facts.get(DATA)), partners.get(spec)):
-            both.append((cell, before))
+    earlier: dict[Any, list[Cell]] = {}
+    for cell in then:
+        earlier.setdefault(identity(cell.runs[0]), []).append(cell)
+    both = [(cell, _nearest(cell, alike)) for cell in now if (alike := earlier.get(identity(cell.runs[0])))]
     if not both:
         raise SpecError("--against: no run has a partner with the same spec and GPU among the earlier ones")
     noise, rows = noise_of([*now, *then]), []
@@ -78,6 +77,12 @@ def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> Gate:
         tuple(cell for cell in then if id(cell) not in paired),
         limit,
     )
+
+
+def _nearest(cell: Cell, alike: Sequence[Cell]) -> Cell:
+    """Return which of the cells of the same spec and GPU ran the same tokens, and of those the one held to as many
+    watts; another where there is none."""
+    return max(alike, key=lambda other: [other.facts.get(key) == cell.facts.get(key) for key in (DATA, LIMIT)])
 
 
 def _regressed(pair: Pair, limit: float) -> list[str]:
@@ -105,7 +110,7 @@ def sections(result: Gate) -> list[Section]:
     lines = [
         [
             number_of(row.pair.cell.runs[0].record), name,
-            "; ".join(row.regressed) or ("ok" if row.pair.cell.ok else f"as before: {row.pair.cell.state}"),
+            _verdict(row),
             change(row.pair.speed), change(row.pair.memory).removesuffix(" ?"), learning_text(row.pair.learning),
         ]
         for row, name in zip(rows, names, strict=True)
@@ -114,6 +119,12 @@ def sections(result: Gate) -> list[Section]:
     verdict = f"{count} of {len(rows)} regressed by more than {units.percent(result.limit)}"
     table = Table({"against earlier runs:": verdict}, headings, lines, _notes(result), tuple(headings[1:]))
     return [Section("gate", "Against earlier runs", table, records=[_record(row) for row in rows])]
+
+
+def _verdict(row: GateRow) -> str:
+    cell, reason = row.pair.cell, row.pair.reason
+    verdict = "; ".join(row.regressed) or ("ok" if cell.ok else f"as before: {cell.state}")
+    return f"{verdict}; {reason}" if reason and cell.ok else verdict
 
 
 def _notes(result: Gate) -> list[str]:

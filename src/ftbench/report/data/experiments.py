@@ -1,11 +1,11 @@
-"""Which runs are repeats: those of one spec, one set of tokens and one kind of machine."""
+"""Which runs are repeats: those of one spec, one set of tokens and one kind of machine, held to the same watts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ftbench.report.data.facts import CPU, IMPORTED, REWARD
+from ftbench.report.data.facts import CPU, IMPORTED, LIMIT, REWARD
 
 if TYPE_CHECKING:
     from ftbench.report.data.groups import Run
@@ -17,7 +17,7 @@ def repeats(runs: Iterable[Run], axis: str = "") -> list[list[Run]]:
     """Return runs in groups of repeats (and by `axis`, where that is a fact of the machine), in the order of their
     first. An edited file or another chat template makes other tokens of the same spec, which are another experiment; a
     run that ended before it had any is a repeat of the first that had."""
-    known = [((identity(run), run.ran.get(axis)), run.ran.get(DATA), run) for run in runs]
+    known = [((identity(run), run.ran.get(axis), run.ran.get(LIMIT)), run.ran.get(DATA), run) for run in runs]
     first = {spec: data for spec, data, _ in reversed(known) if data}
     groups: dict[Any, list[Run]] = {}
     for spec, data, run in known:

@@ -25,6 +25,7 @@ _KEPT_OF_LAUNCH = ("framework", "settings", "mock", "mock_fits", "gpus", "nodes"
 # What names the file that an imported run was made of tells no recipe.
 _NO_MATTER = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",
               "measure.profile_steps", "imported.file", "imported.sha256"}  # fmt: skip
+LIMIT = "power limit"
 REWARD = "applied.reward_sha256"  # of the files of a user's own rewards
 _FEW = 0.05  # of all bytes of weights
 IMPORTED = "imported.from"  # the kind of log that a run was made of
@@ -93,7 +94,7 @@ def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
     limit, highest = gpu.get("power_limit_w"), gpu.get("power_limit_max_w")
     return {
         "driver": gpu.get("driver"),
-        "power limit": None if limit is None else f"{limit:g} W" + ("" if highest is None else f" of {highest:g} W"),
+        LIMIT: None if limit is None else f"{limit:g} W" + ("" if highest is None else f" of {highest:g} W"),
         "mig": "on" if gpu.get("mig") else None,
         "shared host": "yes" if machine.get("shared_host") else None,
         "commit": (machine.get("ftbench", {}).get("commit") or "")[:12],

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from ftbench.core.compare import geometric_mean
 from ftbench.report.data.axes import PREFIX, varying_keys
-from ftbench.report.data.collect import Record, data_labels, known
+from ftbench.report.data.collect import Record, known
 from ftbench.report.data.experiments import repeats
-from ftbench.report.data.facts import spec_facts
-from ftbench.report.data.groups import Run, cache_of, runs_of
+from ftbench.report.data.groups import cache_of, runs_of
 from ftbench.report.data.names import run_names
-from ftbench.store.rundir import RunDir
 
 RUNS = "runs"
 _MERGED = ("tokens_per_s.real", "samples_per_hour", "samples_per_s", "step_time_s.median", "step_time_s.mean",
@@ -24,9 +21,9 @@ def with_axes(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
     """Return the records with a `label`, which names each among the others, and a field `spec.<key>` for each key of
     the resolved specs that varies and that no other column of the table shows; and the names of these fields, those
     that tell most first."""
-    specs = [spec_facts(RunDir(Path(record["path"]))) for record in records]
-    labels = {"model": [str(record["model"]) for record in records], "dataset": data_labels(records)}
-    runs = [Run(record, spec, {}, data) for record, spec, data in zip(records, specs, labels["dataset"], strict=True)]
+    runs = runs_of(records)
+    specs = [run.spec for run in runs]
+    labels = {"model": [str(record["model"]) for record in records], "dataset": [run.data for run in runs]}
     keys = varying_keys(specs, labels)
     wider = [record | {"label": name} | {PREFIX + key: spec.get(key, "") for key in keys}
              for record, spec, name in zip(records, specs, run_names(runs), strict=True)]  # fmt: skip

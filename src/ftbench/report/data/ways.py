@@ -18,6 +18,7 @@ from ftbench.report.data.axes import (
     shipped_recipe,
     value_at,
 )
+from ftbench.report.data.facts import LIMIT
 
 if TYPE_CHECKING:
     from ftbench.report.data.groups import Cell
@@ -53,8 +54,10 @@ def told_apart(cells: Sequence[Cell], axis: str) -> list[Cell]:
 
 
 def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
-    """Return a text for each cell that no other has: facts of the spec, or else the first run."""
-    keys = [axis] * bool(axis) + by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
+    """Return a text for each cell that no other has: facts of the spec, the watts that its GPU is held to, or else the
+    first run."""
+    ordered = by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
+    keys = [axis] * bool(axis) + ordered + [LIMIT]
     chosen: dict[str, list[str]] = {}
     kinds: list[Any] = [()] * len(group)
     for key in keys:

@@ -99,12 +99,14 @@ def energy(cells: Sequence[Cell]) -> Section | None:
 def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None:
     """Return a row for each cell and each way of having its GPU; None where no GPU of the runs has a price."""
     records = [record for cell in cells for record in _records(cell, prices, hours)]
+    alone = [own for cell in cells if (own := cell.undisturbed()) and own.measured]  # what a sentence may rest on
+    relied = [record for cell in alone for record in _records(cell, prices, hours)]
     amounts = {"1 h": "per_hour", "1k samples": "per_1k_samples", "1M tokens": "per_1m_real_tokens",
                f"{hours:g} h": "per_night"}  # fmt: skip
     columns = {"way": field("way")} | {heading: _amount(name) for heading, name in amounts.items()}
     columns |= {"buying pays after": field("buying_pays_after")}
     words = ("All GPUs of a run, while it trains at its steady speed; real tokens, and samples by the mean length of "
-             "the data.", *_cheapest(records))  # fmt: skip
+             "the data.", *_cheapest(relied))  # fmt: skip
     return section("cost", "Cost", records, columns, words, text=("way",), notes=_notes(cells, prices, records))
 
 

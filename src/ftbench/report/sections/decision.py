@@ -196,13 +196,17 @@ def _cards(cells: Sequence[Cell], noise: Noise) -> Iterator[Point]:
         ordered = sorted(shared, key=_rate)
         for slow, fast in ((a, b) for i, a in enumerate(ordered) for b in ordered[i + 1 :]):
             names = (fast.facts["gpu"], slow.facts["gpu"])
-            if names not in best or _rate(fast) > _rate(best[names][0]):
-                best[names] = (fast, slow)
+            if names[0] != names[1] and (names not in best or _rates(fast, slow) > _rates(*best[names])):
+                best[names] = fast, slow
     for (faster, slower), (fast, slow) in best.items():
         pair = pair_of("gpu", fast, slow, noise=noise)
         words = differences_text(pair) or "the same recipe"
         text = f"{faster} against {slower}: {fast.name} is {change_in_words(pair.speed)} in speed, {words}."
         yield point(text, fast, slow)
+
+
+def _rates(*cells: Cell) -> list[float]:
+    return [_rate(cell) for cell in cells]
 
 
 def _pair(cell: Cell, baseline: Cell, noise: Noise) -> Pair:

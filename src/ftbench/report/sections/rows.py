@@ -12,6 +12,7 @@ from ftbench.report.render.document import Point, Section, table_of
 
 Record = dict[str, Any]
 Columns = Mapping[str, Callable[[Record], str]]
+_CONTENDED = "contended"
 SETTINGS = {"model": "model", "gpu": "GPU", "data": "data"}  # stand in the title where they are the same for all rows
 
 
@@ -20,13 +21,16 @@ def section(
     named: bool = True, text: Sequence[str] = (), notes: Sequence[str] = (), pictures: Sequence[str] = (),
 ) -> Section | None:  # fmt: skip
     """Return a part with a row for each record; None without records. `named` puts the number and the name of a
-    record's cell first, and where it ran last; `text` are headings whose columns hold words."""
+    record's cell first, and behind the others where it ran, and how it ended where one ran beside other work; `text`
+    are headings whose columns hold words."""
     if not records:
         return None
     cells = {heading: [text_of(record) for record in records] for heading, text_of in columns.items()}
     context: dict[str, str] = {}
     if named:
         context, before, behind = named_rows(records)
+        if any(_CONTENDED in str(record.get("state")) for record in records):
+            behind = {"state": [str(record["state"]) for record in records]} | behind
         cells = before | cells | behind
     return Section(key, title, table_of(cells, notes, text, context), words, records, pictures)
 
@@ -69,5 +73,5 @@ def names_of(cell: Cell) -> Record:
         "model": facts.get("model.id", ""), "gpu": facts["gpu"], "data": cell.runs[0].data, "name": cell.name,
         "trained_by": cell.way, "method": facts.get("method.name", ""), "with": value_at(OPTIMIZATIONS, facts) or "",
         "batch": facts.get("train.batch_size", ""), "run_ids": " ".join(run.run_id for run in cell.runs),
-        "number": cell.runs[0].record.get("number"),
+        "number": cell.runs[0].record.get("number"), "state": cell.state,
     }  # fmt: skip
