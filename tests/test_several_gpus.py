@@ -95,6 +95,7 @@ def pair(tmp_path_factory):
 LORA = {"method": {"name": "lora"}, "measure": {"save_adapter": True}}
 FULL, QLORA = {"method": {"name": "full"}}, {"method": {"name": "qlora"}}
 HALF = {"train": {"precision": "bf16"}}
+AGAIN = {"optimizations": {"gradient_checkpointing": True}}
 EXPERTS = {"model": {"id": "tiny/qwen3-moe", "weights": "random"}}
 # A head of its own weights, which its forward pass alone would gather: the loss over chunks takes them without it.
 HEAD = {"model": {"id": "tiny/llama", "weights": "random"}, "optimizations": {"chunked_loss": True}}
@@ -114,6 +115,8 @@ PROVEN = [
     pytest.param("ep", EXPERTS, marks=pytest.mark.exhaustive),
     pytest.param("tp", EXPERTS, marks=pytest.mark.exhaustive),
     ("tp", FULL),
+    ("fsdp", LORA | AGAIN),
+    pytest.param("cp", LORA | AGAIN, marks=pytest.mark.exhaustive),
     ("cp", LORA),
     pytest.param("cp", FULL, marks=pytest.mark.exhaustive),
     ("fsdp", HEAD),
@@ -139,6 +142,16 @@ PROVEN = [
 ]
 
 
+def assert_same_adapters(one: Command, several: Command) -> None:
+    """What both saved can be read, and is the same."""
+    from safetensors.torch import load_file
+
+    saved, others = (load_file(each.run.adapter / "adapter_model.safetensors") for each in (one, several))
+    assert len(saved) > 0
+    assert saved.keys() == others.keys()
+    assert all(others[name].allclose(saved[name], rtol=1e-3, atol=1e-6) for name in saved)
+
+
 @pytest.mark.parametrize(("strategy", "parts"), PROVEN, ids=str)
 def test_two_ranks_learn_what_one_process_learns(pair, strategy, parts):
     """With accumulation, uneven lengths, a last step that not all ranks have samples for, and evaluation."""
@@ -150,6 +163,8 @@ def test_two_ranks_learn_what_one_process_learns(pair, strategy, parts):
         assert figures(two, name) == pytest.approx(figures(one, name), rel=rel)
     assert len({row.loss for row in one.steps()}) > 3
     assert dataset_of(two)["order_hash"] == dataset_of(one)["order_hash"]
+    if "measure" in parts:
+        assert_same_adapters(one, two)
 
 
 def test_tp_is_refused_of_the_families_that_transformers_has_no_plan_to_divide():
@@ -379,17 +394,13 @@ def test_four_ranks_learn_what_one_process_learns(pair, strategy, parts):
 
 
 def test_a_rank_of_a_mesh_keeps_its_share_of_its_share_and_adapters_are_those_of_one(pair):
-    from safetensors.torch import load_file
-
     one, four = pair("tp+fsdp", 4, **LORA)
     parallel = rundir.read_json(four.run.applied)["parallel"]
     assert (parallel["shares"], parallel["global_batch"], parallel["sharded"]) == (2, 8, 2 * (11 + 14) + 2)
     assert parallel["elements"] / 4 <= parallel["elements_of_rank"] < 0.26 * parallel["elements"]
     rows = [[(row.step, row.real_tokens) for row in rows if row.phase == "train"] for rows in read_ranks(four.run)[0]]
     assert rows[0] == rows[1] != rows[2] == rows[3]
-    saved = [load_file(each.run.adapter / "adapter_model.safetensors") for each in (one, four)]
-    assert saved[0].keys() == saved[1].keys()
-    assert all(saved[1][name].allclose(saved[0][name], rtol=1e-3, atol=1e-6) for name in saved[0])
+    assert_same_adapters(one, four)
 
 
 # --- what is refused while libraries do not do it --------------------------------------------------------------------

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraModel, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from conftest import spec_of
+from ftbench.errors import NotAppliedError
 from ftbench.store.rundir import read_json
 from ftbench.worker import methods
 from ftbench.worker.model import loading
@@ -51,6 +52,13 @@ def test_of_full_training_the_model_is_kept(train_here):
     spec = spec_of()
     before = AutoModelForCausalLM.from_pretrained(loading.source_of(spec.model))
     assert not torch.allclose(model(input_ids=IDS).logits, before(input_ids=IDS).logits, atol=1e-3)
+
+
+def test_adapters_that_a_library_leaves_out_are_said(train_here, monkeypatch):
+    """As peft 0.21.2 did of those of layers that are computed again under FSDP2."""
+    monkeypatch.setattr(LoraModel, "_get_adapter_state_dict", lambda **given: {})
+    with pytest.raises(NotAppliedError, match=r"measure.save_adapter is on and 0 of [\d,]+ weights are saved"):
+        train_here(method={"name": "lora"}, **KEEP)
 
 
 def test_nothing_is_kept_unasked(train_here):

@@ -6,11 +6,13 @@ end. What is done in a stage is done by the module of its name.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from safetensors import safe_open
 from transformers import TrainerCallback, set_seed
 
 from ftbench.spec.experiment import Experiment
@@ -82,9 +84,22 @@ def train(run: TrainingRun) -> None:
         answers.ask(loop.accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False), "after")
     if spec.measure.save_adapter:
         phases.enter("save")
-        loop.save_model(str(run.directory.adapter))
+        _save(run, loop)
     loop.accelerator.wait_for_everyone()
     shutil.rmtree(run.directory.path / "trainer", ignore_errors=True)
+
+
+def _save(run: TrainingRun, loop: Any) -> None:
+    """Save what was trained. Raise NotAppliedError where some of the adapters are not in the file: a library may leave
+    them out without a word."""
+    loop.save_model(str(run.directory.adapter))
+    if not (parallel.is_first() and run.spec.method.adapters):
+        return
+    with safe_open(run.directory.adapter / "adapter_model.safetensors", "pt") as file:
+        saved = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    trained = run.facts["parameters"]["trainable"]
+    if saved < trained:
+        run.require_applied([f"measure.save_adapter is on and {saved:,} of {trained:,} weights are saved"])
 
 
 def _hash_of(run: TrainingRun, data: Prepared, recorder: Recorder) -> str:

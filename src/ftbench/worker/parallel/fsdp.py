@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerate import DistributedType, PartialState
 from accelerate.utils import fsdp_utils
+from peft.tuners import tuners_utils
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -41,6 +42,7 @@ def correct_plugin(trainer: Any) -> None:
     _name_units(trainer)
     _keep_loss(trainer)
     _keep_head_beside_norm(trainer)
+    _name_adapters_as_saved()
 
 
 def _name_units(trainer: Any) -> None:
@@ -57,6 +59,15 @@ def _keep_head_beside_norm(trainer: Any) -> None:
     with the gradient of its own batch alone. accelerate looks for the norm where models that read images have none."""
     if _head(trainer).weight.requires_grad:
         fsdp_utils._find_final_norm = _last_norm
+
+
+def _name_adapters_as_saved() -> None:
+    """Let peft find adapters in a state to be saved: it asks for them by the names of modules, and those of a layer
+    that is computed again have a part that a state leaves out; it would save none."""
+    if (names := getattr(tuners_utils, "_get_tuner_state_dict_key_prefixes", None)) is not None:  # of peft 0.21.2
+        tuners_utils._get_tuner_state_dict_key_prefixes = lambda *args, **kwargs: {
+            name.replace("_checkpoint_wrapped_module.", "") for name in names(*args, **kwargs)
+        }
 
 
 def _head(trainer: Any) -> Any:
