@@ -218,6 +218,6 @@ def test_the_page_lists_what_differs_and_what_does_not():
         "No run left rows out, changed any, or took them in another order",
         "; trained parameters 21,823,488; trained in float32",
         "axolotl.core.trainers.base.AxolotlTrainer | axolotl, liger_kernel |",
-        "differs: applied.trained_dtype: bfloat16 → float32",
+        " differ: applied.trained_dtype: bfloat16 → float32",
     ):
         assert said in page

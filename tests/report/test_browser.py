@@ -305,6 +305,13 @@ def test_of_a_hundred_points_those_that_nothing_beats_are_named(opened, crowded,
         )
 
 
+def test_three_answers_stand_side_by_side_on_half_a_screen(opened, crowded):
+    with opened(file=crowded, size=(800, 900)) as page:
+        page.select_option("#workload", "1")
+        tops = page.eval_on_selector_all(".cards:visible .card", "all => all.map((each) => each.offsetTop)")
+        assert (len(tops), len(set(tops))) == (3, 1)
+
+
 def test_the_chooser_shows_one_workload_at_a_time(opened, crowded):
     with opened(file=crowded) as page:
         assert page.inner_text("#count") == "99 runs"
@@ -313,6 +320,7 @@ def test_the_chooser_shows_one_workload_at_a_time(opened, crowded):
         assert page.inner_text("#count") == "1 run"
         assert page.locator("#bars-figure .bar").count() == page.locator("#pareto-figure .point").count() == 1
         assert page.locator("#curves-figure .series").count() == 1
+        assert "not beaten in both" not in page.inner_text("#pareto-figure"), "one point joins nothing"
         assert page.locator(".cards:visible").count() == 1
         assert not page.is_visible("#frontier")
         page.check("#every")

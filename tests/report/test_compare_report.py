@@ -466,6 +466,15 @@ def test_libraries_of_a_framework_are_told_once_and_its_name_and_settings_by_the
     assert "(framework" not in out
 
 
+def test_a_narrow_comparison_says_of_which_rows_its_notes_and_its_baseline_are(ftbench, monkeypatch):
+    """The column with the numbers of the notes has no room there, and `plain` is the name of no row."""
+    monkeypatch.setenv("COLUMNS", "60")
+    out = " ".join(ftbench("report", RESULTS / "headline/full", "--compare", "recipe")[1].split())
+    assert "also differs" in out.partition("left out for want of width: ")[2].partition("(")[0]
+    assert "baseline plain (#3) · " in out
+    assert re.search(r"\(1\) #\d+ differs: dataset.samples: 184 → \d+", out)
+
+
 def test_the_baseline_s_row_says_how_fast_it_is(of_frameworks, ftbench):
     out = ftbench("report", of_frameworks, "--compare", "framework")[1]
     rows = [line for line in out.splitlines() if re.match(r" *\d+  trl ", line)]
@@ -475,7 +484,7 @@ def test_the_baseline_s_row_says_how_fast_it_is(of_frameworks, ftbench):
 
 def test_what_always_differs_together_is_one_note(of_frameworks, ftbench):
     out = " ".join(ftbench("report", of_frameworks, "--compare", "framework")[1].split())
-    notes = re.findall(r"note: \((\d)\) differs: (.*?)(?= note:)", out)
+    notes = re.findall(r"note: \((\d)\) #[^:]* differs?: (.*?)(?= note:)", out)
     assert notes == [("1", "launch.settings: plain → best"), ("2", "applied.trained_dtype: bfloat16 → float32")]
     assert re.search(r"axolotl's best qlora .*? \(1, 2\)", out)
 

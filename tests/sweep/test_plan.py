@@ -589,6 +589,6 @@ def test_a_line_of_the_live_view_loses_whole_parts(width, shown):
 def test_what_is_left_is_told_as_roughly_as_it_is_known():
     standings = [Standing("ok"), Standing("pending")]
     told = [view.counted(standings, left_s) for left_s in (None, 5.27, 44.7, 119.4, 120.4, 4800)]
-    assert told == ["1 ok · 1 left"] + [
-        f"1 ok · 1 left · about {about}" for about in ("5 s", "45 s", "119 s", "2 min 00 s", "1 h 20 min")
+    assert told == ["1 ok · 1 run left"] + [
+        f"1 ok · 1 run left · about {about}" for about in ("5 s", "45 s", "119 s", "2 min 00 s", "1 h 20 min")
     ]

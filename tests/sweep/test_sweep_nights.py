@@ -230,7 +230,7 @@ def test_the_status_is_told_in_every_state_of_a_sweep(tmp_path):
         folder = str(night.path)
         text = ftbench("sweep", "--status", folder)
         assert text.returncode == 0, text.stderr
-        assert "1 ok · 1 left" in text.stdout
+        assert "1 ok · 1 run left" in text.stdout
         assert "running  train.batch_size=2: step 1 of 5 · 20 %" in text.stdout
         found = json.loads(ftbench("sweep", "--status", folder, "--json").stdout)
         assert found["alive"] is True
@@ -238,7 +238,7 @@ def test_the_status_is_told_in_every_state_of_a_sweep(tmp_path):
         assert list(found["running"]) == [found["jobs"][1]["run"]]
         night.kill()
     killed = ftbench("sweep", "--status", folder).stdout
-    assert "1 ok · 1 left" in killed
+    assert "1 ok · 1 run left" in killed
     assert "the same command goes on" in killed
     found = json.loads(ftbench("sweep", "--status", folder, "--json").stdout)
     assert (found["alive"], found["running"]) == (False, {})
@@ -299,7 +299,7 @@ def test_a_run_that_overruns_the_time_budget_is_interrupted_and_still_to_come(tm
     assert night.told() == ["interrupted"]
     assert "the sweep's time budget ran out" in rundir.read_json(night.runs()[0].state)["reason"]
     assert "3 runs still to come" in night.table()
-    assert "3 left" in ftbench("sweep", "--status", str(night.path)).stdout
+    assert "3 runs left" in ftbench("sweep", "--status", str(night.path)).stdout
 
 
 # --- several GPUs ----------------------------------------------------------------------------------------------------

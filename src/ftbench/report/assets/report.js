@@ -374,7 +374,8 @@
       groups.set(name, [...(groups.get(name) || []), cell]);
     });
     const at = (cell) => ({ x: x(cell), y: y(cell) });
-    const series = [{ name: "not beaten in both", colour: "var(--quiet)", dash: "2 4", points: front.map(at) }];
+    const line = { name: "not beaten in both", colour: "var(--quiet)", dash: "2 4", points: front.map(at) };
+    const series = front.length > 1 ? [line] : [];
     for (const [name, own] of groups) {
       series.push({ name, colour: colour(methods.indexOf(own[0].method)), symbol: gpus.indexOf(own[0].gpu),
         points: own.map((cell) => ({ ...at(cell), text: `${nameOf.get(cell)}\n${words(cell).join("\n")} of tensors at the peak\n` +

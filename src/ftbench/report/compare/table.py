@@ -94,7 +94,9 @@ def _table(comparison: Comparison, cells: Sequence[tuple[Cell, Pair | None]], ke
     columns = {heading: texts for heading, texts in (first | figures).items() if any(texts)} | several | axes
     words = (*TEXT, *(heading for heading in axes if heading != "batch"))
     notes = [*_notes(comparison, [cell for cell, _ in cells], lists)]
-    return table_of(columns, notes, words, {"baseline": comparison.baseline, **shared})
+    rows = [run_of(cell.runs[0].record) for cell, pair in cells if pair is None]
+    baseline = f"{comparison.baseline} ({units.listed(rows, MOST_NAMED)})"
+    return table_of(columns, notes, words, {"baseline": baseline, **shared})
 
 
 _CONTEXT = ("model.id", "model.weights", "gpu", "data", "method.name", OPTIMIZATIONS)

@@ -11,6 +11,8 @@ from ftbench.core.compare import BreakEven, Ratio
 from ftbench.core.learning import CANNOT_TELL, Learning
 from ftbench.report.compare.pairs import Pair
 from ftbench.report.data.groups import Cell
+from ftbench.report.data.names import run_of
+from ftbench.report.render.runs_table import MOST_NAMED
 
 _KEYS = {"dataset.order_hash": "the order of the tokens", "dataset.hash": "the tokens of the data set"}
 
@@ -91,8 +93,9 @@ def differences(pair: Pair) -> list[str]:
 
 
 def difference_lists(pairs: Sequence[Pair]) -> tuple[list[str], dict[int, list[str]]]:
-    """Return what differs, in words, and the numbers of those words that each pair needs: what always differs together
-    has one number."""
+    """Return what differs, in words that begin with the rows they are of, since a narrow table has no room for the
+    column that names them; and the numbers of those words that each pair needs: what always differs together has one
+    number."""
     holders: dict[str, list[int]] = {}
     for index, pair in enumerate(pairs):
         for words in differences(pair):
@@ -104,9 +107,14 @@ def difference_lists(pairs: Sequence[Pair]) -> tuple[list[str], dict[int, list[s
     for number, group in enumerate(together, 1):
         for index in group:
             numbers.setdefault(id(pairs[index]), []).append(str(number))
-    lists = [("differs: " if pairs[group[0]].baseline else "") + "; ".join(facts)
-             for group, facts in together.items()]  # fmt: skip
-    return lists, numbers
+    return [_rows_that([pairs[at] for at in group]) + "; ".join(facts) for group, facts in together.items()], numbers
+
+
+def _rows_that(group: Sequence[Pair]) -> str:
+    """Return `#1, #5 differ: `, or `#7: ` of a row without a partner."""
+    rows = units.listed([run_of(pair.cell.runs[0].record) for pair in group], MOST_NAMED)
+    verb = "" if group[0].baseline is None else " differs" if len(group) == 1 else " differ"
+    return f"{rows}{verb}: "
 
 
 def first_step_text(cell: Cell, pair: Pair | None = None) -> str:

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ftbench.core.rows import RunSummary
-from ftbench.core.units import gibibytes, rate, seconds
+from ftbench.core.units import gibibytes, rate, seconds, some
 from ftbench.sweep.jobs import FAILED, Standing
 
 REFRESH_S = 1.0  # the view shares the CPU with what is measured
@@ -60,12 +60,13 @@ def fitting(line: str, width: int) -> str:
 
 
 def counted(standings: Iterable[Standing], left_s: float | None) -> str:
-    """Return `12 ok · 1 oom · 2 skipped · 9 left · about 1 h 20 min`."""
+    """Return `12 ok · 1 oom · 2 skipped · 9 runs left · about 1 h 20 min`."""
     states = Counter(standing.state for standing in standings)
     failed = sum(states[name] for name in FAILED)
     left = states["pending"] + states["running"] + states["interrupted"]
-    counts = {"ok": states["ok"], "oom": states["oom"], "failed": failed, "skipped": states["skipped"], "left": left}
+    counts = {"ok": states["ok"], "oom": states["oom"], "failed": failed, "skipped": states["skipped"]}
     parts = [f"{count} {name}" for name, count in counts.items() if count]
+    parts += [f"{some(left, 'run')} left"] if left else []
     about = f"about {left_s:.0f} s" if left_s and left_s < 120 else f"about {seconds(left_s)}"
     return " · ".join([*parts, *([about] if left_s and left else [])])
 
