@@ -431,6 +431,15 @@ def test_what_fits_fits_what_a_process_can_have(high: float, verdict: str) -> No
     assert verdict_of(Band(23.7, 24.0, 24.5), capacity(small)) == "does not fit"
 
 
+def test_a_card_says_which_batch_of_the_data_is_the_heaviest_and_which_is_the_largest_that_fits(file: Path) -> None:
+    sets = ["dataset.samples=100", "dataset.length=512", "train.batch_size=4"]
+    text = estimate(EstimateRequest(file, sets, gpu="H200 SXM")).text
+    assert "heaviest batch: 4 x 512 positions" in text
+    assert [line.partition(":")[0] for line in text.splitlines() if "largest batch" in line] == [
+        "largest batch that fits"
+    ]
+
+
 def test_a_card_says_both_counts_and_the_margin(file: Path) -> None:
     text = estimate(EstimateRequest(file, ["model.id=Qwen/Qwen3-0.6B"], gpu="RTX 4090")).text
     assert "24.0 GiB as its driver counts (NVML), 23.6 for a process, less 0.500 for a display" in text

@@ -26,6 +26,7 @@ from ftbench.estimate.memory.phases import GATHERED, MemoryPlan, peak, phases
 from ftbench.estimate.memory.share import gathered, share
 from ftbench.estimate.preflight import warning
 from ftbench.estimate.recommend import command as recommend
+from ftbench.estimate.recommend import text as recommend_text
 from ftbench.estimate.recommend.nearest import Fit
 from ftbench.estimate.recorded import recorded
 from ftbench.estimate.time import accuracy, speeds
@@ -550,6 +551,28 @@ def test_what_a_spec_is_refused_for_is_not_estimated_either(tmp_path, strategy, 
                     "dataset: {name: synthetic, samples: 64, length: 512}\n")  # fmt: skip
     with pytest.raises(SpecError, match=why):
         estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=4, strategy=strategy))
+
+
+def test_what_a_strategy_refuses_beside_the_training_is_left_out_and_said(tmp_path: Path) -> None:
+    """An answer needs the whole model, which ddp and ZeRO-1 and 2 leave on each GPU."""
+    path = tmp_path / "asks.yaml"
+    path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: full\n"
+                    "dataset: {name: synthetic, samples: 64, length: 512}\n"
+                    "measure: {generate: [{id: a, prompt: hello}]}\n")  # fmt: skip
+    answer = estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=2, strategy="all"))
+    table = json.loads(answer.document)["strategies"]
+    rows = {row["strategy"]: row["left_out"] for row in table if not row["problems"]}
+    refused = {name for name, keys in rows.items() if keys == "measure.generate"}
+    assert refused == {"fsdp", "zero3", "tp", "cp"}
+    assert {name for name, keys in rows.items() if not keys} == {"none", "ddp", "zero1", "zero2"}
+    assert "without measure.generate, which they refuse: fsdp, zero3, tp, cp" in answer.text
+    best = recommend.run(recommend.RecommendRequest(path, gpu="L40S", gpus=4, effective_batch="4"))
+    spec = best.options[0].spec
+    assert spec.launch.strategy in refused
+    assert spec.measure.generate is None
+    words = f"he best is without measure.generate, which {spec.launch.strategy} refuses"
+    assert f"t{words}" in " ".join(recommend_text.as_text(best).split())
+    assert f"# T{words}.\n" in recommend_text.as_yaml(best)
 
 
 def test_recommend_weighs_every_strategy_and_number_of_gpus(tmp_path: Path) -> None:

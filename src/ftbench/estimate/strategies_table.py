@@ -3,7 +3,7 @@ fast all are together."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ftbench.core import units
@@ -12,7 +12,7 @@ from ftbench.core.table import folded, text_table
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.constants import constants
 from ftbench.estimate.memory.estimate import SHARDED_SPREAD, MemoryEstimate, estimate_memory
-from ftbench.estimate.recommend.candidates import Way
+from ftbench.estimate.recommend.candidates import Way, left_out
 from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
 from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload.division import MESH, STRATEGIES, counts, on_gpus, problem, shared_how
@@ -25,12 +25,14 @@ _MARKS = {"fits": "", "uncertain": " ?", "does not fit": " no"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A strategy on so many GPUs: its memory and its time as far as they are known, and why it cannot be run."""
+    """A strategy on so many GPUs: its memory and its time as far as they are known, why it cannot be run, and what of
+    `measure` it leaves out."""
 
     launch: Launch
     memory: MemoryEstimate | None
     time: DurationEstimate | None
     problems: tuple[str, ...]
+    left_out: str = ""
 
     @property
     def strategy(self) -> str:
@@ -54,7 +56,7 @@ def rows(
                             if strategy != "tp+fsdp" or count > (spec.launch.tp or MESH))]  # fmt: skip
     alone = Way(on_gpus(spec, 1, "none"))
     ways = (alone.on(on_gpus(spec, count, strategy, _offload(spec, strategy)).launch) for strategy, count in pairs)
-    return [_row(way, gpu, store, config, total) for way in ways]
+    return [replace(_row(way, gpu, store, config, total), left_out=left_out(spec, way.spec)) for way in ways]
 
 
 def _offload(spec: Experiment, strategy: str) -> str:
@@ -99,6 +101,7 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
         *_confirmed(dict.fromkeys(row.strategy for row in known if row.memory)),
         *(["", "real tokens a second of all GPUs", text_table(headings, cells(speeds))] if speeds else []),
         *_factors(table),
+        *_without(known),
         *(["", "refused:"] if refused else []),
         *(folded(f"{', '.join(names)}: {why}") for why, names in refused.items()),
     ]  # fmt: skip
@@ -129,6 +132,19 @@ def _factors(table: Sequence[Row]) -> list[str]:
     return _sentence({"measured: ": ", ".join(measured), "estimated within a factor of ": within})
 
 
+def _without(known: Iterable[Row]) -> list[str]:
+    """Return which strategies do not do what the spec asks for beside the training."""
+    names: dict[str, dict[str, None]] = {}
+    for row in known:
+        if row.left_out:
+            names.setdefault(row.left_out, {})[row.strategy] = None
+    return [
+        line
+        for keys, by in names.items()
+        for line in _sentence({f"without {keys}, which they refuse: ": ", ".join(by)})
+    ]
+
+
 def _sentence(parts: Mapping[str, str]) -> list[str]:
     """Return what there is of the parts behind their words, as a line or none."""
     return [folded(text)] if (text := "; ".join(words + what for words, what in parts.items() if what)) else []
@@ -139,6 +155,7 @@ def as_document(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     records = [
         {
             "strategy": row.strategy, "gpus": row.gpus, "offload": row.launch.offload, "problems": list(row.problems),
+            "left_out": row.left_out,
             "device": None if row.memory is None else asdict(row.memory.device),
             "verdict": None if row.memory is None else row.memory.verdict,
             "parts": None if row.memory is None else row.memory.parts,

@@ -35,7 +35,7 @@ def _card(spec: Experiment, name: str, memory: MemoryEstimate, largest: int | No
     most = _largest(spec, largest)
     lines = [
         f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}{_shared(spec.launch)}",
-        folded(f"largest batch: {rows} x {length:,} positions ({memory.basis})"),
+        folded(f"heaviest batch: {rows} x {length:,} positions ({memory.basis})"),
         "",
         text_table(["GiB", ">low", ">expected", ">high"], tiers),
         "",

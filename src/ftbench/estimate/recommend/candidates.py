@@ -23,6 +23,7 @@ from ftbench.spec.recipes import recipes
 from ftbench.spec.refusals import refusals
 
 ADAPTERS = ("lora", "qlora", "unsloth")  # these train the same matrices; full trains others
+_BESIDE = {"generate": None, "gradients": 0}  # of `measure`: what is done beside the training, and its off
 _SHARED = {"rank", "alpha", "dropout", "bias", "targets", "experts", "vision", "projector"}
 _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "unsloth"))
 
@@ -35,18 +36,28 @@ class Way:
     problems: tuple[str, ...] = field(default=())
 
     def on(self, launch: Launch) -> Way:
-        """Return the same way on several GPUs, with what it cannot be there. Where the model is not whole on any, no
-        prompts are answered and no gradients kept: that is no part of how it trains."""
+        """Return the same way on several GPUs, with what it cannot be there. Where these refuse to answer prompts or to
+        keep gradients, that is left out: it is no part of how it trains."""
         if launch is self.spec.launch or launch == self.spec.launch:
             return self
-        whole = {} if launch.strategy in ("none", "ddp") else {"generate": None, "gradients": 0}
-        measure = self.spec.measure.model_copy(update=whole)
-        spec = self.spec.model_copy(update={"launch": launch, "measure": measure})
-        return Way(spec, self.problems or tuple(refusals(spec)))
+        spec = self.spec.model_copy(update={"launch": launch})
+        why = refusals(spec)
+        if off := {
+            key: value for key, value in _BESIDE.items() if any(line.startswith(f"measure.{key}:") for line in why)
+        }:
+            spec = spec.model_copy(update={"measure": spec.measure.model_copy(update=off)})
+            why = refusals(spec)
+        return Way(spec, self.problems or tuple(why))
 
     def sized(self, batch: int, accumulation: int, capability: tuple[int, int] | None) -> Experiment:
         """Return the spec with this batch, resolved for a GPU."""
         return with_batch(resolve(self.spec, capability), batch, accumulation)
+
+
+def left_out(spec: Experiment, way: Experiment) -> str:
+    """Return what a way to train `spec` on several GPUs does not do of what that does beside the training; empty where
+    it does all."""
+    return ", ".join(f"measure.{key}" for key in _BESIDE if getattr(spec.measure, key) != getattr(way.measure, key))
 
 
 def own_kind(spec: Experiment) -> tuple[str, ...]:

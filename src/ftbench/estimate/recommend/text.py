@@ -12,6 +12,7 @@ from ftbench.core import units
 from ftbench.core.hardware import capability_of
 from ftbench.core.table import folded, text_table
 from ftbench.estimate import by_image_size
+from ftbench.estimate.recommend.candidates import left_out
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss, place_of
 from ftbench.estimate.time.duration import MEASURED, OTHER, SHEET, SPREAD
 from ftbench.estimate.time.text import NIGHT_H
@@ -164,6 +165,7 @@ def _remarks(answer: Recommendation, rows: Sequence[tuple[Option, str]]) -> list
             f"{units.count(len(answer.options))} ways keep the deadline as expected; {which} may miss it at the "
             "slow end"
         )
+    lines += _without(answer)
     known = {option.duration.basis for option in shown}
     lines += [f"known from {basis}: {sentence}" for basis, sentence in _UNSEEN.items() if basis in known]
     if any(words.endswith(EITHER) for _, words in rows):
@@ -179,6 +181,13 @@ def _remarks(answer: Recommendation, rows: Sequence[tuple[Option, str]]) -> list
     else:
         lines.append("samples a step differ between rows, and so what is learned: --effective-batch N holds them")
     return lines
+
+
+def _without(answer: Recommendation) -> list[str]:
+    """Return what the best does not do of what the spec asks for beside the training; nothing where it does all."""
+    best = answer.options[0]
+    keys = left_out(answer.goal.spec, best.spec)
+    return [f"the best is without {keys}, which {best.spec.launch.strategy} refuses"] if keys else []
 
 
 def _freer(answer: Recommendation, option: Option) -> str:
@@ -219,6 +228,7 @@ def as_yaml(answer: Recommendation) -> str:
         f"{units.gibibytes(best.memory.total)} GiB.",
         textwrap.fill(f"# The time is known from: {best.duration.confidence}.", 100, subsequent_indent="# "),
     ]
+    head += [f"# T{text[1:]}." for text in _without(answer)]
     if may_miss(best, answer.goal):
         head.append(f"# May miss the deadline: {units.seconds(best.seconds.high)} at the slow end of the band.")
     return "\n".join(head) + "\n" + yaml.safe_dump(spec_values(spec), sort_keys=False, allow_unicode=True)
