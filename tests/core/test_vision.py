@@ -1,5 +1,6 @@
 """What an image becomes, held against the processors of transformers and the published counts."""
 
+import itertools
 import random
 
 import pytest
@@ -63,6 +64,8 @@ def test_an_image_of_any_size_becomes_what_the_processor_makes_of_it(name):
         height, width = dice.choice(sides), dice.choice(sides)
         if max(height, width) <= 200 * min(height, width):
             assert shape.size(height, width).tokens == tokens(height, width), (height, width)
+    for height, width in itertools.product(range(1, 37), repeat=2):  # scaled up, often to sides that are whole tokens
+        assert shape.size(height, width).tokens == tokens(height, width), (height, width)
 
 
 def test_an_image_that_no_processor_takes_is_refused():

@@ -141,6 +141,32 @@ def test_the_images_of_a_file_are_looked_at(tmp_path: Path) -> None:
         estimate_memory(spec_of(QWEN, data | {"seed": 8}), gpu())
 
 
+def test_a_file_is_estimated_on_what_it_is_trained_on(tmp_path: Path) -> None:
+    """An upright photograph of a camera that lay on its side; images by a name of the spec's, and in messages; texts of
+    parts, and a caption."""
+    image = pytest.importorskip("PIL.Image")
+    exif = image.Exif()
+    exif[0x112] = 6
+    image.new("RGB", (1920, 1080)).save(tmp_path / "a.jpg", exif=exif)
+    own = [{"type": "image", "path": "a.jpg"}, {"type": "text", "text": "What is it?"}]
+    chat = [{"role": "user", "content": own}, {"role": "assistant", "content": [{"type": "text", "text": "A leaf."}]}]
+    tokens = shape_of(spec_of(LLAVA).model).vision.size(1920, 1080).tokens
+    assert tokens != shape_of(spec_of(LLAVA).model).vision.size(1080, 1920).tokens
+    for row, columns, turns in [
+        ({"photos": ["a.jpg"], "caption": "A leaf of ivy, green"}, {"images": "photos"}, 1),
+        ({"messages": chat}, {}, 2), ({"prompt": chat[:1], "completion": chat[1:]}, {}, 2),
+    ]:  # fmt: skip
+        folder = tmp_path / next(iter(row))
+        folder.mkdir()
+        (folder / "a.jpg").write_bytes((tmp_path / "a.jpg").read_bytes())
+        (folder / "rows.jsonl").write_text(json.dumps(row))
+        data = {"name": "file", "path": str(folder / "rows.jsonl"), "max_length": 4096, "columns": columns}
+        known = images.known_samples(spec_of(LLAVA, data), shape_of(spec_of(LLAVA).model).vision)
+        assert known is not None
+        assert known.samples[0].images.tokens == tokens
+        assert known.samples[0].labels > 5 * turns  # more than the template's own
+
+
 def test_a_row_whose_turns_are_none_has_no_images(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"text": "a"}, {"messages": -5}, {"conversations": True}, {"messages": {"a": "b"}}]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -148,6 +148,31 @@ def test_images_are_found_in_every_way_that_data_sets_have_them(reads, folder, r
     assert WORDS in tokenizer.decode([label for label in sample.labels if label != IGNORE])
 
 
+def test_a_picture_lies_as_its_camera_was_held(reads, tmp_path):
+    """As `datasets` hands it to a script."""
+    import datasets
+
+    for held in range(1, 9):
+        exif = Image.Exif()
+        exif[0x112] = held
+        path = tmp_path / f"{held}.jpg"
+        photo(held).save(path, exif=exif)
+        shown = datasets.Image().decode_example({"path": str(path), "bytes": None}).convert("RGB")
+        picture = read(path.name, tmp_path)
+        assert (picture.width, picture.height) == shown.size == ((60, 90) if held > 4 else (90, 60))
+        assert picture.open().tobytes() == shown.tobytes()
+    photo(1).save(path, exif=b"Exif\0\0no such thing")
+    assert read(path.name, tmp_path).open().tobytes() == Image.open(path).tobytes()
+
+
+def test_a_picture_of_16_bits_keeps_its_shades(tmp_path):
+    values = np.random.default_rng(0).integers(0, 2**16, (60, 90), dtype=np.uint16)
+    for name in ("deep.png", "deep.tif"):
+        Image.fromarray(values).save(tmp_path / name)
+        shades = np.asarray(read(name, tmp_path).open())
+        assert (shades == (values >> 8)[..., None]).all()
+
+
 def test_columns_can_be_named_and_a_question_given(reads, folder):
     row = {"photo": "b.png", "finding": WORDS, "text": "not this"}
     columns = {"columns": {"image": "photo", "answer": "finding"}, "prompt": "Which disease?"}
@@ -229,6 +254,7 @@ def broken(folder):
     (folder / "bomb.png").write_bytes(bomb())
     (folder / "flat.png").write_bytes(png(photo(0, (2000, 8))))
     Image.new("RGB", (8, 8)).save(folder / "program.png", "EPS")
+    Image.fromarray(np.zeros((9, 9), dtype=np.float32)).save(folder / "float.tif")
     (folder / "dir.png").mkdir()
     os.mkfifo(folder / "pipe.png")
 
@@ -241,6 +267,7 @@ def broken(folder):
         ({"image": "bomb.png"}, "bomb.png cannot be decoded .*decompression bomb"),
         ({"image": "program.png"}, "PostScript is a program and no picture"),
         ({"image": "flat.png"}, "more elongated than 200 to 1"),
+        ({"image": "float.tif"}, "float.tif cannot be decoded .its values have 32 bits"),
         ({"image": "missing.png"}, "missing.png cannot be read .No such file"),
         ({"image": "dir.png"}, "dir.png is no plain file"),
         ({"image": "pipe.png"}, "pipe.png is no plain file"),
@@ -307,10 +334,18 @@ def test_made_pictures_have_the_sizes_that_are_asked_for(reads):
         assert np.mean([high > wide for wide, high in sizes]) == pytest.approx(upright, abs=0.15)
 
 
+def test_one_number_is_a_square_and_what_is_no_size_says_so():
+    size = {key: MADE[key] for key in ("name", "samples")}
+    assert spec_with(size | {"image_size": 56}).dataset == spec_with(size | {"image_size": [56, 56]}).dataset
+    for value in ("56", [56], [1, 2, 3], True):
+        with pytest.raises(ValidationError, match=r"must be \[width, height\] in pixels, or one number"):
+            spec_with(size | {"image_size": value})
+
+
 def test_images_are_never_cut(reads, folder):
     with pytest.raises(SpecError, match=r"of its images, and max_length is 32: raise dataset\.max_length"):
         reads(MADE | {"image_size": [500, 500], "max_length": 32})
-    with pytest.raises(DataError, match=r"Raise dataset\.max_length"):
+    with pytest.raises(DataError, match=r"the images fill it\. Raise .* lower optimizations\.image_size"):
         reads(folder({"image": "a.png", "text": WORDS}) | {"max_length": 12, "loss_on": "all"}, LLAVA)
 
 

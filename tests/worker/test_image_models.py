@@ -43,6 +43,15 @@ def test_each_part_is_trained_as_the_method_says(train_here, model):
     assert other["language"] == frozen["language"]
 
 
+def test_a_frozen_part_has_no_bias_that_is_trained(train_here):
+    """Of an encoder with biases everywhere: features that are kept would not know of them."""
+    method = {"bias": "all", "projector": "lora"}
+    parts = kinds_of(train_here(model={"id": MODELS[0]}, method=method, **TEXT))
+    assert parts["vision"]["trainable"] == 0
+    alone = kinds_of(train_here(model={"id": MODELS[0]}, method=method | {"bias": "none"}, **TEXT))
+    assert parts["projector"]["trainable"] == alone["projector"]["trainable"] + 2 * 64  # those of its two layers
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_weight_is_trained_by_full(train_here, model):
     kinds = kinds_of(train_here(model={"id": model}, method={"name": "full"}, **TEXT))

@@ -70,6 +70,15 @@ def test_losses_and_gradients_are_those_of_the_plain_run(train_here, model, opti
     assert abs(plain[-1].loss - plain[0].loss) > 1e-3
 
 
+@pytest.mark.parametrize("method", [{"name": "full"}, {"vision": "lora"}])
+def test_a_layer_that_nobody_reads_needs_no_step_in_the_backward_pass(train_here, method):
+    """LLaVA takes what the last layer of its encoder but one makes."""
+    plain, within = (
+        rows_of(train_here, LLAVA, method=method, optimizations={"optimizer_in_backward": on}) for on in (False, True)
+    )
+    assert figures(within) == pytest.approx(figures(plain))
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_samples_that_share_a_row_are_trained_on_as_if_each_had_its_own(train_here, model):
     """Two in a row of a batch of two against four rows; images that look alike would hide a sample that sees them."""

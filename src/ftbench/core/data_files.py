@@ -26,6 +26,18 @@ def image_problem(error: Exception) -> str:
     return re.sub(r" <_io\..*>", "", said)[:120]
 
 
+def orientation(image: Any) -> int:
+    """Return how the camera of an opened image was held, 1 to 8 (EXIF 2.32, Orientation): 1 is upright, from 5 on width
+    and height change places. What says nothing of it, or nothing that can be read, is upright."""
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1  # Pillow would decode all of it, to see whether the chunk comes later
+    try:
+        held = int(image.getexif().get(0x112, 1))
+    except Exception:  # noqa: BLE001 - what cameras and programs write there raises anything
+        return 1
+    return held if 1 <= held <= 8 else 1
+
+
 class FileRows:
     """Rows of files that belong together, each with the line (or record) it stands on."""
 

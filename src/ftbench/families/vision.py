@@ -82,10 +82,13 @@ class VisionShape:
         unit, (fewest, most) = self.patch * self.merge, self.pixels
         rows, columns = round(height / unit), round(width / unit)
         pixels = rows * columns * unit**2
-        if pixels > most or pixels < fewest:
-            scale = math.sqrt((most if pixels > most else fewest) / (height * width)) / unit
-            whole = math.floor if pixels > most else math.ceil
-            rows, columns = (max(1, whole(side * scale)) for side in (height, width))
+        # Divided and multiplied in the order of the processor's: where a side comes out whole, another rounds it away.
+        if pixels > most:
+            scale = math.sqrt(height * width / most)
+            rows, columns = (max(1, math.floor(side / scale / unit)) for side in (height, width))
+        elif pixels < fewest:
+            scale = math.sqrt(fewest / (height * width))
+            rows, columns = (math.ceil(side * scale / unit) for side in (height, width))
         return rows * self.merge, columns * self.merge
 
     def _tiled(self, height: int, width: int) -> ImageSize:

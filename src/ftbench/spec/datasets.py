@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ftbench.spec.base import Float, Int, Part, Switch, known
 
@@ -60,6 +60,17 @@ DATASETS: dict[str, Source] = {
     ),
 }  # fmt: skip
 Side = Annotated[Int, Field(ge=8, le=16_384)]
+
+
+def _sides(value: object) -> object:
+    """Return width and height of a size, which one number may stand for. Raise ValueError for what is neither."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value, value
+    if value is not None and not (isinstance(value, (list, tuple)) and len(value) == 2):
+        raise ValueError("must be [width, height] in pixels, or one number for a square")
+    return value
+
+
 LIKE = tuple(name for name, source in DATASETS.items() if source.mean_tokens)
 
 
@@ -81,8 +92,8 @@ class Dataset(Part):
         {}, description="which column is what, where names do not say it: {prompt: question, completion: answer}"
     )
     prompt: str = Field("Describe", min_length=1, description="question about an image where no column holds one")
-    image_size: tuple[Side, Side] | None = Field(
-        None, description="images: width and height in pixels, or about which they are spread"
+    image_size: Annotated[tuple[Side, Side] | None, BeforeValidator(_sides)] = Field(
+        None, description="images: width and height in pixels (one number: a square), or about which they are spread"
     )
     image_sizes: Literal["fixed", "photographs", "documents"] = Field(
         "fixed", description="images: all of one size, or spread as those of cameras or of scanned pages are"

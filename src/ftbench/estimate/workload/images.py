@@ -8,16 +8,18 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.data_files import FileRows, image_problem, read_file
+from ftbench.core.data_files import FileRows, image_problem, orientation, read_file
 from ftbench.errors import SpecError
 from ftbench.estimate.workload.lengths import DRAWN, MOST_SAMPLES, Lengths, file_lengths
 from ftbench.families.vision import NOTHING, ImageSize, VisionShape
 from ftbench.spec.batches import CAPTION, picture_sizes, synthetic_lengths
+from ftbench.spec.dataset_rows import named_row
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import open_plain_file
 
 _COLUMNS = ("image", "images")
+_TURNS = ("messages", "conversations", "prompt", "completion")
 MOST_BYTES = 256 * 2**20  # of an image's file
 Sides = tuple[int, int]  # width and height in pixels
 
@@ -151,19 +153,18 @@ def _shown(
 
 
 def _images(row: dict[str, Any], dataset: Dataset) -> list[Any]:
-    """Return what a row has for images: its column of them, or those that parts of its messages name."""
-    column = dataset.columns.get("image") or next((name for name in _COLUMNS if name in row), None)
-    if column is not None:
-        value = row.get(column)
-        return value if isinstance(value, list) else [] if value is None else [value]
-    turns = row.get("messages") or row.get("conversations")
-    contents = (turn.get("content") for turn in (turns if isinstance(turns, list) else ()) if isinstance(turn, dict))
+    """Return what a row has for images: its column of them, and those that parts of its messages name."""
+    row = named_row(row, dataset)
+    column: Any = next((row[name] for name in _COLUMNS if row.get(name) is not None), [])
+    turns = (turn for name in _TURNS if isinstance(row.get(name), list) for turn in row[name] if isinstance(turn, dict))
+    contents = (turn.get("content") for turn in turns)
     parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
-    return [image for part in parts if (image := part.get("image") or part.get("path"))]
+    own = [image for part in parts if (image := part.get("image") or part.get("path"))]
+    return [*(column if isinstance(column, list) else [column]), *own]
 
 
 def _size_of(image: Any, folder: Path) -> Sides:
-    """Return the size that the head of an image's file says."""
+    """Return the size that the head of an image's file says, held upright."""
     from PIL import Image
 
     source = image.get("bytes") or image.get("path") if isinstance(image, dict) else image
@@ -171,4 +172,5 @@ def _size_of(image: Any, folder: Path) -> Sides:
     with file, warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)  # as where it is trained on
         with Image.open(file) as opened:
-            return opened.size
+            width, height = opened.size
+            return (width, height) if orientation(opened) < 5 else (height, width)

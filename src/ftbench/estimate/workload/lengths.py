@@ -27,6 +27,7 @@ _BYTES, _BYTES_RANDOM, _BYTES_SAMPLE = 4.0, 2.6, 6.7
 _TURN = 5  # tokens that a chat template adds to a turn: role, beginning and end
 _COLUMNS = ("instruction", "input", "output", "prompt", "completion", "question", "answer", "messages", "conversations",
             "text")  # fmt: skip
+_CAPTIONS = ("caption", "label", "labels")  # what is said of an image
 _ANSWERS = ("output", "completion", "answer")
 
 
@@ -184,12 +185,14 @@ def _sides(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _texts(row: dict[str, Any]) -> Iterator[str]:
     """Yield the texts of a row's columns that are trained on, in any of the formats."""
-    for name in _COLUMNS:
+    for name in (*_COLUMNS, *(_CAPTIONS if {"image", "images"} & set(row) else ())):
         value = row.get(name)
         for turn in value if isinstance(value, list) else [value]:
-            text = turn.get("content", turn.get("value")) if isinstance(turn, dict) else turn
-            if isinstance(text, str) and text:
-                yield text
+            content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else turn
+            for part in content if isinstance(content, list) else [content]:
+                text = part.get("text") if isinstance(part, dict) else part
+                if isinstance(text, str) and text:
+                    yield text
 
 
 def tokenizer_file(model: Model) -> Path | None:

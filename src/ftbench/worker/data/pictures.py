@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ftbench.core.data_files import image_problem
+from ftbench.core.data_files import image_problem, orientation
 from ftbench.core.data_formats import BadRow
 from ftbench.spec.batches import picture_sizes
 from ftbench.spec.datasets import Dataset
@@ -35,7 +35,7 @@ class Picture:
     key: str
 
     def open(self) -> Image:
-        """Decode it, in three colours. Raises BadRow for a file that is not any more what it was."""
+        """Decode it, upright and in three colours. Raises BadRow for a file that is not any more what it was."""
         if isinstance(self.source, int):
             from PIL.Image import fromarray  # training on text needs no Pillow
 
@@ -78,13 +78,19 @@ def read(reference: Any, folder: Path | None) -> Picture:
 
 
 def _decoded(data: bytes) -> Image:
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        image = Image.open(BytesIO(data))
+        image: Image.Image = Image.open(BytesIO(data))
         if image.format == "EPS":  # Pillow gives it to Ghostscript, if there is one
             raise ValueError("PostScript is a program and no picture")
+        if image.mode in ("I", "F"):
+            raise ValueError("its values have 32 bits, of which nobody knows the range: save it with 8 or 16")
+        if orientation(image) > 1:
+            image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I;16"):  # Pillow would cut each value at 255
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         return image.convert("RGB")
 
 

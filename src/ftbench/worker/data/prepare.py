@@ -133,7 +133,7 @@ def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple
             row_example(dataset, rows[index], format_name, rows.where(index))
     wanted = len(rows) if dataset.samples is None else dataset.samples + dataset.eval_samples
     samples: list[Tokens] = []
-    empty = silent = 0
+    empty, silent, of_images = 0, 0, False
     for index in np.random.default_rng(dataset.seed).permutation(len(rows)).tolist():
         if len(samples) == wanted:
             break
@@ -149,10 +149,11 @@ def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple
         whole = images is None or tokens.ids.count(images.token) == sum(images.counts)
         learns = tokens.full_length <= dataset.max_length if spec.objective.prompts else tokens.learns
         if not whole or not learns:
+            of_images |= not whole
             silent += 1
             continue
         samples.append(tokens)
-    _check_count(spec, len(rows), len(samples), silent)
+    _check_count(spec, len(rows), len(samples), silent, of_images)
     left_out = [
         (empty, "without text or a readable image"),
         (silent, f"whose {_WHAT_IS_BEYOND[spec.objective.prompts]} lies beyond max_length {dataset.max_length}"),
@@ -163,14 +164,17 @@ def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple
 _WHAT_IS_BEYOND = {False: "answer", True: "prompt's end"}  # by whether the samples are prompts alone
 
 
-def _check_count(spec: Experiment, rows: int, usable: int, silent: int) -> None:
+def _check_count(spec: Experiment, rows: int, usable: int, silent: int, of_images: bool) -> None:
     dataset, what = spec.dataset, _WHAT_IS_BEYOND[spec.objective.prompts]
     if not usable and spec.objective.prompts:
         raise DataError(f"dataset {dataset.name}: no prompt ends within max_length {dataset.max_length}: raise it")
     if not usable:
+        what, other = (
+            ("images", "lower optimizations.image_size") if of_images else ("prompts", "set dataset.loss_on=all")
+        )
         raise DataError(
-            f"dataset {dataset.name}: no token carries loss within max_length {dataset.max_length}: the prompts "
-            "fill it. Raise dataset.max_length or set dataset.loss_on=all"
+            f"dataset {dataset.name}: no token carries loss within max_length {dataset.max_length}: the {what} fill "
+            f"it. Raise dataset.max_length or {other}"
         )
     needed = (dataset.samples or 1) + dataset.eval_samples
     if usable < needed:

@@ -37,8 +37,8 @@ def adapt(model: Any, spec: Experiment) -> Any:
     except ValueError as error:
         raise SpecError(f"method {method.name}: {str(error).strip().splitlines()[0]}") from None
     for name, parameter in model.named_parameters():
-        if getattr(method, part_of(name), "") == "full":
-            parameter.requires_grad_(True)
+        if (part := getattr(method, part_of(name), "")) in ("full", "frozen"):  # peft trains biases wherever they are
+            parameter.requires_grad_(part == "full")
     return model
 
 
