@@ -246,6 +246,16 @@ def test_nothing_that_fits_names_what_needs_the_least():
     assert any(reason.startswith("does not fit at batch 1 on L4") for reason in found.ruled_out)
 
 
+@pytest.mark.parametrize(("batch", "faster"), [(1, False), (8, True)])
+def test_that_8_bits_gain_nothing_with_few_tokens_a_step_is_said(batch, faster):
+    data = {"name": "synthetic", "samples": 1000, "length": 2048}
+    answer = ask(spec={"dataset": data, "train": {"batch_size": batch}}, effective_batch=batch)
+    times = {small: min(option.seconds.expected for option in answer.options
+                        if (option.spec.optimizations.fp8 != "off") is small) for small in (False, True)}  # fmt: skip
+    assert (times[True] < times[False]) is faster
+    assert ("2,048 tokens a step 8 bits are no faster than 16" in " ".join(as_text(answer).split())) is not faster
+
+
 def test_a_budget_rules_out_what_is_dearer():
     prices = load_prices(ROOT / "configs" / "prices-example.yaml")
     free = ask(prices=prices).options

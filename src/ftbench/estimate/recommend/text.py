@@ -172,6 +172,7 @@ def _remarks(answer: Recommendation, rows: Sequence[tuple[Option, str]]) -> list
         lines.append(f"{EITHER}: no figure of it differs by more than {SPREAD[MEASURED] - 1:.0%}".replace("%", " %"))
     if any(option.spec.optimizations.fp8 != "off" for option in shown):
         lines.append(FP8)
+    lines += _slow_8_bits(answer)
     if len({option.spec.method.quantised for option in shown}) > 1:
         lines.append("4-bit base weights are not the 16-bit ones: compare the loss before the night")
     if answer.goal.effective_batch and answer.freer is None:
@@ -181,6 +182,21 @@ def _remarks(answer: Recommendation, rows: Sequence[tuple[Option, str]]) -> list
     else:
         lines.append("samples a step differ between rows, and so what is learned: --effective-batch N holds them")
     return lines
+
+
+def _slow_8_bits(answer: Recommendation) -> list[str]:
+    """Return that 8 bits gain nothing where Python sets the pace of the fastest way with them."""
+    by_bits: dict[bool, Option] = {}
+    for option in sorted(answer.options, key=lambda option: option.seconds.expected):
+        by_bits.setdefault(option.spec.optimizations.fp8 != "off", option)
+    small, plain = by_bits.get(True), by_bits.get(False)
+    if small is None or plain is None or small.duration.bound != "host":
+        return []
+    if small.seconds.expected < plain.seconds.expected:
+        return []
+    times = " against ".join(units.seconds(each.seconds.expected) for each in (small, plain))
+    few = f"of {units.count(small.duration.tokens)} tokens a step 8 bits are no faster than 16"
+    return [f"{few} ({times}): the GPU waits for Python to start their kernels"]
 
 
 def _without(answer: Recommendation) -> list[str]:
