@@ -14,9 +14,8 @@ from ftbench.store import ceilings as probes
 # medians of the GPU table's `gemm_bf16` over `bf16` (0.83), and of triad over data sheet bandwidth as usually
 # published (0.9).
 _PRODUCTS, _MEMORY = 0.83, 0.9
-_NCCL_SHARE = (
-    0.8  # NCCL, src/graph/topo.h: 20.6 of 25 GB/s a link of an H100, 20 of 25 of an A100, 24 of 31.5 of PCIe 4.0
-)
+# NCCL, src/graph/topo.h: 20.6 of 25 GB/s a link of an H100, 20 of 25 of an A100, 24 of 31.5 of PCIe 4.0
+_NCCL_SHARE = 0.8
 _LINK_GBS = 50.0  # PCIe 5.0 x16, pinned memory: 63 GB/s by its data sheet
 _OLDER_LINK_GBS, _PCIE_5 = 25.0, (9, 0)  # PCIe 4.0 x16 of Ampere and Ada: 31.5 GB/s
 # A board that is held to less power runs at a lower clock and a lower voltage: its rate falls as this power of the

@@ -30,9 +30,7 @@ MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data s
 # others hold nine tenths of the rows of `ftbench estimate --calibrate` or more.
 SPREAD = {MEASURED: 1.05, SCALED: 1.25, OTHER: 1.5, SHEET: 2.0}
 HOST_SPREAD = 1.1  # on top, where Python sets the pace: processors differ more than GPUs
-ROUGH_SPREAD = (
-    2.0  # on top, for what `is_rough` and was not measured, and for links between machines, which nobody knows
-)
+ROUGH_SPREAD = 2.0  # on top, for what `is_rough` and was not measured, and for links between machines
 SEVERAL_SPREAD = 1.2  # on top, for several GPUs: what they wait for each other was not measured
 # On top of that under DeepSpeed, whose work on the host and passes over its own partitions are not counted: a step of
 # ZeRO-3 took half as long again as estimated (results/h200/several-gpus). Its weights came one at a time, beside

@@ -16,9 +16,7 @@ from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.spec.experiment import Experiment
 
 _SIXTEEN_BITS = 2  # bytes of a weight as a product reads it, where it is kept in 4 bits
-_COPIED = (
-    3  # times that the cache is read or written for a token: copied to where there is room for it, and attended to
-)
+_COPIED = 3  # times that the cache is read or written for a token: copied to where there is room, and attended to
 _TOKEN_OPS = 60  # operations of the host for a token beside its layers: temperature, drawing, ends, masks, positions
 _WORD = 28  # bytes a logit of a token, read and written: a copy in float32, its temperature, probabilities, noise
 

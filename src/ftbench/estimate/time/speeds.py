@@ -21,9 +21,7 @@ _FORWARD = 0.3
 WEIGHTS, STATES = "offload.weights", "offload.states"
 BESIDE = {WEIGHTS: (_FORWARD, 1 - _FORWARD), STATES: (1 - _FORWARD,)}
 GENERATION = "generation"  # all that is done before the first forward pass, and its own term: weights that are read
-HOST_OPERATIONS_S = (
-    1e5  # operations of Python and their launches in a second; the coefficient says what they really are
-)
+HOST_OPERATIONS_S = 1e5  # of Python, with their launches; the coefficient says how many they really are
 
 
 @dataclass(frozen=True, slots=True)
