@@ -248,7 +248,7 @@ MISTAKES = {
     "H200 SXM:\n  rent: 3": "prices.yaml:2: H200 SXM.rent: 3 is no section: give it keys (allowed: per_hour, currency,",
     f"H200 SXM:\n  {RENT.replace('per_hour', 'per_hr')}": "H200 SXM.rent.per_hr: no such key; did you mean per_hour?",
     f"H200 SXM:\n  {RENT.replace('3.6', '-1')}": "prices.yaml:2: H200 SXM.rent.per_hour: -1: must be greater than 0",
-    f"H200 SXM:\n  {RENT.replace('3.6', 'much')}": "H200 SXM.rent.per_hour: 'much': must be a valid number",
+    f"H200 SXM:\n  {RENT.replace('3.6', 'much')}": "H200 SXM.rent.per_hour: 'much' must be a number",
     f"H200 SXM:\n  {RENT.replace('3.6', 'on')}": "H200 SXM.rent.per_hour: True must be a number, not on/yes/true",
     f"H200 SXM:\n  {RENT.replace('USD', '$')}": "H200 SXM.rent.currency: '$' must be the three capital letters",
     f"H200 SXM:\n  {RENT.replace('2026-01-02', 'now')}": "H200 SXM.rent.date: 'now': must be a valid date",

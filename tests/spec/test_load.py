@@ -236,10 +236,14 @@ def test_another_model_drops_the_revision_and_path_of_the_old(files):
         ("method: qlorra", ["method: 'qlorra'", "did you mean qlora?", "allowed: full, lora, qlora, unsloth"]),
         ("train: {optimizer: adam_torch}", ["train.optimizer: 'adam_torch'", "did you mean adamw_torch?", "sgd"]),
         ("train: {batch_size: 0}", ["train.batch_size: 0: must be greater than or equal to 1"]),
-        ("train: {batch_size: many}", ["train.batch_size: 'many': must be a valid integer"]),
+        ("train: {batch_size: many}", ["train.batch_size: 'many' must be a whole number, without a unit"]),
+        ("train: {learning_rate: fast}", ["train.learning_rate: 'fast' must be a number, without a unit"]),
+        ("batch_size: 8", ["batch_size: no such key; did you mean train.batch_size?"]),
+        ("rank: 8", ["rank: no such key; did you mean method.rank?"]),
+        ("dataset: data/my.jsonl", ["is a file: write `dataset: {name: file, path: data/my.jsonl}`"]),
         ("train: {batch_size: yes}", ["train.batch_size: True must be a number, not on/yes/true"]),
         ("train: {epochs: .nan}", ["train.epochs: nan: must be a finite number"]),
-        ("train: {max_steps: 1.5}", ["train.max_steps: 1.5: must be a valid integer"]),
+        ("train: {max_steps: 1.5}", ["train.max_steps: 1.5 must be a whole number"]),
         ("train: {seed: 4294967296}", ["train.seed: 4294967296: must be less than 4294967296"]),
         ("optimizations: {compile: 1}", ["optimizations.compile: 1 must be on, off, dynamic or lean"]),
         (
@@ -629,6 +633,8 @@ def test_no_more_processes_are_started_on_a_cpu_than_its_memory_takes(ranks, mem
 def test_a_file_whose_name_can_be_no_folder_needs_a_name(tmp_path):
     path = tmp_path / "私の実験.yaml"
     path.write_text("model: tiny/qwen3\nmethod: lora\n")
-    with pytest.raises(SpecError, match=r"私の実験\.yaml: its experiment is called as the file, .* add `name:`$"):
+    with pytest.raises(
+        SpecError, match=r"私の実験\.yaml: an experiment without a name .* write `name: my-run` into it$"
+    ):
         load(path)
     assert load(path, ["name=mine"]).name == "mine"

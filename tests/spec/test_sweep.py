@@ -372,7 +372,7 @@ MISTAKES = [
     ("sweep:\n  axes:\n    train.seed: [1]\n    trian.seed: [1]\n", 5, "'trian.seed' is no axis; did you mean train?"),
     ("sweep:\n  axes:\n    train..seed: [1]\n", 4, "'train..seed' is no axis"),
     ("sweep:\n  axes:\n    train.sed: [1]\n", 4, "sweep.axes: train.sed: no such key; did you mean seed?"),
-    ("sweep:\n  axes:\n    train.seed: [1, x]\n", 4, "sweep.axes: train.seed: 'x': must be"),
+    ("sweep:\n  axes:\n    train.seed: [1, x]\n", 4, "sweep.axes: train.seed: 'x' must be"),
     ("sweep:\n  axes:\n    train.batch_size: [1, 0]\n", 4, "sweep.axes: train.batch_size: 0: must be"),
     ("sweep:\n  axes:\n    train.batch_size: [on]\n", 4, "sweep.axes: train.batch_size: True must be a number, not on"),
     ("sweep:\n  axes:\n    method: [lora, qlorra]\n", 4, "'qlorra' is not allowed; did you mean qlora?"),

@@ -215,8 +215,8 @@ def named(name: str) -> Gpu:
         several = ", ".join(f"{gpu.name} ({gpu.memory_gb:g} GB)" for gpu in near)
         raise SpecError(f"--gpu {name}: there are several: {several}; say which")
     raise SpecError(
-        f"--gpu {name}: no such GPU is in the table{nearest(name, [gpu.name for gpu in gpus()])}: see `ftbench list "
-        "gpus`, or give its memory with --memory-gb"
+        f"--gpu {name}: no such GPU is in the table{nearest(name, [gpu.name for gpu in gpus()])} (`ftbench list gpus` "
+        "has them all; --memory-gb does for any other)"
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ftbench.spec.base import Float, Int, Part, Switch, known
+from ftbench.spec.base import Float, Int, Part, Switch, known, shown
 
+_FILES = (".json", ".jsonl", ".csv", ".parquet")
 Format = Literal[
     "alpaca", "messages", "prompt-completion", "question-answer", "text", "image-text", "preference", "prompt"
 ]  # fmt: skip
@@ -137,6 +139,8 @@ class Dataset(Part):
     @field_validator("name")
     @classmethod
     def _known_name(cls, value: str) -> str:
+        if Path(value).suffix.lower() in _FILES:
+            raise ValueError(f"{shown(value)} is a file: write `dataset: {{name: file, path: {value}}}`")
         return value if re.fullmatch(r"[\w.-]+/[\w.-]+", value) else known(value, DATASETS, "data set")
 
     @field_validator("like")

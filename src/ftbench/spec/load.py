@@ -1,6 +1,7 @@
 """A spec file → Experiment: `extends:` first, then `recipe:`, the file, and `--set`; every mistake told at once."""
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -64,7 +65,11 @@ def merged(layers: Iterable[SpecLayer], path: Path) -> dict[str, Any]:
         try:
             result = {"name": experiment_name(path.stem), **result}
         except ValueError as error:
-            raise SpecError(f"{path}: its experiment is called as the file, and a name {error}: add `name:`") from None
+            other = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem, flags=re.ASCII).strip("-._")[:80] or "my-run"
+            raise SpecError(
+                f"{path}: an experiment without a name is called as its file, and a name {error}: rename the file, or "
+                f"write `name: {other}` into it"
+            ) from None
     return result
 
 

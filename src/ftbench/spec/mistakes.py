@@ -11,6 +11,7 @@ from ftbench.spec.base import nearest, shown
 from ftbench.spec.reading import location
 
 _READ: dict[tuple[Any, ...], tuple[str, ...]] = {("launch",): ("fsdp",)}  # keys that become others as they are read
+_TYPES = {"int": "a whole number, without a unit", "float": "a number, without a unit", "string": "a text"}
 
 
 def sentence(problem: Any, root: type[BaseModel], beside: Sequence[str] = ()) -> str:
@@ -19,7 +20,8 @@ def sentence(problem: Any, root: type[BaseModel], beside: Sequence[str] = ()) ->
     kind, value, where = problem["type"], problem["input"], problem["loc"]
     if kind == "extra_forbidden":
         allowed = [*(beside if len(where) == 1 else ()), *keys_at(root, where[:-1]), *_READ.get(where[:-1], ())]
-        return f"no such key{nearest(str(where[-1]), allowed)} (allowed: {', '.join(allowed)})"
+        meant = _in_a_section(str(where[0]), root) if len(where) == 1 else ""
+        return f"no such key{meant or nearest(str(where[-1]), allowed)} (allowed: {', '.join(allowed)})"
     if kind == "missing":
         return "is missing"
     if kind in ("model_type", "model_attributes_type"):
@@ -33,6 +35,9 @@ def sentence(problem: Any, root: type[BaseModel], beside: Sequence[str] = ()) ->
     if kind == "value_error":
         text = str(problem["ctx"]["error"])
         return text if isinstance(value, dict) or text.startswith(shown(value)) else f"{shown(value)} {text}"
+    for type_, must in _TYPES.items():
+        if kind in (f"{type_}_parsing", f"{type_}_type", f"{type_}_from_float"):
+            return f"{shown(value)} must be {must}"
     message = problem["msg"][0].lower() + problem["msg"][1:]
     return f"{shown(value)}: {message.replace('input should be', 'must be')}"
 
@@ -42,6 +47,12 @@ def in_file(error: ValidationError, path: Path, root: type[BaseModel], *above: s
     for problem in error.errors(include_url=False):
         key = [*above, *map(str, problem["loc"])]
         yield f"{location(path, key)}: {'.'.join(key)}: {sentence(problem, root)}"
+
+
+def _in_a_section(key: str, root: type[BaseModel]) -> str:
+    """Return `; did you mean train.batch_size?` for a key that a section has, written without it."""
+    sections = ((name, model) for name, field in root.model_fields.items() for model in _models(field.annotation))
+    return next((f"; did you mean {name}.{key}?" for name, model in sections if key in model.model_fields), "")
 
 
 def keys_at(root: type[BaseModel], where: Sequence[int | str]) -> list[str]:

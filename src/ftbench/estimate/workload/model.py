@@ -65,8 +65,9 @@ def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
         return _known(model.id)
     values = config or (read_config(Path(model.path)) if model.path else None)
     if values is None:
+        folder = f" (a folder is written `model: {{path: {model.id}}}`)" if model.id.startswith((".", "/", "~")) else ""
         raise SpecError(
-            f"no shape is known for {model.id}: give --config FILE with its config.json, model.path, or one of "
+            f"no shape is known for {model.id}{folder}: give --config FILE with its config.json, model.path, or one of "
             "`ftbench list models`"
         )
     try:
