@@ -164,6 +164,27 @@ def test_images_count_as_many_tokens_as_the_model_sees(tmp_path):
         preview.preview(spec, ["dataset.max_length=4096", "dataset.seed=7"])
 
 
+@pytest.mark.parametrize(("columns", "answered"), [("question", True), ("messages", True), ("prompt", False)])
+def test_of_prompts_no_answer_is_counted_or_shown(tmp_path, columns, answered):
+    """20 letters at 4 bytes a token, with 5 tokens for the turn; the third prompt is longer than any may be."""
+
+    def row(letters):
+        turns = [{"role": "user", "content": "a" * letters}, *[{"role": "assistant", "content": "b" * 400}] * answered]
+        return {columns: turns} if columns != "question" else {"question": "a" * letters, "answer": "b" * 400}
+
+    spec = spec_of(tmp_path, [row(20), row(60), row(4000)], ", format: prompt" * (not answered), "Qwen/Qwen3-8B")
+    objective = {"name": "grpo", "num_generations": 4}
+    document = preview.preview(spec, [f"objective={json.dumps(objective)}", "train.batch_size=8"])
+    assert (document["tokens"]["p50"], document["tokens"]["max"]) == (20, 1005)
+    assert document["padding"] == pytest.approx(1 - 30 / 40), "of 10 and 20 tokens, two prompts a step"
+    text = preview.as_text(document)
+    assert "tokens a prompt: mean" in text
+    assert "longer than max_length 100: 33.3 % of the prompts, which are left out" in text
+    assert "of a step's 2 prompts" in text
+    assert "bbb" not in text
+    assert "packing" not in text
+
+
 def test_both_sequences_of_pairs_are_shown_and_no_packing(tmp_path):
     rows = [{"prompt": f"What is after {n}?", "chosen": f"{n + 1}.", "rejected": "I do not know."} for n in range(3)]
     path = tmp_path / "pairs.jsonl"

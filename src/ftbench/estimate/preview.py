@@ -37,7 +37,7 @@ def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
     spec = load(spec_path, sets)
     dataset, images = spec.dataset, _with_images(spec)
     if dataset.is_made:
-        known = lengths_of(dataset, pairs=spec.objective.pairs)
+        known = lengths_of(dataset, pairs=spec.objective.pairs, prompts=spec.objective.prompts)
         values, source = (images.lengths, images.basis) if images else (known.values, known.source)
         return _document(spec, values, source, dataset.samples or len(values), "made tokens", [], images=images)
     if dataset.path or dataset.name == "sample":
@@ -79,11 +79,12 @@ def _of_file(spec: Experiment, dataset: Dataset, images: KnownSamples | None) ->
     check_file(dataset, pairs)
     rows = read_file(path)
     format_name = row_format(dataset, rows[0], rows.where(0), pairs)
-    counted = file_lengths(dataset, spec.model, pairs)
+    counted = file_lengths(dataset, spec.model, pairs, spec.objective.prompts)
     if isinstance(counted, str):
         raise DataError(counted)
     shown = sorted({0, len(rows) // 2, len(rows) - 1})
     parsed = [row_example(dataset, rows[index], format_name, rows.where(index)) for index in shown]
+    parsed = [_question(each) for each in parsed] if spec.objective.prompts else parsed
     texts, how = _all_rendered(parsed, spec.model)
     samples = [{"row": index + 1, "text": text} for index, text in zip(shown, texts, strict=True)]
     values, source = (images.lengths, images.basis) if images else (counted[0], counted[2])
@@ -95,8 +96,9 @@ def _document(
     how: str = _PLAIN, images: KnownSamples | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return what is shown; `values` are the lengths of samples in tokens before they are cut."""
-    longest, batch = spec.dataset.max_length, spec.train.batch_size * spec.objective.sequences
-    kept = [min(value, longest) for value in values]
+    prompts, longest = spec.objective.prompts, spec.dataset.max_length
+    batch = spec.global_batch // spec.objective.group if prompts else spec.train.batch_size * spec.objective.sequences
+    kept = [min(value, longest) for value in values if not prompts or value <= longest] or [longest]
     padded = lengths.padding_efficiency(kept, batch)
     packed = lengths.packing_efficiency(kept, max(longest, *kept))
     return {
@@ -104,8 +106,8 @@ def _document(
         "tokens": lengths.describe(values), "max_length": longest,
         "truncated_samples": sum(value > longest for value in values) / len(values),
         "truncated_tokens": 1 - sum(kept) / sum(values),
-        "batch_size": spec.train.batch_size, "padding": 1 - padded,
-        "packing_gain": None if spec.objective.pairs else packed / padded,
+        "batch_size": batch if prompts else spec.train.batch_size, "padding": 1 - padded,
+        "packing_gain": None if prompts or spec.objective.pairs else packed / padded, "prompts": prompts,
         "rendered_by": how, "samples": samples,
         "images": _of_images(images, longest) if images else None,
     }  # fmt: skip
@@ -163,6 +165,13 @@ def _rendered(example: Example, template: str | None) -> str:
     return text
 
 
+def _question(example: Example) -> Example:
+    """Return what an example asks, up to its last answer: that the model gives itself."""
+    messages = example.messages
+    answered = bool(messages) and messages[-1]["role"] == "assistant"
+    return Example(messages[:-1]) if answered else example
+
+
 def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
     if isinstance(content, str):
         return content
@@ -171,19 +180,20 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 def as_text(document: Mapping[str, Any]) -> str:
     """Return a preview as lines: figures, a histogram of the lengths, and the samples."""
-    tokens, gain, packing = document["tokens"], document["packing_gain"], ""
+    tokens, gain, prompts, packing = document["tokens"], document["packing_gain"], document["prompts"], ""
     if gain:
         fewer = f"computes {gain:.2f} times fewer (optimizations.packing)"
         packing = f"; packing {fewer if gain > 1 else 'would compute more here'}"
+    what, size = "prompt" if prompts else "sample" if gain else "sequence", document["batch_size"]
     lines = [
         f"{document['dataset']}: {units.some(document['rows'], 'row')}, {document['format']}",
-        f"tokens a {'sample' if gain else 'sequence'}: mean {tokens['mean']:.0f}, half up to {tokens['p50']:.0f}, "
+        f"tokens a {what}: mean {tokens['mean']:.0f}, half up to {tokens['p50']:.0f}, "
         f"90 % up to {tokens['p90']:.0f}, longest {units.count(tokens['max'])} ({document['source']})",
         *_histogram(tokens["histogram"]),
         *_lines_of_images(document["images"]),
-        f"cut at max_length {units.count(document['max_length'])}: {units.percent(document['truncated_samples'])} of "
-        f"the samples, {units.percent(document['truncated_tokens'])} of the tokens",
-        f"padding: {units.percent(document['padding'])} of the positions at batch {document['batch_size']}" + packing,
+        _beyond(document),
+        f"padding: {units.percent(document['padding'])} of the positions "
+        + (f"of a step's {units.some(size, 'prompt')}" if prompts else f"at batch {size}{packing}"),
     ]
     if document["samples"]:
         lines += ["", f"samples, by {document['rendered_by']}:"]
@@ -192,6 +202,15 @@ def as_text(document: Mapping[str, Any]) -> str:
         more = f" … ({units.some(len(text) - _LETTERS, 'character')} more)" if len(text) > _LETTERS else ""
         lines += [f"--- row {sample['row']}", text[:_LETTERS] + more]
     return "\n".join(lines)
+
+
+def _beyond(document: Mapping[str, Any]) -> str:
+    """Return what max_length does: it cuts samples, and leaves prompts out."""
+    longest, share = units.count(document["max_length"]), units.percent(document["truncated_samples"])
+    if document["prompts"]:
+        return f"longer than max_length {longest}: {share} of the prompts, which are left out"
+    tokens = units.percent(document["truncated_tokens"])
+    return f"cut at max_length {longest}: {share} of the samples, {tokens} of the tokens"
 
 
 def _lines_of_images(images: Mapping[str, float] | None) -> list[str]:
