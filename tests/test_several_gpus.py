@@ -92,7 +92,8 @@ def pair(tmp_path_factory):
     return trained
 
 
-LORA = {"method": {"name": "lora"}, "measure": {"save_adapter": True}}
+KEPT = {"measure": {"save_adapter": True}}
+LORA = {"method": {"name": "lora"}, **KEPT}
 FULL, QLORA = {"method": {"name": "full"}}, {"method": {"name": "qlora"}}
 HALF = {"train": {"precision": "bf16"}}
 AGAIN = {"optimizations": {"gradient_checkpointing": True}}
@@ -112,9 +113,12 @@ PROVEN = [
     *[("ddp", LORA), ("ddp", FULL), ("ddp", QLORA), ("fsdp", LORA), ("fsdp", FULL), ("fsdp", HALF)],
     *[pytest.param(f"zero{stage}", parts, marks=NO_DEEPSPEED) for stage, parts in STAGES],
     ("ep", EXPERTS | FULL),
-    pytest.param("ep", EXPERTS, marks=pytest.mark.exhaustive),
     pytest.param("tp", EXPERTS, marks=pytest.mark.exhaustive),
     ("tp", FULL),
+    ("tp", LORA),
+    ("ep", EXPERTS | LORA),
+    pytest.param("tp", FULL | KEPT, marks=pytest.mark.exhaustive),
+    pytest.param("ep", EXPERTS | FULL | KEPT, marks=pytest.mark.exhaustive),
     ("fsdp", LORA | AGAIN),
     pytest.param("cp", LORA | AGAIN, marks=pytest.mark.exhaustive),
     ("cp", LORA),
@@ -146,7 +150,7 @@ def assert_same_adapters(one: Command, several: Command) -> None:
     """What both saved can be read, and is the same."""
     from safetensors.torch import load_file
 
-    saved, others = (load_file(each.run.adapter / "adapter_model.safetensors") for each in (one, several))
+    saved, others = (load_file(*each.run.adapter.glob("*.safetensors")) for each in (one, several))
     assert len(saved) > 0
     assert saved.keys() == others.keys()
     assert all(others[name].allclose(saved[name], rtol=1e-3, atol=1e-6) for name in saved)
@@ -670,6 +674,7 @@ def test_machines_have_to_be_told_where_they_meet(tmp_path):
         command.finish()
     assert command.code == 3
     assert "NODE_RANK to the number of this one, from 0 to 1" in command.stderr
+    assert "waiting for the other machines" not in command.stderr
 
 
 def test_gpus_without_nccl_are_told(monkeypatch):

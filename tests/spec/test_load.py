@@ -594,7 +594,6 @@ def test_two_numbers_are_a_mesh(files):
         ("ep", "method: full\ntrain: {optimizer: paged_adamw_8bit}", "bitsandbytes has no step for what ep spreads"),
         ("fsdp", "measure: {gradients: 2}", "set it to 0, or use ddp"),
         ("tp", "method: qlora", "launch.strategy: tp cannot spread 4-bit weights"),
-        ("tp", "measure: {save_adapter: on}", "under tp rank 0 waits for shares that no other one sends"),
         ("ep", "method: {name: lora, experts: on}", "ep has no adapters of experts"),
         ("cp", "method: qlora", "launch.strategy: cp cannot spread 4-bit weights"),
         ("cp", "optimizations: {packing: on}", "know no border between the samples of a row: set it to off"),

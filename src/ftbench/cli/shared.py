@@ -164,6 +164,7 @@ def train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) -> 
             tell(f"ftbench: note: {word}")
         preflight.announce(resolved, described, out, lambda doubt: confirm(doubt, yes), tell)
         if resolved.launch.nodes > 1:
+            nodes.number(resolved)  # raises before it is said that others are waited for
             tell(f"waiting for the other machines of the run, {nodes.MEETING_S / 60:.0f} minutes at most")
 
     line = ProgressLine(parse_seconds(log_every))

@@ -64,18 +64,10 @@ def _refused_by_deepspeed(spec: Experiment) -> Iterator[str]:
 _UNDIVIDED = (GPT_OSS, "qwen3_vl")
 
 
-def _refused_by_mesh(spec: Experiment) -> Iterator[str]:
+def _refused_by_tp(spec: Experiment) -> Iterator[str]:
     yield from _refused_by_fsdp(spec)
     if family(spec.model) in _UNDIVIDED:
         yield f"launch.strategy: transformers has no plan by which tp divides {spec.model.id}: use fsdp"
-
-
-def _refused_by_tp(spec: Experiment) -> Iterator[str]:
-    yield from _refused_by_mesh(spec)
-    if spec.measure.save_adapter:
-        yield (
-            "measure.save_adapter: under tp rank 0 waits for shares that no other one sends: set it to off, or use fsdp"
-        )
 
 
 def _refused_by_ep(spec: Experiment) -> Iterator[str]:
@@ -148,7 +140,7 @@ STRATEGIES = {
     "tp+fsdp": Strategy(
         description="a mesh: `launch.tp` GPUs share each matrix and see one batch, layers are spread over the others",
         verified="as fsdp, and after the first step matrices are DTensors over all ranks, the rest over the shares",
-        refusals=_refused_by_mesh,
+        refusals=_refused_by_tp,
     ),
     "ep": Strategy(
         description="a share of the experts on each GPU, all on the same tokens: saves memory alone (transformers)",

@@ -11,6 +11,7 @@ from transformers.distributed import DistributedConfig
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.device import device
+from ftbench.worker.model.parts import base_model
 
 
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
@@ -48,6 +49,23 @@ def attach(trainer: Any, spec: Experiment) -> None:
         return optimizer
 
     trainer.create_optimizer = created
+    save_whole(trainer)
+
+
+def save_whole(trainer: Any) -> None:
+    """Let all ranks gather what rank 0 saves: by itself it would wait for shares that no other one sends."""
+
+    def save_model(folder: str) -> None:
+        model, saves = trainer.model, trainer.args.should_save
+        trained = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+        gathered = ((name, getattr(each, "full_tensor", lambda each=each: each)()) for name, each in trained.items())
+        state = {name: each.cpu() if saves else None for name, each in gathered}
+        if saves:
+            trainer._save(folder, state_dict=state)
+        elif base_model(model) is model:
+            model.save_pretrained(folder, state_dict={})  # where transformers waits for all ranks
+
+    trainer.save_model = save_model
 
 
 def _unmixed(group: dict[str, Any]) -> list[dict[str, Any]]:
