@@ -17,6 +17,8 @@ from ftbench.estimate.memory.memory_cache import largest_batch
 from ftbench.estimate.recommend import command as recommend
 from ftbench.estimate.recommend import text as recommend_text
 from ftbench.estimate.time.duration import estimate_duration
+from ftbench.estimate.time.history import step_key
+from ftbench.estimate.time.run_index import Store
 from ftbench.estimate.workload import images
 from ftbench.estimate.workload.largest import BatchShape, Largest, largest
 from ftbench.estimate.workload.model import shape_of
@@ -105,6 +107,17 @@ def test_larger_images_leave_room_for_fewer() -> None:
     assert all(size is not None for size in sizes)
     assert sizes == sorted(sizes, key=lambda size: -(size or 0))
     assert len(set(sizes)) == 3
+
+
+@pytest.mark.parametrize("model", [LLAVA, QWEN, "Qwen/Qwen3-VL-8B-Instruct"])
+def test_more_tokens_of_images_take_longer(model: str) -> None:
+    """Asked with one store, which keeps what a step asks for."""
+    store = Store()
+    sizes = {"image_size": [336, 336]}, {"image_size": [336, 336], "images_per_sample": 2}, {"image_size": [500, 500]}
+    specs = [spec_of(model, MADE | {"max_length": 8192} | size) for size in sizes]
+    steps = [estimate_duration(spec, gpu(), store).step_s.expected for spec in specs]
+    assert steps == sorted(set(steps))
+    assert len({step_key(spec) for spec in specs}) == len(specs)
 
 
 def test_the_images_of_a_file_are_looked_at(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def step_key(spec: Experiment) -> StepKey:
     return (
         (model.id, model.path, model.dtype),
         (spec.method, spec.objective),
-        (data.name, data.path, data.revision, data.max_length, data.length, data.mean_length, data.like),
+        (data.name, data.path, data.revision, data.subset, data.split, data.max_length),
+        (data.length, data.mean_length, data.like, data.image_size, data.image_sizes, data.images_per_sample),
         (train.batch_size, train.gradient_accumulation_steps, train.optimizer, train.precision),
         spec.optimizations,
         (launch.framework, launch.settings, launch.gpus, launch.nodes, launch.strategy, launch.tp, launch.offload),
