@@ -190,6 +190,12 @@ def test_the_smallest_that_is_the_fastest_has_no_price(tmp_path):
     assert "qlora at batch 4 is the fastest, and needs 20.0 GiB, the least" in words(tmp_path)
 
 
+def test_none_is_called_the_fastest_that_cannot_be_told_from_another(tmp_path):
+    make_run(tmp_path, "a", steps(seed=1))
+    make_run(tmp_path, "b", steps(seed=2, seconds=1.001), spec=method("full"))
+    assert "Memory short or not: lora at batch 4 is as fast as any, and needs" in words(tmp_path)
+
+
 def test_nearly_the_same_memory_is_no_saving(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=2.0, seed=2, peak_memory_gb=76.0), spec=method("qlora"))

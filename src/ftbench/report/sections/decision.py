@@ -97,9 +97,10 @@ def _memory_short(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     needs, most = peaks[id(small)], peaks[id(fast)]
     if small is fast:
         beside = "the least" if needs == least else f"where the least is {units.gibibytes(least)} GiB"
+        second = max((cell for cell in known if cell is not fast), key=_rate)
+        how = "as fast as any" if _is_noise(_pair(fast, second, noise)) else "the fastest"
         yield point(
-            f"Memory short or not: {small.name} is the fastest, and needs {units.gibibytes(needs)} GiB, {beside}.",
-            small,
+            f"Memory short or not: {small.name} is {how}, and needs {units.gibibytes(needs)} GiB, {beside}.", small
         )
     elif needs < LESS_MEMORY * most:
         pair = _pair(small, fast, noise)
@@ -137,11 +138,15 @@ def _batch(cell: Cell) -> int:
 def _many_steps(first: Cell, second: Cell, pair: Pair) -> Point:
     rate, words = units.rate((first.figure(SAMPLES) or 0.0) * 3600), change_in_words(pair.speed)
     text = f"Many steps: {first.name} trains {rate} samples/h, against {second.name} {words}."
-    if pair.speed is not None and pair.speed.verdict == "not distinguishable":
+    if _is_noise(pair):
         text = (
             f"Many steps: {first.name} ({rate} samples/h) and {second.name} are not distinguishable in speed, {words}."
         )
     return point(text, first, second, also=_also(pair))
+
+
+def _is_noise(pair: Pair) -> bool:
+    return pair.speed is not None and pair.speed.verdict == "not distinguishable"
 
 
 def _few_steps(best: Sequence[Cell], noise: Noise) -> Iterator[Point]:
