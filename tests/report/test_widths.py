@@ -217,3 +217,4 @@ def test_columns_without_headings_are_never_left_out():
 def test_a_paragraph_is_as_wide_as_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "50")
     assert max(map(len, folded("word " * 60).splitlines())) <= 50
+    assert all(line.startswith("  w") for line in folded("  " + "word " * 60).splitlines()), "indented throughout"

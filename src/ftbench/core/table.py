@@ -89,10 +89,10 @@ def _folded_lines(columns: Sequence[str], rows: Sequence[Sequence[str]], most: i
 
 
 def folded(text: str, width: int | None = None) -> str:
-    """Return a paragraph in lines of the terminal's width; of a page's where there is none. One of a list (`- …`) has
-    its lines below its words."""
+    """Return a paragraph in lines of the terminal's width; of a page's where there is none. One of a list (`- …`), and
+    one that is indented (by two), has its lines below its words."""
     mark, _, words = text.partition(" ")
-    cells = [mark, words] if mark == "-" else [text]
+    cells = [mark, words.lstrip()] if mark in ("-", "") else [text]
     return text_table([""] * len(cells), [cells], width or terminal_width() or _PAGE)
 
 
