@@ -381,6 +381,8 @@ FOUR = [
     ("fsdp", FULL),
     ("ep", EXPERTS | FULL),
     ("tp+fsdp", LLAVA | FULL),
+    ("tp+fsdp", LORA | AGAIN),
+    ("tp+fsdp", FULL | AGAIN | KEPT),
 ]
 FOUR = FOUR[:2] + [pytest.param(*case, marks=pytest.mark.exhaustive) for case in FOUR[2:]]
 
@@ -395,6 +397,8 @@ def test_four_ranks_learn_what_one_process_learns(pair, strategy, parts):
         figures(one, "grad_norm"), rel=2**-8 if "train" in parts else 1e-4
     )
     assert four.summary()["ranks"]["count"] == 4
+    if "measure" in parts:
+        assert_same_adapters(one, four)
 
 
 def test_a_rank_of_a_mesh_keeps_its_share_of_its_share_and_adapters_are_those_of_one(pair):

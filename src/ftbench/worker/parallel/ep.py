@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.parallelism_config import ParallelismConfig
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
@@ -59,7 +60,7 @@ def save_whole(trainer: Any) -> None:
         model, saves = trainer.model, trainer.args.should_save
         trained = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
         gathered = ((name, getattr(each, "full_tensor", lambda each=each: each)()) for name, each in trained.items())
-        state = {name: each.cpu() if saves else None for name, each in gathered}
+        state = {name.replace(_CHECKPOINT_PREFIX, ""): each.cpu() if saves else None for name, each in gathered}
         if saves:
             trainer._save(folder, state_dict=state)
         elif base_model(model) is model:

@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import DistributedType, PartialState
 from accelerate.utils import fsdp_utils
 from peft.tuners import tuners_utils
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -66,7 +67,7 @@ def _name_adapters_as_saved() -> None:
     that is computed again have a part that a state leaves out; it would save none."""
     if (names := getattr(tuners_utils, "_get_tuner_state_dict_key_prefixes", None)) is not None:  # of peft 0.21.2
         tuners_utils._get_tuner_state_dict_key_prefixes = lambda *args, **kwargs: {
-            name.replace("_checkpoint_wrapped_module.", "") for name in names(*args, **kwargs)
+            name.replace(_CHECKPOINT_PREFIX, "") for name in names(*args, **kwargs)
         }
 
 
