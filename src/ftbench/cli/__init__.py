@@ -1,7 +1,5 @@
 """The commands: parse, one call, print, exit code. stdout carries the result, stderr the story."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import gc

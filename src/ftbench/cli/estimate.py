@@ -1,7 +1,5 @@
 """`ftbench estimate` and `ftbench recommend`: what a training needs, before it is one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`ftbench bundle`, `ftbench verify` and `ftbench import`: runs that go to others, and those of others."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Annotated

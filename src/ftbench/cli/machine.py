@@ -1,8 +1,6 @@
 """`ftbench probe`, `ftbench doctor`, `ftbench env` and `ftbench list`: what this machine can do, and what a spec can
 name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """`ftbench sweep`, `ftbench ablate` and `ftbench parity`: many runs of a plan, which go on where they stopped."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`ftbench report` and `ftbench show`: many runs side by side, and one alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`ftbench run` and `ftbench profile`: one spec, trained once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -4,8 +4,6 @@ The functions that refuse a run say what a compute capability and an installatio
 libraries (kernels of attention, compilers, CUDA builds) is known here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Which versions ftbench needs. pyproject.toml is the only place that says so: read from the installed package's
 metadata, or from the file itself where ftbench runs from a checkout that was never installed."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from importlib import metadata

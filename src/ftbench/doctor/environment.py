@@ -1,7 +1,5 @@
 """The environment of another framework: whole, of the versions that were tried, and able to import its trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from ftbench.core import units

@@ -1,7 +1,5 @@
 """All findings of this machine, and whether a spec can run on it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Everything that the doctor looks at, gathered once: the checks are functions of it and read nothing themselves."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

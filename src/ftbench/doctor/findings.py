@@ -1,7 +1,5 @@
 """One thing looked at, and its verdict; as text for a person."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

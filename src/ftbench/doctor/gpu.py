@@ -1,7 +1,5 @@
 """The GPU and its driver: seen, supported, whole, free, and at its own clocks and limits."""
 
-from __future__ import annotations
-
 import re
 
 from ftbench.core import units

@@ -1,7 +1,5 @@
 """The machine around the GPU: disk, memory, processors, environment, and the way to the hub."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """The packages: there or not, inside of the bounds that were tried, built for this GPU."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

@@ -1,7 +1,5 @@
 """Data files that ship with ftbench: GPUs, model shapes, the sample data set."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`ftbench probe`: this machine's ceilings, measured by a child process and kept in the store. No torch here."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The document of `ftbench probe` for a person."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

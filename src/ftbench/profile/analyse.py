@@ -1,7 +1,5 @@
 """A trace → the document of profile/kernels.json: kernels by group, operators, phases, idle gaps. Times in ms."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`ftbench profile`: what its options ask for, and what it prints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """What the ranks of a run send each other, from the trace of one: how long, how much of it behind other work, how many
 bytes, and how long these would take at the rate that a probe measured."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Two profiles by kernel group: where the time between them went. All figures are per step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

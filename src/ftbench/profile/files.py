@@ -1,7 +1,5 @@
 """The files of `profile/` in a run's directory: what the worker left becomes what people and reports read."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import shutil

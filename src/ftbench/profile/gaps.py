@@ -1,7 +1,5 @@
 """What the CPU did while the device had nothing to do."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import defaultdict
 from typing import Any

@@ -6,8 +6,6 @@ CUTLASS, cuDNN, PyTorch's own (`at::native::…`), Inductor's (`triton_poi_*` po
 (`kDequantizeBlockwise`), Liger, unsloth, NCCL.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Kernel names for people: C++ templates and their arguments cut to what tells kernels apart."""
 
-from __future__ import annotations
-
 import re
 
 _FUNCTOR = re.compile(r"\b(?:\w*Functor\w*|\w+_kernel_cuda|\w+_kernel_impl|\w*Ops?\b(?=<)|direct_copy\w*|\w+Epilogue)")

@@ -1,8 +1,6 @@
 """The pictures of a profile, one step each: self-contained SVG whose every text is escaped. What the device did by
 group, what the training thread was in and where nothing ran (`step_svg`); what memory was for (`memory_svg`)."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable
 from typing import Any

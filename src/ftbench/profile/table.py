@@ -1,7 +1,5 @@
 """A profile for a person: groups, kernels, phases, idle gaps, memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

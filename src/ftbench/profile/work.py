@@ -1,7 +1,5 @@
 """Who did what for whom: each stretch of the device's work with its group, its operator and its phase of the step."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

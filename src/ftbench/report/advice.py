@@ -1,7 +1,5 @@
 """What to try after a run, by what it was bound by: changes of its spec with what each brings here, as commands."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """One run on one card, for the end of `ftbench run`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ftbench.core import units

@@ -1,7 +1,5 @@
 """`ftbench list`: what can be named in a spec."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 
 from ftbench.core import units

@@ -1,7 +1,5 @@
 """`ftbench report`: the command line → records and sections, rendered."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`--where`, `--sort` and `--columns`: which runs a report is about, in which order, and under which columns."""
 
-from __future__ import annotations
-
 import math
 import operator
 import re

@@ -1,7 +1,5 @@
 """`ftbench show`: one finished run, by its folder, its id, or its number in a report."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass

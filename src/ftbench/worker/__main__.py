@@ -1,7 +1,5 @@
 """The child process: `python -m ftbench.worker RUN_DIRECTORY`. Reads spec.json, trains, writes how it ended."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """How a child process ends."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import NoReturn

@@ -1,7 +1,5 @@
 """The device that is measured: a GPU, or the CPU."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -5,8 +5,6 @@ that takes padding. Everything is put back as it was, random numbers too, so tha
 without answers.
 """
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Iterator

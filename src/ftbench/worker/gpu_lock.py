@@ -1,7 +1,5 @@
 """Runs of ftbench on one GPU take turns: two at a time would spoil each other's figures."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import tempfile

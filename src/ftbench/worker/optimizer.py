@@ -1,7 +1,5 @@
 """The optimizer of a run: one that transformers makes by its name, or torchao's, and what of it can be verified."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """trl's GRPOTrainer on the prompts of a spec, without an engine for rollouts: the model that is trained answers them by
 transformers' `generate`, once in each step, and generation is recorded as a part of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """trl's DPOTrainer on the pairs of a spec, and its reference: computed once before training, the weights under the
 adapters, or a second model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any

@@ -1,7 +1,5 @@
 """Rewards of completions: that of ours, and functions of a user's own, whose file is executed here, in the child."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import sys

@@ -4,8 +4,6 @@
 end. What is done in a stage is done by the module of its name.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable

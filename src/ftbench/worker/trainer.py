@@ -1,7 +1,5 @@
 """trl's SFTTrainer with a spec's recipe, and what of the recipe can be verified on it."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate, pairwise

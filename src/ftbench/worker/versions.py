@@ -8,8 +8,6 @@ works              whether a kernel ran on the first of them; null without one
 error              the first line of what went wrong, where it sees none or a kernel did not run
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """`ftbench report NEW --against OLD --fail-above 5%`: what has become slower or needs more memory, for CI."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

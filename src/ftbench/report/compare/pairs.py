@@ -1,8 +1,6 @@
 """Each cell beside the cell of the baseline that agrees with it in everything else: ratios, what differs, whether both
 learn the same. The records here belong to no format: report/compare/table.py makes a table and flat rows of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

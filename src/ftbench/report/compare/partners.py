@@ -1,7 +1,5 @@
 """Which cell another is held against: the axis of a comparison, its baseline, and the partner of each cell."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`ftbench profile --diff`: where the time of two profiled runs differs, and in what the runs do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A comparison → one table for people, and flat rows for programs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ratios, verdicts and differences → the words that tables and sentences say them with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

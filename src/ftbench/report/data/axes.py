@@ -1,8 +1,6 @@
 """The axes along which runs vary: which key each is, where a run stands on one, what differs because of it, and which
 columns a table needs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Run directories → records: a flat dict for each run, all with the same keys."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

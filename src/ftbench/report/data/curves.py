@@ -1,8 +1,6 @@
 """The curves of runs: a few columns of steps.csv, packed as little-endian arrays for a page; of long ones fewer points,
 honestly: every point that is shown was measured, and no extreme is lost."""
 
-from __future__ import annotations
-
 import base64
 import math
 import struct

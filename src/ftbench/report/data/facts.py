@@ -4,8 +4,6 @@ Keys are those of the spec (`train.batch_size`), and beside them `gpu`, `driver`
 `versions.torch`, `applied.attention`, `dataset.order_hash` and the like; values are text, the unknown is absent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
 from pathlib import Path, PurePosixPath

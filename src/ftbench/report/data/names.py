@@ -1,7 +1,5 @@
 """The name of each row of a table: short, and unlike those of the others."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

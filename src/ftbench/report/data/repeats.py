@@ -1,7 +1,5 @@
 """Records of repeats as one record, and the columns for keys that vary."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from ftbench.core.compare import geometric_mean

@@ -1,7 +1,5 @@
 """The steps of one run as figures a step, for comparisons."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Groups of repeats → one figure each with its 95 % interval, for points and bars."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """What opens for one run: its figures, what was asked for and really ran, the machine. Only named fields reach the
 page: no environment, no path, no log."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any

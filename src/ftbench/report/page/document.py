@@ -1,7 +1,5 @@
 """The whole page: data for the template, and a policy that lets nothing in from outside."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

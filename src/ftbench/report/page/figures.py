@@ -1,7 +1,5 @@
 """The figures of a run that the page knows: what each is called, where it stands in a record, how it becomes text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Ways of training × batch, a grid for each workload and GPU on which something was tried at several batches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

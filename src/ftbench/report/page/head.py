@@ -1,7 +1,5 @@
 """What a workload comes to at a glance: a title, the fastest that fits, the smallest, and what failed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from ftbench.core import units

@@ -1,7 +1,5 @@
 """What the page shows of each run: its group of repeats, its workload, and the columns of the table of all runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What a report consists of, for any format: tables of text, sections, and the report itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

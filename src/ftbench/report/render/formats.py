@@ -1,7 +1,5 @@
 """A report → text in a format: one function each, `FORMATS` the table."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """The comparison as a LaTeX table: booktabs, every character that LaTeX would act on escaped."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The table of single runs, as text. Failed runs keep their row with the reason and empty figures."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar

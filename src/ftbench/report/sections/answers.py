@@ -2,8 +2,6 @@
 batch fits, what is trained, what the model says before and after. Each answer is a section, left out where no run can
 tell."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from ftbench.core import units

@@ -3,8 +3,6 @@
 Currencies stay as they were given: amounts in two of them are shown side by side, never added and never compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

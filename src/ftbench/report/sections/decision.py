@@ -1,8 +1,6 @@
 """What to do, in words: each sentence is computed from runs, names its figures, and is left out where the data does not
 support it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any

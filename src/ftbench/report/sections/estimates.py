@@ -1,8 +1,6 @@
 """What was predicted beside what was measured (`--estimates`): memory and time of every run, and the store's own
 error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from ftbench.core import units

@@ -1,7 +1,5 @@
 """Which framework to train with, in words, where some trained the same by several."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from ftbench.core import units

@@ -1,8 +1,6 @@
 """The founding study of images beside runs like its own, and which combination is worth its start for how many steps on
 how much memory, as the runs tell it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """What runs leave beside their figures: kernels by group, the kernels that take most, memory, pictures of a step; what
 the model answers before and after."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

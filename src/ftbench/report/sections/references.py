@@ -4,8 +4,6 @@ A figure of another stack, recipe or way of counting tokens is no measurement of
 in common with the nearest run and with what it has not.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

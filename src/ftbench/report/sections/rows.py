@@ -1,7 +1,5 @@
 """Parts of a report whose table has a row for each record, under columns that say how a record becomes text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

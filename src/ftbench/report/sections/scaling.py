@@ -1,7 +1,5 @@
 """Several GPUs: how a recipe scales with them, what each of them holds, and whether more are worth their money."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

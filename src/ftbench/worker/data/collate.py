@@ -1,7 +1,5 @@
 """Rows of samples → a batch, counting what goes into it: padded on the right, or laid end to end in one row."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

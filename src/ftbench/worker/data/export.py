@@ -1,7 +1,5 @@
 """Rows of a data set on the hub as messages in a file: `python -m ftbench.worker.data.export SPEC OUT MOST [pairs]`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

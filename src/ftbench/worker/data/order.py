@@ -1,7 +1,5 @@
 """The order in which samples are trained on, and what shares a row."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from itertools import cycle, islice

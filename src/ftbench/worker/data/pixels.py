@@ -1,7 +1,5 @@
 """Pictures → what an image model is given of them, by its family's own processor."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

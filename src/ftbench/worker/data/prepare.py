@@ -1,7 +1,5 @@
 """A spec's data set → tokenised samples in training order, with the statistics that go into the result."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Where rows come from: the hub, the shipped sample, or a file of the user's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Protocol
 

@@ -1,8 +1,6 @@
 """Made tokens of chosen lengths: deterministic, no tokenizer, no download. Random ones, which nothing can learn, or
 those of a sparse Markov chain, on which the loss of any model falls towards a known entropy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ best(spec) → what of it is otherwise at the framework's own best
 train(configuration) → train through the framework's own entry; only in an interpreter that has it
 """
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """The adapters' first values, the same in every framework."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """axolotl, through `do_train`, as its `axolotl train` calls it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ftbench.spec.experiment import Experiment

@@ -1,8 +1,6 @@
 """The second half of a run in another framework: `PYTHON entry.py RUN_DIRECTORY` in the framework's own environment,
 which has no ftbench. Runs by its path, so it imports the package from where it lies, and nothing else beside it."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

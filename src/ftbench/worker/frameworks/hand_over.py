@@ -1,8 +1,6 @@
 """The first half of a run in another framework, in ftbench's own interpreter: weights are made, data are tokenised once
 and in order, and the framework's interpreter takes this process over."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

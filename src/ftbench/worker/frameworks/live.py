@@ -1,8 +1,6 @@
 """What a framework really does, read from its live model and trainer with torch alone: its versions of the training
 libraries are not ours."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections import Counter

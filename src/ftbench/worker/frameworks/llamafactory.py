@@ -1,7 +1,5 @@
 """LLaMA-Factory, through `run_exp`, as its `llamafactory-cli train` calls it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ftbench.spec.experiment import Experiment

@@ -1,7 +1,5 @@
 """ms-swift, through `sft_main`, as its `swift sft` calls it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What every framework on top of transformers' trainer calls by the trainer's own names."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ftbench.spec.experiment import Experiment

@@ -1,8 +1,6 @@
 """The second half of a run in another framework, in the framework's interpreter: its trainer is recorded from outside,
 and what it really did is read from the live objects."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import os

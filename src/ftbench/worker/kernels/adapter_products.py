@@ -24,8 +24,6 @@ would pass as often as `beside`: the product reads and writes what the add reads
 for each weight, would pass less and learn less: bfloat16 rounds away an update below 1/256 of the weight.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@ adapters of experts as two thin grouped products beside the frozen one. peft add
 every expert's matrix, and computes gradients as large as the copies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache

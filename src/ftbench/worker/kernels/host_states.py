@@ -5,8 +5,6 @@ first of a step come when it is asked for, and take no room in the forward pass.
 that follow, and its memory on the device is free after two of them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -8,8 +8,6 @@ the output with sinks, its gradients are those with sinks. A sink's own is -exp(
 summed over the queries. Two passes over the output more than without.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Products with frozen weights in 8 bits: alone, with what adapters add, and of a whole MLP."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

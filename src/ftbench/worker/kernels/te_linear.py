@@ -4,8 +4,6 @@ accelerate's conversion takes every linear layer, adapters and norms too, and le
 first one whose sides do not fit. Here adapters are there already, and only what they lie on is converted.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

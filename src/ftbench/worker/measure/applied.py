@@ -2,8 +2,6 @@
 
 Optimizations and methods are imported where they are asked: another framework's environment has other libraries."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, fields

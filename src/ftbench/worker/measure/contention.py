@@ -3,8 +3,6 @@
 Read by the recorder's thread twice a second, never within a step. What cannot be read is left out.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Collection

@@ -1,7 +1,5 @@
 """What makes a run one that must not learn, so that a check of learning can show that it would notice."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

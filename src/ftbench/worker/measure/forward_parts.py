@@ -1,7 +1,5 @@
 """The parts of a forward pass over images and text, marked by hooks: encoder and projector, decoder, head and loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ftbench.worker.measure.recorder import Recorder

@@ -5,8 +5,6 @@ later data-centre cards), they also tell how busy the tensor cores and the memor
 that nvidia-smi shows: the share of each sampling period in which a kernel ran.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

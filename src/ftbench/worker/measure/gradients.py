@@ -6,8 +6,6 @@ without bias, and of what two gradients differ in a sketch keeps the norm within
 places come from the parameter's name alone, so that every run on one kind of device draws the same.
 """
 
-from __future__ import annotations
-
 import zlib
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 None of them synchronises; a mark on a GPU is an event in the stream, read once it has passed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

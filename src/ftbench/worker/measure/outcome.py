@@ -1,7 +1,5 @@
 """How a run ended, from the exception that ended it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import asdict
 from typing import Any

@@ -1,8 +1,6 @@
 """What the process was doing when: contiguous phases from the process's start, written to phases.json as they change,
 so that a killed run tells how far it came."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

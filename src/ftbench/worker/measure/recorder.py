@@ -9,8 +9,6 @@ all but the last moments.
 Standard library and torch only: a framework's own environment can run it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 import threading

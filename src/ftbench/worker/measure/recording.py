@@ -1,7 +1,5 @@
 """The recorder of this process, and the memory peaks of its phases: the same for every training loop."""
 
-from __future__ import annotations
-
 import torch
 
 from ftbench.spec.experiment import Experiment

@@ -4,8 +4,6 @@ throttling, memory and load, and what other processes use.
 Standard library, psutil and NVML only. A counter that the driver does not have stays None in every sample.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from bisect import bisect_left, bisect_right

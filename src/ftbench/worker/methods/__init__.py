@@ -5,8 +5,6 @@ adapt(model, spec) → the model with what is trained marked as trainable
 verify(model, spec) → sentences on what was asked for and is not there; empty when all is well
 """
 
-from __future__ import annotations
-
 import importlib
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """Full fine-tuning: every weight is trained in the dtype it was loaded in."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ftbench.core.units import listed

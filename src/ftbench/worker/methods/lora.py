@@ -1,7 +1,5 @@
 """LoRA: adapters on frozen 16-bit weights, through peft."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

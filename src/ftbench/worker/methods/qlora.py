@@ -1,7 +1,5 @@
 """QLoRA: adapters on frozen weights in 4 bits: by bitsandbytes, or as gpt-oss is published (worker/model/mxfp4.py)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ unsloth patches transformers, peft and trl as it is imported, so it comes before
 a process whose method it is.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import ExitStack
 from typing import Any

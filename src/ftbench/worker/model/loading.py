@@ -1,7 +1,5 @@
 """A spec's model → loaded weights and tokenizer, published or random, through the same from_pretrained."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pickle import UnpicklingError
 from typing import Any, Protocol

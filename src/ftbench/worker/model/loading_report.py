@@ -1,7 +1,5 @@
 """What the loader says of a checkpoint: which weights it lacks, and which the model has no place for."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any

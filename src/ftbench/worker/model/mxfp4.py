@@ -10,8 +10,6 @@ The format (OCP Microscaling Formats 1.0): 32 values share one scale, a power of
 four bits (E2M1), two of them in a byte, the lower half first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ makes its masks without the positions, and a sample would see those before it. Q
 that stand beside those to rotate by, and takes others for the latter alone.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask

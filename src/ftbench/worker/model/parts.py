@@ -1,7 +1,5 @@
 """The parts of a model, under whatever wraps it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ Each tensor has a generator of its own, seeded by the model's seed and the tenso
 parallel and the same spec gives the same weights on every machine.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A tokenizer for models with random weights: trained on the shipped sample in a second, nothing downloaded."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

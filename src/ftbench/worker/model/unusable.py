@@ -1,7 +1,5 @@
 """What an exception inside transformers says about the files that describe a user's model."""
 
-from __future__ import annotations
-
 import re
 import traceback
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a model that reads images has beside its language model: its class, its token for an image, its processor."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from dataclasses import replace

@@ -8,8 +8,6 @@ applied(model, spec) → its fields of applied.json
 What is done while batches are made, or by the trainer, is verified there (`data/collate.py`, `trainer.py`).
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from types import ModuleType

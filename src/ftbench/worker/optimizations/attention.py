@@ -1,8 +1,6 @@
 """The attention implementation: chosen when the model is loaded. `varlen`, torch's own for rows without padding, and
 `cudnn`, torch's sdpa with cuDNN's kernels alone, are made known to transformers here."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -8,8 +8,6 @@ function, which passes over the logits three times instead of eleven. A head wit
 multiplied with a gradient in 8 bits.
 """
 
-from __future__ import annotations
-
 import inspect
 from types import MethodType
 from typing import Any

@@ -1,8 +1,6 @@
 """torch.compile on each layer, of the decoder and of what reads images: one small graph of either, reused by all its
 layers, instead of one for the whole model."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from types import MethodType
 from typing import Any

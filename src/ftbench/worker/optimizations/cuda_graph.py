@@ -5,8 +5,6 @@ and gradients are where they were recorded: the trainer drops them after each up
 Python runs in a replay. What is done with the gradients stays outside: clipping, any optimizer, the recorder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What encoder and projector make of an image, computed once: exact, for nothing that it depends on is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any

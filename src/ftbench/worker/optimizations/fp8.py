@@ -7,8 +7,6 @@ in 8 bits take both operands along the inner dimension (cuBLASLt: TN only), so e
 the two together are as large as the 16-bit weight was.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -5,8 +5,6 @@ the layers' in 8 bits. Logits need their bits, for a difference of 0.1 is one of
 a sum over all words, in which what rounding adds to each averages out.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """LoRA's small products within or beside the base product, layers that read the same input together: fewer passes over
 the activations than peft's, layer by layer (`adapter_products` counts them). peft's modules keep the parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any

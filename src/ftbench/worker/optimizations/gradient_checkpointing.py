@@ -1,8 +1,6 @@
 """Gradient checkpointing: the trainer turns it on in every layer that supports it (SFTConfig). `selective` turns it off
 again in every second one; `offload` moves what the layers keep to host memory (`kernels/host_offload.py`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import TrainerCallback

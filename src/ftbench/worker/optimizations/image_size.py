@@ -1,7 +1,5 @@
 """Images of fewer pixels: scaled where they are processed (`data/pixels.py`); the model is told of its tiles."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ftbench.spec.experiment import Experiment

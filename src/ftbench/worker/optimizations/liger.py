@@ -1,7 +1,5 @@
 """Liger's Triton kernels in place of the model's norms, rotary embedding, MLP and loss."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ftbench.spec.experiment import Experiment

@@ -1,8 +1,6 @@
 """The optimizer's step within the backward pass: each parameter as soon as its gradient is whole, which is freed at
 once. `offload` keeps the states in host memory (`kernels/host_states.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

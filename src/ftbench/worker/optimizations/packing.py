@@ -1,7 +1,5 @@
 """Rows of whole samples: filled with the data (`data/order.py`), laid end to end by the collator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ftbench.spec.experiment import Experiment

@@ -1,7 +1,5 @@
 """Batches without padding: the collator lays samples end to end (`data/collate.py`), each seeing only itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ftbench.spec.experiment import Experiment

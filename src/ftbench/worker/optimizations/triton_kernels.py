@@ -1,7 +1,5 @@
 """Our own Triton kernels for what stands between a layer's products (`kernels/decoder_layer.py`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ftbench.errors import SpecError

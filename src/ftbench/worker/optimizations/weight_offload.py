@@ -2,8 +2,6 @@
 (`kernels/weight_stream.py`). The embedding stays, and its rows are read over the link; where the loss is over chunks
 the head is copied for it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache

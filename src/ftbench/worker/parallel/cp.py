@@ -1,8 +1,6 @@
 """Context parallelism through accelerate and torch: each GPU computes its part of every sequence, and keys and values
 go round; weights are sharded by FSDP2 over the same GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

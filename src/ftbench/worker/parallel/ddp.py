@@ -1,7 +1,5 @@
 """DDP: a copy of the model on each GPU, each trained on its share of the batch; gradients are summed as they come."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Expert parallelism through transformers: each GPU keeps a share of the experts, on the same tokens as all others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from accelerate.parallelism_config import ParallelismConfig

@@ -4,8 +4,6 @@ computes with them.
 No GPU ever holds all of them, and one rank's host memory at the most: published weights are read by rank 0, which gives
 the others their shares; random ones are drawn there a few layers at a time."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How the ranks of a run find each other, and what one says that waits for another as it is told to end."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

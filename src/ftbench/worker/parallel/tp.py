@@ -1,8 +1,6 @@
 """Tensor parallelism through transformers: each GPU keeps a share of every large matrix of a layer, and computes its
 share of each product, on the same tokens as all others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import peft

@@ -5,8 +5,6 @@ transformers shards matrices as it reads them, over one dimension of a mesh that
 what comes of that over the other.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

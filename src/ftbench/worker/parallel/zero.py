@@ -3,8 +3,6 @@
 Another recipe than FSDP2's in 16 bits: DeepSpeed casts all that is trained to bfloat16 and keeps a copy in 32 bits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from ftbench.spec.experiment import Experiment

@@ -1,8 +1,6 @@
 """Every item in turn, within the time that is left. OUT_FILE is replaced after each, so that whatever ends this process
 leaves what it has measured: `python -m ftbench.worker.probe OUT_FILE SECONDS`."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

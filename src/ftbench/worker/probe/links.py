@@ -5,8 +5,6 @@ call cannot be ended from within. So the ranks are processes with a time limit, 
 killed when it is over. `python -m ftbench.worker.probe.links BACKEND RANK WORLD MEETING_FILE OUT_FILE` is one rank.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Inputs are random: a product of zeros flips no bits, draws less power and is faster than any in training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """How a call is timed: in batches between device events, in short for the best rate and without a pause for the rate
 that lasts. The clock is that of the recorder (`worker/measure/meters.py`)."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import threading

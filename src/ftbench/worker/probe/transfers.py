@@ -3,8 +3,6 @@
 GB are 10**9 bytes, as in data sheets.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

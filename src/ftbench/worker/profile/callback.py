@@ -9,8 +9,6 @@ steps are those of an ordinary run. Where layers are compiled the first part las
 Where the profiler lost what a GPU did, on any rank, one more step is profiled by a new profiler.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable

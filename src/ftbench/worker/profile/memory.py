@@ -1,7 +1,5 @@
 """What memory is for over one step: the allocator's own history on a GPU, the profiler's on a CPU."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable, Sequence

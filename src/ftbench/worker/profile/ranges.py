@@ -4,8 +4,6 @@ data → forward ⇄ loss → metrics → backward, for each micro-batch, then c
 computes from the logits beside the loss.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any

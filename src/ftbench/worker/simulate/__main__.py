@@ -3,8 +3,6 @@
 A sentence for the user goes into error.json with the exit code of its kind.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 import traceback

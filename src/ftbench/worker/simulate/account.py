@@ -1,7 +1,5 @@
 """The log of a simulated run → what simulation.json says: peaks by step and phase, what was alive at the highest."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Which kernel a GPU would take for scaled dot product attention. Without one torch takes the plain formula, whose
 memory grows with the square of the length."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Completions of a simulated step: tokens that nobody drew, and of the many that are made alike only the last ones."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A GPU that is not there: torch is told that there is one, and its tensors have no memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Autograd on fake GPU tensors asks torch for the GPU's device guard. A build of torch for CUDA has one, which torch
 itself replaces by one that does nothing where there is no GPU; a build for the CPU alone has none to replace."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The dispatch mode of a simulation: every operation runs on fake tensors, its allocations are logged, and what is
 known of its values is carried along."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

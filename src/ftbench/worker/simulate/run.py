@@ -1,7 +1,5 @@
 """A simulated run, top to bottom: the worker's own data, model, method, optimizations and trainer, for two steps."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

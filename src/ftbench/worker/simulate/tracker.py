@@ -1,7 +1,5 @@
 """Every storage that a run makes on the simulated GPU: how large, when born, when freed, and who made it."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """What is known of the values of fake tensors: token ids, labels, positions and masks are the data's own, so that code
 that asks for them (how many labels, is there padding) gets the real answer; activations have none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model of a configuration, made as from_pretrained makes it, with weights that nobody read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
