@@ -21,6 +21,7 @@ from ftbench.estimate.recommend.ranking import Goal, recommend
 from ftbench.report.command import Request, report
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load, spec_keys
+from ftbench.spec.optimizations import OPTIMIZATIONS, Optimizations
 from ftbench.spec.slurm import load_settings
 from ftbench.spec.sweep import cells
 from ftbench.store import digests
@@ -198,3 +199,13 @@ def test_every_heading_of_a_report_stands_in_the_glossary():
     assert len(headings) > 40
     missing = sorted(name for name in headings if not name.isdigit() and f", {name.casefold()}, " not in known)
     assert not missing, f"docs/glossary.md does not tell {missing}"
+
+
+def test_every_value_in_the_table_of_optimizations_can_be_set():
+    table = re.findall(
+        r"^\| `(\w+)` \| ([^|]+) \|", (ROOT / "docs" / "optimizations.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert {key for key, _ in table} == set(OPTIMIZATIONS)
+    for key, values in table:
+        for value in values.split(", "):
+            Optimizations.model_validate({key: {"on": True, "a number": 64}.get(value, value)})
