@@ -286,6 +286,14 @@ def test_the_table_of_a_cpu_leaves_out_what_it_has_not(child, command):
     assert next(line.split() for line in out.splitlines() if "TFLOP/s" in line)[1:] == ["best", "at", "size", "lasting"]
 
 
+def test_notes_are_as_wide_as_the_terminal(child, command, monkeypatch):
+    child(changed(notes=["bf16: what lasts is 9 % below the best: no throttling was seen: was the machine free?"]))
+    monkeypatch.setenv("COLUMNS", "50")
+    notes = command()[1].partition("note: ")[2].partition("\nfile ")[0]
+    assert "\n" in notes
+    assert max(map(len, notes.splitlines())) <= 50
+
+
 def test_json_is_one_document(child, command):
     child(MEASURED)
     code, out, _ = command("--json")

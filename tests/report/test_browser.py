@@ -23,6 +23,7 @@ from page_runs import HOSTILE, JAPANESE, made, study  # noqa: E402
 
 from ftbench.report.command import Request, report  # noqa: E402
 from ftbench.store import rundir  # noqa: E402
+from made_runs import RESULTS  # noqa: E402
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
@@ -139,6 +140,17 @@ def rows(page: Any, column: str | None = None) -> list[str]:
     return page.eval_on_selector_all(
         "#runs tbody tr:not([hidden])", f"rows => rows.map(row => row.cells[{place}].textContent)"
     )
+
+
+def test_a_comparison_with_all_its_columns_is_hardly_shrunk_on_paper(opened, tmp_path):
+    """Chromium makes what is wider than the paper smaller, its letters too."""
+    printed = 688  # pixels between the margins of A4
+    page_file = tmp_path / "report.html"
+    page_file.write_text(report(Request([RESULTS / "headline/full"], "html", "recipe")).text, "utf-8")
+    with opened((printed, 1000), file=page_file) as page:
+        page.emulate_media(media="print")
+        lay_out(page)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1.15 * printed
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.table import text_table
+from ftbench.core.table import folded, text_table
 from ftbench.store.rundir import first_gpu
 
 
@@ -21,7 +21,7 @@ def as_text(document: dict[str, Any]) -> str:
         _products(document["products"]),
         "",
         text_table(("", ""), [row for row in _others(document) if row[1]]),
-        *(f"note: {note}" for note in document["notes"]),
+        *(folded(f"note: {note}") for note in document["notes"]),
     ])  # fmt: skip
 
 
