@@ -67,6 +67,16 @@ def test_other_ways_stand_behind_the_study_s_and_what_has_no_run_is_said(study):
     assert "configs/llava-next.yaml" in section.paragraphs[-1]
 
 
+def test_a_narrow_guide_has_room_for_what_to_take(study, ftbench, monkeypatch):
+    """What all rows share stands in the title."""
+    monkeypatch.setenv("COLUMNS", "60")
+    out = ftbench("report", study)[1]
+    title, heading = re.search(r"FROM HOW MANY STEPS ON\n(.*?)\n([^\n]*GiB of memory.*?)\n", out, re.DOTALL).groups()
+    assert title.startswith("model ")
+    assert "take" in heading
+    assert "model" not in heading
+
+
 def test_how_images_come_to_a_step_makes_no_other_combination(tmp_path):
     ran(tmp_path, "plain", 1.0, 2.0, 60.0, **{"optimizations.loader_processes": 8})
     assert row_of(tmp_path, "bf16")["batches here"] == "4"

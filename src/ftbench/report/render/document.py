@@ -39,10 +39,13 @@ def table_of(
 
 def table_of_rows(
     rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (), text: Sequence[str] = (),
-    headings: Sequence[str] = (),
+    headings: Sequence[str] = (), shared: Sequence[str] = (),
 ) -> Table:  # fmt: skip
-    """Return the table of rows that hold what stands under each heading; all of the first row's if none are named."""
-    return table_of({name: [str(row[name]) for row in rows] for name in headings or rows[0]}, notes, text)
+    """Return the table of rows that hold what stands under each heading; all of the first row's if none are named. Of
+    the `shared` headings what is the same in all rows stands in the title."""
+    columns = {name: [str(row[name]) for row in rows] for name in headings or rows[0]}
+    context = {name: columns.pop(name)[0] for name in shared if len(set(columns[name])) == 1}
+    return table_of(columns, notes, text, context)
 
 
 @dataclass(frozen=True, slots=True)

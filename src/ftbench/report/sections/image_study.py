@@ -70,7 +70,7 @@ def study(cells: Sequence[Cell]) -> Section | None:
         "plain LoRA at the same batch, over all batches; compare them as directions, since GPU, data and fp8 differ.",
         *_missing(records),
     )
-    shown = table_of_rows(records, text=naming, headings=headings)
+    shown = table_of_rows(records, text=naming, headings=headings, shared=("model", "GPU"))
     return Section("image_study", "The study of images, published and measured here", shown, words, records)
 
 
@@ -162,7 +162,7 @@ def guide(cells: Sequence[Cell]) -> Section | None:
         f"{units.percent(_ROOM, 0)} of the memory; it holds for more memory until the next line.",
         f"The study's own guide ({published['source']}): {rules}.",
     )
-    table = table_of_rows(records, text=("model", "GPU", "data", "take"))
+    table = table_of_rows(records, text=("model", "GPU", "data", "take"), shared=("model", "GPU", "data"))
     return Section("image_guide", "Images: which combination, from how many steps on", table, words, records)
 
 
@@ -170,9 +170,9 @@ def _chosen(workload: Sequence[str], memory: int, choice: Choice) -> dict[str, A
     rate, peak = choice.cell.figure(IMAGES), choice.cell.figure(PEAK)
     return {
         "model": workload[0].rsplit("/", 1)[-1], "GPU": workload[2], "data": choice.cell.workload[2],
-        "GiB of memory": f"{memory} or more",
+        "GiB of memory": f"{memory} or more", "take": choice.cell.name,
         "from images on": units.count(choice.images), "from steps on": units.count(choice.steps),
-        "take": choice.cell.name, "images/s": units.rate(rate), "peak GiB": units.gibibytes(peak),
+        "images/s": units.rate(rate), "peak GiB": units.gibibytes(peak),
     }  # fmt: skip
 
 
