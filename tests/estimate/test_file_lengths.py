@@ -75,6 +75,20 @@ def test_the_tokenizer_in_the_models_directory_counts(tmp_path):
     assert "by the model's tokenizer" in lengths.source
 
 
+@pytest.mark.parametrize(("row", "columns"), [
+    ({"question": "x" * 400, "answer": "y" * 800}, {"prompt": "question", "completion": "answer"}),
+    ({"instruction": "x" * 400, "input": "", "output": "y" * 800, "text": "x" * 400 + "y" * 800}, {}),
+    ({"messages": [{"role": "user", "content": "x" * 400}, {"role": "assistant", "content": "y" * 800}],
+      "prompt": "x" * 400}, {}),
+], ids=["renamed", "alpaca with its whole text", "messages with their prompt"])  # fmt: skip
+def test_a_text_that_stands_in_two_columns_is_counted_once(tmp_path, row, columns):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    spec = spec_of(path)
+    data = spec.dataset.model_copy(update={"columns": columns})
+    assert lengths_of(data, model=spec.model).values == (1200 // 4 + 2 * 5,)
+
+
 def test_what_is_cut_is_cut_and_a_part_is_a_part(tmp_path):
     spec = spec_of(written(tmp_path / "data.jsonl", 50, 160))
     data = spec.dataset.model_copy(update={"max_length": 64, "samples": 7})

@@ -13,6 +13,7 @@ from statistics import NormalDist
 from typing import Any
 
 from ftbench.core.data_files import read_file
+from ftbench.core.data_formats import Example
 from ftbench.errors import FtbenchError
 from ftbench.facts import SAMPLE
 from ftbench.spec.batches import SHORTEST, synthetic_lengths
@@ -25,10 +26,6 @@ DRAWN = 20_000  # samples whose lengths are drawn one by one; of more the longes
 # Chinese ones. That of a model with random weights is made of the shipped sample: 6.7 there and 2.6 on other text.
 _BYTES, _BYTES_RANDOM, _BYTES_SAMPLE = 4.0, 2.6, 6.7
 _TURN = 5  # tokens that a chat template adds to a turn: role, beginning and end
-_COLUMNS = ("instruction", "input", "output", "prompt", "completion", "question", "answer", "messages", "conversations",
-            "text")  # fmt: skip
-_CAPTIONS = ("caption", "label", "labels")  # what is said of an image
-_ANSWERS = ("output", "completion", "answer")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -138,16 +135,17 @@ def file_lengths(
     """Return the lengths of at most MOST_SAMPLES rows of a file before they are cut (of `pairs` of both sequences, of
     `prompts` of what is asked), how many rows it has, and in words how they were counted; only a reason where the file
     cannot be read here."""
-    from ftbench.spec.dataset_rows import named_row  # most lengths are known without the file
+    from ftbench.spec.dataset_rows import row_example, row_format  # most lengths are known without the file
 
     path = Path(dataset.path or SAMPLE)
     try:
         rows = read_file(path)
+        form = row_format(dataset, rows[0], rows.where(0), pairs)
+        shown = range(0, len(rows), -(-len(rows) // MOST_SAMPLES))
+        read = [row_example(dataset, rows[at], form, rows.where(at)) for at in shown]
     except FtbenchError as error:
         return str(error)
-    read = (named_row(rows[at], dataset) for at in range(0, len(rows), -(-len(rows) // MOST_SAMPLES)))
-    parts = _sides if pairs else _prompt if prompts else _whole
-    texts = [list(_texts(shown)) for row in read for shown in parts(row)]
+    texts = [[_text(message) for message in sequence] for row in read for sequence in _sequences(row, prompts)]
     tokenizer = _local_tokenizer(model)
     if tokenizer is not None:
         counts: Sequence[float] = [
@@ -163,36 +161,19 @@ def file_lengths(
     return tuple(max(2, length) for length in lengths), len(rows), how
 
 
-def _whole(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield row
+def _sequences(row: Example, prompts: bool) -> Iterator[tuple[dict[str, Any], ...]]:
+    """Yield the messages of each sequence of a row: of a pair both, of `prompts` those without the answer."""
+    if row.text is not None:
+        yield ({"content": row.text},)
+    elif prompts:
+        yield row.messages[:-1] if row.messages[-1]["role"] == "assistant" else row.messages
+    else:
+        yield from (messages for messages in (row.messages, row.rejected) if messages)
 
 
-def _prompt(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a row without its answer: a column of its own, or the last of its turns."""
-    prompt = {name: value for name, value in row.items() if name not in _ANSWERS}
-    for name in ("messages", "conversations"):
-        if isinstance(turns := row.get(name), list):
-            prompt[name] = turns[:-1]
-    yield prompt
-
-
-def _sides(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield both sequences of a pair as rows of one: the prompt with an answer, or an answer that holds it."""
-    for answer in (row.get("chosen"), row.get("rejected")):
-        whole = isinstance(answer, list) and len(answer) > 1
-        yield {"messages": answer} if whole else {"prompt": row.get("prompt"), "completion": answer}
-
-
-def _texts(row: dict[str, Any]) -> Iterator[str]:
-    """Yield the texts of a row's columns that are trained on, in any of the formats."""
-    for name in (*_COLUMNS, *(_CAPTIONS if {"image", "images"} & set(row) else ())):
-        value = row.get(name)
-        for turn in value if isinstance(value, list) else [value]:
-            content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else turn
-            for part in content if isinstance(content, list) else [content]:
-                text = part.get("text") if isinstance(part, dict) else part
-                if isinstance(text, str) and text:
-                    yield text
+def _text(message: dict[str, Any]) -> str:
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def tokenizer_file(model: Model) -> Path | None:
