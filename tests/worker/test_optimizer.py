@@ -18,7 +18,7 @@ from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker import optimizer
 from ftbench.worker.model.parts import plain_tensors
-from tritons import module
+from tritons import DEVICE, module
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 NEEDS_TORCHAO = pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed: ftbench[torchao]")
@@ -75,6 +75,16 @@ def test_one_kernel_clips_and_steps_as_torch_does(torchao, train_here, monkeypat
     for step, expected in zip(*steps.values(), strict=True):
         assert expected.grad_norm > 0.1
         assert (step.loss, step.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-4)
+
+
+def test_a_gradient_that_is_not_a_number_leaves_no_weights_that_are():
+    """Of a GPU's own, 0x7FFFFFFF: rounded at random as a number is, it would be -0, and the model would go on."""
+    adamw_step = module("kernels.adamw").adamw_step
+    weight, first, second = (torch.ones(3000, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+    gradient = torch.full((3000,), 0x7FFFFFFF, dtype=torch.int32, device=DEVICE).view(torch.float32)
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0, "eps": 1e-8}
+    adamw_step(weight, gradient, first, second, torch.ones((), device=DEVICE), 1, 12345, group)
+    assert all(part.isnan().all() for part in (weight, first, second))
 
 
 def test_the_learning_rate_stays_where_the_host_reads_it(torchao):

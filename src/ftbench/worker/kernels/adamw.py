@@ -29,10 +29,11 @@ def _hash(x: tensor) -> tensor:
 
 @triton.jit
 def _rounded(values: tensor, bits: tensor, to: constexpr) -> tensor:
-    """Return float32 in another type; in bfloat16 each up or down by 16 random bits."""
+    """Return float32 in another type; in bfloat16 each up or down by 16 random bits. What is not a number stays so: a
+    GPU's has all bits set (0x7FFFFFFF), and one more would make it -0."""
     if to == tl.bfloat16:
         drawn = (values.to(tl.uint32, bitcast=True) + bits) & tl.full((), 0xFFFF0000, tl.uint32)
-        values = drawn.to(tl.float32, bitcast=True)
+        values = tl.where(values == values, drawn.to(tl.float32, bitcast=True), values)
     return values.to(to)
 
 
