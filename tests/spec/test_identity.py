@@ -117,7 +117,10 @@ def test_an_edited_file_is_another_experiment(at, part, name, edited):
     assert at(part, name, b'{"a": 1}') == before
 
 
-@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "model-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("name", [
+    "chat_template.jinja", "tokenizer.json", "tokenizer.model", "preprocessor_config.json",
+    "model-00001-of-00002.safetensors",
+])  # fmt: skip
 def test_a_model_of_another_template_tokenizer_or_weights_is_another_experiment(tmp_path, name):
     """But where weights are made and tokens with them: only the shape is read then."""
     (tmp_path / "config.json").write_text("{}")

@@ -12,7 +12,12 @@ from ftbench.spec import rewards
 from ftbench.spec.experiment import Experiment
 
 _END = 1 << 20  # bytes of each end of a file that are hashed
-_TOKENIZER = ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json")
+# What makes a model's tokens of texts and images (transformers, of any version and kind of tokenizer).
+_TOKENIZER = (
+    "chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "added_tokens.json", "chat_template.json",
+    "merges.txt", "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.model",
+    "vocab.json",
+)  # fmt: skip
 _AS_TEXT = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 
