@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -184,19 +184,25 @@ def test_tp_is_refused_of_the_families_that_transformers_has_no_plan_to_divide()
         tp.require_even(spec, config, "launch.gpus", 2)
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"samples": 10, "eval_samples": 0}, "10 rows are no multiple of 4, so that a GPU has no picture in the last step"),
-    ({"samples": 8, "eval_samples": 3}, "3 rows of evaluation are no multiple of 4"),
+SHOWN, TEXT = [SimpleNamespace(pictures=("a",))], [SimpleNamespace(pictures=())]
+
+
+@pytest.mark.parametrize(("train", "evaluation", "most", "said"), [
+    ([SHOWN] * 10, [], None, "10 rows to train .* multiple of 4, or train.max_steps to 2 or less"),
+    ([SHOWN] * 2, [], None, "2 rows to train on leave .* set dataset.samples to a multiple of 4$"),  # no step is whole
+    ([SHOWN] * 10, [], 3, "10 rows"),
+    ([SHOWN] * 10, [], 2, None),
+    ([SHOWN] * 11, [], None, None),  # both have some of the last four
+    ([SHOWN] * 8, [SHOWN] * 2, None, "2 rows to evaluate on leave .* set dataset.eval_samples to a multiple of 4$"),
+    ([SHOWN] * 8, [SHOWN] * 3, None, None),
+    ([SHOWN, SHOWN, TEXT, TEXT], [], None, "a batch of 2 rows to train on shows no picture, .* use ddp"),
+    ([SHOWN, TEXT, TEXT, SHOWN], [], None, None),
 ])  # fmt: skip
-def test_pictures_that_leave_a_gpu_without_one_are_refused_where_weights_are_divided(changes, said):
-    values = {"name": "a", **LLAVA, "dataset": PICTURES | changes, "train": {"batch_size": 2}}
+def test_pictures_that_leave_a_gpu_without_one_are_refused_where_weights_are_divided(train, evaluation, most, said):
+    values = {"name": "a", **LLAVA, "train": {"batch_size": 2, "max_steps": most}}
     spec = Experiment.model_validate(values | {"launch": {"gpus": 2, "strategy": "fsdp"}})
-    data = SimpleNamespace(train=[()] * changes["samples"], evaluation=[()] * changes["eval_samples"])
-    with pytest.raises(SpecError, match=said):
-        trainer._check_pictures(spec, data, 4)
-    shorter = spec.model_copy(update={"train": spec.train.model_copy(update={"max_steps": 2})})
-    data.evaluation = []
-    trainer._check_pictures(shorter, data, 4)
+    with pytest.raises(SpecError, match=said) if said else nullcontext():
+        trainer._check_pictures(spec, SimpleNamespace(train=train, evaluation=evaluation), 4)
 
 
 def test_each_rank_is_trained_on_its_share_in_order(pair):

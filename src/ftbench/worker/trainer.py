@@ -139,19 +139,29 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
 def _check_pictures(spec: Experiment, data: Prepared, size: int) -> None:
     """Raise SpecError where a batch of some rank would hold no picture: it would not gather the encoder's weights, for
     which the others wait."""
-    steps = len(data.train) // (size * spec.train.gradient_accumulation_steps)
-    ends_before = spec.train.max_steps is not None and spec.train.max_steps <= steps
-    if len(data.train) % size and not ends_before:
-        raise SpecError(
-            f"launch.strategy {spec.launch.strategy}: {len(data.train)} rows are no multiple of {size}, so that a GPU "
-            "has no picture in the last step and the others wait for it: set dataset.samples to another number, or "
-            f"train.max_steps to {max(1, steps)} or less"
-        )
-    if len(data.evaluation) % size:
-        raise SpecError(
-            f"launch.strategy {spec.launch.strategy}: {len(data.evaluation)} rows of evaluation are no multiple of "
-            f"{size}, so that a GPU has no picture in the last one: set dataset.eval_samples to a multiple, or to 0"
-        )
+    train, step = spec.train, size * spec.train.gradient_accumulation_steps
+    steps = len(data.train) // step
+    seen = data.train if train.max_steps is None else data.train[: train.max_steps * step]
+    ways = {
+        "train": (seen, "dataset.samples", f", or train.max_steps to {steps} or less" if steps else ""),
+        "evaluate": (data.evaluation, "dataset.eval_samples", ""),
+    }
+    for what, (rows, key, way_out) in ways.items():
+        whole = filled(rows, size)
+        batches = (at for at in range(0, len(whole), train.batch_size))
+        alone = next((at for at in batches if not _show_some(whole[at : at + train.batch_size])), None)
+        if alone is None:
+            continue
+        strategy = f"launch.strategy {spec.launch.strategy}: "
+        if alone < len(rows):
+            raise SpecError(f"{strategy}a batch of {train.batch_size} rows to {what} on shows no picture, and the GPUs "
+                            "that have some would wait for it: use ddp, or rows that show one each")  # fmt: skip
+        raise SpecError(f"{strategy}{len(rows)} rows to {what} on leave a GPU without a picture in the last batch, and "
+                        f"the others would wait for it: set {key} to a multiple of {size}{way_out}")  # fmt: skip
+
+
+def _show_some(rows: list[Row]) -> bool:
+    return any(sample.pictures for row in rows for sample in row)
 
 
 def arguments(spec: Experiment, run: RunDir, model: Any) -> SFTConfig:
