@@ -337,6 +337,15 @@ def test_a_way_that_our_kernels_change_little_is_one_row_and_the_best_is_among_t
     assert load(best).optimizations.model_dump(exclude_defaults=True) == found[0]["optimizations"]
 
 
+def test_a_way_without_our_kernels_is_not_merged_with_another_that_has_none(ftbench, spec_file):
+    """Which differs in its attention: no row says that kernels neither of them may have make no difference."""
+    asked = ("--gpu", "A100 80GB", "--method", "lora", "--set", "optimizations={attention: sdpa}",
+             "--set", "dataset={name: synthetic, samples: 1000, length: 1024, max_length: 1024}")  # fmt: skip
+    out = ftbench("recommend", spec_file, *asked, "--wide")[1]
+    assert re.search(r"\d +lora +attention sdpa  ", out), out
+    assert not re.search(r"\d +lora +(none|attention sdpa), triton kernels or not", out), out
+
+
 def test_how_many_ways_stand_behind_the_ones_shown_is_told(ftbench, spec_file):
     arguments = ("recommend", spec_file, "--gpu", "H200", "--samples", 1000)
     count = len(json.loads(ftbench(*arguments, "--json")[1])["options"])

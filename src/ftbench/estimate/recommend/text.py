@@ -74,14 +74,15 @@ def _image_sizes(answer: Recommendation) -> list[dict[str, Any]]:
 
 def _shown(answer: Recommendation) -> list[tuple[Option, str]]:
     """Return the best options, each with its optimizations in words. Two that differ in our own kernels alone, and in
-    no figure by more than what a measured step may be off, are the better one of them."""
+    no figure by more than what a measured step may be off, are the better one of them; two that differ in nothing
+    are one."""
     rows: list[tuple[Option, str]] = []
     for option in answer.options:
         at = next((at for at, (better, _) in enumerate(rows) if _alike(better, option, answer.goal)), None)
-        if at is not None:
+        if at is None:
+            rows += [(option, switches(option.spec))] if len(rows) < SHOWN else []
+        elif not _same_kernels(rows[at][0], option):
             rows[at] = rows[at][0], f"{switches(_without_kernels(option))}, {EITHER}"
-        elif len(rows) < SHOWN:
-            rows.append((option, switches(option.spec)))
     return rows
 
 
@@ -91,7 +92,13 @@ def _alike(better: Option, option: Option, goal: Goal) -> bool:
     pairs = zip(*((each.seconds, each.memory.device, each.joules) for each in (better, option)), strict=True)
     if any(max(a.expected, b.expected) > SPREAD[MEASURED] * min(a.expected, b.expected) for a, b in pairs):
         return False
+    if _same_kernels(better, option):
+        return better.spec == option.spec
     return _without_kernels(better) == _without_kernels(option)
+
+
+def _same_kernels(better: Option, option: Option) -> bool:
+    return bool(better.spec.optimizations.triton_kernels == option.spec.optimizations.triton_kernels)
 
 
 def _without_kernels(option: Option) -> Experiment:
