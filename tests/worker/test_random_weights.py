@@ -97,6 +97,22 @@ def test_an_unfinished_cache_entry_is_never_seen(own_cache, monkeypatch):
     assert [entry for entry in (own_cache / "models").iterdir() if entry.is_dir()] == []
 
 
+def test_a_cache_that_is_a_file_is_told_so(tmp_path, monkeypatch):
+    (file := tmp_path / "cache").write_text("")
+    monkeypatch.setenv("FTBENCH_CACHE", str(file))
+    with pytest.raises(MissingError, match="a file is in the place of a folder; set FTBENCH_CACHE to a folder"):
+        materialise(tiny())
+
+
+def test_a_cache_that_is_anothers_is_told_so(own_cache, monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(random_weights, "save_tokenizer", refused)
+    with pytest.raises(MissingError, match="Permission denied; set FTBENCH_CACHE to a folder that can be written"):
+        materialise(tiny())
+
+
 def test_a_disk_without_room_is_told_before_anything_is_written(own_cache):
     with pytest.raises(MissingError, match=r"take 437\.9 GiB .* set FTBENCH_CACHE"):
         materialise(Model(id="Qwen/Qwen3-235B-A22B", weights="random", dtype="bfloat16"))

@@ -3,6 +3,7 @@
 Everything that cannot be read is None. Secrets stay out: of the environment only an allow-list is kept.
 """
 
+import errno
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ from typing import Any
 from ftbench import __version__
 from ftbench.core import programs
 from ftbench.core.units import GIB
+from ftbench.errors import MissingError
 
 SCHEMA = 1
 PACKAGES = (
@@ -176,6 +178,15 @@ def cache_dir() -> Path:
     """Return FTBENCH_CACHE, or `ftbench` in the user's cache directory."""
     folder = os.environ.get("FTBENCH_CACHE")
     return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ftbench"
+
+
+def cache_error(folder: Path, error: Exception) -> MissingError:
+    """Return in a sentence why a folder of the cache took no files, with the way out."""
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return MissingError(f"{folder}: a file is in the place of a folder; set FTBENCH_CACHE to a folder")
+    if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
+        return MissingError(f"{folder}: {error}; set FTBENCH_CACHE to a folder that can be written")
+    return MissingError(f"{folder}: {error}; free some space or set FTBENCH_CACHE")
 
 
 def commit() -> str | None:

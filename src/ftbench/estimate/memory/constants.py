@@ -68,9 +68,12 @@ def _read(values: Any, where: str) -> Constants:
 
 
 def write(values: Constants) -> Path:
-    """Write the constants in the user's file."""
+    """Write the constants in the user's file. Raises MissingError where it cannot be."""
     path = user_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise machine.cache_error(path.parent, error) from None
     rundir.write_json(path, {"schema": SCHEMA, **asdict(values)})
     constants.cache_clear()
     return path

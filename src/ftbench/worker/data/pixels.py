@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ftbench.core.data_formats import BadRow
-from ftbench.errors import MissingError
 from ftbench.families.vision import ImageSize, VisionShape
+from ftbench.store.machine import cache_error
 from ftbench.worker.data.pictures import Picture
 from ftbench.worker.data.tokens import ShownImages
 
@@ -58,7 +58,7 @@ class Pixels:
         return pixels[0] if self.shape.tile else pixels
 
     def keep(self, pictures: Sequence[Picture]) -> None:
-        """Write the pictures that the cache has not yet, processed. Raises MissingError for a disk without room."""
+        """Write the pictures that the cache has not yet, processed. Raises MissingError where it takes none."""
         if self._cache is None:
             return
         try:
@@ -66,7 +66,7 @@ class Pixels:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(self._keep, pictures))
         except OSError as error:
-            raise MissingError(f"{self._cache}: {error}; free some space or set FTBENCH_CACHE") from None
+            raise cache_error(self._cache, error) from None
 
     def _keep(self, picture: Picture) -> None:
         path = self._path(picture)

@@ -25,7 +25,7 @@ from ftbench.errors import MissingError, SpecError
 from ftbench.spec.experiment import Model
 from ftbench.spec.methods import GPT_OSS
 from ftbench.spec.reading import read_config
-from ftbench.store.machine import cache_dir
+from ftbench.store.machine import cache_dir, cache_error
 from ftbench.worker.model import mxfp4, vision
 from ftbench.worker.model.tokenizer import save_tokenizer
 
@@ -42,7 +42,7 @@ def is_gpt_oss(model: Model) -> bool:
 def materialise(model: Model, layout: str | None = None, weights: bool = True) -> Path:
     """Return the directory with the random weights, made if it is not there yet; with `layout` mxfp4 the experts of
     gpt-oss as they are published; without `weights` only what describes the model, for `fill`. Raises SpecError for
-    a shape that transformers does not know, MissingError for a disk without room."""
+    a shape that transformers does not know, MissingError where the cache takes none."""
     config = configuration(model)
     special = [*([layout] if layout else []), *([] if weights else ["no weights"])]
     parts = [FORMAT, _shape(model), model.dtype, model.seed, *special]
@@ -56,7 +56,7 @@ def materialise(model: Model, layout: str | None = None, weights: bool = True) -
             if not folder.is_dir():
                 _make(folder, config, model, layout, weights)
     except (OSError, SafetensorError) as error:
-        raise MissingError(f"{folder.parent}: {error}; free some space or set FTBENCH_CACHE") from None
+        raise cache_error(folder.parent, error) from None
     return folder
 
 
