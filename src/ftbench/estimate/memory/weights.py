@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from ftbench.core.grouping import grouped_by
 from ftbench.estimate.workload import vision
 from ftbench.estimate.workload.method import Recipe
 from ftbench.estimate.workload.trainable import adapter_parameters
-from ftbench.families.shape import Layer, Linear, ModelShape
+from ftbench.families.shape import Layer, ModelShape
 
 ALIGNED = 64  # columns that fused_lora widens by (worker/kernels/adapter_products.py)
 _SIBLINGS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate, up", "up_proj": "gate, up"}
@@ -85,9 +86,7 @@ class Group:
 
 def groups(recipe: Recipe, layer: Layer) -> list[Group]:
     """Return the groups of one layer (worker/optimizations/fused_lora.py)."""
-    together: dict[str, list[Linear]] = {}
-    for linear in layer.reached(recipe.targets):
-        together.setdefault(_SIBLINGS.get(linear.name, linear.name), []).append(linear)
+    together = grouped_by(layer.reached(recipe.targets), lambda linear: _SIBLINGS.get(linear.name, linear.name))
     return [
         Group(
             linears[0].reads,

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from ftbench.core import units
+from ftbench.core.grouping import grouped_by
 from ftbench.core.hardware import Gpu, gpus
 from ftbench.core.units import change, percent
 from ftbench.estimate.time import speeds
@@ -100,15 +102,9 @@ def _summary(rows: Sequence[LeftOut]) -> list[str]:
 def errors_of(rows: Sequence[LeftOut], name: str = "error") -> tuple[float, float]:
     """Return the mean and the worst relative error of the step time; runs of one step count as one."""
     errors = _by_step(rows, name)
-    return _mean(errors), max(errors)
+    return fmean(errors), max(errors)
 
 
 def _by_step(rows: Sequence[LeftOut], name: str) -> list[float]:
-    by_step: dict[Any, list[float]] = {}
-    for row in rows:
-        by_step.setdefault((row.run.gpu, *row.run.key), []).append(abs(getattr(row, name)))
-    return [_mean(errors) for errors in by_step.values()]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    by_step = grouped_by(rows, lambda row: (row.run.gpu, *row.run.key))
+    return [fmean(abs(getattr(row, name)) for row in alike) for alike in by_step.values()]

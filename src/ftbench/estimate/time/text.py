@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ftbench.core import units
+from ftbench.core.grouping import grouped_by
 from ftbench.core.hardware import Gpu
 from ftbench.core.table import folded, text_table
 from ftbench.core.units import JOULES_PER_KWH
@@ -187,10 +188,8 @@ def _unpriced(rows: Sequence[GpuTime], scope: Scope) -> list[str]:
 
 def _unknown(rows: Sequence[GpuTime]) -> list[str]:
     """Return why GPUs have no estimate: a sentence for those that lack it for one reason, which names the first."""
-    names: dict[str, list[GpuTime]] = {}
-    for row in rows:
-        if row.estimate is None:
-            names.setdefault(row.reason.replace(row.name, ""), []).append(row)
+    unknown = (row for row in rows if row.estimate is None)
+    names = grouped_by(unknown, lambda row: row.reason.replace(row.name, ""))
     return [
         f"{first.name}: {first.reason}" + (f"; the same holds of {', '.join(row.name for row in more)}" if more else "")
         for first, *more in names.values()

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ftbench.core import units
+from ftbench.core.grouping import grouped_by
 from ftbench.errors import SpecError
 from ftbench.report.compare.pairs import Pair, noise_of, pair_of
 from ftbench.report.compare.words import change, flat_learning, flat_ratio, learning_text
@@ -58,9 +58,7 @@ def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> Gate:
     where it no longer ends well. Where the noise is not known (fewer than six steady steps) the limit alone decides.
     Raises SpecError if nothing has a partner."""
     now, then = (cells_of(runs_of(records)) for records in (new, old))
-    earlier: dict[Any, list[Cell]] = {}
-    for cell in then:
-        earlier.setdefault(identity(cell.runs[0]), []).append(cell)
+    earlier = grouped_by(then, lambda cell: identity(cell.runs[0]))
     both = [(cell, _nearest(cell, alike)) for cell in now if (alike := earlier.get(identity(cell.runs[0])))]
     if not both:
         raise SpecError("--against: no run has a partner with the same spec and GPU among the earlier ones")

@@ -5,6 +5,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.compare import Ratio
+from ftbench.core.grouping import grouped_by
 from ftbench.core.learning import CANNOT_TELL
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.compare.pairs import Comparison, Pair
@@ -145,13 +146,11 @@ def _fact(key: str, cell: Cell) -> str:
 def _ordered(comparison: Comparison) -> Iterator[Cell]:
     """Yield each baseline with those held against it, by the order of the axis; those without a partner at the end."""
     rank = {value: i for i, value in enumerate(in_order(map(comparison.value, comparison.cells)))}
-    held: dict[int, list[Pair]] = {}
+    held = grouped_by(comparison.pairs, lambda pair: id(pair.baseline) if pair.baseline else 0)
 
     def position(cell: Cell) -> tuple[int, bool]:
         return rank[comparison.value(cell)], cell.facts.get(SETTINGS) == "best"
 
-    for pair in comparison.pairs:
-        held.setdefault(id(pair.baseline) if pair.baseline else 0, []).append(pair)
     for cell in comparison.cells:
         if comparison.value(cell) == comparison.baseline:
             yield cell

@@ -148,8 +148,8 @@ def flat_learning(learning: Learning | None) -> dict[str, Any]:
     return fields | {"learning_reason": fields["learning_reason"] or None}
 
 
-def first_step_of(cell: Cell, states: Sequence[str] = ("none", "warm", "partly warm", "cold")) -> Mapping[str, Any]:
+def first_step_of(cell: Cell) -> Mapping[str, Any]:
     """Return the first steps of a cell as fields of a flat record, one for each state of the compiler's cache."""
     seconds = {state: sum(values) / len(values) for state, values in cell.first_steps().items()}
     return {"first_step_s" if state == "none" else f"first_step_s_{state.replace(' ', '_')}": seconds.get(state)
-            for state in states}  # fmt: skip
+            for state in ("none", "warm", "partly warm", "cold")}  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ftbench.core.grouping import grouped_by
 from ftbench.report.data.facts import CPU, IMPORTED, LIMIT, REWARD
 
 if TYPE_CHECKING:
@@ -19,10 +20,8 @@ def repeats(runs: Iterable[Run], axis: str = "") -> list[list[Run]]:
     run that ended before it had any is a repeat of the first that had."""
     known = [((identity(run), run.ran.get(axis), run.ran.get(LIMIT)), run.ran.get(DATA), run) for run in runs]
     first = {spec: data for spec, data, _ in reversed(known) if data}
-    groups: dict[Any, list[Run]] = {}
-    for spec, data, run in known:
-        groups.setdefault((spec, data or first.get(spec)), []).append(run)
-    return list(groups.values())
+    groups = grouped_by(known, lambda each: (each[0], each[1] or first.get(each[0])))
+    return [[run for _, _, run in group] for group in groups.values()]
 
 
 def identity(run: Run) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ftbench.core.grouping import grouped_by
 from ftbench.report.data.axes import (
     GPUS,
     NO_OPTIMIZATION,
@@ -45,9 +46,7 @@ def recipe_name(facts: Mapping[str, str]) -> str:
 
 def told_apart(cells: Sequence[Cell], axis: str) -> list[Cell]:
     """Put behind the name of cells of one workload, machine and name the fewest facts that they differ in."""
-    alike: dict[Any, list[Cell]] = {}
-    for cell in cells:
-        alike.setdefault((cell.workload, cell.facts["gpu"], cell.name), []).append(cell)
+    alike = grouped_by(cells, lambda cell: (cell.workload, cell.facts["gpu"], cell.name))
     longer = {id(cell): text for group in alike.values() if len(group) > 1
               for cell, text in zip(group, _distinct(group, axis), strict=True)}  # fmt: skip
     return [replace(cell, way=f"{cell.way} ({longer[id(cell)]})") if id(cell) in longer else cell for cell in cells]

@@ -7,6 +7,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.compare import TYPICAL_SPREAD, variance_of
+from ftbench.core.grouping import grouped_by
 from ftbench.core.stats import CONFIDENCE, t_quantile
 from ftbench.report.page.figures import NUMBERS
 from ftbench.report.page.view import RunRow, View
@@ -20,12 +21,8 @@ _NORMAL = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 def bars(view: View) -> list[dict[str, Any]]:
     """Return each group with runs that ended well: `runs` are their numbers, `figures` by name value, low, high (no
     interval is None), and `texts` the same in words."""
-    cells: dict[int, list[RunRow]] = {}
-    for row in view.rows:
-        if row.values:
-            cells.setdefault(id(row.cell), []).append(row)
     listed = []
-    for rows in cells.values():
+    for rows in grouped_by((row for row in view.rows if row.values), lambda row: id(row.cell)).values():
         first = rows[0]
         figures = {name: _figure(rows, name) for name in NUMBERS if any(name in row.values for row in rows)}
         if samples := figures.get("samples"):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftbench.core import units
+from ftbench.core.grouping import grouped_by
 from ftbench.report.data.axes import in_order
 from ftbench.report.data.collect import Record
 from ftbench.report.data.groups import PEAK, SAMPLES, Cell
@@ -27,9 +28,7 @@ def grids(view: View) -> list[FitGrid]:
     """Return a grid for each workload and GPU on which something was tried at several batches, or failed."""
     listed = []
     for workload, cells in enumerate(view.cells):
-        groups: dict[str, list[Cell]] = {}
-        for cell in cells:
-            groups.setdefault(str(cell.facts["gpu"]), []).append(cell)
+        groups = grouped_by(cells, lambda cell: str(cell.facts["gpu"]))
         listed += [grid for gpu, own in groups.items() if (grid := _grid(workload, gpu, own)).lines]
     return listed
 

@@ -4,9 +4,11 @@ Currencies stay as they were given: amounts in two of them are shown side by sid
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from ftbench.core import units
+from ftbench.core.grouping import grouped_by
 from ftbench.core.hardware import canonical_name
 from ftbench.report.data.collect import Record, figure
 from ftbench.report.data.groups import ENERGY, SAMPLES, TOKENS, Cell, gpu_of
@@ -129,11 +131,8 @@ def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any
 def _cheapest(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the cheapest recipe of each model and data set, held against the dearest; within one currency and one way
     of having the card: an owned card's recipe against a rented one's would be a sentence about two things."""
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for record in records:
-        if record["per_1k_samples"] is not None:
-            basis = (record["model"], record["data"], record["way"], record["currency"])
-            groups.setdefault(basis, []).append(record)
+    known = (record for record in records if record["per_1k_samples"] is not None)
+    groups = grouped_by(known, itemgetter("model", "data", "way", "currency"))
     for (model, data, way, currency), group in groups.items():
         low, high = (pick(group, key=lambda record: record["per_1k_samples"]) for pick in (min, max))
         if low["per_1k_samples"] < high["per_1k_samples"]:

@@ -3,9 +3,9 @@ support it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ftbench.core import units
+from ftbench.core.grouping import grouped_by
 from ftbench.core.learning import CANNOT_TELL
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.compare.pairs import Noise, Pair, learning_of, noise_of, pair_of
@@ -33,9 +33,7 @@ def decision(cells: Sequence[Cell]) -> Section | None:
     steps decide nothing."""
     alone = [own for cell in cells if (own := cell.undisturbed())]
     noise = noise_of(alone)
-    groups: dict[tuple[Any, ...], list[Cell]] = {}
-    for cell in alone:
-        groups.setdefault((*cell.workload, cell.gpus, cell.facts["gpu"]), []).append(cell)
+    groups = grouped_by(alone, lambda cell: (*cell.workload, cell.gpus, cell.facts["gpu"]))
     points: list[Point] = []
     lists = []
     for (model, _, data, count, gpu), group in groups.items():
@@ -112,12 +110,9 @@ def _memory_short(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
 
 def _limits(group: Sequence[Cell]) -> Iterator[Point]:
     """Yield the largest batch that fits and the first above it that does not, for each way of training."""
-    ways: dict[str, list[Cell]] = {}
-    for cell in group:
-        if (cell.facts.get("train.batch_size") or "").isdigit():
-            ways.setdefault(cell.way, []).append(cell)
+    sized = (cell for cell in group if (cell.facts.get("train.batch_size") or "").isdigit())
     parts, failed = [], list[Cell]()
-    for way, cells in ways.items():
+    for way, cells in grouped_by(sized, lambda cell: cell.way).items():
         fits = [_batch(cell) for cell in cells if cell.ok]
         above = [_batch(c) for c in cells if any(run.record["state"] == "oom" for run in c.runs) and not c.ok]
         failing = [batch for batch in above if batch > max(fits, default=0)]
@@ -190,10 +185,8 @@ def _other_learning(best: Cell, others: Sequence[Cell]) -> Iterator[Point]:
 
 def _cards(cells: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     """Yield, for each further GPU that ran the recipe of another, a sentence on the fastest recipe that both ran."""
-    recipes: dict[tuple[tuple[str, str], ...], list[Cell]] = {}
-    for cell in cells:
-        if cell.measured and cell.figure(SAMPLES) and cell.runs[0].spec:
-            recipes.setdefault(tuple(sorted(cell.runs[0].spec.items())), []).append(cell)
+    measured = (cell for cell in cells if cell.measured and cell.figure(SAMPLES) and cell.runs[0].spec)
+    recipes = grouped_by(measured, lambda cell: frozenset(cell.runs[0].spec.items()))
     best: dict[tuple[str, str], tuple[Cell, Cell]] = {}
     for shared in recipes.values():
         ordered = sorted(shared, key=_rate)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ftbench.core.grouping import grouped_by
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.kernels.adapter_products import siblings
 from ftbench.worker.kernels.small_products import DELAYED, ROWWISE, WEIGHT, Product, cast
@@ -97,9 +98,7 @@ def apply(model: Any, spec: Experiment) -> None:
         for name in _wanted_names(model):
             _replace(model, name, TeLinear(model.get_submodule(name), recipe))
         return
-    groups: dict[Any, list[str]] = {}  # layers of one input share a factor, so that one product may have all of them
-    for name in _wanted_names(model):
-        groups.setdefault(siblings(name), []).append(name)
+    groups = grouped_by(_wanted_names(model), siblings)  # layers of one input share a factor: one product may have all
     for names in groups.values():  # by name: modules would keep every 16-bit weight until the last one is cast
         weights = [model.get_submodule(name).weight.abs().amax() for name in names if recipe != ROWWISE]
         largest = torch.stack(weights).amax() if weights else None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 
+from ftbench.core.grouping import grouped_by
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.kernels.adapter_products import ALIGNED, Augmented, Beside, siblings
@@ -223,10 +224,8 @@ def adapted(model: Any) -> dict[str, Any]:
 
 def grouped(layers: dict[str, Any]) -> list[list[Any]]:
     """Return layers of one parent that read the same input together, the others alone, in the order of the model."""
-    groups: dict[Any, list[Any]] = {}
-    for name, layer in layers.items():
-        groups.setdefault((siblings(name), layer.in_features, type(layer.get_base_layer())), []).append(layer)
-    return list(groups.values())
+    kinds = {name: (siblings(name), each.in_features, type(each.get_base_layer())) for name, each in layers.items()}
+    return [[layers[name] for name in names] for names in grouped_by(kinds, kinds.__getitem__).values()]
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
