@@ -120,6 +120,19 @@ class Cluster(Holder):
         preamble = "" if "preamble" in text else f"preamble: {json.dumps(f'export {words}')}\n"
         (folder / "slurm.yaml").write_text(text + preamble)
 
+    def settle(self) -> None:
+        """Wait until the queue is empty and both nodes take tasks. A controller that was killed before it wrote down
+        what it had just begun begins it again, and drains the node that says so (Duplicate jobid)."""
+        self.said("scancel", "--me")
+
+        def are_idle() -> bool:
+            states = set(self.said("sinfo", "-h", "-N", "-p", "debug", "-o", "%T").split())
+            if {state.rstrip("*") for state in states} & {"drained", "down"}:
+                self.said("scontrol", "update", f"NodeName={','.join(NODES)}", "State=RESUME")
+            return states == {"idle"} and not self.said("squeue", "--me", "-h")
+
+        eventually(are_idle, f"the nodes did not become idle again: see {self.folder}")
+
     def submitted(self) -> int:
         """Return how many jobs the controller has taken."""
         return (self.folder / "slurmctld.log").read_text(errors="replace").count("_submit_batch_job: JobId=")

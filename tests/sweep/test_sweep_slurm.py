@@ -47,6 +47,13 @@ def held(cluster) -> Iterator[Cluster]:
     cluster.release()
 
 
+@pytest.fixture
+def idle(cluster) -> Cluster:
+    """The cluster, whatever the test before has left of it."""
+    cluster.settle()
+    return cluster
+
+
 def written(folder: Path, axes: dict[str, object], settings: str = SETTINGS, cluster: Cluster | None = None) -> Path:
     spec = write_sweep(folder, axes)
     (folder / "slurm.yaml").write_text(settings)
@@ -128,10 +135,21 @@ def test_a_controller_that_is_away_is_waited_for(held, tmp_path):
     ("python: /nowhere/python", 3, "a node cannot run ftbench: "),
     ("preamble: exit 3", 3, "must be on a disk that this machine and the nodes share"),
 ], ids=str)  # fmt: skip
-def test_what_the_cluster_does_not_have_is_a_sentence(cluster, tmp_path, settings, code, said):
-    done = sweep(written(tmp_path, AXES, settings), tmp_path / "out", "--on", "slurm", env=cluster.environment)
+def test_what_the_cluster_does_not_have_is_a_sentence(idle, tmp_path, settings, code, said):
+    done = sweep(written(tmp_path, AXES, settings), tmp_path / "out", "--on", "slurm", env=idle.environment)
     assert (done.code, "Traceback" in done.stderr) == (code, False)
     assert said in done.stderr
+
+
+@pytest.mark.slurm
+@slurms.SKIP
+def test_nodes_that_take_no_task_are_named_and_the_task_that_waits_for_them_is_cancelled(idle, tmp_path):
+    idle.said("scontrol", "update", "NodeName=n1,n2", "State=DRAIN", "Reason=repair")
+    done = sweep(written(tmp_path, AXES), tmp_path / "out", "--on", "slurm", env=idle.environment)
+    assert done.code == 3, done.stderr
+    assert "no node can take a task: n1 drained (repair), n2 drained (repair): `scontrol update" in done.stderr
+    assert not idle.said("squeue", "--me", "-h")
+    idle.settle()
 
 
 # --- without one ------------------------------------------------------------------------------------------------------
@@ -235,6 +253,20 @@ def test_a_task_that_never_starts_or_never_leaves_the_queue_is_waited_for_with_a
     if "held" in entry:
         assert Path(f"{folder}.said").read_text().splitlines() == ["release 7_0"] * 6
         assert err.count("a node is to describe itself, and its task waits in Slurm's queue (launch failed") == 1
+
+
+@pytest.mark.parametrize(("entry", "said"), [
+    ("PENDING|PartitionTimeLimit|", "no task can begin in this queue (PartitionTimeLimit): ask for what"),
+    ("PENDING|ReqNodeNotAvail, UnavailableNodes:n1|", "no node can take a task: n1 drained (Duplicate jobid): "),
+])  # fmt: skip
+def test_a_task_that_cannot_begin_whatever_is_waited_is_a_sentence(ftbench, tmp_path, monkeypatch, entry, said):
+    standing(tmp_path / "night-mock", monkeypatch, entry)
+    queue = (tmp_path / "bin/squeue").read_text().replace("for", '[ "$5" = %P ] && echo debug && exit; for', 1)
+    (tmp_path / "bin/squeue").write_text(queue)
+    (tmp_path / "bin/sinfo").write_text("#!/bin/sh\necho 'n1|drained|Duplicate jobid'\n")
+    (tmp_path / "bin/sinfo").chmod(0o755)
+    code, _, err = ftbench("sweep", written(tmp_path, AXES), "--out", tmp_path, "--on", "slurm")
+    assert (code, said in err) == (3, True), err
 
 
 def test_a_cell_that_no_node_starts_is_an_error_and_the_sweep_goes_on(tmp_path, monkeypatch):

@@ -166,7 +166,7 @@ class Queue:
             str(folder / SCRIPT),
         ]  # fmt: skip
         while True:
-            answer = _answer(command)
+            answer = ask(command)
             if answer.returncode == 0:
                 return answer.stdout.strip().partition(";")[0]
             error = answer.stderr
@@ -182,7 +182,7 @@ class Queue:
     def _partitions(self, error: str) -> str:
         if "partition" not in error:
             return ""
-        names = _answer(["sinfo", "-h", "-o", "%R"]).stdout.split()
+        names = ask(["sinfo", "-h", "-o", "%R"]).stdout.split()
         return f" (partitions here: {', '.join(sorted(set(names)))})" if names else ""
 
     def look(self, old_s: float = _LOOK_S) -> bool:
@@ -199,7 +199,7 @@ class Queue:
             self._looking.release()
 
     def _look(self) -> bool:
-        answer = _answer(["squeue", "--me", "-h", "-r", "-o", "%j|%F|%K|%T|%r|%N"])
+        answer = ask(["squeue", "--me", "-h", "-r", "-o", "%j|%F|%K|%T|%r|%N"])
         if answer.returncode:
             return False
         rows = (row.groups() for line in answer.stdout.splitlines() if (row := _ENTRY.fullmatch(line)))
@@ -242,7 +242,7 @@ class Queue:
         if entry is None or entry in holds or entry.state != "PENDING" or "held" not in entry.reason:
             return None
         holds.append(entry)
-        _answer(["scontrol", "release", task.name])
+        ask(["scontrol", "release", task.name])
         return entry.reason
 
     def is_refused(self, task: Task) -> bool:
@@ -250,7 +250,7 @@ class Queue:
         return len(self._holds.get(task, [])) > _MOST_HOLDS
 
     def cancel(self, task: Task) -> None:
-        _answer(["scancel", task.name])
+        ask(["scancel", task.name])
 
     def tidy(self) -> None:
         """Remove what tasks have left that are in the queue no more, or whose run is there."""
@@ -274,7 +274,7 @@ def _sleep(wait_s: float) -> bool:
     return False
 
 
-def _answer(command: Sequence[str]) -> CompletedProcess[str]:
+def ask(command: Sequence[str]) -> CompletedProcess[str]:
     """Return what one of Slurm's commands says; of one that does not answer, that Slurm is away."""
     try:
         return programs.ask(command, ANSWER_S, _LONGEST_QUEUE)

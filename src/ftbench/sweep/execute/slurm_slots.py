@@ -18,7 +18,7 @@ from ftbench.launch.runner import FinishedRun
 from ftbench.spec import slurm
 from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
-from ftbench.sweep.execute import remote
+from ftbench.sweep.execute import remote, slurm_obstacle
 from ftbench.sweep.execute.gpu_slots import RunControl
 from ftbench.sweep.execute.slurm_queue import Queue, QueueEntry, Task, machine_key, running
 from ftbench.sweep.jobs import Job, read_standing
@@ -26,6 +26,7 @@ from ftbench.sweep.jobs import Job, read_standing
 NODE = "node.json"  # what a node said of itself
 _POLL_S = 0.5
 _CANCEL_S = 60.0
+_OBSTACLES = 2  # looks after which what stands in the way of a task is taken to stay
 _LONGEST_END = 12  # looks at the queue at a task whose end its node does not confirm: a minute
 
 
@@ -81,9 +82,10 @@ def _described(queue: Queue, spec: Experiment, say: Callable[[str], None]) -> di
 
 
 def _wait(queue: Queue, task: Task, say: Callable[[str], None]) -> None:
-    """Wait until a task has left something or will leave nothing more, and say what it waits for."""
+    """Wait until a task has left something or will leave nothing more, and say what it waits for. Raise MissingError
+    where it cannot begin before somebody changes the cluster or what is asked of it."""
     seen: QueueEntry | None = None
-    reason, endings = "None", 0
+    reason, endings, obstacles = "None", 0, 0
     while not (task.outcome or queue.is_gone(task) or queue.is_refused(task) or endings > _LONGEST_END):
         entry = queue.entry(task)
         if entry is not None and entry is not seen:
@@ -92,6 +94,10 @@ def _wait(queue: Queue, task: Task, say: Callable[[str], None]) -> None:
             if entry.state == "PENDING" and entry.reason not in ("None", reason):
                 say(f"a node is to describe itself, and its task {entry.text}; Ctrl-C takes it back")
             seen, reason = entry, entry.reason
+            obstacle = slurm_obstacle.obstacle(queue, task)
+            obstacles = obstacles + 1 if obstacle else 0
+            if obstacles > _OBSTACLES:
+                raise MissingError(f"--on slurm: {obstacle}")
         time.sleep(_POLL_S)
 
 
