@@ -92,7 +92,7 @@ def _alpaca(row: dict[str, Any]) -> Example:
     if extra is not None and not isinstance(extra, str):
         raise BadRow(f"`input` is {type(extra).__name__}, not text")
     question = f"{instruction}\n\n{extra.strip()}" if extra and extra.strip() else instruction
-    return _pair(question, _text(row, "output"))
+    return _pair(question, _text(row, "output"), _images(row))
 
 
 def _prompt_completion(row: dict[str, Any]) -> Example:
@@ -249,7 +249,7 @@ _FORMATS: dict[str, Callable[[dict[str, Any]], Example]] = {
     "alpaca": _alpaca,
     "messages": _messages,
     "prompt-completion": _prompt_completion,
-    "question-answer": lambda row: _pair(_text(row, "question"), _text(row, "answer")),
+    "question-answer": lambda row: _pair(_text(row, "question"), _text(row, "answer"), _images(row)),
     "text": lambda row: Example(text=_text(row, "text")),
     "preference": _preference,
     "prompt": _prompt,

@@ -53,6 +53,8 @@ def read(reference: Any, folder: Path | None) -> Picture:
     source: Any = reference
     if isinstance(reference, dict):
         source = reference.get("bytes") or reference.get("path")
+    if source in ("", b"") or (source is None and reference):
+        raise BadRow("an image is empty: it has neither a path nor a file's bytes")
     if isinstance(source, str):
         if "://" in source or source.startswith("data:"):
             raise BadRow(f"image {source[:60]!r} is an address: save it as a file beside the data")
@@ -69,7 +71,7 @@ def read(reference: Any, folder: Path | None) -> Picture:
     elif isinstance(source, bytes):
         data, name = source, "an image"
     else:
-        raise BadRow(f"an image is {type(reference).__name__}, and neither a path nor a file's bytes")
+        raise BadRow(f"an image is {type(source).__name__}, and neither a path nor a file's bytes")
     try:
         image = _decoded(data)
     except Exception as error:  # noqa: BLE001 - decoders of broken files raise anything
