@@ -10,6 +10,8 @@ import pytest
 
 from ftbench.core.hardware import find_gpu
 from ftbench.estimate.command import EstimateRequest, estimate
+from ftbench.estimate.memory.estimate import estimate_memory
+from ftbench.estimate.workload.largest import largest
 from ftbench.estimate.workload.lengths import lengths_of
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
@@ -45,6 +47,34 @@ def test_rows_of_200_tokens_are_not_counted_as_2048_each(tmp_path):
     assert told["samples"] == 20_000
     assert told["upper_bound"] is False
     assert "4 bytes a token" in told["lengths"]
+
+
+def test_memory_is_for_the_files_own_longest_sample_and_bounded_by_its_bytes(tmp_path):
+    """8 letters and 800: at 4 bytes a token 210, of which none is less than a byte; two turns and a template around."""
+    path = written(tmp_path / "data.jsonl", 5000, 160)
+    heaviest = largest(spec_of(path))
+    assert heaviest.expected.length == 212
+    assert heaviest.most.length == 7 + 800 + 2 * 5 + 100
+    assert "the longest sample 212 tokens, at the most 917" in heaviest.basis
+    small = find_gpu("NVIDIA GeForce RTX 4090")
+    assert estimate_memory(spec_of(path), small).verdict == "uncertain", "2,048 tokens would not fit"
+    longer = json.dumps({"prompt": "Say it.", "completion": "word " * 3000}) + "\n"
+    first, rest = path.read_text().split("\n", 1)
+    path.write_text(f"{first}\n{longer}{rest}")  # every second row is looked at, and this is none of them
+    assert largest(spec_of(path.rename(tmp_path / "other.jsonl"))).most.length == 2048
+
+
+def test_no_sample_is_longer_than_its_file_says_it_may_be(tmp_path):
+    """By the tokenizer that a model with random weights gets, on text that it knows nothing of."""
+    tokenizer = pytest.importorskip("ftbench.worker.model.tokenizer", reason="training libraries are not installed")
+    prepare = pytest.importorskip("ftbench.worker.data.prepare")
+    path = tmp_path / "data.jsonl"
+    texts = ["0123456789" * 9, "\u3042\u6f22" * 40, "\U0001f600\x00\t " * 20, "zqxj" * 30]
+    path.write_text("".join(json.dumps({"prompt": "?", "completion": text}) + "\n" for text in texts))
+    spec = spec_of(path, id="tiny/qwen3", weights="random")
+    samples = prepare.prepare(spec, tokenizer.build_tokenizer(4096), 4096).train
+    longest = max(len(each.ids) for row in samples for each in row)
+    assert longest <= largest(spec).most.length < 2048
 
 
 @pytest.mark.parametrize("ending", [".json", ".csv", ".parquet"])

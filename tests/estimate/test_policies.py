@@ -292,8 +292,8 @@ def test_what_a_row_asks_is_counted_without_its_answer(tmp_path, row):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     asked = spec(dataset={"name": "file", "path": str(path), "length": None, "samples": None})
-    (length,), _, _ = file_lengths(asked.dataset, asked.model, prompts=True)
-    (whole,), _, _ = file_lengths(asked.dataset, asked.model)
+    counted = (file_lengths(asked.dataset, asked.model, prompts=prompts).values for prompts in (True, False))
+    (length,), (whole,) = counted
     assert length < 20 < 400 < whole
 
 

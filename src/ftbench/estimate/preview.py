@@ -87,7 +87,7 @@ def _of_file(spec: Experiment, dataset: Dataset, images: KnownSamples | None) ->
     parsed = [_question(each) for each in parsed] if spec.objective.prompts else parsed
     texts, how = _all_rendered(parsed, spec.model)
     samples = [{"row": index + 1, "text": text} for index, text in zip(shown, texts, strict=True)]
-    values, source = (images.lengths, images.basis) if images else (counted[0], counted[2])
+    values, source = (images.lengths, images.basis) if images else (counted.values, counted.source)
     return _document(spec, values, source, len(rows), format_name, samples, how, images)
 
 

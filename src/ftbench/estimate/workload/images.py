@@ -134,11 +134,11 @@ def _of_file(dataset: Dataset, model: Any, vision: VisionShape, longest: int) ->
         return None
     rows = read_file(Path(dataset.path))
     looked_at = range(0, len(rows), -(-len(rows) // MOST_SAMPLES))
-    pairs = [(at, _images(rows[at], dataset), text) for at, text in zip(looked_at, counted[0], strict=True)]
+    pairs = [(at, _images(rows[at], dataset), text) for at, text in zip(looked_at, counted.values, strict=True)]
     if not any(images for _, images, _ in pairs):
         return None
     samples = [_shown(rows, at, images, vision, text, longest) for at, images, text in pairs]
-    return _known(samples, f"images of {Path(dataset.path).name}; text {counted[2]}", False)
+    return _known(samples, f"images of {Path(dataset.path).name}; text {counted.source}", False)
 
 
 def _shown(

@@ -9,9 +9,9 @@ from typing import Any
 from ftbench.core.units import some
 from ftbench.estimate.workload.batches import Layout, layout_of
 from ftbench.estimate.workload.images import KnownSamples, known_samples
-from ftbench.estimate.workload.lengths import expected_longest, sample_lengths
+from ftbench.estimate.workload.lengths import FileLengths, expected_longest, file_basis, file_lengths, sample_lengths
 from ftbench.families.vision import NOTHING, ImageSize, VisionShape
-from ftbench.spec.batches import DEFAULT_SIGMA, bucketed, packed
+from ftbench.spec.batches import DEFAULT_SIGMA, SHORTEST, bucketed, packed
 from ftbench.spec.datasets import DATASETS, Dataset
 from ftbench.spec.experiment import Experiment
 
@@ -56,11 +56,20 @@ class Largest:
 
 def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
     """Return the batch with the most positions among those that the spec trains on; `vision` reads images."""
+    file = _file(spec)
     if spec.objective.prompts:
-        return _answered(spec, _largest(spec.dataset, layout_of(spec)))
+        return _answered(spec, _largest(spec.dataset, layout_of(spec), file))
     if vision is not None and (known := known_samples(spec, vision)) is not None:
         return _largest_with_images(known, layout_of(spec), spec.optimizations.tile_buckets, spec.dataset.seed)
-    return _largest(spec.dataset, layout_of(spec))
+    return _largest(spec.dataset, layout_of(spec), file)
+
+
+def _file(spec: Experiment) -> FileLengths | None:
+    """Return what is known of the file that a spec reads; None where it reads none, or none that can be read here."""
+    if spec.dataset.name not in ("file", "sample"):
+        return None
+    counted = file_lengths(spec.dataset, spec.model, spec.objective.pairs, spec.objective.prompts)
+    return None if isinstance(counted, str) or max(counted.values) == SHORTEST else counted  # no text that is known
 
 
 def _answered(spec: Experiment, prompts: Largest) -> Largest:
@@ -115,13 +124,15 @@ def _whole(layout: Layout, lengths: Sequence[int]) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _largest(dataset: Dataset, layout: Layout) -> Largest:
+def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) -> Largest:
     lengths, basis = sample_lengths(dataset, layout.sequences)
+    if file is not None:
+        basis = file_basis(dataset, file)
     flat = layout.flat
     if layout.packing:
         expected = _packed(dataset, layout, lengths)
     elif lengths is None:
-        expected = _unknown(dataset, layout)
+        expected = _unknown(dataset, layout, file)
     else:
         longest = max(lengths)
         in_order = _longest_first(dataset, layout.sequences) if layout.ordered else lengths
@@ -130,6 +141,8 @@ def _largest(dataset: Dataset, layout: Layout) -> Largest:
     most = expected
     if lengths is None:
         rows, longest = layout.size, dataset.max_length
+        if file is not None and not layout.packing:
+            longest = min(longest, file.most)
         most = BatchShape(1 if flat else rows, rows * longest if flat else longest, rows * (longest - 1))
     even = lengths is not None and min(lengths) == max(lengths)
     alone = expected.rows == 1 and not flat and not layout.fixed
@@ -166,13 +179,16 @@ def _packed(dataset: Dataset, layout: Layout, lengths: Sequence[int] | None) -> 
     return BatchShape(1, laid, tokens - layout.size)
 
 
-def _unknown(dataset: Dataset, layout: Layout) -> BatchShape:
+def _unknown(dataset: Dataset, layout: Layout, file: FileLengths | None) -> BatchShape:
     """Return the real data: the longest sample of a batch is as long as the longest of the data set is expected to be,
-    from the mean that facts know of it, else max_length."""
+    from its file, or from the mean that facts know of it, else max_length."""
     source, size = DATASETS[dataset.like] if dataset.like else dataset.source, layout.size
     longest, mean = dataset.max_length, float(dataset.max_length)
     known = source.mean_tokens or dataset.mean_length
-    if known:
+    if file is not None:
+        cut = [min(longest, length) for length in file.values]
+        longest, mean = max(cut), sum(cut) / len(cut)
+    elif known:
         longest = expected_longest(known, source.sigma or DEFAULT_SIGMA, dataset.samples or 10_000, longest)
         mean = min(known, longest)
     if layout.flat:

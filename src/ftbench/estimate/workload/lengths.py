@@ -26,6 +26,7 @@ DRAWN = 20_000  # samples whose lengths are drawn one by one; of more the longes
 # Chinese ones. That of a model with random weights is made of the shipped sample: 6.7 there and 2.6 on other text.
 _BYTES, _BYTES_RANDOM, _BYTES_SAMPLE = 4.0, 2.6, 6.7
 _TURN = 5  # tokens that a chat template adds to a turn: role, beginning and end
+_TEMPLATE = 100  # that it may begin with: gpt-oss's names date and channels, Qwen2.5's an assistant
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +47,17 @@ class Lengths:
     @property
     def mean(self) -> float:
         return sum(self.values) / len(self.values)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileLengths:
+    """Tokens of at most MOST_SAMPLES of a file's `rows` rows before they are cut, how they were counted in words, and
+    the `most` that any row may have: each token is a byte at the least. Equal only to itself, as `Lengths` are."""
+
+    values: tuple[int, ...]
+    rows: int
+    most: int
+    source: str
 
 
 def lengths_of(
@@ -72,22 +84,28 @@ def lengths_of(
     if dataset.name in ("file", "sample") and model is not None:
         counted = file_lengths(dataset, model, pairs, prompts)
         if not isinstance(counted, str):
-            return _of_file(dataset, sequences, *counted)
+            return _of_file(dataset, sequences, counted)
         why += f" ({counted})"
     why += f": every sample counts as max_length {dataset.max_length:,}"
     return Lengths((dataset.max_length,) * 64, 1.0, why, upper_bound=True)
 
 
-def _of_file(dataset: Dataset, sequences: int, lengths: Sequence[int], rows: int, source: str) -> Lengths:
+def _of_file(dataset: Dataset, sequences: int, file: FileLengths) -> Lengths:
     """Return the lengths in an order like that of training, as many as are trained on."""
-    trained = max(1, min((dataset.samples or rows) * sequences, len(lengths)))
-    shuffled = random.Random(dataset.seed).sample(lengths, trained)
-    return Lengths(tuple(min(length, dataset.max_length) for length in shuffled), 1.0, source, rows=rows)
+    trained = max(1, min((dataset.samples or file.rows) * sequences, len(file.values)))
+    shuffled = random.Random(dataset.seed).sample(file.values, trained)
+    return Lengths(tuple(min(length, dataset.max_length) for length in shuffled), 1.0, file.source, rows=file.rows)
 
 
 @lru_cache(maxsize=64)
 def _drawn(dataset: Dataset, count: int) -> tuple[int, ...]:
     return tuple(synthetic_lengths(dataset, min(count, 1024) if dataset.length is not None else count))
+
+
+def file_basis(dataset: Dataset, file: FileLengths) -> str:
+    """Return in words how long the longest sample of a file is, and how long it may be at the most."""
+    expected, most = (min(dataset.max_length, length) for length in (max(file.values), file.most))
+    return f"the longest sample {expected:,} tokens, at the most {most:,}: {file.source}"
 
 
 def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[tuple[int, ...] | None, str]:
@@ -129,23 +147,20 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
 
 
 @lru_cache(maxsize=8)
-def file_lengths(
-    dataset: Dataset, model: Model, pairs: bool = False, prompts: bool = False
-) -> tuple[tuple[int, ...], int, str] | str:
-    """Return the lengths of at most MOST_SAMPLES rows of a file before they are cut (of `pairs` of both sequences, of
-    `prompts` of what is asked), how many rows it has, and in words how they were counted; only a reason where the file
-    cannot be read here."""
+def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: bool = False) -> FileLengths | str:
+    """Return the lengths of a file's rows, of `pairs` of both sequences, of `prompts` of what is asked; a reason where
+    the file cannot be read here."""
     from ftbench.spec.dataset_rows import row_example, row_format  # most lengths are known without the file
 
     path = Path(dataset.path or SAMPLE)
     try:
         rows = read_file(path)
         form = row_format(dataset, rows[0], rows.where(0), pairs)
-        shown = range(0, len(rows), -(-len(rows) // MOST_SAMPLES))
-        read = [row_example(dataset, rows[at], form, rows.where(at)) for at in shown]
+        read = [row_example(dataset, rows[at], form, rows.where(at)) for at in range(len(rows))]
     except FtbenchError as error:
         return str(error)
-    texts = [[_text(message) for message in sequence] for row in read for sequence in _sequences(row, prompts)]
+    every = [[list(map(_text, sequence)) for sequence in _sequences(row, prompts)] for row in read]
+    texts = [turns for row in every[:: -(-len(rows) // MOST_SAMPLES)] for turns in row]
     tokenizer = _local_tokenizer(model)
     if tokenizer is not None:
         counts: Sequence[float] = [
@@ -158,7 +173,10 @@ def file_lengths(
         counts = [sum(len(turn.encode()) for turn in turns) / ratio for turns in texts]
         how = f"{path.name} at {ratio:g} bytes a token, as the model's tokenizer is not on this machine"
     lengths = (round(count) + _TURN * len(turns) for count, turns in zip(counts, texts, strict=True))
-    return tuple(max(2, length) for length in lengths), len(rows), how
+    values = tuple(max(2, length) for length in lengths)
+    whole = tokenizer is not None and len(rows) <= MOST_SAMPLES
+    bytes_of = (sum(len(turn.encode()) + _TURN for turn in turns) for row in every for turns in row)
+    return FileLengths(values, len(rows), _TEMPLATE + (max(values) if whole else max(bytes_of)), how)
 
 
 def _sequences(row: Example, prompts: bool) -> Iterator[tuple[dict[str, Any], ...]]:
