@@ -38,8 +38,9 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """Tried on top of `over` because a variant had helped alone; `reason` says why it was not kept, or not tried."""
+    """Tried on top of `over` because `variant` had helped alone; `reason` says why it was not kept, or not tried."""
 
+    variant: Variant
     changes: Changes
     over: Changes
     kept: bool = False
@@ -188,7 +189,7 @@ class AblationPlan(Grid):
         changes = ablation.merged(self.best, variant)
         if changes == self.best or any(each.changes == changes for each in self.combinations):
             return
-        combination = Combination(changes, dict(self.best))
+        combination = Combination(variant, changes, dict(self.best))
         if refused := self._refused(changes):
             self.combinations.append(replace(combination, reason=refused))
             return
