@@ -439,6 +439,8 @@ def test_what_a_larger_step_would_bring_is_said_where_packed_rows_hold_too_many_
     best = json.loads(ftbench(*asked, "--set", small, "--effective-batch", "any")[1])
     assert (best["freer"], best["options"][0]) == (None, held["freer"])
     assert json.loads(ftbench(*asked, "--set", small, "--effective-batch", 4)[1])["freer"] is None, "it was asked for"
+    anywhere = json.loads(ftbench(*asked[:3], "all", *asked[4:], "--set", small)[1])
+    assert anywhere["freer"]["gpu"] == anywhere["options"][0]["gpu"]
     out = ftbench(*asked[:-1], "--set", small)[1]
     took = units.seconds(held["freer"]["seconds"]["expected"])
     assert f"{took} where the best above takes" in " ".join(out.split())

@@ -125,12 +125,12 @@ def recommend(goal: Goal) -> Recommendation:
 
 
 def with_freer(answer: Recommendation) -> Recommendation:
-    """Return the answer with what would be far better if a step need not hold the samples that it holds: rows that are
-    packed hold so many that a small step has no room for one."""
+    """Return the answer with what would be far better on the best option's GPU if a step need not hold the samples that
+    it holds: rows that are packed hold so many that a small step has no room for one."""
     goal = answer.goal
     if not answer.options or goal.effective_batch is None or _NO_ROWS not in answer.ruled_out:
         return answer
-    free = recommend(replace(goal, effective_batch=None)).options
+    free = recommend(replace(goal, gpus=(answer.options[0].gpu,), effective_batch=None)).options
     better = free and _rank(free[0], goal)[1] * _FREER < _rank(answer.options[0], goal)[1]
     return replace(answer, freer=free[0]) if better else answer
 
