@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from ftbench.core.hardware import find_gpu
 from ftbench.estimate.command import EstimateRequest, estimate
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.workload.largest import largest
-from ftbench.estimate.workload.lengths import lengths_of
+from ftbench.estimate.workload.lengths import file_lengths, lengths_of
+from ftbench.spec import dataset_rows
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
 
@@ -76,6 +78,30 @@ def test_no_sample_is_longer_than_its_file_says_it_may_be(tmp_path):
     samples = prepare.prepare(spec, tokenizer.build_tokenizer(4096), 4096).train
     longest = max(len(each.ids) for row in samples for each in row)
     assert longest <= largest(spec).most.length < 2048
+
+
+CHAT, ALPACA = ("messages", "note"), ("instruction", "input", "output", "note")
+
+
+@pytest.mark.parametrize("columns", [CHAT, ALPACA], ids=["chat", "alpaca"])
+def test_of_many_rows_few_are_taken_apart_for_the_longest(tmp_path, monkeypatch, columns):
+    """The longest is found among rows that are looked at for nothing else, whatever lies beside their text."""
+    dice = random.Random(0)
+
+    def text() -> str:
+        return "漢a" * round(dice.lognormvariate(4, 1))
+
+    rows = [{name: [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}]
+             if name == "messages" else text() for name in columns} for _ in range(9001)]  # fmt: skip
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row, ensure_ascii=row["note"] < "漢a" * 9) + "\n" for row in rows))
+    spec, looked_at, original = spec_of(path), [], dataset_rows.row_example
+    form = "messages" if columns is CHAT else "alpaca"
+    every = [original(spec.dataset, row, form, "").messages for row in rows]
+    most = max(sum(len(turn["content"].encode()) + 5 for turn in turns) for turns in every)
+    monkeypatch.setattr(dataset_rows, "row_example", lambda *given: looked_at.append(1) or original(*given))
+    assert file_lengths(spec.dataset, spec.model).most == 100 + most
+    assert len(looked_at) < 3500
 
 
 @pytest.mark.parametrize("ending", [".json", ".csv", ".parquet"])

@@ -4,7 +4,7 @@ text (by the model's own tokenizer where it is on this machine), else from what 
 import math
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from ftbench.core.data_files import read_file
+from ftbench.core.data_files import FileRows, read_file
 from ftbench.core.data_formats import Example
 from ftbench.errors import FtbenchError
 from ftbench.facts import SAMPLE
@@ -153,14 +153,19 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
     from ftbench.spec.dataset_rows import row_example, row_format  # most lengths are known without the file
 
     path = Path(dataset.path or SAMPLE)
+
+    def turns_of(at: int) -> list[list[str]]:
+        row = row_example(dataset, rows[at], form, rows.where(at))
+        return [list(map(_text, sequence)) for sequence in _sequences(row, prompts)]
+
     try:
         rows = read_file(path)
         form = row_format(dataset, rows[0], rows.where(0), pairs)
-        read = [row_example(dataset, rows[at], form, rows.where(at)) for at in range(len(rows))]
+        shown = {at: turns_of(at) for at in range(0, len(rows), -(-len(rows) // MOST_SAMPLES))}
+        most_bytes = _most_bytes(rows, turns_of, shown)
     except FtbenchError as error:
         return str(error)
-    every = [[list(map(_text, sequence)) for sequence in _sequences(row, prompts)] for row in read]
-    texts = [turns for row in every[:: -(-len(rows) // MOST_SAMPLES)] for turns in row]
+    texts = [turns for row in shown.values() for turns in row]
     tokenizer = _local_tokenizer(model)
     if tokenizer is not None:
         counts: Sequence[float] = [
@@ -175,8 +180,36 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
     lengths = (round(count) + _TURN * len(turns) for count, turns in zip(counts, texts, strict=True))
     values = tuple(max(2, length) for length in lengths)
     whole = tokenizer is not None and len(rows) <= MOST_SAMPLES
-    bytes_of = (sum(len(turn.encode()) + _TURN for turn in turns) for row in every for turns in row)
-    return FileLengths(values, len(rows), _TEMPLATE + (max(values) if whole else max(bytes_of)), how)
+    return FileLengths(values, len(rows), _TEMPLATE + (max(values) if whole else most_bytes), how)
+
+
+def _most_bytes(
+    rows: FileRows, turns_of: Callable[[int], list[list[str]]], shown: Mapping[int, list[list[str]]]
+) -> int:
+    """Return the most bytes of a sequence of any row, those of its template included. Rows are taken by what they hold,
+    the largest first, until none can have more: what a format adds is the same for each, as the `shown` rows tell."""
+    held = [_bytes_held(rows[at]) for at in range(len(rows))]
+    most = {at: max(map(_bytes_of, sequences)) for at, sequences in shown.items()}
+    added, best = max(0, *(most[at] - held[at] for at in most)), max(most.values())
+    for at in sorted(range(len(rows)), key=held.__getitem__, reverse=True):
+        if held[at] + added <= best:
+            break
+        if at not in most:
+            best = max(best, *map(_bytes_of, turns_of(at)))
+    return best
+
+
+def _bytes_of(turns: Iterable[str]) -> int:
+    return sum(len(turn.encode()) + _TURN for turn in turns)
+
+
+def _bytes_held(value: Any) -> int:
+    """Return the bytes of all text in a row, and of the turns that it may be."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return _TURN + (len(value.encode(errors="surrogatepass")) if isinstance(value, str) else 0)
+    return sum(map(_bytes_held, value))
 
 
 def _sequences(row: Example, prompts: bool) -> Iterator[tuple[dict[str, Any], ...]]:
