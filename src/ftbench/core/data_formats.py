@@ -36,6 +36,12 @@ class Example:
     text: str | None = None
     images: tuple[Any, ...] = ()
 
+    @property
+    def question(self) -> tuple[dict[str, Any], ...]:
+        """The messages up to the last answer, which a model that answers prompts gives itself."""
+        answered = bool(self.messages) and self.messages[-1]["role"] == "assistant"
+        return self.messages[:-1] if answered else self.messages
+
 
 class BadRow(ValueError):
     """A row that cannot be used; the message says what is wrong with it."""

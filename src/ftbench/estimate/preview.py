@@ -4,6 +4,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ def _of_file(spec: Experiment, dataset: Dataset, images: KnownSamples | None) ->
         raise DataError(counted)
     shown = sorted({0, len(rows) // 2, len(rows) - 1})
     parsed = [row_example(dataset, rows[index], format_name, rows.where(index)) for index in shown]
-    parsed = [_question(each) for each in parsed] if spec.objective.prompts else parsed
+    parsed = [replace(each, messages=each.question) for each in parsed] if spec.objective.prompts else parsed
     texts, how = _all_rendered(parsed, spec.model)
     samples = [{"row": index + 1, "text": text} for index, text in zip(shown, texts, strict=True)]
     values, source = (images.lengths, images.basis) if images else (counted.values, counted.source)
@@ -163,13 +164,6 @@ def _rendered(example: Example, template: str | None) -> str:
     if len(text) > RENDERED_CHARACTERS:
         raise MemoryError
     return text
-
-
-def _question(example: Example) -> Example:
-    """Return what an example asks, up to its last answer: that the model gives itself."""
-    messages = example.messages
-    answered = bool(messages) and messages[-1]["role"] == "assistant"
-    return Example(messages[:-1]) if answered else example
 
 
 def _content(content: str | Sequence[Mapping[str, Any]]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ftbench.core import units
+from ftbench.core.grouping import grouped_by
 from ftbench.core.hardware import Gpu
 from ftbench.core.table import folded, text_table
 from ftbench.errors import SpecError
@@ -134,15 +135,9 @@ def _factors(table: Sequence[Row]) -> list[str]:
 
 def _without(known: Iterable[Row]) -> list[str]:
     """Return which strategies do not do what the spec asks for beside the training."""
-    names: dict[str, dict[str, None]] = {}
-    for row in known:
-        if row.left_out:
-            names.setdefault(row.left_out, {})[row.strategy] = None
-    return [
-        line
-        for keys, by in names.items()
-        for line in _sentence({f"without {keys}, which they refuse: ": ", ".join(by)})
-    ]
+    by_what = grouped_by((row for row in known if row.left_out), lambda row: row.left_out)
+    names = {what: ", ".join(dict.fromkeys(row.strategy for row in rows)) for what, rows in by_what.items()}
+    return [line for what in names for line in _sentence({f"without {what}, which they refuse: ": names[what]})]
 
 
 def _sentence(parts: Mapping[str, str]) -> list[str]:

@@ -217,7 +217,7 @@ def _sequences(row: Example, prompts: bool) -> Iterator[tuple[dict[str, Any], ..
     if row.text is not None:
         yield ({"content": row.text},)
     elif prompts:
-        yield row.messages[:-1] if row.messages[-1]["role"] == "assistant" else row.messages
+        yield row.question
     else:
         yield from (messages for messages in (row.messages, row.rejected) if messages)
 

@@ -97,12 +97,9 @@ def tokenise_pair(tokenizer: Any, example: Example, max_length: int) -> Tokens:
 
 def tokenise_prompt(tokenizer: Any, example: Example) -> Tokens:
     """Return what comes before the last answer, opened for one, without labels. Raises BadRow for plain text."""
-    messages = list(example.messages)
-    if messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages:
+    if not example.question:
         raise BadRow("it holds no prompt to answer: set dataset.format=prompt and dataset.columns={prompt: COLUMN}")
-    ids = (_template if tokenizer.chat_template else _plain_ids)(tokenizer, messages, True)
+    ids = (_template if tokenizer.chat_template else _plain_ids)(tokenizer, example.question, True)
     return Tokens(ids, [IGNORE] * len(ids), len(ids))
 
 
