@@ -1,5 +1,4 @@
-"""The shape of the source: small functions and modules, one class of a name, no circles, docstrings that begin with a
-verb, and the nouns of the field instead of pronouns."""
+"""Check the structure of the source: size of functions and modules, imports, and names."""
 
 from __future__ import annotations
 
@@ -27,7 +26,6 @@ BROUGHT_BY = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py", "PIL": "pillow", "comp
               "safetensors": "transformers", "huggingface_hub": "transformers", "pyarrow": "datasets",
               "markupsafe": "jinja2", "liger_kernel": "liger-kernel", "triton": "torch",
               "unsloth_zoo": "unsloth"}  # fmt: skip
-VERBS = set((Path(__file__).parent / "verbs.txt").read_text().split())
 
 
 @cache
@@ -71,16 +69,6 @@ def test_imports_between_modules_go_in_no_circle():
     assert len(list(TopologicalSorter(imports).static_order())) == len(imports)
 
 
-def is_noun(node: ast.FunctionDef) -> bool:
-    return node.name == "__init__" or any(
-        ast.unparse(decorator).endswith("property") for decorator in node.decorator_list
-    )
-
-
-def first_word(node: ast.AST) -> str:
-    return re.split(r"[\s.,:;]", (ast.get_docstring(node) or "").strip(), maxsplit=1)[0]
-
-
 def test_what_is_imported_is_installed_with_ftbench_or_an_extra_of_users():
     """Imports in functions may be of what a user chose to have: those at the head of a module may not."""
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
@@ -96,13 +84,6 @@ def test_what_is_imported_is_installed_with_ftbench_or_an_extra_of_users():
     tops = {(str(path.relative_to(SOURCE)), name.split(".")[0]) for path, name in names}
     foreign = {(path, top) for path, top in tops if top != "ftbench" and top not in sys.stdlib_module_names}
     assert not {(path, top) for path, top in foreign if BROUGHT_BY.get(top, top) not in declared}
-
-
-def test_docstrings_of_functions_begin_with_a_verb():
-    """But for properties, which are nouns, and `__init__`, which tells of its parameters."""
-    functions = [(where, node) for where, node in definitions(ast.FunctionDef) if not is_noun(node)]
-    others = {where: word for where, node in functions if (word := first_word(node)) and word not in VERBS}
-    assert others == {}
 
 
 def names_given() -> Iterator[str]:

@@ -20,8 +20,7 @@ class Shape:
     """What `models.load_model` takes in place of a directory."""
 
     def __init__(self, model: Model) -> None:
-        """A model of the table needs no network. Raises MissingError where the configuration of another cannot be
-        reached, SpecError for a shape that transformers does not know."""
+        """Read the model's configuration. Raises MissingError if it cannot be reached, SpecError if it is unknown."""
         self._model = model
         known = model.weights == "random" or (not model.path and model.id in architectures())
         self.config = configuration(model) if known else loading.load_config(model, model.path or model.id)
