@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ftbench.worker.kernels import adamw, adapted_swiglu, delayed_cast, rms_norm, rotary, swiglu
+from ftbench.kernels import adamw, adapted_swiglu, delayed_cast, rms_norm, rotary, swiglu
 
 SCALARS = dict.fromkeys(("eps", "lr", "decay", "fresh1", "fresh2", "root"), "fp32")  # others are whole numbers
 NUMBERS = re.compile(r".*_(row|head)$|columns|positions|heads|pairs|size|seed|tokens|.*rank")

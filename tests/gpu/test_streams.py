@@ -43,13 +43,13 @@ def near(found, expected, times: float = 4.0) -> None:
 
 @pytest.fixture
 def copies():
-    from ftbench.worker.kernels.weight_stream import Copies
+    from ftbench.kernels.weight_stream import Copies
 
     return Copies(torch.device("cuda", 0))
 
 
 def test_locked_host_memory_is_read_by_the_device_where_it_is(copies):
-    from ftbench.worker.kernels.weight_stream import HostMatrix
+    from ftbench.kernels.weight_stream import HostMatrix
 
     matrix, before = torch.randn(3000, 64, dtype=torch.bfloat16), torch.cuda.memory_allocated()
     held = HostMatrix(matrix, copies)
@@ -67,7 +67,7 @@ def test_locked_host_memory_is_read_by_the_device_where_it_is(copies):
 
 def test_layers_take_turns_in_two_buffers_that_are_still_read(copies):
     """What reads a layer's matrix comes late; the layers after it are asked for meanwhile."""
-    from ftbench.worker.kernels.weight_stream import Weight, WeightStream
+    from ftbench.kernels.weight_stream import Weight, WeightStream
 
     layers, sums, put = 6, [], {}
     weights = [
@@ -86,7 +86,7 @@ def test_layers_take_turns_in_two_buffers_that_are_still_read(copies):
 
 @pytest.mark.parametrize("kind", ["torch", "bitsandbytes", "torchao"])
 def test_states_that_wait_in_host_memory_are_those_that_do_not(kind):
-    from ftbench.worker.kernels.host_states import HostStates
+    from ftbench.kernels.host_states import HostStates
 
     make = {
         "torch": lambda given: torch.optim.AdamW(given, lr=0.1, fused=True),
@@ -140,7 +140,7 @@ def test_replays_of_a_step_are_steps():
 
 def experts(compiled: bool, rank: int):
     """Rows of experts of which two have none, their factors, and the two thin products beside a loop."""
-    from ftbench.worker.kernels.expert_products import grouped, in_rows
+    from ftbench.kernels.expert_products import grouped, in_rows
 
     torch.manual_seed(0)
     ends = [0, 70, 71, 71, 200, 256]
@@ -180,7 +180,7 @@ def test_attention_with_sinks_is_gpt_osss(window, compiled):
     """Of three samples of which one is empty, with a gradient for each input, against transformers in float32."""
     from transformers.models.gpt_oss import modeling_gpt_oss
 
-    from ftbench.worker.kernels.sink_attention import SinkAttention
+    from ftbench.kernels.sink_attention import SinkAttention
 
     torch.manual_seed(0)
     shapes = ((300, 8, 64), (300, 2, 64), (300, 2, 64), (8,))

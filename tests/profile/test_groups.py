@@ -90,7 +90,7 @@ def test_a_kernel_belongs_to_the_group_that_its_name_says(group, name):
 
 
 def test_every_kernel_of_our_own_has_a_group():
-    folder = Path(ftbench.__file__).parent / "worker/kernels"
+    folder = Path(ftbench.__file__).parent / "kernels"
     launched = {
         name for path in folder.glob("*.py") for name in re.findall(r"^ +(_\w+)\[.+\]\(", path.read_text(), re.M)
     }

@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM as Model
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from conftest import spec_of
+from ftbench.kernels.adapter_products import Augmented, Beside
+from ftbench.kernels.small_products import GRADIENT
 from ftbench.spec.methods import PROJECTIONS
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker import methods
-from ftbench.worker.kernels.adapter_products import Augmented, Beside
-from ftbench.worker.kernels.small_products import GRADIENT
 from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.optimizations import compile as compiled

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, masking_utils
 
 from conftest import TINY, spec_of, train_in
 from ftbench.errors import SpecError
+from ftbench.kernels.host_offload import HostTensors
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.refusals import refusals_on
 from ftbench.store.rundir import read_json
@@ -30,7 +31,6 @@ from ftbench.store.steps import read_steps
 from ftbench.worker.data import collate, order
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.tokens import IGNORE, Tokens
-from ftbench.worker.kernels.host_offload import HostTensors
 from ftbench.worker.model.random_weights import materialise
 from ftbench.worker.optimizations import attention, chunked_loss, compile, fp8_head, packing
 

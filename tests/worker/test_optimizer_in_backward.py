@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 
 from conftest import spec_of, train_in
 from ftbench.errors import NotAppliedError
+from ftbench.kernels import host_states
+from ftbench.kernels.host_states import HostStates
 from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
-from ftbench.worker.kernels import host_states
-from ftbench.worker.kernels.host_states import HostStates
 from ftbench.worker.optimizations import optimizer_in_backward
 
 FULL = {"name": "full"}

@@ -10,8 +10,8 @@ import torch
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from ftbench.errors import SpecError
-from ftbench.worker.kernels import sink_attention
-from ftbench.worker.kernels.sink_attention import SinkAttention
+from ftbench.kernels import sink_attention
+from ftbench.kernels.sink_attention import SinkAttention
 from ftbench.worker.optimizations import attention
 
 LENGTHS = (5, 1, 11)

@@ -14,10 +14,10 @@ from conftest import spec_of
 from ftbench.errors import MissingError, SpecError
 from ftbench.estimate.workload.method import recipe_of
 from ftbench.estimate.workload.model import shape_of
+from ftbench.kernels.te_linear import RECIPES, TeLinear
 from ftbench.launch import trl
 from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.worker import methods, optimizations
-from ftbench.worker.kernels.te_linear import RECIPES, TeLinear
 from ftbench.worker.model import loading
 from ftbench.worker.optimizations import fp8
 

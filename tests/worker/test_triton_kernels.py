@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM as Model
 
 from conftest import spec_of
 from ftbench.errors import MissingError, SpecError
+from ftbench.kernels.small_products import AdaptedProduct
 from ftbench.launch import trl
 from ftbench.spec.methods import PROJECTIONS
 from ftbench.spec.optimizations import OPTIMIZATIONS
@@ -21,7 +22,6 @@ from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker import generate
-from ftbench.worker.kernels.small_products import AdaptedProduct
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.optimizations import compile as compiled
 from ftbench.worker.optimizations import fp8, fused_lora, triton_kernels

@@ -21,11 +21,11 @@ from ftbench.errors import NotAppliedError
 from ftbench.estimate.memory import weights
 from ftbench.estimate.workload.method import recipe_of
 from ftbench.estimate.workload.model import shape_of
+from ftbench.kernels.weight_stream import Copies, HostMatrix, Weight, WeightStream
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.refusals import refusals
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
-from ftbench.worker.kernels.weight_stream import Copies, HostMatrix, Weight, WeightStream
 from ftbench.worker.methods import unsloth
 from ftbench.worker.optimizations import fused_lora, weight_offload
 

@@ -72,7 +72,7 @@ class _SteppedByKernel(_RateOnHost):
     def step(self: Any, closure: Any = None) -> Any:
         if closure is not None or not self.is_by_kernel():
             return super().step(closure)  # type: ignore[misc]
-        from ftbench.worker.kernels.adamw import adamw_step  # needs triton
+        from ftbench.kernels.adamw import adamw_step  # needs triton
 
         self.defaults["fused"] = True
         for group in self.param_groups:

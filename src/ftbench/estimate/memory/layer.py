@@ -25,7 +25,7 @@ def norms(layer: Layer, recipe: Recipe, of: Sequence[Norm] | None = None) -> flo
     """Return what a layer's norms save (or some of them): each its input in float32 (4 h) and a scale (4); a trained
     one what it normed, in the type that its weight is multiplied in. A LayerNorm written out saves its centred input
     twice. Liger's saves the input as it is, which before the attention and the MLP is the residual stream itself
-    (LigerRMSNormFunction), and unsloth's likewise; our kernels make the scale again (worker/kernels/rms_norm.py)."""
+    (LigerRMSNormFunction), and unsloth's likewise; our kernels make the scale again (kernels/rms_norm.py)."""
     total = 0.0
     for norm in layer.norms if of is None else of:
         given = recipe.product if norm.position == "head" else recipe.stream
@@ -81,7 +81,7 @@ def linear_inputs(layer: Layer, recipe: Recipe) -> float:
 
 
 def fused_inputs(layer: Layer, recipe: Recipe) -> float:
-    """Return what fused_lora saves of a group's input (worker/kernels/adapter_products.py). `augmented`: a copy, and
+    """Return what fused_lora saves of a group's input (kernels/adapter_products.py). `augmented`: a copy, and
     beside it the product with A. `beside`: the input, cast where it has another type, and the product with A; the
     attention's output, which is saved already, needs no copy."""
     if recipe.fused == "augmented":
@@ -95,7 +95,7 @@ def fused_outputs(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
     gate and up the columns left free; of queries, keys and values those too, and queries and keys as they came, where
     attention saves the values themselves. Repeated values are a copy: then the buffer stays only where a compiled norm
     of heads saves queries and keys as they came, and the values in it come on top. Our kernel copies the values, too,
-    and always saves the buffer (worker/kernels/rotary.py)."""
+    and always saves the buffer (kernels/rotary.py)."""
     if recipe.fused != "augmented":
         return 0.0
     copied = recipe.triton or repeats(layer, recipe, batch)
@@ -118,7 +118,7 @@ def kernel(layer: Layer, recipe: Recipe, batch: BatchShape) -> Attention:
 def repeats(layer: Layer, recipe: Recipe, batch: BatchShape) -> bool:
     """Return whether attention is given keys and values repeated for each query head."""
     repeating = kernel(layer, recipe, batch) in ("masked", "varlen") and layer.kv_heads != layer.heads
-    return repeating and not layer.sinks  # worker/kernels/sink_attention.py
+    return repeating and not layer.sinks  # kernels/sink_attention.py
 
 
 def attention(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
@@ -224,9 +224,7 @@ def expert_copies(layer: Layer, recipe: Recipe) -> float:
     if moe is None or "experts" not in recipe.targets:
         return 0.0
     adapters = recipe.compute * recipe.rank * expert_adapter(layer) * moe.count
-    if (
-        recipe.mxfp4 or recipe.fused != "off"
-    ):  # two thin products beside the frozen one (worker/kernels/expert_products.py)
+    if recipe.mxfp4 or recipe.fused != "off":  # two thin products beside the frozen one (kernels/expert_products.py)
         return adapters
     return recipe.weight * layer.expert_matrices + adapters
 
@@ -259,7 +257,7 @@ def saved(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
         each = norms(layer, recipe) + linear_inputs(layer, recipe) + attention(layer, recipe, batch)
         each += inside(layer, recipe) + fused_outputs(layer, recipe, batch)
         each += before_rotation(layer, recipe) if recipe.triton and not layer.head_norms else 0
-    if recipe.whole_mlp and not recipe.lean:  # silu(gate) * up is made again (worker/kernels/adapted_swiglu.py)
+    if recipe.whole_mlp and not recipe.lean:  # silu(gate) * up is made again (kernels/adapted_swiglu.py)
         each -= recipe.compute * layer.inner
     return each * batch.tokens + expert_copies(layer, recipe)
 

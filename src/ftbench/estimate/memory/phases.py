@@ -184,7 +184,7 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
 def _stepped_in_backward(plan: MemoryPlan, named: dict[str, Parts], held: Parts) -> dict[str, Parts]:
     """Return the phases where each parameter is stepped as its gradient comes: one matrix has a gradient, and a head
     that is the embedding until the end. Of states in host memory those of four parameters are on the device or on their
-    way (worker/kernels/host_states.py)."""
+    way (kernels/host_states.py)."""
     model, recipe = plan.model, plan.recipe
     matrix, words = (max((each.inputs * each.outputs for layer, _ in model.kinds for each in layer.linears), default=0),
                      model.vocab * model.hidden) if recipe.full else (0, 0)  # fmt: skip

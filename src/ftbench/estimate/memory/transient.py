@@ -131,7 +131,7 @@ def dequantised(layer: Layer, recipe: Recipe) -> float:
 
 def fp8_casts(layer: Layer, recipe: Recipe, batch: BatchShape) -> float:
     """Return the bytes of the widest input on its way to 8 bits: float32 twice, and itself
-    (worker/kernels/small_products.py, `cast`); a compiled layer writes the 8 bits alone."""
+    (kernels/small_products.py, `cast`); a compiled layer writes the 8 bits alone."""
     if not recipe.fp8 or layer.experts:
         return 0.0
     return float((1 if recipe.compiled else 2 * FLOAT + 1) * layer.inner * batch.tokens)

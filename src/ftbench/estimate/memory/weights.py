@@ -8,7 +8,7 @@ from ftbench.estimate.workload.method import Recipe
 from ftbench.estimate.workload.trainable import adapter_parameters
 from ftbench.families.shape import Layer, ModelShape
 
-ALIGNED = 64  # columns that fused_lora widens by (worker/kernels/adapter_products.py)
+ALIGNED = 64  # columns that fused_lora widens by (kernels/adapter_products.py)
 _SIBLINGS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate, up", "up_proj": "gate, up"}
 BLOCK = 64  # weights that share an absmax constant (bitsandbytes, Linear4bit)
 OUTER = 256  # constants that share one of their own under double quantisation (Dettmers et al. 2023, section 3)

@@ -28,7 +28,7 @@ _HIDDEN, _HEADS, _INNER = 2 * 36 + 12, 36 + 20 + 4, 10
 _ADAPTER_IN, _ADAPTER_OUT = 14, 12  # input to float32 and back to 16 bits; scaled output and its sum with the base's
 _BACKWARD = 2.0  # of what the forward pass moves
 _ADAPTER_BACKWARD = 1.3
-# What is left of the adapters' passes and operations with fused_lora (worker/kernels/adapter_products.py counts them).
+# What is left of the adapters' passes and operations with fused_lora (kernels/adapter_products.py counts them).
 _FUSED_PASSES: dict[Fused, float] = {"off": 1.0, "augmented": 35 / 91.5, "beside": 70 / 91.5}
 _FUSED_OPS: dict[Fused, float] = {"off": 1.0, "augmented": 16 / 42, "beside": 33 / 42}
 # Bytes a logit: written in 16 bits, read and written in float32, and their gradient. Of our own loss by its passes, in

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import initialization
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from ftbench.worker.kernels.expert_products import ExpertAdapter, GroupedExperts, grouped
+from ftbench.kernels.expert_products import ExpertAdapter, GroupedExperts, grouped
 
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, each with either sign
 BLOCK = 32  # values that share a scale

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from ftbench.errors import SpecError
+from ftbench.kernels.sink_attention import SinkAttention
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.sink_attention import SinkAttention
 
 VARLEN, CUDNN = "varlen", "cudnn"
 

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ftbench.errors import SpecError
+from ftbench.kernels.small_products import GRADIENT, multiply_back
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.small_products import GRADIENT, multiply_back
 from ftbench.worker.model.parts import base_model
 
 SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # of gemma2, cohere2 and granite

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ftbench.core.grouping import grouped_by
+from ftbench.kernels.adapter_products import siblings
+from ftbench.kernels.small_products import DELAYED, ROWWISE, WEIGHT, Product, cast
+from ftbench.kernels.te_linear import RECIPES, TeLinear
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.adapter_products import siblings
-from ftbench.worker.kernels.small_products import DELAYED, ROWWISE, WEIGHT, Product, cast
-from ftbench.worker.kernels.te_linear import RECIPES, TeLinear
 from ftbench.worker.model.parts import base_model
 
 MULTIPLE = 16  # torch._scaled_mm takes matrices whose sides are multiples of 16
@@ -110,7 +110,7 @@ def apply(model: Any, spec: Experiment) -> None:
 
 def _keep_maxima(model: Any) -> None:
     """Give each layer its part of what is kept from step to step."""
-    from ftbench.worker.kernels.delayed_cast import Maxima  # needs triton
+    from ftbench.kernels.delayed_cast import Maxima  # needs triton
 
     small = [module for module in model.modules() if type(module) is Fp8Linear]
     maxima = Maxima(len(small), small[0].weight.device)

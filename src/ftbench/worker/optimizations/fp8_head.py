@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ftbench.errors import SpecError
+from ftbench.kernels.small_products import WEIGHT, cast
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.small_products import WEIGHT, cast
 from ftbench.worker.model.parts import base_model
 from ftbench.worker.optimizations.fp8 import MULTIPLE
 

@@ -10,10 +10,10 @@ from peft.tuners.lora.layer import ParamWrapper
 
 from ftbench.core.grouping import grouped_by
 from ftbench.errors import SpecError
+from ftbench.kernels.adapter_products import ALIGNED, Augmented, Beside, siblings
+from ftbench.kernels.expert_products import group_adapters
+from ftbench.kernels.small_products import AdaptedProduct, GatedMlp
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.adapter_products import ALIGNED, Augmented, Beside, siblings
-from ftbench.worker.kernels.expert_products import group_adapters
-from ftbench.worker.kernels.small_products import AdaptedProduct, GatedMlp
 from ftbench.worker.model.parts import base_model
 from ftbench.worker.optimizations import fp8
 

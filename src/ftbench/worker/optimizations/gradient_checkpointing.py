@@ -6,8 +6,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ftbench.core.units import GIB, percent
+from ftbench.kernels.host_offload import HostTensors
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.host_offload import HostTensors
 from ftbench.worker.model.parts import decoder_layers
 
 _KEEPS = "ftbench_host_memory"  # where a model has the memory that its layers' inputs are moved to

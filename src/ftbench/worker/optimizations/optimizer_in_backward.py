@@ -8,8 +8,8 @@ import torch
 from transformers import TrainerCallback
 
 from ftbench.core.units import GIB
+from ftbench.kernels.host_states import HostStates
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.host_states import HostStates
 from ftbench.worker.measure.applied import innermost
 from ftbench.worker.model.parts import base_model, part_of
 

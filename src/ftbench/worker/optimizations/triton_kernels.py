@@ -10,7 +10,7 @@ from ftbench.worker.model.parts import base_model, decoder, decoder_layers
 
 def apply(model: Any, spec: Experiment) -> None:
     """Let the layers compute by the kernels. Raises SpecError for layers of another form."""
-    from ftbench.worker.kernels import decoder_layer  # needs triton
+    from ftbench.kernels import decoder_layer  # needs triton
 
     config = base_model(model).config.get_text_config()
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
@@ -24,7 +24,7 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def _is_ours(module: Any) -> bool:
-    return any(kind.__module__ == "ftbench.worker.kernels.decoder_layer" for kind in type(module).__mro__)
+    return any(kind.__module__ == "ftbench.kernels.decoder_layer" for kind in type(module).__mro__)
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:

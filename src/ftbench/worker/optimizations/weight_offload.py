@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ftbench.core.units import GIB
+from ftbench.kernels.weight_stream import Copies, HostMatrix, Weight, WeightStream
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.kernels.weight_stream import Copies, HostMatrix, Weight, WeightStream
 from ftbench.worker.model.parts import decoder, decoder_layers
 
 _STREAM = "weight_stream"  # where a decoder has its layers' weights

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ftbench.worker.kernels.weight_stream import Copies, Weight, view
+from ftbench.kernels.weight_stream import Copies, Weight, view
 
 _SMALL = 1 << 16  # bytes; smaller states stay
 _LEAVING = 2  # parameters whose states may be on their way out

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from ftbench.worker.kernels.delayed_cast import scale_to, shortened
+from ftbench.kernels.delayed_cast import scale_to, shortened
 
 TILE = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
 PARTS = 8  # forward of the columns, backward of the rows: a program goes through the tiles of one

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ftbench.worker.kernels.rms_norm import RmsNorm, SumRmsNorm
-from ftbench.worker.kernels.rotary import RotaryHeads
-from ftbench.worker.kernels.swiglu import SwiGlu
+from ftbench.kernels.rms_norm import RmsNorm, SumRmsNorm
+from ftbench.kernels.rotary import RotaryHeads
+from ftbench.kernels.swiglu import SwiGlu
 
 _GROUP = "joined_group"  # where a module has the group whose product is all that its first products make
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ftbench.worker.kernels.adapter_products import add_product, split_gradients
+from ftbench.kernels.adapter_products import add_product, split_gradients
 
 WEIGHT = torch.float8_e4m3fn
 ROWWISE, DELAYED = "rowwise", "tensorwise-delayed"
@@ -35,7 +35,7 @@ def _cast(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if maxima is None:
         return cast(values, dtype, recipe)
-    from ftbench.worker.kernels.delayed_cast import cast_by_last  # needs triton
+    from ftbench.kernels.delayed_cast import cast_by_last  # needs triton
 
     made: tuple[torch.Tensor, torch.Tensor] = cast_by_last(values, maxima, dtype)
     return made
@@ -119,7 +119,7 @@ class GatedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, count: int, *given: Any) -> torch.Tensor:
-        from ftbench.worker.kernels.adapted_swiglu import gate_and_cast  # needs triton
+        from ftbench.kernels.adapted_swiglu import gate_and_cast  # needs triton
 
         weight, factor, turned, turned_factor, ctx.recipe, maxima, a, b, *first = given[:count]
         down, down_factor, down_turned, down_turned_factor, _, down_maxima, down_a, down_b, *second = given[count:]
@@ -134,7 +134,7 @@ class GatedMlp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        from ftbench.worker.kernels.adapted_swiglu import gate_gradients
+        from ftbench.kernels.adapted_swiglu import gate_gradients
 
         x, base, mid, down_mid, turned, factor, maxima, a, b, *saved = ctx.saved_tensors
         down_turned, down_factor, down_maxima, down_a, down_b, *adapters = saved
