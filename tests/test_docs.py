@@ -29,7 +29,7 @@ from ftbench.store.rundir import find_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 
@@ -100,7 +100,7 @@ def test_every_option_that_is_mentioned_is_one(line):
 @pytest.fixture
 def reader(tmp_path, monkeypatch):
     """A folder with the specs that the pages name, some results and the prices, as the current one."""
-    for page, name in (("README.md", "my-run.yaml"), ("docs/tutorial.md", "first.yaml")):
+    for page, name in (("README.md", "my-run.yaml"), ("docs/tutorial/first-runs.md", "first.yaml")):
         (text,) = re.findall(rf"```yaml\n# {name}\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
         (tmp_path / name).write_text(text, "utf-8")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -157,7 +157,7 @@ def test_a_page_that_a_script_writes_is_up_to_date(script):
 
 def test_the_decision_guide_says_how_many_tokens_a_step_8_bits_need():
     """Its sentence against the files of the runs, and `ftbench recommend` against its sentence."""
-    said = " ".join((ROOT / "docs/decision-guide.md").read_text("utf-8").split())
+    said = " ".join((ROOT / "docs/how-to/choose-a-card.md").read_text("utf-8").split())
     sentence = said.partition("**Few tokens a step?**")[2].partition("**Few steps?**")[0]
     rates = {}
     for path in (ROOT / "results/h200/headline").glob("*/*/summary.json"):
@@ -186,7 +186,7 @@ def test_the_picture_is_small_enough_for_a_first_page():
 
 def test_every_heading_of_a_report_stands_in_the_glossary():
     """Those of sections; a column of the spec's keys is named by `ftbench list keys`, a batch by its number."""
-    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs/glossary.md").read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs/reference/glossary.md").read_text("utf-8"), re.MULTILINE)
     known = f", {', '.join(rows)}, ".replace("`", "").replace(" …", "").casefold()
     folders = ("headline/full", "several-gpus", "qwen3-8b-frontier", "profiles")
     paths = [ROOT / "results/h200" / name for name in folders]
@@ -198,12 +198,14 @@ def test_every_heading_of_a_report_stands_in_the_glossary():
     headings = {cell for line in heads for cell in line.strip("| ").split(" | ")} - keys
     assert len(headings) > 40
     missing = sorted(name for name in headings if not name.isdigit() and f", {name.casefold()}, " not in known)
-    assert not missing, f"docs/glossary.md does not tell {missing}"
+    assert not missing, f"docs/reference/glossary.md does not tell {missing}"
 
 
 def test_every_value_in_the_table_of_optimizations_can_be_set():
     table = re.findall(
-        r"^\| `(\w+)` \| ([^|]+) \|", (ROOT / "docs" / "optimizations.md").read_text("utf-8"), re.MULTILINE
+        r"^\| `(\w+)` \| ([^|]+) \|",
+        (ROOT / "docs" / "reference" / "optimizations.md").read_text("utf-8"),
+        re.MULTILINE,
     )
     assert {key for key, _ in table} == set(OPTIMIZATIONS)
     for key, values in table:

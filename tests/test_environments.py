@@ -247,7 +247,7 @@ def test_an_environment_has_what_records_a_run_there(name):
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_the_page_says_the_versions_that_are_installed(name):
     framework = FRAMEWORKS[name]
-    page = (Path(__file__).parents[1] / "docs/frameworks.md").read_text()
+    page = (Path(__file__).parents[1] / "docs/how-to/other-frameworks.md").read_text()
     (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
     beside = [f"{package} {framework.versions[package]}" for package in ("transformers", "trl", "peft", "datasets")]
     assert row == f"| `{name}` | {framework.version} | {', '.join(beside)} |"

@@ -16,7 +16,7 @@ import yaml
 from ftbench.store.shapes import SHAPES, Misfit, check, shape_of
 
 ROOT = Path(__file__).parents[1]
-SCHEMAS = ROOT / "docs" / "schemas"
+SCHEMAS = ROOT / "docs" / "reference" / "schemas"
 RUNS = ROOT / "results" / "h200"
 
 
@@ -55,7 +55,7 @@ def test_what_ftbench_refuses_to_read_has_not_its_schema(name, document):
 
 def test_the_gate_s_commands_are_commands(ftbench, tmp_path, monkeypatch):
     """Each line with `ftbench` in it is run on runs that are there; the bundle is made as the page says."""
-    page = (ROOT / "docs" / "gate.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "ci-gate.md").read_text()
     (workflow,) = re.findall(r"```yml\n(.*?)```", page, re.DOTALL)
     steps = yaml.safe_load(workflow)["jobs"]["gate"]["steps"]
     lines = [step["run"].partition(" >>")[0] for step in steps if step.get("run", "").startswith("ftbench")]

@@ -79,7 +79,7 @@ def test_fused_experts_stay_in_16_bits(name: str) -> None:
 
 
 def test_experts_of_gpt_oss_stay_as_they_are_published() -> None:
-    """docs/gpt-oss.md: 12.8 and 60.8 GiB, and the largest matrix of a layer written out: 1.0 and 4.0."""
+    """docs/how-to/gpt-oss.md: 12.8 and 60.8 GiB, and the largest matrix of a layer written out: 1.0 and 4.0."""
     recipe = Recipe(adapter=4, rank=8, quantised=True, mxfp4=True)
     for name, held, written in (("openai/gpt-oss-20b", 12.8, 1.0), ("openai/gpt-oss-120b", 60.8, 4.0)):
         shape = model(name)

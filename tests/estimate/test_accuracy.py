@@ -98,7 +98,7 @@ def test_the_shipped_constants_are_those_of_the_fitted_runs(runs: list[measured.
 
 
 def test_the_page_is_what_the_script_makes() -> None:
-    page = Path("docs/estimates.md")
+    page = Path("docs/evidence/memory-estimates.md")
     before = page.read_text("utf-8")
     subprocess.run([sys.executable, "scripts/estimate-table"], check=True)
     after = page.read_text("utf-8")

@@ -174,7 +174,7 @@ def test_the_ratio_of_a_made_tokenizer_is_that_of_the_one_that_is_made(tmp_path,
         path = ROOT / "src" / "ftbench" / "facts" / "sample.jsonl"
         data = {"name": "sample"}
     else:
-        pages = (ROOT / "docs").glob("*.md")
+        pages = (ROOT / "docs").rglob("*.md")
         rows = [{"text": part} for page in pages for part in page.read_text().split("\n\n") if len(part) > 200]
         path.write_text("\n".join(map(json.dumps, rows)))
         data = {"name": "file", "path": str(path)}

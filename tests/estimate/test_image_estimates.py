@@ -76,7 +76,7 @@ def test_the_step_of_a_plain_script_lies_in_the_band() -> None:
 
 
 def test_samples_and_images_are_counted_by_the_familys_rule() -> None:
-    """Tokens and tiles of docs/images.md, and a token behind each picture."""
+    """Tokens and tiles of docs/how-to/images.md, and a token behind each picture."""
     for model, tokens, tiles in (LLAVA, 2928, 5), (QWEN, 324, 1), ("Qwen/Qwen3-VL-8B-Instruct", 256, 1):
         spec = spec_of(model, {**MADE, "length": 40, "images_per_sample": 2}, train={"batch_size": 3})
         found = largest(spec, shape_of(spec.model).vision)

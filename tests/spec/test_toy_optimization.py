@@ -165,4 +165,4 @@ def test_the_toy_gets_a_row_in_the_documentation(copy):
     assert subprocess.run([*script, "--check"], capture_output=True).returncode == 1
     subprocess.run(script, check=True)
     row = "| `toy` | on | play with the model | the model says that it was played with | 0.1 % |"
-    assert row in (copy / "docs" / "optimizations.md").read_text("utf-8")
+    assert row in (copy / "docs" / "reference" / "optimizations.md").read_text("utf-8")

@@ -12,7 +12,7 @@ from ftbench.core.architectures import architectures
 from ftbench.families.vision import TRAINED
 from ftbench.spec.base import Experiment, Float, Int, Model, Part, Switch, Word
 
-GPT_OSS = "gpt_oss"  # the family that is published in MXFP4 (docs/gpt-oss.md)
+GPT_OSS = "gpt_oss"  # the family that is published in MXFP4 (docs/how-to/gpt-oss.md)
 GRANULE = 8  # columns of a factor of an expert's adapter: grouped products take rows of 16 bytes
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -130,7 +130,7 @@ class Qlora(_Adapters):
     quant_type: Literal["nf4", "fp4", "mxfp4"] = Field(
         "nf4",
         description="4-bit data type of the frozen weights; mxfp4: gpt-oss as published, its experts in 4 bits and the "
-        "rest in 16 (docs/gpt-oss.md)",
+        "rest in 16 (docs/how-to/gpt-oss.md)",
     )
     double_quant: Switch = Field(True, description="quantise the block constants too (nf4 and fp4)")
     upcast: Switch = Field(

@@ -57,7 +57,7 @@ class SlurmSettings(Part):
 
 def load_settings(path: Path) -> SlurmSettings:
     """Return the settings in a file. Raise SpecError with one `file:line: key: sentence` for each mistake."""
-    values = read_yaml(path, "a file for Slurm", "partition, time, gres or preamble (docs/clusters.md)")
+    values = read_yaml(path, "a file for Slurm", "partition, time, gres or preamble (docs/how-to/cluster.md)")
     try:
         return SlurmSettings.model_validate(values)
     except ValidationError as error:

@@ -50,7 +50,7 @@ def _settings_file(on: str, source: Path) -> Path:
     if path := next((path for path in files if path.exists()), None):
         return path
     raise SpecError(
-        f"--on {on}: there is no {' and no '.join(map(str, dict.fromkeys(files)))}: docs/clusters.md has one"
+        f"--on {on}: there is no {' and no '.join(map(str, dict.fromkeys(files)))}: docs/how-to/cluster.md has one"
     )
 
 
