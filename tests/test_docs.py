@@ -121,7 +121,7 @@ def test_what_is_shown_of_estimates_and_lists_works(reader, ftbench, line):
     assert printed
 
 
-@pytest.mark.parametrize("page", ["README.md", "tutorial.md"])
+@pytest.mark.parametrize("page", ["README.md", "first-runs.md"])
 def test_what_is_shown_of_reports_and_bundles_works(reader, ftbench, page):
     lines = [line for block in blocks("sh") if block.id.startswith(page) for line in block.values[0].splitlines()]
     shown = [line.partition("  #")[0] for line in lines if STORED.match(line)]

@@ -24,7 +24,7 @@ from ftbench.spec.experiment import Experiment, resolve
 Verdict = Literal["fits", "uncertain", "does not fit"]
 VERDICTS: tuple[Verdict, ...] = ("fits", "uncertain", "does not fit")
 
-# How far from the expected value a run may lie: shares of it, wider than the errors in docs/evidence/memory-estimates.md.
+# Half-widths of the range, as shares of the expected value (errors: docs/evidence/memory-estimates.md).
 ALLOCATED_SPREAD = 0.03
 SHARDED_SPREAD = 0.15  # of several GPUs in a way that no run has measured; below less, as states are known exactly
 SHARDED_BELOW = 0.1
