@@ -288,7 +288,7 @@ def test_markdown_is_a_table_with_a_row_a_run(ftbench, study):
 
 
 @pytest.mark.parametrize(
-    ("name", "begins"), [("a.html", "<!doctype html>"), ("a.tex", "% "), ("a.CSV", "name,"), ("a.txt", "model qwen3")]
+    ("name", "begins"), [("a.html", "<!doctype html>"), ("a.CSV", "name,"), ("a.txt", "model qwen3")]
 )
 def test_a_file_gets_the_format_that_its_name_asks_for(ftbench, study, tmp_path, name, begins):
     code, out, err = ftbench("report", study, "-o", tmp_path / name)
@@ -538,7 +538,6 @@ TOO_LONG = "x" * 300  # bytes; a name has 255 at the most
         ["report", TOO_LONG],
         ["bundle", TOO_LONG, "-o", "x.tar.zst"],
         ["verify", TOO_LONG],
-        ["profile", "--diff", TOO_LONG, TOO_LONG],
     ],
     ids=lambda arguments: " ".join(arguments).replace(TOO_LONG, "…"),
 )
@@ -714,7 +713,7 @@ def test_what_of_a_plan_does_nothing_is_told(ftbench, tmp_path, arguments, said)
     assert "2 runs" in out
 
 
-@pytest.mark.parametrize("option", ["--answers", "--references", "--estimates", "--hours=8", "--repeats=merge"])
+@pytest.mark.parametrize("option", ["--answers", "--hours=8", "--repeats=merge"])
 def test_a_gate_takes_no_option_of_which_it_would_say_nothing(ftbench, study, option):
     code, out, err = ftbench("report", study, "--against", study, option)
     assert (code, out, "leave it out" in err) == (2, "", True), err

@@ -83,5 +83,5 @@ def test_every_section_of_a_report_is_made_somewhere():
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_known_by_the_ending_of_a_file(name):
-    ending = {"latex": "tex", "table": "txt"}.get(name, name)
+    ending = {"table": "txt"}.get(name, name)
     assert format_of(Path(f"report.{ending}")) == name

@@ -265,7 +265,7 @@ def test_the_fit_adds_up_a_step_as_the_estimate_does(store):
         assert parts.sum() == pytest.approx(speeds.step(each.ideal, coefficients).seconds)
 
 
-# facts/references.yaml, LoRA rows that tell batch and length: 4,096 tokens without padding. Nothing was fitted to them.
+# LoRA rows published by NVIDIA NeMo AutoModel and others: 4,096 tokens without padding. Nothing was fitted to them.
 @pytest.mark.parametrize(("model", "gpu", "tokens_per_s"), [
     ("meta-llama/Llama-3.1-8B", "H100 SXM5", 12472.9), ("Qwen/Qwen2.5-7B", "H100 SXM5", 14110),
     ("meta-llama/Llama-3.2-3B", "A100 80GB", 8210),

@@ -145,19 +145,6 @@ def test_the_time_before_the_profiler_is_that_of_an_ordinary_run(profiled, tmp_p
     assert document["step_ms"]["before"] == pytest.approx(plain["summary"]["step_time_s"]["median"] * 1e3, rel=0.15)
 
 
-def test_two_profiles_are_compared(profiled):
-    (plain, _), (fast, _) = profiled("lora"), profiled("compiled")
-    ended = subprocess.run(
-        [sys.executable, "-m", "ftbench", "profile", "--diff", str(plain.path), str(fast.path), "--json"],
-        stdout=subprocess.PIPE, text=True, check=True,
-    )  # fmt: skip
-    found = json.loads(ended.stdout)
-    assert found["same_gpu"]
-    rows = {row["group"]: row for row in found["groups"]}
-    assert rows["norm/elementwise"]["b_calls"] < rows["norm/elementwise"]["a_calls"]
-    assert any(kernel["name"].startswith("triton_") for kernel in found["only_b"])
-
-
 def test_out_of_memory_leaves_what_memory_held(tmp_path):
     code, document = ftbench("profile", tmp_path, "train.batch_size=4096", "dataset.samples=4096", "train.max_steps=11")
     assert code == 1

@@ -1,11 +1,7 @@
-import xml.etree.ElementTree as ET
-
 import pytest
 from gpu_traces import ADD, GEMM, training
 from test_trace import RECORDED
 
-from ftbench.core.allocations import CATEGORIES
-from ftbench.profile import pictures
 from ftbench.profile.analyse import analyse
 from ftbench.profile.gaps import PYTHON
 from ftbench.profile.trace import read
@@ -119,39 +115,6 @@ def test_every_call_is_counted_once(recorded):
     work = work_of(recorded)
     ops = sum(span.kind == "op" for spans in recorded.threads.values() for span in spans)
     assert sum(each.call for each in work) == pytest.approx(ops, rel=0.02)  # one too short to be seen has no stretch
-
-
-# --- the picture -----------------------------------------------------------------------------------------------------
-
-
-def test_the_picture_shows_one_step(recorded):
-    picture = pictures.reduce(recorded, work_of(recorded))
-    assert picture["ms"] == pytest.approx(recorded.window[1])
-    assert all(
-        0 <= begin < end <= picture["ms"] * 1.001 for lane in picture["groups"].values() for begin, end, _ in lane
-    )
-    shown = sum((end - begin) * share for lane in picture["groups"].values() for begin, end, share in lane)
-    assert shown == pytest.approx(analyse(recorded, work_of(recorded))["busy_ms"], rel=0.1)
-    root = ET.fromstring(pictures.step_svg(picture, "a run"))
-    assert len(list(root)) > 20
-
-
-def test_whatever_is_written_in_it_is_no_markup(recorded):
-    bad = "</svg><script>alert(1)</script>"
-    picture = pictures.reduce(recorded, work_of(recorded))
-    picture |= {"phases": [[0.0, 1.0, bad]], "groups": {bad: [[0, 1, 0.5]]}, "device": bad}
-    root = ET.fromstring(pictures.step_svg(picture, bad))
-    assert {element.tag.rpartition("}")[2] for element in root.iter()} == {"svg", "title", "text", "g", "rect"}
-
-
-def test_memory_is_drawn_and_what_is_written_in_it_is_no_markup():
-    kinds = dict.fromkeys(CATEGORIES, 0.0)
-    points = [{"at_ms": at, "total_gb": 1.0 + at, **kinds, "weights": 1.0, "activations": at} for at in (0.0, 2.0, 0.5)]
-    document = {"timeline": points, "peak": points[1]}
-    root = ET.fromstring(pictures.memory_svg(document, "</svg><script>alert(1)</script>"))
-    assert [each.get("fill") for each in root.iter() if each.tag.endswith("polygon")] == [
-        pictures.COLOURS["weights"], pictures.COLOURS["activations"]
-    ]  # fmt: skip
 
 
 # --- intervals -------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def run(tmp_path):
 def test_what_the_worker_left_becomes_what_reports_read(run):
     files.finish(run)
     assert {path.name for path in run.profile.iterdir()} == {
-        "kernels.json", "timeline.json", "timeline.svg", "trace.json.gz", "window.json"
+        "kernels.json", "trace.json.gz", "window.json"
     }  # fmt: skip
     found = files.load(run.profile)
     assert found["step_ms"]["before"] == pytest.approx(0.5)

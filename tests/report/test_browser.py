@@ -179,25 +179,12 @@ def test_the_wide_table_scrolls_in_its_own_box(opened):
 
 @pytest.mark.parametrize("width", [800, 400])
 def test_what_is_wider_than_the_page_scrolls_in_its_own_box(opened, profiled, width):
-    """And a profile's pictures fit a window of half a screen."""
     with opened((width, 900), file=profiled) as page:
         draw_all(page)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "scrolls sideways"
         assert page.evaluate(CUT) == []
         wide = "boxes => boxes.map(box => [box.tabIndex, box.scrollWidth > box.clientWidth])"
         assert page.eval_on_selector_all(".scroll", wide).count([0, True]) > 3
-        pictures = page.eval_on_selector_all(".picture", wide)
-        assert pictures == [[0, width == 400]] * 2
-
-
-def test_a_profiles_pictures_fit_on_paper(browser, profiled):
-    page = browser.new_page(viewport={"width": 680, "height": 900})
-    page.goto(profiled.as_uri())
-    page.emulate_media(media="print")
-    assert (
-        page.eval_on_selector_all(".picture", "all => all.map(box => box.scrollWidth > box.clientWidth)") == [False] * 2
-    )
-    page.close()
 
 
 def test_filters_work_together_and_say_how_many_are_left(opened):
@@ -473,7 +460,7 @@ def test_no_text_is_too_faint(opened):
       const faint = [];
       for (const node of document.querySelectorAll("main *, footer *, .theme")) {
         const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
-        if (!own || node.closest(".picture, dialog") || !node.checkVisibility()) continue;
+        if (!own || node.closest("dialog") || !node.checkVisibility()) continue;
         const own_colour = getComputedStyle(node)[node.closest("svg") ? "fill" : "color"];
         const [a, b] = [light(parse(own_colour)), light(behind(node))];
         const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);

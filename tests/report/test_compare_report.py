@@ -211,7 +211,7 @@ def test_any_file_may_be_missing(tmp_path, ftbench, missing):
     broken = make_run(tmp_path, "c", spec=method("qlora"))
     if missing != "state":  # without it a directory is no run
         getattr(broken, missing).unlink()
-    for name in ("table", "md", "csv", "json", "latex"):
+    for name in ("table", "md", "csv", "json"):
         code, out, err = ftbench("report", tmp_path, "--compare", "method", "--baseline", "lora", "--format", name)
         assert (code, err) == (0, "")
         assert "lora" in out
@@ -569,7 +569,7 @@ def test_a_cell_of_a_markdown_table_is_no_markup():
 
 def test_a_file_holds_what_is_printed_without_what_moves_the_cursor(tmp_path, ftbench):
     make_run(tmp_path / "runs", "a", state={"state": "error", "reason": "a\x1b[2Jb\x9bc"})
-    for format in ("md", "csv", "json", "latex", "table", "html"):
+    for format in ("md", "csv", "json", "table", "html"):
         assert ftbench("report", tmp_path / "runs", "--format", format, "-o", tmp_path / "out")[0] == 0
         assert not {"\x1b", "\x9b"} & {*(tmp_path / "out").read_text()}, format
 

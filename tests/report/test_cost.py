@@ -131,7 +131,7 @@ def test_rent_and_purchase_of_a_run(tmp_path):
     assert run["energy.joules_per_1m_real_tokens"] == pytest.approx(250_000)
 
 
-@pytest.mark.parametrize("name", ["table", "md", "latex", "html"])
+@pytest.mark.parametrize("name", ["table", "md", "html"])
 def test_every_format_shows_money_with_its_source_and_energy_as_the_gpu_s_only(tmp_path, name):
     made_run(tmp_path / "runs", "a")
     done = report(tmp_path / "runs", "--prices", price_file(tmp_path, f"H200 SXM: {{{RENT}}}"), "--format", name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -85,10 +86,15 @@ def test_each_rank_has_its_memory_by_what_it_is_for(out):
     assert sum(second["parts"].values()) == 49.0
 
 
-def test_the_page_draws_the_curve_and_the_bars(out):
+def test_page_draws_tokens_per_second_against_gpus(out):
     page = report(Request([out / "made"], format="html")).text
-    assert "Tokens a second over the number of GPUs" in page
-    assert "Memory of each GPU by what it is for" in page
+    assert 'id="scaling-figure"' in page
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert data["scaling"] == {
+        "lora, batch 4: ddp": [[1, pytest.approx(8192)], [2, pytest.approx(2 * 8192 / 1.25)]],
+        "lora, batch 4: fsdp": [[1, pytest.approx(8192)], [4, pytest.approx(4 * 8192 / 2)]],
+        "lora, batch 2: ddp": [[2, pytest.approx(2 * 4096 / 0.625)]],
+    }
 
 
 def test_a_comparison_of_strategies_knows_that_one_gpu_has_none(out):

@@ -20,7 +20,7 @@ from ftbench.store.rundir import RunDir
 TOKEN = "hf_" + "TokenOfAName" * 2
 PASSWORD = "pa\"ss\\wo'rd_50%"
 PIECES = ("TokenOfAName", 'pa"ss', 'pa\\"ss', "wo'rd", "wo\\'rd", "wo&#x27;rd", "secret word", "quoted part", "s3cr3t")
-FORMATS = ("table", "md", "csv", "json", "latex", "html")
+FORMATS = ("table", "md", "csv", "json", "html")
 
 
 @pytest.fixture

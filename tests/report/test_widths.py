@@ -15,7 +15,7 @@ from ftbench.report.render import formats
 from made_runs import MAX_Q, OOM, RESULTS, make_run, method, steps
 
 WIDTHS = (80, 120, 160)
-MOST = ["--answers", "--references", "--estimates", "--prices"]
+MOST = ["--answers", "--prices"]
 
 
 def prices(folder):
@@ -46,7 +46,7 @@ def test_every_line_of_a_report_of_committed_runs_fits(monkeypatch, tmp_path, st
     """The runs are read once, and drawn in each width."""
     drawn = []
     monkeypatch.setattr(command.formats, "render", lambda report, format_name: drawn.append(report) or "")
-    command.report(command.Request([RESULTS / store], answers=True, references=True, prices=prices(tmp_path)))
+    command.report(command.Request([RESULTS / store], answers=True, prices=prices(tmp_path)))
     monkeypatch.undo()
     for width in WIDTHS:
         monkeypatch.setenv("COLUMNS", str(width))
@@ -55,7 +55,7 @@ def test_every_line_of_a_report_of_committed_runs_fits(monkeypatch, tmp_path, st
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(
-    "options", [[], ["--compare", "method"], ["--compare", "gpu"], ["--repeats", "merge", "--estimates"]], ids=" ".join
+    "options", [[], ["--compare", "method"], ["--compare", "gpu"], ["--repeats", "merge"]], ids=" ".join
 )
 def test_every_line_of_a_report_of_mixed_runs_fits(ftbench, monkeypatch, tmp_path, options, width):
     monkeypatch.setenv("COLUMNS", str(width))

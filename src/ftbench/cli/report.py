@@ -12,7 +12,7 @@ from ftbench.cli.shared import Json, Prices, Runs, Wide, app, deliver, emit, unc
 def report(
     paths: Runs,
     format: Annotated[
-        str | None, typer.Option("--format", help="table, md, csv, json, latex or html; else as the file is named")
+        str | None, typer.Option("--format", help="table, md, csv, json or html; else as the file is named")
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write to this file instead of stdout")] = None,
     compare: Annotated[str | None, typer.Option(help="hold runs against each other along this", metavar="AXIS")] = None,
@@ -24,10 +24,6 @@ def report(
     against: Annotated[Path | None, typer.Option(help="earlier runs: exit code 1 if something is worse now")] = None,
     fail_above: Annotated[str | None, typer.Option(help="--against: how much worse is too much (5%)")] = None,
     prices: Prices = None,
-    references: Annotated[bool, typer.Option("--references", help="published figures beside the runs")] = False,
-    estimates: Annotated[
-        bool, typer.Option("--estimates", help="also what `ftbench estimate` says of the runs")
-    ] = False,
     where: Annotated[
         list[str] | None,
         typer.Option(help="only runs of which this holds: method=lora, rank=8,16", metavar="KEY=VALUE"),
@@ -45,7 +41,7 @@ def report(
 
     request = command.Request(
         paths, formats.format_of(output) if format is None else format, compare, baseline, strict, repeats, answers,
-        hours, against, fail_above, prices, references, estimates, where or [], sort,
+        hours, against, fail_above, prices, where or [], sort,
         [name.strip() for name in columns.split(",")] if columns is not None else [],
     )  # fmt: skip
     with uncollected():

@@ -23,15 +23,10 @@ def run(
 
 @app.command()
 def profile(
-    spec: Annotated[Path | None, typer.Argument(help="YAML file; its run is made for the profile alone")] = None,
+    spec: Spec,
     sets: Sets = None,
     out: Out = Path("results"),
     steps: Annotated[int | None, typer.Option(min=1, max=20, help="how many steps (measure.profile_steps)")] = None,
-    nsys: Annotated[bool, typer.Option("--nsys", help="record with Nsight Systems instead")] = False,
-    diff: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option("--diff", help="two profiled runs, A and B: where their time differs", metavar="A B"),
-    ] = None,
     log_every: LogEvery = "60s",
     yes: Yes = False,
     as_json: Json = False,
@@ -41,12 +36,8 @@ def profile(
     from ftbench.profile import command
     from ftbench.report.card import card
 
-    if diff is not None:
-        from ftbench.report.compare.profiles import compared
-
-        emit(compared(diff, spec, as_json))
-        return
-    result = train(*command.request(spec, sets or [], steps, nsys), out, log_every, yes)
+    count = [f"measure.profile_steps={steps}"] if steps is not None else []
+    result = train(spec, ["measure.profile=on", *count, *(sets or [])], out, log_every, yes)
     if as_json:
         emit(result.document() | {"profile": command.document(result.run)})
     else:

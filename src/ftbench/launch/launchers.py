@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ftbench.launch import frameworks, mock, nsys, trl
+from ftbench.launch import frameworks, mock, trl
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.frameworks import FRAMEWORKS
 from ftbench.store.rundir import RunDir
@@ -37,6 +37,5 @@ def launcher_of(spec: Experiment) -> Launcher:
 
 
 def command_of(spec: Experiment, run: RunDir) -> list[str]:
-    """Return the command that trains the spec, within Nsight Systems where the spec asks for its profile."""
-    command = launcher_of(spec).command(spec, run)
-    return nsys.around(command, run) if spec.measure.profile == "nsys" else command
+    """Return the command that trains the spec."""
+    return launcher_of(spec).command(spec, run)

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from ftbench.errors import MissingError
-from ftbench.launch import nsys, ranks
+from ftbench.launch import ranks
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations.fp8 import DELAYED, TRANSFORMER_ENGINE
 from ftbench.spec.refusals import refusals_on
@@ -62,8 +62,6 @@ def check_installed(spec: Experiment) -> None:
             f"optimizations.fp8 {spec.optimizations.fp8} needs Transformer Engine, which this Python "
             f"({sys.executable}) does not have: pip install --no-build-isolation 'transformer-engine[pytorch]'"
         )
-    if spec.measure.profile == "nsys":
-        nsys.check_installed()
     needed = [*NEEDED]
     if (spec.method.quantised and not spec.method.mxfp4) or spec.train.optimizer in BITSANDBYTES:
         needed.append("bitsandbytes")

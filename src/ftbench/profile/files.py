@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.errors import SpecError
-from ftbench.profile import pictures
 from ftbench.profile.analyse import analyse
 from ftbench.profile.communication import communication
 from ftbench.profile.trace import Trace, TraceError, each_event, read
@@ -18,13 +17,12 @@ from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
 
-KERNELS, TIMELINE, PICTURE, HELD = rundir.KERNELS, "timeline.json", "timeline.svg", "memory.svg"
-PACKED, NSYS = "trace.json.gz", "nsys.nsys-rep"
+KERNELS, PACKED = rundir.KERNELS, "trace.json.gz"
 MOST_TRACE_BYTES = 128 * 2**20  # of JSON; a browser opens no more, and it packs into a tenth
 
 
 def finish(run: RunDir) -> None:
-    """Read the trace that each rank left, write kernels.json, timeline.json and timeline.svg beside it, and pack it.
+    """Read the trace that each rank left, write kernels.json next to it, and pack it.
     Raise TraceError where one cannot be read, once the others have been. Does nothing where there is none."""
     ranks = [run, *(run.of_rank(int(path.name[4:])) for path in sorted(run.profile.glob("rank[0-9]*")))]
     errors, warnings = list[str](), list[str]()
@@ -48,13 +46,8 @@ def _finish(run: RunDir, ranks: int, others: Sequence[str]) -> list[str]:
     network = (rundir.read_json(run.machine).get("ceilings") or {}).get("network_gbs")
     document["communication"] = communication(trace, work, ranks, network)
     document["trace"] = pack(raw, run.profile / PACKED, trace)
-    picture = pictures.reduce(trace, work)
     try:
         rundir.write_json(run.profile / KERNELS, document)
-        rundir.write_json(run.profile / TIMELINE, picture, indent=None)
-        rundir.write_text(run.profile / PICTURE, pictures.step_svg(picture, run.run_id))
-        if (held := rundir.read_json(run.profile / rundir.MEMORY)).get("timeline"):
-            rundir.write_text(run.profile / HELD, pictures.memory_svg(held, run.run_id))
         raw.unlink()
     except OSError as error:
         raise rundir.disk_error(run.profile, error) from None

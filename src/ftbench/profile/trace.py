@@ -27,8 +27,8 @@ _CALLS = {"cuda_runtime", "cuda_driver"}
 _LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
 _LEAST_SEEN, _NEARLY_ALL = 0.9, 0.99  # of the launches
 _LESS = (
-    "CUPTI of CUDA 12.6 to 13.0 loses the times of kernels (pytorch#192021): profile fewer steps (--steps 1), without "
-    "optimizations.compile, with --nsys, or with a torch of CUDA 13.1 or newer"
+    "CUPTI of CUDA 12.6 to 13.0 loses kernel times (pytorch#192021): profile fewer steps (--steps 1), switch "
+    "optimizations.compile off, or use a torch built for CUDA 13.1 or newer"
 )
 
 

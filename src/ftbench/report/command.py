@@ -16,7 +16,7 @@ from ftbench.spec.prices import Prices, load_prices
 from ftbench.store.summary import PROFILED
 
 _REPEATS = ("each", "merge")
-_WITH_COLUMNS = ("table", "md", "latex")
+_WITH_COLUMNS = ("table", "md")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,6 @@ class Request:
     against: Path | None = None
     fail_above: str | None = None
     prices: Path | None = None
-    references: bool = False
-    estimates: bool = False
     where: Sequence[str] = ()
     sort: str | None = None
     columns: Sequence[str] = ()
@@ -47,7 +45,7 @@ class Request:
     @property
     def any_measured(self) -> bool:
         """Whether a section is wanted that speaks of speeds."""
-        return self.every_answer or bool(self.compare is not None or self.prices or self.references or self.estimates)
+        return self.every_answer or bool(self.compare is not None or self.prices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +107,14 @@ def _of_measured(
     request: Request, runs: Sequence[Run], cells: Sequence[Cell], profiled: Sequence[Cell], prices: Prices | None
 ) -> list[Section | None]:
     from ftbench.report.compare import pairs, table
-    from ftbench.report.sections import decision, references, scaling
+    from ftbench.report.sections import decision, scaling
     from ftbench.report.sections.answers import answers
 
     hours = request.hours or cost.NIGHT_H
     parts: list[Section | None] = []
     if request.compare is not None:
         if not runs:
-            raise SpecError(
-                "--compare: all of these runs were profiled, so none has a speed: `ftbench profile --diff A B`"
-            )
+            raise SpecError("--compare: all runs were profiled, so their speeds are not valid: add other runs")
         parts.append(table.section(pairs.compare(runs, request.compare, request.baseline, strict=request.strict)))
     if request.every_answer or request.compare or prices:
         parts += scaling.sections(cells, profiled, prices)
@@ -127,11 +123,6 @@ def _of_measured(
         parts += answers(cells, hours, curves=request.format != "html")  # a page draws the curves itself
     parts.append(cost.energy(cells) if request.every_answer or prices else None)
     parts.append(cost.money(cells, prices, hours) if prices else None)
-    parts.append(references.beside(cells) if request.references else None)
-    if request.estimates:
-        from ftbench.report.sections import estimates
-
-        parts += [estimates.memory(cells), estimates.time(cells)]
     return parts
 
 
@@ -150,8 +141,7 @@ def _check(request: Request) -> None:
         problems.append("--fail-above belongs to --against: name the folder with the earlier runs")
     if request.against is not None and request.compare is not None:
         problems.append("--against and --compare are two questions: ask them one after the other")
-    beside = {"--answers": request.answers, "--prices": request.prices, "--references": request.references,
-              "--estimates": request.estimates, "--hours": request.hours,
+    beside = {"--answers": request.answers, "--prices": request.prices, "--hours": request.hours,
               "--repeats": request.repeats != "each"}  # fmt: skip
     if request.against is not None and any(beside.values()):
         given = " and ".join(name for name, value in beside.items() if value)

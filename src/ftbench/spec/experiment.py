@@ -139,8 +139,8 @@ class Measure(Part):
     save_adapter: Switch = Field(
         False, description="keep what was trained in the run's directory: the adapters, or with method full the model"
     )
-    profile: Annotated[Literal["off", "on", "nsys"], Word] = Field(
-        "off", description="record what a few steps do, in a run that is never used for speed; nsys: Nsight Systems"
+    profile: Annotated[Literal["off", "on"], Word] = Field(
+        "off", description="record what a few steps do, in a run that is never used for speed"
     )
     profile_steps: Int = Field(3, ge=1, le=20, description="steps that are profiled, once speed is steady")
     gradients: Int = Field(

@@ -71,8 +71,6 @@ def refusals_on(spec: Experiment, capability: Capability) -> list[str]:
         return sentences
     if spec.train.optimizer.startswith("paged"):
         sentences.append(f"train.optimizer {spec.train.optimizer} needs a GPU to page from: set it to adamw_torch")
-    if spec.measure.profile == "nsys":
-        sentences.append("measure.profile nsys is for a GPU, and this machine has none: set it to on")
     if spec.train.precision == "fp16":
         sentences.append(
             "train.precision fp16 needs a GPU (a CPU trains in fp32 without saying so): set it to bf16 or fp32"

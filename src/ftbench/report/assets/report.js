@@ -32,7 +32,7 @@
     vary();
     filter();
     pickFirst();
-    ["pareto-figure", "bars-figure", "curves-figure"].forEach(draw);
+    Object.keys(FIGURES).forEach(draw);
   }
 
   // Of a long list the first entries are shown, with a search for the others.
@@ -540,7 +540,13 @@
   if ($("curve") && !withCurves.some((index) => data.curves[index].loss)) $("curve").value = "memory";
 
   // --- drawn in the room that there is ----------------------------------------------------------------------------------
-  const FIGURES = { "pareto-figure": pareto, "bars-figure": bars, "curves-figure": curves };
+  function scaling(box) {
+    const lines = Object.entries(data.scaling).map(([name, points], i) => ({ name, colour: colour(i), symbol: i, dash: DASHES[Math.floor(i / 8) % DASHES.length],
+      points: points.map(([x, y]) => ({ x, y, text: `${name}\n${Math.round(y).toLocaleString("en")} tokens/s on ${some(x, "GPU")}` })) }));
+    plot(box, 320, "GPUs", "tokens per second", true, true, lines);
+  }
+
+  const FIGURES = { "pareto-figure": pareto, "bars-figure": bars, "curves-figure": curves, "scaling-figure": scaling };
   function draw(id) { if ($(id) && $(id).clientWidth) FIGURES[id]($(id)); }
   const widths = new Map();
   const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => {

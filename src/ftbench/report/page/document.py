@@ -29,7 +29,7 @@ _OWN = ("decision", "frontier")  # the page has a better way to show these
 _COMPARED = ("comparison", "gate")
 _LEARNED = ("generations",)
 _KERNELS = ("kernel_groups", "memory_by_category", "kernels")
-_LAST = ("night", "energy", "cost", "memory", "trained", "estimates", "estimated_times", "references")
+_LAST = ("night", "energy", "cost", "memory", "trained")
 _OF_WORKLOAD = ("model", "weights", "data")
 _NAMING = (*_OF_WORKLOAD, "GPU", "batch")  # headings of what a row is called by
 # Marks that turn the direction of writing: text reads in the order in which it is written.
@@ -70,7 +70,7 @@ def page(report: Report) -> str:
         "ensure_ascii": False, "separators": (",", ":"), "allow_nan": False,
     }  # fmt: skip
     text = environment.from_string(_asset("page.html")).render(
-        title=head.title(shown, 0), view=shown, grids=grids(shown), data=_data(shown, drawn),
+        title=head.title(shown, 0), view=shown, grids=grids(shown), data=_data(report, shown, drawn),
         bullets=_bullets(report, shown),
         cards=list(map(head.cards, shown.cells)), **_placed(report, shown),
         points=points if longest > points else None, footnote=FOOTNOTE, version=__version__, script=script,
@@ -150,7 +150,7 @@ def _with_runs(points: Sequence[Point], shown: View) -> Iterator[Bullet]:
         about = point.about
 
 
-def _data(shown: View, drawn: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def _data(report: Report, shown: View, drawn: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Return what the script needs: figures as numbers, texts once."""
     texts: dict[details.Pairs, int] = {}
     runs = [
@@ -165,8 +165,9 @@ def _data(shown: View, drawn: dict[int, dict[str, Any]]) -> dict[str, Any]:
         }
         for row in shown.rows
     ]  # fmt: skip
+    scaling = next((dict(section.curves) for section in report.sections if section.curves), {})
     return {
-        "runs": runs, "labels": [label for label, _, _ in FIGURES], "workloads": shown.workloads,
+        "scaling": scaling, "runs": runs, "labels": [label for label, _, _ in FIGURES], "workloads": shown.workloads,
         "titles": [head.title(shown, index) for index in range(len(shown.workloads))],
         "facts": list(texts), "cells": bars(shown), "curves": drawn,
     }  # fmt: skip

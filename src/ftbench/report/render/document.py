@@ -78,16 +78,16 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Section:
     """One part of a report. `key` names it for programs; `records` is what the table shows, in full and as plain
-    numbers (unknown is None); a section may have words only. `pictures` are SVG elements, their text escaped, and
-    `points` what the paragraphs say, one by one: both are for a page."""
+    numbers (unknown is None); a section may have words only. `points` are the paragraphs one by one, and `curves` the
+    lines of a chart (name and points): both are for the page."""
 
     key: str
     title: str
     table: Table | None = None
     paragraphs: Sequence[str] = ()
     records: Sequence[dict[str, Any]] = ()
-    pictures: Sequence[str] = ()
     points: Sequence[Point] = ()
+    curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

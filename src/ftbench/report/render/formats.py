@@ -15,7 +15,6 @@ from ftbench.core.table import folded, plain, text_table
 from ftbench.errors import SpecError
 from ftbench.report.data.collect import Record, named_paths
 from ftbench.report.render.document import Report, Table
-from ftbench.report.render.latex import escape, latex
 from ftbench.report.render.runs_table import FOOTNOTE, NUMBER, runs_table
 from ftbench.spec.base import nearest
 
@@ -41,11 +40,11 @@ def format_of(file: Path | None) -> str:
     """Return the format that a file's name asks for: `table` for none, and for a name that asks for nothing. Raise
     SpecError for one that asks for what there is not."""
     suffix = file.suffix.lower().lstrip(".") if file else ""
-    name = {"": "table", "txt": "table", "log": "table", "tex": "latex", "htm": "html"}.get(suffix, suffix)
+    name = {"": "table", "txt": "table", "log": "table", "htm": "html"}.get(suffix, suffix)
     if name not in FORMATS:
         raise SpecError(
             f"-o {file}: a report is no .{suffix} file{nearest(suffix, FORMATS)}; name one that ends with .txt, .md, "
-            ".csv, .json, .tex or .html, or say what it is to hold with --format"
+            ".csv, .json or .html, or say what it is to hold with --format"
         )
     return name
 
@@ -120,11 +119,6 @@ def _markdown(report: Report) -> str:
     return _text(report, markdown, "## {}\n", lambda text: f"{cell(text)}\n", "")
 
 
-def _latex(report: Report) -> str:
-    titled = [replace(section, title=escape(section.title)) for section in report.sections]
-    return _text(replace(report, sections=titled), latex, r"\subsection*{{{}}}", escape, "\n")
-
-
 def _csv(report: Report) -> str:
     """Return the one table that a CSV holds: the runs, or else the first section that has records, in full."""
     if report.runs:
@@ -193,5 +187,5 @@ def _html(report: Report) -> str:
 
 
 FORMATS: dict[str, Callable[[Report], str]] = {
-    "table": _terminal, "md": _markdown, "csv": _csv, "json": _json, "latex": _latex, "html": _html,
+    "table": _terminal, "md": _markdown, "csv": _csv, "json": _json, "html": _html,
 }  # fmt: skip

@@ -1,14 +1,13 @@
-"""What runs leave beside their figures: kernels by group, the kernels that take most, memory, pictures of a step; what
-the model answers before and after."""
+"""Sections on profiled runs: kernels by group, the longest kernels, memory by purpose. And the model's answers before
+and after training."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ftbench.core import units
 from ftbench.core.allocations import CATEGORIES
 from ftbench.core.redact import clean
-from ftbench.profile import pictures as drawings
-from ftbench.profile.files import KERNELS, TIMELINE
+from ftbench.profile.files import KERNELS
 from ftbench.profile.groups import GROUPS
 from ftbench.profile.names import short
 from ftbench.report.data.groups import Cell, Run
@@ -24,7 +23,7 @@ _NOTE = (
 
 
 def groups(cells: Sequence[Cell]) -> Section | None:
-    """Return milliseconds a step by kernel group, a row a profile, with a picture of one step each."""
+    """Return milliseconds per step by kernel group, one row per profile."""
     records = [names_of(cell) | part for cell in cells if (part := first_of(cell, _groups))]
     columns = {
         "step, profiled": field("step_ms", _ms), "step": field("step_before_ms", _ms),
@@ -32,8 +31,7 @@ def groups(cells: Sequence[Cell]) -> Section | None:
     }  # fmt: skip
     shown = [group for group in GROUPS if any(record["groups_ms"].get(group) for record in records)]
     columns |= {group: field("groups_ms", _ms, group) for group in shown}
-    pictures = _pictures(cells, TIMELINE, drawings.step_svg)
-    return section("kernel_groups", "Where the time of a step goes", records, columns, (_NOTE,), pictures=pictures)
+    return section("kernel_groups", "Where the time of a step goes", records, columns, (_NOTE,))
 
 
 def _ms(value: float | None) -> str:
@@ -57,29 +55,14 @@ def _document(run: Run, name: str) -> dict[str, Any]:
     return dict(clean(document)) if document else {}
 
 
-def _pictures(cells: Sequence[Cell], name: str, svg: Callable[[dict[str, Any], str], str]) -> list[str]:
-    def picture(run: Run) -> str | None:
-        document = _document(run, name)
-        try:
-            return svg(document, run.run_id) if document else None
-        except (LookupError, TypeError, ValueError):  # a list in it is not what `ftbench profile` writes
-            return None
-
-    return [drawn for cell in cells if (drawn := first_of(cell, picture))]
-
-
 def memory(cells: Sequence[Cell]) -> Section | None:
-    """Return GiB at the highest moment of a step by what they are for, a row a profile, with a picture of the step
-    each."""
+    """Return GiB at the memory peak of a step by purpose, one row per profile."""
     records = [names_of(cell) | part for cell in cells if (part := first_of(cell, _peak))]
     kinds = [kind for kind in CATEGORIES if any(record["peak"][kind] for record in records)]
     columns = {"GiB": field("peak", units.gibibytes, "total_gb"), "in": field("peak", str, "phase")}
     columns |= {kind: field("peak", units.gibibytes, kind) for kind in kinds}
     words = ("GiB of tensors at the highest moment of one step. Activations are kept for the backward pass.",)
-    pictures = _pictures(cells, MEMORY, drawings.memory_svg)
-    return section(
-        "memory_by_category", "What memory is for", records, columns, words, text=("in",), pictures=pictures
-    )  # fmt: skip
+    return section("memory_by_category", "What memory is for", records, columns, words, text=("in",))
 
 
 def _peak(run: Run) -> Record | None:

@@ -16,7 +16,7 @@ SETTINGS = {"model": "model", "gpu": "GPU", "data": "data"}  # stand in the titl
 
 def section(
     key: str, title: str, records: Sequence[Record], columns: Columns, words: Sequence[str] = (), *,
-    named: bool = True, text: Sequence[str] = (), notes: Sequence[str] = (), pictures: Sequence[str] = (),
+    named: bool = True, text: Sequence[str] = (), notes: Sequence[str] = (),
 ) -> Section | None:  # fmt: skip
     """Return a part with a row for each record; None without records. `named` puts the number and the name of a
     record's cell first, and behind the others where it ran, and how it ended where one ran beside other work; `text`
@@ -30,7 +30,7 @@ def section(
         if any(_CONTENDED in str(record.get("state")) for record in records):
             behind = {"state": [str(record["state"]) for record in records]} | behind
         cells = before | cells | behind
-    return Section(key, title, table_of(cells, notes, text, context), words, records, pictures)
+    return Section(key, title, table_of(cells, notes, text, context), words, records)
 
 
 def named_rows(records: Sequence[Record]) -> tuple[dict[str, str], dict[str, list[str]], dict[str, list[str]]]:

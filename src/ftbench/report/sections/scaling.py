@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ftbench.core import units
 from ftbench.core.allocations import CATEGORIES
-from ftbench.profile.pictures import COLOURS, LEFT, WIDE, drawing, escape, label
 from ftbench.report.data.axes import STRATEGY
 from ftbench.report.data.collect import figure
 from ftbench.report.data.groups import TOKENS, Cell, Run
@@ -14,6 +14,7 @@ from ftbench.report.data.ways import recipe_name
 from ftbench.report.render.document import Section
 from ftbench.report.sections.rows import Record, field, names_of, section
 from ftbench.spec.cost import HourlyCost, hourly_costs
+from ftbench.spec.experiment import Launch
 from ftbench.spec.prices import Prices
 from ftbench.store.rundir import MEMORY, read_json
 
@@ -21,7 +22,6 @@ from ftbench.store.rundir import MEMORY, read_json
 _DIVIDED = ("launch.", "train.batch_size", "train.gradient_accumulation_steps", "train.max_steps", "train.epochs",
             "dataset.samples", "measure.")  # fmt: skip
 _TIERS = {"allocated": "tensors", "reserved": "pool beyond them", "device": "driver, NCCL and others"}
-_LINES = ("#3b6fb6", "#d9822b", "#6aa84f", "#9b59b6", "#b5446e", "#c0392b", "#17a2a2", "#8d8d8d")
 _WORDS = (
     "Tokens a second of all GPUs. Weak: each GPU has the batch that one had; strong: all together have it. Both in % "
     "of so many times one GPU running the same recipe. Skew is the share of a step in which the mean rank waits for "
@@ -54,10 +54,10 @@ def _samples(cell: Cell, shares: int = 1) -> int:
 
 
 def _shares(cell: Cell) -> int:
-    """Return into how many shares a step's batch is dealt: those of a layer or of a sequence see the same."""
-    if (tp := cell.facts.get("launch.tp", "")).isdecimal():
-        return cell.gpus // max(1, int(tp))
-    return 1 if cell.facts.get(STRATEGY) in ("tp", "ep", "cp", "ulysses") else cell.gpus
+    """Return the number of data-parallel shares of a step's batch."""
+    tp = cell.facts.get("launch.tp", "")
+    tp_size = int(tp) if tp.isdecimal() else None
+    return Launch.model_construct(gpus=cell.gpus, strategy=cell.facts.get(STRATEGY, "none"), tp=tp_size).shares
 
 
 def _alone(cell: Cell, group: Sequence[Cell], samples: int) -> Cell | None:
@@ -99,8 +99,8 @@ def _scaling(records: Sequence[Record]) -> Section | None:
     }  # fmt: skip
     if any(record["offload"] != "none" for record in records):
         columns = {"offload": field("offload")} | columns
-    return section("scaling", "Several GPUs", records, columns, (_WORDS,), text=("strategy", "offload"),
-                   pictures=_curves(records))  # fmt: skip
+    own = section("scaling", "Several GPUs", records, columns, (_WORDS,), text=("strategy", "offload"))
+    return own and replace(own, curves=_curves([record for record in records if record["tokens_per_s"]]))
 
 
 def _between(record: Record) -> str:
@@ -108,38 +108,7 @@ def _between(record: Record) -> str:
     return f"{low} to {high}" if low and low != high else high
 
 
-def _curves(records: Sequence[Record]) -> list[str]:
-    """Return tokens a second over the number of GPUs, a line a strategy; dashed what one GPU would multiply to."""
-    lines = _lines([record for record in records if record["tokens_per_s"]])
-    points = [point for line in lines.values() for point in line]
-    if len({gpus for gpus, _ in points}) < 2:
-        return []
-    most, tall = max(gpus for gpus, _ in points), 180.0
-    ones = sorted({rate for gpus, rate in points if gpus == 1})
-    top = max([*(rate for _, rate in points), *(most * rate for rate in ones)])
-
-    def at(gpus: float, rate: float) -> tuple[float, float]:
-        return LEFT + WIDE * math.log2(gpus) / math.log2(most), 20 + tall * (1 - rate / top)
-
-    parts = [label("tokens/s", 4, 14), label(units.rate(top), LEFT - 6, 24, anchor="end")]
-    parts += [_path([at(1 + step / 8, rate * (1 + step / 8)) for step in range(8 * most - 7)], "#8d8d8d", "4 4")
-              for rate in ones]  # fmt: skip
-    for index, (name, line) in enumerate(lines.items()):
-        colour = _LINES[index % len(_LINES)]
-        parts.append(_path([at(*point) for point in line], colour))
-        for gpus, rate in line:
-            x, y = at(gpus, rate)
-            title = f"{escape(name)}: {units.rate(rate)} tokens/s on {gpus}"
-            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"><title>{title}</title></circle>')
-        parts += _key(name, LEFT, tall + 60 + 16 * index, colour)
-    parts += [label("0", LEFT - 6, tall + 24, anchor="end"), _path([at(1, 0), at(most, 0)], "#8d8d8d")]
-    parts += [label(f"{gpus} GPUs" if gpus > 1 else "1 GPU", at(gpus, 0)[0], tall + 38,
-                    anchor="start" if gpus == 1 else "end" if gpus == most else "middle")
-              for gpus in sorted({gpus for gpus, _ in points})]  # fmt: skip
-    return [drawing(tall + 64 + 16 * len(lines), "Tokens a second over the number of GPUs", parts)]
-
-
-def _lines(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
+def _curves(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
     """Return the points of each recipe, batch and strategy, which begin with one GPU of that batch, where it ran."""
     lines: dict[str, list[tuple[int, float]]] = {}
     alone: dict[str, list[tuple[int, float]]] = {}
@@ -150,16 +119,6 @@ def _lines(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
         else:
             alone.setdefault(key, [point])
     return lines
-
-
-def _key(name: str, x: float, y: float, colour: str) -> list[str]:
-    """Return an entry of a legend: words can be read in any colour scheme, and colours only have to be seen."""
-    return [f'<rect x="{x:.1f}" y="{y - 9:.1f}" width="10" height="10" fill="{colour}"/>', label(name, x + 16, y)]
-
-
-def _path(points: Sequence[tuple[float, float]], colour: str, dashes: str = "") -> str:
-    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{text}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>'
 
 
 # --- is it worth it ---------------------------------------------------------------------------------------------------
@@ -222,8 +181,7 @@ def _memory(cells: Sequence[Cell]) -> Section | None:
     }
     columns |= {kind: field("parts", _gb, kind) for kind in kinds}
     words = ("GiB of each rank at its highest: of a profiled run by what the tensors are for.",)
-    pictures = [_bars(records, kinds)] if records else []
-    return section("memory_by_rank", "Memory of each GPU", records, columns, words, pictures=pictures)
+    return section("memory_by_rank", "Memory of each GPU", records, columns, words)
 
 
 def _gb(value: float | None) -> str:
@@ -249,20 +207,3 @@ def _tiers(run: Run) -> list[dict[str, float]]:
                 parts[word], within = max(0.0, size - within), max(within, size)
         result.append(parts)
     return result
-
-
-def _bars(records: Sequence[Record], kinds: Sequence[str]) -> str:
-    highest = max(sum(record["parts"].values()) for record in records) or 1.0
-    colours = COLOURS | dict(zip(_TIERS.values(), ("#3b6fb6", "#d9822b", "#8d8d8d"), strict=True))
-    parts = []
-    for index, record in enumerate(records):
-        x, y = float(LEFT), 22.0 * index + 6
-        parts.append(label(f"#{record['number']}, rank {record['rank']}", 4, y + 12))
-        for kind in kinds:
-            wide = WIDE * (record["parts"].get(kind) or 0.0) / highest
-            parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide:.1f}" height="16" fill="{colours[kind]}"><title>'
-                         f"{escape(kind)}: {_gb(record['parts'].get(kind))} GiB</title></rect>")  # fmt: skip
-            x += wide
-    below = 22.0 * len(records) + 20
-    parts += [part for index, kind in enumerate(kinds) for part in _key(kind, 4 + 150 * index, below, colours[kind])]
-    return drawing(below + 10, "Memory of each GPU by what it is for", parts)

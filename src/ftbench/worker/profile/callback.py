@@ -64,10 +64,10 @@ class Profiler(TrainerCallback):
 
     def __init__(self, spec: Experiment, run: RunDir, loop: Any, clock: Any) -> None:
         self._folder, self._clock = run.profile, clock
-        self._count, self._nsys = spec.measure.profile_steps, spec.measure.profile == "nsys"
+        self._count = spec.measure.profile_steps
         self._needed = spec.measure.steps_to_profile
-        self._ranges = Ranges(self._nsys)
-        self._memory = Memory(run.profile, loop, self._ranges) if not self._nsys else None
+        self._ranges = Ranges()
+        self._memory = Memory(run.profile, loop, self._ranges)
         self._on_gpu = next(loop.model.parameters()).device.type == "cuda"
         self._profiler: Any = None
         self._first: int | None = None  # of the profiled steps
@@ -85,8 +85,7 @@ class Profiler(TrainerCallback):
                 f"measure.profile needs {self._needed} steps to profile {self._count} of them and this run has "
                 f"{state.max_steps}: set train.max_steps={self._needed}, or give it more samples"
             )
-        if self._memory:
-            self._memory.watch()
+        self._memory.watch()
         self._ranges.enter(DATA)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -96,15 +95,14 @@ class Profiler(TrainerCallback):
         self._ranges.leave()
         step = state.global_step
         if self._first is None:
-            if step == STEPS_BEFORE_PROFILE - _TIMED and self._memory:
+            if step == STEPS_BEFORE_PROFILE - _TIMED:
                 self._memory.pause()
             if self._is_steady(step, state.max_steps):
                 self._begin(step)
         elif step < self._first + self._count:
             self._next(step, self._first, state.max_steps)
         else:
-            if self._memory:
-                self._memory.finish()
+            self._memory.finish()
             control.should_training_stop = True
         self._ranges.enter(DATA)
 
@@ -125,8 +123,6 @@ class Profiler(TrainerCallback):
         self._window = {"timed": [step - _TIMED + 1, step]} | self._window
         self._window["profiled"] = [step + 2, step + 1 + self._count]
         write_json(self._folder / WINDOW, self._window)
-        if self._nsys:
-            return
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self._on_gpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -148,12 +144,8 @@ class Profiler(TrainerCallback):
         begins, ends = step == first - 1, step == first + self._count - 1
         if begins or ends:
             self._clock.wait()
-        if self._nsys:
-            if begins or ends:
-                (torch.cuda.profiler.start if begins else torch.cuda.profiler.stop)()
-        else:
-            self._profiler.step()
-        if ends and self._profiler:
+        self._profiler.step()
+        if ends:
             self._profiler.stop()
             self._profiler = None
             is_first_try, has_room = "lost" not in self._window, step + 3 <= most
@@ -161,10 +153,9 @@ class Profiler(TrainerCallback):
                 self._window["lost"], self._count = self._window["profiled"], 1
                 self._begin(step)
                 return
-        if ends and self._memory:
+        if ends:
             self._memory.start()
 
     def failed(self, error: BaseException) -> None:
         """Keep what memory held when the device ran out of it."""
-        if self._memory:
-            self._memory.failed(error)
+        self._memory.failed(error)

@@ -18,8 +18,7 @@ from ftbench.worker.optimizations import chunked_loss
 class Ranges:
     """One range at a time. Where no profiler listens it costs a microsecond or two."""
 
-    def __init__(self, nvtx: bool) -> None:
-        self._nvtx = nvtx
+    def __init__(self) -> None:
         self._open: Any = None
         self.listeners: list[Callable[[str], None]] = []  # hear of every part as it begins
 
@@ -28,13 +27,9 @@ class Ranges:
         self.leave()
         for listener in self.listeners:
             listener(name)
-        if self._nvtx:
-            torch.cuda.nvtx.range_push(PREFIX + name)
-            self._open = torch.cuda.nvtx.range_pop
-        else:
-            opened = torch.profiler.record_function(PREFIX + name)
-            opened.__enter__()
-            self._open = lambda: opened.__exit__(None, None, None)
+        opened = torch.profiler.record_function(PREFIX + name)
+        opened.__enter__()
+        self._open = lambda: opened.__exit__(None, None, None)
 
     def leave(self) -> None:
         if self._open is not None:
