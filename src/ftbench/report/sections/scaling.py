@@ -56,8 +56,8 @@ def _samples(cell: Cell, shares: int = 1) -> int:
 def _shares(cell: Cell) -> int:
     """Return the number of data-parallel shares of a step's batch."""
     tp = cell.facts.get("launch.tp", "")
-    tp_size = int(tp) if tp.isdecimal() else None
-    return Launch.model_construct(gpus=cell.gpus, strategy=cell.facts.get(STRATEGY, "none"), tp=tp_size).shares
+    launch: dict[str, Any] = {"gpus": cell.gpus, "strategy": cell.facts.get(STRATEGY, "none")}
+    return Launch.model_construct(**launch, tp=int(tp) if tp.isdecimal() else None).shares
 
 
 def _alone(cell: Cell, group: Sequence[Cell], samples: int) -> Cell | None:
