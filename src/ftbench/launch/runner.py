@@ -136,6 +136,8 @@ def carry_out(
         claimed.spec_yaml.write_bytes(order.source)
         resolved = {"schema": rundir.SCHEMA, **spec.model_dump(mode="json"), "set": list(order.sets)}
         rundir.write_json(claimed.spec_json, resolved)
+        if spec.resolved:
+            rundir.write_json(claimed.applied, {"resolved": spec.resolved})
         best = ceilings.of(order.store or claimed.path.parents[1], gpu_name(described))
         rundir.write_json(claimed.machine, described | {"ceilings": best})
         follower = Follower(claimed)

@@ -8,7 +8,8 @@ from ftbench.core.rows import RunSummary
 from ftbench.core.table import folded, text_table
 from ftbench.core.units import reworded
 from ftbench.report.data.collect import speeds
-from ftbench.store.rundir import RunDir
+from ftbench.spec.reading import as_text
+from ftbench.store.rundir import RunDir, read_json
 from ftbench.store.summary import UNKNOWN
 
 _LABEL = 10  # letters of the longest, so that all cards look alike
@@ -19,7 +20,7 @@ def card(summary: RunSummary, run: RunDir) -> str:
     title = f"{summary.run_id}: {summary.state}" + (f": {summary.reason}" if summary.reason else "")
     said = "" if summary.state == "ok" else f" (what it said: {run.log.name})"
     warnings = [("warning", reworded(text)) for text in clean(summary.warnings)]
-    lines = [*_lines(summary), *warnings, ("files", f"{run.path}{said}")]
+    lines = [*_lines(summary), *_resolved(run), *warnings, ("files", f"{run.path}{said}")]
     rows = [("", label.ljust(_LABEL), text) for label, text in lines if text]
     return f"{folded(title)}\n{text_table(['', '', ''], rows)}"
 
@@ -55,6 +56,14 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
         ("preferred", _preferred(summary.loss)),
         ("reward", _reward(summary.loss)),
     ]
+
+
+def _resolved(run: RunDir) -> list[tuple[str, str]]:
+    """Return a line for each reason why settings that were `auto` became what they are."""
+    reasons: dict[str, list[str]] = {}
+    for key, made in (clean(read_json(run.applied)).get("resolved") or {}).items():
+        reasons.setdefault(str(made["reason"]), []).append(f"{key} {as_text(made['value'])}")
+    return [("auto", f"{', '.join(settings)} ({reason})") for reason, settings in reasons.items()]
 
 
 def _preferred(figures: dict[str, float | None]) -> str:

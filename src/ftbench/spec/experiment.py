@@ -7,17 +7,25 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from ftbench.core.architectures import architectures
 from ftbench.spec import frameworks
 from ftbench.spec.base import Float, Int, Part, Switch, Word
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.generate import Generate, switched
-from ftbench.spec.methods import Lora, Method, Qlora
+from ftbench.spec.methods import Lora, Method
 from ftbench.spec.objectives import Objective, Sft
-from ftbench.spec.optimizations import Optimizations, triton_kernels
+from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.refusals import refusals
+from ftbench.spec.resolve import decisions
 from ftbench.spec.strategies import MOST_GPUS, launch_in_full
 
 
@@ -248,6 +256,12 @@ class Experiment(Part):
     launch: Launch = Field(default_factory=Launch)
 
     @property
+    def resolved(self) -> dict[str, dict[str, object]]:
+        """Return the settings that were `auto`: dotted key → `value` and `reason`."""
+        kept: dict[str, dict[str, object]] = self.__dict__.get("_resolved", {})
+        return kept
+
+    @property
     def global_batch(self) -> int:
         """Samples (rows, where they are packed) of an optimizer step, over all ranks."""
         return self.train.batch_size * self.train.gradient_accumulation_steps * self.launch.shares
@@ -275,19 +289,19 @@ def resolve(spec: Experiment, capability: tuple[int, int] | None) -> Experiment:
 
     bfloat16 products need Ampere (8.0) or later to be fast; a CPU multiplies it many times slower than float32 unless
     it has instructions for it."""
-    half = capability is not None and capability >= (8, 0)
-    dtype, changed = "bfloat16" if half else "float32", dict[str, Part]()
-    if spec.model.dtype == "auto":
-        changed["model"] = _with(spec.model, "dtype", dtype)
-    if spec.train.precision == "auto":
-        changed["train"] = _with(spec.train, "precision", "bf16" if half else "fp32")
-    if isinstance(spec.method, Qlora) and spec.method.compute_dtype == "auto":
-        changed["method"] = _with(spec.method, "compute_dtype", dtype)
-    if kernels := triton_kernels.decided(spec, capability):
-        changed["optimizations"] = spec.optimizations.model_copy(update=kernels)
-    return spec.model_copy(update=changed) if changed else spec
+    changes = decisions(spec, capability)
+    if not changes:
+        return spec
+    sections: dict[str, Part] = {}
+    for key, (value, _) in changes.items():
+        section, name = key.split(".")
+        sections[section] = _with(sections.get(section, getattr(spec, section)), name, value)
+    decided = spec.model_copy(update=sections)
+    made = {key: {"value": value, "reason": reason} for key, (value, reason) in changes.items()}
+    decided.__dict__["_resolved"] = {**spec.resolved, **made}  # like a cached property: equality ignores it
+    return decided
 
 
 @lru_cache(maxsize=1 << 14)  # the cells of a sweep share most of their sections
-def _with(section: Part, key: str, value: str) -> Part:
+def _with(section: Part, key: str, value: object) -> Part:
     return section.model_copy(update={key: value})

@@ -4,13 +4,18 @@ Defaults are the founding study's: rank 8, alpha 16, no dropout, no bias, the se
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from ftbench.core.architectures import architectures
+from ftbench.errors import SpecError
 from ftbench.families.vision import TRAINED
 from ftbench.spec.base import Experiment, Float, Int, Model, Part, Switch, Word
+from ftbench.spec.reading import read_config
 
 GPT_OSS = "gpt_oss"  # the family that is published in MXFP4 (docs/how-to/gpt-oss.md)
 GRANULE = 8  # columns of a factor of an expert's adapter: grouped products take rows of 16 bytes
@@ -53,9 +58,23 @@ class _Method(Part):
 
 
 def family(model: Model) -> str | None:
-    """Return the model_type of a model whose shape is known by its name."""
+    """Return the model_type of a model, from its config.json if `model.path` names one, else from the table of known
+    models. None means that neither is available."""
+    if model.path:
+        file = Path(model.path)
+        file = file / "config.json" if file.is_dir() else file
+        with suppress(OSError, ValueError):
+            return _model_type(file, file.stat().st_mtime_ns)
     model_type: str | None = architectures().get(model.id, {}).get("model_type")
     return model_type
+
+
+@lru_cache(maxsize=64)
+def _model_type(file: Path, modified: int) -> str:
+    try:
+        return str(read_config(file)["model_type"])
+    except SpecError as error:
+        raise ValueError(str(error)) from None  # the worker reports a broken config.json
 
 
 def reads_images(model: Model) -> bool:

@@ -14,6 +14,7 @@ from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load, merge, nested, set_layer
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.reading import as_text
+from ftbench.spec.resolve import require_published
 from ftbench.store.output import write_output
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep import command
@@ -45,6 +46,8 @@ def prepare(request: AblationRequest) -> command.Ready:
     runner.check_disk(request.out)
     slots = local_slots((), mock=spec.launch.mock != "off")
     described = runner.describe(spec, slots[0].visible)
+    if spec.launch.mock == "off":
+        require_published(spec, runner.capability(described))
     plain = resolve(ablation.plain_spec(spec), runner.capability(described))
     runner.check(plain, described)
     variants = ablation.variants(plain.train.optimizer, request.only, plain.method.name == "full")

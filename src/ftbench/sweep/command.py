@@ -12,6 +12,7 @@ from ftbench.errors import MissingError, SpecError
 from ftbench.launch import runner
 from ftbench.spec.ablation import settings
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.resolve import require_published
 from ftbench.spec.sweep import GridCell, cells
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep.execute.gpu_slots import GpuSlot, local_slots
@@ -113,6 +114,8 @@ class _Planner:
     ) -> None:
         self.request, self.described, self.cells = request, described, len(grid)
         capability = runner.capability(described)
+        for spec in (cell.spec for cell in grid if cell.spec is not None and cell.spec.launch.mock == "off"):
+            require_published(spec, capability)
         grid = [cell if cell.spec is None else replace(cell, spec=resolve(cell.spec, capability)) for cell in grid]
         self.device = first_gpu(described) or None
         self.options = request.options(folder, runner.gpu_name(described), request.sets)

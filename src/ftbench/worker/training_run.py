@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftbench.errors import NotAppliedError
 from ftbench.spec.experiment import Experiment
-from ftbench.store.rundir import RunDir, write_json
+from ftbench.store.rundir import RunDir, read_json, write_json
 from ftbench.worker.measure.phases import Phases
 from ftbench.worker.measure.recorder import Recorder
 
@@ -24,7 +24,8 @@ class TrainingRun:
         self.reporter: Reporter | None = None
         self.profiler: Any = None
         self.trainer: Any = None
-        self.facts: dict[str, Any] = {}
+        kept = read_json(directory.applied).get("resolved")  # written by the parent
+        self.facts: dict[str, Any] = {"resolved": kept} if kept else {}
 
     def position(self) -> tuple[str, int | None]:
         """Return where the run is: the phase, or within training the part of the step, and the step."""

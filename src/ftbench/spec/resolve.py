@@ -1,0 +1,50 @@
+"""Decide every `auto` of a spec for a machine, with the reason, and check that a recipe keeps what was published."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ftbench.errors import MissingError
+from ftbench.spec.optimizations import triton_kernels
+from ftbench.spec.optimizations.declaration import Capability
+
+if TYPE_CHECKING:
+    from ftbench.spec.experiment import Experiment
+
+KERNELS = "optimizations.triton_kernels"
+
+
+def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, str]]:
+    """Return dotted key → value and reason for each setting that depends on the machine.
+
+    bfloat16 products need compute capability 8.0 to be fast. A CPU without instructions for bfloat16 computes it many
+    times slower than float32."""
+    half = capability is not None and capability >= (8, 0)
+    if capability is None:
+        where = "this machine has no GPU"
+    else:
+        where = f"compute capability {'.'.join(map(str, capability))} is {'at least' if half else 'below'} 8.0"
+    dtype = "bfloat16" if half else "float32"
+    found: dict[str, tuple[Any, str]] = {}
+    if spec.model.dtype == "auto":
+        found["model.dtype"] = dtype, where
+    if spec.train.precision == "auto":
+        found["train.precision"] = "bf16" if half else "fp32", where
+    if getattr(spec.method, "compute_dtype", None) == "auto":
+        found["method.compute_dtype"] = dtype, where
+    why = triton_kernels.left_out(spec, capability)
+    why = why.partition("is off: ")[2] if why else "the model family and the GPU are supported"
+    for name, value in triton_kernels.decided(spec, capability).items():
+        if value != getattr(spec.optimizations, name):
+            found[f"optimizations.{name}"] = value, why
+    return found
+
+
+def require_published(spec: Experiment, capability: Capability) -> None:
+    """Raise MissingError for a spec whose recipe leaves its kernels to `auto` if this machine turns them off: the
+    recipe's published speed and verdict do not hold without them. A spec that sets the key itself passes."""
+    if why := triton_kernels.left_out(spec, capability):
+        raise MissingError(
+            f"{spec.name}: the recipe is published with {KERNELS} on. {why[0].upper()}{why[1:]}. To run it without "
+            f"the kernels, set {KERNELS}=off"
+        )

@@ -1,0 +1,69 @@
+"""A local checkpoint gets the settings of its family, `auto` settings keep their reason, and kernels are never dropped
+silently in a comparison."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ftbench.errors import MissingError
+from ftbench.spec.experiment import resolve
+from ftbench.spec.load import load
+from ftbench.spec.methods import family
+from ftbench.spec.resolve import require_published
+
+H200, AMPERE = (9, 0), (8, 0)
+KERNELS = "optimizations.triton_kernels"
+
+
+@pytest.fixture
+def local(tmp_path):
+    """A spec that trains a local folder with a Qwen3 config, and the folder."""
+    model = tmp_path / "my-model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}))
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: {path: my-model}\ndataset: sample\n")
+    return path, model
+
+
+def test_local_checkpoint_gets_the_settings_of_its_family(local, tmp_path):
+    path, _ = local
+    known = tmp_path / "known.yaml"
+    known.write_text("model: Qwen/Qwen3-8B\ndataset: sample\n")
+    for recipe in ("fastest", "fastest-fp8", "smallest", "small"):
+        mine, published = (resolve(load(file, [f"recipe={recipe}"]), H200) for file in (path, known))
+        assert family(mine.model) == family(published.model) == "qwen3"
+        assert mine.optimizations == published.optimizations
+        assert mine.train == published.train
+        assert mine.resolved == published.resolved
+
+
+def test_broken_or_missing_config_leaves_the_family_unknown(local):
+    path, model = local
+    (model / "config.json").write_text("{")
+    assert family(load(path).model) is None
+    (model / "config.json").unlink()
+    assert family(load(path).model) is None
+
+
+def test_resolved_settings_carry_value_and_reason(local):
+    path, _ = local
+    found = resolve(load(path, ["recipe=fastest-fp8", "method=lora"]), AMPERE).resolved
+    assert {key: each["value"] for key, each in found.items()} == {
+        "model.dtype": "bfloat16", KERNELS: False, "optimizations.fp8": "tensorwise",
+    }  # fmt: skip
+    assert "9.0" in found[KERNELS]["reason"]
+    assert resolve(load(path, ["model.dtype=float32", "train.precision=fp32"]), AMPERE).resolved == {}
+
+
+def test_recipe_without_its_kernels_is_an_error_unless_switched_off_by_name(local):
+    path, _ = local
+    require_published(load(path, ["recipe=fastest"]), H200)
+    require_published(load(path, ["recipe=fastest", f"{KERNELS}=off"]), AMPERE)
+    require_published(load(path), None)
+    with pytest.raises(MissingError, match=f"set {KERNELS}=off"):
+        require_published(load(path, ["recipe=fastest"]), AMPERE)
+    with pytest.raises(MissingError, match="no layers of x"):
+        require_published(load(path, ["recipe=fastest", "model.path=none", "model.id=x"]), H200)
