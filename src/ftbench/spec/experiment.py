@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,7 +24,7 @@ from ftbench.spec.methods import Lora, Method
 from ftbench.spec.objectives import Objective, Sft
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.refusals import refusals
-from ftbench.spec.resolve import decisions
+from ftbench.spec.resolve import resolve as resolve
 from ftbench.spec.strategies import MOST_GPUS, launch_in_full
 
 
@@ -282,26 +281,3 @@ class Experiment(Part):
         if problems:
             raise ValueError("; ".join(problems))
         return self
-
-
-def resolve(spec: Experiment, capability: tuple[int, int] | None) -> Experiment:
-    """Return the spec with every `auto` that depends on the machine decided; None is a machine without a GPU.
-
-    bfloat16 products need Ampere (8.0) or later to be fast; a CPU multiplies it many times slower than float32 unless
-    it has instructions for it."""
-    changes = decisions(spec, capability)
-    if not changes:
-        return spec
-    sections: dict[str, Part] = {}
-    for key, (value, _) in changes.items():
-        section, name = key.split(".")
-        sections[section] = _with(sections.get(section, getattr(spec, section)), name, value)
-    decided = spec.model_copy(update=sections)
-    made = {key: {"value": value, "reason": reason} for key, (value, reason) in changes.items()}
-    decided.__dict__["_resolved"] = {**spec.resolved, **made}  # like a cached property: equality ignores it
-    return decided
-
-
-@lru_cache(maxsize=1 << 14)  # the cells of a sweep share most of their sections
-def _with(section: Part, key: str, value: object) -> Part:
-    return section.model_copy(update={key: value})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ftbench.errors import MissingError
+from ftbench.spec.base import Part
 from ftbench.spec.optimizations import triton_kernels
 from ftbench.spec.optimizations.declaration import Capability
 
@@ -12,6 +14,26 @@ if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
 KERNELS = "optimizations.triton_kernels"
+
+
+def resolve(spec: Experiment, capability: Capability) -> Experiment:
+    """Return the spec with every `auto` that depends on the machine decided; None is a machine without a GPU."""
+    changes = decisions(spec, capability)
+    if not changes:
+        return spec
+    sections: dict[str, Part] = {}
+    for key, (value, _) in changes.items():
+        section, name = key.split(".")
+        sections[section] = _with(sections.get(section, getattr(spec, section)), name, value)
+    decided = spec.model_copy(update=sections)
+    made = {key: {"value": value, "reason": reason} for key, (value, reason) in changes.items()}
+    decided.__dict__["_resolved"] = {**spec.resolved, **made}  # like a cached property: equality ignores it
+    return decided
+
+
+@lru_cache(maxsize=1 << 14)  # the cells of a sweep share most of their sections
+def _with(section: Part, key: str, value: object) -> Part:
+    return section.model_copy(update={key: value})
 
 
 def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, str]]:
@@ -25,19 +47,19 @@ def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, 
     else:
         where = f"compute capability {'.'.join(map(str, capability))} is {'at least' if half else 'below'} 8.0"
     dtype = "bfloat16" if half else "float32"
-    found: dict[str, tuple[Any, str]] = {}
+    made: dict[str, tuple[Any, str]] = {}
     if spec.model.dtype == "auto":
-        found["model.dtype"] = dtype, where
+        made["model.dtype"] = dtype, where
     if spec.train.precision == "auto":
-        found["train.precision"] = "bf16" if half else "fp32", where
+        made["train.precision"] = "bf16" if half else "fp32", where
     if getattr(spec.method, "compute_dtype", None) == "auto":
-        found["method.compute_dtype"] = dtype, where
+        made["method.compute_dtype"] = dtype, where
     why = triton_kernels.left_out(spec, capability)
     why = why.partition("is off: ")[2] if why else "the model family and the GPU are supported"
     for name, value in triton_kernels.decided(spec, capability).items():
         if value != getattr(spec.optimizations, name):
-            found[f"optimizations.{name}"] = value, why
-    return found
+            made[f"optimizations.{name}"] = value, why
+    return made
 
 
 def require_published(spec: Experiment, capability: Capability) -> None:

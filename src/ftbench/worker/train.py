@@ -57,9 +57,6 @@ def train(run: TrainingRun) -> None:
     loop = assembled(spec, run.directory, model, tokenizer, data, reference, phases.within)
     _attach(run, loop, recorder)
     facts = applied.of_model(loop.model, spec)
-    if spec.optimizations.attention == "auto":
-        chosen = {"value": facts["model"]["attention"], "reason": f"the default of {facts['model']['class']}"}
-        run.facts["resolved"] = {**run.facts.get("resolved", {}), "optimizations.attention": chosen}
     warnings = [*weights_left_out, *data.warnings, *applied.warnings(loop.model, spec, facts)]
     run.write_facts(**facts, **applied.of_trainer(loop, spec), dataset=data.description, warnings=warnings)
     run.require_applied(method.verify(loop.model, spec))

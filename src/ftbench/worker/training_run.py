@@ -51,6 +51,9 @@ class TrainingRun:
     def write_facts(self, **more: Any) -> None:
         """Add to applied.json."""
         self.facts |= more
+        if "model" in more and self.spec.optimizations.attention == "auto":
+            chosen = {"value": more["model"]["attention"], "reason": f"the default of {more['model']['class']}"}
+            self.facts["resolved"] = {**self.facts.get("resolved", {}), "optimizations.attention": chosen}
         write_json(self.directory.applied, self.facts)
 
     def warn(self, *warnings: str) -> None:
