@@ -37,7 +37,7 @@ KEYS = {
 
 def made_run(folder: Path, name: str = "lora-b4-r1", seconds: float = 0.5) -> RunDir:
     """A run of twenty steps, written by the code that writes a real one's files."""
-    run = rundir.claim_at(folder / "study" / name)
+    run = rundir.create_at(folder / "study" / name)
     rundir.write_json(run.spec_json, {"name": "study", "method": {"name": "lora"}, "model": {"id": "tiny/qwen3"},
                                       "train": {"batch_size": 4, "gradient_accumulation_steps": 1}})  # fmt: skip
     rundir.write_json(run.machine, {"gpu": {"name": "NVIDIA H200"}})
@@ -173,7 +173,7 @@ def test_runs_of_the_same_name_from_two_machines_are_both_kept(tmp_path):
 
 
 def test_a_run_still_going_on_is_left_out_and_named(runs, tmp_path):
-    going = rundir.claim_at(runs / "study" / "going-r1")
+    going = rundir.create_at(runs / "study" / "going-r1")
     made = pack.make([runs], tmp_path / "x.tar.zst")
     assert (made.runs, made.left_out) == (2, [str(going.path.resolve())])
     with pytest.raises(SpecError, match="still going on"):

@@ -40,9 +40,9 @@ def pretend(tmp_path):
         described = runner.describe(spec)
         path = tmp_path / runner.experiment(spec) / f"{identity.slug(spec, runner.gpu_name(described))}-r1"
         if path.exists():
-            rundir.supersede(RunDir(path))
+            rundir.archive(RunDir(path))
         order = runner.Order(resolve(spec, runner.capability(described)), b"model: tiny/qwen3\n", ())
-        return runner.carry_out(rundir.claim_at(path), order, described, reader)
+        return runner.carry_out(rundir.create_at(path), order, described, reader)
 
     yield run
     os.close(reader)

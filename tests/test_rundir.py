@@ -17,7 +17,7 @@ from ftbench.core.rows import StepRow, header, to_csv
 from ftbench.errors import MissingError
 from ftbench.store import ceilings, process_identity, rundir, shapes
 from ftbench.store.bundle import pack
-from ftbench.store.rundir import RunDir, claim, find_runs, read_json, read_state, write_json
+from ftbench.store.rundir import RunDir, create, find_runs, read_json, read_state, write_json
 from ftbench.store.steps import StepsWriter, read_steps
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -94,16 +94,16 @@ def test_a_file_that_is_absent_or_cannot_be_read_is_empty(tmp_path, content):
 
 
 def test_a_claim_never_takes_a_directory_that_exists(tmp_path):
-    runs = [claim(tmp_path, "exp", "slug") for _ in range(3)]
+    runs = [create(tmp_path, "exp", "slug") for _ in range(3)]
     assert [run.run_id for run in runs] == ["slug-r1", "slug-r2", "slug-r3"]
     assert runs[0].path.parent == tmp_path / "exp"
 
 
 def test_a_claimed_run_is_running_at_once_and_interrupted_when_its_owner_is_gone(tmp_path):
     program = (
-        "import sys, pathlib; from ftbench.store.rundir import claim; claim(pathlib.Path(sys.argv[1]), 'exp', 'slug')"
+        "import sys, pathlib; from ftbench.store.rundir import create; create(pathlib.Path(sys.argv[1]), 'exp', 'slug')"
     )
-    run = claim(tmp_path, "exp", "slug")
+    run = create(tmp_path, "exp", "slug")
     assert names(run.path) == [".reserve", "state.json"]
     assert read_state(run)["state"] == "running"
     subprocess.run([sys.executable, "-c", program, tmp_path], check=True)
@@ -117,20 +117,20 @@ def test_a_claimed_run_is_running_at_once_and_interrupted_when_its_owner_is_gone
 def test_a_claim_does_not_write_into_what_somebody_else_left(tmp_path):
     (tmp_path / "exp" / "slug-r1").mkdir(parents=True)
     (tmp_path / "exp" / "slug-r2").write_text("a file")
-    assert claim(tmp_path, "exp", "slug").run_id == "slug-r3"
+    assert create(tmp_path, "exp", "slug").run_id == "slug-r3"
     assert names(tmp_path / "exp" / "slug-r1") == []
 
 
 def test_claims_at_the_same_time_get_directories_of_their_own(tmp_path):
     with ThreadPoolExecutor(16) as pool:
-        runs = list(pool.map(lambda _: claim(tmp_path, "exp", "slug"), range(32)))
+        runs = list(pool.map(lambda _: create(tmp_path, "exp", "slug"), range(32)))
     assert len({run.path for run in runs}) == 32
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(MissingError, match="write elsewhere"):
-        claim(tmp_path / "file", "exp", "slug")
+        create(tmp_path / "file", "exp", "slug")
 
 
 def test_the_paths_of_a_run_are_those_of_the_design(tmp_path):
@@ -227,7 +227,7 @@ def test_an_absent_file_has_no_rows(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    return claim(tmp_path, "exp", "slug")
+    return create(tmp_path, "exp", "slug")
 
 
 def owned_by(pid, start, **other):
@@ -318,7 +318,7 @@ def test_a_process_name_with_spaces_and_brackets_is_no_trouble(tmp_path):
 def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path):
     for slug in ("b", "a"):
         for _ in range(2):
-            write_json(claim(tmp_path, "exp", slug).state, {"state": "ok"})
+            write_json(create(tmp_path, "exp", slug).state, {"state": "ok"})
     inner = tmp_path / "exp" / "a-r1" / "adapter"
     inner.mkdir()
     write_json(inner / "state.json", {"state": "ok"})
@@ -369,7 +369,7 @@ def fill(disk):
 
 
 def test_a_full_disk_still_takes_the_last_state(small_disk):
-    run = claim(small_disk, "exp", "slug")
+    run = create(small_disk, "exp", "slug")
     write_json(run.state, rundir.running())
     fill(small_disk)
     write_json(run.state, {"state": "error", "reason": "no space left on the disk"})
@@ -379,7 +379,7 @@ def test_a_full_disk_still_takes_the_last_state(small_disk):
 
 
 def test_a_full_disk_without_reserve_keeps_the_old_state_and_says_so(small_disk):
-    run = claim(small_disk, "exp", "slug")
+    run = create(small_disk, "exp", "slug")
     write_json(run.state, {"state": "ok"})
     run.reserve.unlink()
     fill(small_disk)
@@ -390,7 +390,7 @@ def test_a_full_disk_without_reserve_keeps_the_old_state_and_says_so(small_disk)
 
 
 def test_steps_on_a_full_disk_keep_the_whole_lines_that_fitted(small_disk):
-    run = claim(small_disk, "exp", "slug")
+    run = create(small_disk, "exp", "slug")
     writer = StepsWriter(run.steps)
     writer.append(ROWS)
     fill(small_disk)
@@ -406,7 +406,7 @@ def test_steps_on_a_full_disk_keep_the_whole_lines_that_fitted(small_disk):
 def test_a_claim_on_a_full_disk_is_told(small_disk):
     fill(small_disk)
     with pytest.raises(MissingError, match="no space left on the disk"):
-        claim(small_disk, "exp", "slug")
+        create(small_disk, "exp", "slug")
 
 
 def test_a_disk_that_takes_nothing_is_told_by_the_name_that_was_asked_for(small_disk):

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from ftbench.core.rows import StepRow
-from ftbench.store.rundir import claim, write_json
+from ftbench.store.rundir import create, write_json
 from ftbench.store.steps import StepsWriter
 from ftbench.store.summary import as_dict, summarise
 
@@ -91,7 +91,7 @@ def run(tmp_path):
     """A run directory from hand-made files; a file given as None is left out."""
 
     def build(rows=None, **files):
-        made = claim(tmp_path, "exp", "slug")
+        made = create(tmp_path, "exp", "slug")
         contents = {
             "spec_json": SPEC,
             "applied": APPLIED,
@@ -616,11 +616,11 @@ def test_memory_errors_of_the_gpu_are_named(run, errors, told):
 
 
 def test_a_run_that_was_just_claimed_is_running(tmp_path):
-    assert summarise(claim(tmp_path, "exp", "slug")).state == "running"
+    assert summarise(create(tmp_path, "exp", "slug")).state == "running"
 
 
 def test_a_run_without_files_has_a_summary(tmp_path):
-    claimed = claim(tmp_path, "exp", "slug")
+    claimed = create(tmp_path, "exp", "slug")
     claimed.state.unlink()
     found = summarise(claimed)
     assert (found.name, found.run_id, found.state) == ("exp", "slug-r1", "error")
@@ -662,6 +662,6 @@ ODD = [{"start_s": 0.0}, {"name": 3}, {"name": "load"}, {"name": "x", "start_s":
 
 @pytest.mark.parametrize("phases", [{}, "text", [1], *([phase] for phase in ODD)], ids=str)
 def test_phases_that_no_worker_writes_are_passed_over(tmp_path, phases):
-    run = claim(tmp_path, "exp", "odd")
+    run = create(tmp_path, "exp", "odd")
     write_json(run.phases, {"schema": 1, "phases": phases})
     assert summarise(run).memory_gb["peak_phase"] is None

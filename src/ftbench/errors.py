@@ -1,15 +1,16 @@
-"""Every error a user can meet, with the exit code of the command that ends with it.
+"""Errors meant for the user, each with the exit code of the command that it ends.
 
 FtbenchError            1  a run failed
-├── SpecError           2  the command or the spec is wrong
-├── DataError           2  a data file is wrong: names file and row
+├── SpecError           2  the command line or the spec is wrong
+├── DataError           2  a data file is wrong
 ├── MissingError        3  something is missing on this machine: a package, a model, a GPU, disk space
-└── NotAppliedError     1  something was asked for and a library did not do it
+└── NotAppliedError     1  a library ignored a requested setting
 
-A message is a sentence with a way out; it is printed as it is, without a traceback.
+A message is printed as it is, without a traceback. It gives the fact, the cause and the next command.
 """
 
-import errno
+INTERRUPTED = 130
+BROKEN_PIPE = 141  # the exit code of a tool that SIGPIPE ends: the reader has closed stdout
 
 
 class FtbenchError(Exception):
@@ -19,7 +20,7 @@ class FtbenchError(Exception):
 
 
 class SpecError(FtbenchError):
-    """The command line or the spec is wrong; `problems` holds one sentence for each mistake found."""
+    """The command line or the spec is wrong; `problems` holds one sentence per mistake."""
 
     exit_code = 2
 
@@ -35,26 +36,22 @@ class DataError(FtbenchError):
 
 
 class MissingError(FtbenchError):
-    """This machine lacks what the command needs."""
+    """This machine lacks something that the command needs."""
 
     exit_code = 3
 
 
 class NotAppliedError(FtbenchError):
-    """A library silently ignored what the spec asked for; the message names the object that shows it."""
-
-
-INTERRUPTED = 130
-UNREAD = 141  # whoever was to read stdout has closed it: as of a tool that SIGPIPE ends
+    """A library silently ignored a requested setting; the message names the object that shows it."""
 
 
 def file_problem(error: OSError, what: str = "cannot be read ({})") -> str:
-    """Return in words why a file cannot be opened; `what` takes the system's words."""
-    return "no file can have so long a name" if error.errno == errno.ENAMETOOLONG else what.format(error.strerror)
+    """Return why a file cannot be opened; `what` formats the system's reason."""
+    return what.format(error.strerror)
 
 
 def json_problem(error: ValueError | RecursionError) -> str:
-    """Return in words why a text cannot be read as JSON."""
+    """Return why a text cannot be read as JSON."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
-    return "a number of thousands of digits" if "set_int_max_str_digits" in str(error) else str(error)
+    return "a number with thousands of digits" if "set_int_max_str_digits" in str(error) else str(error)

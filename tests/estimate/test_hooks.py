@@ -43,11 +43,11 @@ def spec(tmp_path: Path) -> Path:
 def test_a_run_warns_once_and_goes_on(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: dict[str, object], told: int
 ) -> None:
-    def claim(*_: object) -> None:
+    def create(*_: object) -> None:
         raise Claimed
 
     monkeypatch.setattr(runner.machine, "gpus", lambda visible, count: [gpu])
-    monkeypatch.setattr(runner.rundir, "claim", claim)
+    monkeypatch.setattr(runner.rundir, "create", create)
     monkeypatch.setattr(runner, "check", lambda *_: None)
     heard: list[str] = []
     with pytest.raises(Claimed):
@@ -147,7 +147,7 @@ def test_a_terminal_is_asked_and_nobody_else(
     ended, _, err = ftbench("run", spec, "--set", "launch.mock=ok", "--out", tmp_path / "out")
     assert ended == code
     assert "ftbench: this will not end well" in err
-    assert ("--yes runs it all the same" in err) == (answer is None)
+    assert ("use --yes to start it anyway" in err) == (answer is None)
     assert (tmp_path / "out").exists() == (code == 0)
 
 

@@ -22,7 +22,7 @@ def made(
     state: str = "ok", reason: str | None = None, model: str = "Qwen/Qwen3-8B", name: str = "study",
 ) -> RunDir:  # fmt: skip
     """The files of one run, written by the code that writes them in a real one."""
-    run = rundir.claim(out, name, f"{method}-b{batch}-{gpu.split()[-1].lower()}")
+    run = rundir.create(out, name, f"{method}-b{batch}-{gpu.split()[-1].lower()}")
     rundir.write_json(run.spec_json, {
         "name": name, "model": {"id": model, "weights": "random"}, "method": {"name": method, "rank": 8},
         "optimizations": {}, "train": {"batch_size": batch, "gradient_accumulation_steps": 1},

@@ -37,7 +37,7 @@ def price_file(folder: Path, text: str) -> Path:
 
 def made_run(folder: Path, name: str, gpu: str | None = "NVIDIA H200", watts: float | None = 500.0) -> RunDir:
     """Twenty steps of half a second with 4 samples and 1,000 real tokens: 8 samples/s, 2,000 tokens/s, 250 J a step."""
-    run = rundir.claim_at(folder / "study" / name)
+    run = rundir.create_at(folder / "study" / name)
     rundir.write_json(run.spec_json, {"name": "study", "method": {"name": "lora"}, "model": {"id": "Qwen/Qwen3-8B"},
                                       "dataset": {"name": "sample"}, "measure": {"warmup": 1},
                                       "train": {"batch_size": 4, "gradient_accumulation_steps": 1}})  # fmt: skip

@@ -154,7 +154,7 @@ def test_a_file_to_extend_that_is_not_there_is_named(problems):
 
 def test_a_base_whose_name_no_file_can_have_is_told_with_the_file_that_names_it(problems):
     name = "x" * 300 + ".yaml"
-    assert problems(f"{MODEL}extends: {name}\n") == [f"spec.yaml:2: {name}: no file can have so long a name"]
+    assert problems(f"{MODEL}extends: {name}\n") == [f"spec.yaml:2: {name}: cannot be read (File name too long)"]
     (told,) = problems(f"{MODEL}recipe: {name}\n")
     assert told.startswith("spec.yaml:2: recipe: 'xxx")
 

@@ -18,7 +18,7 @@ from ftbench.spec.load import load
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.refusals import refusals
 from ftbench.store import rundir
-from ftbench.store.rundir import claim_at, write_json
+from ftbench.store.rundir import create_at, write_json
 from ftbench.store.steps import StepsWriter
 from ftbench.sweep import ablate
 from ftbench.sweep.output.ablation import AblationTables
@@ -52,7 +52,7 @@ def on(each):
 def leave(each, loss=lambda step: 2.0, state="ok", step_s=STEP_S, norm=1.0, others=0.0):
     """The directory of a run whose speed and peak follow from what is on; repeats differ by a thousandth. `others` is
     the share of the host that other processes took."""
-    run = claim_at(each.run.path)
+    run = create_at(each.run.path)
     write_json(run.spec_json, each.spec.model_dump(mode="json"))
     write_json(run.machine, {"gpu": GPU})
     order = "packed" if each.spec.optimizations.packing else "as they come"
@@ -379,7 +379,7 @@ def test_an_optimization_that_crashes_does_not_stop_the_rest(tmp_path):
     [
         (["--only", "complie"], "did you mean compile?"),
         (["--only", ""], "--only : is no optimization"),
-        (["--objective", "cheap"], "'cheap' is no objective; allowed: speed, memory"),
+        (["--goal", "cheap"], "'cheap' is no goal; allowed: speed, memory"),
         (["--repeats", "0"], "--repeats"),
         (["--steps", "0"], "--steps"),
         (["--steps", "many"], "--steps"),

@@ -50,7 +50,7 @@ def train_all(plan: ParityPlan, spoil=None) -> ParityPlan:
     from ftbench.worker.training_run import TrainingRun
 
     while (job := plan.next(lambda job: True)) is not None:
-        directory = rundir.claim_at(job.run.path)
+        directory = rundir.create_at(job.run.path)
         rundir.write_json(directory.spec_json, job.spec.model_dump(mode="json"))
         rundir.write_json(directory.machine, {})
         phases = Phases(directory, "import")
@@ -139,7 +139,7 @@ def test_a_plan_goes_on_where_it_stopped_and_says_what_is_left(tmp_path, cache):
     order = [job.values["recipe"] for job in plan.standings]
     assert order == ["plain", "recipe", *(f"control: {name.replace('_', ' ')}" for name in CONTROLS)]
     first = plan.next(lambda job: True)
-    rundir.claim_at(first.run.path)
+    rundir.create_at(first.run.path)
     rundir.write_json(first.run.state, {"state": "ok"})
     again = plan_of(tmp_path, recipe(**CHECKPOINTING), seeds=1)
     assert [job.values["recipe"] for job in again.pending()] == order[1:]
@@ -158,7 +158,7 @@ def test_a_control_waits_for_every_seed_of_the_reference(tmp_path):
     plan = plan_of(tmp_path, recipe(**CHECKPOINTING), seeds=2)
     for job in plan.standings:
         if job.values["seed"] == 1:
-            rundir.claim_at(job.run.path)
+            rundir.create_at(job.run.path)
             rundir.write_json(job.run.state, {"state": "ok"})
             plan.ended(job)
     assert {found.verdict for found in plan.controls()} == {PENDING}
@@ -168,7 +168,7 @@ def test_a_run_that_failed_and_a_recipe_that_cannot_run_are_no_pass(tmp_path):
     refused = Contender("fp8", spec_of(), (), "needs a GPU")
     plan = plan_of(tmp_path, recipe(**CHECKPOINTING), refused, seeds=1)
     for job in plan.standings:
-        rundir.claim_at(job.run.path)
+        rundir.create_at(job.run.path)
         state = "oom" if job.values["recipe"] == "recipe" else "ok"
         rundir.write_json(
             job.run.state, {"state": state, "reason": "out of memory"} if state == "oom" else {"state": state}

@@ -10,7 +10,7 @@ from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.spec.sweep import cells
 from ftbench.store import rundir
-from ftbench.store.rundir import claim_at, write_json
+from ftbench.store.rundir import create_at, write_json
 from ftbench.store.steps import StepsWriter
 from ftbench.sweep.jobs import Standing
 from ftbench.sweep.output import view
@@ -63,8 +63,8 @@ def names(found):
 def leave(each, state="ok", gpu=GPU, samples=200, peak_gb=None, **more):
     """The directory of a run that ended so."""
     if each.run.path.exists():
-        rundir.supersede(each.run)
-    run = claim_at(each.run.path)
+        rundir.archive(each.run)
+    run = create_at(each.run.path)
     write_json(run.spec_json, each.spec.model_dump(mode="json"))
     write_json(run.machine, {"gpu": gpu})
     write_json(run.applied, {"dataset": {"samples": samples}} if samples else {})
@@ -186,8 +186,8 @@ def test_what_was_cut_short_is_run_again(jobs, options):
     interrupted, killed, unreadable, ownerless, done = found = jobs("", "train.batch_size=1,2,4,8,16")
     leave(interrupted, "interrupted")
     leave(killed, "running", owner={"pid": 1, "boot": "another boot"})
-    claim_at(unreadable.run.path).state.write_text("{")
-    claim_at(ownerless.run.path).state.write_text('{"state": "running", "owner": null}')
+    create_at(unreadable.run.path).state.write_text("{")
+    create_at(ownerless.run.path).state.write_text('{"state": "running", "owner": null}')
     leave(done)
     assert drain(Grid(found, {}, options)) == [interrupted, killed, unreadable, ownerless]
 
@@ -394,7 +394,7 @@ def test_a_search_goes_on_after_any_of_its_trials(search, tmp_path):
     whole = drain(first, outcome)
     for cut in range(len(whole)):
         for each in whole[cut:]:
-            rundir.supersede(each.run)
+            rundir.archive(each.run)
         again = search()
         assert drain(again, outcome) == whole[cut:]
         assert edges(again) == {"lora": (21, 22, "")}

@@ -315,7 +315,7 @@ def test_of_two_nodes_with_one_run_the_first_has_it(submission, capsys):
     assert slurm_task.main(submission, 0) == 0
     (run,) = folder.runs()
     content = folder.content()
-    late = rundir.claim_at(submission / "0-late" / "run-r1")
+    late = rundir.create_at(submission / "0-late" / "run-r1")
     late.steps.write_bytes(run.steps.read_bytes())
     rundir.write_json(late.state, {"state": "ok"})
     assert slurm_task._put(slurm_task.remote.finished(late), run) == 1

@@ -9,7 +9,7 @@ import pytest
 from ftbench.core.rows import StepRow
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
-from ftbench.store.rundir import claim_at, write_json
+from ftbench.store.rundir import create_at, write_json
 from ftbench.store.steps import StepsWriter
 from ftbench.sweep.jobs import job
 from ftbench.sweep.output.table import Tables
@@ -29,7 +29,7 @@ def table(tmp_path, monkeypatch):
         for batch, others in ((1, share), (2, 0.0)):
             spec = resolve(Experiment.model_validate(values | {"train": {"batch_size": batch}}), None)
             jobs.append(job(spec, (), {"train.batch_size": batch}, 1, options.folder, options.gpu))
-            run = claim_at(jobs[-1].run.path)
+            run = create_at(jobs[-1].run.path)
             write_json(run.spec_json, spec.model_dump(mode="json"))
             write_json(run.machine, {"gpus": [{"name": "a GPU"}]})
             writer = StepsWriter(run.steps)

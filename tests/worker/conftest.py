@@ -39,7 +39,7 @@ def spec_of(**changes: Any) -> Experiment:
 def train_in(folder: Path, **changes: Any) -> RunDir:
     """Trains the tiny spec with changes in this process, below `folder`; its directory."""
     spec = spec_of(**changes)
-    directory = rundir.claim(folder, "tests", spec.method.name)
+    directory = rundir.create(folder, "tests", spec.method.name)
     rundir.write_json(directory.spec_json, spec.model_dump(mode="json"))
     rundir.write_json(directory.state, rundir.running() | {"state": "ok"})
     phases = Phases(directory, "import")

@@ -254,7 +254,7 @@ def test_its_own_best_is_the_plain_recipe_with_what_is_switched_on(name, method)
 @pytest.mark.parametrize(("framework", "handed_over", "acquired"), [("trl", False, 1), ("llamafactory", False, 0),
                                                                     ("llamafactory", True, 1)])  # fmt: skip
 def test_the_gpu_is_taken_by_the_interpreter_that_trains(tmp_path, monkeypatch, framework, handed_over, acquired):
-    directory = rundir.claim(tmp_path, "tests", "turns")
+    directory = rundir.create(tmp_path, "tests", "turns")
     launch = {"launch": LLAMA} if framework != "trl" else {}
     rundir.write_json(directory.spec_json, spec_of(**launch).model_dump(mode="json"))
     rundir.write_json(directory.machine, {"gpus": []})
@@ -291,7 +291,7 @@ def framework_run(tmp_path, monkeypatch):
     def train(given=None, pick=list, launch=None, behave=None):
         method, launched = {"rank": 8, "targets": ["q_proj"]}, LLAMA | (launch or {})
         spec = spec_of(method=method, train={"max_steps": 3, "batch_size": 2}, launch=launched)
-        directory = rundir.claim(tmp_path, "tests", "framework")
+        directory = rundir.create(tmp_path, "tests", "framework")
         rundir.write_json(directory.machine, {"gpus": []})
         rundir.write_json(directory.framework, {})
         hand_over.write_rows(directory.path / frameworks.DATA, rows([4, 6, 5, 7, 4, 8, 6, 5]))

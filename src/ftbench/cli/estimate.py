@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Config, Json, Prices, Sets, Spec, Store, Wide, app, deliver, emit
+from ftbench.cli.shared import Config, Json, Prices, Sets, Spec, Store, Wide, app, emit, write_result
 from ftbench.errors import SpecError
 
 
@@ -78,7 +78,7 @@ def recommend(
     deadline: Annotated[str | None, typer.Option(help="done within this time", metavar="8h")] = None,
     max_cost: Annotated[float | None, typer.Option(help="for at most this much money, by --prices")] = None,
     prices: Prices = None,
-    objective: Annotated[str, typer.Option(help="what is best: speed, cost, energy or memory")] = "speed",
+    goal: Annotated[str, typer.Option(help="what is best: speed, cost, energy or memory")] = "speed",
     method: Annotated[str | None, typer.Option(help="lora,full: to choose from, if not the spec's kind")] = None,
     effective_batch: Annotated[
         str | None,
@@ -95,10 +95,10 @@ def recommend(
     from ftbench.estimate.recommend import text as view
 
     answer = command.run(command.RecommendRequest(
-        spec, sets or [], gpu, gpus, samples, deadline, max_cost, prices, objective, method, effective_batch, store,
+        spec, sets or [], gpu, gpus, samples, deadline, max_cost, prices, goal, method, effective_batch, store,
         output, config,
     ))  # fmt: skip
     emit(view.as_json(answer) if as_json else view.as_text(answer, output), end="")
     if output is not None and answer.options:
-        deliver(view.as_yaml(answer), output)
+        write_result(view.as_yaml(answer), output)
     raise typer.Exit(0 if answer.options else 1)

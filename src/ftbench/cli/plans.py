@@ -1,72 +1,120 @@
-"""`ftbench sweep`, `ftbench ablate` and `ftbench parity`: many runs of a plan, which go on where they stopped."""
+"""`ftbench sweep`, `ftbench ablate` and `ftbench parity`: run a plan of many runs, which resumes where it stopped."""
+
+from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ftbench.cli.shared import PlanOptions, Spec, emit, plan_command, run_plan, tell, uncollected
+from ftbench.cli.shared import (
+    ADVANCED,
+    CLUSTER,
+    DryRun,
+    Force,
+    Json,
+    LogEvery,
+    Out,
+    PlanPrices,
+    RetryFailed,
+    Sets,
+    Spec,
+    TimeBudget,
+    Wide,
+    app,
+    emit,
+    log,
+)  # fmt: skip
 from ftbench.errors import SpecError
 
+if TYPE_CHECKING:
+    from ftbench.sweep.command import Ready
+    from ftbench.sweep.output.table import Tables
 
-@plan_command
+TrialSteps = Annotated[
+    int | None,
+    typer.Option(min=3, max=1000, help="with --until-oom: steps per trial (7)", rich_help_panel=ADVANCED),
+]
+EffectiveBatch = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=65_536, help="with --until-oom: samples per step, kept by accumulation", rich_help_panel=ADVANCED
+    ),
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(help="GPU ids; runs one single-GPU run on each", metavar="0,1", rich_help_panel=CLUSTER),
+]
+On = Annotated[
+    str | None,
+    typer.Option(
+        help="a cluster: slurm (with slurm.yaml), ray or ray://host:port", metavar="slurm", rich_help_panel=CLUSTER
+    ),
+]
+
+
+@app.command()
 def sweep(
-    spec: Annotated[Path | None, typer.Argument(help="YAML file, with its `sweep:` section or with axes below")] = None,
+    spec: Annotated[Path | None, typer.Argument(help="YAML file with a `sweep:` section, or with axes below")] = None,
+    sets: Sets = None,
     axis: Annotated[list[str] | None, typer.Option(help="a key and its values", metavar="KEY=V,V")] = None,
+    out: Out = Path("results"),
+    time_budget: TimeBudget = None,
+    dry_run: DryRun = False,
     batch_size: Annotated[str | None, typer.Option(help="the axis train.batch_size", metavar="1,2,4")] = None,
     method: Annotated[str | None, typer.Option(help="the axis method", metavar="lora,qlora")] = None,
-    repeats: Annotated[int | None, typer.Option(help="runs of each cell, interleaved: measure.repeats")] = None,
+    repeats: Annotated[int | None, typer.Option(help="interleaved runs per cell: measure.repeats")] = None,
     until_oom: Annotated[bool, typer.Option("--until-oom", help="find the largest batch that fits")] = False,
-    trial_steps: Annotated[
-        int | None, typer.Option(min=3, max=1000, help="--until-oom: optimizer steps of each trial (7)")
-    ] = None,
-    effective_batch: Annotated[
-        int | None, typer.Option(min=1, max=65_536, help="--until-oom: samples a step, held by accumulation")
-    ] = None,
-    gpus: Annotated[
-        str | None, typer.Option(help="several single-GPU runs at once, one on each of these", metavar="0,1")
-    ] = None,
-    on: Annotated[
-        str | None, typer.Option(help="a cluster: slurm (with slurm.yaml), ray, or ray://host:port", metavar="slurm")
-    ] = None,
-    status: Annotated[Path | None, typer.Option(help="where the sweep in this folder stands", metavar="DIR")] = None,
-    *,
-    options: PlanOptions,
+    status: Annotated[Path | None, typer.Option(help="show the progress of a sweep", metavar="DIR")] = None,
+    gpus: Gpus = None,
+    on: On = None,
+    retry_failed: RetryFailed = False,
+    force: Force = False,
+    trial_steps: TrialSteps = None,
+    effective_batch: EffectiveBatch = None,
+    prices: PlanPrices = None,
+    log_every: LogEvery = "60s",
+    as_json: Json = False,
+    wide: Wide = False,
 ) -> None:
-    """Run every cell of a grid, each in a process of its own. It goes on where it stopped."""
-    if status is not None:
-        if spec is not None:
-            raise SpecError(f"sweep: --status shows a sweep and runs nothing: leave {spec} out")
-        from ftbench.sweep.output import status as view
-
-        board = view.status(status)
-        emit(board if options.as_json else view.as_text(board))
-        return
-    if spec is None:
-        raise SpecError("sweep: name a spec file, or ask for a running sweep with --status DIR")
+    """Run every cell of a grid, each in a separate process. A sweep resumes where it stopped."""
     from ftbench.sweep import command
 
-    shared = options.request()
-    shared["sets"] += [f"measure.repeats={repeats}"] if repeats is not None else []
+    if status is not None or spec is None:
+        _show_status(status, spec, as_json)
+        return
+    _check_prices(prices, dry_run, as_json)
     request = command.SweepRequest(
-        spec, axes=_axes({"method": method, "train.batch_size": batch_size}, axis or []), until_oom=until_oom,
-        trial_steps=trial_steps, effective_batch=effective_batch, gpus=_gpus(gpus), on=on, **shared,
+        spec, sets=[*(sets or []), *([f"measure.repeats={repeats}"] if repeats is not None else [])], out=out,
+        axes=_axes({"method": method, "train.batch_size": batch_size}, axis or []), time_budget=time_budget,
+        retry_failed=retry_failed, force=force, until_oom=until_oom, trial_steps=trial_steps,
+        effective_batch=effective_batch, gpus=_gpus(gpus), on=on,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
-        with uncollected():
-            ready = command.prepare(request, stack, lambda text: tell(f"ftbench: note: {text}"))
-        code, _ = run_plan(ready, options)
+        ready = command.prepare(request, stack, lambda text: log(f"ftbench: note: {text}"))
+        code, _ = _run_plan(ready, dry_run, prices, log_every, as_json)
     raise typer.Exit(code)
 
 
+def _show_status(folder: Path | None, spec: Path | None, as_json: bool) -> None:
+    from ftbench.sweep.output import status as view
+
+    if folder is None:
+        raise SpecError("sweep: name a spec file, or use --status DIR to show a running sweep")
+    if spec is not None:
+        raise SpecError(f"sweep: --status shows a sweep and runs nothing; leave {spec} out")
+    board = view.status(folder)
+    emit(board if as_json else view.as_text(board))
+
+
 def _axes(options: dict[str, str | None], axes: list[str]) -> list[str]:
-    """Return the axes of the command line, those with an option of their own first. Raise SpecError for a key that is
-    named twice: one of the two would be dropped."""
+    """Return the axes of the command line, options first. Raise SpecError if a key appears twice."""
     every = [*(f"{key}={values}" for key, values in options.items() if values is not None), *axes]
     keys = [text.partition("=")[0].strip() for text in every]
-    if twice := [key for key in keys if keys.count(key) > 1]:
-        raise SpecError(f"--axis {twice[0]}: stands on the command line twice; give all its values at once")
+    if repeated := [key for key in keys if keys.count(key) > 1]:
+        raise SpecError(f"--axis {repeated[0]}: is given twice; give all its values at once")
     return every
 
 
@@ -81,52 +129,95 @@ def _gpus(text: str | None) -> list[str]:
     return gpus
 
 
-@plan_command
+def _check_prices(prices: Path | None, dry_run: bool, as_json: bool) -> None:
+    if prices is not None and (as_json or not dry_run):
+        raise SpecError("--prices: needs --dry-run, without --json; it prints the cost of the plan")
+
+
+def _run_plan(ready: Ready, dry_run: bool, prices: Path | None, log_every: str, as_json: bool) -> tuple[int, Tables]:
+    """Run a plan and print its tables. Return the exit code and the tables. With `dry_run`, list the runs and exit."""
+    from ftbench.core.units import parse_seconds
+    from ftbench.sweep import command
+    from ftbench.sweep import dry_run as planned
+
+    if dry_run:
+        lines = planned.dry_run(ready)
+        emit([dataclasses.asdict(line) for line in lines] if as_json else planned.as_text(lines, ready, prices))
+        raise typer.Exit
+    code, tables = command.run(ready, parse_seconds(log_every))
+    emit(tables.document() if as_json else tables.terminal(), end="\n" * as_json)
+    return code, tables
+
+
+def _plan(
+    sets: list[str] | None, out: Path, time_budget: str | None, retry_failed: bool, force: bool
+) -> dict[str, Any]:
+    """Return the options that the requests of `ablate` and `parity` share."""
+    return {"sets": sets or [], "out": out, "time_budget": time_budget, "retry_failed": retry_failed, "force": force}
+
+
+@app.command()
 def ablate(
     spec: Spec,
-    steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps of each run: train.max_steps")] = None,
-    repeats: Annotated[int, typer.Option(min=1, max=100, help="runs of each variant, interleaved")] = 3,
-    only: Annotated[str | None, typer.Option(help="these optimizations or variants alone", metavar="A,B")] = None,
-    objective: Annotated[str, typer.Option(help="what the best combination is best for: speed or memory")] = "speed",
+    sets: Sets = None,
+    only: Annotated[str | None, typer.Option(help="only these optimizations or variants", metavar="A,B")] = None,
+    goal: Annotated[str, typer.Option(help="the best combination has the best speed or memory")] = "speed",
+    out: Out = Path("results"),
+    time_budget: TimeBudget = None,
+    dry_run: DryRun = False,
+    steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps per run: train.max_steps")] = None,
+    repeats: Annotated[int, typer.Option(min=1, max=100, help="interleaved runs per variant")] = 3,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="write the best combination as a spec")] = None,
-    *,
-    options: PlanOptions,
+    retry_failed: RetryFailed = False,
+    force: Force = False,
+    prices: PlanPrices = None,
+    log_every: LogEvery = "60s",
+    as_json: Json = False,
+    wide: Wide = False,
 ) -> None:
-    """Measure what each optimization brings, alone and together. Plain runs first, then each, then what helped."""
+    """Measure the gain of each optimization, separately and combined. Plain runs first, then each, then the best."""
     from ftbench.sweep import ablate as command
 
+    _check_prices(prices, dry_run, as_json)
     request = command.AblationRequest(
-        spec, steps=steps, repeats=repeats, only=_names(only), objective=objective, **options.request()
-    )
+        spec, steps=steps, repeats=repeats, only=_names(only), objective=goal,
+        **_plan(sets, out, time_budget, retry_failed, force),
+    )  # fmt: skip
     if output is not None:
         command.check_output(request, output)
-    code, tables = run_plan(command.prepare(request), options)
+    code, tables = _run_plan(command.prepare(request), dry_run, prices, log_every, as_json)
     if output is not None:
         command.write_best(request, tables, output)
     raise typer.Exit(code)
 
 
-@plan_command
+@app.command()
 def parity(
     spec: Spec,
+    sets: Sets = None,
+    recipe: Annotated[str | None, typer.Option(help="recipes to judge (the spec itself)", metavar="A,B")] = None,
     against: Annotated[str, typer.Option(help="the reference: a recipe, or a file with one")] = "plain",
-    recipe: Annotated[
-        str | None, typer.Option(help="recipes to judge; the spec as it is if empty", metavar="A,B")
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=20, help="seeds of each recipe")] = 3,
-    steps: Annotated[int | None, typer.Option(min=6, help="optimizer steps of each run: train.max_steps")] = None,
+    out: Out = Path("results"),
+    time_budget: TimeBudget = None,
+    dry_run: DryRun = False,
+    seeds: Annotated[int, typer.Option(min=1, max=20, help="seeds per recipe")] = 3,
+    steps: Annotated[int | None, typer.Option(min=6, help="optimizer steps per run: train.max_steps")] = None,
     gradients: Annotated[int, typer.Option(min=0, max=20, help="first steps whose gradients are compared")] = 3,
-    parallel: Annotated[int, typer.Option(min=1, max=8, help="runs side by side on the GPU: speed is nobody's")] = 1,
-    *,
-    options: PlanOptions,
+    parallel: Annotated[int, typer.Option(min=1, max=8, help="concurrent runs on the GPU; speeds are not valid")] = 1,
+    retry_failed: RetryFailed = False,
+    force: Force = False,
+    prices: PlanPrices = None,
+    log_every: LogEvery = "60s",
+    as_json: Json = False,
+    wide: Wide = False,
 ) -> None:
-    """Say whether recipes learn the same, over several seeds. A reference trains beside them, and controls that must
-    fail."""
+    """Judge whether recipes learn the same, over several seeds. Trains a reference, and controls that must fail."""
     from ftbench.sweep import parity as command
 
+    _check_prices(prices, dry_run, as_json)
     request = command.ParityRequest(
         spec=spec, against=against, recipes=_names(recipe), seeds=seeds, steps=steps, gradients=gradients,
-        parallel=parallel, **options.request(),
+        parallel=parallel, **_plan(sets, out, time_budget, retry_failed, force),
     )  # fmt: skip
-    code, _ = run_plan(command.prepare(request), options)
+    code, _ = _run_plan(command.prepare(request), dry_run, prices, log_every, as_json)
     raise typer.Exit(code)

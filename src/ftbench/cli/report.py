@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Json, Prices, Runs, Wide, app, deliver, emit, uncollected
+from ftbench.cli.shared import Json, Prices, Runs, Wide, app, emit, write_result
 
 
 @app.command()
@@ -44,9 +44,8 @@ def report(
         hours, against, fail_above, prices, where or [], sort,
         [name.strip() for name in columns.split(",")] if columns is not None else [],
     )  # fmt: skip
-    with uncollected():
-        answer = command.report(request)
-    deliver(answer.text, output)
+    answer = command.report(request)
+    write_result(answer.text, output)
     raise typer.Exit(1 if answer.regressed else 0)
 
 

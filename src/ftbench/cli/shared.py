@@ -1,53 +1,49 @@
-"""What the commands share: the application, options that several take, and where results and progress go."""
+"""Code shared by the commands: the application, common options, and output to stdout and stderr."""
 
 from __future__ import annotations
 
-import dataclasses
-import gc
-import inspect
 import json
+import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ftbench.core.redact import clean, secretless
 from ftbench.core.table import printable
 from ftbench.core.units import some
-from ftbench.errors import MissingError, SpecError
+from ftbench.errors import BROKEN_PIPE, MissingError, SpecError
 
 if TYPE_CHECKING:
     from ftbench.launch.follow import Follower
-    from ftbench.launch.runner import FinishedRun
-    from ftbench.spec.experiment import Experiment
-    from ftbench.sweep.command import Ready
-    from ftbench.sweep.output.table import Tables
 
-_HALF = 1000  # characters of either end of a line on stderr
+_MAX_LINE = 2000  # characters of a line on stderr; a longer one repeats a long input
+# Former names of options, by command. They still work, with a notice on stderr.
+RENAMED_OPTIONS = {
+    "recommend": {"--objective": "--goal"},
+    "ablate": {"--objective": "--goal"},
+}  # fmt: skip
+OUTPUT, INPUT, CLUSTER, ADVANCED = "Output", "Input", "Several GPUs", "Advanced"  # groups of options in --help
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Measures what fine-tuning a language model costs on this machine: time, memory, energy, step by step.",
+    rich_markup_mode="rich",
+    help="Measure what fine-tuning a language model costs on this machine: time, memory, energy, step by step.",
 )
 
 
-def _in_full(wanted: bool) -> bool:
+def _set_width(wide: bool) -> bool:
     from ftbench.core.table import show_in_full
 
-    show_in_full(wanted)
-    return wanted
+    show_in_full(wide)
+    return wide
 
 
-def _interval(text: str) -> str:
+def _check_interval(text: str) -> str:
     from ftbench.core.units import parse_seconds
 
     if text != "off" and parse_seconds(text) is None:
@@ -55,66 +51,64 @@ def _interval(text: str) -> str:
     return text
 
 
-Spec = Annotated[Path, typer.Argument(help="YAML file that says what to train and how")]
+Spec = Annotated[Path, typer.Argument(help="YAML file that describes the training")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="change a key: train.batch_size=8", metavar="KEY=VALUE")]
-Runs = Annotated[list[Path], typer.Argument(help="run directories, or folders that hold some")]
-Out = Annotated[Path, typer.Option("--out", help="where runs are kept")]
-Prices = Annotated[Path | None, typer.Option(help="what GPUs cost: also energy and money", metavar="FILE")]
-Config = Annotated[Path | None, typer.Option(help="config.json of a model that is not known")]
-Store = Annotated[Path, typer.Option(help="runs and probes to learn from")]
-Wide = Annotated[
-    bool, typer.Option("--wide", help="tables in full, whatever the terminal's width", callback=_in_full, is_eager=True)
+Runs = Annotated[list[Path], typer.Argument(help="run directories, folders with runs, or bundles")]
+Out = Annotated[Path, typer.Option("--out", help="folder of the results")]
+Prices = Annotated[
+    Path | None, typer.Option(help="prices of GPUs: adds energy and money", metavar="FILE", rich_help_panel=INPUT)
 ]
+Config = Annotated[Path | None, typer.Option(help="config.json of a model not in the table", rich_help_panel=INPUT)]
+Store = Annotated[Path, typer.Option(help="folder with runs and probes to learn from", rich_help_panel=INPUT)]
+Wide = Annotated[
+    bool,
+    typer.Option(
+        "--wide", help="print all columns, whatever the terminal's width", callback=_set_width, is_eager=True,
+        rich_help_panel=OUTPUT,
+    ),
+]  # fmt: skip
 LogEvery = Annotated[
     str,
-    typer.Option(help="off a terminal: a line on how it goes this often, or off", metavar="60s", callback=_interval),
+    typer.Option(
+        help="interval of progress lines without a terminal, or off", metavar="60s", callback=_check_interval,
+        rich_help_panel=OUTPUT,
+    ),
+]  # fmt: skip
+Yes = Annotated[
+    bool, typer.Option("--yes", help="start without asking, even if the run is likely to fail", rich_help_panel=OUTPUT)
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="also what will not end well on this machine")]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document", rich_help_panel=OUTPUT)]
+# Of every command that runs a plan.
+TimeBudget = Annotated[
+    str | None, typer.Option("--time-budget", help="start no run that would end later than this", metavar="8h")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="list the runs, their commands and durations; run nothing")]
+RetryFailed = Annotated[
+    bool, typer.Option("--retry-failed", help="repeat runs that failed or timed out", rich_help_panel=ADVANCED)
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="repeat all runs and archive the earlier ones", rich_help_panel=ADVANCED)
+]
+PlanPrices = Annotated[
+    Path | None, typer.Option(help="with --dry-run: prices of GPUs", metavar="FILE", rich_help_panel=INPUT)
+]
 
 
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """The options of every command that runs a plan."""
-
-    sets: Sets = None
-    out: Out = Path("results")
-    time_budget: Annotated[
-        str | None, typer.Option("--time-budget", help="start nothing that would end later", metavar="8h")
-    ] = None
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed or timed out")] = False
-    force: Annotated[bool, typer.Option("--force", help="run everything again; earlier runs are set aside")] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the runs, their commands, what all take")] = False
-    prices: Annotated[Path | None, typer.Option(help="--dry-run: what GPUs cost", metavar="FILE")] = None
-    log_every: LogEvery = "60s"
-    as_json: Json = False
-    wide: Wide = False
-
-    def request(self) -> dict[str, Any]:
-        """Return what is part of each request for a plan. Raise SpecError for prices of which nothing would be said."""
-        if self.prices is not None and (self.as_json or not self.dry_run):
-            raise SpecError("--prices: says what a plan costs: give it with --dry-run, and without --json")
-        return {"sets": [*(self.sets or [])], "out": self.out, "time_budget": self.time_budget,
-                "retry_failed": self.retry_failed, "force": self.force}  # fmt: skip
+def current_options(arguments: list[str]) -> list[str]:
+    """Return the arguments with renamed options under their current names. Print a notice for each."""
+    renamed = RENAMED_OPTIONS.get(arguments[0], {}) if arguments else {}
+    current = []
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if option in renamed:
+            log(f"ftbench: note: {option} is now called {renamed[option]}")
+            argument = f"{renamed[option]}{equals}{value}"
+        current.append(argument)
+    return current
 
 
-def plan_command(function: Callable[..., None]) -> None:
-    """Register a command that has, after its own options, those of `PlanOptions`: it gets them as `options`."""
-    own = list(inspect.signature(function, eval_str=True).parameters.values())[:-1]
-    shared = list(inspect.signature(PlanOptions, eval_str=True).parameters.values())
-
-    @wraps(function)
-    def command(**given: Any) -> None:
-        options = PlanOptions(**{each.name: given.pop(each.name) for each in shared})
-        function(**given, options=options)
-
-    command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in (*own, *shared)}
-    app.command()(command)
-
-
-def deliver(text: str, output: Path | None) -> None:
-    """Print a result, or write it to the file that was named."""
+def write_result(text: str, output: Path | None) -> None:
+    """Print a result, or write it to the file `output`."""
     if output is None:
         emit(text, end="")
     else:
@@ -124,116 +118,48 @@ def deliver(text: str, output: Path | None) -> None:
 
 
 def emit(result: object, end: str = "\n") -> None:
-    """Print a result on stdout, a document as JSON, without characters that would move the cursor or change colours."""
+    """Print a result on stdout: text as it is, anything else as JSON. Secrets and control characters are removed.
+
+    Raises:
+        typer.Exit: The reader has closed stdout.
+        MissingError: stdout cannot be written, e.g. because the disk is full.
+    """
     text = secretless(result) if isinstance(result, str) else json.dumps(clean(result), ensure_ascii=False)
-    print(printable(text), end=end)
+    try:
+        print(printable(text), end=end, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again when it exits
+        if isinstance(error, BrokenPipeError):
+            raise typer.Exit(BROKEN_PIPE) from None
+        raise MissingError(f"stdout: {error.strerror}: the result is incomplete") from None
 
 
-def guard(stream: TextIO) -> None:
-    """Let text leave by a standard stream without secrets only, whoever writes it."""
-    write = stream.write
-    stream.write = lambda text: write(secretless(text))  # type: ignore[method-assign]
-
-
-def tell(text: str) -> None:
-    """Print a line of the story on stderr, without the middle of one that repeats a long input."""
+def log(text: str) -> None:
+    """Print a line on stderr without secrets and control characters. Cut the middle of a very long line."""
     line = printable(secretless(text))
-    if (more := len(line) - 2 * _HALF) > 0:
-        line = f"{line[:_HALF]}… ({some(more, 'character')} more) …{line[-_HALF:]}"
+    if (more := len(line) - _MAX_LINE) > 0:
+        line = f"{line[: _MAX_LINE // 2]}… ({some(more, 'character')} more) …{line[-_MAX_LINE // 2 :]}"
     print(line, file=sys.stderr)
 
 
-def train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) -> FinishedRun:
-    """Train a spec once and show on stderr how it goes. What will not end well on this machine is trained with `yes`,
-    or where somebody at a terminal says so."""
-    from ftbench.core.units import parse_seconds
-    from ftbench.estimate import preflight
-    from ftbench.launch import nodes, runner
-    from ftbench.spec.load import load
-    from ftbench.spec.optimizations import triton_kernels
-    from ftbench.spec.sweep import has_axes
-
-    if has_axes(spec, sets):
-        tell(
-            f"ftbench: note: {spec} has a section `sweep:`, of which `run` knows nothing: this trains the spec without "
-            f"it; `ftbench sweep {spec}` runs every cell"
-        )
-
-    def on_checked(resolved: Experiment, described: dict[str, Any]) -> None:
-        if word := triton_kernels.left_out(load(spec, sets), runner.capability(described)):
-            tell(f"ftbench: note: {word}")
-        preflight.announce(resolved, described, out, lambda doubt: confirm(doubt, yes), tell)
-        if resolved.launch.nodes > 1:
-            nodes.number(resolved)  # raises before it is said that others are waited for
-            tell(f"waiting for the other machines of the run, {nodes.MEETING_S / 60:.0f} minutes at most")
-
-    line = ProgressLine(parse_seconds(log_every))
-    result = runner.run(spec, sets, out, lambda run: tell(f"run {run.path}"), line.show, on_checked)
-    line.clear()
-    return result
-
-
-def confirm(doubt: str, yes: bool) -> None:
-    """Say why a run will not end well, and ask somebody at a terminal. Raise MissingError where nobody wants it."""
-    tell(f"ftbench: {doubt}")
-    if yes:
-        return
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise MissingError("nothing was started: --yes runs it all the same")
-    if not typer.confirm("Run it all the same?", err=True):
-        raise MissingError("nothing was started")
-
-
-def run_plan(ready: Ready, options: PlanOptions) -> tuple[int, Tables]:
-    """Run a plan and print its tables; return the exit code and the tables. With --dry-run say what would run, and end
-    the command."""
-    from ftbench.core.units import parse_seconds
-    from ftbench.sweep import command
-    from ftbench.sweep import dry_run as planned
-
-    if options.dry_run:
-        with uncollected():
-            lines = planned.dry_run(ready)
-            text = "" if options.as_json else planned.as_text(lines, ready, options.prices)
-        emit([dataclasses.asdict(line) for line in lines] if options.as_json else text)
-        raise typer.Exit
-    code, tables = command.run(ready, parse_seconds(options.log_every))
-    emit(tables.document() if options.as_json else tables.terminal(), end="\n" * options.as_json)
-    return code, tables
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Look for no garbage meanwhile, nor among what was made afterwards: plans and reports keep what they make until
-    the command ends, and looking through it takes time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if enabled:
-            gc.enable()
-
-
 class ProgressLine:
-    """One line on stderr that follows the run; off a terminal a new one every `log_every_s` seconds."""
+    """Shows the progress of a run: one line on a terminal, else a new line every `log_every_s` seconds."""
 
     def __init__(self, log_every_s: float | None = None) -> None:
         self._live, self._log_every_s = sys.stderr.isatty(), log_every_s
-        self._begun = self._logged = time.monotonic()
+        self._started = self._logged = time.monotonic()
 
     def show(self, follower: Follower) -> None:
         from ftbench.core.units import seconds
 
         now = time.monotonic()
-        text = f"  {follower.text()} · {seconds(now - self._begun)} so far"
+        text = f"  {follower.text()} · {seconds(now - self._started)} so far"
         if self._live:
-            shown = printable(text)[: shutil.get_terminal_size().columns - 1]
-            print(f"\r\033[K{shown}", end="", file=sys.stderr, flush=True)
+            visible = printable(text)[: shutil.get_terminal_size().columns - 1]
+            print(f"\r\033[K{visible}", end="", file=sys.stderr, flush=True)
         elif self._log_every_s and now - self._logged >= self._log_every_s:
             self._logged = now
-            tell(text)
+            log(text)
 
     def clear(self) -> None:
         if self._live:

@@ -1,11 +1,19 @@
-"""`ftbench run` and `ftbench profile`: one spec, trained once."""
+"""`ftbench run` and `ftbench profile`: train one spec once."""
 
+from __future__ import annotations
+
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ftbench.cli.shared import Json, LogEvery, Out, Sets, Spec, Yes, app, emit, train
+from ftbench.cli.shared import Json, LogEvery, Out, ProgressLine, Sets, Spec, Yes, app, emit, log
+from ftbench.errors import MissingError
+
+if TYPE_CHECKING:
+    from ftbench.launch.runner import FinishedRun
+    from ftbench.spec.experiment import Experiment
 
 
 @app.command()
@@ -13,10 +21,10 @@ def run(
     spec: Spec, sets: Sets = None, out: Out = Path("results"), log_every: LogEvery = "60s", yes: Yes = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Train once, record every step, print the card."""
+    """Train once, record every step, print the result."""
     from ftbench.report.show import shown
 
-    result = train(spec, sets or [], out, log_every, yes)
+    result = _train(spec, sets or [], out, log_every, yes)
     emit(result.document() if as_json else shown(result.run, out).text())
     raise typer.Exit(result.exit_code)
 
@@ -26,20 +34,59 @@ def profile(
     spec: Spec,
     sets: Sets = None,
     out: Out = Path("results"),
-    steps: Annotated[int | None, typer.Option(min=1, max=20, help="how many steps (measure.profile_steps)")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, max=20, help="number of steps (measure.profile_steps)")] = None,
     log_every: LogEvery = "60s",
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Record what a few steady steps do, kernel by kernel. Kernels by group, idle gaps and their cause, memory by what
-    it is for."""
+    """Record a few steady steps, kernel by kernel. Shows kernels by group, idle gaps with causes, memory by purpose."""
     from ftbench.profile import command
     from ftbench.report.card import card
 
     count = [f"measure.profile_steps={steps}"] if steps is not None else []
-    result = train(spec, ["measure.profile=on", *count, *(sets or [])], out, log_every, yes)
+    result = _train(spec, ["measure.profile=on", *count, *(sets or [])], out, log_every, yes)
     if as_json:
         emit(result.document() | {"profile": command.document(result.run)})
     else:
         emit(command.as_text(result.run) or card(result.summary, result.run))
     raise typer.Exit(result.exit_code)
+
+
+def _train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) -> FinishedRun:
+    """Train a spec once and show the progress on stderr. Ask before starting a run that is likely to fail."""
+    from ftbench.core.units import parse_seconds
+    from ftbench.estimate import preflight
+    from ftbench.launch import nodes, runner
+    from ftbench.spec.load import load
+    from ftbench.spec.optimizations import triton_kernels
+    from ftbench.spec.sweep import has_axes
+
+    if has_axes(spec, sets):
+        log(
+            f"ftbench: note: `run` ignores the section `sweep:` of {spec} and trains one run; "
+            f"`ftbench sweep {spec}` runs every cell"
+        )
+
+    def on_checked(resolved: Experiment, described: dict[str, Any]) -> None:
+        if word := triton_kernels.left_out(load(spec, sets), runner.capability(described)):
+            log(f"ftbench: note: {word}")
+        preflight.announce(resolved, described, out, lambda doubt: _confirm(doubt, yes), log)
+        if resolved.launch.nodes > 1:
+            nodes.number(resolved)  # raises before the message below
+            log(f"waiting for the other machines of the run, {nodes.MEETING_S / 60:.0f} minutes at most")
+
+    line = ProgressLine(parse_seconds(log_every))
+    result = runner.run(spec, sets, out, lambda run: log(f"run {run.path}"), line.show, on_checked)
+    line.clear()
+    return result
+
+
+def _confirm(doubt: str, yes: bool) -> None:
+    """Print why a run is likely to fail and ask the user. Raise MissingError if it is not confirmed."""
+    log(f"ftbench: {doubt}")
+    if yes:
+        return
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise MissingError("nothing was started; use --yes to start it anyway")
+    if not typer.confirm("Run it anyway?", err=True):
+        raise MissingError("nothing was started")

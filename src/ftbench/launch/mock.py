@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ftbench.core.rows import StepRow
 from ftbench.errors import MissingError
-from ftbench.store.rundir import SCHEMA, SUPERSEDED, RunDir, read_json, write_json
+from ftbench.store.rundir import ARCHIVED, SCHEMA, RunDir, read_json, write_json
 from ftbench.store.steps import StepsWriter
 
 if TYPE_CHECKING:  # a pretended run starts at once
@@ -74,7 +74,7 @@ def main(path: str) -> int:
     write_json(run.applied, {"dataset": described, "warnings": ["mock: nothing was trained, the figures are made up"]})
     if pretend == "oom" and batch > spec["launch"]["mock_fits"]:
         return _end(run, _oom(batch))
-    replaced = (run.path.parent / SUPERSEDED).glob(f"{run.run_id}.*")
+    replaced = (run.path.parent / ARCHIVED).glob(f"{run.run_id}.*")
     if pretend == "crash" or (pretend == "flaky" and not any(replaced)):
         raise RuntimeError(f"mock: {pretend}")
     try:

@@ -73,7 +73,7 @@ def run(
     on_checked(spec, described)
     if node := nodes.number(spec):
         return _help(spec, node, described, on_start)
-    claimed = rundir.claim(out, experiment(spec), identity.slug(spec, gpu_name(described)))
+    claimed = rundir.create(out, experiment(spec), identity.slug(spec, gpu_name(described)))
     on_start(claimed)
     with process.signals() as signals_pipe:
         return carry_out(claimed, Order(spec, spec_path.read_bytes(), sets), described, signals_pipe, on_tick)

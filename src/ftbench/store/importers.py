@@ -68,7 +68,7 @@ def import_run(file: Path, about: About, out: Path) -> RunDir:
     identity = hashlib.sha256(json.dumps([digest, about.gpu, about.model]).encode()).hexdigest()[:12]
     slug = f"{model_slug(about.model)}-{about.method}-b{batch}-{identity}-r1"
     try:
-        run = rundir.claim_at(out / about.name / slug)
+        run = rundir.create_at(out / about.name / slug)
     except FileExistsError:
         raise SpecError(f"{file}: is imported already, as {out / about.name / slug}") from None
     try:

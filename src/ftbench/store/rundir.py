@@ -25,7 +25,7 @@ from ftbench.store import process_identity, shapes
 
 SCHEMA = 1
 MOST_JSON_BYTES, MOST_CSV_BYTES = 64 * 2**20, 256 * 2**20
-SUPERSEDED = ".superseded"
+ARCHIVED = ".superseded"
 NOT_FINITE = "not finite"  # the state of a run that came to its end with a loss or gradient that is no number
 STATES = ("running", "ok", "oom", "timeout", "error", "interrupted", NOT_FINITE)
 # Signals by which somebody else ends a process; a process that crashes gets others.
@@ -73,18 +73,18 @@ _FILES = {name: f"{name}.json" for name in _JSON} | {
 _MADE_OF_RANKS, _OF_EACH_RANK, _OF_EACH_NODE = ("steps", "state"), ("applied", "phases"), ("machine", "log")
 
 
-def claim(out: Path, experiment: str, slug: str) -> RunDir:
+def create(out: Path, experiment: str, slug: str) -> RunDir:
     """Make a new directory `out/experiment/slug-rN` with the first free N; its state is `running`."""
     parent = out / experiment
     with writing(parent):
         parent.mkdir(parents=True, exist_ok=True)
         for repeat in range(1, 100_000):
             with suppress(FileExistsError):
-                return claim_at(parent / f"{slug}-r{repeat}")
+                return create_at(parent / f"{slug}-r{repeat}")
     raise MissingError(f"{parent} already holds 100,000 runs of {slug}: choose another --out")
 
 
-def claim_at(path: Path) -> RunDir:
+def create_at(path: Path) -> RunDir:
     """Make a directory with the state `running`. Raises FileExistsError, or MissingError for a full disk."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,11 +99,11 @@ def claim_at(path: Path) -> RunDir:
     return run
 
 
-def supersede(run: RunDir, destination: RunDir | None = None) -> RunDir:
+def archive(run: RunDir, destination: RunDir | None = None) -> RunDir:
     """Make way for another run of the same name: move this one into the folder's `.superseded/`, which no report
     reads, and return it there; `destination` is where it was to be, if it is elsewhere."""
     with writing(run.path):
-        folder = (destination or run).path.parent / SUPERSEDED
+        folder = (destination or run).path.parent / ARCHIVED
         folder.mkdir(exist_ok=True)
         number = 1 + sum(1 for _ in folder.glob(f"{run.run_id}.*"))
         while (target := folder / f"{run.run_id}.{number}").exists():

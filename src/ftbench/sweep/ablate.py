@@ -38,9 +38,9 @@ class AblationRequest(PlanRequest):
 def prepare(request: AblationRequest) -> command.Ready:
     """Plan without starting anything. Raise SpecError and MissingError for what is wrong or not there."""
     try:
-        known(request.objective, OBJECTIVES, "objective")
+        known(request.objective, OBJECTIVES, "goal")
     except ValueError as error:
-        raise SpecError(f"--objective: {error}") from None
+        raise SpecError(f"--goal: {error}") from None
     sets = [*request.sets, *([] if request.steps is None else [f"train.max_steps={request.steps}"])]
     spec = load(request.spec, [*sets, f"measure.repeats={request.repeats}"])
     runner.check_disk(request.out)

@@ -97,7 +97,7 @@ def _output(request: RecommendRequest) -> list[str]:
 
 
 def _limits(request: RecommendRequest) -> list[str]:
-    problems = _unknown("--objective", request.objective, OBJECTIVES, "objective")
+    problems = _unknown("--goal", request.objective, OBJECTIVES, "goal")
     if request.deadline is not None and parse_seconds(request.deadline) is None:
         problems.append(f"--deadline {request.deadline}: write it as 8h, 90m or 1h30m")
     if request.gpus is not None and not 1 <= request.gpus <= MOST_GPUS:
@@ -115,7 +115,7 @@ def _limits(request: RecommendRequest) -> list[str]:
 def _prices(request: RecommendRequest, gpus: Sequence[Gpu], prices: Prices | None) -> list[str]:
     """Return whether money can be compared where it has to be."""
     why = [f"--max-cost {request.max_cost:g}"] if request.max_cost is not None else []
-    why += ["--objective cost"] if request.objective == "cost" else []
+    why += ["--goal cost"] if request.objective == "cost" else []
     if not why:
         return []
     if prices is None:

@@ -116,8 +116,8 @@ class LocalSlot:
 def claim(job: Job) -> rundir.RunDir:
     """Make the job's directory anew; keep a run that was there under `.superseded/`."""
     if job.run.path.exists():
-        rundir.supersede(job.run)
-    return rundir.claim_at(job.run.path)
+        rundir.archive(job.run)
+    return rundir.create_at(job.run.path)
 
 
 def _used_gb(described: dict[str, Any]) -> float | None:

@@ -242,7 +242,7 @@ def train(
         os.environ[_THREADS] = threads
     order, notes = Order(Experiment.model_validate(values), source, sets), list[str]()
     with tempfile.TemporaryDirectory(prefix="ftbench-") as folder:
-        result = remote.train(lambda: rundir.claim_at(Path(folder) / name), order, shared, notes.append)
+        result = remote.train(lambda: rundir.create_at(Path(folder) / name), order, shared, notes.append)
         return pack(result.run), notes
 
 

@@ -117,7 +117,7 @@ class SlurmSlot:
         if job.run.path.exists():
             if task is not None and read_standing(job.run).done:  # since the plan was made
                 return remote.finished(job.run)
-            rundir.supersede(job.run)
+            rundir.archive(job.run)
             task = None
         try:
             return self._follow(job, task or self._submit(job, source, control), control)
@@ -171,7 +171,7 @@ class SlurmSlot:
 
     def _ended(self, job: Job, state: str, reason: str, **more: Any) -> FinishedRun:
         try:
-            return remote.ended(rundir.claim_at(job.run.path), state, reason, **more)
+            return remote.ended(rundir.create_at(job.run.path), state, reason, **more)
         except FileExistsError:  # it came after all
             return remote.finished(job.run)
 

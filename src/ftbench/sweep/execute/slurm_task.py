@@ -57,7 +57,7 @@ def _run(folder: Path, index: int, order: dict[str, Any]) -> int:
     left = _left_s()
     deadline = None if left is None else time.monotonic() + left - BEFORE_S
     result = remote.train(
-        lambda: rundir.claim_at(own / order["run"]),
+        lambda: rundir.create_at(own / order["run"]),
         Order(spec, (folder / "spec.yaml").read_bytes(), order["sets"], folder.parents[2]),
         order["shared"], print, deadline,
     )  # fmt: skip
@@ -66,7 +66,7 @@ def _run(folder: Path, index: int, order: dict[str, Any]) -> int:
     if late.exists():
         return _put(_timed_out(result.run), destination)
     late.touch()
-    rundir.supersede(result.run, destination)
+    rundir.archive(result.run, destination)
     print("ended before Slurm's time limit: into the queue again")
     return _requeue()
 
@@ -94,7 +94,7 @@ def _put(result: FinishedRun, destination: RunDir) -> int:
         with suppress(OSError):  # not empty: another node was first
             os.rename(result.run.path, destination.path)
             return result.exit_code
-    rundir.supersede(result.run, destination)
+    rundir.archive(result.run, destination)
     print(f"{result.summary.state}: {result.summary.reason}")
     return FtbenchError.exit_code
 
