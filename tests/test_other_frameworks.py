@@ -204,7 +204,7 @@ def committed_runs():
 
 
 def test_the_page_s_figures_are_those_of_the_committed_runs():
-    page, rows = (ROOT / "docs/how-to/other-frameworks.md").read_text().partition("<!-- written by")[2], []
+    page, rows = (ROOT / "docs/evidence/frameworks.md").read_text().partition("<!-- written by")[2], []
     for line in re.findall(r"^\|.*\|$", page.partition("`ftbench report")[0], re.MULTILINE):
         name, *figures = [cell.strip() for cell in line.strip("|").split("|")]
         if figures[0].isdigit():
@@ -213,7 +213,7 @@ def test_the_page_s_figures_are_those_of_the_committed_runs():
 
 
 def test_the_page_lists_what_differs_and_what_does_not():
-    page = (ROOT / "docs/how-to/other-frameworks.md").read_text().partition("<!-- written by")[2]
+    page = (ROOT / "docs/evidence/frameworks.md").read_text().partition("<!-- written by")[2]
     for said in (
         "No run left rows out, changed any, or took them in another order",
         "; trained parameters 21,823,488; trained in float32",
