@@ -253,16 +253,16 @@ HEADER = b"instruction,input,output\n"
     ("name", "content", "said"),
     [
         ("a.jsonl", FINE * 2 + b"[1]\n", ", line 3: must be an object"),
-        ("a.jsonl", FINE * 2 + '{"instruction": "是"'.encode("shift_jis", "replace") + b"\x90}\n", ", line 3: byte "),
+        ("a.jsonl", FINE * 2 + '{"instruction": "是"'.encode("shift_jis", "replace") + b"\x90}\n", ": is not UTF-8"),
         ("a.jsonl", FINE + b'{"instruction": "Say yes."}\n', ", line 2: `output` is missing (format alpaca)"),
         ("a.jsonl", FINE + b'{"instruction": "Say yes.", "output": 3}\n', ", line 2: `output` is int, not text"),
         ("a.jsonl", b'{"riddle": "?", "way": "!"}\n', ", line 1: columns riddle, way fit no format"),
         ("a.json", b"[" + FINE + b",]", ", line 2: not JSON"),
-        ("a.csv", HEADER + b"Say yes.,,Yes.\nSay no.,No.\n", ", line 3: 2 fields where the header names 3"),
+        ("a.csv", HEADER + b"Say yes.,,Yes.\nSay no.,No.\n", ", line 3: 2 fields, but the header names 3"),
         ("a.csv", HEADER + b'"Two\nlines",,Yes.\nSay no.,,\n', ", line 4: `output` is empty"),
         ("a.csv", b"", ": is empty"),
         ("a.parquet", b"PAR1 but not really", ": not Parquet"),
-        ("a.txt", b"Say yes.", ": .txt is not known"),
+        ("a.txt", b"Say yes.", ": .txt is not supported"),
     ],
 )
 def test_a_data_file_that_cannot_be_used_names_file_and_line(tmp_path, name, content, said):

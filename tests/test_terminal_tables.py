@@ -63,8 +63,8 @@ def test_with_wide_nothing_is_left_out(ftbench, monkeypatch, tmp_path):
     spec = tmp_path / "spec.yaml"
     spec.write_text(SPEC)
     call = ["recommend", spec, "--gpu", "H200 SXM"]
-    assert "left out for want of width" in ftbench(*call)[1]
-    assert "left out for want of width" not in ftbench(*call, "--wide")[1]
+    assert "hidden columns" in ftbench(*call)[1]
+    assert "hidden columns" not in ftbench(*call, "--wide")[1]
 
 
 def test_the_end_of_a_sweep_is_ranked_and_has_a_row_for_all_repeats(ftbench, tmp_path):

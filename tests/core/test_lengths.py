@@ -4,12 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftbench.core import lengths
+from ftbench.spec.batches import synthetic_lengths
+from ftbench.spec.datasets import Dataset
 
 some = st.lists(st.integers(1, 512), min_size=1, max_size=120)
 
 
 @given(some)
-def test_the_description_is_that_of_numpy(values):
+def test_statistics_agree_with_numpy(values):
     found, array = lengths.describe(values), np.array(values)
     assert (found["count"], found["total"], found["max"]) == (array.size, array.sum(), array.max())
     assert found["mean"] == pytest.approx(array.mean())
@@ -36,7 +38,7 @@ def test_the_histogram_counts_every_sample_once_in_its_bin(values):
     assert set(np.diff(found["edges"])) == {found["edges"][1]}
 
 
-def test_padding_efficiency_is_real_tokens_over_the_rectangle_of_each_batch():
+def test_padding_efficiency_is_real_tokens_over_positions():
     assert lengths.padding_efficiency([10, 5, 8, 8, 3], 2) == 34 / (20 + 16 + 3)
 
 
@@ -50,7 +52,7 @@ def test_padding_efficiency_is_a_share(values, batch):
 
 
 @given(some)
-def test_packing_never_computes_less_than_the_tokens_there_are(values):
+def test_packing_efficiency_is_a_share(values):
     assert 0 < lengths.packing_efficiency(values, 512) <= 1
 
 
@@ -64,5 +66,21 @@ def test_halves_pack_perfectly():
     assert lengths.packing_efficiency([300, 300, 212, 212], 512) == 1
 
 
-def test_samples_that_do_not_fit_together_get_rows_of_their_own():
+def test_samples_that_do_not_fit_together_get_separate_rows():
     assert lengths.packing_efficiency([300, 300], 512) == 600 / 1024
+
+
+@given(st.integers(0, 10**6), st.integers(1, 300), st.floats(3, 900), st.integers(8, 2048))
+def test_synthetic_lengths_are_log_normal_with_the_given_mean(seed, count, mean, longest):
+    mean = min(mean, longest - 1)
+    data = Dataset(name="synthetic", samples=count, seed=seed, mean_length=mean, max_length=longest)
+    normal = np.random.default_rng(seed + 1).standard_normal(count)
+
+    def cut(mu: float) -> np.ndarray:
+        return np.clip(np.rint(np.exp(mu + 0.65 * normal)), 2, longest)
+
+    low, high = np.log(2), np.log(longest) + 4 * 0.65
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cut(middle).mean() < mean else (low, middle)
+    assert synthetic_lengths(data, count) == cut(high).tolist()

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from ftbench.core import table
 from ftbench.core.table import text_table
 
 
@@ -52,16 +48,3 @@ def test_nothing_moves_the_cursor_or_turns_the_text():
 def test_no_line_is_wider_than_asked_for(words: list[str], width: int):
     text = text_table(["words", ">n"], [[word, "123"] for word in words], width)
     assert all(cell_len(line) <= width for line in text.splitlines())
-
-
-_ROWS = st.lists(st.tuples(*[st.text(st.sampled_from("ab 1,.-日"), max_size=9).map(str.strip)] * 3))
-
-
-@given(_ROWS, st.sampled_from([["a", ">bc", "d"], ["", "", ""], ["", ">", "x"]]))
-def test_a_table_that_needs_no_folding_is_as_rich_draws_it(rows, columns):
-    assert table._lines(columns, rows, 1000) == table._folded_lines(columns, rows, 1000)
-
-
-def test_importing_it_does_not_import_rich():
-    code = "import sys, ftbench.core.table; sys.exit('rich' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

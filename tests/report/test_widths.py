@@ -67,7 +67,7 @@ def test_a_pipe_and_wide_get_the_whole_table(ftbench, monkeypatch, tmp_path):
     mixed(tmp_path)
     piped = ftbench("report", tmp_path)[1]
     monkeypatch.setenv("COLUMNS", "80")
-    assert "left out for want of width: " in ftbench("report", tmp_path)[1]
+    assert "hidden columns: " in ftbench("report", tmp_path)[1]
     wide = ftbench("report", tmp_path, "--wide")[1]
     assert too_wide(wide, 160)
     assert [line.split() for line in wide.splitlines()][:8] == [line.split() for line in piped.splitlines()][:8]
@@ -205,13 +205,13 @@ def test_a_name_that_nothing_has_is_a_sentence_with_the_nearest(ftbench, store, 
 def test_the_last_columns_make_room_and_are_named():
     columns = ["name", ">a", ">b", "words", ">c"]
     table = text_table(columns, [["the way it trains", "1" * 9, "2" * 9, "some words that fold", "3" * 9]], 50)
-    assert "left out for want of width: words, c (--wide shows all)" in " ".join(table.split())
+    assert "hidden columns: words, c (use --wide)" in " ".join(table.split())
     assert "3" * 9 not in table
     assert not too_wide(table, 50)
 
 
 def test_columns_without_headings_are_never_left_out():
-    assert "left out" not in text_table(["", ">", ""], [["a" * 40, "1", "b" * 40]], 40)
+    assert "hidden" not in text_table(["", ">", ""], [["a" * 40, "1", "b" * 40]], 40)
 
 
 def test_a_paragraph_is_as_wide_as_the_terminal(monkeypatch):

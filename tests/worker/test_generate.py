@@ -155,13 +155,8 @@ def test_attention_without_padding_makes_way_for_one_that_takes_it(cache):
     assert model.config._attn_implementation == "varlen"
 
 
-@pytest.mark.parametrize(("does", "said"), [
-    ("{{ 'ab' * (10 ** 10) }}", "the chat template of the model makes more"), ("{{ 1 // 0 }}", "refuses it .*division"),
-    ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "not written it after 0.2 s"),
-])  # fmt: skip
-def test_a_prompt_that_the_chat_template_does_not_write_is_a_sentence(monkeypatch, does, said):
+def test_a_failing_chat_template_is_an_error_that_names_measure_generate(monkeypatch):
     tokenizer = build_tokenizer(8192)
-    monkeypatch.setattr(tokenizer, "chat_template", does)
-    monkeypatch.setattr(generate, "ROW_S", 0.2)
-    with pytest.raises(DataError, match=f"^measure.generate: .*{said}"):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ 1 // 0 }}")
+    with pytest.raises(DataError, match=r"^measure\.generate: .*refuses it .*division"):
         generate._written(tokenizer, "Hi")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftbench.core.redact import clean, secretless
 from ftbench.core.table import printable
 from ftbench.core.units import some
 from ftbench.errors import BROKEN_PIPE, MissingError, SpecError
@@ -118,13 +117,13 @@ def write_result(text: str, output: Path | None) -> None:
 
 
 def emit(result: object, end: str = "\n") -> None:
-    """Print a result on stdout: text as it is, anything else as JSON. Secrets and control characters are removed.
+    """Print a result on stdout: text as it is, anything else as JSON. Control characters are removed.
 
     Raises:
         typer.Exit: The reader has closed stdout.
         MissingError: stdout cannot be written, e.g. because the disk is full.
     """
-    text = secretless(result) if isinstance(result, str) else json.dumps(clean(result), ensure_ascii=False)
+    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     try:
         print(printable(text), end=end, flush=True)
     except OSError as error:
@@ -135,8 +134,8 @@ def emit(result: object, end: str = "\n") -> None:
 
 
 def log(text: str) -> None:
-    """Print a line on stderr without secrets and control characters. Cut the middle of a very long line."""
-    line = printable(secretless(text))
+    """Print a line on stderr without control characters. Cut the middle of a very long line."""
+    line = printable(text)
     if (more := len(line) - _MAX_LINE) > 0:
         line = f"{line[: _MAX_LINE // 2]}… ({some(more, 'character')} more) …{line[-_MAX_LINE // 2 :]}"
     print(line, file=sys.stderr)

@@ -9,10 +9,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ftbench.core import lengths, programs, units
+from ftbench.core import lengths, units
 from ftbench.core.data_files import read_file
 from ftbench.core.data_formats import Example
-from ftbench.core.limits import RENDERED_CHARACTERS, RENDERING_BYTES, memory_limit, time_limit
+from ftbench.core.programs import run_program
 from ftbench.errors import DataError, MissingError, SpecError
 from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import MOST_SAMPLES, file_lengths, lengths_of, tokenizer_file
@@ -27,8 +27,7 @@ from ftbench.spec.reading import MAX_CONFIG_BYTES
 from ftbench.store.rundir import open_plain_file, read_json
 
 _BAR, _LETTERS = 40, 600
-_EXPORT_S, _LONGEST_BARS = 3600.0, 1 << 24  # a slow line takes long for gigabytes, and bars of progress many bytes
-_TEMPLATE_S = 3.0  # of computing for the samples: long dialogues take a thousandth
+_EXPORT_S = 3600.0  # enough for gigabytes over a slow connection
 _PLAIN = "turns one after the other, as the model's chat template is not on this machine"
 
 
@@ -63,7 +62,7 @@ def _exported(dataset: Dataset, pairs: bool, out: Path) -> dict[str, Any]:
     """Write rows of a hub data set to a file, by a child that may import what reads them."""
     command = [sys.executable, "-P", "-m", "ftbench.worker.data.export", dataset.model_dump_json(), str(out)]
     try:
-        ended = programs.ask([*command, str(MOST_SAMPLES), *(["pairs"] if pairs else [])], _EXPORT_S, _LONGEST_BARS)
+        ended = run_program([*command, str(MOST_SAMPLES), *(["pairs"] if pairs else [])], _EXPORT_S)
     except OSError as error:
         why = f"not read within {_EXPORT_S:g} s" if isinstance(error, TimeoutError) else f"its child {error.strerror}"
         raise MissingError(f"dataset {dataset.name}: {why}") from None
@@ -138,11 +137,9 @@ def _all_rendered(examples: Sequence[Example], model: Model) -> tuple[list[str],
     """Return the text of each example, and in words by what: turns where the model's template cannot write them."""
     if template := _chat_template(model):
         try:
-            with time_limit(_TEMPLATE_S), memory_limit(RENDERING_BYTES):
-                return [_rendered(example, template) for example in examples], "the model's chat template"
-        except Exception as error:  # noqa: BLE001 - it asks for what only the tokenizer has, or is a stranger's
-            endless = isinstance(error, (TimeoutError, MemoryError))
-            why = "does not end" if endless else f"fails without the tokenizer ({type(error).__name__})"
+            return [_rendered(example, template) for example in examples], "the model's chat template"
+        except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
+            why = f"fails without the tokenizer ({type(error).__name__})"
             how = f"turns one after the other, as the chat template of {model.id} {why}"
     else:
         how = _PLAIN
@@ -160,10 +157,7 @@ def _rendered(example: Example, template: str | None) -> str:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    text = environment.from_string(template).render(messages=example.messages, bos_token="", eos_token="")
-    if len(text) > RENDERED_CHARACTERS:
-        raise MemoryError
-    return text
+    return environment.from_string(template).render(messages=example.messages, bos_token="", eos_token="")
 
 
 def _content(content: str | Sequence[Mapping[str, Any]]) -> str:

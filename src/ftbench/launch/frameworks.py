@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from ftbench.core import programs
+from ftbench.core.programs import run_program
 from ftbench.errors import MissingError
 from ftbench.launch import trl
 from ftbench.spec.experiment import Experiment
@@ -141,6 +141,6 @@ def _version(python: str, package: str) -> str:
 def _answer(command: list[str], limit_s: float) -> str:
     """Return what an interpreter prints; `_SILENT` where that does not end."""
     try:
-        return programs.ask(command, limit_s, environment={**os.environ, **_SWITCHES}).stdout.strip()
+        return run_program(command, limit_s, environment={**os.environ, **_SWITCHES}).stdout.strip()
     except OSError:
         return _SILENT

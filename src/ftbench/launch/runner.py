@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.redact import secretless
+from ftbench.core.redact import without_secrets
 from ftbench.core.rows import RunSummary
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import checkpoints, ending, family, nodes, process
@@ -249,12 +249,12 @@ def _conclude(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], RunSu
 def _redact_logs(run: RunDir) -> None:
     """Take secrets out of what the child and its libraries have printed, as out of everything else that is shown."""
     for log in run.path.glob("log*.txt"):
-        if all(secretless(piece) == piece for piece in _pieces(log)):
+        if all(without_secrets(piece) == piece for piece in _pieces(log)):
             continue
         temporary = log.with_name(f".{log.name}.{os.getpid()}")
         try:
             with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-                file.writelines(map(secretless, _pieces(log)))
+                file.writelines(map(without_secrets, _pieces(log)))
             os.replace(temporary, log)
         except OSError as error:
             temporary.unlink(missing_ok=True)

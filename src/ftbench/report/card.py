@@ -3,7 +3,6 @@
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.redact import clean
 from ftbench.core.rows import RunSummary
 from ftbench.core.table import folded, text_table
 from ftbench.core.units import reworded
@@ -19,14 +18,14 @@ def card(summary: RunSummary, run: RunDir) -> str:
     """Return what was trained, what it cost, and what makes the figures weak."""
     title = f"{summary.run_id}: {summary.state}" + (f": {summary.reason}" if summary.reason else "")
     said = "" if summary.state == "ok" else f" (what it said: {run.log.name})"
-    warnings = [("warning", reworded(text)) for text in clean(summary.warnings)]
+    warnings = [("warning", reworded(text)) for text in summary.warnings]
     lines = [*_lines(summary), *_resolved(run), *warnings, ("files", f"{run.path}{said}")]
     rows = [("", label.ljust(_LABEL), text) for label, text in lines if text]
     return f"{folded(title)}\n{text_table(['', '', ''], rows)}"
 
 
 def _lines(summary: RunSummary) -> list[tuple[str, str]]:
-    steps, trained, bound = summary.steps, summary.parameters.get("trainable"), clean(summary.bound)
+    steps, trained, bound = summary.steps, summary.parameters.get("trainable"), summary.bound
     verdict = bound.get("verdict")
     weights = f"({summary.weights} weights) " if summary.weights else ""
     what = f"{summary.method} of {summary.model} {weights}on {summary.gpu or 'the CPU'}"

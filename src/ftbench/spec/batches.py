@@ -7,7 +7,8 @@ import bisect
 import math
 from collections.abc import Iterator, Sequence
 
-from ftbench.core.normal import standard_normals
+import numpy as np
+
 from ftbench.spec.datasets import DATASETS, Dataset
 
 SHORTEST = 2
@@ -30,7 +31,8 @@ def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
     mean = (dataset.mean_length or CAPTION) if source is None else source.mean_tokens
     sigma = (source.sigma if source else None) or DEFAULT_SIGMA
     assert mean is not None
-    spread = [math.exp(sigma * value) for value in standard_normals(dataset.seed + 1, count)]
+    normal = np.random.default_rng(dataset.seed + 1).standard_normal(count)
+    spread = [math.exp(sigma * value) for value in normal.tolist()]
     scale = _scale(sorted(spread), mean, sigma, dataset.max_length)
     return [min(dataset.max_length, max(SHORTEST, int(scale * value + 0.5))) for value in spread]
 
@@ -63,12 +65,11 @@ def picture_sizes(dataset: Dataset, number: int) -> list[tuple[int, int]]:
     assert dataset.image_size is not None
     if dataset.image_sizes == "fixed":
         return [dataset.image_size] * number
-    import numpy as np
-
     shapes, spread = _SHAPES[dataset.image_sizes], _SPREAD[dataset.image_sizes]
     choices = np.random.default_rng(dataset.seed).integers(0, len(shapes), number).tolist()
     middle = math.prod(dataset.image_size)
-    areas = [middle * np.exp(spread * value) for value in standard_normals(dataset.seed, number)]
+    normal = np.random.default_rng(dataset.seed).standard_normal(number)
+    areas = [middle * np.exp(spread * value) for value in normal.tolist()]
     return [
         (max(8, round((area * wide / high) ** 0.5)), max(8, round((area * high / wide) ** 0.5)))
         for area, (wide, high) in zip(areas, (shapes[choice] for choice in choices), strict=True)
@@ -103,8 +104,6 @@ def length_windows(lengths: Sequence[int], batch_size: int) -> Iterator[list[lis
 def grouped(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
     """Return the places in an order in which batches hold samples of like length: the batches of each window are
     shuffled, so that length does not follow the step; one that is not full comes last."""
-    import numpy as np
-
     random = np.random.default_rng(seed)
     result: list[int] = []
     for batches in length_windows(lengths, batch_size):
@@ -118,8 +117,6 @@ def grouped(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
 def bucketed(sizes: Sequence[int], batch_size: int, seed: int) -> list[int]:
     """Return the places in an order in which batches hold samples of one size: full ones shuffled, so that size does
     not follow the step, then what fills none, by size."""
-    import numpy as np
-
     buckets: dict[int, list[int]] = {size: [] for size in sorted(set(sizes))}
     for index, size in enumerate(sizes):
         buckets[size].append(index)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench import __version__
-from ftbench.core import programs
+from ftbench.core.programs import run_program
 from ftbench.core.units import GIB
 from ftbench.errors import MissingError
 
@@ -198,7 +198,7 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        described = programs.ask(
+        described = run_program(
             ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"], limit_s=10
         )
     except OSError:

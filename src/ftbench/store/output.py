@@ -4,7 +4,7 @@ import errno
 import os
 from pathlib import Path
 
-from ftbench.core.redact import secretless
+from ftbench.core.redact import without_secrets
 from ftbench.core.table import printable
 from ftbench.errors import MissingError, SpecError
 from ftbench.store.rundir import disk_error, write_text
@@ -33,7 +33,7 @@ def output_file(path: Path, stream: bool = True) -> Path:
 def write_output(path: Path, text: str) -> None:
     """Write text without secrets and control characters to what `-o` names. Raise SpecError where it cannot be a file,
     MissingError where the disk does not take it."""
-    target, text = output_file(path), printable(secretless(text))
+    target, text = output_file(path), printable(without_secrets(text))
     if not target.exists() or target.is_file():
         write_text(target, text)
         return

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.generate import Generate
 from ftbench.store.rundir import RunDir, write_json
-from ftbench.worker.data.tokens import ROW_S, limited, write
+from ftbench.worker.data.tokens import template_errors, write
 from ftbench.worker.methods import unsloth
 from ftbench.worker.model.parts import base_model, decoder_layers
 from ftbench.worker.optimizations import chunked_loss, fp8
@@ -83,7 +83,7 @@ def answer(model: Any, tokenizer: Any, settings: Generate) -> tuple[list[int], l
 def _written(tokenizer: Any, prompt: str) -> str:
     if not tokenizer.chat_template:
         return prompt
-    with limited("measure.generate", ROW_S):
+    with template_errors("measure.generate"):
         return write(tokenizer, [{"role": "user", "content": prompt}], answer=True)
 
 

@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.redact import clean
 from ftbench.core.rows import RunSummary
 from ftbench.core.units import reworded, some
 from ftbench.errors import SpecError
@@ -39,10 +38,8 @@ def collect(paths: Sequence[Path]) -> list[Record]:
 
 
 def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
-    """Return summaries as they are in summary.json as records without secrets, in their order; what one of them lacks
-    is None. Their `path` is where the files are, whatever its name."""
-    raw = [_flat(values) for values in summaries]
-    flat = [row | {key: own[key] for key in ("path",) if key in own} for row, own in zip(clean(raw), raw, strict=True)]
+    """Return summaries as they are in summary.json as records, in their order; what one of them lacks is None."""
+    flat = [_flat(values) for values in summaries]
     empty = dict.fromkeys(key for record in flat for key in record)
     return [_judged(_on_one_basis(empty | record | _sentences(record))) for record in flat]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from ftbench.core.redact import clean
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.reading import as_text
@@ -49,9 +48,9 @@ def json_bytes(path: Path) -> bytes:
 
 @lru_cache(maxsize=8192)  # a report asks for each several times, and repeats share some
 def cleaned(data: bytes, name: str) -> Mapping[str, Any]:
-    """Return the object that the text of a file of this name is, without secrets; empty where it is none."""
+    """Return the object that the text of a file of this name is; empty where it is none."""
     try:
-        return dict(clean(shared_document(data, name)))
+        return dict(shared_document(data, name))
     except ValueError:
         return {}
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.allocations import CATEGORIES
-from ftbench.core.redact import clean
 from ftbench.profile.files import KERNELS
 from ftbench.profile.groups import GROUPS
 from ftbench.profile.names import short
@@ -51,8 +50,7 @@ def _groups(run: Run) -> Record | None:
 
 
 def _document(run: Run, name: str) -> dict[str, Any]:
-    document = read_json(run.dir.profile / name)
-    return dict(clean(document)) if document else {}
+    return read_json(run.dir.profile / name)
 
 
 def memory(cells: Sequence[Cell]) -> Section | None:
@@ -107,5 +105,5 @@ def generations(cells: Sequence[Cell]) -> Section | None:
 
 
 def _samples(run: Run) -> list[Record]:
-    listed = clean(read_json(run.dir.samples)).get("prompts", [])[:_MOST_SAMPLES]
+    listed = read_json(run.dir.samples).get("prompts", [])[:_MOST_SAMPLES]
     return [{name: sample.get(name) or "" for name in ("prompt", "before", "after")} for sample in listed]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench import __version__
-from ftbench.core.redact import REDACTED, clean, redact, secretless
+from ftbench.core.redact import REDACTED, redact, redact_document, without_secrets
 from ftbench.errors import SpecError, file_problem
 from ftbench.store import digests
 from ftbench.store.bundle.unpack import BLOCK, MANIFEST, MAX_FILE, SCHEMA, unsafe, zstd
@@ -89,7 +89,7 @@ def _sources(paths: Sequence[Path], with_logs: bool, made: Made) -> dict[str, Pa
         if read_state(run)["state"] == "running":
             made.left_out.append(str(run.path))
             continue
-        experiment, run_id = secretless(run.path.parent.name), secretless(run.run_id)
+        experiment, run_id = without_secrets(run.path.parent.name), without_secrets(run.run_id)
         name = folder = f"runs/{experiment}/{run_id}"
         for number in range(2, 10_000):  # two machines may have a run of the same name
             if taken.setdefault(name, run.path) == run.path:
@@ -97,7 +97,7 @@ def _sources(paths: Sequence[Path], with_logs: bool, made: Made) -> dict[str, Pa
             name = f"runs/{experiment}-{number}/{run_id}"
         made.runs += 1
         for file in files_of(run, with_logs):
-            target = "/".join([name, *map(secretless, file.split("/"))])
+            target = "/".join([name, *map(without_secrets, file.split("/"))])
             if (problem := unsafe(target)) or len(target.encode("utf-8", "replace")) > 250:
                 raise SpecError(f"{run.path}: {problem or 'its name is too long'}: rename the folder ({folder})")
             sources[target] = run.path / file
@@ -133,7 +133,7 @@ def _clean_document(text: str) -> str | None:
     """Return a JSON document without secrets, as it is where it has none; None for what is no JSON."""
     try:
         document = json.loads(text)
-        cleaned = clean(document)
+        cleaned = redact_document(document)
     except (ValueError, RecursionError):
         return None
     return text if cleaned == document else json.dumps(cleaned, ensure_ascii=False, indent=1) + "\n"

@@ -19,7 +19,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-from ftbench.core import programs
+from ftbench.core.programs import run_program
 from ftbench.errors import FtbenchError, MissingError, SpecError
 from ftbench.spec.slurm import SlurmSettings
 from ftbench.store import rundir
@@ -34,7 +34,6 @@ _LOOK_S = 5.0  # between two looks at the queue, however many ask
 _GONE = 2  # looks at the queue without a task after which it is gone
 _MOST_HOLDS = 5  # times that Slurm holds a task back: a node that cannot start it is not the only one then
 ANSWER_S = 60.0
-_LONGEST_QUEUE = 1 << 26  # bytes: a line for each of a million tasks
 # What Slurm's commands say where the controller is away, in words of slurm/src/common/slurm_errno.c.
 _AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes were transmitted",
          "Could not establish", "Slurm backup controller in standby", "Unexpected message received")  # fmt: skip
@@ -277,7 +276,7 @@ def _sleep(wait_s: float) -> bool:
 def ask(command: Sequence[str]) -> CompletedProcess[str]:
     """Return what one of Slurm's commands says; of one that does not answer, that Slurm is away."""
     try:
-        return programs.ask(command, ANSWER_S, _LONGEST_QUEUE)
+        return run_program(command, ANSWER_S)
     except TimeoutError:
         return CompletedProcess(command, 1, "", _AWAY[1])
     except OSError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-from ftbench.core import programs
+from ftbench.core.programs import run_program
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.launch import runner
 from ftbench.launch.runner import FinishedRun, Order
@@ -75,7 +75,7 @@ def _left_s() -> float | None:
     """Return the seconds until Slurm's time limit; None without one."""
     command = ["squeue", "-h", "-j", os.environ.get("SLURM_JOB_ID", ""), "-o", "%L"]
     with suppress(OSError):
-        if match := _LEFT.fullmatch(programs.ask(command, ANSWER_S).stdout.strip()):
+        if match := _LEFT.fullmatch(run_program(command, ANSWER_S).stdout.strip()):
             days, first, second, last = (int(part or 0) for part in match.groups())
             hours, minutes = (first, second) if match[3] else (0, first)
             return float(((days * 24 + hours) * 60 + minutes) * 60 + last)
@@ -112,7 +112,7 @@ def _timed_out(run: RunDir) -> FinishedRun:
 def _requeue() -> int:
     name = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
-        answer = programs.ask(["scontrol", "requeue", name], ANSWER_S)
+        answer = run_program(["scontrol", "requeue", name], ANSWER_S)
     except OSError as error:
         answer = CompletedProcess((), FtbenchError.exit_code, "", str(error))
     if answer.returncode:

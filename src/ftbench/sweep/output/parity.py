@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.redact import clean
 from ftbench.core.table import folded
 from ftbench.report.render import formats
 from ftbench.report.render.document import Table, table_of_rows
@@ -39,7 +38,7 @@ class ParityTables(Tables):
     def write(self) -> None:
         super().write()
         self._put("parity.md", self.markdown())
-        rundir.write_json(self.folder / "parity.json", clean(self.document()))
+        rundir.write_json(self.folder / "parity.json", self.document())
 
     def markdown(self) -> str:
         title = f"# {self.folder.name}: what each recipe learns, against {self.plan.reference.name}\n"

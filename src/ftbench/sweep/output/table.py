@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.redact import secretless
+from ftbench.core.redact import without_secrets
 from ftbench.core.rows import RunSummary
 from ftbench.core.table import printable
 from ftbench.report import select
@@ -41,7 +41,7 @@ class Tables:
 
     def _put(self, name: str, text: str) -> None:
         """Replace a file for people, which holds no secrets and no control characters."""
-        rundir.write_text(self.folder / name, printable(secretless(text)))
+        rundir.write_text(self.folder / name, printable(without_secrets(text)))
 
     @property
     def written(self) -> bool:

@@ -23,10 +23,9 @@ from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.data.sources import Rows, open_rows
 from ftbench.worker.data.tokens import (
     IGNORE,
-    ROW_S,
     ShownImages,
     Tokens,
-    limited,
+    template_errors,
     tokenise,
     tokenise_pair,
     tokenise_prompt,
@@ -198,7 +197,7 @@ def _tokens(
     rows: Rows, index: int, parsed: Example, spec: Experiment, tokenizer: Any, images: ShownImages | None
 ) -> Tokens:
     dataset = spec.dataset
-    with limited(rows.where(index), ROW_S):
+    with template_errors(rows.where(index)):
         if spec.objective.prompts:
             return replace(tokenise_prompt(tokenizer, parsed), row=rows[index])
         if parsed.rejected:

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 
 from ftbench.core.data_formats import BadRow, Example
-from ftbench.core.limits import RENDERED_CHARACTERS, RENDERING_BYTES, memory_limit, time_limit
 from ftbench.core.units import some
 from ftbench.errors import DataError, FtbenchError
 from ftbench.worker.data.pictures import Picture
 
 IGNORE = -100
-ROW_S = 20  # of computing for one row: a long dialogue takes a tenth of a second
 FEW = 8  # answers whose ends are looked for one by one
 
 
@@ -185,39 +183,22 @@ def _marked_spans(
 
 
 def write(tokenizer: Any, messages: Sequence[dict[str, Any]], answer: bool = False) -> str:
-    """Return a dialogue as the template writes it; with `answer` opened for one. Raises BadRow where it grows without
-    end: the memory would end before any limit of time."""
-    try:
-        with memory_limit(RENDERING_BYTES):
-            text = str(
-                tokenizer.apply_chat_template(
-                    list(messages), tokenize=False, add_generation_prompt=answer, strftime_now=_fixed_date
-                )
-            )
-        if len(text) <= RENDERED_CHARACTERS:
-            return text
-    except MemoryError:
-        pass
-    raise BadRow(
-        f"the chat template of {tokenizer.name_or_path or 'the model'} makes more of it than {RENDERED_CHARACTERS:,} "
-        "characters: mend it if it grows without end, or split the row"
+    """Return a dialogue as text, rendered by the chat template; with `answer`, end it with the prompt for an answer."""
+    return str(
+        tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=answer, strftime_now=_fixed_date
+        )
     )
 
 
 @contextmanager
-def limited(where: str, limit_s: float) -> Iterator[None]:
-    """Give the block so many seconds of computing, and raise DataError, which begins with `where`, for whatever else
-    happens in it: a template is a program, and raises anything."""
+def template_errors(where: str) -> Iterator[None]:
+    """Turn any exception in the block into a DataError that starts with `where`. A chat template is a program and may
+    raise anything."""
     try:
-        with time_limit(limit_s):
-            yield
+        yield
     except BadRow as error:
         raise DataError(f"{where}: {error}") from None
-    except TimeoutError:
-        raise DataError(
-            f"{where}: the tokenizer and its chat template have not written it after {limit_s} s of computing: split "
-            "the row, or mend the template if it does not end"
-        ) from None
     except (MemoryError, FtbenchError):
         raise
     except Exception as error:  # noqa: BLE001
