@@ -174,8 +174,8 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if not values:
                     continue
                 if len(values) != len(names):
-                    found, expected = some(len(values), "field"), len(names)
-                    raise DataError(f"{path}, line {reader.line_num}: {found}, but the header names {expected}")
+                    fields, expected = some(len(values), "field"), len(names)
+                    raise DataError(f"{path}, line {reader.line_num}: {fields}, but the header names {expected}")
                 yield reader.line_num, dict(zip(names, values, strict=True))
         except csv.Error as error:
             raise DataError(f"{path}, line {reader.line_num}: not CSV ({error})") from None

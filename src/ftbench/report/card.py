@@ -60,7 +60,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
 def _resolved(run: RunDir) -> list[tuple[str, str]]:
     """Return a line for each reason why settings that were `auto` became what they are."""
     reasons: dict[str, list[str]] = {}
-    for key, made in (clean(read_json(run.applied)).get("resolved") or {}).items():
+    for key, made in (read_json(run.applied).get("resolved") or {}).items():
         reasons.setdefault(str(made["reason"]), []).append(f"{key} {as_text(made['value'])}")
     return [("auto", f"{', '.join(settings)} ({reason})") for reason, settings in reasons.items()]
 
