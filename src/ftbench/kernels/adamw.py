@@ -1,9 +1,10 @@
-"""A step of AdamW in one kernel a parameter: weight, gradient and two moments read, weight and moments written, each
-once: 14 bytes a weight where all are in 16 bits. The factor that clips the gradients is read by the kernel, where a
-pass of its own would read and write them all.
+"""AdamW step with one kernel per parameter.
 
-What is stored in 16 bits is rounded up or down at random, by how near each is: the weight, whose update is mostly below
-half of its last bit, and the second moment, which decays by a thousandth a step and would stand still.
+The kernel reads weight, gradient and two moments, and writes weight and moments, each once: 14 bytes per weight if all
+are 16-bit. It also applies the clipping factor of the gradients, which saves a separate pass over them.
+
+16-bit values are rounded stochastically. The update of a weight is mostly below half of its last bit, and the second
+moment decays by a thousandth per step; rounding to nearest would lose both.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def _hash(x: tensor) -> tensor:
 
 @triton.jit
 def _rounded(values: tensor, bits: tensor, to: constexpr) -> tensor:
-    """Return float32 in another type; in bfloat16 each up or down by 16 random bits. What is not a number stays so: a
-    GPU's has all bits set (0x7FFFFFFF), and one more would make it -0."""
+    """Convert float32 to another type, to bfloat16 with stochastic rounding by 16 random bits. NaN stays NaN: a
+    GPU's NaN has all bits set (0x7FFFFFFF), and adding one would make it -0."""
     if to == tl.bfloat16:
         drawn = (values.to(tl.uint32, bitcast=True) + bits) & tl.full((), 0xFFFF0000, tl.uint32)
         values = tl.where(values == values, drawn.to(tl.float32, bitcast=True), values)
@@ -42,9 +43,9 @@ def _adamw(
     weight: tensor, gradient: tensor, first: tensor, second: tensor, factor: tensor, size: tensor, seed: tensor,
     lr: tensor, decay: tensor, fresh1: tensor, fresh2: tensor, root: tensor, eps: tensor, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Change a parameter in place. `lr` is the rate over the first moment's correction, `decay` what is left of the
-    weight, `fresh1` and `fresh2` the parts of a moment that are of this step (1 - beta: of a beta in 32 bits only four
-    digits would be left of it), `root` one over the root of the second moment's correction."""
+    """Update a parameter in place. `lr` is the learning rate over the bias correction of the first moment, `decay`
+    the factor of weight decay, `fresh1` and `fresh2` are 1 - beta (computed in float64, since float32 would leave
+    four digits), `root` is one over the root of the second moment's bias correction."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < size
     p = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)

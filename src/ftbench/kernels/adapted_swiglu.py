@@ -1,13 +1,13 @@
-"""The gate of an MLP between 8-bit products, silu(gate) * up, and what the adapters around it make of its tiles while
-they are at hand, both ways. Between products of 16 bits, which take the adapters' columns along, the compiler's gate,
-`swiglu`'s gradient and products of the adapters' own were faster on an H200 than this backward pass.
+"""The gate of an MLP between 8-bit products, silu(gate) * up, fused with the products of the adapters around it,
+forward and backward. Between 16-bit products this backward pass was slower on an H200 than the compiler's gate,
+`swiglu`'s gradient and separate adapter products.
 
-Passes over the activations of tokens x inner. Forward: gate and up read, half as much written: 2.5; what down's
-adapter makes of it, tokens x rank, is a sum over the tiles. Backward: gate, up and the gradient read, 3, the gradients
-of both written in 8 bits, 1; nothing else reads them. Products of their own would read these five times more:
-for the gradients of B of gate and up (2) and of A of down (1), and for what A's gradients and the input's are made of
-(2). Tiles of a column of them add up in registers over many rows; what is summed over the columns is written for each
-of them, tokens x rank, and added up after: half a pass for each 16 of rank.
+Passes over the activations (tokens x inner). Forward: gate and up are read and half as much is written: 2.5; the
+product with down's adapter (tokens x rank) is a sum over the tiles. Backward: gate, up and the gradient are read (3)
+and the gradients of both are written in 8 bits (1). Separate products would read these five times more: for the
+gradients of B of gate and up (2), of A of down (1), and for A's gradients and the input's (2). Tiles of one column
+add up in registers over many rows. Sums over the columns are written per tile (tokens x rank) and added up later:
+half a pass per 16 of rank.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _adapted_swiglu_backward(
     b_row: tensor, thin_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor, size: tensor, LIMIT: constexpr,
     AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of gate and up side by side in 8 bits, their products with b of these columns, and
-    the products over these rows that adapters' gradients are: a program for COLUMNS columns and `size` rows."""
+    """Write the gradients of gate and up next to each other in 8 bits, their products with b of these columns, and
+    the partial adapter gradients over these rows. One program handles COLUMNS columns and `size` rows."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
@@ -127,8 +127,8 @@ def _adapted_swiglu_backward(
 
 
 def constants_of(rank: int, dtype: torch.dtype, small: torch.dtype, interpreted: bool) -> dict[str, Any]:
-    """Return a kernel's: its products' inner width is 16 at least on tensor cores. Triton's interpreter has no products
-    of 16 bits."""
+    """Return the rank that a kernel uses: tensor cores need an inner width of at least 16. Triton's interpreter has
+    no 16-bit products."""
     types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     TYPE = tl.float32 if interpreted else types.get(dtype, tl.float32)
     return {"RANK": max(16, triton.next_power_of_2(rank)), "TYPE": TYPE, "LIMIT": torch.finfo(small).max, **TILE}
@@ -138,8 +138,8 @@ def constants_of(rank: int, dtype: torch.dtype, small: torch.dtype, interpreted:
 def gate_and_cast(
     base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, a: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return silu(gate) * up, tokens x inner, of [gate up] = base + mid b', tokens x 2 inner, contiguous, in 8 bits;
-    its factor; and its product with a', tokens x down's rank. What the maxima are is said by `cast_by_last`."""
+    """Return silu(gate) * up (tokens x inner, 8 bits), its factor, and its product with a' (tokens x rank of down),
+    for [gate up] = base + mid b' (tokens x 2 inner, contiguous). `cast_by_last` describes the maxima."""
     tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
     constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
     parts = min(PARTS, triton.cdiv(columns, TILE["COLUMNS"]))

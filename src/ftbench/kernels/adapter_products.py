@@ -1,8 +1,8 @@
-"""The products of linear layers with adapters that read one input: y_i = x W_i' + s (x A_i') B_i', and their gradients.
+"""Products of linear layers with adapters that read one input: y_i = x W_i' + s (x A_i') B_i', and their gradients.
 
 Passes over a layer's activations, counted for a Qwen3-8B layer (hidden 4,096, heads 4,096 and 2 x 1,024 wide, MLP
-12,288) in units of tokens x 4,096 values; the inputs of the seven projections are 9 units, their outputs 9.5. Read from
-the code that torch.compile made (torch 2.13, graphs of a layer):
+12,288) in units of tokens x 4,096 values. The inputs of the seven projections are 9 units, their outputs 9.5. Read from
+the code that torch.compile generated (torch 2.13, graphs of a layer):
 
 | reads and writes for the adapters                      | peft | beside | augmented |
 |--------------------------------------------------------|-----:|-------:|----------:|
@@ -13,23 +13,23 @@ the code that torch.compile made (torch 2.13, graphs of a layer):
 | backward: product with A written, read by the add      |   18 |     12 |         0 |
 | backward: x read for A's gradient                      |    9 |      6 |         6 |
 | backward: gradients of one input added up              |    8 |      8 |         0 |
-| what attention and the next layer hand over is copied  |    0 |      0 |         4 |
+| outputs of attention and the next layer copied         |    0 |      0 |         4 |
 | sum                                                    | 91.5 |     70 |        35 |
 | small products                                         |   42 |     33 |        16 |
 
-`augmented` takes the adapters into the base product: y = [x | x A'] [W | s B]' and dx = [dy | dy s B] [W ; A], the
-layers that share x as one matrix. What computes x or dy writes into the wider buffer itself (a torch.cat of it is
-compiled to a view). `beside` leaves the base product to the base layer, whatever it is (fp8, 4 bits). addmm_ in place
-would pass as often as `beside`: the product reads and writes what the add reads and the product wrote. W + s B A, once
-for each weight, would pass less and learn less: bfloat16 rounds away an update below 1/256 of the weight.
+`augmented` includes the adapters in the base product: y = [x | x A'] [W | s B]' and dx = [dy | dy s B] [W ; A], with
+the layers that share x as one matrix. The code that computes x or dy writes into the wider buffer (torch.compile
+turns a torch.cat of it into a view). `beside` keeps the base product in the base layer, whatever it is (fp8, 4
+bits). An in-place addmm_ would need as many passes as `beside`. Adding s B A to W once per step would need fewer
+passes but learn less: bfloat16 rounds away updates below 1/256 of the weight.
 """
 
 from typing import Any
 
 import torch
 
-# Columns that a buffer is wider by: 128 bytes of a 16-bit type. Where rows are no multiple of them, torch.compile pads
-# a GPU's buffers (torch._inductor.config.padding_alignment_bytes), and copies them for an operation of another's.
+# Extra columns of a buffer: 128 bytes in a 16-bit type. If rows are not a multiple of them, torch.compile pads GPU
+# buffers (torch._inductor.config.padding_alignment_bytes) and copies them for custom operations.
 ALIGNED = 64
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read one input, by their names
 
@@ -42,8 +42,8 @@ def siblings(name: str) -> tuple[str, Any]:
 
 @torch.library.custom_op("ftbench::fill_columns", mutates_args=("wide",))
 def fill_columns(wide: torch.Tensor, factor: torch.Tensor, width: int) -> None:
-    """Write the product of the first `width` columns with `factor` into the columns of `wide` after them. An operation
-    of its own, because torch.compile would copy the whole of `wide` to write a part of it."""
+    """Write the product of the first `width` columns with `factor` into the columns of `wide` after them. It is a
+    custom operation because torch.compile would copy all of `wide` to write a part of it."""
     torch.mm(wide[:, :width], factor, out=wide[:, width:])
 
 
@@ -54,10 +54,12 @@ def add_product(total: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> N
 
 
 class Augmented(torch.autograd.Function):
-    """tokens x in → tokens x (out of all the layers together, and r columns of nothing: room for what the backward pass
-    puts beside the gradient). `weight` is [[W, s B], [A, 0]], (out + r) x (in + r), with B block by block; behind it
-    come the scales, and A and B of each layer in turn for their gradients alone, as in `Beside`. The gradient that
-    comes back is written to, and so is x where it comes with such room of its own."""
+    """Multiply tokens x in → tokens x (out of all layers, and r unused columns for the backward pass).
+
+    `weight` is [[W, s B], [A, 0]], (out + r) x (in + r), with B block by block. Then follow the scales, and A and B
+    of each layer in turn, which only receive gradients, as in `Beside`. The incoming gradient is overwritten, and so
+    is x if it has such extra columns.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *scales_and_adapters: Any) -> torch.Tensor:
@@ -88,7 +90,7 @@ class Augmented(torch.autograd.Function):
 
 
 def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: Any) -> list[torch.Tensor]:
-    """Return the gradients of each adapter in turn, of those of A (rank x in) and B (out x rank) of all layers."""
+    """Split the gradients of A (rank x in) and B (out x rank) of all layers into those of each adapter in turn."""
     of_adapters, rank, out = [], 0, 0
     for a, b, scale in zip(adapters[::2], adapters[1::2], scales, strict=True):
         r, n = a.shape[0], b.shape[0]
@@ -99,12 +101,15 @@ def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: A
 
 
 class Beside(torch.autograd.Function):
-    """tokens x in → what the adapters of each layer add to its product. `a` is A of all layers, (layers r) x in; `b` is
-    s B of all, out x r, and `sizes` their outs; then the scales, and A and B of each layer in turn for their gradients.
+    """Compute, for tokens x in, what the adapters of each layer add to its product.
 
-    The scales go with the adapters because torch.compile, where no gradient is wanted, takes a call with exactly as
-    many arguments as `forward` has parameters for one without a context (torch 2.11 and 2.13, `call_apply`): of one
-    layer those would be as many."""
+    `a` is A of all layers, (layers r) x in; `b` is s B of all, out x r; `sizes` are their output widths. Then follow
+    the scales, and A and B of each layer in turn, which only receive gradients.
+
+    The scales are passed with the adapters because torch.compile without gradients takes a call with exactly as many
+    arguments as `forward` has parameters for one without a context (torch 2.11 and 2.13, `call_apply`). With one
+    layer the counts would be equal.
+    """
 
     @staticmethod
     def forward(

@@ -1,8 +1,9 @@
-"""A decoder layer that computes by our own kernels what stands between its products, for the families that
-`spec/optimizations/triton_kernels.py` names.
+"""A decoder layer whose operations between the products run as Triton kernels, for the model families in
+`spec/optimizations/triton_kernels.py`.
 
-What a kernel writes and a product of `fused_lora` reads, or the other way round, is one buffer with room for the
-adapters' columns: nothing is copied between."""
+A kernel and a product of `fused_lora` share one buffer with room for the adapters' columns, so nothing is copied
+between them.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +122,7 @@ def replace_forward(layer: Any) -> None:
     _join(attention, attention.q_proj, attention.k_proj, attention.v_proj)
     _join(attention.o_proj, attention.o_proj)
     pairs = [(layer, _Layer), (attention, _Attention)]
-    if hasattr(mlp, "gate_proj"):  # experts have kernels of their own
+    if hasattr(mlp, "gate_proj"):  # experts have other kernels
         _join(mlp, mlp.gate_proj, mlp.up_proj)
         _join(mlp.down_proj, mlp.down_proj)
         pairs.append((mlp, _Mlp))
@@ -130,12 +131,12 @@ def replace_forward(layer: Any) -> None:
 
 
 def replace_norm(norm: Any) -> None:
-    """Let a norm beside the layers compute by the kernel."""
+    """Compute a norm outside the layers with the kernel."""
     norm.__class__ = _with_kernels(type(norm), _Norm)  # type: ignore[arg-type]
 
 
 def _join(module: Any, *layers: Any) -> None:
-    """Note the group of these layers, and of no other, where it multiplies them as one matrix without biases."""
+    """Store the group of exactly these layers if it multiplies them as one matrix without biases."""
     group = getattr(layers[0], "group", None)
     if group is not None and group.holds(layers):
         setattr(module, _GROUP, group)

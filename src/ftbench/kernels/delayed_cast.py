@@ -1,9 +1,9 @@
-"""Casts to 8 bits in one pass: scaled by the largest value of the step before, while this step's is found.
+"""Casts to 8 bits in one pass, scaled by the largest value of the previous step.
 
-A cast by the values' own maximum passes twice: all read for it, then read again and half as much written, 2.5 passes.
-This one reads once and writes half: 1.5. Scales leave room for values twice as large as the last step's largest; what
-is larger still becomes the largest number of 8 bits. In the first step, where nothing is known, the kernel runs again
-with the maximum that it has found; later that second launch ends at once, so that nobody waits for the device.
+A cast by the values' own maximum reads everything twice and writes half as much: 2.5 passes. This one reads once and
+writes half: 1.5. The scale leaves room for values twice as large as the previous maximum; larger ones are clamped to
+the largest 8-bit number. In the first step no maximum is known, so the kernel runs again with the maximum that it
+found. Later this second launch returns at once, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def _cast_to_fp8(
     tl.store(factor, 1.0 / scale)
 
 
-# Nothing reads what it writes into `maxima` before the next step, and to write it twice changes nothing: torch is not
-# told of it, because it would copy the layers' numbers, which are views of one buffer, into the graph and back.
+# `maxima` is not declared as mutated: torch would copy the layers' numbers, which are views of one buffer, into the
+# graph and back. Nothing reads them before the next step, and writing them twice changes nothing.
 @torch.library.custom_op("ftbench::cast_by_last", mutates_args=())
 def cast_by_last(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x in 8 bits and the factor by which a product with it is multiplied. `maxima`: the largest value of the
-    step before (0: none), and the largest seen since, which is raised."""
+    """Return x in 8 bits and the factor of its products. `maxima` holds the largest value of the previous step (0:
+    none) and the largest value since, which is updated."""
     x = x.contiguous()
     small, factor = torch.empty_like(x, dtype=dtype), maxima.new_empty(())
     grid = (min(triton.cdiv(x.numel(), BLOCK), PROGRAMS),)
@@ -83,11 +83,11 @@ class Maxima:
         self.trained = False
 
     def next_pass(self, model: torch.nn.Module, *_: Any) -> None:
-        """Take what the last pass has seen, before a pass of the model; what an evaluation saw is forgotten. The
-        layers of a pass are computed again, and passed backward, with the same scales."""
+        """Use the maxima of the last training pass before a forward pass of the model; values seen in evaluation are
+        discarded. Recomputed layers and the backward pass use the same scales."""
         known, seen = self.values.data.unbind(
             -1
-        )  # of no version: a pass may be open, as of a policy beside its reference
+        )  # no version counter: a pass may be open, for example of the policy while its reference runs
         if self.trained:
             known.copy_(torch.where((seen > 0) & seen.isfinite(), seen, known))
         seen.zero_()

@@ -1,6 +1,8 @@
-"""The products of a mixture of experts: tokens sorted by their expert, each group of rows multiplied by its matrix, and
-adapters of experts as two thin grouped products beside the frozen one. peft adds the adapters' product to a copy of
-every expert's matrix, and computes gradients as large as the copies.
+"""Products of a mixture of experts.
+
+Tokens are sorted by expert and each group of rows is multiplied by its matrix. Adapters of experts are two thin
+grouped products added to the frozen one. peft adds the adapters' product to a copy of each expert's matrix and
+computes gradients as large as the copies.
 """
 
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch.nn import functional as F
 
-ALIGNED = 8  # values of 16 bits: grouped products take rows of whole 16 bytes
+ALIGNED = 8  # 16-bit values: grouped products need rows of a multiple of 16 bytes
 
 
 def grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""What the backward pass needs, kept in pinned host memory between the passes.
+"""Activations for the backward pass, kept in pinned host memory between the passes.
 
-The copies run on a stream of their own, beside the products: out while the next layers compute, and back one layer
-before the backward pass asks. Built on torch's saved-tensor hooks: around a non-reentrant checkpoint they see nothing
-but the layer's input (torch.utils.checkpoint, `_NoopSaveInputs`).
+The copies run on a separate stream: to the host while the next layers compute, and back one layer before the
+backward pass needs them. Built on torch's saved-tensor hooks: around a non-reentrant checkpoint they see only the
+layer's input (torch.utils.checkpoint, `_NoopSaveInputs`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Kept:
 
 
 class HostTensors:
-    """Counts what it moves: `moved` tensors of `moved_bytes` to the host, `fetched` back."""
+    """Move saved tensors to the host and back. Counts `moved` tensors of `moved_bytes`, and `fetched` ones."""
 
     def __init__(self) -> None:
         self.moved = self.moved_bytes = self.fetched = 0
@@ -38,7 +38,7 @@ class HostTensors:
         self._last: weakref.ref[Kept] | None = None
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the same function, with what it saves for the backward pass kept here."""
+        """Wrap a function so that the tensors it saves for the backward pass are kept here."""
 
         def keeping(*args: Any, **kwargs: Any) -> Any:
             with saved_tensors_hooks(self._pack, self._unpack):

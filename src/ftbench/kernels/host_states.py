@@ -1,8 +1,8 @@
-"""An optimizer's states that wait in pinned host memory between the steps of their parameters.
+"""Optimizer states in pinned host memory between the steps of their parameters.
 
-They come back while the parameter before theirs is still at work: which one that is, the last step has shown. The
-first of a step come when it is asked for, and take no room in the forward pass. What leaves is copied beside the steps
-that follow, and its memory on the device is free after two of them.
+A state is fetched while the previous parameter is updated; the last step showed the order. The first states of a
+step are fetched on demand and take no memory during the forward pass. Copies to the host overlap with the following
+updates, and their device memory is free two updates later.
 """
 
 from collections import deque
@@ -15,8 +15,8 @@ import torch
 from ftbench.kernels.weight_stream import Copies, Weight, view
 
 _SMALL = 1 << 16  # bytes; smaller states stay
-_LEAVING = 2  # parameters whose states may be on their way out
-_Copied = list[tuple[torch.Tensor, Any]]  # tensors on the device, each with what says that its copy is whole
+_LEAVING = 2  # parameters whose states may still be copied to the host
+_Copied = list[tuple[torch.Tensor, Any]]  # tensors on the device, each with the event that marks its copy as complete
 
 
 class HostStates:
@@ -49,13 +49,13 @@ class HostStates:
         self._leave(parameter)
 
     def end_step(self) -> None:
-        """Free the device of what is on its way out; nothing is expected next."""
+        """Release the device memory of pending copies to the host and reset the prefetch order."""
         while self._leaving:
             self._free()
         self._last = None
 
     def _begin(self, parameter: Any) -> None:
-        """Begin to copy a parameter's states to the device, once they are whole on the host."""
+        """Start copying a parameter's states to the device, after their copy to the host is complete."""
         if parameter not in self._hosts or parameter in self._coming:
             return
         while any(left is parameter for left, _ in self._leaving):
@@ -79,13 +79,13 @@ class HostStates:
             self._free()
 
     def _free(self) -> None:
-        """Give the device's memory of what left first to whatever comes after its copies."""
+        """Release the device memory of the oldest copy to the host once the copy is complete."""
         _, copied = self._leaving.popleft()
         for _, ready in copied:
             self._out.wait_for(ready)
 
     def _parts(self, parameter: Any) -> Iterator[Weight]:
-        """Yield the tensors of a parameter's states; those of torchao's 8 bits are held by another."""
+        """Yield the tensors of a parameter's states, unwrapping torchao's 8-bit states."""
         values = self._state[parameter]
         for name, value in values.items():
             if hasattr(value, "tensor_attrs"):

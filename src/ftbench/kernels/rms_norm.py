@@ -1,10 +1,10 @@
-"""RMSNorm with a frozen weight, and the sum before it, in one kernel each way.
+"""RMSNorm with a frozen weight, fused with the sum before it, as one kernel per direction.
 
-Passes over tokens x width, forward: the input read, the norm written, 2; with a sum before it the other part read and
-the sum written, too, 4. Backward: the normed values (the sum), the gradient of the norm and, with a sum, that of the
-sum read, the gradient written, 3 or 4; one more where the input came in a wider buffer, whose gradient is another. The
-compiler takes a kernel for the mean square and one for the norm, forward 3 and 5. The scale of a row is made again
-from the row, which is read anyway.
+Passes over tokens x width. Forward: the input is read and the norm written (2); with a sum the other part is read
+and the sum written too (4). Backward: the normed values, the gradient of the norm and, with a sum, that of the sum
+are read, and the gradient is written (3 or 4), plus one if the input came in a wider buffer with a separate
+gradient. The compiler uses one kernel for the mean square and one for the norm: 3 and 5 forward. The scale of a row
+is recomputed from the row, which is read anyway.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _rms_norm_forward(
     x: tensor, residual: tensor, weight: tensor, total: tensor, normed: tensor, x_row: tensor, normed_row: tensor,
     columns: tensor, eps: tensor, SUM: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write the norm of a row, and with SUM the row itself, of which x is one part: a program for a row."""
+    """Write the norm of a row, and with SUM also the sum of x and the residual. One program handles one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     there = column < columns
@@ -48,7 +48,8 @@ def _rms_norm_backward(
     dnormed: tensor, dtotal: tensor, total: tensor, weight: tensor, dx: tensor, wide: tensor, dnormed_row: tensor,
     wide_row: tensor, columns: tensor, eps: tensor, SUM: constexpr, WIDE: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradient of a normed row, with SUM that of the row beside its norm added, and with WIDE once more."""
+    """Write the gradient of a normed row: with SUM including the gradient of the sum, with WIDE also into a wider
+    buffer."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     there = column < columns
@@ -85,8 +86,8 @@ def _total(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
 def rms_norm_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, room: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of x + residual, tokens x (width + room), the room not written, and the sum, tokens x width: of
-    no residual, x alone and an empty tensor. x may be wider than the weight."""
+    """Return the norm of x + residual, tokens x (width + room) with unwritten room, and the sum, tokens x width.
+    Without a residual the sum is x and an empty tensor is returned. x may be wider than the weight."""
     width = len(weight)
     residual = None if residual is None else residual.contiguous()
     normed, total = _normed(x if residual is None else _total(x, residual), weight, width, room), _total(x, residual)
@@ -113,8 +114,8 @@ def rms_norm_backward(
     dnormed: torch.Tensor, dtotal: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor, eps: float,
     room: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradient of what was normed, `total`, tokens x width, contiguous, of that of its norm (which may be
-    wider) and that of itself beside it (or None). Where there is room, once more so much wider, of `dtype`."""
+    """Return the gradient of the normed values `total` (tokens x width, contiguous) from the gradient of the norm,
+    which may be wider, and the gradient of the sum (or None). With room, also a copy with extra columns in `dtype`."""
     width = len(weight)
     dnormed = dnormed if dnormed.stride(1) == 1 else dnormed.contiguous()
     dtotal = None if dtotal is None else dtotal.contiguous()
@@ -134,8 +135,8 @@ def _(
 
 
 class RmsNorm(torch.autograd.Function):
-    """x, tokens x width, → its norm, tokens x (width + room), and x, for what else reads it: so that both gradients are
-    added in the kernel. The weight is frozen: it gets no gradient."""
+    """Return the norm of x (tokens x width → tokens x (width + room)) and x itself for its other readers, so that
+    the kernel adds both gradients. The weight is frozen and gets no gradient."""
 
     @staticmethod
     def forward(
@@ -153,8 +154,8 @@ class RmsNorm(torch.autograd.Function):
 
 
 class SumRmsNorm(torch.autograd.Function):
-    """x and residual, tokens x width, → the norm of their sum, tokens x (width + room), and the sum. x may come with
-    room of its own, and its gradient has as much, with nothing in it."""
+    """Return the norm of x + residual (tokens x (width + room)) and the sum (tokens x width). x may have extra
+    columns; its gradient has the same, unwritten."""
 
     @staticmethod
     def forward(

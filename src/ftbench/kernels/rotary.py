@@ -1,11 +1,11 @@
-"""Queries and keys as attention reads them: each head normed (or not) and rotated, in one kernel each way, with the
-values beside them.
+"""Queries and keys in the layout that attention reads: each head normed (optional) and rotated, with the values, in one
+kernel per direction.
 
-Passes over a token's heads, forward: all read and written once. Backward: the gradients and, where heads are normed,
-queries and keys as they came read, the gradients written, side by side where they came as one product: what the
-product's own backward pass reads. The compiler reads each head twice, once for the mean square and once for the norm,
-writes queries and keys twice, the second time in attention's order, and lays the gradients side by side in a pass of
-their own.
+Passes over a token's heads. Forward: everything is read and written once. Backward: the gradients and, if heads are
+normed, the original queries and keys are read; the gradients are written next to each other if the heads came from
+one product, which is the layout that its backward pass reads. The compiler reads each head twice (mean square,
+norm), writes queries and keys twice (the second time in attention's order), and joins the gradients in a separate
+pass.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ def rotary_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_weight: torch.Tensor | None,
     key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return queries, keys and values, tokens x heads x width, of what the projections made, tokens x (heads width)
-    each, rows of any stride. cos and sin: positions x width, for the tokens in turn and again from the first. Without
-    weights heads are rotated as they are."""
+    """Return queries, keys and values, tokens x heads x width, from the outputs of the projections, tokens x (heads
+    width) each with rows of any stride. cos and sin are positions x width, repeated for each sequence. Without
+    weights the heads are only rotated."""
     width = cos.shape[1]
     made = tuple(part.new_empty(len(part), part.shape[1] // width, width) for part in (query, key, value))
     heads, pairs = made[0].shape[1], made[1].shape[1]
@@ -181,8 +181,8 @@ def rotary_backward(
     query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
     eps: float, room: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradients of queries, keys and values side by side, tokens x (heads width of all, and room that is not
-    written), of those that attention gives, tokens x heads x width, of any order."""
+    """Return the gradients of queries, keys and values next to each other, tokens x (total width of heads, and
+    unwritten room), from the gradients of attention, tokens x heads x width in any order."""
     tokens, heads, width = dquery.shape
     pairs = dkey.shape[1]
     given = [part if part.stride(2) == 1 else part.contiguous() for part in (dquery, dkey, dvalue)]

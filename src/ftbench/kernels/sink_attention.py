@@ -1,11 +1,11 @@
-"""Causal attention within each sample of a row, with sinks: of each head one more logit, which takes part in the
-softmax and has no value (gpt-oss).
+"""Causal attention within each sample of a row, with sinks: one extra logit per head that takes part in the softmax and
+has no value (gpt-oss).
 
-Flash attention knows no sinks, and needs to know none. With L the logarithm of the sum of a query's exponentials and
-L' = log(exp L + exp sink), each probability, and so the output, is exp(L - L') times what it is without. The backward
-kernel makes probabilities again from L, and what the softmax takes off from the output and its gradient: given L' and
-the output with sinks, its gradients are those with sinks. A sink's own is -exp(sink - L') (output · its gradient),
-summed over the queries. Two passes over the output more than without.
+Flash attention does not support sinks, but its result can be corrected. With L the logarithm of the sum of a query's
+exponentials and L' = log(exp L + exp sink), each probability, and so the output, is exp(L - L') times the one
+without sinks. The backward kernel recomputes probabilities from L, and the softmax term from the output and its
+gradient: given L' and the output with sinks, its gradients are those with sinks. The gradient of a sink is -exp(sink
+- L') (output · its gradient), summed over the queries. This needs two more passes over the output.
 """
 
 from typing import Any
@@ -17,9 +17,9 @@ BACKWARD = torch.ops.aten._flash_attention_backward
 
 
 class SinkAttention(torch.autograd.Function):
-    """Queries, tokens x heads x width, keys and values, tokens x (fewer) heads x width, in 16 bits, and a sink a head →
-    tokens x heads x width. Samples end at `bounds` (int32, from 0) and none is longer than `longest`; a token sees
-    itself and `window` before it, with -1 all."""
+    """Compute attention of queries (tokens x heads x width) over keys and values (tokens x fewer heads x width) in
+    16 bits, with one sink per head → tokens x heads x width. Samples end at `bounds` (int32, starting with 0) and
+    have at most `longest` tokens. A token sees itself and `window` tokens before it; -1 means all."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Products with frozen weights in 8 bits: alone, with what adapters add, and of a whole MLP."""
+"""Products with frozen 8-bit weights: plain, with adapters, and for a complete MLP."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ SMALLEST = 1e-12  # torchao.float8.float8_utils.EPS: no division by zero
 def cast(
     values: torch.Tensor, dtype: torch.dtype, recipe: str, largest: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows x columns in 8 bits, and the factor by which a product with it is multiplied: one, or one a row
-    (rows x 1). As torchao's hp_tensor_to_float8_dynamic; rowwise factors are powers of two there too. `largest` is
-    that of the values, or of others that share their factor."""
+    """Return rows x columns in 8 bits, and the factor of its products: one number, or one per row (rows x 1). As
+    torchao's hp_tensor_to_float8_dynamic; rowwise factors are powers of two there too. `largest` is the maximum of
+    the values, or of several tensors that share a factor."""
     if largest is None:
         largest = values.abs().amax(1, keepdim=True) if recipe == ROWWISE else values.abs().amax()
     limit = torch.finfo(dtype).max
@@ -45,9 +45,8 @@ def multiply(
     x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None,
     short: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return tokens x in → tokens x out, of a weight in 8 bits, out x in. `maxima`: those of the input and of the
-    gradient, where they give the scales; `short`: x as it is cast and its factor, where
-    they are there: then x tells the dtype alone."""
+    """Multiply tokens x in → tokens x out with an 8-bit weight, out x in. `maxima` are those of the input and of the
+    gradient if scales are delayed. `short` is x already cast, with its factor; then x only gives the dtype."""
     small, scale = short or _cast(x, WEIGHT, recipe, None if maxima is None else maxima[0])
     return torch._scaled_mm(small, weight.t(), scale, factor.t(), out_dtype=_out(x, recipe), use_fast_accum=True)
 
@@ -87,10 +86,13 @@ class Product(torch.autograd.Function):
 
 
 class AdaptedProduct(torch.autograd.Function):
-    """`Product` of layers side by side, with what their adapters add, by one product with A and one with B each way,
-    which adds to what the 8-bit product wrote: for what reads the sum by kernels of its own, so that no pass for the
-    sum alone is left. `given` is what `Product` takes, A of all layers, (layers r) x in, s B of all, block by block,
-    out x (layers r); then the scales, and A and B of each layer in turn for their gradients alone, as in `Beside`."""
+    """Compute `Product` of several layers and add their adapters' products, with one product with A and one with B per
+    direction, in place.
+
+    For readers with custom kernels, so that no separate pass for the sum remains. `given` are the arguments of
+    `Product`, A of all layers, (layers r) x in, and s B of all, block by block, out x (layers r); then the scales,
+    and A and B of each layer in turn, which only receive gradients, as in `Beside`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *given: Any) -> torch.Tensor:
@@ -113,9 +115,9 @@ class AdaptedProduct(torch.autograd.Function):
 
 
 class GatedMlp(torch.autograd.Function):
-    """An MLP: `AdaptedProduct` of gate and up, silu(gate) * up, `AdaptedProduct` of that. What is between is read by
-    kernels that compute all that adapters make of it, and written in 8 bits alone (`kernels/adapted_swiglu.py`).
-    `given` are both products', `count` the first one's."""
+    """Compute an MLP: `AdaptedProduct` of gate and up, silu(gate) * up, and `AdaptedProduct` of that. The
+    intermediate values are written in 8 bits only, by kernels that also compute the adapters' products
+    (`kernels/adapted_swiglu.py`). `given` are the arguments of both products, `count` those of the first."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, count: int, *given: Any) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""The gate of an MLP, a = silu(gate) * up, whose backward pass is one kernel of our own.
+"""The gate of an MLP, a = silu(gate) * up, with a fused backward kernel.
 
-Passes over the activations of tokens x inner, backward: gate, up and the gradient read, two gradients written: 5. The
-compiler's code makes both gradients in one buffer by computing each of its columns alone, and reads all three for
-either: 8. Forward the compiler passes as often as must be (3), within what it makes of its neighbours, and is left to.
+Passes over the activations (tokens x inner), backward: gate, up and the gradient are read, two gradients are
+written: 5. The compiler writes both gradients into one buffer column by column and reads all three for each: 8. The
+forward pass is left to the compiler, which already needs the minimum of 3.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Frozen linear layers multiplied by Transformer Engine in 8-bit floats.
 
-accelerate's conversion takes every linear layer, adapters and norms too, and leaves out the rest of a model at the
-first one whose sides do not fit. Here adapters are there already, and only what they lie on is converted.
+accelerate's conversion also converts adapters and norms, and stops at the first layer whose sides do not fit. This
+one converts only the frozen layers under the adapters.
 """
 
 from typing import Any

@@ -1,11 +1,11 @@
-"""Frozen weights that wait in pinned host memory: layers take turns in two buffers on the device.
+"""Frozen weights in pinned host memory that share two buffers on the device.
 
-Layers of even and of odd number have a buffer each, and a weight is for good a view of its layer's buffer: whatever a
-library keeps of it for the backward pass (torch a view of its memory, bitsandbytes the tensor itself) is right whenever
-the layer is there. As a layer's turn begins, forward or as a checkpoint makes it again, the weights of the next one are
-copied into the other buffer, on a stream of their own. All that reads the other buffer has been asked for by then: the
-backward pass enters a layer when the one behind it is through. So the copies wait for what the device has been asked
-for so far, and a layer waits for its copy; nothing waits for the host.
+Even and odd layers have one buffer each, and a weight is a permanent view of its layer's buffer. So everything that
+a library keeps for the backward pass (torch a view of the memory, bitsandbytes the tensor) is valid whenever the
+layer is loaded. When a layer starts, in the forward pass or in recomputation, the weights of the next one are copied
+into the other buffer on a separate stream. All work that reads that buffer has been queued by then: the backward
+pass enters a layer after the next one is finished. The copies wait for the queued work, a layer waits for its copy,
+and nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class HostMatrix:
         self.view = view(copies.as_seen(self._host), 0, matrix)
 
     def begin(self) -> None:
-        """Begin to copy, beside what the device does meanwhile."""
+        """Start the copy; it overlaps with queued work."""
         there = torch.empty_like(self._host, device=self._copies.device)
         self._coming = there, self._copies.start(there, self._host)
 
     def fetch(self) -> torch.Tensor:
-        """Return a copy on the device, of which nothing is kept here."""
+        """Return a copy on the device that is not kept here."""
         if self._coming is None:
             self.begin()
         assert self._coming is not None
@@ -56,8 +56,8 @@ class HostMatrix:
 
 
 class _LockedPages(mmap):
-    """Shared pages, locked in place as long as a tensor is in them: the driver would refuse what it is given at the
-    same addresses later."""
+    """Shared pages, locked as long as a tensor uses them: the driver rejects memory that is registered later at the
+    same address."""
 
     _address = 0
 
@@ -73,15 +73,15 @@ class _LockedPages(mmap):
 
 
 class Copies:
-    """Copies to the device, in a stream of their own; without a GPU they are done at once. Counts the `bytes` copied,
-    and those of host memory that it was asked for, which is `held` as long as what is in it."""
+    """Copy to the device on a separate stream, or at once without a GPU. Counts the copied `bytes` and the allocated
+    host memory (`held`)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.bytes, self.held = device, 0, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, there: torch.Tensor, host: torch.Tensor) -> Any:
-        """Copy when all is done that the device has been asked for so far; return what says that it is there."""
+        """Copy after all queued work on the device; return the event that marks its completion."""
         self.bytes += host.nbytes
         if self._stream is None:
             there.copy_(host)
@@ -97,9 +97,9 @@ class Copies:
             torch.cuda.current_stream(self.device).wait_event(ready)
 
     def pinned(self, size: int) -> torch.Tensor:
-        """Return so many bytes of host memory, locked in place; without a GPU as they are. Pages are locked, so it has
-        some of its own, shared ones: of others a process that is forked (a loader's) would be given copies at once.
-        torch's own pinned memory comes in powers of two, half of which might lie idle."""
+        """Return locked host memory of this size (plain memory without a GPU). The pages are shared, because a
+        forked loader process would get copies of private locked pages. torch's pinned memory comes in powers of two
+        and could waste half."""
         self.held += size
         if self._stream is None or not size:
             return torch.empty(size, dtype=torch.uint8)
@@ -154,8 +154,8 @@ class WeightStream:
         return [(offset, shape, weight.put) for offset, shape, weight in zip(offsets, shapes, weights, strict=True)]
 
     def take(self, index: int) -> None:
-        """Put a layer's weights in place, and begin to copy those of the layer whose turn is expected next. A turn
-        that nobody expected waits for its copy, and is right."""
+        """Load a layer's weights and start copying those of the layer expected next. An unexpected layer waits for
+        its copy and is still correct."""
         self.turns[index] += 1
         if self._there[index % 2] != index:
             self._fetch(index)
@@ -169,7 +169,8 @@ class WeightStream:
         self._last = index
 
     def _following(self, index: int) -> int | None:
-        """Return the layer expected next: from the first on and from the last back, else as it went so far."""
+        """Return the layer expected next: the following one in the forward pass, the preceding one in the backward
+        pass."""
         last = len(self.turns) - 1
         if index in (0, last):
             return None if last == 0 else 1 if index == 0 else last - 1
