@@ -1,17 +1,227 @@
-"""Which committed runs the memory estimate is fitted to, and what tells one from another in a table."""
+"""Compare the memory estimate with committed runs, and fit its constants to those that are not held out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
 from typing import Any
 
-from ftbench.estimate.memory.measured import Measured
+from ftbench.core.hardware import find_gpu
+from ftbench.core.rows import StepRow
+from ftbench.errors import SpecError
+from ftbench.estimate.memory.constants import Constants, constants
+from ftbench.estimate.memory.estimate import (
+    ALLOCATED_SPREAD,
+    MemoryEstimate,
+    SlackBasis,
+    estimate_memory,
+    slack_basis_of,
+)
+from ftbench.estimate.time.timed_runs import is_outdated, recorded_spec
+from ftbench.estimate.workload.largest import BatchShape, Generation, Largest
+from ftbench.estimate.workload.model import is_rough, shape_of
+from ftbench.estimate.workload.plan import plan_of
+from ftbench.families.vision import ImageSize
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, Measure, Train
+from ftbench.store.ranks import read_ranks
+from ftbench.store.rundir import RunDir, find_runs, first_gpu, read_json
+from ftbench.store.steps import read_steps
+
+TIERS = ("allocated", "reserved", "device")
+# The constants of the slack. A run is used for one of them only if it has none of the terms listed with it.
+EXCLUDED = {"logits_share": ("compiled_gib", "varying_share", "optimizer_share"), "compiled_gib": ("varying_share",),
+            "varying_share": ("compiled_gib",), "optimizer_share": ("varying_share",)}  # fmt: skip
+FEWEST = 3  # with fewer runs a constant keeps its shipped value
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A run that succeeded, or that ran out of memory (`fits` is False).
+
+    Peaks are in GiB. A device peak below the reserved peak was sampled too late and is None. An `outdated` run used
+    code that took its step differently.
+    """
+
+    name: str
+    spec: Experiment
+    gpu: str
+    total: float
+    fits: bool
+    allocated: float | None
+    reserved: float | None
+    device: float | None
+    batch: Largest | None
+    outdated: bool = False
+
+    def estimate(self, known: Constants | None = None) -> MemoryEstimate:
+        gpu = find_gpu(self.gpu) or self.total
+        return estimate_memory(self.spec, gpu, total=self.total, batch=self.batch, known=known)
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Relative errors of one tier over several runs: mean and largest absolute error, and the signed mean."""
+
+    count: int
+    mean: float
+    worst: float
+    bias: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunErrors:
+    """A run with its estimate. `errors` are estimated / measured - 1 by tier."""
+
+    run: Measured
+    estimate: MemoryEstimate
+    errors: dict[str, float]
+
+
+def read(paths: Iterable[Path]) -> list[Measured]:
+    """Return the runs below some folders whose memory can be compared, in the order of their paths."""
+    directories = {run.path for path in paths for run in find_runs(path)}
+    return [run for path in sorted(directories) if (run := measured(RunDir(path))) is not None]
+
+
+def measured(run: RunDir) -> Measured | None:
+    """Return one run, or None if its memory cannot be compared with today's estimate.
+
+    This is the case for runs without a GPU, failed runs, unknown models, and specs whose estimate is rough.
+    """
+    summary = read_json(run.summary)
+    state, gpu = summary.get("state"), first_gpu(read_json(run.machine))
+    if state not in ("ok", "oom") or not gpu.get("memory_gb"):
+        return None
+    if (spec := recorded_spec(run)) is None or is_rough(spec):
+        return None
+    try:
+        plan_of(spec, shape_of(spec.model))
+    except SpecError:
+        return None
+    succeeded, memory = state == "ok", summary.get("memory_gb", {}) if state == "ok" else {}
+    reserved, device = memory.get("reserved_peak"), memory.get("device_peak")
+    late = device is None or reserved is None or device < reserved
+    return Measured(
+        run.path.name, spec, gpu["name"], gpu["memory_gb"], succeeded, memory.get("allocated_peak"), reserved,
+        None if late else device, largest_batch_of(run, spec) if succeeded else None, is_outdated(run, spec),
+    )  # fmt: skip
+
+
+def largest_batch_of(run: RunDir, spec: Experiment) -> Largest | None:
+    """Return the largest micro-batch of a run on one GPU, or None if its steps do not record it.
+
+    For a step of several padded passes, steps.csv has the sum over the passes and the longest sequence.
+    """
+    tables = read_ranks(run)[0] or [read_steps(run.steps)[0]]
+    rows = [row for table in tables for row in table if row.padded_tokens and row.longest_sequence]
+    if not rows:
+        return None
+    if spec.objective.prompts:
+        return _largest_completions(spec, rows)
+    passes = spec.train.gradient_accumulation_steps
+    on = spec.optimizations
+    flat = on.packing or on.padding_free
+    uneven = passes > 1 and not flat
+    row = max(rows, key=lambda row: ((row.longest_sequence or 0) * uneven, row.padded_tokens or 0))
+    positions, longest = -(-(row.padded_tokens or 0) // passes), row.longest_sequence or 1
+    if uneven:
+        positions = longest * -(-(row.samples or 1) // passes)
+    labels = -(-(row.label_tokens or 0) // passes)
+    count = 1 if flat else max(1, round(positions / longest))
+    images = ImageSize(*(-(-(each or 0) // passes) for each in (row.image_tokens, row.tiles, row.image_patches)))
+    batch = BatchShape(count, -(-positions // count), labels, images)
+    several = flat and (row.samples or 1) > 1
+    padded = several or any((row.padded_tokens or 0) > (row.real_tokens or 0) for row in rows)
+    most = spec.dataset.max_length
+    whole = all(row.real_tokens == row.padded_tokens == (row.samples or 0) * most for row in rows)
+    filled = flat and on.fixed_shape and all((row.samples or 0) <= passes * spec.train.batch_size for row in rows)
+    return Largest(batch, batch, padded, whole or filled, "as the run had it")
+
+
+def _largest_completions(spec: Experiment, rows: Sequence[StepRow]) -> Largest:
+    """Return the widest step of completions. The prompt's share of the width is known from the means only."""
+    row = max(rows, key=lambda row: row.padded_tokens or 0)
+    count, made, real = row.samples or spec.global_batch, row.label_tokens or 0, row.real_tokens or 0
+    width = -(-(row.padded_tokens or 0) // count)
+    tokens = max(-(-made // count), width - (real - made) // count)
+    padded = any((row.padded_tokens or 0) > (row.real_tokens or 0) for row in rows)
+    size = spec.train.batch_size
+    batch = BatchShape(size, width, size * tokens, generation=Generation(count, width - tokens, tokens))
+    return Largest(batch, batch, padded, not padded, "as the run had it")
+
+
+def rows(runs: Sequence[Measured], known: Constants) -> list[RunErrors]:
+    """Return the runs that succeeded, each with its estimate under these constants."""
+    return [_row(run, run.estimate(known)) for run in runs if run.fits and run.allocated is not None]
+
+
+def _row(run: Measured, estimate: MemoryEstimate) -> RunErrors:
+    pairs = {tier: (getattr(run, tier), getattr(estimate, tier).expected) for tier in TIERS}
+    return RunErrors(run, estimate, {tier: estimated / real - 1 for tier, (real, estimated) in pairs.items() if real})
+
+
+def is_inside(row: RunErrors, tier: str) -> bool:
+    """Return whether a measured peak is within the estimated range of its tier."""
+    band = getattr(row.estimate, tier)
+    return bool(band.low <= getattr(row.run, tier) <= band.high)
+
+
+def error(estimated: Sequence[RunErrors], tier: str) -> Error | None:
+    """Return the error of one tier, or None if no run measured it."""
+    errors = [row.errors[tier] for row in estimated if tier in row.errors]
+    if not errors:
+        return None
+    sizes = [abs(value) for value in errors]
+    return Error(len(errors), sum(sizes) / len(sizes), max(sizes), sum(errors) / len(errors))
+
+
+def false_fits(runs: Sequence[Measured], known: Constants) -> list[str]:
+    """Return the runs that ran out of memory although the estimate says that they fit."""
+    return [run.name for run in runs if not run.fits and run.estimate(known).verdict == "fits"]
+
+
+def fit(runs: Sequence[Measured]) -> Constants:
+    """Return the constants as medians over runs on one GPU. A constant that no run shows keeps its shipped value.
+
+    The slack is split in turn: first the share of the logits, then compiled graphs, batches of many shapes, and the
+    optimizer's step.
+    """
+    ended = [run for run in runs if run.fits and run.allocated is not None and run.spec.launch.gpus == 1]
+    plain = replace(constants(), allocated_factor=1.0)
+    factors = [run.allocated / run.estimate(plain).allocated.expected for run in ended if run.allocated]
+    context = [run.device - run.reserved for run in ended if run.device is not None and run.reserved is not None]
+    slack = [(slack_basis_of(run.spec, find_gpu(run.gpu) or run.total, run.batch), run.reserved - run.allocated)
+             for run in ended if run.reserved is not None and run.allocated is not None
+             and not run.spec.optimizations.weight_offload]  # fmt: skip
+    values: dict[str, Any] = {"allocated_factor": median(factors), **_slack(slack)}
+    if len(context) >= FEWEST:
+        values["context_gib"] = median(context)
+    fitted = replace(constants(), runs=tuple(sorted({run.name for run in ended})), **values)
+    return replace(fitted, strategies=_confirmed(runs, fitted))
+
+
+def _confirmed(runs: Sequence[Measured], fitted: Constants) -> tuple[str, ...]:
+    """Return the strategies whose runs on several GPUs are all within ALLOCATED_SPREAD of the estimate."""
+    several = [row for row in rows(runs, fitted) if row.run.spec.launch.gpus > 1 and not row.run.outdated]
+    strategies = {row.run.spec.launch.strategy for row in several}
+    missed = {row.run.spec.launch.strategy for row in several if abs(row.errors["allocated"]) > ALLOCATED_SPREAD}
+    return tuple(sorted(strategies - missed))
+
+
+def _slack(slack: Sequence[tuple[SlackBasis, float]]) -> dict[str, float]:
+    fitted: dict[str, float] = {}
+    for name, others in EXCLUDED.items():
+        ratios = [max(0.0, size - fitted.get("logits_share", 0.0) * basis["logits_share"]) / basis[name]
+                  for basis, size in slack if basis[name] and not any(basis[other] for other in others)]  # fmt: skip
+        fitted[name] = sum(ratios) / len(ratios) if len(ratios) >= FEWEST else getattr(constants(), name)
+    return fitted
 
 
 def facts(run: Measured) -> dict[str, Any]:
-    """Return what tells one run from another in a table."""
+    """Return what identifies a run in a table."""
     on = run.spec.optimizations.model_dump(mode="json")
     named = [
         name if value is True else f"{name} {value}"
@@ -28,13 +238,12 @@ def facts(run: Measured) -> dict[str, Any]:
 
 
 def held_out(run: Measured) -> bool:
-    """Return whether a run is never fitted to. Runs with images are too few: all are held out."""
+    """Return whether a run is held out of the fit. All runs with images are, because there are too few."""
     return run.spec.dataset.has_images or is_held_out(run.spec, run.gpu)
 
 
 def is_held_out(spec: Experiment, gpu: str | None) -> bool:
-    """Return whether a spec belongs to the third of all experiments that is held out, by their hash, which nobody
-    chooses; those with the same step are on one side."""
+    """Return whether a spec belongs to the held-out third, chosen by its hash. Specs with the same step share it."""
     keep = {"batch_size", "gradient_accumulation_steps", "optimizer", "precision"}
     alike = spec.model_copy(update={
         "train": Train.model_validate(spec.train.model_dump(include=keep)),
@@ -45,5 +254,5 @@ def is_held_out(spec: Experiment, gpu: str | None) -> bool:
 
 
 def once(runs: Iterable[Measured]) -> list[Measured]:
-    """Return the first run of each experiment on each GPU: repeats of a run are no further rows."""
+    """Return the first run of each experiment on each GPU, without repeats."""
     return list({identity.fingerprint(run.spec, run.gpu): run for run in reversed(list(runs))}.values())[::-1]

@@ -26,9 +26,9 @@ import torch
 from commands import ENDLESS, Command, write_spec
 from ftbench.errors import MissingError, SpecError
 from ftbench.estimate.memory.share import gathered, share
-from ftbench.estimate.workload.division import division_of, rank_model
-from ftbench.estimate.workload.method import recipe_of
 from ftbench.estimate.workload.model import shape_of
+from ftbench.estimate.workload.plan import plan_of
+from ftbench.estimate.workload.sharding import rank_model, sharding_of
 from ftbench.families import FAMILIES
 from ftbench.families.vision import TRAINED
 from ftbench.launch import follow, trl
@@ -245,7 +245,7 @@ def test_a_rank_holds_as_much_as_an_estimate_says(pair, strategy, gpus):
     _, several = pair(strategy, gpus, **FULL)
     values = rundir.read_json(several.run.spec_json)
     spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields})
-    division = division_of(spec.launch)
+    division = sharding_of(spec.launch)
     expected = rank_model(shape_of(spec.model), division).total / division.holders
     assert rundir.read_json(several.run.applied)["parallel"]["elements_of_rank"] == expected
 
@@ -320,7 +320,7 @@ def test_a_layer_is_fetched_while_another_computes_and_no_more_of_them_are_there
     values = rundir.read_json(command.run.spec_json)
     spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields})
     model = shape_of(spec.model)
-    expected = gathered(model, replace(recipe_of(spec, model), compute=1), share(division_of(spec.launch)))
+    expected = gathered(model, replace(plan_of(spec, model), compute=1), share(sharding_of(spec.launch)))
     assert {lacking for lacking, _ in fetched} == {0}
     told = rundir.read_json(command.run.applied)["parallel"]
     assert told["fetched_ahead"] == pytest.approx(model.largest_layer, rel=0.01)  # but for norms, which stay whole

@@ -25,11 +25,11 @@ from ftbench.launch import supervisor
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload([
     "ftbench.cli", "ftbench.sweep.command", "ftbench.sweep.execute.loop", "ftbench.report.command",
-    "ftbench.launch.mock", "ftbench.worker.train", "ftbench.worker.simulate.run", "ftbench.estimate.simulation",
-    "ftbench.worker.training_run", "ftbench.worker.gpu_lock", "ftbench.worker.optimizations.fused_lora", "deepspeed",
+    "ftbench.launch.mock", "ftbench.worker.train", "ftbench.worker.training_run", "ftbench.worker.gpu_lock",
+    "ftbench.worker.optimizations.fused_lora", "deepspeed",
 ])  # fmt: skip
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-RUNS = ("ftbench.worker", "ftbench.worker.simulate", "ftbench.launch.mock", "ftbench.launch.ranks")
+RUNS = ("ftbench.worker", "ftbench.launch.mock", "ftbench.launch.ranks")
 
 
 class ForkingPopen(subprocess.Popen):

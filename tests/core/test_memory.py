@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from ftbench.core.architectures import architectures
 from ftbench.core.hardware import cublas_workspace
 from ftbench.estimate.memory import layer, loss, transient, weights
-from ftbench.estimate.memory.phases import MemoryPlan, peak, phases, resident
-from ftbench.estimate.workload.division import Division, division_of
+from ftbench.estimate.memory.phases import MemoryCase, peak, phases, resident
 from ftbench.estimate.workload.largest import BatchShape
-from ftbench.estimate.workload.method import Recipe
+from ftbench.estimate.workload.plan import TrainingPlan
+from ftbench.estimate.workload.sharding import Sharding, sharding_of
 from ftbench.estimate.workload.trainable import adapter_parameters
 from ftbench.families import describe
 from ftbench.families.shape import ModelShape
@@ -23,8 +23,8 @@ from ftbench.spec.methods import PROJECTIONS
 
 GIB, GB = 2**30, 10**9
 EVERYWHERE = frozenset(PROJECTIONS)
-LORA = Recipe(adapter=4, rank=8, targets=EVERYWHERE)
-QLORA = Recipe(adapter=2, rank=8, targets=EVERYWHERE, quantised=True, upcast=4)
+LORA = TrainingPlan(adapter=4, rank=8, targets=EVERYWHERE)
+QLORA = TrainingPlan(adapter=2, rank=8, targets=EVERYWHERE, quantised=True, upcast=4)
 
 
 def model(name: str) -> ModelShape:
@@ -74,13 +74,13 @@ def test_mxfp4_is_four_and_a_quarter_bits() -> None:
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-30B-A3B", "openai/gpt-oss-120b"])
 def test_fused_experts_stay_in_16_bits(name: str) -> None:
     shape = model(name)
-    quantised = Recipe(adapter=2, rank=8, quantised=True)
+    quantised = TrainingPlan(adapter=2, rank=8, quantised=True)
     assert weights.weights(shape, quantised) > shape.parameters["experts"] * 2
 
 
 def test_experts_of_gpt_oss_stay_as_they_are_published() -> None:
     """docs/how-to/gpt-oss.md: 12.8 and 60.8 GiB, and the largest matrix of a layer written out: 1.0 and 4.0."""
-    recipe = Recipe(adapter=4, rank=8, quantised=True, mxfp4=True)
+    recipe = TrainingPlan(adapter=4, rank=8, quantised=True, mxfp4=True)
     for name, held, written in (("openai/gpt-oss-20b", 12.8, 1.0), ("openai/gpt-oss-120b", 60.8, 4.0)):
         shape = model(name)
         assert weights.weights(shape, recipe) / GIB == pytest.approx(held, abs=0.05)
@@ -90,8 +90,8 @@ def test_experts_of_gpt_oss_stay_as_they_are_published() -> None:
 def test_frozen_weights_in_eight_bits_are_as_large_as_in_sixteen_and_smaller_than_in_thirty_two() -> None:
     """Two layouts of 8 bits (worker/optimizations/fp8.py)."""
     shape = model("Qwen/Qwen3-8B")
-    assert weights.weights(shape, Recipe(fp8=True)) == weights.weights(shape, Recipe())
-    wide = weights.weights(shape, Recipe(weight=4)) - weights.weights(shape, Recipe(weight=4, fp8=True))
+    assert weights.weights(shape, TrainingPlan(fp8=True)) == weights.weights(shape, TrainingPlan())
+    wide = weights.weights(shape, TrainingPlan(weight=4)) - weights.weights(shape, TrainingPlan(weight=4, fp8=True))
     assert wide == 2 * shape.linear_parameters
 
 
@@ -101,7 +101,7 @@ def test_products_in_eight_bits_save_no_input_of_their_own(compiled: bool) -> No
     given = {"adapter": 4, "rank": 8, "targets": EVERYWHERE, "compiled": compiled}
     first = shape.layers[0]
     assert (
-        layer.saved(first, Recipe(fp8=True, **given), batch) == layer.saved(first, Recipe(**given), batch)  # type: ignore[arg-type]
+        layer.saved(first, TrainingPlan(fp8=True, **given), batch) == layer.saved(first, TrainingPlan(**given), batch)  # type: ignore[arg-type]
     )
 
 
@@ -109,53 +109,53 @@ def test_checkpoints_in_host_memory_leave_two_on_the_device() -> None:
     shape, batch = model("Qwen/Qwen3-8B"), BatchShape(4, 2048, 8188)
 
     def marks(checkpointing: str) -> float:
-        recipe = Recipe(adapter=4, rank=8, targets=EVERYWHERE, checkpointing=checkpointing)  # type: ignore[arg-type]
-        return phases(MemoryPlan(shape, recipe, batch))["loss"]["checkpoints"]
+        recipe = TrainingPlan(adapter=4, rank=8, targets=EVERYWHERE, checkpointing=checkpointing)  # type: ignore[arg-type]
+        return phases(MemoryCase(shape, recipe, batch))["loss"]["checkpoints"]
 
     assert marks("offload") * 18 == marks("full")
 
 
 def test_a_compiled_loss_over_chunks_holds_no_logits_in_float32() -> None:
     shape, batch = model("Qwen/Qwen3-8B"), BatchShape(4, 2048, 8188)
-    eager, compiled, small = (loss.logits(shape, Recipe(loss="chunked", **more), batch)  # type: ignore[arg-type]
+    eager, compiled, small = (loss.logits(shape, TrainingPlan(loss="chunked", **more), batch)  # type: ignore[arg-type]
                               for more in ({}, {"compiled": True}, {"chunk": 256}))  # fmt: skip
     assert (eager, compiled, small) == (2048 * 151936 * 12, 2048 * 151936 * 4, 256 * 151936 * 12)
     one = BatchShape(1, 1024, 1023)
-    assert loss.logits(shape, Recipe(loss="chunked"), one) == 1023 * 151936 * 12
+    assert loss.logits(shape, TrainingPlan(loss="chunked"), one) == 1023 * 151936 * 12
 
 
 def test_unsloth_keeps_the_experts_of_gpt_oss_in_four_bits() -> None:
     """The founding study trained gpt-oss-120b on 96 GB with unsloth, and with nothing else (facts/seed figures)."""
     shape = model("openai/gpt-oss-120b")
-    assert weights.weights(shape, Recipe(quantised=True, unsloth=True)) / GIB < 75
-    assert weights.weights(shape, Recipe(quantised=True)) / GIB > 200
+    assert weights.weights(shape, TrainingPlan(quantised=True, unsloth=True)) / GIB < 75
+    assert weights.weights(shape, TrainingPlan(quantised=True)) / GIB > 200
 
 
 def test_a_layer_of_lora_saves_what_the_slope_of_the_frontier_says() -> None:
     """GiB a sample of 2,048 tokens, between batch 2 and 7 of results/h200/qwen3-8b-frontier."""
     shape = model("Qwen/Qwen3-8B")
 
-    def slope(recipe: Recipe) -> float:
-        two, six = (peak(phases(MemoryPlan(shape, recipe, BatchShape(b, 2048, b * 2047))))[1] for b in (2, 6))
+    def slope(recipe: TrainingPlan) -> float:
+        two, six = (peak(phases(MemoryCase(shape, recipe, BatchShape(b, 2048, b * 2047))))[1] for b in (2, 6))
         return (six - two) / 4 / GIB
 
     assert slope(LORA) == pytest.approx((123.646 - 46.678) / 5, rel=0.005)
     assert slope(QLORA) == pytest.approx((128.586 - 49.470) / 4, rel=0.002)
-    assert slope(Recipe(full=True)) == pytest.approx((138.509 - 79.048) / 4, rel=0.002)
+    assert slope(TrainingPlan(full=True)) == pytest.approx((138.509 - 79.048) / 4, rel=0.002)
 
 
 def test_the_optimizer_step_sets_the_peak_of_a_small_batch_in_full_fine_tuning() -> None:
     shape = model("Qwen/Qwen3-8B")
-    small = MemoryPlan(shape, Recipe(full=True), BatchShape(1, 2048, 2047))
-    large = MemoryPlan(shape, Recipe(full=True), BatchShape(4, 2048, 8188))
+    small = MemoryCase(shape, TrainingPlan(full=True), BatchShape(1, 2048, 2047))
+    large = MemoryCase(shape, TrainingPlan(full=True), BatchShape(4, 2048, 8188))
     assert peak(phases(small))[0] == "optimizer step"
     assert peak(phases(large))[0] == "loss"
-    fused = MemoryPlan(shape, Recipe(full=True, optimizer="adamw_torch_fused"), BatchShape(1, 2048, 2047))
+    fused = MemoryCase(shape, TrainingPlan(full=True, optimizer="adamw_torch_fused"), BatchShape(1, 2048, 2047))
     assert peak(phases(fused))[1] < peak(phases(small))[1]
 
 
 def test_a_batch_of_fewer_tokens_than_a_chunk_has_fewer_logits() -> None:
-    shape, recipe = model("Qwen/Qwen3-0.6B"), Recipe(targets=frozenset({"q_proj"}))
+    shape, recipe = model("Qwen/Qwen3-0.6B"), TrainingPlan(targets=frozenset({"q_proj"}))
     few, chunk, many = (loss.logits(shape, recipe, BatchShape(1, length, length - 1)) for length in (64, 256, 2048))
     assert (4 * few, chunk) == (chunk, many)
 
@@ -181,10 +181,10 @@ def test_states_of_small_adapters_are_not_paged() -> None:
     shape = model("Qwen/Qwen3-8B")
     for rank, paged in ((8, False), (64, True)):
         kept = weights.kept_by(
-            shape, Recipe(targets=frozenset({"q_proj", "down_proj"}), rank=rank, optimizer="paged_adamw_8bit")
+            shape, TrainingPlan(targets=frozenset({"q_proj", "down_proj"}), rank=rank, optimizer="paged_adamw_8bit")
         )
         assert (weights.paged_state(*kept) > 0) is paged
-    assert weights.paged_state(*weights.kept_by(shape, Recipe(full=True, optimizer="paged_adamw_8bit"))) > 8e9
+    assert weights.paged_state(*weights.kept_by(shape, TrainingPlan(full=True, optimizer="paged_adamw_8bit"))) > 8e9
 
 
 @given(st.sampled_from(sorted(architectures())), st.integers(1, 64), st.integers(2, 8192))
@@ -193,8 +193,8 @@ def test_every_saving_saves(name: str, rows: int, length: int) -> None:
     shape, batch = model(name), BatchShape(rows, length, rows * (length - 1))
 
     def acts(**options: object) -> float:
-        recipe = Recipe(adapter=4, rank=8, targets=frozenset({"q_proj"}), **options)  # type: ignore[arg-type]
-        found = phases(MemoryPlan(shape, recipe, batch))["loss"]
+        recipe = TrainingPlan(adapter=4, rank=8, targets=frozenset({"q_proj"}), **options)  # type: ignore[arg-type]
+        found = phases(MemoryCase(shape, recipe, batch))["loss"]
         return found["activations"] + found["checkpoints"]
 
     assert acts(checkpointing="full") < acts(checkpointing="selective") < acts()
@@ -205,8 +205,13 @@ def test_every_saving_saves(name: str, rows: int, length: int) -> None:
 @given(st.sampled_from(sorted(architectures())), st.integers(1, 64), st.integers(2, 4096))
 def test_a_larger_batch_never_needs_less(name: str, rows: int, length: int) -> None:
     shape = model(name)
-    for recipe in (LORA, QLORA, Recipe(full=True, checkpointing="full"), Recipe(full=True, attention="eager")):
-        one, more, longer = (peak(phases(MemoryPlan(shape, recipe, BatchShape(r, n, r * (n - 1)))))[1]
+    for recipe in (
+        LORA,
+        QLORA,
+        TrainingPlan(full=True, checkpointing="full"),
+        TrainingPlan(full=True, attention="eager"),
+    ):
+        one, more, longer = (peak(phases(MemoryCase(shape, recipe, BatchShape(r, n, r * (n - 1)))))[1]
                              for r, n in ((rows, length), (rows + 1, length), (rows, length + 16)))  # fmt: skip
         assert one <= more
         assert one <= longer
@@ -218,24 +223,24 @@ def test_logits_are_there_for_one_chunk_and_not_for_the_whole_batch() -> None:
     assert loss.logits(shape, LORA, small) == loss.logits(shape, LORA, large) == 256 * 151936 * 16
 
 
-def divided(strategy: str, gpus: int) -> Division:
+def divided(strategy: str, gpus: int) -> Sharding:
     """`zero3 params`: the parameters are offloaded."""
     name, _, offload = strategy.partition(" ")
-    return division_of(Launch(gpus=gpus, strategy=name, offload=offload or "none"))  # type: ignore[arg-type]
+    return sharding_of(Launch(gpus=gpus, strategy=name, offload=offload or "none"))  # type: ignore[arg-type]
 
 
 def states(strategy: str, gpus: int, **recipe: object) -> dict[str, dict[str, float]]:
     """The phases of Qwen3-8B on one short row, GiB: nearly nothing but weights, gradients and the optimizer's state."""
-    plan = MemoryPlan(
-        model("Qwen/Qwen3-8B"), Recipe(full=True, **recipe), BatchShape(1, 8, 7), division=divided(strategy, gpus)
+    plan = MemoryCase(
+        model("Qwen/Qwen3-8B"), TrainingPlan(full=True, **recipe), BatchShape(1, 8, 7), sharding=divided(strategy, gpus)
     )  # type: ignore[arg-type]
     return {name: {part: size / GIB for part, size in parts.items()} for name, parts in phases(plan).items()}
 
 
 def test_shares_of_several_gpus() -> None:
     def held(strategy: str, gpus: int) -> float:
-        plan = MemoryPlan(
-            model("Qwen/Qwen3-8B"), Recipe(full=True), BatchShape(1, 8, 7), division=divided(strategy, gpus)
+        plan = MemoryCase(
+            model("Qwen/Qwen3-8B"), TrainingPlan(full=True), BatchShape(1, 8, 7), sharding=divided(strategy, gpus)
         )
         return sum(resident(plan).values()) / GIB
 
@@ -283,7 +288,7 @@ def test_a_config_that_cannot_be_is_told_by_its_key(change: dict[str, object], s
 
 def test_a_model_of_a_trillion_parameters_is_computed() -> None:
     config = architectures()["Qwen/Qwen3-8B"] | {"hidden_size": 10**5, "num_hidden_layers": 1000}
-    found = phases(MemoryPlan(describe(config), LORA, BatchShape(65536, 10**6, 10**6)))
+    found = phases(MemoryCase(describe(config), LORA, BatchShape(65536, 10**6, 10**6)))
     assert all(math.isfinite(value) for parts in found.values() for value in parts.values())
 
 
@@ -291,7 +296,7 @@ def test_a_mask_costs_its_square_in_every_layer() -> None:
     shape, batch = model("Qwen/Qwen3-8B"), BatchShape(4, 1024, 4 * 1023)
     first = shape.layers[0]
     plain = layer.attention(first, LORA, batch)
-    masked = layer.attention(first, Recipe(adapter=4, rank=8, attention="masked"), batch)
+    masked = layer.attention(first, TrainingPlan(adapter=4, rank=8, attention="masked"), batch)
     assert (masked - plain) * batch.tokens == 4 * 1024**2 * 2 + batch.tokens * 2 * 2 * (first.query - first.key)
 
 

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ftbench.errors import DataError, SpecError
-from ftbench.estimate.command import calibrate as calibrate_command
-from ftbench.estimate.memory import calibrate, constants, measured
+from ftbench.estimate.memory.constants import FITTED, constants
 from ftbench.estimate.memory.estimate import MEASURED
 from ftbench.estimate.workload.model import shape_of
 
@@ -24,26 +22,26 @@ BOUNDS = {"allocated": (0.01, 0.065), "reserved": (0.05, 0.22), "device": (0.05,
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[measured.Measured]:
-    return study.once(measured.read([RESULTS]))
+def runs() -> list[study.Measured]:
+    return study.once(study.read([RESULTS]))
 
 
 @pytest.mark.parametrize("part", ["fitted", "held out"])
-def test_the_shipped_estimator_stays_within_its_bounds(runs: list[measured.Measured], part: str) -> None:
+def test_the_shipped_estimator_stays_within_its_bounds(runs: list[study.Measured], part: str) -> None:
     found = [run for run in runs if study.held_out(run) == (part == "held out")]
-    rows = calibrate.rows(found, constants.shipped())
+    rows = study.rows(found, constants())
     assert len(rows) >= 40
     for tier, (mean, worst) in BOUNDS.items():
-        error = calibrate.error(rows, tier)
+        error = study.error(rows, tier)
         assert error is not None
         assert error.mean <= mean, f"{tier}: {error}"
         assert error.worst <= worst, f"{tier}: {error}"
         assert min(row.errors[tier] for row in rows if tier in row.errors) >= -0.14, tier  # too little is a false fit
 
 
-def test_each_way_is_within_its_bar(runs: list[measured.Measured]) -> None:
+def test_each_way_is_within_its_bar(runs: list[study.Measured]) -> None:
     """3 % on one GPU, 5 % of a rank."""
-    rows = calibrate.rows(runs, constants.shipped())
+    rows = study.rows(runs, constants())
     ways = {
         "our kernels": (0.03, [row for row in rows if row.run.spec.optimizations.triton_kernels]),
         "weights on the host": (0.03, [row for row in rows if row.run.spec.optimizations.weight_offload]),
@@ -55,12 +53,12 @@ def test_each_way_is_within_its_bar(runs: list[measured.Measured]) -> None:
         assert missed == {}, way
 
 
-def test_other_frameworks_and_shared_gpus_judge_no_estimate(runs: list[measured.Measured]) -> None:
+def test_other_frameworks_and_shared_gpus_judge_no_estimate(runs: list[study.Measured]) -> None:
     assert {run.spec.launch.framework for run in runs} == {"trl"}
     assert not any(run.spec.measure.share_gpu for run in runs)
 
 
-def test_runs_of_the_same_step_are_on_one_side_of_the_hold_out(runs: list[measured.Measured]) -> None:
+def test_runs_of_the_same_step_are_on_one_side_of_the_hold_out(runs: list[study.Measured]) -> None:
     for run in runs:
         data = run.spec.dataset.model_copy(update={"samples": 7, "seed": 1})
         train = run.spec.train.model_copy(update={"max_steps": 3, "learning_rate": 1.0})
@@ -72,28 +70,28 @@ def test_runs_of_the_same_step_are_on_one_side_of_the_hold_out(runs: list[measur
     assert {study.is_held_out(spec, "NVIDIA H200") for spec in other} == {True, False}
 
 
-def test_nothing_that_ran_out_of_memory_is_said_to_fit(runs: list[measured.Measured]) -> None:
+def test_nothing_that_ran_out_of_memory_is_said_to_fit(runs: list[study.Measured]) -> None:
     assert sum(not run.fits for run in runs) >= 5
-    assert calibrate.false_fits(runs, constants.shipped()) == []
+    assert study.false_fits(runs, constants()) == []
 
 
-def test_nothing_that_fitted_is_said_not_to(runs: list[measured.Measured]) -> None:
-    assert [run.name for run in runs if run.fits and run.estimate(constants.shipped()).verdict == "does not fit"] == []
+def test_nothing_that_fitted_is_said_not_to(runs: list[study.Measured]) -> None:
+    assert [run.name for run in runs if run.fits and run.estimate(constants()).verdict == "does not fit"] == []
 
 
-@pytest.mark.parametrize("tier", measured.TIERS)
-def test_what_a_run_measured_lies_in_the_band(runs: list[measured.Measured], tier: str) -> None:
-    found = [row for row in calibrate.rows(runs, constants.shipped()) if tier in row.errors]
+@pytest.mark.parametrize("tier", study.TIERS)
+def test_what_a_run_measured_lies_in_the_band(runs: list[study.Measured], tier: str) -> None:
+    found = [row for row in study.rows(runs, constants()) if tier in row.errors]
     assert len(found) >= 110
-    assert [row.run.name for row in found if not calibrate.is_inside(row, tier)] == []
+    assert [row.run.name for row in found if not study.is_inside(row, tier)] == []
 
 
-def test_the_shipped_constants_are_those_of_the_fitted_runs(runs: list[measured.Measured]) -> None:
+def test_the_shipped_constants_are_those_of_the_fitted_runs(runs: list[study.Measured]) -> None:
     """`scripts/estimate-table --fit` made facts/estimator.yaml, and from no held-out run."""
-    again = calibrate.fit([run for run in runs if not study.held_out(run)])
-    shipped = constants.shipped()
+    again = study.fit([run for run in runs if not study.held_out(run)])
+    shipped = constants()
     assert again.runs == shipped.runs
-    for name in constants.FITTED:
+    for name in FITTED:
         assert getattr(shipped, name) == pytest.approx(getattr(again, name), rel=1e-3), name
 
 
@@ -106,50 +104,14 @@ def test_the_page_is_what_the_script_makes() -> None:
     assert after == before
 
 
-def test_calibrating_is_kept_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FTBENCH_CACHE", str(tmp_path))
-    constants.constants.cache_clear()
-    told = calibrate_command(RESULTS / "h200/qwen3-8b-frontier")
-    assert "allocated" in told
-    assert str(constants.user_file()) in told
-    assert constants.constants() != constants.shipped()
-    for text in ("{}", "[" * 100_000):
-        constants.user_file().write_text(text)
-        constants.constants.cache_clear()
-        with pytest.raises(DataError, match="calibrate again"):
-            constants.constants()
-    constants.user_file().unlink()
-    constants.constants.cache_clear()
-    assert constants.constants() == constants.shipped()
-
-
-def test_a_store_that_says_nothing_is_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SpecError):
-        calibrate_command(tmp_path)
-    with pytest.raises(SpecError):
-        calibrate_command(tmp_path / "nowhere")
-    few = measured.read([RESULTS / "h200/study/qwen3-0.6b-full"])
-    with pytest.raises(SpecError, match="needs 3"):
-        calibrate.fit(few)
-
-
-@pytest.mark.exhaustive
-def test_each_run_is_estimated_by_constants_that_never_saw_it(runs: list[measured.Measured]) -> None:
-    rows = calibrate.left_out(runs)
-    for tier, (mean, _) in BOUNDS.items():
-        error = calibrate.error(rows, tier)
-        assert error is not None
-        assert error.mean <= mean
-
-
-def test_families_with_the_narrow_band_are_those_that_runs_measured(runs: list[measured.Measured]) -> None:
+def test_families_with_the_narrow_band_are_those_that_runs_measured(runs: list[study.Measured]) -> None:
     shapes = [shape_of(run.spec.model) for run in runs if run.fits]
     assert {(shape.vision or shape).family for shape in shapes} == MEASURED
 
 
-def test_runs_with_images_are_within_a_hundredth(runs: list[measured.Measured]) -> None:
+def test_runs_with_images_are_within_a_hundredth(runs: list[study.Measured]) -> None:
     """Packed rows of one image and of several, in 16 and 8 bits, and plain batches: all of them held out."""
-    rows = calibrate.rows([run for run in runs if run.spec.dataset.has_images], constants.shipped())
+    rows = study.rows([run for run in runs if run.spec.dataset.has_images], constants())
     assert len(rows) >= 5
     assert all(study.held_out(row.run) for row in rows)
     assert max(abs(row.errors["allocated"]) for row in rows) < 0.01, "the bar is 3 %"

@@ -20,10 +20,7 @@ from ftbench.core.architectures import architectures
 from ftbench.core.hardware import Gpu, find_gpu, gpus, limited_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate import preflight
-from ftbench.estimate.memory import measured
 from ftbench.estimate.memory.weights import weights
-from ftbench.estimate.recorded import is_older
-from ftbench.estimate.time import accuracy, speeds
 from ftbench.estimate.time.duration import (
     FLUSHES,
     MEASURED,
@@ -34,13 +31,15 @@ from ftbench.estimate.time.duration import (
     epochs_samples,
     estimate_duration,
 )
-from ftbench.estimate.time.history import step_key, timed_runs
-from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.history import RunHistory
+from ftbench.estimate.time.rates import shipped_coefficients, shipped_terms, step
+from ftbench.estimate.time.timed_runs import logits_twice, step_key, timed_runs
 from ftbench.estimate.time.work import step_work
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.lengths import lengths_of
-from ftbench.estimate.workload.method import Recipe
+from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.estimate.workload.trainable import trainable_shape
+from ftbench.facts import read_facts
 from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
@@ -69,13 +68,13 @@ def spec_of(**parts: Any) -> Experiment:
     return Experiment.model_validate({**values, **parts})
 
 
-def estimate(gpu: Gpu = H200, store: Store | None = None, **parts: Any) -> DurationEstimate:
+def estimate(gpu: Gpu = H200, store: RunHistory | None = None, **parts: Any) -> DurationEstimate:
     return estimate_duration(spec_of(**parts), gpu, store)
 
 
 @pytest.fixture(scope="module")
-def store() -> Store:
-    return Store(None, RUNS)
+def store() -> RunHistory:
+    return RunHistory(None, RUNS)
 
 
 # --- what is counted is what was trained -----------------------------------------------------------------------------
@@ -140,7 +139,7 @@ def test_a_head_in_8_bits_has_the_gradient_s_product_alone_and_a_copy_of_a_byte_
     assert small["products.fp8"] - plain["products.fp8"] == pytest.approx(head, rel=1e-3)
     assert plain["products"] - small["products"] == pytest.approx(head, rel=1e-3)
     shape = describe(architectures()["Qwen/Qwen3-8B"])
-    without, copied = (weights(shape, Recipe(fp8=True, fp8_head=on)) for on in (False, True))
+    without, copied = (weights(shape, TrainingPlan(fp8=True, fp8_head=on)) for on in (False, True))
     assert copied - without == shape.vocab * shape.hidden
 
 
@@ -217,14 +216,13 @@ def test_our_kernels_between_the_products_have_a_rate_of_their_own():
 
 
 def test_every_term_of_a_step_has_a_word():
-    assert {name for name, term in speeds.shipped().items() if not term.word} == {"host"}
+    assert {name for name, term in shipped_terms().items() if not term.word} == {"host"}
 
 
 def test_runs_of_an_older_loss_are_no_measurements_of_todays():
-    older = {run.run_id for run in rundir.find_runs(RESULTS) if is_older(run)}
+    older = {run.run_id for run in rundir.find_runs(RESULTS) if logits_twice(run)}
     assert older
     assert not older & {run.run_id.split("/")[1] for run in RUNS}
-    assert not older & {run.name for run in measured.read([RESULTS])}
 
 
 # --- how wrong it is -------------------------------------------------------------------------------------------------
@@ -232,8 +230,8 @@ def test_runs_of_an_older_loss_are_no_measurements_of_todays():
 
 @pytest.mark.exhaustive
 def test_every_committed_step_is_estimated_without_its_own_runs_within_the_bounds_that_the_readme_gives(store):
-    rows = accuracy.left_out(store, coefficients_of=study.fit)
-    mean, worst = accuracy.errors_of(rows)
+    rows = study.left_out(store, coefficients_of=study.fit)
+    mean, worst = study.errors_of(rows)
     assert len(rows) >= 110
     assert mean <= 0.06
     assert worst <= 0.4  # Liger's kernels under Python's pace, two steps
@@ -243,26 +241,24 @@ def test_every_committed_step_is_estimated_without_its_own_runs_within_the_bound
 
 @pytest.mark.exhaustive
 def test_methods_and_optimizations_that_no_run_has_seen_stay_within_the_issues_bound(store):
-    mean, worst = accuracy.errors_of(accuracy.left_out(store, study.settings, study.fit))
+    mean, worst = study.errors_of(study.left_out(store, study.same_settings, study.fit))
     assert mean <= 0.1
     assert worst <= 0.4
 
 
 def test_the_shipped_coefficients_are_those_of_the_committed_runs(store):
     fitted = study.fitted(store)
-    assert {name: term.value for name, term in fitted.items()} == pytest.approx(
-        speeds.values(speeds.shipped()), rel=1e-3
-    )
-    assert sorted(speeds.document()["runs"]) == sorted(each.run.run_id for each in store.observations(H200))
+    assert {name: term.value for name, term in fitted.items()} == pytest.approx(shipped_coefficients(), rel=1e-3)
+    assert sorted(read_facts("durations.yaml")["runs"]) == sorted(each.run.run_id for each in store.observations(H200))
 
 
 def test_the_fit_adds_up_a_step_as_the_estimate_does(store):
-    coefficients = speeds.values(speeds.shipped())
+    coefficients = shipped_coefficients()
     seen = store.observations(H200)
     assert len(seen) > 100
     for each in seen:
         parts = study.StepSum.of(each.ideal, list(coefficients)).parts(np.array(list(coefficients.values())))
-        assert parts.sum() == pytest.approx(speeds.step(each.ideal, coefficients).seconds)
+        assert parts.sum() == pytest.approx(step(each.ideal, coefficients).seconds)
 
 
 # LoRA rows published by NVIDIA NeMo AutoModel and others: 4,096 tokens without padding. Nothing was fitted to them.
@@ -317,7 +313,7 @@ def test_runs_of_another_gpu_and_runs_that_are_too_short_or_failed_teach_nothing
     make_run(tmp_path, "single", steps(2))
     make_run(tmp_path, "failed", state={"state": "error", "reason": "x"})
     make_run(tmp_path, "mock", spec={"launch.mock": "ok"})
-    kept = Store.read(tmp_path)
+    kept = RunHistory.read(tmp_path)
     assert [run.run_id for run in kept.runs] == ["qwen3-8b-lora/other"]
     assert estimate_duration(kept.runs[0].spec, H200, kept).basis == OTHER
     assert estimate_duration(kept.runs[0].spec, named("RTX PRO 6000 Blackwell Max-Q"), kept).basis == MEASURED
@@ -333,7 +329,7 @@ def test_of_a_run_that_failed_nothing_is_read_but_its_summary(tmp_path, monkeypa
 
 def test_runs_at_a_lowered_power_limit_tell_of_gpus_that_are_held_to_it(tmp_path):
     make_run(tmp_path, "lowered", machine={"gpu.power_limit_w": 450.0})
-    kept = Store.read(tmp_path)
+    kept = RunHistory.read(tmp_path)
     lowered = limited_gpu({"name": "NVIDIA H200", "power_limit_w": 450.0})
     assert estimate_duration(kept.runs[0].spec, H200, kept).basis == OTHER
     assert estimate_duration(kept.runs[0].spec, lowered, kept).basis == MEASURED
@@ -341,7 +337,7 @@ def test_runs_at_a_lowered_power_limit_tell_of_gpus_that_are_held_to_it(tmp_path
 
 def test_few_steps_that_agree_say_how_long_a_step_takes(tmp_path):
     make_run(tmp_path, "short", steps(5))
-    assert [run.step_s for run in Store.read(tmp_path).runs] == [pytest.approx(1.0, rel=0.01)]
+    assert [run.step_s for run in RunHistory.read(tmp_path).runs] == [pytest.approx(1.0, rel=0.01)]
 
 
 def test_a_damaged_store_is_read_as_far_as_it_can_be(tmp_path):
@@ -364,10 +360,10 @@ def test_a_damaged_store_is_read_as_far_as_it_can_be(tmp_path):
         ("[]", '{"machine": []}', '{"machine": {"gpu": {"name": "NVIDIA H200"}}, "products": 3}')
     ):
         (tmp_path / "probe" / f"{place}.json").write_text(content)
-    assert estimate(store=Store.read(tmp_path)).step_s.expected > 0
-    assert [known.run_id.split("/")[1] for known in Store.read(tmp_path).runs] == ["machine", run.run_id]
+    assert estimate(store=RunHistory.read(tmp_path)).step_s.expected > 0
+    assert [known.run_id.split("/")[1] for known in RunHistory.read(tmp_path).runs] == ["machine", run.run_id]
     with pytest.raises(SpecError, match="is no folder of runs"):
-        Store.read(run.spec_json)
+        RunHistory.read(run.spec_json)
 
 
 def test_a_probe_of_the_gpu_is_its_ceiling(tmp_path):
@@ -375,13 +371,12 @@ def test_a_probe_of_the_gpu_is_its_ceiling(tmp_path):
                 "products": {"bf16": {"best_tflops": 395.0}, "fp32": {"best_tflops": 51.0}}}  # fmt: skip
     (tmp_path / "probe").mkdir()
     (tmp_path / "probe" / "h200.json").write_text(json.dumps(document))
-    probed, published = estimate(store=Store.read(tmp_path)), estimate()
+    probed, published = estimate(store=RunHistory.read(tmp_path)), estimate()
     assert probed.parts["products"] == pytest.approx(2 * published.parts["products"])
     assert "measured by `ftbench probe`" in probed.confidence
-    assert (
-        estimate(store=Store.read(tmp_path), train={"precision": "fp32"}).parts["products"] > probed.parts["products"]
-    )
-    with pytest.raises(SpecError, match=r"multiplies in fp32 is not known: run `ftbench probe`"):
+    slow = estimate(store=RunHistory.read(tmp_path), train={"precision": "fp32"})
+    assert slow.parts["products"] > probed.parts["products"]
+    with pytest.raises(SpecError, match=r"in fp32 is not known: run `ftbench probe`"):
         estimate(train={"precision": "fp32"})
 
 
@@ -467,9 +462,9 @@ def test_a_run_of_another_framework_tells_of_its_own_step_alone():
     ours = next(run for run in RUNS if run.run_id.endswith("78939b22-r1"))
     launch = ours.spec.launch.model_copy(update={"framework": "axolotl"})
     spec = ours.spec.model_copy(update={"launch": launch})
-    store = Store(None, (other := replace(ours, spec=spec, key=step_key(spec)),))
-    assert store.same(spec, H200) == [other]
-    assert store.same(ours.spec, H200) == []
+    store = RunHistory(None, (other := replace(ours, spec=spec, key=step_key(spec)),))
+    assert store.same_step(spec, H200) == [other]
+    assert store.same_step(ours.spec, H200) == []
     assert store.observations(H200) == []
 
 
@@ -566,10 +561,8 @@ def test_a_machine_that_holds_its_gpu_to_fewer_watts_is_slower_and_draws_no_more
 def test_a_run_beside_other_work_teaches_nothing_and_the_estimate_says_so(tmp_path):
     plain = make_run(tmp_path, "plain")
     make_run(tmp_path, "contended", steps(30, seconds=9.0, host_cpu_by_others=0.6))
-    store = Store.read(tmp_path)
+    store = RunHistory.read(tmp_path)
     assert [run.run_id.split("/")[1] for run in store.runs] == [plain.run_id]
     found = estimate_duration(store.runs[0].spec, H200, store)
     assert found.step_s.expected == pytest.approx(1.0, rel=0.01)
-    assert found.confidence == (
-        "measured (same step, same GPU, 1 run); 1 run beside other work on the machine left out"
-    )
+    assert found.confidence == ("measured (same step, same GPU, 1 run); without 1 contended run")

@@ -22,11 +22,11 @@ from ftbench.estimate.memory.constants import constants
 from ftbench.estimate.memory.estimate import Band, estimate_memory, verdict_of
 from ftbench.estimate.memory.memory_cache import largest_batch
 from ftbench.estimate.time.duration import estimate_duration
-from ftbench.estimate.time.speeds import STATES, WEIGHTS, step
+from ftbench.estimate.time.rates import STATES, WEIGHTS, step
 from ftbench.estimate.time.work import StepWork
-from ftbench.estimate.workload.division import on_gpus
 from ftbench.estimate.workload.largest import BatchShape, Largest, largest
 from ftbench.estimate.workload.lengths import sample_lengths
+from ftbench.estimate.workload.sharding import on_gpus
 from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.experiment import Experiment
@@ -46,9 +46,9 @@ def spec(**changes: object) -> Experiment:
     return Experiment.model_validate({**values, **changes})
 
 
-# What the worker's own code allocated on fake tensors: `ftbench estimate --simulate --gpu h200` with torch 2.13, for
-# Qwen3-8B, 4 samples of 2,048 tokens, and where it is trained in full for Qwen3-0.6B.
-SIMULATED = [
+# GiB that the worker's own code allocated on fake tensors (torch 2.13) for 4 samples of 2,048 tokens: Qwen3-8B, or
+# Qwen3-0.6B trained in full.
+RECORDED = [
     ("lora", {"fused_lora": True, "chunked_loss": True}, 76.561),
     ("lora", {"fused_lora": True}, 73.647),
     ("lora", {"gradient_checkpointing": True, "chunked_loss": True}, 21.598),
@@ -67,8 +67,8 @@ SIMULATED = [
 ]
 
 
-@pytest.mark.parametrize(("method", "on", "gib"), SIMULATED)
-def test_the_terms_add_up_to_what_a_simulation_of_the_worker_allocates(method: str, on: object, gib: float) -> None:
+@pytest.mark.parametrize(("method", "on", "gib"), RECORDED)
+def test_terms_add_up_to_the_memory_that_the_worker_allocated(method: str, on: object, gib: float) -> None:
     upcast = {"upcast": False} if method == "16-bit qlora" else {}
     name = "Qwen/Qwen3-0.6B" if method.startswith("full") else "Qwen/Qwen3-8B"
     kind = "full" if method.startswith("full") else method.split()[-1]
@@ -320,7 +320,8 @@ def test_a_config_that_is_none_is_a_sentence(tmp_path: Path, file: Path, text: s
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
-    [({"model_type": ["qwen3"]}, "are not known"), ({"mlp_only_layers": 5}, "mlp_only_layers must be a list"),
+    [({"model_type": ["qwen3"]}, "no formula describes model_type"),
+     ({"mlp_only_layers": 5}, "mlp_only_layers must be a list"),
      ({"layer_types": [["x"]] * 48}, "layer_types must be a list"), ({"num_hidden_layers": 10**9}, "no model has more"),
      ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0 and must be")],
 )  # fmt: skip

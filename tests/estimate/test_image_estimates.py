@@ -17,8 +17,8 @@ from ftbench.estimate.memory.memory_cache import largest_batch
 from ftbench.estimate.recommend import command as recommend
 from ftbench.estimate.recommend import text as recommend_text
 from ftbench.estimate.time.duration import estimate_duration
-from ftbench.estimate.time.history import step_key
-from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.history import RunHistory
+from ftbench.estimate.time.timed_runs import step_key
 from ftbench.estimate.workload import images
 from ftbench.estimate.workload.largest import BatchShape, Largest, largest
 from ftbench.estimate.workload.model import shape_of
@@ -112,7 +112,7 @@ def test_larger_images_leave_room_for_fewer() -> None:
 @pytest.mark.parametrize("model", [LLAVA, QWEN, "Qwen/Qwen3-VL-8B-Instruct"])
 def test_more_tokens_of_images_take_longer(model: str) -> None:
     """Asked with one store, which keeps what a step asks for."""
-    store = Store()
+    store = RunHistory()
     sizes = {"image_size": [336, 336]}, {"image_size": [336, 336], "images_per_sample": 2}, {"image_size": [500, 500]}
     specs = [spec_of(model, MADE | {"max_length": 8192} | size) for size in sizes]
     steps = [estimate_duration(spec, gpu(), store).step_s.expected for spec in specs]

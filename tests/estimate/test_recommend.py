@@ -19,7 +19,7 @@ from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend.ranking import Goal, Recommendation, recommend
 from ftbench.estimate.recommend.text import as_json, as_text, as_yaml
 from ftbench.estimate.time.duration import estimate_duration
-from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.history import RunHistory
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load, recipe
 from ftbench.spec.optimizations import Optimizations
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SPEC = {"name": "night", "model": {"id": "Qwen/Qwen3-8B", "weights": "random"}, "method": {"name": "lora", "rank": 16},
         "dataset": {"name": "japanese-alpaca"}, "train": {"precision": "bf16", "learning_rate": 1e-4}}  # fmt: skip
 GPUS = {gpu.name: gpu for gpu in gpus()}
-STORE = Store.read(ROOT / "results" / "h200")
+STORE = RunHistory.read(ROOT / "results" / "h200")
 
 
 def ask(*names: str, spec: dict | None = None, samples: float = 1e6, **limits: object) -> Recommendation:
@@ -277,7 +277,7 @@ def test_the_largest_batch_is_that_of_the_memory_estimate():
 
 
 def test_weighing_every_way_is_little_work():
-    goal = Goal(Experiment.model_validate(SPEC), (GPUS["H200 SXM"],), 1e6, store=Store.read(ROOT / "results"))
+    goal = Goal(Experiment.model_validate(SPEC), (GPUS["H200 SXM"],), 1e6, store=RunHistory.read(ROOT / "results"))
     assert calls_of(lambda: recommend(goal)) < 2_600_000, "it grows with the runs of the store"
     every = tuple(gpu for gpu in GPUS.values() if gpu.bf16)
     goal = Goal(Experiment.model_validate(SPEC), every, 1e6, effective_batch=4)
@@ -474,8 +474,6 @@ def test_as_many_samples_as_a_spec_can_name_are_estimated(ftbench, spec_file, co
     (["--samples", "0"], "--samples 0"), (["--samples", "nan"], "--samples nan"), (["--hours", "-1"], "--hours -1"),
     (["--samples", "2.5"], "--samples 2.5: samples are whole: ask for 3"),
     (["--strategy", "zero3"], "add --gpus 2, or leave it out"), (["--strategy", "zero3", "--gpus", "1"], "--gpus"),
-    (["--simulate", "--set", "optimizations.liger=on"], "--set optimizations.liger=off"),
-    (["--calibrate", "results"], "leave"),
     (["--hours", "inf"], "--hours inf"), (["--hours", "1e308"], "at most 1,000,000"),
     (["--prices", "/nowhere"], "/nowhere: no such file"),
 ], ids=" ".join)  # fmt: skip

@@ -13,8 +13,8 @@ from rich.cells import cell_len
 from ftbench.core.hardware import find_gpu
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.time.duration import estimate_duration
-from ftbench.estimate.time.history import step_key
-from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.history import RunHistory
+from ftbench.estimate.time.timed_runs import step_key
 from ftbench.report.data.names import row_names
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
@@ -46,7 +46,7 @@ def test_each_suggestion_is_a_command_that_the_estimate_finds_faster_and_that_fi
     run = make_run(tmp_path, "a", steps(**rows))
     suggestions, bound = tried(ftbench, run.path)
     gpu, before = find_gpu("NVIDIA H200"), load(run.spec_json)
-    others = Store.read(tmp_path).without(step_key(before))  # neither side as measured: what is off is off on both
+    others = RunHistory.read(tmp_path).without(step_key(before))  # neither side as measured: what is off is off on both
     rate = estimate_duration(before, gpu, others).tokens_per_s
     assert bound == verdict
     assert {"optimizations.compile=on"} <= {change for each in suggestions for change in each["sets"]}
@@ -60,7 +60,7 @@ def test_each_suggestion_is_a_command_that_the_estimate_finds_faster_and_that_fi
 
 def test_what_an_estimate_is_off_is_not_taken_for_what_a_change_brings(ftbench, tmp_path):
     run = make_run(tmp_path, "a", steps(seconds=60, **IDLE))  # far slower than any estimate, for whatever reason
-    rate = estimate_duration(load(run.spec_json), find_gpu("NVIDIA H200"), Store()).tokens_per_s
+    rate = estimate_duration(load(run.spec_json), find_gpu("NVIDIA H200"), RunHistory()).tokens_per_s
     suggestions, _ = tried(ftbench, run.path)
     names = [each["name"] for each in suggestions]
     assert rate > 2 * json.loads(run.summary.read_text())["tokens_per_s"]["real"]

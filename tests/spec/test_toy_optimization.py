@@ -131,7 +131,7 @@ def test_the_toy_method_is_listed_and_an_estimate_does_not_guess_what_it_takes(f
     assert re.search(r"norms +The weights of the norms", ftbench("list", "methods").stdout)
     done = ftbench("estimate", "spec.yaml", "--gpu", "H200")
     assert done.returncode == 2
-    assert "what method norms trains no formula knows" in done.stderr
+    assert "method norms has no formula for memory and time" in done.stderr
 
 
 def test_the_toy_is_examined_by_the_doctor(ftbench):

@@ -11,7 +11,7 @@ from shapes import SHAPES, config_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftbench.errors import SpecError
-from ftbench.estimate.workload.method import targets
+from ftbench.estimate.workload.plan import targets
 from ftbench.estimate.workload.trainable import adapter_parameters
 from ftbench.families import describe
 from ftbench.store.rundir import read_json

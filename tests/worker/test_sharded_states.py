@@ -16,8 +16,8 @@ import warm
 from ftbench.core.architectures import architectures
 from ftbench.estimate.memory import share
 from ftbench.estimate.memory.weights import trained
-from ftbench.estimate.workload.division import Division
-from ftbench.estimate.workload.method import Recipe
+from ftbench.estimate.workload.plan import TrainingPlan
+from ftbench.estimate.workload.sharding import Sharding
 from ftbench.families import describe
 from waiting import free_ports
 
@@ -53,8 +53,8 @@ def test_two_processes_hold_under_fsdp2_what_is_estimated_of_one() -> None:
     with ThreadPoolExecutor() as pool:
         held, _ = pool.map(lambda number: warm.returned(rank, number, port, config), range(2))
 
-    model, part = describe(config), share.share(Division(2, "fsdp", "fsdp"))
-    recipe = share.kept_as(Recipe(full=True), part)
+    model, part = describe(config), share.share(Sharding(2, "fsdp", "fsdp"))
+    recipe = share.kept_as(TrainingPlan(full=True), part)
     count, width = trained(model, recipe)
     assert held["weights"] == pytest.approx(model.total * recipe.weight * part.weights, rel=0.001)
     assert held["gradients"] == pytest.approx(count * width * part.gradients, rel=0.001)

@@ -12,8 +12,8 @@ import torch
 
 from conftest import spec_of
 from ftbench.errors import MissingError, SpecError
-from ftbench.estimate.workload.method import recipe_of
 from ftbench.estimate.workload.model import shape_of
+from ftbench.estimate.workload.plan import plan_of
 from ftbench.kernels.te_linear import RECIPES, TeLinear
 from ftbench.launch import trl
 from ftbench.spec.refusals import refusals, refusals_on
@@ -147,4 +147,4 @@ def test_what_is_made_twice_or_not_known_is_refused():
     )
     spec = asking()
     with pytest.raises(SpecError, match="estimate with tensorwise"):
-        recipe_of(spec, shape_of(spec.model))
+        plan_of(spec, shape_of(spec.model))

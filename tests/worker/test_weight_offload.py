@@ -19,8 +19,8 @@ from ftbench.core.architectures import architectures
 from ftbench.core.units import GIB
 from ftbench.errors import NotAppliedError
 from ftbench.estimate.memory import weights
-from ftbench.estimate.workload.method import recipe_of
 from ftbench.estimate.workload.model import shape_of
+from ftbench.estimate.workload.plan import plan_of
 from ftbench.kernels.weight_stream import Copies, HostMatrix, Weight, WeightStream
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.refusals import refusals
@@ -87,7 +87,7 @@ def test_the_estimate_counts_what_waits_and_what_is_there(trained, name):
     run = trained(ON, **RECIPES[name])
     applied, spec = read_json(run.applied), Experiment.model_validate(read_json(run.spec_json))
     model = shape_of(spec.model, json.loads(Path(spec.model.path).read_text()))
-    how = recipe_of(spec, model)
+    how = plan_of(spec, model)
     assert applied["weights_on_host_gb"] * GIB == pytest.approx(weights.on_host(model, how), rel=0.02)
     assert applied["weight_buffers_gb"] * GIB == pytest.approx(weights.buffers(model, how), rel=0.1)  # rounded up
 

@@ -6,12 +6,11 @@ from typing import Annotated
 import typer
 
 from ftbench.cli.shared import Config, Json, Prices, Sets, Spec, Store, Wide, app, emit, write_result
-from ftbench.errors import SpecError
 
 
 @app.command()
 def estimate(
-    spec: Annotated[Path | None, typer.Argument(help="YAML file that says what to train and how")] = None,
+    spec: Spec,
     sets: Sets = None,
     gpu: Annotated[
         str | None, typer.Option(help="NAME,NAME of `ftbench list gpus`, or all; this machine's if left out")
@@ -25,10 +24,6 @@ def estimate(
     check: Annotated[
         bool, typer.Option("--check", help="exit code 0 fits, 1 uncertain, 2 does not (of GPUs the best)")
     ] = False,
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="run two steps of the real code on tensors without memory (needs torch)")
-    ] = False,
-    calibrate: Annotated[Path | None, typer.Option(help="learn from the runs in this folder", metavar="DIR")] = None,
     samples: Annotated[float | None, typer.Option(help="how many to train on, if not the spec's")] = None,
     hours: Annotated[float | None, typer.Option(help="how long a night is (8)")] = None,
     prices: Prices = None,
@@ -39,22 +34,10 @@ def estimate(
     """Say what memory and time a spec needs, and whether it fits. Nothing is trained."""
     from ftbench.estimate import command
 
-    if calibrate is not None:
-        if spec is not None:
-            raise SpecError(f"estimate --calibrate learns from runs and estimates nothing: leave {spec} out")
-        emit(command.calibrate(calibrate))
-        return
-    if spec is None:
-        raise SpecError("estimate: name a spec file, or learn from runs with --calibrate DIR")
     request = command.EstimateRequest(
         spec, sets or [], gpu, memory_gb, gpus, strategy, config, samples, hours, prices, store
     )
-    if simulate:
-        from ftbench.estimate import simulation
-
-        answer = simulation.answer(request)
-    else:
-        answer = command.estimate(request)
+    answer = command.estimate(request)
     emit(answer.document if as_json else answer.text)
     raise typer.Exit(answer.code if check else 0)
 

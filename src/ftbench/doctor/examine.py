@@ -13,7 +13,7 @@ from ftbench.doctor.facts import Facts, gather
 from ftbench.doctor.findings import Finding, as_text
 from ftbench.errors import FtbenchError
 from ftbench.estimate import preflight
-from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.history import RunHistory
 from ftbench.families import describe
 from ftbench.launch import runner
 from ftbench.spec.experiment import Experiment, resolve
@@ -79,7 +79,7 @@ def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis
     if doubt := preflight.doubt(resolved, facts.described, out):
         failures.append(Finding(AREA, "memory and time", "fail", doubt))
     works = [Finding(AREA, spec.name, "ok", f"{spec.method.name} of {spec.model.id} can run on this machine")]
-    if expected := preflight.expectation(resolved, first_gpu(facts.described) or None, Store.read(out)):
+    if expected := preflight.expectation(resolved, first_gpu(facts.described) or None, RunHistory.read(out)):
         works.append(Finding(AREA, "memory and time", "ok", expected))
     return Diagnosis([*findings, *(failures or works)], not failures, facts.described)
 

@@ -9,7 +9,7 @@ from ftbench.core.table import text_table
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.memory_cache import largest_batch
 from ftbench.estimate.time.duration import estimate_duration
-from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.largest import largest
 from ftbench.estimate.workload.model import shape_of
 from ftbench.spec.datasets import Dataset
@@ -22,7 +22,7 @@ Record = dict[str, Any]
 
 
 def by_image_size(
-    spec: Experiment, gpu: Gpu | float, store: Store, hours: float, config: dict[str, Any] | None = None,
+    spec: Experiment, gpu: Gpu | float, store: RunHistory, hours: float, config: dict[str, Any] | None = None,
     total: float | None = None,
 ) -> list[Record]:  # fmt: skip
     """Return a record for each size of made pictures, in pictures a sample as the spec has them; nothing for a spec
@@ -58,7 +58,7 @@ def _with_batch(spec: Experiment, batch: int) -> Experiment:
     return spec.model_copy(update={"train": spec.train.model_copy(update={"batch_size": batch})})
 
 
-def _rate(spec: Experiment, gpu: Gpu | float, store: Store, config: dict[str, Any] | None) -> float | None:
+def _rate(spec: Experiment, gpu: Gpu | float, store: RunHistory, config: dict[str, Any] | None) -> float | None:
     """Return images a second; None where it is not known how fast a GPU is."""
     if not isinstance(gpu, Gpu):
         return None

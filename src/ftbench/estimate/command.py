@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench.core import units
 from ftbench.core.hardware import Gpu, find_gpu, gpus, gpus_called
-from ftbench.core.table import folded, text_table
+from ftbench.core.table import folded
 from ftbench.core.units import gibibytes
 from ftbench.errors import SpecError
 from ftbench.estimate import view
@@ -19,9 +18,9 @@ from ftbench.estimate.memory.capacity import machine_gpu, probed
 from ftbench.estimate.memory.estimate import VERDICTS, MemoryEstimate, estimate_memory
 from ftbench.estimate.memory.memory_cache import largest_batch
 from ftbench.estimate.time import text as time_text
-from ftbench.estimate.time.run_index import Store
-from ftbench.estimate.workload.division import STRATEGIES, on_gpus, problem
+from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.model import shape_of
+from ftbench.estimate.workload.sharding import STRATEGIES, on_gpus, problem
 from ftbench.spec import strategies
 from ftbench.spec.base import nearest
 from ftbench.spec.experiment import Experiment
@@ -65,10 +64,10 @@ class Answer:
 
 def estimate(request: EstimateRequest) -> Answer:
     """Raise SpecError for what is wrong or cannot be known, with a way to say it."""
-    store = Store.read(request.store)
+    store = RunHistory.read(request.store)
     if request.strategy == ALL:
         return _every_strategy(request, store)
-    spec = store.counted(launched(load(request.spec, request.sets), request.gpus, request.strategy))
+    spec = store.with_sample_count(launched(load(request.spec, request.sets), request.gpus, request.strategy))
     prices = None if request.prices is None else load_prices(request.prices)
     scope = time_text.scope_of(request.samples, request.hours, prices)
     config = None if request.config is None else read_config(request.config)
@@ -101,7 +100,7 @@ def estimate(request: EstimateRequest) -> Answer:
     return Answer("\n".join(text), json.dumps(document), best)
 
 
-def _every_strategy(request: EstimateRequest, store: Store) -> Answer:
+def _every_strategy(request: EstimateRequest, store: RunHistory) -> Answer:
     """Return a table of strategies and numbers of GPUs, of one kind of GPU."""
     from ftbench.estimate import strategies_table
 
@@ -110,7 +109,7 @@ def _every_strategy(request: EstimateRequest, store: Store) -> Answer:
         raise SpecError(
             f"--strategy {ALL} compares memory and speed alone: leave {' and '.join(unused)} out, or name one strategy"
         )
-    spec = store.counted(load(request.spec, request.sets))
+    spec = store.with_sample_count(load(request.spec, request.sets))
     config = None if request.config is None else read_config(request.config)
     (name, gpu, total), *others = gpus_of(request, store.path)
     if others:
@@ -218,29 +217,3 @@ def named(name: str) -> Gpu:
         f"--gpu {name}: no such GPU is in the table{nearest(name, [gpu.name for gpu in gpus()])} (`ftbench list gpus` "
         "has them all; --memory-gb does for any other)"
     )
-
-
-def calibrate(store: Path) -> str:
-    """Refit the constants to a store of runs, keep them for this user, and say how wrong they are about runs that they
-    were not fitted to; and how far the time estimate is off on each run, of which nothing is kept: `estimate` reads the
-    runs themselves (--store)."""
-    from ftbench.estimate.memory import calibrate as fitting
-    from ftbench.estimate.memory import constants, measured
-    from ftbench.estimate.time import accuracy
-
-    runs = measured.read([store])
-    fitted = fitting.fit(runs)
-    rows = fitting.left_out(runs)
-    path = constants.write(fitted)
-    lines = [f"fitted to {units.some(len(rows), 'run')}; each estimated by constants fitted to the others:"]
-    errors = [(tier, fitting.error(rows, tier)) for tier in measured.TIERS]
-    lines.append(text_table(["", ">runs", ">mean", ">worst", ">bias"], [
-        (tier, str(error.count), *(units.percent(share, 2) for share in (error.mean, error.worst)),
-         units.change(error.bias, 2))
-        for tier, error in errors if error is not None
-    ]))  # fmt: skip
-    lines.append(text_table(["", ""], [(name, f"{getattr(fitted, name):.4f}") for name in constants.FITTED]))
-    wrong = fitting.false_fits(runs, fitted)
-    lines.append(f"said to fit and did not: {', '.join(wrong) or 'none'}")
-    lines.append(f"kept in {path}; remove it to go back to the shipped constants")
-    return "\n".join([*lines, "", accuracy.text(accuracy.left_out(Store.read(store))).rstrip()])

@@ -12,7 +12,7 @@ from ftbench.estimate.memory.capacity import machine_gpu
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.memory.memory_cache import largest_batch
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
-from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import first_gpu
@@ -30,7 +30,7 @@ def announce(
     gpu = first_gpu(described) or None
     if (text := doubt(spec, described, store)) is not None:
         on_doubt(text)
-    elif gpu and (text := expectation(spec, gpu, Store.read(store))) is not None:
+    elif gpu and (text := expectation(spec, gpu, RunHistory.read(store))) is not None:
         on_expected(text)
 
 
@@ -65,7 +65,7 @@ _CORE_FLOPS, _LONG_S = 2e11, 86_400.0
 
 def _cpu_seconds(spec: Experiment, threads: int) -> float:
     """Return the least seconds of a training's products without a GPU; 0 where the number of steps is not known."""
-    store = Store()
+    store = RunHistory()
     batches = batches_of(spec, store.lengths(spec))
     a_step = per_step(spec, batches, "samples")
     samples = epochs_samples(spec, a_step)
@@ -131,10 +131,10 @@ def _nearest(spec: Experiment, gpu: Gpu | float) -> str:
     return f"{shlex.join(f'--set={value}' for value in fit.sets)} would fit"
 
 
-def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> str | None:
+def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: RunHistory) -> str | None:
     """Return one line on what a run will take on the GPU of a machine.json: `expected: 77.9 GiB of 140.4, about 4 min
     05 s (scaled from 3 runs …)`; None where nothing is known."""
-    spec = store.counted(spec)
+    spec = store.with_sample_count(spec)
     memory, time = on_machine(spec, gpu, store.path), time_on_machine(spec, gpu, store)
     parts = [f"{gibibytes(memory.device.expected)} GiB of {gibibytes(memory.total)}"] if memory else []
     if time is not None:
@@ -146,7 +146,7 @@ def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> s
     return f"expected: {', '.join(parts)}" if parts else None
 
 
-def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, store: Store) -> DurationEstimate | None:
+def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, store: RunHistory) -> DurationEstimate | None:
     """Return the time expected here; None without a GPU of the table, for a mock, and where something is not known."""
     known = limited_gpu(gpu)
     if known is None or spec.launch.mock != "off":

@@ -15,9 +15,9 @@ from ftbench.estimate.memory.constants import constants
 from ftbench.estimate.memory.estimate import SHARDED_SPREAD, MemoryEstimate, estimate_memory
 from ftbench.estimate.recommend.candidates import Way, left_out
 from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
-from ftbench.estimate.time.run_index import Store
-from ftbench.estimate.workload.division import MESH, STRATEGIES, counts, on_gpus, problem, shared_how
+from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.model import shape_of
+from ftbench.estimate.workload.sharding import MESH, STRATEGIES, counts, on_gpus, problem, shared_how
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch
 
@@ -49,7 +49,7 @@ class Row:
 
 
 def rows(
-    spec: Experiment, gpu: Gpu | float, most: int, store: Store, config: dict[str, Any] | None, total: float | None
+    spec: Experiment, gpu: Gpu | float, most: int, store: RunHistory, config: dict[str, Any] | None, total: float | None
 ) -> list[Row]:
     """Return a row for one GPU, and for each strategy on twice as many, and so on, and on `most`;
     with what the spec offloads where a strategy has that."""
@@ -65,7 +65,7 @@ def _offload(spec: Experiment, strategy: str) -> str:
     return spec.launch.offload if known and spec.launch.offload in known.offloads else "none"
 
 
-def _row(way: Way, gpu: Gpu | float, store: Store, config: dict[str, Any] | None, total: float | None) -> Row:
+def _row(way: Way, gpu: Gpu | float, store: RunHistory, config: dict[str, Any] | None, total: float | None) -> Row:
     spec, launch, time = way.spec, way.spec.launch, None
     if why := problem(shape_of(spec.model, config), launch):
         return Row(launch, None, None, (why,))

@@ -7,7 +7,7 @@ from typing import Any
 from ftbench.core.table import folded, text_table
 from ftbench.core.units import gibibytes
 from ftbench.estimate.memory.estimate import HOST, MemoryEstimate
-from ftbench.estimate.workload.division import shared_how
+from ftbench.estimate.workload.sharding import shared_how
 from ftbench.spec.experiment import Experiment, Launch
 
 WIDTH = 32  # characters of the longest bar

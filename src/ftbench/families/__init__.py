@@ -28,7 +28,7 @@ def describe(config: dict[str, Any]) -> ModelShape:
     text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
     family = vision.FAMILIES.get(str(config.get("model_type")), text.get("model_type"))
     if not isinstance(family, str) or family not in _FAMILIES:
-        raise UnknownFamilyError(f"the layers of model_type {family!r} are not known; known are {', '.join(FAMILIES)}")
+        raise UnknownFamilyError(f"no formula describes model_type {family!r} (known: {', '.join(FAMILIES)})")
     checked = Config(text, {})
     for key in _WHOLE_IF_GIVEN:
         if text.get(key):

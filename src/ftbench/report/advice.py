@@ -16,8 +16,8 @@ from ftbench.estimate.memory.capacity import machine_gpu
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.recommend.nearest import nearest_fit
 from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
-from ftbench.estimate.time.history import step_key
-from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.history import RunHistory
+from ftbench.estimate.time.timed_runs import step_key
 from ftbench.spec.ablation import Changes, label, settings, variants, with_changes
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.optimizations import OPTIMIZATIONS
@@ -82,11 +82,11 @@ class _Advisor:
         self.capability = capability_of(self.gpu) if self.gpu else None
 
     @cached_property
-    def store(self) -> Store:
-        return Store.read(self.folder)
+    def store(self) -> RunHistory:
+        return RunHistory.read(self.folder)
 
     @cached_property
-    def others(self) -> Store:
+    def others(self) -> RunHistory:
         """The store as if no run had taken this step."""
         return self.store.without(step_key(resolve(self.spec, self.capability)))
 
@@ -182,7 +182,7 @@ class _Advisor:
     def _suggestion(self, name: str, effect: str, sets: tuple[str, ...]) -> Suggestion:
         return Suggestion(name, effect, sets, _command("run", self.run, sets))
 
-    def _time(self, spec: Experiment, store: Store) -> DurationEstimate | None:
+    def _time(self, spec: Experiment, store: RunHistory) -> DurationEstimate | None:
         try:
             return estimate_duration(spec, self.gpu, store) if self.gpu else None
         except FtbenchError:

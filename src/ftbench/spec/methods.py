@@ -52,10 +52,6 @@ class _Method(Part):
                 "lora or qlora"
             )
 
-    def unsimulated(self, spec: Experiment) -> tuple[str, str] | None:
-        """Return why `--simulate` does not follow it, and the `--set` that it would; None if it does."""
-        return None
-
 
 def family(model: Model) -> str | None:
     """Return the model_type of a model, from its config.json if `model.path` names one, else from the table of known
@@ -203,10 +199,6 @@ class Qlora(_Adapters):
                 "or higher and model.dtype auto: use nf4"
             )
 
-    def unsimulated(self, spec: Experiment) -> tuple[str, str] | None:
-        why = "method.quant_type mxfp4: its experts are made in the memory of a GPU"
-        return (why, "method=lora") if self.mxfp4 else None
-
 
 class Unsloth(_Adapters):
     """Adapters through unsloth's own kernels."""
@@ -253,9 +245,6 @@ class Unsloth(_Adapters):
         yield from super().refusals_on(spec, capability)
         if self.load_in_fp8 and capability is not None and capability < (9, 0):
             yield "method.load_in_fp8 needs a GPU of compute capability 9.0 or higher: set it to off"
-
-    def unsimulated(self, spec: Experiment) -> tuple[str, str]:
-        return "method unsloth: its kernels are Triton's and its import asks for a GPU", "method=lora"
 
 
 Method = Annotated[Full | Lora | Qlora | Unsloth, Field(discriminator="name")]

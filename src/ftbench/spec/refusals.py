@@ -1,17 +1,13 @@
-"""What cannot work: on any machine, on this one, or in a simulation; each as a sentence with a way out. What one method
-or one optimization excludes stands in its own file."""
+"""What cannot work on any machine or on this one, each as a message that says how to fix it. What one method or one
+optimization excludes is in its own file."""
 
 from operator import attrgetter
 
-from ftbench.errors import SpecError
-from ftbench.families import FAMILIES
 from ftbench.spec import frameworks, strategies
 from ftbench.spec.base import Experiment
 from ftbench.spec.methods import reads_images
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
 from ftbench.spec.optimizations.declaration import OFF, Capability
-
-OTHERWISE = f"estimate without --simulate, which knows {', '.join(FAMILIES)}"
 
 
 def refusals(spec: Experiment) -> list[str]:
@@ -76,27 +72,3 @@ def refusals_on(spec: Experiment, capability: Capability) -> list[str]:
             "train.precision fp16 needs a GPU (a CPU trains in fp32 without saying so): set it to bf16 or fp32"
         )
     return sentences
-
-
-def check_simulated(spec: Experiment) -> None:
-    """Raise SpecError for what a simulation does not follow. Silence would be a figure of another run: torch runs a
-    compiled layer as it is where tensors are fake."""
-    pairs = [spec.method.unsimulated(spec), *(_unsimulated(name, spec) for name in switched_on(spec.optimizations))]
-    refused = [pair for pair in pairs if pair is not None]
-    if spec.train.optimizer.startswith("paged"):
-        why = "bitsandbytes takes its state from the driver, past torch's allocator"
-        refused.append((f"train.optimizer {spec.train.optimizer}: {why}", "train.optimizer=adamw_bnb_8bit"))
-    if "torchao" in spec.train.optimizer:
-        why = "its update is compiled"
-        refused.append((f"train.optimizer {spec.train.optimizer}: {why}", "train.optimizer=adamw_torch_fused"))
-    if refused:
-        raise SpecError(
-            *(f"{why}, which a simulation does not follow: --set {change}, or {OTHERWISE}" for why, change in refused)
-        )
-
-
-def _unsimulated(name: str, spec: Experiment) -> tuple[str, str] | None:
-    why = OPTIMIZATIONS[name].unsimulated
-    if isinstance(why, str):
-        return f"optimizations.{name}: {why}", f"optimizations.{name}=off"
-    return None if why is None else why(spec)

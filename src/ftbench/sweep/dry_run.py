@@ -10,7 +10,7 @@ from ftbench.core.units import JOULES_PER_KWH, gibibytes, seconds
 from ftbench.estimate import preflight
 from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.estimate.time.duration import SHEET, DurationEstimate, epochs_samples
-from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.history import RunHistory
 from ftbench.spec.cost import amount
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Prices, load_prices
@@ -49,14 +49,15 @@ def dry_run(ready: Ready) -> list[Planned]:
     for job, standing in plan.standings.items():
         if standing.state == "ok":
             trials.setdefault(job.family, []).append(trial_of(job, standing))
-    store, known = Store.read(ready.request.out) if ready.device else Store(), dict[Any, MemoryEstimate | None]()
+    store = RunHistory.read(ready.request.out) if ready.device else RunHistory()
+    known = dict[Any, MemoryEstimate | None]()
     lines = [_planned(ready, store, job, standing, trials.get(job.family, []), known)
              for job, standing in plan.standings.items()]  # fmt: skip
     return lines + [Planned(cell, "impossible", reason) for cell, reason in ready.impossible]
 
 
 def _planned(
-    ready: Ready, store: Store, job: Job, standing: Standing, trials: Sequence[frontier.Trial],
+    ready: Ready, store: RunHistory, job: Job, standing: Standing, trials: Sequence[frontier.Trial],
     known: dict[Any, MemoryEstimate | None],
 ) -> Planned:  # fmt: skip
     peak = frontier.peak_on_the_line(trials, job.spec.train.batch_size)

@@ -12,13 +12,13 @@ from ftbench.estimate.memory import loss
 from ftbench.estimate.memory.capacity import RESERVE, Capacity, capacity
 from ftbench.estimate.memory.constants import Constants, constants
 from ftbench.estimate.memory.generation import CACHE
-from ftbench.estimate.memory.phases import GATHERED, MemoryPlan, Parts, checkpoints_on_host, peak, phases
+from ftbench.estimate.memory.phases import GATHERED, MemoryCase, Parts, checkpoints_on_host, peak, phases
 from ftbench.estimate.memory.share import offloaded
 from ftbench.estimate.memory.weights import fetched_head, kept_by, on_host, optimizer_state, paged_state
-from ftbench.estimate.workload.division import division_of, rank_model, rank_shape
 from ftbench.estimate.workload.largest import Largest, largest
-from ftbench.estimate.workload.method import recipe_of
 from ftbench.estimate.workload.model import check_modelled, is_rough, shape_of
+from ftbench.estimate.workload.plan import plan_of
+from ftbench.estimate.workload.sharding import rank_model, rank_shape, sharding_of
 from ftbench.spec.experiment import Experiment, resolve
 
 Verdict = Literal["fits", "uncertain", "does not fit"]
@@ -89,18 +89,18 @@ def estimate_memory(
     """Return the memory of one of the GPUs that `launch` asks for, the table's or one of so many GiB. `total` is what
     its driver says, GiB, where it was asked; `config` the model's config.json where facts do not know it; `batch` the
     realised largest batch of one GPU. Raises SpecError for a model whose shape is not known."""
-    plan, batch = _plan(spec, gpu, config, batch)
+    case, batch = _case(spec, gpu, config, batch)
     try:
-        named = most = phases(plan)
+        named = most = phases(case)
         if batch.most != batch.expected:
-            most = phases(replace(plan, batch=rank_shape(batch.most, plan.division)))
+            most = phases(replace(case, batch=rank_shape(batch.most, case.sharding)))
     except ValueError as error:
         raise SpecError(str(error)) from None
     has, known = capacity(gpu, total), known or constants()
-    spread = ROUGH_SPREAD if is_rough(spec) else _spread(plan, known)
-    allocated, reserved, device = _tiers(plan, named, peak(most)[1], known, spread)
+    spread = ROUGH_SPREAD if is_rough(spec) else _spread(case, known)
+    allocated, reserved, device = _tiers(case, named, peak(most)[1], known, spread)
     phase, _ = peak(named)
-    states = optimizer_state(*kept_by(plan.model, plan.recipe)) if plan.recipe.in_backward == "offload" else 0.0
+    states = optimizer_state(*kept_by(case.model, case.plan)) if case.plan.in_backward == "offload" else 0.0
     parts = {name: part * known.allocated_factor / GIB for name, part in named[phase].items() if part > 0}
     return MemoryEstimate(
         allocated=allocated,
@@ -113,8 +113,8 @@ def estimate_memory(
         margin=has.margin,
         verdict=verdict_of(device, has),
         host=(
-            plan.division.gpus * (HOST * GIB + on_host(plan.model, plan.recipe) + checkpoints_on_host(plan) + states)
-            + offloaded(plan.model, plan.recipe, plan.division)
+            case.sharding.gpus * (HOST * GIB + on_host(case.model, case.plan) + checkpoints_on_host(case) + states)
+            + offloaded(case.model, case.plan, case.sharding)
         )
         / GIB
         / spec.launch.nodes,
@@ -125,40 +125,40 @@ def estimate_memory(
     )
 
 
-def _plan(
+def _case(
     spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None, batch: Largest | None
-) -> tuple[MemoryPlan, Largest]:
+) -> tuple[MemoryCase, Largest]:
     """Return the run with the batch that is expected to be the largest, and that batch. cuBLAS keeps a workspace for
     the forward and one for the backward thread."""
     capability = (gpu.compute_capability if isinstance(gpu, Gpu) else None) or MODERN
     spec = resolve(spec, capability)
     check_modelled(spec)
-    division = division_of(spec.launch)
-    model = rank_model(shape_of(spec.model, config), division)
+    sharding = sharding_of(spec.launch)
+    model = rank_model(shape_of(spec.model, config), sharding)
     batch = batch or largest(spec, model.vision)
     steady = batch.whole or spec.optimizations.fixed_shape or spec.optimizations.packing
-    plan = MemoryPlan(
-        model, recipe_of(spec, model, batch.padded, batch.whole), rank_shape(batch.expected, division),
-        spec.train.gradient_accumulation_steps > 1, division, 2 * cublas_workspace(capability),
+    case = MemoryCase(
+        model, plan_of(spec, model, batch.padded, batch.whole), rank_shape(batch.expected, sharding),
+        spec.train.gradient_accumulation_steps > 1, sharding, 2 * cublas_workspace(capability),
         batch.padded and not steady,
     )  # fmt: skip
-    return plan, batch
+    return case, batch
 
 
-def _tiers(plan: MemoryPlan, named: dict[str, Parts], most: float, known: Constants, spread: float) -> list[Band]:
+def _tiers(case: MemoryCase, named: dict[str, Parts], most: float, known: Constants, spread: float) -> list[Band]:
     """Return what is allocated, reserved and used on the device; the largest batch that can be takes `most` bytes."""
     phase, size = peak(named)
     at_peak, highest = (each * known.allocated_factor / GIB for each in (size, most))
     below = SHARDED_BELOW if spread == SHARDED_SPREAD else spread
     allocated = Band(at_peak * (1 - below), at_peak, highest * (1 + spread))
-    basis = slack_basis(plan, named)
+    basis = slack_basis(case, named)
     held = sum(getattr(known, name) * amount for name, amount in basis.items())
-    held += fetched_head(plan.model, plan.recipe) / GIB  # its block is split by what comes when it is gone
-    widest = 3 if plan.recipe.compiled else 2  # of compiled layers committed runs' pools held 0.5 to 2.4 GiB more
+    held += fetched_head(case.model, case.plan) / GIB  # its block is split by what comes when it is gone
+    widest = 3 if case.plan.compiled else 2  # of compiled layers committed runs' pools held 0.5 to 2.4 GiB more
     beyond = max(widest * held, _not_reused(named, phase, basis), POOL_LEAST * at_peak, SEGMENTS)
     reserved = Band(allocated.low, at_peak + held, allocated.high + beyond)
-    several = plan.division.gpus > 1
-    beside = known.context_gib + paged_state(*kept_by(plan.model, plan.recipe)) / GIB + (NCCL if several else 0)
+    several = case.sharding.gpus > 1
+    beside = known.context_gib + paged_state(*kept_by(case.model, case.plan)) / GIB + (NCCL if several else 0)
     more = CONTEXT_MORE + (NCCL_MORE if several else 0)
     device = Band(allocated.low + min(CONTEXT_LEAST, beside), reserved.expected + beside, reserved.high + beside + more)
     return [allocated, reserved, device]
@@ -184,16 +184,16 @@ def verdict_of(device: Band, has: Capacity) -> Verdict:
     return "does not fit" if device.low > has.usable else "uncertain"
 
 
-def _spread(plan: MemoryPlan, known: Constants) -> float:
+def _spread(case: MemoryCase, known: Constants) -> float:
     """Return how far a run may lie; of several GPUs farther, where no run that the constants were fitted to tells."""
-    recipe = plan.recipe
-    unsloths = recipe.checkpointing == "unsloth"  # measured, and up to 6 % above what its source explains
-    family = plan.model.vision.family if plan.model.vision else plan.model.family
-    unseen = recipe.attention == "flash" or recipe.mxfp4 or unsloths or family not in MEASURED
-    unseen |= recipe.streamed or bool(recipe.in_backward)
-    unseen |= (recipe.compiled and (recipe.full or recipe.quantised)) or "torchao" in recipe.optimizer or recipe.graphed
-    unseen |= recipe.loss in ("pairs", "completions")  # no committed run trains them: held against simulations
-    if plan.division.gpus > 1 and plan.division.name not in known.strategies:
+    plan = case.plan
+    unsloths = plan.checkpointing == "unsloth"  # measured, and up to 6 % above what its source explains
+    family = case.model.vision.family if case.model.vision else case.model.family
+    unseen = plan.attention == "flash" or plan.mxfp4 or unsloths or family not in MEASURED
+    unseen |= plan.streamed or bool(plan.in_backward)
+    unseen |= (plan.compiled and (plan.full or plan.quantised)) or "torchao" in plan.optimizer or plan.graphed
+    unseen |= plan.loss in ("pairs", "completions")  # no committed run trains them: held against simulations
+    if case.sharding.gpus > 1 and case.sharding.name not in known.strategies:
         return SHARDED_SPREAD
     return UNSEEN_SPREAD if unseen else ALLOCATED_SPREAD
 
@@ -201,22 +201,22 @@ def _spread(plan: MemoryPlan, known: Constants) -> float:
 SlackBasis = dict[str, float]  # what each of `Constants` is a share of, GiB; of compiled graphs 1 or 0
 
 
-def slack_basis(plan: MemoryPlan, named: dict[str, Parts]) -> SlackBasis:
+def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
     """Return the blocks that the pool cannot use twice. Those of our loss over chunks are of one size and used again;
     so is what the optimizer's step leaves, as far as it needs less than the backward pass does."""
-    logits = 0.0 if plan.recipe.loss == "chunked" else loss.logits(plan.model, plan.recipe, plan.batch)
-    transient = logits + loss.head_cast(plan.model, plan.recipe)
+    logits = 0.0 if case.plan.loss == "chunked" else loss.logits(case.model, case.plan, case.batch)
+    transient = logits + loss.head_cast(case.model, case.plan)
     acts = named["loss"].get("activations", 0) + named["loss"].get("checkpoints", 0)
     step = named["optimizer step"]["one step"]
     ahead = max(0.0, sum(named["loss"].values()) - sum(named["optimizer step"].values()))
-    alone = max(0.0, 1 - ahead / (2 * step)) if plan.recipe.full and step else 0.0
+    alone = max(0.0, 1 - ahead / (2 * step)) if case.plan.full and step else 0.0
     return {
-        "logits_share": transient / GIB, "compiled_gib": float(plan.recipe.compiled),
-        "varying_share": acts / GIB if plan.varies else 0.0, "optimizer_share": step * alone / GIB,
+        "logits_share": transient / GIB, "compiled_gib": float(case.plan.compiled),
+        "varying_share": acts / GIB if case.varies else 0.0, "optimizer_share": step * alone / GIB,
     }  # fmt: skip
 
 
 def slack_basis_of(spec: Experiment, gpu: Gpu | float, batch: Largest | None) -> SlackBasis:
     """Return the basis of a run's slack, for fitting."""
-    plan, _ = _plan(spec, gpu, None, batch)
-    return slack_basis(plan, phases(plan))
+    case, _ = _case(spec, gpu, None, batch)
+    return slack_basis(case, phases(case))

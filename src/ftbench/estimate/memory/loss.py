@@ -4,7 +4,7 @@ Notation: T positions, h hidden, V words, n bytes of a normed hidden state.
 """
 
 from ftbench.estimate.workload.largest import BatchShape
-from ftbench.estimate.workload.method import Recipe
+from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.families.shape import ModelShape
 
 FLOAT = 4
@@ -12,28 +12,28 @@ TRL_CHUNK = 256  # label tokens (trl.trainer.sft_trainer, _CHUNKED_LM_HEAD_CHUNK
 UNSLOTH_ROWS = 1024  # whose logits unsloth's fused loss holds, fitted: unsloth 2026.10 sizes chunks by free memory
 
 
-def tail(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
+def tail(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return what is saved after the last layer: the final norm's input in float32 (and normed, where trained), and
     the hidden states of the label positions, gathered. Kernels save the norm's input as it is; the losses of Liger and
     unsloth save the gradient of the hidden states, which they make in the forward pass."""
-    normed = recipe.stream
-    norm = recipe.stream if recipe.norms_keep_inputs else FLOAT + (recipe.stream if recipe.full else 0)
+    normed = plan.stream
+    norm = plan.stream if plan.norms_keep_inputs else FLOAT + (plan.stream if plan.full else 0)
     return float((norm + normed) * model.hidden * batch.tokens)
 
 
-def final_norm_peak(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
+def final_norm_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return what the final norm's backward pass needs: five float32 copies, less the gathered ones that are freed."""
-    if recipe.norms_keep_inputs:
+    if plan.norms_keep_inputs:
         return 0.0
-    return float((5 * FLOAT - recipe.stream) * model.hidden * batch.tokens)
+    return float((5 * FLOAT - plan.stream) * model.hidden * batch.tokens)
 
 
-def head_cast(model: ModelShape, recipe: Recipe) -> float:
+def head_cast(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the copy of a frozen float32 head, cast for each use (autocast caches only what is trained)."""
-    return model.vocab * model.hidden * recipe.compute if recipe.upcast > recipe.compute and recipe.autocast else 0.0
+    return model.vocab * model.hidden * plan.compute if plan.upcast > plan.compute and plan.autocast else 0.0
 
 
-def logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
+def logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the transient peak of the logits.
 
     trl: for a chunk, of 256 positions where there are so many, logits, log-probabilities, probabilities and their
@@ -45,59 +45,59 @@ def logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
     stand beside the model's while trl computes its metrics of what is chosen. Of completions those of their positions
     and the one before, in the same way; nothing of the reference is left then.
     """
-    if recipe.loss == "completions":
-        return _completion_logits(model, recipe, batch)
-    if recipe.loss == "pairs":
-        return _pair_logits(model, recipe, batch)
-    if recipe.loss == "unsloth":
-        return float(min(UNSLOTH_ROWS, batch.tokens) * model.vocab * recipe.compute)
-    if recipe.loss == "liger":
+    if plan.loss == "completions":
+        return _completion_logits(model, plan, batch)
+    if plan.loss == "pairs":
+        return _pair_logits(model, plan, batch)
+    if plan.loss == "unsloth":
+        return float(min(UNSLOTH_ROWS, batch.tokens) * model.vocab * plan.compute)
+    if plan.loss == "liger":
         parts = -(-model.vocab // model.hidden)
         rows = 1 << max(0, -(-batch.tokens // parts) - 1).bit_length()
-        return float(min(rows, batch.tokens) * model.vocab * (recipe.compute + FLOAT))
-    if recipe.loss == "chunked":
-        each = 2 * recipe.compute + (0 if recipe.compiled else 2 * FLOAT)
-        return float(min(recipe.chunk, batch.labels) * model.vocab * each)
+        return float(min(rows, batch.tokens) * model.vocab * (plan.compute + FLOAT))
+    if plan.loss == "chunked":
+        each = 2 * plan.compute + (0 if plan.compiled else 2 * FLOAT)
+        return float(min(plan.chunk, batch.labels) * model.vocab * each)
     return float(min(TRL_CHUNK, batch.tokens) * model.vocab * (5 if model.softcap else 4) * FLOAT)
 
 
-def _pair_logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
-    kept = FLOAT if recipe.autocast else recipe.compute
-    made = kept + (recipe.compute if recipe.autocast else 0)
-    beside = kept + max(made, kept + kept * batch.labels / batch.tokens / 2) if recipe.reference != "none" else 0
+def _pair_logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
+    kept = FLOAT if plan.autocast else plan.compute
+    made = kept + (plan.compute if plan.autocast else 0)
+    beside = kept + max(made, kept + kept * batch.labels / batch.tokens / 2) if plan.reference != "none" else 0
     return float(batch.tokens * model.vocab * max(beside, made, 2 * kept))
 
 
-def _completion_logits(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
-    kept = FLOAT if recipe.autocast else recipe.compute
-    made = kept + (recipe.compute if recipe.autocast else 0)
+def _completion_logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
+    kept = FLOAT if plan.autocast else plan.compute
+    made = kept + (plan.compute if plan.autocast else 0)
     before = batch.labels + batch.rows
     return float(model.vocab * max(made * before, kept * (before + batch.labels)))
 
 
-def head_gradient(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
+def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return what a trained head takes for its gradient: of trl's loss the gradients of two chunks and their sum are
     alive together (autograd adds them up); of ours the sum and what a chunk adds, then the sum and what the backward
     pass makes of it."""
-    if not recipe.full:
+    if not plan.full:
         return 0.0
-    copies = 2 if recipe.loss == "chunked" else 3 if recipe.loss == "trl" and batch.labels > TRL_CHUNK else 1
-    return float(model.vocab * model.hidden * recipe.weight * copies)
+    copies = 2 if plan.loss == "chunked" else 3 if plan.loss == "trl" and batch.labels > TRL_CHUNK else 1
+    return float(model.vocab * model.hidden * plan.weight * copies)
 
 
-def tied_gradients(model: ModelShape, recipe: Recipe) -> float:
+def tied_gradients(model: ModelShape, plan: TrainingPlan) -> float:
     """Return, where embedding and head are one, the last thing of the backward pass: beside the gradient that is
     kept, those of its two uses as they are added up."""
-    return 2.0 * model.vocab * model.hidden * recipe.weight if recipe.full and model.tied else 0.0
+    return 2.0 * model.vocab * model.hidden * plan.weight if plan.full and model.tied else 0.0
 
 
-def transient_peak(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
+def transient_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the most that the loss needs at once beyond what is saved: logits with the head's cast, or the head's
     gradients, and one gradient or copy of the hidden states. Ours casts the head for a product, and computes
     probabilities when that copy is gone; it adds up the head's gradient beside the logits."""
-    hidden = recipe.stream * model.hidden * batch.tokens
-    chunk, cast, head = (logits(model, recipe, batch), head_cast(model, recipe), head_gradient(model, recipe, batch))
-    if recipe.loss != "chunked":
+    hidden = plan.stream * model.hidden * batch.tokens
+    chunk, cast, head = (logits(model, plan, batch), head_cast(model, plan), head_gradient(model, plan, batch))
+    if plan.loss != "chunked":
         return max(chunk + cast, head) + hidden
-    product = 2 * recipe.compute * min(recipe.chunk, batch.labels) * model.vocab
+    product = 2 * plan.compute * min(plan.chunk, batch.labels) * model.vocab
     return max(chunk + head / 2, product + max(cast, head)) + hidden

@@ -4,9 +4,9 @@ sum."""
 from dataclasses import dataclass
 
 from ftbench.estimate.memory import generation, images, layer, loss, share, transient, weights
-from ftbench.estimate.workload.division import ALONE, Division
 from ftbench.estimate.workload.largest import BatchShape
-from ftbench.estimate.workload.method import Recipe
+from ftbench.estimate.workload.plan import TrainingPlan
+from ftbench.estimate.workload.sharding import ALONE, Sharding
 from ftbench.estimate.workload.vision import learns
 from ftbench.families.shape import ModelShape
 
@@ -15,43 +15,43 @@ GATHERED = "gathered layers"  # whole for a while, of weights that GPUs divide
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """One run on one GPU: `model` and `batch` are its part of them, where several GPUs divide the work (`division`).
+class MemoryCase:
+    """One run on one GPU: `model` and `batch` are its part of them, where several GPUs divide the work (`sharding`).
     `accumulates` says that gradients wait for further forward passes; `workspace` is what libraries keep in torch's
     allocator, in bytes; batches that `vary` in shape leave blocks of many sizes in it."""
 
     model: ModelShape
-    recipe: Recipe
+    plan: TrainingPlan
     batch: BatchShape
     accumulates: bool = False
-    division: Division = ALONE
+    sharding: Sharding = ALONE
     workspace: float = 0.0
     varies: bool = False
 
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients are there before the backward pass."""
-        return self.accumulates or self.recipe.graphed or share.share(self.division).holds_gradients
+        return self.accumulates or self.plan.graphed or share.share(self.sharding).holds_gradients
 
 
-def resident(plan: MemoryPlan) -> Parts:
+def resident(case: MemoryCase) -> Parts:
     """Return what stays from step to step: weights, adapters, optimizer state, workspaces of libraries."""
-    part = share.share(plan.division)
-    model, recipe = plan.model, share.kept_as(plan.recipe, part)
-    count, width = weights.trained(model, recipe)
+    part = share.share(case.sharding)
+    model, plan = case.model, share.kept_as(case.plan, part)
+    count, width = weights.trained(model, plan)
     trained = count * width
-    kept = max(transient.dequantised(each, recipe) for each, _ in model.kinds) if recipe.unsloth else 0
-    kept += transient.checkpoint_buffers(model.hidden, recipe, plan.batch)
+    kept = max(transient.dequantised(each, plan) for each, _ in model.kinds) if plan.unsloth else 0
+    kept += transient.checkpoint_buffers(model.hidden, plan, case.batch)
     return {
-        "weights": weights.weights(model, recipe) * part.weights,
-        GATHERED: share.gathered(model, recipe, part).forward,
-        "reference model": weights.weights(model, recipe) if recipe.reference == "second model" else 0.0,
-        "adapters": weights.adapters(model, recipe) * part.weights,
-        "optimizer state": share.optimizer_state(model, recipe, part),
-        "gradients": trained * part.gradients if plan.keeps_gradients else 0.0,
-        "workspace": plan.workspace + kept + share.ddp_buckets(part, trained),
-        "pixels": images.pixels(model.vision, plan.batch) if model.vision else 0.0,
-        "completions": generation.tokens(plan.batch.generation),
+        "weights": weights.weights(model, plan) * part.weights,
+        GATHERED: share.gathered(model, plan, part).forward,
+        "reference model": weights.weights(model, plan) if plan.reference == "second model" else 0.0,
+        "adapters": weights.adapters(model, plan) * part.weights,
+        "optimizer state": share.optimizer_state(model, plan, part),
+        "gradients": trained * part.gradients if case.keeps_gradients else 0.0,
+        "workspace": case.workspace + kept + share.ddp_buckets(part, trained),
+        "pixels": images.pixels(model.vision, case.batch) if model.vision else 0.0,
+        "completions": generation.tokens(case.batch.generation),
     }
 
 
@@ -77,86 +77,86 @@ class _Activations:
     ungraded: float
 
 
-def _activations(plan: MemoryPlan, recipe: Recipe) -> _Activations:
-    model, batch = plan.model, plan.batch
-    saved = [layer.saved(each, recipe, batch) for each, _ in model.kinds]
-    peaks = [[transient.peak(each, recipe, batch, backward=True, again=not keep) for each, _ in model.kinds]
+def _activations(case: MemoryCase, plan: TrainingPlan) -> _Activations:
+    model, batch = case.model, case.batch
+    saved = [layer.saved(each, plan, batch) for each, _ in model.kinds]
+    peaks = [[transient.peak(each, plan, batch, backward=True, again=not keep) for each, _ in model.kinds]
              for keep in (False, True)]  # fmt: skip
-    frozen = _frozen(model, recipe)
-    keeps = [False] * frozen + _keeps(recipe, len(model.layers))[frozen:]
-    mark, shared = transient.checkpoint(model.hidden, recipe, batch), _shared_input(model, recipe, batch)
+    frozen = _frozen(model, plan)
+    keeps = [False] * frozen + _keeps(plan, len(model.layers))[frozen:]
+    mark, shared = transient.checkpoint(model.hidden, plan, batch), _shared_input(model, plan, batch)
     marks, away = (len(keeps) - sum(keeps) - frozen) * mark, 0.0
-    if recipe.checkpointing == "offload":  # one on its way out or in use, and the next
+    if plan.checkpointing == "offload":  # one on its way out or in use, and the next
         marks = min(2, len(keeps)) * mark
     kept = sum(saved[kind] for kind, keep in zip(model.order, keeps, strict=True) if keep)
-    if recipe.offload:
-        stays = sum(layer.saved_twice(each, recipe) * count for each, count in model.kinds) * batch.tokens
-        away = saved[model.order[-1]] - layer.saved_twice(model.layers[-1], recipe) * batch.tokens  # by the loss
+    if plan.offload:
+        stays = sum(layer.saved_twice(each, plan) * count for each, count in model.kinds) * batch.tokens
+        away = saved[model.order[-1]] - layer.saved_twice(model.layers[-1], plan) * batch.tokens  # by the loss
         kept, marks = stays + away, 0.0
-    if not learns(recipe):
-        kept -= layer.unsaved(model.layers[frozen], recipe, batch)
+    if not learns(plan):
+        kept -= layer.unsaved(model.layers[frozen], plan, batch)
     there, again, peak, kind_at = kept, 0.0, 0.0, model.order[-1]
     behind = 0.0
     for kind, keep in list(zip(model.order, keeps, strict=True))[: frozen - 1 if frozen else None : -1]:
         remade = 0.0 if keep else saved[kind] - shared
         if kept - behind + remade + peaks[keep][kind] > there + again + peak:
             there, again, peak, kind_at = kept - behind, remade, peaks[keep][kind], kind
-        behind += saved[kind] if keep and not recipe.offload else 0.0
+        behind += saved[kind] if keep and not plan.offload else 0.0
     first, keep = model.order[frozen], keeps[frozen]
-    forward = transient.peak(model.kinds[kind_at][0], recipe, batch, backward=False)
+    forward = transient.peak(model.kinds[kind_at][0], plan, batch, backward=False)
     if not all(keeps[frozen:]):
-        forward = max(forward, *(transient.unkept(each, recipe, batch) for each, _ in model.kinds))
+        forward = max(forward, *(transient.unkept(each, plan, batch) for each, _ in model.kinds))
     return _Activations(kept, marks, there, again, peak, forward, saved[first] if keep else 0.0, 0.0 if keep else mark,
                         0.0 if keep else saved[first] - shared, peaks[keep][first], away,
-                        max((transient.ungraded(each, recipe) for each in model.layers[:frozen]), default=0.0)
+                        max((transient.ungraded(each, plan) for each in model.layers[:frozen]), default=0.0)
                         * batch.tokens)  # fmt: skip
 
 
-def checkpoints_on_host(plan: MemoryPlan) -> float:
+def checkpoints_on_host(case: MemoryCase) -> float:
     """Return the checkpoints that wait in host memory."""
-    there = plan.recipe.checkpointing in ("offload", "unsloth")
-    return float(len(plan.model.layers) * plan.recipe.stream * plan.model.hidden * plan.batch.tokens) if there else 0.0
+    there = case.plan.checkpointing in ("offload", "unsloth")
+    return float(len(case.model.layers) * case.plan.stream * case.model.hidden * case.batch.tokens) if there else 0.0
 
 
-def _frozen(model: ModelShape, recipe: Recipe) -> int:
+def _frozen(model: ModelShape, plan: TrainingPlan) -> int:
     """Return how many layers come before the first with adapters: nobody asks for a gradient there, and nothing is
     saved. With checkpoints the embedding's output asks for one (transformers, enable_input_require_grads)."""
-    if recipe.full or recipe.checkpointing != "off" or learns(recipe):
+    if plan.full or plan.checkpointing != "off" or learns(plan):
         return 0
-    adapted = (index for index, each in enumerate(model.layers) if recipe.adapted(each))
+    adapted = (index for index, each in enumerate(model.layers) if plan.adapted(each))
     return next(adapted, 0)
 
 
-def _keeps(recipe: Recipe, layers: int) -> list[bool]:
+def _keeps(plan: TrainingPlan, layers: int) -> list[bool]:
     """Return whether each layer keeps its activations, or makes them again (selective: every second keeps)."""
-    if recipe.checkpointing == "selective":
+    if plan.checkpointing == "selective":
         return [index % 2 == 1 for index in range(layers)]
-    return [recipe.checkpointing == "off" or recipe.offload] * layers
+    return [plan.checkpointing == "off" or plan.offload] * layers
 
 
-def phases(plan: MemoryPlan) -> dict[str, Parts]:
+def phases(case: MemoryCase) -> dict[str, Parts]:
     """Return phase → bytes by part. Parts of a phase are alive together."""
-    part = share.share(plan.division)
-    kept, recipe = share.kept_as(plan.recipe, part), share.computed_as(plan.recipe, part)
-    base, acts, model, batch = resident(plan), _activations(plan, recipe), plan.model, plan.batch
-    cast = autocast_weights(model, recipe) if part.keeper == "torch" else 0.0
-    stream = 2 * recipe.stream * model.hidden * batch.tokens if acts.kept else 0
+    part = share.share(case.sharding)
+    kept, plan = share.kept_as(case.plan, part), share.computed_as(case.plan, part)
+    base, acts, model, batch = resident(case), _activations(case, plan), case.model, case.batch
+    cast = autocast_weights(model, plan) if part.keeper == "torch" else 0.0
+    stream = 2 * plan.stream * model.hidden * batch.tokens if acts.kept else 0
     count, width = weights.trained(model, kept)
     grads = count * width * part.gradients
-    top = loss.head_gradient(model, recipe, batch) / (2 if recipe.loss == "chunked" else 3)
+    top = loss.head_gradient(model, plan, batch) / (2 if plan.loss == "chunked" else 3)
     held = {"activations": acts.there, "checkpoints": acts.marks, "cast weights": cast}
-    tail = loss.tail(model, recipe, batch)
-    final = max(loss.transient_peak(model, recipe, batch), loss.final_norm_peak(model, recipe, batch))
+    tail = loss.tail(model, plan, batch)
+    final = max(loss.transient_peak(model, plan, batch), loss.final_norm_peak(model, plan, batch))
     first = {"activations": acts.first, "checkpoints": acts.first_mark, "cast weights": cast}
-    grown = {} if plan.keeps_gradients else {"gradients": grads * _grown(model, recipe)}
-    twice = loss.tied_gradients(model, recipe) * part.gradients + share.whole_gradient(model, recipe, part)
-    made = top if part.holds_gradients or not plan.keeps_gradients else 0.0
+    grown = {} if case.keeps_gradients else {"gradients": grads * _grown(model, plan)}
+    twice = loss.tied_gradients(model, plan) * part.gradients + share.whole_gradient(model, plan, part)
+    made = top if part.holds_gradients or not case.keeps_gradients else 0.0
     gradients = {"gradients": base["gradients"] + made}
     left, step = share.update(model, kept, part)
-    shown, encoded, read, remade = _of_images(plan)
+    shown, encoded, read, remade = _of_images(case)
     beside = share.gathered(model, kept, part)
     back, end = base | {GATHERED: beside.backward}, base | {GATHERED: beside.end}
-    tensor = plan.division.tensor > 1  # what is read as a share of matrices is dealt on once it is there
+    tensor = case.sharding.tensor > 1  # what is read as a share of matrices is dealt on once it is there
     head = {"head": weights.fetched_head(model, kept)}
     held, first = held | {"images": encoded}, first | {"images": encoded}
     named = {
@@ -177,26 +177,26 @@ def phases(plan: MemoryPlan) -> dict[str, Parts]:
         "optimizer step": base | {GATHERED: 0.0, "gradients": left, "one step": step},
     }  # fmt: skip
     before = base | {"gradients": 0.0, "cast weights": cast}
-    named |= {phase: before | parts for phase, parts in generation.phases(model, recipe, batch).items()}
-    return _stepped_in_backward(plan, named, held | {"hidden states": tail}) if recipe.in_backward else named
+    named |= {phase: before | parts for phase, parts in generation.phases(model, plan, batch).items()}
+    return _stepped_in_backward(case, named, held | {"hidden states": tail}) if plan.in_backward else named
 
 
-def _stepped_in_backward(plan: MemoryPlan, named: dict[str, Parts], held: Parts) -> dict[str, Parts]:
+def _stepped_in_backward(case: MemoryCase, named: dict[str, Parts], held: Parts) -> dict[str, Parts]:
     """Return the phases where each parameter is stepped as its gradient comes: one matrix has a gradient, and a head
     that is the embedding until the end. Of states in host memory those of four parameters are on the device or on their
     way (kernels/host_states.py)."""
-    model, recipe = plan.model, plan.recipe
+    model, plan = case.model, case.plan
     matrix, words = (max((each.inputs * each.outputs for layer, _ in model.kinds for each in layer.linears), default=0),
-                     model.vocab * model.hidden) if recipe.full else (0, 0)  # fmt: skip
-    name, count, width, _ = weights.kept_by(model, recipe)
-    away = {"optimizer state": 0.0} if recipe.in_backward == "offload" else {}
+                     model.vocab * model.hidden) if plan.full else (0, 0)  # fmt: skip
+    name, count, width, _ = weights.kept_by(model, plan)
+    away = {"optimizer state": 0.0} if plan.in_backward == "offload" else {}
 
     def stepped(parameters: float, gradients: float, embedding: float = 0) -> Parts:
         moved = weights.optimizer_state(name, min(parameters, count), width, embedding) if away else 0.0
-        return {"gradients": gradients * recipe.weight, "states on their way": moved}
+        return {"gradients": gradients * plan.weight, "states on their way": moved}
 
     waiting = words if model.tied else 0
-    base = resident(plan)
+    base = resident(case)
     named["backward, head"] = base | held | stepped(0 if model.tied else words, words)
     for phase in ("backward, last layer", "backward, first layer", "backward, images"):
         named[phase] = named[phase] | stepped(4 * matrix, waiting + matrix)
@@ -205,38 +205,38 @@ def _stepped_in_backward(plan: MemoryPlan, named: dict[str, Parts], held: Parts)
     return {phase: parts | away for phase, parts in named.items()}
 
 
-def _of_images(plan: MemoryPlan) -> tuple[float, float, float, float]:
+def _of_images(case: MemoryCase) -> tuple[float, float, float, float]:
     """Return what images leave until the forward pass ends, what encoder and projector save, and what a layer of the
     encoder needs for a moment, forward and backward."""
-    vision, batch, recipe = plan.model.vision, plan.batch, plan.recipe
+    vision, batch, plan = case.model.vision, case.batch, case.plan
     if vision is None or not batch.images.patches:
         return 0.0, 0.0, 0.0, 0.0
-    saved = images.saved(vision, recipe, batch)
-    if recipe.checkpointing != "off":  # the embeddings as they are before the images
-        saved += recipe.stream * plan.model.hidden * batch.tokens
-    remade = images.remade(vision, recipe, batch)
-    return images.shown(plan.model, recipe, batch), saved, images.moment(vision, recipe, batch), remade
+    saved = images.saved(vision, plan, batch)
+    if plan.checkpointing != "off":  # the embeddings as they are before the images
+        saved += plan.stream * case.model.hidden * batch.tokens
+    remade = images.remade(vision, plan, batch)
+    return images.shown(case.model, plan, batch), saved, images.moment(vision, plan, batch), remade
 
 
-def _grown(model: ModelShape, recipe: Recipe) -> float:
+def _grown(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the part of all gradients that is there as the backward pass enters the first layer: not yet the
     embedding's, nor those of that layer but for the last matrix of its MLP."""
-    if not recipe.full:
+    if not plan.full:
         return 1.0
     first = sum(model.layers[0].parameters.values())
     return 1 - (first * 2 / 3 + (0 if model.tied else model.parameters["embedding"])) / model.total
 
 
-def _shared_input(model: ModelShape, recipe: Recipe, batch: BatchShape) -> float:
+def _shared_input(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the float32 stream that the first norm saves: made again, it is the checkpoint itself."""
-    return float(recipe.stream * model.hidden * batch.tokens) if recipe.stream == layer.FLOAT else 0.0
+    return float(plan.stream * model.hidden * batch.tokens) if plan.stream == layer.FLOAT else 0.0
 
 
-def autocast_weights(model: ModelShape, recipe: Recipe) -> float:
+def autocast_weights(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the bytes of trained float32 weights that torch.autocast's cache casts once for a step and saves so."""
-    if not (recipe.autocast and recipe.full and recipe.weight > recipe.compute):
+    if not (plan.autocast and plan.full and plan.weight > plan.compute):
         return 0.0
-    return float((model.total - model.parameters["embedding"] - model.parameters["norm"]) * recipe.compute)
+    return float((model.total - model.parameters["embedding"] - model.parameters["norm"]) * plan.compute)
 
 
 def peak(phases: dict[str, Parts]) -> tuple[str, float]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.memory_cache import MemoryCache
-from ftbench.estimate.workload.division import on_gpus, problem
 from ftbench.estimate.workload.model import shape_of
+from ftbench.estimate.workload.sharding import on_gpus, problem
 from ftbench.facts import read_facts
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch, resolve

@@ -13,10 +13,10 @@ from ftbench.estimate.command import listed
 from ftbench.estimate.memory.capacity import probed
 from ftbench.estimate.recommend.ranking import OBJECTIVES, Goal, Objective, Recommendation, recommend, with_freer
 from ftbench.estimate.time.duration import epochs_samples
-from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.time.text import MOST_SAMPLES
 from ftbench.estimate.workload.batches import batches_of, per_step
-from ftbench.estimate.workload.division import counts, division_of
+from ftbench.estimate.workload.sharding import counts, sharding_of
 from ftbench.spec.base import known, shortened
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
@@ -59,8 +59,8 @@ def run(request: RecommendRequest) -> Recommendation:
     if problems:
         raise SpecError(*problems)
     deadline = parse_seconds(request.deadline) if request.deadline is not None else None
-    store = Store.read(request.store)
-    spec = store.counted(spec)
+    store = RunHistory.read(request.store)
+    spec = store.with_sample_count(spec)
     answer = recommend(Goal(
         spec, gpus, _samples(request, spec, store), deadline, request.max_cost, prices, _counts(request, spec),
         cast(Objective, request.objective), _methods(request), _effective(request, spec, store), store,
@@ -150,7 +150,7 @@ def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[st
     return []
 
 
-def _effective(request: RecommendRequest, spec: Experiment, store: Store) -> int | None:
+def _effective(request: RecommendRequest, spec: Experiment, store: RunHistory) -> int | None:
     """Return the samples a step that are held: the spec's own unless others are asked for, None for any."""
     if request.effective_batch == ANY:
         return None
@@ -162,12 +162,12 @@ def _effective(request: RecommendRequest, spec: Experiment, store: Store) -> int
     return int(request.effective_batch) if request.effective_batch else max(1, round(_a_step(spec, store)))
 
 
-def _a_step(spec: Experiment, store: Store) -> float:
+def _a_step(spec: Experiment, store: RunHistory) -> float:
     """Return the samples of a step of all GPUs that the spec asks for."""
-    return division_of(spec.launch).data * per_step(spec, batches_of(spec, store.lengths(spec)), "samples")
+    return sharding_of(spec.launch).data * per_step(spec, batches_of(spec, store.lengths(spec)), "samples")
 
 
-def _samples(request: RecommendRequest, spec: Experiment, store: Store) -> float:
+def _samples(request: RecommendRequest, spec: Experiment, store: RunHistory) -> float:
     samples = request.samples or epochs_samples(spec, _a_step(spec, store))
     if samples is None:
         raise SpecError(f"--samples: say how many to train on; how many {spec.dataset.name} has is not known")

@@ -12,7 +12,7 @@ from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.estimate.memory.memory_cache import MemoryCache
 from ftbench.estimate.recommend.candidates import Way, batches, completions, launches, own_kind, ways, with_batch
-from ftbench.estimate.workload.division import division_of, on_gpus
+from ftbench.estimate.workload.sharding import on_gpus, sharding_of
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.refusals import refusals_on
 
@@ -75,8 +75,8 @@ def _fit(way: Way, spec: Experiment, gpu: Gpu | float, memory_cache: MemoryCache
 
 def shared_samples(spec: Experiment, launch: Launch) -> int | None:
     """Return how many samples of a step each share of the batch has under a launch; None where they do not divide."""
-    samples = spec.train.batch_size * spec.train.gradient_accumulation_steps * division_of(spec.launch).data
-    shares = division_of(launch).data
+    samples = spec.train.batch_size * spec.train.gradient_accumulation_steps * sharding_of(spec.launch).data
+    shares = sharding_of(launch).data
     return samples // shares if samples % shares == 0 else None
 
 

@@ -14,11 +14,11 @@ from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.estimate.memory.memory_cache import MemoryCache
 from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend.candidates import Way
-from ftbench.estimate.time.ceilings import limits_of
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
-from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.history import RunHistory
+from ftbench.estimate.time.rates import limits_of
 from ftbench.estimate.workload.batches import batches_of, per_step
-from ftbench.estimate.workload.division import division_of, on_gpus, shared_how
+from ftbench.estimate.workload.sharding import on_gpus, sharding_of, shared_how
 from ftbench.spec.cost import Amount, amount
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.prices import Prices
@@ -49,7 +49,7 @@ class Goal:
     objective: Objective = "speed"
     methods: tuple[str, ...] = ()
     effective_batch: int | None = None
-    store: Store = field(default_factory=Store)
+    store: RunHistory = field(default_factory=RunHistory)
     config: dict[str, Any] | None = None
 
 
@@ -161,7 +161,7 @@ def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Op
             return f"the samples of a step do not divide by {way.spec.launch.gpus} GPUs (--effective-batch)"
         return _NO_ROWS
     smallest = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
-    shares = division_of(way.spec.launch).data
+    shares = sharding_of(way.spec.launch).data
     most = max(1, math.ceil(goal.samples / shares))  # the first step is a whole batch
     most = min(most, effective or most)
     if way.spec.objective.prompts:
@@ -184,7 +184,7 @@ def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Op
 def _rows_a_step(smallest: Experiment, goal: Goal) -> int | None:
     """Return how many rows of a GPU's batch make a step of the effective batch, which is None where any may be: of
     packed rows as many as hold about that many samples (within PACKED), 0 where no number of rows does."""
-    shares = division_of(smallest.launch).data
+    shares = sharding_of(smallest.launch).data
     if goal.effective_batch is None:
         return None
     if not smallest.optimizations.packing:

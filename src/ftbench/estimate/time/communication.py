@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from operator import add
 
-from ftbench.estimate.time.ceilings import Ceilings
+from ftbench.estimate.time.rates import Ceilings
 from ftbench.estimate.workload.batches import Batch
-from ftbench.estimate.workload.division import Division, division_of
-from ftbench.estimate.workload.method import Recipe, recipe_of
+from ftbench.estimate.workload.plan import TrainingPlan, plan_of
+from ftbench.estimate.workload.sharding import Sharding, sharding_of
 from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.spec.experiment import Experiment
 
@@ -50,76 +50,78 @@ class Traffic:
 
 def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> Traffic:
     """Return what one GPU sends in a step; `shape` and `batches` are its own part of the model and of the batch."""
-    division = division_of(spec.launch)
-    if division.gpus == 1:
+    sharding = sharding_of(spec.launch)
+    if sharding.gpus == 1:
         return Traffic()
-    recipe, passes = recipe_of(spec, shape.model), spec.train.gradient_accumulation_steps
+    plan, passes = plan_of(spec, shape.model), spec.train.gradient_accumulation_steps
     positions = passes * sum(batch.weight * batch.positions for batch in batches)
-    sent = _of_states(division, recipe, shape, passes)
-    if division.tensor > 1:
-        sent += _of_layers(division.tensor, 2 * len(shape.model.layers), recipe, shape, positions, passes)
-    if division.experts > 1:
-        sent += _of_layers(division.experts, shape.moe_layers, recipe, shape, positions, passes)
-    return sent + _of_sequences(spec.launch.strategy, division, recipe, shape, positions, passes)
+    sent = _of_states(sharding, plan, shape, passes)
+    if sharding.tensor > 1:
+        sent += _of_layers(sharding.tensor, 2 * len(shape.model.layers), plan, shape, positions, passes)
+    if sharding.experts > 1:
+        sent += _of_layers(sharding.experts, shape.moe_layers, plan, shape, positions, passes)
+    return sent + _of_sequences(spec.launch.strategy, sharding, plan, shape, positions, passes)
 
 
-def _of_states(division: Division, recipe: Recipe, shape: TrainableShape, passes: int) -> Traffic:
+def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, passes: int) -> Traffic:
     """Return gradients, and what is gathered of divided weights."""
-    ring, states = (division.holders - 1) / division.holders, division.states
+    ring, states = (sharding.holders - 1) / sharding.holders, sharding.states
     if states == "none":
         return Traffic()
     if states == "ddp":
-        gradients = 2 * ring * shape.trained * (recipe.weight if recipe.full else recipe.adapter)
+        gradients = 2 * ring * shape.trained * (plan.weight if plan.full else plan.adapter)
         last = min(gradients, 2 * ring * DDP_BUCKET)
         return Traffic(gradients - last, last, 1)
     sixteen = ring * shape.trained * HALF
-    host = _offloaded(division, shape, passes)
+    host = _offloaded(sharding, shape, passes)
     if states in ("zero1", "zero2"):  # one after the other: overlap_comm is off; ZeRO-2 reduces after each micro-batch
         return host + Traffic(waited=sixteen * (1 + (passes if states == "zero2" else 1)), calls=2 * passes)
     weights, layers = ring * shape.model.weight_bytes(HALF), len(shape.model.layers)
     first = weights / layers  # nothing computes while the first layer comes, forward and back
-    copied = passes * _copied(division, recipe, shape) if states == "fsdp" else 0.0
+    copied = passes * _copied(sharding, plan, shape) if states == "fsdp" else 0.0
     return host + Traffic(passes * (2 * (weights - first) + sixteen), 2 * passes * first, 2 * passes, copied=copied)
 
 
-def _copied(division: Division, recipe: Recipe, shape: TrainableShape) -> float:
+def _copied(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape) -> float:
     """Return bytes that FSDP2 reads and writes beside its collectives (_fsdp_collectives.py): twice, each share is cast
     into what is sent, and each unit copied out of what came; gradients are copied into what is sent, and what comes is
     cast to the type of the share."""
-    count, trained, part = shape.model.weight_bytes(HALF) / HALF, shape.trained, 1 / division.holders
-    kept = FLOAT if recipe.full else recipe.weight
+    count, trained, part = shape.model.weight_bytes(HALF) / HALF, shape.trained, 1 / sharding.holders
+    kept = FLOAT if plan.full else plan.weight
     gathered = count * (part * (kept + HALF) + 2 * HALF)
     return 2 * gathered + trained * (2 * HALF + part * (HALF + FLOAT))
 
 
-def _offloaded(division: Division, shape: TrainableShape, passes: int) -> Traffic:
-    if division.offload == "none":
+def _offloaded(sharding: Sharding, shape: TrainableShape, passes: int) -> Traffic:
+    if sharding.offload == "none":
         return Traffic()
-    part = shape.trained / division.gpus
-    weights = shape.model.weight_bytes(HALF) / division.gpus if division.offload == "params" else 0.0
+    part = shape.trained / sharding.gpus
+    weights = shape.model.weight_bytes(HALF) / sharding.gpus if sharding.offload == "params" else 0.0
     return Traffic(to_host=2 * HALF * part + 2 * passes * weights, on_host=_HOST_BYTES * shape.trained)
 
 
-def _of_layers(parts: int, calls: int, recipe: Recipe, shape: TrainableShape, positions: float, passes: int) -> Traffic:
+def _of_layers(
+    parts: int, calls: int, plan: TrainingPlan, shape: TrainableShape, positions: float, passes: int
+) -> Traffic:
     """Return the all-reduces of hidden states: forward, backward, and once more where a layer is made again."""
-    times = 2 + {"off": 0.0, "selective": 0.5}.get(recipe.checkpointing, 1.0)
+    times = 2 + {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)
     each = 2 * (parts - 1) / parts * positions * shape.model.hidden * HALF
     return Traffic(waited=times * calls * each, calls=times * calls * passes)
 
 
 def _of_sequences(
-    strategy: str, division: Division, recipe: Recipe, shape: TrainableShape, positions: float, passes: int
+    strategy: str, sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, positions: float, passes: int
 ) -> Traffic:
     """Return what attention over divided sequences sends: in a ring of keys and values, which go round while the
     attention of others' is computed (backward with their gradients); or (Ulysses) queries, keys, values and outputs
     all to all."""
-    parts, layers = division.sequence, shape.model.layers
+    parts, layers = sharding.sequence, shape.model.layers
     if parts == 1:
         return Traffic()
     if strategy == "cp":
         each = sum(layer.key + layer.value for layer in layers) * positions * HALF
         return Traffic(hidden=3 * (parts - 1) * each)
-    times = 2 + {"off": 0.0, "selective": 0.5}.get(recipe.checkpointing, 1.0)
+    times = 2 + {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)
     widths = sum(layer.query + layer.key + layer.value + layer.output for layer in layers)
     return Traffic(
         waited=times * widths * positions * HALF * (parts - 1) / parts, calls=times * 2 * len(layers) * passes
@@ -127,13 +129,13 @@ def _of_sequences(
 
 
 def exposed_seconds(
-    sent: Traffic, division: Division, limits: Ceilings, device_s: float, copying: float = 1.0
+    sent: Traffic, sharding: Sharding, limits: Ceilings, device_s: float, copying: float = 1.0
 ) -> float:
     """Return the seconds of a step in which a GPU that computes for `device_s` waits for others, without what waits in
     host memory; `copying` is how often as long as at the memory's bandwidth an eager copy takes."""
-    if division.gpus == 1:
+    if sharding.gpus == 1:
         return 0.0
-    hidden, room = sent.hidden / limits.network, _HIDES.get(division.states, _HIDES_GATHERED) * device_s
+    hidden, room = sent.hidden / limits.network, _HIDES.get(sharding.states, _HIDES_GATHERED) * device_s
     late, beside = max(0.0, hidden - room), _BESIDE * min(hidden, room) + _SLOWEST * device_s
     waited = sent.waited / limits.network + sent.calls * CALL_S
     return late + beside + waited + copying * sent.copied / limits.memory

@@ -11,7 +11,7 @@ from ftbench.estimate.time import work
 from ftbench.estimate.time.work import StepWork
 from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.largest import BatchShape
-from ftbench.estimate.workload.method import DTYPE_BYTES, Recipe, recipe_of
+from ftbench.estimate.workload.plan import DTYPE_BYTES, TrainingPlan, plan_of
 from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.spec.experiment import Experiment
 
@@ -26,21 +26,23 @@ def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch])
     alone = work.step_work(spec, shape, batches)
     if not spec.objective.prompts:
         return alone
-    recipe, passes = recipe_of(spec, shape.model), spec.train.gradient_accumulation_steps
+    plan, passes = plan_of(spec, shape.model), spec.train.gradient_accumulation_steps
     parts: list[tuple[float, Mapping[str, float]]] = []
     for batch in batches:
         rows, prompt = passes * batch.samples, batch.positions / batch.samples - batch.made
         read = replace(batch, positions=rows * prompt, square=rows * prompt**2)
-        parts.append((batch.weight, _forward(spec, recipe, shape, read, rows)))
+        parts.append((batch.weight, _forward(spec, plan, shape, read, rows)))
         token = replace(batch, positions=rows, square=rows * (prompt + batch.made / 2))
-        added = _forward(spec, recipe, shape, token, rows)
+        added = _forward(spec, plan, shape, token, rows)
         past = BatchShape(max(1, round(rows)), max(1, round(prompt + batch.made / 2)), 0)
-        added["elementwise.eager"] += _COPIED * cache(shape.model, recipe, past)
+        added["elementwise.eager"] += _COPIED * cache(shape.model, plan, past)
         parts.append((batch.weight * max(0.0, batch.made - 1), added))
     return replace(alone, generation=tuple(parts))
 
 
-def _forward(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch, words: float) -> dict[str, float]:
+def _forward(
+    spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: Batch, words: float
+) -> dict[str, float]:
     """Return a forward pass of which nothing is learned, with the logits of so many positions."""
     n, matmul, weight = batch.positions, shape.matmul, DTYPE_BYTES[spec.model.dtype]
     done: dict[str, float] = defaultdict(float)
@@ -48,7 +50,7 @@ def _forward(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Bat
     pairs = 4 * batch.square * sum(matmul.attention_width)
     if n == words:  # a query of each row
         done["attention.causal"] = pairs
-    elif recipe.attention == "eager":
+    elif plan.attention == "eager":
         done["products"] += pairs
         done["elementwise.eager"] += work.SCORE / 3 * batch.square * shape.heads
     elif batch.masked:
@@ -57,15 +59,15 @@ def _forward(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Bat
         done["attention.causal"] = n * flops.attention_per_token(matmul, batch.square / n, passes=1)
     base, adapters = work.forward_bytes(shape)
     done["elementwise.eager"] += n * (base + adapters) + _WORD * words * matmul.head / shape.model.hidden
-    read = (_SIXTEEN_BITS if recipe.quantised and not recipe.mxfp4 else weight) * shape.model.linear_parameters
+    read = (_SIXTEEN_BITS if plan.quantised and not plan.mxfp4 else weight) * shape.model.linear_parameters
     done["generation"] = read + weight * matmul.head
-    if recipe.mxfp4:
+    if plan.mxfp4:
         done["dequantise.mxfp4"] = shape.model.expert_matrices * work.MXFP4_OUT
-    elif recipe.quantised:
+    elif plan.quantised:
         done["dequantise"] = shape.model.linear_parameters * work.DEQUANTISED
     if shape.expert_matmul and n == words:  # the weights that a token visits are copied for it
         done["experts"] = 3 * n * shape.expert_matmul * weight
     elif shape.expert_matmul:
         done["experts"] = shape.model.expert_matrices * weight
-    done["host"] = work.operations(recipe, shape, batch, 0.0) / 3 + _TOKEN_OPS
+    done["host"] = work.operations(plan, shape, batch, 0.0) / 3 + _TOKEN_OPS
     return done

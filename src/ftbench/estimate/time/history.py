@@ -1,143 +1,182 @@
-"""The runs of a results store that tell how long a step takes."""
+"""Correct the time model with the step times that earlier runs measured."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.hardware import canonical_name, limited_gpu
-from ftbench.core.stats import MINIMUM_STEADY
-from ftbench.estimate.recorded import is_outdated, recorded
-from ftbench.estimate.workload.batches import Batch, mean_batch
-from ftbench.estimate.workload.division import division_of
+from ftbench.core.hardware import Gpu
+from ftbench.errors import SpecError
+from ftbench.estimate.time.generation import step_work
+from ftbench.estimate.time.rates import Step, ideal, limits_of, shipped_coefficients, step
+from ftbench.estimate.time.timed_runs import StepKey, TimedRun, settings_of, step_key, timed_runs
+from ftbench.estimate.time.work import StepWork
+from ftbench.estimate.workload.batches import Batch
+from ftbench.estimate.workload.images import lengths_with_images
+from ftbench.estimate.workload.lengths import Lengths, lengths_of
+from ftbench.estimate.workload.model import is_rough, shape_of
+from ftbench.estimate.workload.trainable import TrainableShape, trainable_shape
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.methods import Unsloth
-from ftbench.spec.optimizations import Optimizations, switched_on
-from ftbench.store import rundir
-from ftbench.store.rundir import RunDir
 
-# What changes how long a step takes; names, seeds, learning rates, and how long is trained do not.
-StepKey = tuple[Any, ...]
-AGREE = 0.05  # coefficient of variation of two to four steady steps that agree
-MOST_RUNS = 500  # reading them takes a second at the most
+SAME_WATTS = 0.02  # relative difference of two power limits that count as the same
+# Distance between two specs: half the log ratio of their step times, plus this much for each difference. A run has the
+# weight exp(-distance), and the model itself, whose correction is 1, has the weight _MODELS_OWN.
+_SWITCH, _METHOD, _MODEL, _SIDE = 1.0, 1.5, 0.7, 2.0
+_MODELS_OWN, _FARTHEST = 0.3, 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class TimedRun:
-    """A run that ended well. `gpu` is the table's name and `limit_w` the watts that its machine held it to; `step_s`
-    the mean of the steady steps, and `samples` and real `tokens` how many a step had; `start_s` the seconds before the
-    first steady step, `watts` the mean power, `described` the data set. Beside a `contended` run others used the
-    machine: its speed is no measurement; an `outdated` one tells of a way that today's code does not go."""
+class Observation:
+    """A run with its work in seconds at the GPU's ceilings.
 
-    run_id: str
-    spec: Experiment
-    gpu: str
-    step_s: float
-    samples: float
-    start_s: float | None
-    watts: float | None
-    described: dict[str, Any]
-    batch: Batch
-    key: StepKey
-    settings: Settings
-    tokens: float
-    contended: bool = False
-    limit_w: float | None = None
-    outdated: bool = False
+    `miss` is the log of measured over modelled seconds. `share` is 1 divided by the number of runs of the same step.
+    """
+
+    run: TimedRun
+    ideal: StepWork
+    modelled: Step
+    miss: float
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What runs of one kind share: the method as far as it changes what is computed, and the optimizations on."""
+class Correction:
+    """Measured over modelled step time in `runs` similar runs, `alike` of them with the same method and switches."""
 
-    method: tuple[str, bool, str]
-    switches: frozenset[tuple[str, Any]]
-
-
-def settings_of(spec: Experiment) -> Settings:
-    again = spec.method.use_gradient_checkpointing if isinstance(spec.method, Unsloth) else "off"
-    what = spec.objective if spec.objective.pairs else spec.objective.name
-    objective = {("objective", what)} if spec.objective.name != "sft" else set()
-    return Settings((spec.method.name, spec.method.quantised, again), _switches(spec.optimizations) | objective)
+    factor: float
+    runs: int
+    alike: int
 
 
-def step_key(spec: Experiment) -> StepKey:
-    """Return a key that is equal for specs whose steps take the same time on the same GPU."""
-    model, data, train, launch = spec.model, spec.dataset, spec.train, spec.launch
-    return (
-        (model.id, model.path, model.dtype),
-        (spec.method, spec.objective),
-        (data.name, data.path, data.revision, data.subset, data.split, data.max_length),
-        (data.length, data.mean_length, data.like, data.image_size, data.image_sizes, data.images_per_sample),
-        (train.batch_size, train.gradient_accumulation_steps, train.optimizer, train.precision),
-        spec.optimizations,
-        (launch.framework, launch.settings, launch.gpus, launch.nodes, launch.strategy, launch.tp, launch.offload),
-    )
+class RunHistory:
+    """The runs of a results folder at `path`, without contended ones, which are only counted per GPU.
+
+    The folder also holds probes. `coefficients` of the time model are the shipped ones unless given. Results are kept
+    between calls, because `recommend` asks for the same GPU and spec many times.
+    """
+
+    def __init__(
+        self, path: Path | None = None, runs: Sequence[TimedRun] = (), coefficients: Mapping[str, float] | None = None
+    ) -> None:
+        self.path, self.runs = path, [run for run in runs if not run.contended]
+        self.contended = Counter(run.gpu for run in runs if run.contended)
+        self.coefficients = coefficients or shipped_coefficients()
+        self._observations: dict[Gpu, list[Observation]] = {}
+        self._work: dict[Any, tuple[TrainableShape, StepWork]] = {}
+        self._lengths: dict[Any, Lengths] = {}
+        self._on: dict[Gpu, dict[StepKey, list[TimedRun]]] = {}
+        self._left_out: StepKey | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> RunHistory:
+        """Return the history of a folder, empty if it does not exist. Raise SpecError for a file."""
+        if path.exists() and not path.is_dir():
+            raise SpecError(f"--store {path}: not a folder; give the folder that holds the runs")
+        return cls(path, timed_runs([path]) if path.is_dir() else ())
+
+    def without(self, key: StepKey) -> RunHistory:
+        """Return the history without runs of this step."""
+        other = copy.copy(self)
+        other._left_out = key
+        return other
+
+    def same_step(self, spec: Experiment, gpu: Gpu) -> list[TimedRun]:
+        """Return the runs of exactly the step of `spec` (resolved) on such a GPU."""
+        if not (steps := self._steps(gpu)):
+            return []
+        key = step_key(spec)
+        return [] if key == self._left_out else steps.get(key, [])
+
+    def on(self, gpu: Gpu) -> list[TimedRun]:
+        """Return the runs on such a GPU with the same power limit."""
+        return list(chain.from_iterable(self._steps(gpu).values()))
+
+    def _steps(self, gpu: Gpu) -> dict[StepKey, list[TimedRun]]:
+        if gpu not in self._on:
+            self._on[gpu] = {}
+            for run in self.runs:
+                if run.gpu == gpu.name and abs((run.limit_w or gpu.watts) / gpu.watts - 1) < SAME_WATTS:
+                    self._on[gpu].setdefault(run.key, []).append(run)
+        return self._on[gpu]
+
+    def lengths(self, spec: Experiment, config: dict[str, Any] | None = None) -> Lengths:
+        """Return the lengths of a spec's samples, from its runs if they know them."""
+        objective = spec.objective
+        key = (spec.dataset, spec.model, spec.optimizations.image_size, objective.name, id(config))
+        if key not in self._lengths:
+            alike = (run for run in self.runs if run.spec.objective.name == objective.name)
+            recorded = ((run.spec.dataset, run.described) for run in alike)
+            self._lengths[key] = _lengths_with_images(spec, config) or lengths_of(
+                spec.dataset, recorded, spec.model, objective.pairs, objective.prompts
+            )
+        return self._lengths[key]
+
+    def with_sample_count(self, spec: Experiment) -> Experiment:
+        """Return the spec with the number of samples of its file, if the spec does not give it."""
+        data = spec.dataset
+        rows = self.lengths(spec).rows if data.samples is None else None
+        if rows is None:
+            return spec
+        samples = max(1, rows - data.eval_samples)
+        return spec.model_copy(update={"dataset": data.model_copy(update={"samples": samples})})
+
+    def work(
+        self, spec: Experiment, batches: Sequence[Batch], config: dict[str, Any] | None
+    ) -> tuple[TrainableShape, StepWork]:
+        """Return the model with its adapters and the work of a step, which is the same on every GPU."""
+        key = (id(config), *step_key(spec))
+        if key not in self._work:
+            shape = trainable_shape(spec, config)
+            self._work[key] = shape, step_work(spec, shape, batches)
+        return self._work[key]
+
+    def observations(self, gpu: Gpu) -> list[Observation]:
+        """Return the single-GPU runs on such a GPU with their work, as far as models and rates are known."""
+        if gpu not in self._observations:
+            seen = self._observations[gpu] = []
+            repeats = Counter(run.key for run in self.on(gpu))
+            for run in self.on(gpu):
+                if run.spec.launch.gpus > 1 or is_rough(run.spec):
+                    continue
+                with suppress(SpecError):
+                    limits = limits_of(gpu, run.spec.train.precision, run.spec.optimizations.fp8 != "off", self.path)
+                    work = ideal(step_work(run.spec, trainable_shape(run.spec), [run.batch]), limits)
+                    modelled = step(work, self.coefficients)
+                    miss = math.log(run.step_s / modelled.seconds)
+                    seen.append(Observation(run, work, modelled, miss, 1 / repeats[run.key]))
+        return self._observations[gpu]
+
+    def correction(self, spec: Experiment, gpu: Gpu, modelled: Step) -> Correction | None:
+        """Return the weighted mean error of the model in similar runs on the same GPU; None without such runs."""
+        total, weights, near, alike = 0.0, _MODELS_OWN, 0, 0
+        own, size = settings_of(spec), math.log(modelled.seconds)
+        for each in self.observations(gpu):
+            other = each.run
+            generates = other.spec.objective.prompts != spec.objective.prompts  # resembles no other step
+            if generates or other.key == self._left_out:
+                continue
+            same_side = each.modelled.host_bound == modelled.host_bound
+            distance = abs(size - math.log(each.modelled.seconds)) / 2
+            distance += _MODEL * (spec.model.id != other.spec.model.id) + _SIDE * (not same_side)
+            distance += _SWITCH * len(own.switches ^ other.settings.switches)
+            distance += _METHOD * (own.method != other.settings.method)
+            if distance > _FARTHEST:
+                continue
+            weight = math.exp(-distance) * each.share
+            total, weights, near = total + weight * each.miss, weights + weight, near + 1
+            alike += same_side and own == other.settings
+        return Correction(math.exp(total / weights), near, alike) if near else None
 
 
-@lru_cache(maxsize=1024)
-def _switches(optimizations: Optimizations) -> frozenset[tuple[str, Any]]:
-    return frozenset(switched_on(optimizations).items())
-
-
-# The phases before the first steady step that another run goes through too: weights are made once on a machine, and for
-# the GPU one waits where others have it.
-_STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_step", "warmup", "start_and_exit")
-
-
-def timed_runs(paths: Iterable[Path]) -> list[TimedRun]:
-    """Return, of the newest MOST_RUNS runs at or below `paths`, those on a GPU that say how long their steps take; a
-    run that lies there twice counts once."""
-    runs = [run for path in paths for run in rundir.find_runs(path)]
-    if len(runs) > MOST_RUNS:
-        runs = sorted(runs, key=lambda run: rundir.modified(run.state))[-MOST_RUNS:]
-    by_id: dict[str, TimedRun] = {}
-    for run in runs:
-        if (timed := timed_run(run)) is not None:
-            by_id.setdefault(timed.run_id, timed)
-    return list(by_id.values())
-
-
-def timed_run(run: RunDir) -> TimedRun | None:
-    """Return what a run says of its step; None where it says nothing: it failed, was too short, had no GPU, was a mock,
-    or its files are not what they should be."""
-    summary = rundir.read_json(run.summary)  # first: of many it says enough
-    try:
-        step = summary["step_time_s"].get("mean") or 0.0
-        if summary["state"] != "ok" or not summary["gpu"] or not 0 < step < math.inf or not says_step_time(summary):
-            return None
-        if (spec := recorded(run)) is None:
-            return None
-        phases, limited = summary["phases_s"], limited_gpu(rundir.first_gpu(rundir.read_json(run.machine)))
-        watts = summary["energy"].get("mean_watts")  # of all GPUs
-        return TimedRun(
-            f"{summary['name']}/{summary['run_id']}", spec, canonical_name(summary["gpu"]), step,
-            summary["samples_per_s"] * step,
-            sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None,
-            watts and watts / spec.launch.gpus, summary["dataset"], _batch(summary, spec, step),
-            step_key(spec), settings_of(spec), summary["tokens_per_s"]["real"] * step,
-            bool(summary.get("contention", {}).get("contended")), limited.watts if limited else None,
-            is_outdated(run, spec),
-        )  # fmt: skip
-    except (AttributeError, KeyError, TypeError):  # a file of somebody else
-        return None
-
-
-def says_step_time(summary: dict[str, Any]) -> bool:
-    """Return whether a run says how long its steps take: by enough of them, or by fewer that agree."""
-    steady = (summary.get("steps") or {}).get("steady") or 0
-    spread = (summary.get("step_time_s") or {}).get("cv")
-    return steady >= MINIMUM_STEADY or (steady > 1 and spread is not None and spread <= AGREE)
-
-
-def _batch(summary: dict[str, Any], spec: Experiment, step: float) -> Batch:
-    """Return the mean micro-batch of the steady steps, that of one GPU."""
-    division = division_of(spec.launch)
-    passes, rates = spec.train.gradient_accumulation_steps * division.data * division.sequence, summary["tokens_per_s"]
-    positions, real, labels = (rates[kind] * step / passes for kind in ("padded", "real", "label"))
-    samples = summary["samples_per_s"] * step / passes
-    return mean_batch(spec, samples, positions, real, labels, summary["dataset"]["tokens"]["weighted_mean"])
+def _lengths_with_images(spec: Experiment, config: dict[str, Any] | None) -> Lengths | None:
+    with suppress(SpecError):  # the shape of the model is not known
+        if (vision := shape_of(spec.model, config).vision) is not None:
+            return lengths_with_images(spec, vision)
+    return None

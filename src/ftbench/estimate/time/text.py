@@ -12,10 +12,10 @@ from ftbench.core.table import folded, text_table
 from ftbench.core.units import JOULES_PER_KWH
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band
-from ftbench.estimate.time import speeds
 from ftbench.estimate.time.communication import COMMUNICATION, OFFLOADED
 from ftbench.estimate.time.duration import FLUSHES, DurationEstimate, epochs_samples, estimate_duration
-from ftbench.estimate.time.run_index import Store
+from ftbench.estimate.time.history import RunHistory
+from ftbench.estimate.time.rates import shipped_terms
 from ftbench.spec.cost import Amount, amount
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Prices
@@ -60,7 +60,7 @@ def scope_of(samples: float | None, hours: float | None, prices: Prices | None) 
 
 
 def time_on(
-    spec: Experiment, name: str, gpu: Gpu | float, store: Store, config: dict[str, Any] | None, fits: bool = True
+    spec: Experiment, name: str, gpu: Gpu | float, store: RunHistory, config: dict[str, Any] | None, fits: bool = True
 ) -> GpuTime:
     """Return the estimate of a GPU of the table, or of as many as `launch` asks for. Where that is not known and the
     spec does not fit, the reason is without its way out, which would lead nowhere."""
@@ -156,7 +156,7 @@ def _parts(estimate: DurationEstimate) -> str:
         return "Python: the GPU waits for its kernels to be started, so a larger batch costs little"
     total = sum(estimate.parts.values())
     terms = sorted(estimate.parts.items(), key=lambda pair: -pair[1])[:_SHOWN]
-    words = {name: term.word for name, term in speeds.shipped().items()}
+    words = {name: term.word for name, term in shipped_terms().items()}
     words |= {COMMUNICATION: "waiting for other GPUs", OFFLOADED: "waiting for the host's memory and optimizer"}
     words |= {FLUSHES: "flushes of a full pool"}
     return ", ".join(f"{words[name]} {units.percent(value / total, 0)}" for name, value in terms)

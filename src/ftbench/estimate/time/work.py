@@ -14,8 +14,8 @@ from ftbench.core.flops import vision_per_patch
 from ftbench.estimate.memory.share import FLOAT, share
 from ftbench.estimate.memory.weights import fetched_head, kept_by, matrices, optimizer_state
 from ftbench.estimate.workload.batches import Batch
-from ftbench.estimate.workload.division import division_of
-from ftbench.estimate.workload.method import DTYPE_BYTES, Fused, Recipe, is_upcast, recipe_of
+from ftbench.estimate.workload.plan import DTYPE_BYTES, Fused, TrainingPlan, is_upcast, plan_of
+from ftbench.estimate.workload.sharding import sharding_of
 from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.estimate.workload.vision import vision_matmul
 from ftbench.families.vision import VisionShape
@@ -79,46 +79,48 @@ class StepWork:
 
 def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> StepWork:
     """Return the work of an optimizer step; a spec whose products have no known rate is for `ceilings.py` to refuse."""
-    recipe = recipe_of(spec, shape.model)
-    groups = tuple((batch.weight, _micro_step(spec, recipe, shape, batch)) for batch in batches)
+    plan = plan_of(spec, shape.model)
+    groups = tuple((batch.weight, _micro_step(spec, plan, shape, batch)) for batch in batches)
     return StepWork(groups, spec.train.gradient_accumulation_steps, update(spec, shape))
 
 
-def _micro_step(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch) -> dict[str, float]:
+def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: Batch) -> dict[str, float]:
     """Return one forward and backward pass."""
-    again = {"off": 0.0, "selective": 0.5}.get(recipe.checkpointing, 1.0)  # share of the layers
-    beside = _references(recipe)
-    work = _products(spec, recipe, shape, batch, again)
-    if recipe.attention == "eager":  # products like those with weights, of all pairs
+    again = {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)  # share of the layers
+    beside = _references(plan)
+    work = _products(spec, plan, shape, batch, again)
+    if plan.attention == "eager":  # products like those with weights, of all pairs
         work["products"] += _whole_square(shape, batch, again + beside)
     else:
         work[f"attention.{'masked' if batch.masked else 'causal'}"] = _attention(shape, batch, again + beside)
     work = {name: value for name, value in work.items() if value}
-    work |= _moved(spec, recipe, shape, batch, again)
-    if recipe.offload:
+    work |= _moved(spec, plan, shape, batch, again)
+    if plan.offload:
         work["offload"] = 2 * _kept(shape) * batch.positions
-    elif recipe.checkpointing == "offload":
+    elif plan.checkpointing == "offload":
         stream = 4 if is_upcast(spec.method, shape.model) else 2
         work["offload.checkpoints"] = 2 * stream * shape.model.hidden * len(shape.model.layers) * batch.positions
-    if recipe.in_backward == "offload":
-        work["offload.states"] = optimizer_state(*kept_by(shape.model, recipe))
-    if recipe.streamed:
+    if plan.in_backward == "offload":
+        work["offload.states"] = optimizer_state(*kept_by(shape.model, plan))
+    if plan.streamed:
         model = shape.model
-        work["offload.weights"] = sum(count * matrices(layer, recipe) for layer, count in model.kinds)
-        work["offload.head"] = fetched_head(model, recipe)
+        work["offload.weights"] = sum(count * matrices(layer, plan) for layer, count in model.kinds)
+        work["offload.head"] = fetched_head(model, plan)
     if batch.patches and shape.model.vision:
-        _add_images(work, spec, recipe, shape.model.vision, batch)
-    started = operations(recipe, shape, batch, again + beside)
-    work["host"] = work.get("host", 0.0) + (_REPLAYED * started + _OUTSIDE if recipe.graphed else started)
+        _add_images(work, spec, plan, shape.model.vision, batch)
+    started = operations(plan, shape, batch, again + beside)
+    work["host"] = work.get("host", 0.0) + (_REPLAYED * started + _OUTSIDE if plan.graphed else started)
     return work
 
 
-def _references(recipe: Recipe) -> int:
+def _references(plan: TrainingPlan) -> int:
     """Return how many forward passes of a reference, which learns nothing, a step has beside the model's."""
-    return int(recipe.reference != "none")
+    return int(plan.reference != "none")
 
 
-def _add_images(work: dict[str, float], spec: Experiment, recipe: Recipe, vision: VisionShape, batch: Batch) -> None:
+def _add_images(
+    work: dict[str, float], spec: Experiment, plan: TrainingPlan, vision: VisionShape, batch: Batch
+) -> None:
     """Add what encoder and projector do with the patches of a micro-batch, and the pixels that the step itself makes of
     images: a cache holds them, and processes beside the training make them among themselves. With `feature_cache` the
     first epoch alone does it."""
@@ -126,58 +128,60 @@ def _add_images(work: dict[str, float], spec: Experiment, recipe: Recipe, vision
     work["images"] = 0.0 if on.image_cache or on.loader_processes else batch.patches * vision.values
     if on.feature_cache and not spec.train.max_steps:
         batch = replace(batch, patches=batch.patches / spec.train.epochs, tiles=batch.tiles / spec.train.epochs)
-    learns = recipe.vision != "frozen"
-    again = float(recipe.checkpointing != "off")
-    each = vision_per_patch(vision_matmul(vision, recipe), batch.patches / max(batch.tiles, 1e-9), again * learns)
+    learns = plan.vision != "frozen"
+    again = float(plan.checkpointing != "off")
+    each = vision_per_patch(vision_matmul(vision, plan), batch.patches / max(batch.tiles, 1e-9), again * learns)
     work["products"] = work.get("products", 0.0) + batch.patches * each
     moved = vision.layers * (_HIDDEN * vision.hidden + _HEADS * 3 * vision.hidden + _INNER * vision.inner)
     passes = 1 + (_BACKWARD + again if learns else 0)
-    name = f"elementwise.{recipe.kernels}"
+    name = f"elementwise.{plan.kernels}"
     work[name] = work.get(name, 0.0) + batch.patches * moved * passes
     pieces = sum(batch.patches / window for window in vision.windows if window) if windowed else 0.0
-    work["host"] = _HOST_SHARE[recipe.kernels] * passes * (_ENCODER_OPS * vision.layers + _WINDOW_OPS * pieces)
+    work["host"] = _HOST_SHARE[plan.kernels] * passes * (_ENCODER_OPS * vision.layers + _WINDOW_OPS * pieces)
 
 
-def _products(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
+def _products(
+    spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: float
+) -> dict[str, float]:
     """Return FLOPs of the products with weights, in 16 and in 8 bits, and of those with experts' weights. Our loss and
     Liger's take the gradient in the forward pass; the others make the logits again."""
     matmul, n = shape.matmul, batch.positions
-    beside = _references(recipe)
+    beside = _references(plan)
     layers = (
         flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul) + beside * 2 * matmul.base
     )
-    once = spec.optimizations.liger or spec.optimizations.chunked_loss or recipe.loss in ("pairs", "completions")
-    heads = n if recipe.loss == "pairs" else batch.labels
+    once = spec.optimizations.liger or spec.optimizations.chunked_loss or plan.loss in ("pairs", "completions")
+    heads = n if plan.loss == "pairs" else batch.labels
     head = heads * (flops.head_per_token(matmul) + (beside if once else 1) * 2 * matmul.head)
-    experts = n * (4 + 2 * again + 2 * beside + 2 * recipe.full) * shape.expert_matmul
-    fp8 = n * (4 + 2 * again) * (matmul.base - shape.expert_matmul) if recipe.fp8 else 0.0
-    fp8 += heads * 2 * matmul.head if recipe.fp8_head else 0.0  # the gradient's
+    experts = n * (4 + 2 * again + 2 * beside + 2 * plan.full) * shape.expert_matmul
+    fp8 = n * (4 + 2 * again) * (matmul.base - shape.expert_matmul) if plan.fp8 else 0.0
+    fp8 += heads * 2 * matmul.head if plan.fp8_head else 0.0  # the gradient's
     return {"products": n * layers + head - fp8 - experts, "products.fp8": fp8, "products.experts": experts}
 
 
-def _moved(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
+def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
     """Return bytes read and written, by term."""
-    n, compiled = batch.positions, recipe.compiled
-    kind = "triton" if recipe.triton else recipe.kernels
+    n, compiled = batch.positions, plan.compiled
+    kind = "triton" if plan.triton else plan.kernels
     moved: dict[str, float] = defaultdict(float)
-    beside = _references(recipe)
+    beside = _references(plan)
     base, adapters = _elementwise(shape, again, beside)
-    adapters *= _FUSED_PASSES[recipe.fused]
+    adapters *= _FUSED_PASSES[plan.fused]
     moved[f"elementwise.{kind}"] += base * n
     moved["elementwise.eager" if kind == "liger" else f"elementwise.{kind}"] += adapters * n
     if is_upcast(spec.method, shape.model):  # and so is the stream between the layers
         moved["elementwise.float32"] += (base + adapters) * n
-    if recipe.mxfp4:
+    if plan.mxfp4:
         moved["dequantise.mxfp4"] += (2 + again + beside) * shape.model.expert_matrices * MXFP4_OUT
-    elif recipe.quantised:
+    elif plan.quantised:
         moved["dequantise"] += (2 + again + beside) * shape.model.linear_parameters * DEQUANTISED
-    if recipe.fp8:
+    if plan.fp8:
         each = shape.linears.inputs * (1 + again) + shape.linears.outputs
         delayed = spec.optimizations.fp8 == DELAYED
         moved["casts"] += each * n * (_CAST_DELAYED if delayed else _CAST if compiled else _CAST_EAGER)
-    name, logits = _logits(spec, recipe, batch)
+    name, logits = _logits(spec, plan, batch)
     moved[name] += logits * shape.model.vocab
-    if recipe.attention == "eager":  # scores are written, scaled, masked and normalised, forward and back
+    if plan.attention == "eager":  # scores are written, scaled, masked and normalised, forward and back
         scores = batch.square * shape.heads
         moved["elementwise.eager"] += SCORE * scores * (1 + _RECOMPUTED * again)
     if shape.expert_matmul:  # the weights of all experts that some token visits are read
@@ -188,14 +192,14 @@ def _moved(spec: Experiment, recipe: Recipe, shape: TrainableShape, batch: Batch
     return dict(moved)
 
 
-def _logits(spec: Experiment, recipe: Recipe, batch: Batch) -> tuple[str, float]:
+def _logits(spec: Experiment, plan: TrainingPlan, batch: Batch) -> tuple[str, float]:
     """Return the term of the loss, and its bytes for each word of the vocabulary."""
-    if recipe.loss in ("pairs", "completions"):
-        count = batch.positions if recipe.loss == "pairs" else batch.labels
-        return "logits.chunked", count * (_PAIR_LOGIT + _references(recipe) * _REFERENCE_LOGIT)
-    bytes_ = (_OUR_LOGIT_COMPILED if recipe.compiled else _OUR_LOGIT) if spec.optimizations.chunked_loss else _LOGIT
+    if plan.loss in ("pairs", "completions"):
+        count = batch.positions if plan.loss == "pairs" else batch.labels
+        return "logits.chunked", count * (_PAIR_LOGIT + _references(plan) * _REFERENCE_LOGIT)
+    bytes_ = (_OUR_LOGIT_COMPILED if plan.compiled else _OUR_LOGIT) if spec.optimizations.chunked_loss else _LOGIT
     # trl's own loss computes entropy and accuracy too
-    return f"logits.{'trl' if recipe.loss == 'trl' else 'chunked'}", batch.labels * bytes_
+    return f"logits.{'trl' if plan.loss == 'trl' else 'chunked'}", batch.labels * bytes_
 
 
 def _attention(shape: TrainableShape, batch: Batch, again: float) -> float:
@@ -229,21 +233,21 @@ def _kept(shape: TrainableShape) -> float:
     return 2 * (8 * shape.model.hidden * len(shape.model.layers) + 4 * shape.query_key + 4 * shape.inner)
 
 
-def operations(recipe: Recipe, shape: TrainableShape, batch: Batch, again: float) -> float:
+def operations(plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: float) -> float:
     """Return the operations that the host starts for a forward and backward pass."""
     each = _LAYER_OPS + (_MASK_OPS if batch.masked else 0)
-    total = len(shape.model.layers) * each + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[recipe.fused]
-    total += _QUANTISED_OPS * shape.linears.count if recipe.quantised and not recipe.mxfp4 else 0
+    total = len(shape.model.layers) * each + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[plan.fused]
+    total += _QUANTISED_OPS * shape.linears.count if plan.quantised and not plan.mxfp4 else 0
     total += _EXPERT_OPS * shape.moe_layers
-    share = _EIGHT_BIT_SHARE if recipe.triton and recipe.fp8 else _HOST_SHARE[recipe.kernels]
-    offloaded = _OFFLOADED_OPS * len(shape.model.layers) if recipe.kernels == "unsloth" and again else 0
+    share = _EIGHT_BIT_SHARE if plan.triton and plan.fp8 else _HOST_SHARE[plan.kernels]
+    offloaded = _OFFLOADED_OPS * len(shape.model.layers) if plan.kernels == "unsloth" and again else 0
     return total * share * (1 + _RECOMPUTED * again) + offloaded
 
 
 def update(spec: Experiment, shape: TrainableShape) -> dict[str, float]:
     """Return the bytes of clipping and of the optimizer's update of what one GPU holds, once a step."""
-    part = share(division_of(spec.launch))
-    own = recipe_of(spec, shape.model)
+    part = share(sharding_of(spec.launch))
+    own = plan_of(spec, shape.model)
     masters = part.keeper != "torch" and own.autocast  # what FSDP and ZeRO divide is trained in float32
     weight = own.weight if own.full and not masters else FLOAT  # and so are adapters
     moment = _MOMENT_BYTES.get(spec.train.optimizer, 0.0)

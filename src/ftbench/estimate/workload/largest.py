@@ -83,7 +83,7 @@ def _answered(spec: Experiment, prompts: Largest) -> Largest:
         return BatchShape(rows, prompt + tokens, rows * tokens, generation=made)
 
     padded = prompts.padded or not objective.fixed_length
-    basis = f"{prompts.basis}; completions taken as long as they may get, {some(tokens, 'token')}"
+    basis = f"{prompts.basis}; completions of at most {some(tokens, 'token')}"
     return Largest(answered(prompts.expected.length), answered(prompts.most.length), padded, not padded, basis)
 
 

@@ -25,8 +25,8 @@ def check_modelled(spec: Experiment) -> None:
         )
     if not method.adapters and method.name != "full":
         raise SpecError(
-            f"what method {method.name} trains no formula knows: `ftbench estimate --simulate` runs it without a GPU, "
-            "or train a few steps with --set train.max_steps=5"
+            f"method {method.name} has no formula for memory and time: train a few steps with "
+            f"`ftbench run SPEC --set train.max_steps=5`"
         )
     if not isinstance(method, Unsloth):
         return
@@ -73,10 +73,8 @@ def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
     try:
         return describe(values)
     except UnknownFamilyError as error:
-        path = " with model.path=FILE and model.weights=random instead of --config" if config is not None else ""
         raise SpecError(
-            f"model {model.id}: {error}; `ftbench estimate SPEC --gpu NAME --simulate`{path} runs what transformers "
-            "makes of it"
+            f"model {model.id}: {error}; measure it with `ftbench run SPEC --set train.max_steps=5`"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         reason = f"config.json: {error} is missing" if isinstance(error, KeyError) else str(error)

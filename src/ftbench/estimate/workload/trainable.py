@@ -6,9 +6,9 @@ from functools import lru_cache
 from typing import Any
 
 from ftbench.core.flops import MatmulShape
-from ftbench.estimate.workload.division import Division, division_of, rank_model
-from ftbench.estimate.workload.method import targets
 from ftbench.estimate.workload.model import shape_of
+from ftbench.estimate.workload.plan import targets
+from ftbench.estimate.workload.sharding import Sharding, rank_model, sharding_of
 from ftbench.families.shape import Layer, ModelShape
 from ftbench.spec.experiment import Experiment
 
@@ -45,20 +45,20 @@ def trainable_shape(spec: Experiment, config: dict[str, Any] | None = None) -> T
     """Return what a token passes through in a model that is only known by its config.json, with a method on it: the
     worker counts the same on the live model (`worker/measure/applied.py`), and a test holds the two against each other.
     Of several GPUs it is the part of one. Raises SpecError for a model whose shape is not known."""
-    method, division = spec.method, division_of(spec.launch)
-    model = rank_model(shape_of(spec.model, config), division)
-    return _trainable(model, targets(method, model), getattr(method, "rank", 0), division)
+    method, sharding = spec.method, sharding_of(spec.launch)
+    model = rank_model(shape_of(spec.model, config), sharding)
+    return _trainable(model, targets(method, model), getattr(method, "rank", 0), sharding)
 
 
 @lru_cache(maxsize=256)
-def _trainable(model: ModelShape, names: frozenset[str], rank: int, division: Division) -> TrainableShape:
+def _trainable(model: ModelShape, names: frozenset[str], rank: int, sharding: Sharding) -> TrainableShape:
     """Return what is trained; `rank` 0 trains every weight. A token finds its experts on several GPUs."""
     full = not rank
     reached = _summed(model, lambda layer: _adapted(layer, names))
     experts = model.summed(
         lambda layer: layer.expert_matrices * layer.experts.active // layer.experts.count if layer.experts else 0
     )
-    experts //= division.experts
+    experts //= sharding.experts
     others = model.summed(lambda layer: layer.matrices + layer.parameters["router"] - layer.router_biases)
     base, head = model.linear_parameters + experts + others, model.vocab * model.hidden // model.head_parts
     return TrainableShape(

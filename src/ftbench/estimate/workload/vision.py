@@ -3,37 +3,37 @@
 from collections.abc import Sequence
 
 from ftbench.core.flops import VisionMatmulShape
-from ftbench.estimate.workload.method import Recipe
+from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.families.vision import VisionShape
 
 
-def learns(recipe: Recipe) -> bool:
+def learns(plan: TrainingPlan) -> bool:
     """Return whether the gradient reaches what images become."""
-    return (recipe.vision, recipe.projector) != ("frozen", "frozen")
+    return (plan.vision, plan.projector) != ("frozen", "frozen")
 
 
-def adapter_parameters(vision: VisionShape, recipe: Recipe) -> int:
+def adapter_parameters(vision: VisionShape, plan: TrainingPlan) -> int:
     """Return the parameters of the adapters on encoder and projector: r (in + out) of each matrix."""
-    encoder = vision.layers * _sides(vision.matrices) if recipe.vision == "lora" else 0
-    return recipe.rank * (encoder + (_sides(vision.merging) if recipe.projector == "lora" else 0))
+    encoder = vision.layers * _sides(vision.matrices) if plan.vision == "lora" else 0
+    return plan.rank * (encoder + (_sides(vision.merging) if plan.projector == "lora" else 0))
 
 
-def trained_whole(vision: VisionShape, recipe: Recipe) -> int:
+def trained_whole(vision: VisionShape, plan: TrainingPlan) -> int:
     """Return the parameters of the parts whose every weight is trained."""
-    encoder = vision.encoder if recipe.vision == "full" else 0
-    return encoder + (vision.projector if recipe.projector == "full" else 0)
+    encoder = vision.encoder if plan.vision == "full" else 0
+    return encoder + (vision.projector if plan.projector == "full" else 0)
 
 
-def vision_matmul(vision: VisionShape, recipe: Recipe) -> VisionMatmulShape:
+def vision_matmul(vision: VisionShape, plan: TrainingPlan) -> VisionMatmulShape:
     """Return what a patch passes through in encoder and projector, as the worker counts it on the live model."""
     share, layers = 1 / vision.merge**2, vision.layers
     encoder = vision.values * vision.hidden + layers * _weights(vision.matrices)
     projector = _weights(vision.merging) * share
-    ranks = [recipe.rank * _sides(matrices) for matrices in (vision.matrices, vision.merging)]
+    ranks = [plan.rank * _sides(matrices) for matrices in (vision.matrices, vision.merging)]
     return VisionMatmulShape(
-        encoder, encoder if recipe.vision == "full" else 0, layers * ranks[0] if recipe.vision == "lora" else 0,
-        projector, projector if recipe.projector == "full" else 0,
-        ranks[1] * share if recipe.projector == "lora" else 0, vision.hidden, vision.windows,
+        encoder, encoder if plan.vision == "full" else 0, layers * ranks[0] if plan.vision == "lora" else 0,
+        projector, projector if plan.projector == "full" else 0,
+        ranks[1] * share if plan.projector == "lora" else 0, vision.hidden, vision.windows,
     )  # fmt: skip
 
 

@@ -12,5 +12,4 @@ OPTIMIZATION = Optimization(
         "same memory: choose one",
     },
     needs_gpu=True,
-    unsimulated="it moves tensors by streams that only a GPU has",
 )

@@ -39,14 +39,6 @@ def _refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:
         yield f"optimizations.attention {kernel} needs a GPU: set it to sdpa"
 
 
-def _unsimulated(spec: Experiment) -> tuple[str, str] | None:
-    kernel = spec.optimizations.attention
-    if kernel not in _FLASH:
-        return None
-    why = f"optimizations.attention {kernel}: its kernel is no operation of torch's own"
-    return why, f"optimizations.attention={'varlen' if _flat(spec) else 'auto'}"
-
-
 OPTIMIZATION = Optimization(
     type=Literal[
         "auto", "eager", "sdpa", "cudnn", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
@@ -60,7 +52,6 @@ OPTIMIZATION = Optimization(
     unsloth="it chooses the attention itself: leave it auto",
     refusals=_refusals,
     refusals_on=_refusals_on,
-    unsimulated=_unsimulated,
     beside={"varlen": {"optimizations.padding_free": True}},
     not_ablated=("sdpa", "eager"),  # what auto takes already; what keeps every score
 )

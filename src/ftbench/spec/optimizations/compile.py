@@ -13,7 +13,6 @@ OPTIMIZATION = Optimization(
     tolerance=Tolerance(ROUNDING),
     pairs=None,
     unsloth="it compiles what it rewrites itself: leave it off",
-    unsimulated="the compiler chooses what is kept for the backward pass",
     after=("liger",),  # a layer as Liger rewrote it
     not_ablated=("lean",),  # it is for memory, and no faster
 )

@@ -37,7 +37,6 @@ OPTIMIZATION = Optimization(
     },
     refusals=_refusals,
     needs_gpu=True,
-    unsimulated="a simulation starts no kernels that a graph could hold",
     after=("compile", "fused_lora"),
     not_ablated=(True,),  # it needs several others beside it: `recipe: fastest-small` has them all
 )

@@ -36,8 +36,7 @@ class Optimization:
     does with images, for data that have none.
     `excludes` holds, for each key of the spec that may not be on beside it, the reason; `refusals` are what else it
     excludes or needs on any machine, `refusals_on` on a machine of this compute capability.
-    `unsimulated` is why `--simulate` does not follow it, or a function that says so of a spec and names the `--set`
-    that it would follow. It is applied after those named in `after`. An ablation tries each value on the plain recipe
+    It is applied after those named in `after`. An ablation tries each value on the plain recipe
     with `beside[value]` switched on, and not those in `not_ablated`."""
 
     type: Any = Switch
@@ -52,26 +51,19 @@ class Optimization:
     refusals: Callable[[Experiment], Iterable[str]] = lambda spec: ()
     refusals_on: Callable[[Experiment, Capability], Iterable[str]] = lambda spec, capability: ()
     needs_gpu: bool = False
-    unsimulated: str | Callable[[Experiment], tuple[str, str] | None] | None = None
     after: tuple[str, ...] = ()
     beside: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
     not_ablated: tuple[Any, ...] = ()
 
 
-def offload_on_gpu(name: str, moved: str) -> dict[str, Any]:
-    """Return what keeps the value `offload` of an optimization, for which something is `moved` to the host and back,
-    from a machine without a GPU and from a simulation."""
-    key = f"optimizations.{name}"
+def offload_needs_gpu(name: str) -> Callable[[Experiment, Capability], Iterable[str]]:
+    """Return a check that rejects the value `offload` of an optimization on a machine without a GPU."""
 
     def refusals_on(spec: Experiment, capability: Capability) -> Iterable[str]:
         if getattr(spec.optimizations, name) == "offload" and capability is None:
-            yield f"{key} offload needs a GPU whose memory it saves: set it to on"
+            yield f"optimizations.{name} offload needs a GPU whose memory it saves: set it to on"
 
-    def unsimulated(spec: Experiment) -> tuple[str, str] | None:
-        why = f"{key} offload: it moves {moved} by streams that only a GPU has"
-        return (why, f"{key}=on") if getattr(spec.optimizations, name) == "offload" else None
-
-    return {"refusals_on": refusals_on, "unsimulated": unsimulated}
+    return refusals_on
 
 
 def or_words(*words: str) -> Any:

@@ -71,7 +71,6 @@ OPTIMIZATION = Optimization(
     unsloth="its fused functions multiply in 16 bits: leave it off, or use method lora",
     refusals=_refusals,
     refusals_on=_refusals_on,
-    unsimulated="it is made for compiled layers",
     after=("liger",),  # which knows layers by their class
     beside={name: {"optimizations.compile": True} for name in ("tensorwise", "tensorwise-fast", DELAYED, "rowwise")},
     not_ablated=(DELAYED, *TRANSFORMER_ENGINE),

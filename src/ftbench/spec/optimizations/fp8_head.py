@@ -21,6 +21,5 @@ OPTIMIZATION = Optimization(
     tolerance=Tolerance(COARSE),
     unsloth="it has a fused loss of its own: leave it off",
     refusals=_refusals,
-    unsimulated="it is made for compiled layers",
     not_ablated=(True,),  # beside two others, on no recipe that ships
 )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from ftbench.spec.base import Experiment
-from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance, offload_on_gpu, or_words
+from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance, offload_needs_gpu, or_words
 
 
 def _refusals(spec: Experiment) -> Iterator[str]:
@@ -28,5 +28,5 @@ OPTIMIZATION = Optimization(
     pairs=None,
     unsloth="set method.use_gradient_checkpointing instead",
     refusals=_refusals,
-    **offload_on_gpu("gradient_checkpointing", "tensors"),
+    refusals_on=offload_needs_gpu("gradient_checkpointing"),
 )

@@ -9,6 +9,5 @@ OPTIMIZATION = Optimization(
     pairs="its loss is of answers alone: leave it off",
     unsloth="it has kernels of its own: leave it off",
     needs_gpu=True,
-    unsimulated="its kernels are Triton's",
     after=("chunked_loss",),  # which it leaves the loss to
 )

@@ -11,5 +11,4 @@ OPTIMIZATION = Optimization(
     verified="the trainer's loader has as many processes",
     tolerance=Tolerance(EXACT),
     pairs=None,
-    unsimulated="batches are made in other processes",
 )

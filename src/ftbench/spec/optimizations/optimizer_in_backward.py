@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from ftbench.spec.base import Experiment
-from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance, offload_on_gpu, or_words
+from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance, offload_needs_gpu, or_words
 
 
 def _refusals(spec: Experiment) -> Iterator[str]:
@@ -40,6 +40,6 @@ OPTIMIZATION = Optimization(
         "graph does not tell: set it or cuda_graph to off"
     },
     refusals=_refusals,
-    **offload_on_gpu("optimizer_in_backward", "states"),
+    refusals_on=offload_needs_gpu("optimizer_in_backward"),
     not_ablated=(True, "offload"),  # it needs a recipe that does not clip: `recipe: smallest-full` has one
 )

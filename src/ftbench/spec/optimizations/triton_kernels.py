@@ -66,7 +66,6 @@ OPTIMIZATION = Optimization(
     excludes={"optimizations.liger": "optimizations.triton_kernels takes the place of liger's: set one of them to off"},
     refusals=_refusals,
     needs_gpu=True,
-    unsimulated="its kernels are Triton's",
     after=("fused_lora", "liger"),  # whose products its buffers are for
     beside={True: {"optimizations.compile": True, "optimizations.fused_lora": True}},
 )

@@ -39,7 +39,6 @@ OPTIMIZATION = Optimization(
     },
     refusals=_refusals,
     needs_gpu=True,
-    unsimulated="it copies by streams that only a GPU has",
     after=("compile", "fused_lora"),  # around a layer as all others made it
     beside={True: {"optimizations.gradient_checkpointing": True}},
 )

@@ -21,7 +21,7 @@ DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class TrainingPlan:
     """How a model is trained, as far as its memory depends on it. Bytes are those of one element.
 
     weight: of the 16- or 32-bit weights as loaded; upcast: of embedding, head and norms once peft has prepared a
@@ -104,8 +104,8 @@ class Recipe:
         return len(layer.reached(self.targets)) + ("experts" in self.targets and layer.experts is not None)
 
 
-def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bool = False) -> Recipe:
-    """Return the recipe of a resolved spec. `padded` says that some batch holds padding, or rows of several samples,
+def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bool = False) -> TrainingPlan:
+    """Return the plan of a resolved spec. `padded` says that some batch holds padding, or rows of several samples,
     `whole` that rows are of one length, each one sample."""
     method, on = spec.method, spec.optimizations
     if on.triton_kernels and model.family not in KERNEL_FAMILIES:
@@ -115,7 +115,7 @@ def recipe_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: 
                         "another model")  # fmt: skip
     weight, autocast = DTYPE_BYTES[spec.model.dtype], spec.train.precision != "fp32"
     compute = 2 if autocast or weight == 2 else 4
-    return Recipe(
+    return TrainingPlan(
         full=isinstance(method, Full),
         quantised=method.quantised,
         mxfp4=method.mxfp4,

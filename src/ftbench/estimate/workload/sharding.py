@@ -20,7 +20,7 @@ _SEQUENCE = {"cp": "fsdp", "ulysses": "zero3"}  # what divides the states of tho
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class Sharding:
     """`gpus` of one run, by the `name` of their strategy. `states` divides weights, gradients and the optimizer's state
     over the `holders` (none, ddp, fsdp, zero1, zero2, zero3), and `offload` moves some of them to the host. The
     products of each layer are divided into `tensor` parts, the experts into `experts`, each sequence into `sequence`;
@@ -44,20 +44,20 @@ class Division:
         return self.gpus // (self.tensor * self.experts)
 
 
-ALONE = Division()
+ALONE = Sharding()
 
 
-def division_of(launch: Launch) -> Division:
+def sharding_of(launch: Launch) -> Sharding:
     """Return what a strategy divides: `tp`, `ep`, `cp` and `ulysses` their own part, all others the batch."""
     gpus, strategy = launch.gpus, launch.strategy
     if gpus == 1:
         return ALONE
     if launch.tp is not None:
-        return Division(gpus, strategy, "fsdp", tensor=launch.tp)
+        return Sharding(gpus, strategy, "fsdp", tensor=launch.tp)
     if strategy in ("tp", "ep"):
-        return Division(gpus, strategy, tensor=gpus if strategy == "tp" else 1, experts=gpus if strategy == "ep" else 1)
+        return Sharding(gpus, strategy, tensor=gpus if strategy == "tp" else 1, experts=gpus if strategy == "ep" else 1)
     states = _SEQUENCE.get(strategy, strategy)
-    return Division(gpus, strategy, states, launch.offload, sequence=gpus if strategy in _SEQUENCE else 1)
+    return Sharding(gpus, strategy, states, launch.offload, sequence=gpus if strategy in _SEQUENCE else 1)
 
 
 def on_gpus(spec: Experiment, gpus: int, strategy: str, offload: str = "none") -> Experiment:
@@ -95,19 +95,19 @@ def problem(model: ModelShape, launch: Launch) -> str | None:
 
 
 @lru_cache(maxsize=64)
-def rank_model(model: ModelShape, division: Division) -> ModelShape:
+def rank_model(model: ModelShape, sharding: Sharding) -> ModelShape:
     """Return the model that one GPU computes: of each layer its heads, its columns and its experts; norms, embedding
     and what the plan does not name are whole. The head is cut, and with it an embedding that is the same matrix."""
-    if division.tensor == division.experts == 1:
+    if sharding.tensor == sharding.experts == 1:
         return model
-    layers = {layer: _layer(layer, division) for layer, _ in model.kinds}
-    return replace(model, layers=tuple(layers[layer] for layer in model.layers), head_parts=division.tensor)
+    layers = {layer: _layer(layer, sharding) for layer, _ in model.kinds}
+    return replace(model, layers=tuple(layers[layer] for layer in model.layers), head_parts=sharding.tensor)
 
 
-def _layer(layer: Layer, division: Division) -> Layer:
-    moe, parts = layer.experts, division.tensor
+def _layer(layer: Layer, sharding: Sharding) -> Layer:
+    moe, parts = layer.experts, sharding.tensor
     kept = 0 if moe is None else layer.parameters["router"]
-    local = None if moe is None else _experts(moe, division)
+    local = None if moe is None else _experts(moe, sharding)
     cut = replace(
         layer, heads=_part(layer.heads, parts), kv_heads=_part(layer.kv_heads, parts), inner=_part(layer.inner, parts),
         linears=tuple(_linear(linear, parts) for linear in layer.linears),
@@ -132,27 +132,27 @@ def _norm(norm: Norm, parts: int) -> Norm:
     return replace(norm, width=norm.parameters * groups, groups=groups)
 
 
-def _experts(moe: Experts, division: Division) -> Experts:
+def _experts(moe: Experts, sharding: Sharding) -> Experts:
     """Return this GPU's experts. A token's rows for the experts of others stay in its tensors, masked out
     (transformers, grouped_mm_experts_forward)."""
-    return replace(moe, count=_part(moe.count, division.experts), inner=_part(moe.inner, division.tensor))
+    return replace(moe, count=_part(moe.count, sharding.experts), inner=_part(moe.inner, sharding.tensor))
 
 
 def _part(count: int, parts: int) -> int:
     return ceil(count / parts)
 
 
-def rank_shape(batch: BatchShape, division: Division) -> BatchShape:
+def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
     """Return what one GPU computes of a batch: its part of each sequence, which is padded to two equal halves a GPU."""
-    if division.sequence == 1:
+    if sharding.sequence == 1:
         return batch
-    length = 2 * ceil(batch.length / (2 * division.sequence))
-    return BatchShape(batch.rows, length, ceil(batch.labels / division.sequence))
+    length = 2 * ceil(batch.length / (2 * sharding.sequence))
+    return BatchShape(batch.rows, length, ceil(batch.labels / sharding.sequence))
 
 
-def rank_batch(batch: Batch, division: Division) -> Batch:
+def rank_batch(batch: Batch, sharding: Sharding) -> Batch:
     """Return the same of a mean micro-batch; a sequence's query and key pairs are divided evenly."""
-    if (parts := division.sequence) == 1:
+    if (parts := sharding.sequence) == 1:
         return batch
     return replace(
         batch, samples=batch.samples / parts, positions=batch.positions / parts, real=batch.real / parts,

@@ -1,0 +1,239 @@
+"""Turn the work of a step into seconds: each term at the GPU's ceiling, times a coefficient learned from runs.
+
+A ceiling comes from a probe in the results folder, else from published measurements, else from the data sheet. The
+coefficients are in facts/durations.yaml.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.hardware import Gpu, gpus
+from ftbench.errors import SpecError
+from ftbench.estimate.time.work import StepWork
+from ftbench.facts import read_facts
+from ftbench.store import ceilings as probes
+
+# Shares of the data sheet that large products and copies reach on a GPU without measurements of its kind: medians of
+# the GPU table's `gemm_bf16` over `bf16` (0.83), and of triad over data sheet bandwidth as usually published (0.9).
+_PRODUCTS, _MEMORY = 0.83, 0.9
+# NCCL, src/graph/topo.h: 20.6 of 25 GB/s per link of an H100, 20 of 25 of an A100, 24 of 31.5 of PCIe 4.0
+_NCCL_SHARE = 0.8
+_LINK_GBS = 50.0  # PCIe 5.0 x16, pinned memory: 63 GB/s by its data sheet
+_OLDER_LINK_GBS, _PCIE_5 = 25.0, (9, 0)  # PCIe 4.0 x16 of Ampere and Ada: 31.5 GB/s
+# With a lower power limit a board runs at a lower clock and voltage: its rate falls as this power of the watts. By
+# watts per TFLOP/s of the data sheet, the GPU table gives 0.47 between H100 PCIe and SXM5, 0.49 between L4 and L40S.
+_POWER_EXPONENT = 0.5
+# Watts per GB/s at which memory traffic takes a board to its power limit. An H200 (700 W, 4,800 GB/s) does: eager runs
+# of results/h200, which spend half of their step on memory traffic, draw 0.99 of it.
+_WATTS_PER_GBS = 700 / 4800
+# Values per second that an image processor makes: with Pillow the plain script of an H200 took 0.25 s for 20 tiles of
+# 336 x 336 (batch 4 of 500 x 500 pixels, 1.65 s per step without and 1.40 s with loader processes).
+PIXEL_VALUES_S = 2.7e7
+# Share of a step's device work that is forward: checkpointed layers compute forward twice, and about as much for the
+# gradients of their inputs.
+_FORWARD = 0.3
+# Copies that overlap with computation, and the shares of the work with which they overlap: weights in each of the two
+# passes, optimizer states in the backward pass. The step waits for the rest of the copy.
+WEIGHTS, STATES = "offload.weights", "offload.states"
+OVERLAPS = {WEIGHTS: (_FORWARD, 1 - _FORWARD), STATES: (1 - _FORWARD,)}
+GENERATION = "generation"  # the time before the first forward pass, and its term for reading the weights
+HOST_OPERATIONS_S = 1e5  # Python operations and kernel launches per second; the coefficient corrects it
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Highest rates of a GPU in FLOP/s and bytes/s; None if no source is known.
+
+    `link` goes to the host and `from_host` back. `network` connects GPUs of this kind, 0 if unknown. `source` names the
+    origin of `products`.
+    """
+
+    products: float | None
+    products_fp8: float | None
+    memory: float
+    link: float
+    from_host: float
+    source: str
+    network: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A coefficient: seconds at the ceilings times `value` are seconds.
+
+    `prior` is used if no run shows the term, for the reason `why`. `runs` counts the runs that show it, and `word` is
+    its name in a sentence.
+    """
+
+    value: float
+    prior: float
+    runs: int
+    why: str
+    word: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Seconds of one optimizer step, `generation` of them before its first forward pass.
+
+    `device` and `host` are the times of each by itself. `parts` by term add up to `device`. If `host_bound`, the GPU
+    waits for Python for most of the step, and if `by_images`, Python spends this time on images.
+    """
+
+    seconds: float
+    device: float
+    host: float
+    parts: Mapping[str, float]
+    host_bound: bool
+    by_images: bool = False
+    generation: float = 0.0
+
+
+def ceilings(gpu: Gpu, precision: str, store: Path | None = None) -> Ceilings:
+    """Return the highest rates of a GPU; `precision` is bf16, fp16 or fp32, as in `train.precision`."""
+    probed = probes.of(store, gpu.name) if store else {}
+    rates = probed.get("tflops", {})
+    fp8, sheet, board = rates.get("fp8"), gpu.peak_tflops(precision), _unlimited(gpu)
+    rate, source = rates.get(precision), "ceilings measured by `ftbench probe`"
+    if rate is None and sheet is not None:
+        rate, source = gpu.gemm_bf16, "ceilings published for this GPU"
+        if rate is None:
+            rate, source = sheet * _share_of_sheet(board), "ceilings from the data sheet and the board's power"
+        rate *= _slowed(gpu.watts / board.watts)
+    if fp8 is None and gpu.fp8 is not None:
+        fp8 = gpu.fp8 * (rate / sheet if rate and sheet else _PRODUCTS)
+    older = (gpu.compute_capability or (0, 0)) < _PCIE_5
+    return Ceilings(
+        None if rate is None else rate * 1e12,
+        None if fp8 is None else fp8 * 1e12,
+        probed.get("memory_gbs", gpu.bandwidth * _MEMORY * _slowed(gpu.watts / gpu.bandwidth / _WATTS_PER_GBS)) * 1e9,
+        probed.get("to_host_gbs", _LINK_GBS) * 1e9,
+        probed.get("to_device_gbs", _OLDER_LINK_GBS if older else _LINK_GBS) * 1e9,
+        source,
+        (probed.get("network_gbs") or _network(gpu)) * 1e9,
+    )
+
+
+@lru_cache(maxsize=256)
+def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilings:
+    """Return the ceilings that a spec needs. Raise SpecError if they are not known."""
+    limits = ceilings(gpu, precision, store)
+    if limits.products is None:
+        raise SpecError(
+            f"the speed of {gpu.name} in {precision} is not known: run `ftbench probe` on it, and pass the folder with "
+            "--store"
+        )
+    if fp8 and limits.products_fp8 is None:
+        raise SpecError(f"{gpu.name} has no fp8 products: set optimizations.fp8 to off")
+    return limits
+
+
+def _network(gpu: Gpu) -> float:
+    """Return GB/s between two GPUs of this kind, as NCCL computes it from the data sheet.
+
+    It is half as much if the driver does not allow peer access, because every byte then goes through host memory.
+    """
+    return (gpu.link or 0.0) * _NCCL_SHARE * (1.0 if gpu.peer_access else 0.5)
+
+
+def _share_of_sheet(gpu: Gpu) -> float:
+    """Return the share of its data sheet that a GPU reaches in large products.
+
+    It is the share of the measured GPU of its kind with the most similar watts per TFLOP/s, corrected for power.
+    """
+    measured = [other for other in gpus() if other.gemm_bf16 and other.bf16 and other.arch == gpu.arch]
+    kind = [other for other in measured if other.compute_capability == gpu.compute_capability] or measured
+    if not kind:
+        return _PRODUCTS
+    nearest = min(kind, key=lambda other: abs(math.log(_watts_per_tflops(other) / _watts_per_tflops(gpu))))
+    assert nearest.gemm_bf16 is not None
+    assert nearest.bf16 is not None
+    return nearest.gemm_bf16 / nearest.bf16 * _slowed(_watts_per_tflops(gpu) / _watts_per_tflops(nearest))
+
+
+def _slowed(power: float) -> float:
+    """Return the share of its rate that a board keeps with this share of the power that it would draw."""
+    return float(min(1.0, power) ** _POWER_EXPONENT)
+
+
+def _unlimited(gpu: Gpu) -> Gpu:
+    """Return the GPU with the full power of its board."""
+    return next((row for row in gpus() if row.name == gpu.name), gpu)
+
+
+def _watts_per_tflops(gpu: Gpu) -> float:
+    assert gpu.bf16 is not None
+    return gpu.watts / gpu.bf16
+
+
+@cache
+def shipped_terms() -> dict[str, Term]:
+    """Return the terms of facts/durations.yaml by name."""
+    return {name: Term(**values) for name, values in read_facts("durations.yaml")["coefficients"].items()}
+
+
+@cache
+def shipped_coefficients() -> dict[str, float]:
+    return {name: term.value for name, term in shipped_terms().items()}
+
+
+def ideal(work: StepWork, limits: Ceilings) -> StepWork:
+    """Return the work of a step in seconds, with every term at its ceiling."""
+    rates = _rates(limits)
+
+    def seconds(terms: Mapping[str, float]) -> dict[str, float]:
+        return {name: amount / rates[name] for name, amount in terms.items()}
+
+    groups, generation = (
+        tuple((weight, seconds(terms)) for weight, terms in weighed) for weighed in (work.groups, work.generation)
+    )
+    return StepWork(groups, work.passes, seconds(work.update), generation)
+
+
+@lru_cache(maxsize=256)
+def _rates(limits: Ceilings) -> dict[str, float]:
+    """Return the highest rate per second of each term, if it is known."""
+    rates: dict[str, float | None] = dict.fromkeys(shipped_terms(), limits.memory)
+    for name in rates:
+        if name.startswith(("products", "attention")):  # FLOPs
+            rates[name] = limits.products_fp8 if name == "products.fp8" else limits.products
+        elif name.startswith("offload"):
+            rates[name] = limits.from_host if name in (WEIGHTS, STATES, "offload.head") else limits.link
+    known: dict[str, Any] = {name: rate for name, rate in rates.items() if rate is not None}
+    return known | {"host": HOST_OPERATIONS_S, "images": PIXEL_VALUES_S}
+
+
+def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
+    """Return the time of a step: for each micro-batch and for generation the slower of device and host, plus the
+    update."""
+    parts: dict[str, float] = defaultdict(float)
+    device = host = images = seconds = 0.0
+    for weight, terms in ideal_step.groups:
+        spent = {name: coefficients[name] * value * weight * ideal_step.passes for name, value in terms.items()}
+        read = spent.pop("images", 0.0)
+        started = spent.pop("host") + read
+        computed = sum(value for name, value in spent.items() if name not in OVERLAPS)
+        for name in OVERLAPS.keys() & spent.keys():
+            spent[name] = sum(max(0.0, spent[name] - share * computed) for share in OVERLAPS[name])
+        on_device = sum(spent.values())
+        for name, value in spent.items():
+            parts[name] += value
+        device, host, seconds = device + on_device, host + started, seconds + max(on_device, started)
+        images += read
+    generation = 0.0
+    for times, terms in ideal_step.generation:
+        spent = {name: coefficients[name] * value * times for name, value in terms.items()}
+        started = spent.pop("host")
+        on_device = sum(spent.values())
+        parts[GENERATION] += on_device
+        device, host, generation = device + on_device, host + started, generation + max(on_device, started)
+    seconds += generation
+    for name, value in ideal_step.update.items():
+        parts[name] += (spent_once := coefficients[name] * value)
+        device, seconds = device + spent_once, seconds + spent_once
+    return Step(seconds, device, host, dict(parts), host > device, images > host / 2, generation)
