@@ -192,7 +192,7 @@ def _spread(case: MemoryCase, known: Constants) -> float:
     unseen = plan.attention == "flash" or plan.mxfp4 or unsloths or family not in MEASURED
     unseen |= plan.streamed or bool(plan.in_backward)
     unseen |= (plan.compiled and (plan.full or plan.quantised)) or "torchao" in plan.optimizer or plan.graphed
-    unseen |= plan.loss in ("pairs", "completions")  # no committed run trains them: held against simulations
+    unseen |= plan.loss in ("pairs", "completions")  # no committed run trains them: compared with recorded peaks
     if case.sharding.gpus > 1 and case.sharding.name not in known.strategies:
         return SHARDED_SPREAD
     return UNSEEN_SPREAD if unseen else ALLOCATED_SPREAD

@@ -28,7 +28,7 @@ from ftbench.spec.experiment import Experiment, resolve
 
 MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data sheet"
 # Factors between the expected time and the ends of its range. Measured: the spread of repeats on one machine. The
-# others contain at least nine tenths of the rows of docs/times.md.
+# others contain at least nine tenths of the rows of docs/evidence/time-estimates.md.
 SPREAD = {MEASURED: 1.05, SCALED: 1.25, OTHER: 1.5, SHEET: 2.0}
 HOST_SPREAD = 1.1  # in addition, if Python sets the pace: processors differ more than GPUs
 ROUGH_SPREAD = 2.0  # in addition, for specs that are known roughly and not measured, and for several machines
