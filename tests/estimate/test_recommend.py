@@ -381,11 +381,11 @@ def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench
     found = json.loads(out)
     assert code == 0, err
     assert {option["gpu"] for option in found["options"]} == {"H200 SXM"}
-    assert any(reason.startswith("not on T4: how fast T4 multiplies in bf16") for reason in found["ruled_out"])
+    assert any(reason.startswith("not on T4: the speed of T4 in bf16") for reason in found["ruled_out"])
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
-    (["--gpu", "T4,V100 SXM2 32GB", "--samples", "9"], "how fast V100 SXM2 32GB multiplies in bf16 is not known"),
+    (["--gpu", "T4,V100 SXM2 32GB", "--samples", "9"], "the speed of V100 SXM2 32GB in bf16 is not known"),
     (["--gpu", "H300", "--samples", "9"], "--gpu H300: no such GPU is in the table"),
     (["--gpu", "M3 Max", "--samples", "9"], "on Apple's chips not at all"),
     (["--gpu", "h100", "--samples", "9"], "there are several: H100 NVL (94 GB), H100 PCIe (80 GB), H100 SXM5 (80 GB)"),
@@ -406,7 +406,7 @@ def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench
     (["--gpu", "H200", "--samples", "9", "--set", "model=some/model"], "no shape is known for some/model"),
     (["--gpu", "H200", "--samples", "9", "--set", "train.precision=fp32"], "in fp32 is not known: run `ftbench probe`"),
     (["--gpu", "H200", "--samples", "9", "-o", "SPEC"], "is the spec itself"),
-    (["--gpu", "H200", "--samples", "9", "--store", "SPEC"], "is no folder of runs"),
+    (["--gpu", "H200", "--samples", "9", "--store", "SPEC"], "not a folder"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
 def test_a_mistake_is_a_sentence(ftbench, spec_file, arguments, sentence):
     files = {"SPEC": spec_file, "PRICES": ROOT / "configs" / "prices-example.yaml"}
