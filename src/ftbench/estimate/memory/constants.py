@@ -35,5 +35,5 @@ FITTED = tuple(field.name for field in fields(Constants) if field.name not in ("
 def constants() -> Constants:
     """Return the shipped constants."""
     values: dict[str, Any] = read_facts("estimator.yaml")
-    lists = {name: tuple(values.get(name, ())) for name in ("runs", "strategies")}
-    return Constants(*(float(values[name]) for name in FITTED), **lists)
+    lists: dict[str, Any] = {name: tuple(values.get(name, ())) for name in ("runs", "strategies")}
+    return Constants(**lists | {name: float(values[name]) for name in FITTED})
