@@ -16,12 +16,12 @@ from triton.compiler import ASTSource
 
 from ftbench.kernels import adamw, adapted_swiglu, delayed_cast, rms_norm, rotary, swiglu
 
-SCALARS = dict.fromkeys(("eps", "lr", "decay", "fresh1", "fresh2", "root"), "fp32")  # others are whole numbers
+SCALARS = dict.fromkeys(("eps", "lr", "decay", "fresh1", "fresh2", "root"), "fp32")  # all others are integers
 NUMBERS = re.compile(r".*_(row|head)$|columns|positions|heads|pairs|size|seed|tokens|.*rank")
 
 
 def cases(norm: bool):
-    """Each kernel with its constants; a width that is no power of two, and both ways through each branch."""
+    """Each kernel with its constants: a width that is not a power of two, and both sides of each branch."""
     row = rms_norm._block(5120)
     head = rotary._blocks(28, 4, 128)
     short = {"LIMIT": 57344.0, "AGAIN": norm}

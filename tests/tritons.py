@@ -14,5 +14,5 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def module(name: str) -> Any:
     """A module of the worker with kernels, or a skip."""
     if DEVICE == "cpu" and not os.environ.get("TRITON_INTERPRET"):
-        pytest.skip("no GPU can be used, and Triton was not told to interpret", allow_module_level=True)
+        pytest.skip("no usable GPU, and Triton is not set to interpret", allow_module_level=True)
     return pytest.importorskip(f"ftbench.worker.{name}", reason="triton is not installed")

@@ -1,4 +1,5 @@
-"""What the GPU tests share: each list of changes to the spec is trained once, by `ftbench run` as a user starts it."""
+"""Fixtures of the GPU tests: each list of changes to the spec is trained once, with `ftbench run` as a user starts
+it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import pytest
 from methods import ASKED, LARGE, METHODS, SHARED, SPEC
 
-SLOW = ("unsloth", "compile", "recipe", "gpt-oss-20b")  # begun first, so that nobody waits for one of them alone
+SLOW = ("unsloth", "compile", "recipe", "gpt-oss-20b")  # started first, because they take longest
 SIDE_BY_SIDE = max(1, min(6, (os.cpu_count() or 1) // 3))
 
 

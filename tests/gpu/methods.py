@@ -31,7 +31,7 @@ train: {batch_size: 4}
 """
 SHARED = "measure.share_gpu=on"
 ASKED = "measure.generate={prompts: [{id: a, prompt: 東京は}, {id: b, prompt: Why does ice float}], max_new_tokens: 24}"
-FULL = (  # so that gradients and states are most of what is there at once
+FULL = (  # so that gradients and states dominate the memory
     "method=full",
     "train.max_grad_norm=0",
     "train.optimizer=adamw_bnb_8bit",
@@ -140,7 +140,7 @@ METHODS = {  # the least tried first
     "gpt-oss-unsloth": ("model=tiny/gpt-oss", "method=unsloth"),
 }
 LONG = ("dataset.samples=24", "dataset.length=2048", "dataset.max_length=2048")
-# Of these a large model's memory is looked at.
+# The memory of a large model is checked for these.
 LARGE = {
     "small-8b": ("model=Qwen/Qwen3-8B", "recipe=small", *LONG),
     "smallest-8b": ("model=Qwen/Qwen3-8B", "recipe=smallest", *LONG),

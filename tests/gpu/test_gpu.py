@@ -1,5 +1,5 @@
-"""On a GPU: each method and optimization trains, is proven, and its figures hold together; the least tried are begun
-first. About six minutes on an H200 with 16 cores: `pytest tests/gpu/test_gpu.py`, after tests/gpu/test_streams.py."""
+"""Each method and optimization trains on a GPU, is verified, and has consistent figures; the least tested ones start
+first. About six minutes on an H200 with 16 cores: `pytest gpu/test_gpu.py`, after tests/gpu/test_streams.py."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text("utf-8"))
 
 @pytest.mark.parametrize("name", GOLDEN["methods"])
 def test_it_is_as_it_was_on_the_same_gpu(run, name):
-    """golden.json says by which machine and commit it was made; `scripts/golden` makes it."""
+    """golden.json names its machine and commit; `scripts/golden` makes it."""
     if torch.cuda.get_device_name() != GOLDEN["gpu"]:
         pytest.skip(f"the golden runs were made on {GOLDEN['gpu']}")
     summary, golden = run(*METHODS[name])[1]["summary"], GOLDEN["methods"][name]
@@ -93,7 +93,7 @@ def test_checkpoints_in_host_memory_leave_the_gpu_and_change_nothing(run):
     assert away["summary"]["loss"]["last"] == pytest.approx(on["summary"]["loss"]["last"], rel=1e-4)
     moved = json.loads(Path(away["run_dir"], "applied.json").read_text())["checkpoints_moved_gb"]
     one = 4 * 512 * 1024 * 2 / 2**30  # a layer's input: batch x length x width of Qwen3-0.6B in bfloat16
-    assert moved == pytest.approx(28 * one, rel=0.01)  # in the first step, after which it is read
+    assert moved == pytest.approx(28 * one, rel=0.01)  # in the first step, which is read afterwards
     saved = on["summary"]["memory_gb"]["allocated_peak"] - away["summary"]["memory_gb"]["allocated_peak"]
     assert saved > 0.5 * 28 * one
 
@@ -107,9 +107,9 @@ def test_checkpoints_in_host_memory_leave_the_gpu_and_change_nothing(run):
     ],
 )
 def test_what_waits_in_host_memory_or_steps_earlier_changes_nothing_and_needs_less(run, there, away):
-    """The same kernels of the same numbers, at another time and place: norms of the first three steps to the rounding
-    of bfloat16, in which a whole one is told. Sums in no fixed order drift apart then, the norm first: two equal
-    runs had one step of 24 with norms 1.2 % apart, and losses within 4e-5."""
+    """The same kernels on the same numbers in another run: norms of the first three steps agree within bfloat16
+    rounding. Later, sums in random order drift apart, the norm first: two equal runs had one step of 24 with norms
+    1.2 % apart, and losses within 4e-5."""
     one, other = (run(*METHODS[name])[1] for name in (there, away))
     rows = [
         [(row.loss, row.grad_norm) for row in read_steps(Path(each["run_dir"], "steps.csv"))[0]]

@@ -1,5 +1,5 @@
-"""On a GPU: models of images and text train, and what makes them fast learns what the plain run learns. The models
-are tiny and run side by side; most of the time are imports and the compiler."""
+"""Models of images and text train on a GPU, and their optimizations learn the same as the plain run. The models are
+tiny and run side by side; most of the time goes into imports and the compiler."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def summary(run):
 
 
 def first_norm(summary):
-    """The gradient's, which tells what a loss of random weights hides."""
+    """Compare gradients, which show differences that the loss of random weights hides."""
     return read_steps(Path(summary["run_dir"], "steps.csv"))[0][0].grad_norm
 
 
@@ -115,7 +115,7 @@ def test_products_in_8_bits_take_any_number_of_rows(rows):
 
 
 def _made(layer, x):
-    """What a layer makes, and the gradient of a sum that weighs its columns."""
+    """Return a layer's output, and the gradient of a weighted sum of its columns."""
     made = layer(x)
     weights = torch.linspace(-1, 1, made.shape[-1], device="cuda", dtype=made.dtype)
     return made.detach(), torch.autograd.grad((made * weights).sum(), x)[0]

@@ -25,7 +25,7 @@ def drawn(*shape, dtype=torch.float64):
 
 
 def with_room(x, columns=7):
-    """x in a buffer that is wider; what lies there is no number."""
+    """Return x in a wider buffer whose other columns are NaN."""
     return torch.cat([x, torch.full_like(x[:, :1], torch.nan).expand(-1, columns)], 1)
 
 
@@ -106,7 +106,7 @@ def turned(x, width, weight, cos, sin):
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "as they are"])
 @pytest.mark.parametrize("joined", [True, False], ids=["joined", "apart"])
 def test_queries_and_keys_as_attention_reads_them(heads, pairs, width, normed, joined, dtype):
-    """Of two rows of three tokens; attention hands the gradients back with the heads first."""
+    """Two rows of three tokens; attention returns the gradients with the heads first."""
     weights = [drawn(width, dtype=dtype) if normed else None for _ in range(2)]
     cos, sin = angles(3, width, dtype)
     sizes = [heads * width, pairs * width, pairs * width]
@@ -277,7 +277,7 @@ def test_the_compiler_is_told_the_shapes_that_come_out(name):
 
 @pytest.mark.exhaustive
 def test_every_kernel_compiles_for_ampere_hopper_and_blackwell(tmp_path):
-    """On any machine: the interpreter takes what the compiler does not."""
+    """On any machine, because the interpreter accepts code that the compiler rejects."""
     script = Path(__file__).parents[1] / "compile_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -310,8 +310,8 @@ def test_steps_of_adamw_are_torchs(dtype):
 
 @pytest.mark.parametrize("seed", [1, 77_777, (1 << 31) - 1])
 def test_a_step_below_half_a_bit_moves_weights_by_as_much_on_average(seed):
-    """Below 1 two bfloat16 are 2^-8 apart: a step of 1e-4 is taken by one weight in 39; the mean of n such choices has
-    a deviation of sqrt(q (1 - q) / n) of that distance. Of the second moment likewise."""
+    """Below 1 two bfloat16 values are 2^-8 apart: one weight in 39 takes a step of 1e-4. The mean of n such choices
+    has a standard deviation of sqrt(q (1 - q) / n) of that distance. The same holds for the second moment."""
     n, step, apart = 1 << 18, 1e-4, 2.0**-8
     weight, gradient = torch.ones(2, n, dtype=torch.bfloat16, device=DEVICE)
     moments = torch.zeros_like(weight), torch.ones_like(weight) * 0.5

@@ -1,5 +1,5 @@
-"""On a GPU: whole models, ablations and answers, beyond what tests/gpu/test_gpu.py asks of each method; most of the
-time goes into gpt-oss: `pytest tests/gpu/test_large.py`."""
+"""Full-size models, ablations and answers on a GPU, beyond the tests of each method in gpu/test_gpu.py; most of the
+time goes into gpt-oss: `pytest gpu/test_large.py`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""On a GPU: `ftbench probe` measures all there is within a minute, twice the same, and `ftbench doctor` finds nothing
-in the way of a run: `pytest tests/gpu/test_probe.py`."""
+"""`ftbench probe` measures everything within a minute and twice the same on a GPU, and `ftbench doctor` finds no
+problem: `pytest gpu/test_probe.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU: profiles of real training. `pytest tests/gpu/test_profile.py`, about three minutes."""
+"""Profiles of real training on a GPU. `pytest gpu/test_profile.py`, about three minutes."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def ftbench(command: str, folder: Path, *sets: str) -> tuple[int, dict]:
 
 @pytest.fixture(scope="session")
 def profiled(request, tmp_path_factory):
-    """The profile of a kind of training, made once: its run and the printed document. The runs take turns on the GPU;
-    what they do before and after overlaps."""
+    """Return the run and the printed document of a profile, made once per kind of training. The runs take turns on
+    the GPU; their start and end overlap."""
 
     def made(kind: str) -> tuple[int, dict]:
         more = [*KINDS[kind], *(["dataset.samples=192"] if kind == "checkpointing" else [])]

@@ -1,6 +1,6 @@
-"""On a GPU: what streams, graphs and products of the worker promise, each alone on a few megabytes, the least tried
-first; a run that fails has its reason here. About a minute, most of it imports and the compiler:
-`pytest tests/gpu/test_streams.py`."""
+"""Streams, graphs and products of the worker on a GPU, each separately on a few megabytes, the least tested first. A
+failing run that uses one has its cause here. About a minute, most of it imports and the compiler: `pytest
+gpu/test_streams.py`."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def test_locked_host_memory_is_read_by_the_device_where_it_is(copies):
     with unwaited():
         busy()
         held.begin()
-        assert not held._coming[1].query()  # nobody waited for the device
+        assert not held._coming[1].query()  # nothing waited for the device
         fetched = held.fetch()
     assert torch.equal(fetched.cpu(), matrix)
 
 
 def test_layers_take_turns_in_two_buffers_that_are_still_read(copies):
-    """What reads a layer's matrix comes late; the layers after it are asked for meanwhile."""
+    """A layer's matrix is read late, while the following layers are already requested."""
     from ftbench.kernels.weight_stream import Weight, WeightStream
 
     layers, sums, put = 6, [], {}
@@ -139,7 +139,7 @@ def test_replays_of_a_step_are_steps():
 
 
 def experts(compiled: bool, rank: int):
-    """Rows of experts of which two have none, their factors, and the two thin products beside a loop."""
+    """Rows of experts (two have no rows), their factors, and the two thin products, compared with a loop."""
     from ftbench.kernels.expert_products import grouped, in_rows
 
     torch.manual_seed(0)
@@ -177,7 +177,7 @@ def test_adapters_of_experts_are_grouped_products_with_gradients(compiled, rank)
 
 @pytest.mark.parametrize(("window", "compiled"), [(-1, False), (127, False), (127, True)])
 def test_attention_with_sinks_is_gpt_osss(window, compiled):
-    """Of three samples of which one is empty, with a gradient for each input, against transformers in float32."""
+    """Three samples, one of them empty, with a gradient per input, compared with transformers in float32."""
     from transformers.models.gpt_oss import modeling_gpt_oss
 
     from ftbench.kernels.sink_attention import SinkAttention
@@ -332,7 +332,7 @@ def test_mxfp4_products_on_the_gpu_are_those_of_the_cpu():
 
 
 def test_a_step_that_waits_for_the_device_cannot_be_recorded_and_says_why():
-    """In a process of its own: what a failed recording leaves behind is nobody's."""
+    """In a separate process, because a failed recording leaves CUDA in an unknown state."""
     done = subprocess.run([sys.executable, "-c", WAITING_STEP], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.search(r"cannot be recorded \(.*captur", done.stdout)

@@ -1,5 +1,5 @@
-"""On a GPU: what a run waits for, from the driver's counters, held against the profiler. About two minutes, most of it
-Qwen3-8B with compiled layers (as peft trains it an H200 waits for memory): `pytest tests/gpu/test_waits.py`."""
+"""The bottleneck of a run on a GPU, from the driver's counters, compared with the profiler. About two minutes, most
+of it Qwen3-8B with compiled layers (trained by peft it is memory-bound on an H200): `pytest gpu/test_waits.py`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ sys.exit(main(sys.argv[1]))
 
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory):
-    """What `ftbench run` and `ftbench profile` say of a spec."""
+    """Return the output of `ftbench run` and `ftbench profile` for a spec."""
     done: dict[tuple[str, str], dict] = {}
 
     def once(command: str, name: str) -> dict:
@@ -95,7 +95,7 @@ def test_every_figure_behind_the_verdict_is_told(measured):
 
 
 def test_kernels_of_another_process_are_recorded_and_the_run_is_contended(tmp_path):
-    """The other one multiplies matrices all the time; alone, the same run is not contended."""
+    """The other process multiplies matrices all the time; without it the same run is not contended."""
     (tmp_path / "spec.yaml").write_text(SPECS["launch-bound"])
     alone = runner.run(tmp_path / "spec.yaml", [], tmp_path / "alone").summary
     program = "import torch; a = torch.ones(4096, 4096, device='cuda')\nprint('ready', flush=True)\nwhile True: a @ a"
@@ -104,7 +104,7 @@ def test_kernels_of_another_process_are_recorded_and_the_run_is_contended(tmp_pa
         beside = runner.run(tmp_path / "spec.yaml", [], tmp_path / "beside").summary
         other.kill()
     if alone.contention.get("gpu_by_others") is None:
-        pytest.skip("this driver does not tell which process uses the GPU")
+        pytest.skip("this driver does not report which process uses the GPU")
     assert alone.contention["gpu_by_others"] < 0.05
     assert beside.contention["contended"]
     assert beside.contention["gpu_by_others"] > 0.05
@@ -112,7 +112,7 @@ def test_kernels_of_another_process_are_recorded_and_the_run_is_contended(tmp_pa
 
 
 def test_a_run_after_another_begins_on_a_free_gpu(tmp_path):
-    """Both start at once; the second waits for the first one's memory and says so nowhere."""
+    """Both start at once; the second waits for the first one's memory without a message."""
     (tmp_path / "spec.yaml").write_text(SPECS["launch-bound"])
     command = [sys.executable, "-m", "ftbench", "run", str(tmp_path / "spec.yaml"), "--json", "--out"]
     runs = [subprocess.Popen([*command, str(tmp_path / name)], stdout=subprocess.PIPE) for name in ("one", "two")]

@@ -1,5 +1,5 @@
-"""A step that is recorded once and replayed trains what the trainer's own steps train. The graph is a stand-in that
-calls the recorded function again and copies what it makes to where the first call left it; tests/gpu has a real one."""
+"""A recorded and replayed step trains the same as the trainer's step. A stand-in for the graph calls the recorded
+function again and copies its outputs to the tensors of the first call; tests/gpu has a real graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATA = {"samples": 20, "eval_samples": 4}
 
 
 class Recording(cuda_graph.CudaGraph):
-    """Nothing is computed until the first replay, as on a GPU: what was recorded holds no numbers."""
+    """Nothing is computed before the first replay, as on a GPU: the recorded outputs hold no values."""
 
     def __init__(self):
         self.calls = 0
@@ -53,7 +53,7 @@ def rows(run, phase="train"):
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_replayed_steps_learn_what_steps_learn(recording, train_here, method):
+def test_replayed_steps_learn_the_same(recording, train_here, method):
     given = {"dataset": DATA, "train": SGD, "method": {"name": method}}
     plain = train_here(**given, optimizations=ON | {"cuda_graph": False})
     ours = train_here(**given, optimizations=ON)
@@ -73,7 +73,7 @@ def squares(model, batch, tokens):
     return loss.detach()
 
 
-def test_the_trainer_runs_only_until_it_is_recorded(recording, monkeypatch):
+def test_trainer_pass_runs_only_until_recorded(recording, monkeypatch):
     called = []
     monkeypatch.setattr(Recording, "replay", lambda self: None)
 
@@ -90,7 +90,7 @@ def test_the_trainer_runs_only_until_it_is_recorded(recording, monkeypatch):
     assert step.replays == 4
 
 
-def test_a_batch_of_another_shape_ends_the_run_and_is_named(recording):
+def test_batch_of_another_shape_is_an_error(recording):
     step, model = cuda_graph.GraphedStep(), torch.nn.Linear(2, 1)
     step(squares, model, {"x": torch.ones(3, 2), "max_length_q": 3}, torch.tensor(3))
     with pytest.raises(SpecError, match=r"x of a batch is \(4, 2\) where it was \(3, 2\)"):
@@ -99,7 +99,7 @@ def test_a_batch_of_another_shape_ends_the_run_and_is_named(recording):
         step(squares, model, {"x": torch.ones(3, 2), "max_length_q": 4}, torch.tensor(3))
 
 
-def test_a_step_that_waits_for_the_device_is_told_and_running_out_of_memory_is_a_result(recording, monkeypatch):
+def test_waiting_step_is_an_error_and_out_of_memory_a_result(recording, monkeypatch):
     for error, raised in ((RuntimeError("operation not permitted when stream is capturing"), NotAppliedError),
                           (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError)):  # fmt: skip
 
@@ -115,11 +115,11 @@ def test_a_step_that_waits_for_the_device_is_told_and_running_out_of_memory_is_a
             cuda_graph.GraphedStep()(squares, torch.nn.Linear(2, 1), {"x": torch.ones(3, 2)}, torch.tensor(3))
 
 
-def test_a_run_without_a_replay_is_found_out():
+def test_run_without_replay_fails():
     spec, model = changed(), torch.nn.Linear(2, 1)
     cuda_graph.apply(model, spec)
     assert cuda_graph.verify(model, spec) == [
-        "optimizations.cuda_graph is on and the first step was no replay of a graph"
+        "optimizations.cuda_graph is on, but the first step did not replay a graph"
     ]
 
 
@@ -144,17 +144,17 @@ def changed(optimizations=None, **sections) -> Experiment:
         ({"launch": {"gpus": 2, "strategy": "ddp"}}, "set launch.gpus to 1"),
     ],
 )
-def test_what_a_graph_cannot_hold_is_refused_with_the_reason(changes, said):
+def test_settings_incompatible_with_a_graph_are_errors(changes, said):
     assert refusals(changed()) == []
     assert any(said in sentence for sentence in refusals(changed(**changes)))
 
 
-def test_it_is_for_a_gpu():
+def test_cuda_graph_needs_a_gpu():
     assert "optimizations.cuda_graph needs a GPU: set it to off" in refusals_on(changed(), None)
     assert not refusals_on(changed(), (9, 0))
 
 
-def test_positions_without_a_label_add_nothing_to_the_loss_and_its_gradient():
+def test_ignored_labels_add_nothing_to_loss_and_gradient():
     torch.manual_seed(0)
     head, labels = torch.nn.Linear(8, 50), torch.randint(0, 50, (1, 12))
     labels[0, [0, 3, 7]] = -100

@@ -79,7 +79,7 @@ def model_of(family):
 
 
 @pytest.mark.parametrize("family", sorted(set(SHAPES) - {"qwen3_next"}))
-def test_a_neighbour_in_the_row_changes_nothing(family):
+def test_packed_samples_do_not_see_each_other(family):
     model = model_of(family)
     isolate_packed_samples(model, "packing")
     samples = [torch.randint(4, 500, (length,)) for length in (9, 17, 40)]
@@ -103,7 +103,7 @@ def test_linear_attention_keeps_no_samples_apart_and_says_so(train_family, name)
     ("family", "scale"), [("gemma2", {}), ("cohere2", {}), ("granite", {"logits_scaling": 8.0})], ids=str
 )
 def test_logits_that_are_scaled_are_not_computed_in_chunks(train_family, family, scale):
-    with pytest.raises(SpecError, match="chunked_loss does not know how"):
+    with pytest.raises(SpecError, match="chunked_loss does not support how"):
         train_family(family, config_of(family) | scale, optimizations={"chunked_loss": True})
 
 

@@ -62,19 +62,19 @@ def beside(monkeypatch) -> None:
 
 @pytest.mark.parametrize("form", ["augmented", "beside"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_loss_and_every_gradient_are_pefts(monkeypatch, kind, form):
+def test_loss_and_gradients_equal_peft(monkeypatch, kind, form):
     plain, ours = model_of(kind), model_of(kind)
     if form == "beside":
         beside(monkeypatch)
     fused_lora.apply(ours, ON)
     expected, gradients = learned(plain)
-    for _ in range(2):  # the second time with what the first left behind
+    for _ in range(2):  # the second time with leftovers of the first
         loss, found = learned(ours)
         torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found, gradients, atol=1e-5, rtol=1e-5)
 
 
-def test_peft_still_owns_every_weight_under_its_name():
+def test_peft_still_owns_each_weight():
     plain, ours = model_of(), model_of()
     fused_lora.apply(ours, ON)
     assert [name for name, _ in ours.named_parameters()] == [name for name, _ in plain.named_parameters()]
@@ -83,7 +83,7 @@ def test_peft_still_owns_every_weight_under_its_name():
         torch.testing.assert_close(ours(input_ids=IDS).logits, plain(input_ids=IDS).logits)
 
 
-def test_a_step_of_the_optimizer_is_seen_by_the_next_pass():
+def test_next_pass_uses_the_updated_adapters():
     plain, ours = model_of(), model_of()
     fused_lora.apply(ours, ON)
     for model in (plain, ours):
@@ -92,7 +92,7 @@ def test_a_step_of_the_optimizer_is_seen_by_the_next_pass():
     torch.testing.assert_close(learned(ours)[0], learned(plain)[0])
 
 
-def test_layers_that_usually_read_one_input_may_read_two():
+def test_layers_may_read_different_inputs():
     ours, plain = model_of(), model_of()
     fused_lora.apply(ours, ON)
     learned(ours)  # puts the adapters' values into the groups
@@ -104,7 +104,7 @@ def test_layers_that_usually_read_one_input_may_read_two():
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("up_proj", "down_proj"), ("k_proj",)])
-def test_some_layers_may_have_no_adapter(targets):
+def test_some_layers_may_lack_an_adapter(targets):
     plain, ours = model_of(targets=targets), model_of(targets=targets)
     fused_lora.apply(ours, ON)
     assert fused_lora.applied(ours, ON)["fused_lora_layers"] == 3 * len(targets)
@@ -119,15 +119,15 @@ def test_one_compiled_graph_serves_all_layers_but_the_first():
         layer.compile(backend="aot_eager")
     before = compiled.graphs()
     torch.testing.assert_close(learned(ours), learned(plain), atol=1e-5, rtol=1e-5)
-    assert compiled.graphs() - before == 2  # the first layer's input has no gradient
+    assert compiled.graphs() - before == 2  # the first layer's input needs no gradient
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_lean_layers_keep_no_norm_and_no_product_of_the_gate_and_learn_the_same(monkeypatch):
-    """Of a token: two normed inputs and silu(gate) * up. The first layer's input has no gradient: its norm is kept in
-    its place."""
+def test_lean_layers_save_less_and_learn_the_same(monkeypatch):
+    """Per token: two normed inputs and silu(gate) * up. The first layer's input needs no gradient, so its norm is
+    kept."""
     compile_layer = torch.nn.Module.compile
-    how = {"backend": "aot_eager_decomp_partition"}  # the partitioner that the compiler has, and none of its code
+    how = {"backend": "aot_eager_decomp_partition"}  # the compiler's partitioner without its code generation
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: compile_layer(self, **how))
     beside(monkeypatch)
     kept, made = {}, {}
@@ -155,7 +155,7 @@ def test_lean_layers_keep_no_norm_and_no_product_of_the_gate_and_learn_the_same(
     pytest.param("tiny/qwen3-moe", False, marks=pytest.mark.exhaustive),
     pytest.param("tiny/gpt-oss", True, marks=pytest.mark.exhaustive),
 ])  # fmt: skip
-def test_a_layer_with_experts_is_one_graph_and_the_same(cache, name, experts):
+def test_layer_with_experts_is_one_graph_and_learns_the_same(cache, name, experts):
     model, ours = model_with_experts(name, experts, "bfloat16"), model_with_experts(name, experts, "bfloat16")
     fused_lora.apply(ours, EXPERTS)
     torch._dynamo.reset()
@@ -165,7 +165,7 @@ def test_a_layer_with_experts_is_one_graph_and_the_same(cache, name, experts):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(learned(ours)[0], learned(model)[0], rtol=2 * BF16, atol=0)
     assert not torch._dynamo.utils.counters["graph_break"]
-    assert compiled.graphs() == 2  # the first layer's input has no gradient
+    assert compiled.graphs() == 2  # the first layer's input needs no gradient
 
 
 EXPERTS = spec_of(model={"id": "tiny/qwen3-moe"}, optimizations={"fused_lora": True}, train={"precision": "bf16"})
@@ -185,7 +185,7 @@ def model_with_experts(name: str, experts: bool, dtype: str, rank: int = 8):
 
 
 @pytest.mark.parametrize(("name", "rank"), [("tiny/qwen3-moe", 6), ("tiny/gpt-oss", 8)])
-def test_adapters_of_experts_are_grouped_products_and_train_what_pefts_train(cache, name, rank):
+def test_adapters_of_experts_train_the_same_as_peft(cache, name, rank):
     plain, ours = (model_with_experts(name, True, "float32", rank) for _ in range(2))
     told = [line for line in fused_lora.verify(ours, ON) if "multiplies as peft does" in line]
     assert told
@@ -199,7 +199,7 @@ def test_adapters_of_experts_are_grouped_products_and_train_what_pefts_train(cac
     torch.testing.assert_close(found, gradients, atol=1e-5, rtol=1e-4)
 
 
-def test_what_no_group_holds_is_named():
+def test_adapters_outside_groups_are_named():
     ours = model_of()
     fused_lora.apply(ours, ON)
     assert fused_lora.verify(ours, ON) == []
@@ -214,7 +214,7 @@ def losses(run) -> list[float]:
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_a_run_learns_the_same_and_saves_the_same_adapter(train_here, method):
+def test_run_learns_and_saves_the_same_adapter(train_here, method):
     # SGD, whose steps are as near to each other as the gradients; Adam's go either way where one is nearly zero.
     given = {"dataset": {"samples": 6}, "method": {"name": method}, "measure": {"save_adapter": True},
              "train": {"optimizer": "sgd", "learning_rate": 0.5}}  # fmt: skip
@@ -239,13 +239,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("sections", "said"), REFUSED)
-def test_what_would_train_something_else_is_refused(sections, said):
+def test_settings_that_would_change_training_are_errors(sections, said):
     with pytest.raises(ValueError, match=said):
         spec_of(optimizations={"fused_lora": True}, **sections)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise-fast", "rowwise"])
-def test_a_weight_cast_once_multiplies_as_the_values_that_8_bits_hold(recipe):
+def test_product_equals_that_of_the_quantized_values(recipe):
     torch.manual_seed(0)
     base = torch.nn.Linear(64, 96, dtype=torch.bfloat16).requires_grad_(False)
     layer = fp8.Fp8Linear(base, recipe)
@@ -267,7 +267,7 @@ def test_a_weight_cast_once_multiplies_as_the_values_that_8_bits_hold(recipe):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_a_weight_cast_once_gives_torchaos_result(recipe):
+def test_product_equals_torchao(recipe):
     pytest.importorskip("torchao")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -285,7 +285,7 @@ def test_a_weight_cast_once_gives_torchaos_result(recipe):
     torch.testing.assert_close(*found, atol=0, rtol=0)
 
 
-def test_sums_of_fewer_bits_are_asked_for_by_name(monkeypatch):
+def test_fast_accumulation_needs_its_recipe(monkeypatch):
     plain, flags = torch._scaled_mm, []
 
     def scaled(*args, use_fast_accum, **options):
@@ -299,8 +299,8 @@ def test_sums_of_fewer_bits_are_asked_for_by_name(monkeypatch):
     assert flags == [True, False, True, True]
 
 
-def test_layers_of_one_input_are_one_8_bit_product(monkeypatch):
-    """And one compiled graph serves all layers but the first: three products forward of what were seven."""
+def test_layers_of_one_input_share_an_8_bit_product(monkeypatch):
+    """One compiled graph serves all layers except the first: three forward products instead of seven."""
     ours = model_of(kind="qwen2 (biases)", dtype=torch.bfloat16)
     fp8.apply(ours, FP8)
     mlp = decoder_layers(ours)[1].mlp
@@ -316,7 +316,7 @@ def test_layers_of_one_input_are_one_8_bit_product(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: products.append(1) or plain(*args, **options))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         learned(ours)
-    assert len(products) == 3 * 4 + 3 * 4 - 1  # q, k, v; o; gate, up; down; nobody asks for the first input's gradient
+    assert len(products) == 3 * 4 + 3 * 4 - 1  # q, k, v; o; gate, up; down; the first input needs no gradient
     monkeypatch.undo()
     torch._dynamo.reset()
     for layer in decoder_layers(ours):
@@ -327,7 +327,7 @@ def test_layers_of_one_input_are_one_8_bit_product(monkeypatch):
     assert compiled.graphs() - before == 2
 
 
-def test_adapters_beside_8_bit_products_are_pefts():
+def test_adapters_with_8_bit_products_equal_peft():
     plain, ours = model_of(dtype=torch.bfloat16), model_of(dtype=torch.bfloat16)
     fp8.apply(plain, FP8)
     fp8.apply(ours, FP8)
@@ -358,7 +358,7 @@ def test_adapters_beside_8_bit_products_are_pefts():
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("form", ["augmented", "beside"])
-def test_what_is_compiled_for_an_evaluation_is_what_runs_without(form, layers):
+def test_compiled_evaluation_equals_eager(form, layers):
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What makes images cheaper is applied, and learns the same as the plain run in float32 where it says so."""
+"""Optimizations for images are applied and, where promised, learn the same as the plain run in float32."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ftbench.worker.optimizations import compile as compile_layers
 from ftbench.worker.train import prepared
 
 LLAVA, QWEN25, QWEN3 = "tiny/llava-next", "tiny/qwen2.5-vl", "tiny/qwen3-vl"
-# What is new in Qwen3-VL stands beside what both have.
+# Settings that only Qwen3-VL has, in addition to the shared ones.
 MODELS = [LLAVA, pytest.param(QWEN25, marks=pytest.mark.exhaustive), QWEN3]
 MADE = {
     "name": "images", "samples": 8, "image_size": [120, 90], "image_sizes": "photographs", "mean_length": 20,
@@ -49,7 +49,7 @@ def figures(rows):
     return [(row.loss, row.grad_norm) for row in rows]
 
 
-PLAIN: dict[str, list[Any]] = {}  # the steps of a model's plain run, which is trained once
+PLAIN: dict[str, list[Any]] = {}  # steps of each model's plain run, trained once
 EACH = [{"fixed_shape": True}, {"image_cache": True}, {"chunked_loss": True}]
 THEIRS = [{"gradient_checkpointing": True}, {"fused_lora": True}, {"padding_free": True}]
 TOGETHER = EACH[0] | EACH[1] | EACH[2]
@@ -72,7 +72,7 @@ def test_losses_and_gradients_are_those_of_the_plain_run(train_here, model, opti
 
 @pytest.mark.parametrize("method", [{"name": "full"}, {"vision": "lora"}])
 def test_a_layer_that_nobody_reads_needs_no_step_in_the_backward_pass(train_here, method):
-    """LLaVA takes what the last layer of its encoder but one makes."""
+    """LLaVA reads the output of the encoder's second to last layer."""
     plain, within = (
         rows_of(train_here, LLAVA, method=method, optimizations={"optimizer_in_backward": on}) for on in (False, True)
     )
@@ -81,7 +81,7 @@ def test_a_layer_that_nobody_reads_needs_no_step_in_the_backward_pass(train_here
 
 @pytest.mark.parametrize("model", MODELS)
 def test_samples_that_share_a_row_are_trained_on_as_if_each_had_its_own(train_here, model):
-    """Two in a row of a batch of two against four rows; images that look alike would hide a sample that sees them."""
+    """Two rows of two samples against four rows. The images differ, so that attention across samples would show."""
     size = {"samples": 16, "image_size": [60, 40], "image_sizes": "fixed", "images_per_sample": 2}
     alone = rows_of(
         train_here, model, MADE | size | {"mean_length": None, "length": 12}, train=TRAIN | {"batch_size": 4}
@@ -114,7 +114,7 @@ def test_rows_of_one_sample_each_are_filled_up_to_equal_lengths(train_here, cach
 
 
 def test_attention_is_told_of_rows_of_one_sample_as_equal_samples(cache):
-    """Which is when it computes them as a batch of rows (optimizations/attention.py)."""
+    """Then they are computed as a batch of rows (optimizations/attention.py)."""
     on = {"packing": True, "fixed_shape": True, "attention": "varlen"}
     spec = spec_of(model={"id": LLAVA}, dataset=MADE, optimizations=on, train={"precision": "bf16", "batch_size": 4})
     made = Collator(spec, 0, 20, None)
@@ -127,7 +127,7 @@ def test_attention_is_told_of_rows_of_one_sample_as_equal_samples(cache):
 
 
 def test_the_recipe_learns_what_the_plain_run_learns(train_here, tmp_path, compiler):
-    """With the attention of a CPU."""
+    """Use the CPU's attention."""
     (tmp_path / "spec.yaml").write_text(f"model: {LLAVA}\ndataset: {json.dumps(MADE)}\n")
     on = load(tmp_path / "spec.yaml", ["recipe=fastest-vision"]).optimizations.model_dump() | {"attention": "auto"}
     size = {"samples": 9, "image_size": [240, 180], "image_sizes": "fixed", "images_per_sample": 2, "mean_length": 10}

@@ -1,5 +1,4 @@
-"""What each optimization promises: another way to compute the same. On the CPU, with a tiny model; the GPU's own are in
-tests/gpu."""
+"""Each optimization computes the same in another way. On the CPU with a tiny model; tests/gpu covers GPUs."""
 
 from __future__ import annotations
 
@@ -80,7 +79,7 @@ def attending(request, model):
 
 
 @pytest.mark.parametrize("name", ["packing", "padding_free"])
-def test_a_neighbour_in_the_row_changes_nothing(attending, name):
+def test_packed_samples_do_not_see_each_other(attending, name):
     model = attending
     alone, before, after = sample(17, 1), sample(9, 2), sample(23, 3)
     batch = collator(**{name: True})([row(before, alone, after)])
@@ -94,7 +93,7 @@ def test_a_neighbour_in_the_row_changes_nothing(attending, name):
         assert not torch.allclose(model(**batch, use_cache=False).logits[0, 9:26], by_itself, atol=1e-3)
 
 
-def test_a_neighbour_changes_nothing_for_gpt_oss_either(cache):
+def test_packed_samples_do_not_see_each_other_in_gpt_oss(cache):
     """transformers makes its masks without the positions."""
     spec = spec_of(model={"id": "tiny/gpt-oss"}, optimizations={"packing": True})
     model = AutoModelForCausalLM.from_pretrained(materialise(spec.model), dtype=torch.float32).eval()
@@ -108,7 +107,7 @@ def test_a_neighbour_changes_nothing_for_gpt_oss_either(cache):
         torch.testing.assert_close(model(**batch, use_cache=False).logits[0, 9:], by_itself, atol=2e-5, rtol=1e-4)
 
 
-def test_no_sample_is_asked_to_predict_the_next_ones_first_token():
+def test_no_sample_predicts_the_first_token_of_the_next():
     first, second = sample(6, 1), Tokens([7, 8, 9], [7, 8, 9], 3)
     batch = collator(packing=True)([row(first, second)])
     assert batch["labels"][0].tolist() == [IGNORE, *first.labels[1:], IGNORE, 8, 9]
@@ -116,7 +115,7 @@ def test_no_sample_is_asked_to_predict_the_next_ones_first_token():
     assert "attention_mask" not in batch
 
 
-def test_attention_by_boundaries_is_told_where_samples_begin():
+def test_varlen_attention_gets_the_sample_boundaries():
     values = spec_of(optimizations={"packing": True}).model_dump()
     values["optimizations"] |= {"attention": "varlen"}
     values["train"] |= {"precision": "bf16"}
@@ -126,7 +125,7 @@ def test_attention_by_boundaries_is_told_where_samples_begin():
     assert batch["max_length_q"] == 64
 
 
-def test_a_fixed_row_is_filled_up_with_a_sample_that_carries_no_loss():
+def test_fixed_row_is_padded_with_a_sample_without_labels():
     spec = spec_of(optimizations={"packing": True, "fixed_shape": True})
     batch = Collator(spec, 0, 64, 8)([row(sample(40, 1), sample(10, 2)), row(sample(60, 3))])
     assert batch["input_ids"].shape == (1, 128)
@@ -163,7 +162,7 @@ def test_padded_rows_of_a_fixed_shape_are_as_many_in_the_last_batch(model):
     torch.testing.assert_close(loss, alone)
 
 
-def test_batches_that_are_not_as_asked_for_are_told():
+def test_batches_of_another_kind_are_reported():
     one, other = ((2, 64), True), ((2, 32), True)
     fixed, packed = (spec_of(optimizations={name: True}) for name in ("fixed_shape", "packing"))
     assert collate.verify(fixed, {one}) == collate.verify(packed, {((1, 64), False)}) == []
@@ -173,7 +172,7 @@ def test_batches_that_are_not_as_asked_for_are_told():
     assert collate.verify(packed, {one}) == ["optimizations.packing is on and batches hold padding"]
 
 
-def test_bounds_of_a_fixed_shape_are_as_many_in_every_batch():
+def test_fixed_shape_has_equally_many_bounds_in_each_batch():
     made = varlen_collator(fixed_shape=True)
     for rows in ([[5, 4], [9]], [[20, 20, 20], [10, 10, 10]], [[3], [2]], [[64], [64]]):
         batch = made([row(*(sample(length, length) for length in lengths)) for lengths in rows])
@@ -211,8 +210,8 @@ def by_boundaries(model):
     model.set_attn_implementation(before)
 
 
-def test_nobody_looks_for_samples_in_the_positions_where_attention_knows_the_boundaries(by_boundaries, monkeypatch):
-    """transformers would wait for the device to read what it finds."""
+def test_positions_are_not_searched_if_boundaries_are_known(by_boundaries, monkeypatch):
+    """transformers would wait for the device to read the positions."""
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda positions: pytest.fail("looked for"))
     batch = varlen_collator()([row(sample(9, 2), sample(17, 1))])
     del batch["labels"], batch["count"]
@@ -220,7 +219,7 @@ def test_nobody_looks_for_samples_in_the_positions_where_attention_knows_the_bou
         by_boundaries(**batch, use_cache=False)
 
 
-def test_attention_by_boundaries_keeps_neighbours_apart(by_boundaries):
+def test_varlen_attention_separates_samples(by_boundaries):
     before, alone, after = sample(9, 2), sample(17, 1), sample(23, 3)
     results = []
     for rows in ([before, alone, after], [alone]):
@@ -231,12 +230,12 @@ def test_attention_by_boundaries_keeps_neighbours_apart(by_boundaries):
     torch.testing.assert_close(results[0][9:26], results[1], atol=3 * BF16, rtol=3 * BF16)  # the kernel's inputs
 
 
-def test_samples_that_are_all_as_long_as_the_longest_are_rows(by_boundaries, monkeypatch):
+def test_samples_of_equal_length_are_computed_as_rows(by_boundaries, monkeypatch):
     batch = varlen_collator()([row(sample(64, 1)), row(sample(64, 2)), row(sample(64, 3))])
     del batch["labels"], batch["count"]
     with torch.no_grad():
         apart = by_boundaries(**batch | {"max_length_q": 65}, use_cache=False).logits
-        monkeypatch.setattr(torch.ops.ftbench_test, "varlen", None)  # is not asked
+        monkeypatch.setattr(torch.ops.ftbench_test, "varlen", None)  # is not called
         rows = by_boundaries(**batch, use_cache=False).logits
     torch.testing.assert_close(rows, apart, atol=3 * BF16, rtol=3 * BF16)  # the kernel's inputs
 
@@ -245,7 +244,7 @@ def test_a_window_shorter_than_the_rows_is_kept(by_boundaries):
     query = torch.randn(1, 2, 128, 8)
     bounds = torch.tensor([0, 64, 128], dtype=torch.int32)
     function = AttentionInterface()["varlen_on_cpu"]
-    with pytest.raises(SpecError, match="sliding window"):  # the kernel behind it knows none
+    with pytest.raises(SpecError, match="sliding window"):  # this kernel has no window
         function(None, query, query, query, None, cu_seq_lens_q=bounds, max_length_q=64, sliding_window=32)
     function(None, query, query, query, None, cu_seq_lens_q=bounds, max_length_q=64, sliding_window=64)
 
@@ -271,7 +270,7 @@ def test_a_fixed_shape_compiles_one_graph(by_boundaries):
 @pytest.mark.parametrize(
     ("hits", "misses", "word"), [(0, 0, None), (0, 3, "cold"), (3, 0, "warm"), (2, 1, "partly warm")]
 )
-def test_where_graphs_came_from_is_told(monkeypatch, hits, misses, word):
+def test_cache_state_of_graphs_is_reported(monkeypatch, hits, misses, word):
     counters = defaultdict(Counter)
     counters["inductor"] |= Counter(fxgraph_cache_hit=hits, fxgraph_cache_miss=misses)
     monkeypatch.setattr(torch._dynamo.utils, "counters", counters)
@@ -279,16 +278,16 @@ def test_where_graphs_came_from_is_told(monkeypatch, hits, misses, word):
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=200))
-def test_packing_keeps_every_sample_whole_and_once_and_no_row_too_long(lengths):
+def test_packing_keeps_each_sample_once_and_within_a_row(lengths):
     made = [sample(length, seed) for seed, length in enumerate(lengths)]
     rows = order.packed(made, 64)
     assert sorted(id(each) for part in rows for each in part) == sorted(map(id, made))
     assert max(sum(len(each.ids) for each in part) for part in rows) <= 64
     two = sorted(sum(len(each.ids) for each in part) for part in rows)[:2]
-    assert len(two) < 2 or sum(two) > 64  # else they would share one
+    assert len(two) < 2 or sum(two) > 64  # otherwise they would share a row
 
 
-def test_length_grouping_pads_less_and_loses_nothing():
+def test_length_grouping_pads_less_and_keeps_all_samples():
     made = [sample(length, seed) for seed, length in enumerate(np.random.default_rng(1).integers(4, 64, 130))]
     grouped = order.grouped(made, 4, seed=3)
     assert sorted(map(id, grouped)) == sorted(map(id, made))
@@ -301,7 +300,7 @@ def test_length_grouping_pads_less_and_loses_nothing():
     assert padding(grouped) < padding(made) / 3
 
 
-def test_the_chunked_loss_is_the_plain_one_and_so_is_its_gradient():
+def test_chunked_loss_and_gradient_equal_plain():
     torch.manual_seed(0)
     hidden = torch.randn(3, 9, 16, requires_grad=True)
     head = torch.nn.Linear(16, 50)
@@ -329,9 +328,9 @@ def with_small_head(head):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_by_a_head_in_8_bits_is_that_of_all_its_bits_but_for_their_rounding(dtype):
-    """e4m3 rounds a weight by a sixteenth at the most, e5m2 a probability by an eighth, which many words average; the
-    logits, and so the loss, are those of the head as it is."""
+def test_fp8_head_gradient_differs_by_rounding_only(dtype):
+    """e4m3 rounds a weight by at most 1/16, e5m2 a probability by 1/8, which averages out over the vocabulary.
+    Logits and loss use the unquantized head."""
     torch.manual_seed(0)
     hidden = (3 * torch.randn(2, 65, 64)).to(dtype).requires_grad_()
     head = torch.nn.Linear(64, 512, bias=False).to(dtype).requires_grad_(False)
@@ -352,7 +351,7 @@ def test_the_gradient_by_a_head_in_8_bits_is_that_of_all_its_bits_but_for_their_
     assert (found.norm() / exact.norm()).item() == pytest.approx(1.0, abs=0.02)
 
 
-def test_a_head_that_is_trained_or_has_odd_sides_is_not_cast_and_one_that_is_not_cast_is_told():
+def test_trained_or_odd_sized_head_is_an_error():
     for head, said in ((torch.nn.Linear(64, 512), "512 x 64, trained"), (torch.nn.Linear(64, 500), "500 x 64")):
         with pytest.raises(SpecError, match=f"multiples of 16, and this one is {said}"):
             with_small_head(head)
@@ -361,11 +360,11 @@ def test_a_head_that_is_trained_or_has_odd_sides_is_not_cast_and_one_that_is_not
     assert fp8_head.verify(model, spec) == []
     del model.get_output_embeddings().of_gradient
     assert fp8_head.verify(model, spec) == [
-        "optimizations.fp8_head is on and the head has no copy in 8 bits, or is trained"
+        "optimizations.fp8_head is on, but the head is trained or lacks its 8-bit copy"
     ]
 
 
-def test_of_one_chunk_nothing_is_left_as_the_next_one_is_computed():
+def test_chunk_is_freed_before_the_next():
     """Its gradient is as large as its logits: 0.58 GiB of 2,048 tokens of Qwen3."""
     made = []
 
@@ -380,7 +379,7 @@ def test_of_one_chunk_nothing_is_left_as_the_next_one_is_computed():
     assert len(made) == 2 * 4
 
 
-def test_a_batch_without_labels_has_a_loss_of_nothing_and_a_gradient():
+def test_batch_without_labels_has_zero_loss_and_a_gradient():
     hidden = torch.randn(1, 4, 16, requires_grad=True)
     nothing = torch.zeros(0, dtype=torch.long)
     loss = chunked_loss.chunked_loss(
@@ -417,7 +416,7 @@ def test_an_optimization_learns_the_same(train_here, plain, name):
     assert len(losses(run)) == 4
 
 
-def test_what_an_optimization_did_stands_in_the_files(train_here):
+def test_files_record_each_optimization(train_here):
     packed = train_here(
         optimizations={"packing": True, "chunked_loss": True}, dataset={"samples": 16, "max_length": 64}
     )
@@ -448,17 +447,17 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("optimizations", "said"), IMPOSSIBLE)
-def test_what_cannot_go_together_is_refused_with_a_way_out(optimizations, said):
+def test_incompatible_optimizations_are_errors_with_a_fix(optimizations, said):
     with pytest.raises(ValueError, match=said):
         spec_of(optimizations=optimizations)
 
 
-def test_checkpoints_in_host_memory_save_nothing_where_there_is_no_other():
+def test_offloaded_checkpoints_need_a_gpu():
     (told,) = refusals_on(spec_of(optimizations={"gradient_checkpointing": "offload"}), None)
     assert told.endswith("set it to on")
 
 
-def test_a_layer_keeps_nothing_on_the_device_and_its_gradients_are_the_same(model):
+def test_offloaded_layer_keeps_nothing_on_the_device(model):
     ids = torch.tensor([sample(24, 5).ids])
     gradients, kept = [], []
     for memory in (None, HostTensors()):
@@ -481,7 +480,7 @@ def test_a_layer_keeps_nothing_on_the_device_and_its_gradients_are_the_same(mode
         kept.append(len(held))
     layers = len(model.model.layers)
     assert (memory.moved, memory.fetched) == (2 * layers, 2 * layers)
-    assert kept[0] - kept[1] == 2 * layers  # what the layers saved the outer hooks did not see
+    assert kept[0] - kept[1] == 2 * layers  # saved inside the layers, invisible to the outer hooks
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
 
@@ -495,7 +494,7 @@ def test_attention_by_cudnn_needs_a_gpu_and_16_bits():
 
 
 @pytest.mark.parametrize("name", ["liger", "activation_offload"])
-def test_what_needs_a_gpu_says_so(name):
+def test_optimizations_that_need_a_gpu_are_errors_without_one(name):
     (told,) = refusals_on(spec_of(optimizations={name: True}), None)
     assert told == f"optimizations.{name} needs a GPU: set it to off"
 
@@ -505,7 +504,7 @@ def test_what_needs_a_gpu_says_so(name):
     [{"fp8": "tensorwise", "compile": True}, {"chunked_loss": True}, {"liger": True}, {"compile": True}],
     ids=json.dumps,
 )
-def test_unsloth_brings_its_own(optimizations):
+def test_unsloth_excludes_optimizations_that_it_replaces(optimizations):
     with pytest.raises(ValueError, match="with method unsloth"):
         spec_of(method={"name": "unsloth"}, optimizations=optimizations)
 
@@ -518,7 +517,7 @@ def test_the_longest_samples_come_first_and_the_others_keep_their_order():
 
 
 @pytest.mark.parametrize("name", ["packing", "padding_free"])
-def test_unsloth_is_told_where_samples_begin_in_its_own_words_and_its_attention_must_have_read_them(name, monkeypatch):
+def test_unsloth_attention_must_read_the_sample_boundaries(name, monkeypatch):
     spec = spec_of(method={"name": "unsloth"}, optimizations={name: True})
     collator = Collator(spec, 0, 8, 4)
     rows = [{"input_ids": [1, 2, 3, 4, 5], "labels": [1, 2, 3, 4, 5], "lengths": [3, 2]}]

@@ -1,5 +1,4 @@
-"""An optimizer that steps within the backward pass trains what one after it does, to the last bit; its states may wait
-in host memory meanwhile."""
+"""Updates inside the backward pass equal updates after it, bit by bit; the states may be in host memory."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def test_states_in_host_memory_change_nothing(trained, monkeypatch, optimizer):
     )
     there, away = trained(True, optimizer), trained("offload", optimizer)
     assert len(between) == len(figures(away)) > 2
-    assert not any(there for _, there in between)  # no state is on the device between steps
+    assert not any(there for _, there in between)  # no states on the device between steps
     assert figures(away) == figures(there)
     assert read_json(away.applied)["optimizer_states_on_host_gb"] > 0
 
@@ -84,7 +83,7 @@ def test_states_are_the_parameters_own_whatever_the_order(monkeypatch):
     for order in (names, names, names[::-1], "aabbc", "e"):
         for name in order:
             kept.around(name, lambda name=name: step(name))
-            left[-1][1].fill_(float("nan"))  # the device's copy is nobody's from here on
+            left[-1][1].fill_(float("nan"))  # the device copy is unused from here on
     totals = {name: sum(order.count(name) for order in ("abcde", "abcde", "edcba", "aabbc", "e")) for name in names}
     assert {name: state[name]["sum"].tolist() for name in names} == {
         name: [ord(name) * count] * 3 for name, count in totals.items()
@@ -104,7 +103,7 @@ def test_states_are_the_parameters_own_whatever_the_order(monkeypatch):
         ("measure", {"gradients": 2}, "leaves no gradient to look at"),
     ],
 )
-def test_what_it_cannot_go_with_is_told_with_a_way_out(section, keys, said):
+def test_incompatible_settings_are_errors_with_a_fix(section, keys, said):
     spec = spec_of(method=FULL, train={"max_grad_norm": 0}, optimizations={"optimizer_in_backward": "offload"})
     assert refusals(spec) == []
     assert refusals_on(spec, (9, 0)) == []

@@ -1,4 +1,4 @@
-"""`ftbench profile` as a user calls it: real training of a tiny model in a process of its own, recorded and read."""
+"""`ftbench profile` as a user calls it: real training of a tiny model in a separate process, recorded and read."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_the_page_shows_a_profile_from_a_bundle(recorded, tmp_path):
     assert "What memory is for" in page
 
 
-# --- a profiler that loses what a GPU did ----------------------------------------------------------------------------
+# --- a profiler that loses GPU events --------------------------------------------------------------------------------
 
 
 def event(name: str, kind: str = "CPU") -> SimpleNamespace:
@@ -188,7 +188,7 @@ def test_a_profile_that_one_rank_lost_is_made_once_more_by_all(tmp_path, cache, 
 
 
 def test_where_no_steps_are_left_what_was_lost_is_said(tmp_path, cache):
-    """The parent reads the trace, and says so; here there is nothing to lose."""
+    """The parent reads the trace and reports missing events; here nothing is missing."""
     measure = {"profile": "on", "profile_steps": 2}
     spec = write_spec(tmp_path, dataset=DATA, train=TRAIN | {"max_steps": 11}, measure=measure)
     with Command(spec, tmp_path / "out", before=partial(losing, tmp_path / "tries")) as command:

@@ -1,5 +1,5 @@
-"""Attention with sinks by a kernel that knows none: values and gradients are those of transformers' gpt-oss, in
-float64, around a plain stand-in for what flash attention promises."""
+"""Attention with sinks, from a kernel without sinks: values and gradients equal those of transformers' gpt-oss in
+float64. A plain stand-in replaces flash attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS, HEADS, GROUPS, WIDTH = 17, 6, 3, 8
 
 
 def seen(window: int) -> torch.Tensor:
-    """Which token (row) sees which: itself, `window` before it, of its own sample."""
+    """Return which tokens each token (row) sees: itself and `window` tokens before it in its sample."""
     sample = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
     near = distance >= 0 if window < 0 else (distance >= 0) & (distance <= window)
@@ -105,7 +105,7 @@ def test_attention_by_boundaries_hands_sinks_and_window_on(flash):
         out, _ = varlen(None, *rows, None, s_aux=sinks, sliding_window=given, **samples)
         expected = SinkAttention.apply(query, key, value, sinks, BOUNDS, 11, 0.3, window)
         torch.testing.assert_close(out[0], expected, atol=0, rtol=0)
-    with pytest.raises(SpecError, match="knows no caps"):
+    with pytest.raises(SpecError, match="does not support softcapping"):
         varlen(None, *rows, None, softcap=30.0, **samples)
 
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's layers in place of frozen ones, with a stand-in: neither it nor its GPU is here."""
+"""Transformer Engine's layers replace frozen ones. A stand-in replaces the package, which needs a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def asking(value="te-current", **sections):
 
 
 class Engine(torch.nn.Linear):
-    """What te.pytorch.Linear asks of its callers: rows in multiples, and 8 bits only inside its context."""
+    """Enforce the requirements of te.pytorch.Linear: rows in multiples, and 8 bits only inside its context."""
 
     scaling: ClassVar[list] = []
 
@@ -89,7 +89,7 @@ def test_any_number_of_rows_is_multiplied_and_takes_its_gradient(engine, value, 
 
 @pytest.mark.parametrize("model", ["tiny/qwen3", "tiny/llava-next"])
 def test_what_is_frozen_is_converted_once_adapters_lie_on_it(engine, cache, model):
-    """Of every part of the model; adapters, the head, and what is trained whole stay as they are."""
+    """Layers of each part are replaced; adapters, the head and fully trained layers are not."""
     vision = {} if model == "tiny/qwen3" else {"projector": "full"}
     spec = asking(model={"id": model}, method=vision, **({"dataset": IMAGES} if vision else {}))
     plain = methods.load("lora").adapt(loading.load_model(spec, loading.source_of(spec.model)), spec)

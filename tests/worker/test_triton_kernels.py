@@ -1,4 +1,4 @@
-"""With our Triton kernels a model learns what it learns without: values, gradients, one graph for the compiler."""
+"""With the Triton kernels a model learns the same as without: values, gradients, one compiled graph."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def learned(model):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "peft"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_every_gradient_are_those_of_the_familys_own_code(kernels, family, fused):
+def test_loss_and_gradients_equal_transformers(kernels, family, fused):
     plain, ours = model_of(family), model_of(family)
     if fused:
         fused_lora.apply(ours, ON)
@@ -76,7 +76,7 @@ def test_loss_and_every_gradient_are_those_of_the_familys_own_code(kernels, fami
     torch.testing.assert_close(learned(ours), learned(plain), atol=1e-6, rtol=1e-5)
 
 
-def test_adapters_that_are_switched_off_leave_the_base_model(kernels):
+def test_disabled_adapters_leave_the_base_model(kernels):
     plain, ours = model_of(), model_of()
     fused_lora.apply(ours, ON)
     kernels.apply(ours, ON)
@@ -84,7 +84,7 @@ def test_adapters_that_are_switched_off_leave_the_base_model(kernels):
         torch.testing.assert_close(ours(input_ids=IDS).logits, plain(input_ids=IDS).logits)
 
 
-def test_answers_are_written_word_by_word_as_before(kernels):
+def test_generation_is_unchanged(kernels):
     plain, ours = model_of(), model_of()
     fused_lora.apply(ours, ON)
     kernels.apply(ours, ON)
@@ -93,7 +93,7 @@ def test_answers_are_written_word_by_word_as_before(kernels):
 
 
 @pytest.mark.parametrize("with_kernels", [True, False], ids=["kernels", "no kernels"])
-def test_answers_are_written_without_8_bit_products(with_kernels, monkeypatch):
+def test_generation_uses_no_8_bit_products(with_kernels, monkeypatch):
     """An answer grows by a row, and those want many."""
     if with_kernels:
         module("kernels.decoder_layer")
@@ -107,7 +107,7 @@ def test_answers_are_written_without_8_bit_products(with_kernels, monkeypatch):
     assert len(products) == 2 * (4 + 4) - 1
 
 
-def test_one_compiled_graph_serves_all_layers_but_the_first_and_copies_nothing_between_products(kernels):
+def test_one_compiled_graph_serves_all_layers_without_copies(kernels):
     plain, ours = model_of(), model_of()
     fused_lora.apply(ours, ON)
     kernels.apply(ours, ON)
@@ -116,7 +116,7 @@ def test_one_compiled_graph_serves_all_layers_but_the_first_and_copies_nothing_b
     for layer in decoder_layers(ours):
         layer.compile(backend="aot_eager")
     torch.testing.assert_close(learned(ours), learned(plain), atol=1e-6, rtol=1e-5)
-    assert compiled.graphs() == 2  # the first layer's input has no gradient
+    assert compiled.graphs() == 2  # the first layer's input needs no gradient
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
@@ -134,7 +134,7 @@ def in_8_bits(recipe, *, kernels=True):
 
 
 def distance(found, expected):
-    """Of the loss and all gradients, relative to the largest."""
+    """Return the errors of the loss and of all gradients, relative to the largest value."""
     (loss, ours), (other, theirs) = found, expected
     apart = sum((ours[name].double() - theirs[name].double()).square().sum() for name in theirs)
     return max(
@@ -147,8 +147,8 @@ def learned_in_16_bits(model):
         return learned(model)
 
 
-def test_kernels_read_what_8_bit_products_and_adapters_make_side_by_side(kernels, monkeypatch):
-    """Four products each way of what were seven, each written into by its adapters', and one graph for all layers."""
+def test_kernels_read_joined_outputs_of_8_bit_products(kernels, monkeypatch):
+    """Four products per direction instead of seven, each shared with its adapters, and one graph for all layers."""
     plain, ours = in_8_bits("tensorwise", kernels=False), in_8_bits("tensorwise")
     made = AdaptedProduct
     calls = []
@@ -186,7 +186,7 @@ def test_an_adapted_product_is_the_sum_of_its_parts():
 
 @pytest.fixture
 def in_torch(monkeypatch):
-    """The cast by the last step's maximum as plain torch says it."""
+    """Cast by the last step's maximum, in plain torch."""
     delayed = module("kernels.delayed_cast")
 
     def cast(x, maxima, dtype):
@@ -197,8 +197,8 @@ def in_torch(monkeypatch):
     monkeypatch.setattr(delayed, "cast_by_last", cast)
 
 
-def test_an_mlp_whose_gate_hands_over_8_bits_learns_what_its_parts_do(kernels, in_torch, monkeypatch):
-    """By kernels as plain torch says them: what they are given, and where it goes."""
+def test_fused_8_bit_mlp_learns_the_same_as_its_parts(kernels, in_torch, monkeypatch):
+    """Kernels in plain torch, with the same arguments and outputs."""
     gate, cast = module("kernels.adapted_swiglu"), module("kernels.delayed_cast").cast_by_last
 
     def gated(both):
@@ -236,7 +236,7 @@ def test_an_mlp_whose_gate_hands_over_8_bits_learns_what_its_parts_do(kernels, i
         assert (mine.float() - theirs.float()).norm() < 0.05 * theirs.float().norm()
 
 
-def test_an_mlp_of_8_bits_keeps_gate_and_up_and_not_what_they_make(kernels):
+def test_fused_8_bit_mlp_saves_only_gate_and_up(kernels):
     ours, kept = in_8_bits("tensorwise-delayed"), []
 
     def keep(part):
@@ -273,9 +273,9 @@ def test_scales_of_the_step_before(kernels, in_torch):
     assert not any("maxima" in name for name in ours.state_dict())
 
 
-def test_casts_of_the_step_before_are_in_the_one_graph_of_all_layers(kernels):
-    """By the kernel itself, of whose writing into the maxima torch is not told. Triton's interpreter does not round as
-    a GPU does, so that what is learned says nothing here."""
+def test_delayed_casts_are_part_of_the_one_graph(kernels):
+    """The real kernel runs, whose writes to the maxima are hidden from torch. Triton's interpreter rounds
+    differently from a GPU, so the learned values are not compared."""
     plain, ours = in_8_bits("tensorwise-delayed"), in_8_bits("tensorwise-delayed")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -292,7 +292,7 @@ def test_casts_of_the_step_before_are_in_the_one_graph_of_all_layers(kernels):
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_an_evaluation_leaves_the_scales_as_they_are(kernels, in_torch):
+def test_evaluation_does_not_change_the_scales(kernels, in_torch):
     ours = in_8_bits("tensorwise-delayed", kernels=False)
     learned_in_16_bits(ours)
     known = maxima_of(ours)[..., 1].clone()
@@ -315,7 +315,7 @@ TRAINING = {
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu trains with them there")
-def test_steps_of_sgd_with_the_kernels_are_those_without(kernels, train_here):
+def test_sgd_steps_with_kernels_equal_those_without(kernels, train_here):
     rows = []
     for on in (False, True):
         run = train_here(**TRAINING, optimizations={"triton_kernels": on, "fused_lora": on})
@@ -326,17 +326,17 @@ def test_steps_of_sgd_with_the_kernels_are_those_without(kernels, train_here):
         assert ours == pytest.approx(plain, rel=1e-5)
 
 
-def test_layers_of_another_form_are_refused(kernels):
+def test_unsupported_layers_are_an_error(kernels):
     with pytest.raises(
         SpecError,
-        match=rf"knows the layers of {', '.join(FAMILIES)} .* and Gemma2ForCausalLM has others: set it to off",
+        match=rf"supports layers of {', '.join(FAMILIES)} .* but Gemma2ForCausalLM has others: set it to off",
     ):
         kernels.apply(model_of("gemma2"), ON)
     with pytest.raises(SpecError, match="with silu, and LlamaForCausalLM has others"):
         kernels.apply(model_of("llama", hidden_act="gelu"), ON)
 
 
-def test_what_they_cannot_work_with_is_a_sentence():
+def test_unsupported_settings_are_errors():
     assert refusals_on(ON, None) == ["optimizations.triton_kernels needs a GPU: set it to off"]
     assert refusals_on(ON, (8, 6)) == []
     for changes, words in (
@@ -365,13 +365,13 @@ def bench_kernels(*arguments):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU here")
-def test_kernels_are_timed_on_a_gpu_alone():
+def test_kernel_timing_needs_a_gpu():
     done = bench_kernels()
     assert (done.returncode, done.stdout) == (1, "")
     assert "this machine has no GPU to time kernels on" in done.stderr
 
 
-def test_what_is_timed_computes_the_same(kernels):
+def test_timed_variants_compute_the_same(kernels):
     done = bench_kernels("--check")
     assert done.returncode == 0, done.stderr
     assert [line[:14].strip() for line in done.stdout.splitlines()] == ["swiglu", "norm", "sum and norm", "heads"]

@@ -1,5 +1,5 @@
-"""Weights that wait in host memory train what weights on the device do: to the last bit, each read in its layer's turn
-alone. On the CPU, where a copy into a buffer is a copy all the same."""
+"""Weights in host memory train the same as weights on the device, bit by bit, and are read only in their layer's
+turn. On the CPU a copy into a buffer is also a copy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ RECIPES = {
 
 @pytest.fixture
 def trained(tmp_path, cache, monkeypatch):
-    """Trains a tiny model of several layers with SGD, unclipped; its directory."""
+    """Return a function that trains a tiny model of several layers with SGD without clipping and returns its
+    directory."""
 
     def run(on: dict, **changes):
         tied = changes.pop("model", {}).get("tied", False)
@@ -68,7 +69,7 @@ def figures(run) -> list[tuple]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_losses_gradients_and_adapters_are_those_of_weights_on_the_device(trained, monkeypatch, name):
+def test_losses_gradients_and_adapters_equal_those_on_the_device(trained, monkeypatch, name):
     monkeypatch.setattr(fused_lora, "_group", lambda layers, spec: fused_lora.BesideGroup(layers, torch.float32))
     there, away = (trained(on, **RECIPES[name]) for on in ({"gradient_checkpointing": True}, ON))
     assert figures(away) == figures(there)
@@ -83,7 +84,7 @@ def test_losses_gradients_and_adapters_are_those_of_weights_on_the_device(traine
 
 
 @pytest.mark.parametrize("name", ["tied, loss over chunks", "4 bits"])
-def test_the_estimate_counts_what_waits_and_what_is_there(trained, name):
+def test_estimate_counts_host_and_device_weights(trained, name):
     run = trained(ON, **RECIPES[name])
     applied, spec = read_json(run.applied), Experiment.model_validate(read_json(run.spec_json))
     model = shape_of(spec.model, json.loads(Path(spec.model.path).read_text()))
@@ -117,27 +118,27 @@ class TooEarly(WeightStream):
 
 
 @pytest.mark.parametrize("name", ["two passes a step, evaluated", "4 bits"])
-def test_nothing_reads_a_layers_weights_outside_its_turn(trained, monkeypatch, name):
+def test_weights_are_read_only_in_their_turn(trained, monkeypatch, name):
     expected = figures(trained(ON, **RECIPES[name]))
     monkeypatch.setattr(weight_offload, "WeightStream", Poisoned)
     assert figures(trained(ON, **RECIPES[name])) == expected
 
 
-def test_a_buffer_that_is_overwritten_too_early_would_be_noticed(trained, monkeypatch):
+def test_early_overwrite_of_a_buffer_is_noticed(trained, monkeypatch):
     expected = figures(trained(ON))
     monkeypatch.setattr(weight_offload, "WeightStream", TooEarly)
     assert figures(trained(ON)) != expected
 
 
-def test_what_has_memory_of_its_own_on_the_device_is_told(trained, monkeypatch):
+def test_weights_outside_the_buffers_are_reported(trained, monkeypatch):
     matrices = weight_offload._matrices
     monkeypatch.setattr(weight_offload, "_matrices", lambda layer: list(matrices(layer))[1:])
-    with pytest.raises(NotAppliedError, match="of layer 0 has memory of its own"):
+    with pytest.raises(NotAppliedError, match="of layer 0 has separate memory"):
         trained(ON)
 
 
 def stream(layers: int) -> tuple[WeightStream, list[dict]]:
-    """A stream of layers with a matrix and its scale each, of values that tell the layer."""
+    """Return a stream of layers with a matrix and its scale each, whose values identify the layer."""
     owners = [{"matrix": torch.full((3, 5), float(n)), "scale": torch.full((7,), n, dtype=torch.uint8)}
               for n in range(layers)]  # fmt: skip
     weights = [[Weight(tensor, lambda view, owner=owner, name=name: owner.update({name: view}))
@@ -146,7 +147,7 @@ def stream(layers: int) -> tuple[WeightStream, list[dict]]:
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 6])
-def test_whatever_the_order_a_layer_in_its_turn_has_its_own_weights(layers):
+def test_layer_has_its_weights_in_any_order(layers):
     made, owners = stream(layers)
     order = torch.randint(0, layers, (200,), generator=torch.Generator().manual_seed(0)).tolist()
     for index in [*range(layers), *reversed(range(layers)), *range(layers), *order]:
@@ -156,7 +157,7 @@ def test_whatever_the_order_a_layer_in_its_turn_has_its_own_weights(layers):
     assert {owner["matrix"].dtype for owner in owners} == {torch.float32}
 
 
-def test_a_training_step_copies_each_layer_once_a_pass_but_for_those_that_are_there_already():
+def test_step_copies_each_missing_layer_once_per_pass():
     made, _ = stream(6)
     copied = []
     fetch = made._fetch
@@ -167,7 +168,7 @@ def test_a_training_step_copies_each_layer_once_a_pass_but_for_those_that_are_th
     assert copied == [0, 1, 2, 3, 4, 5, 3, 2, 1, 0, 2, 3, 4, 5, 3, 2, 1, 0]
 
 
-def test_the_head_begins_to_come_as_the_forward_pass_nears_its_end_and_is_kept_by_nobody():
+def test_head_is_fetched_late_and_not_kept():
     made, _ = stream(4)
     matrix = torch.arange(12.0).view(3, 4)
     made.head = HostMatrix(matrix, made.copies)
@@ -202,7 +203,7 @@ def test_the_head_begins_to_come_as_the_forward_pass_nears_its_end_and_is_kept_b
         ({"launch": {"gpus": 2}}, "is for one GPU"),
     ],
 )
-def test_what_it_cannot_go_with_is_told_with_a_way_out(changes, said):
+def test_incompatible_settings_are_errors_with_a_fix(changes, said):
     spec = spec_of(optimizations=ON)
     values = {name: keys for name, keys in changes.items() if name != "method"}
     parts = {name: getattr(spec, name).model_copy(update=keys) for name, keys in values.items()}
@@ -212,7 +213,7 @@ def test_what_it_cannot_go_with_is_told_with_a_way_out(changes, said):
     assert any("weight_offload" in told and said in told for told in refusals(spec.model_copy(update=parts)))
 
 
-def test_unsloth_is_told_what_it_is_to_save_and_what_is_not_there_is_told():
+def test_unsloth_offload_is_verified():
     values = {"name": "a", "model": {"id": "Qwen/Qwen3-8B"}}
     plain, saving = (
         Experiment.model_validate(values | {"method": {"name": "unsloth", **keys}}).method
@@ -236,7 +237,7 @@ def test_unsloth_is_told_what_it_is_to_save_and_what_is_not_there_is_told():
 
 
 @pytest.mark.parametrize("size", [1, 4096, 5000])
-def test_locked_memory_has_pages_of_its_own_that_a_forked_process_shares(monkeypatch, size):
+def test_locked_memory_is_shared_with_a_forked_process(monkeypatch, size):
     locked = []
     torchs = SimpleNamespace(cudaHostRegister=lambda *arguments: locked.append(arguments))
     monkeypatch.setattr(torch.cuda, "cudart", lambda: torchs)

@@ -1,5 +1,5 @@
-"""The attention implementation: chosen when the model is loaded. `varlen`, torch's own for rows without padding, and
-`cudnn`, torch's sdpa with cuDNN's kernels alone, are made known to transformers here."""
+"""The attention implementation, chosen when the model is loaded. This module registers two more with transformers:
+`varlen`, torch's attention for rows without padding, and `cudnn`, torch's sdpa restricted to cuDNN's kernels."""
 
 import inspect
 from typing import Any
@@ -28,8 +28,8 @@ def register() -> None:
 
 
 def cudnn(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Compute transformers' sdpa with cuDNN's kernels alone. Raises RuntimeError (torch's: no available kernel) for
-    what cuDNN does not compute."""
+    """Compute transformers' sdpa with cuDNN's kernels only. Raises torch's RuntimeError (no available kernel) for
+    inputs that cuDNN does not support."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -38,8 +38,8 @@ def cudnn(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
 
 
 def attention(kernel: Any) -> Any:
-    """Return an attention function for transformers around torch's kernel, whose arguments differ between versions
-    of torch: they are looked up here, once, and not in what is compiled."""
+    """Return an attention function for transformers that calls torch's kernel. The kernel's arguments differ between
+    torch versions; they are looked up once here, outside of compiled code."""
     takes = frozenset(inspect.signature(kernel).parameters)
 
     def varlen(
@@ -53,19 +53,19 @@ def attention(kernel: Any) -> Any:
         if cu_seq_lens_q is None or query.shape[0] != 1:
             raise SpecError("optimizations.attention varlen was given a padded batch: set packing or padding_free")
         if kwargs.get("softcap"):
-            raise SpecError("optimizations.attention varlen knows no caps of attention: use sdpa or eager")
+            raise SpecError("optimizations.attention varlen does not support softcapping: use sdpa or eager")
         if kwargs.get("s_aux") is not None:
             window = sliding_window - 1 if sliding_window else -1
             return _with_sinks(query, key, value, kwargs["s_aux"], cu_seq_lens_q, max_length_q, scaling, window), None
         samples = cu_seq_lens_q.shape[0] - 1
-        whole = samples * max_length_q == query.shape[2]  # none is longer, so none can be shorter
+        whole = samples * max_length_q == query.shape[2]  # the total equals the maximum, so no sample is shorter
         if whole and not (sliding_window and sliding_window < max_length_q):
             return _by_rows(samples, query, key, value, scaling), None
         options: dict[str, Any] = {}
         if "window_size" in takes:
             options["window_size"] = (sliding_window - 1 if sliding_window else -1, 0)
         elif sliding_window:
-            raise SpecError("optimizations.attention varlen: this version of torch knows no sliding window: use sdpa")
+            raise SpecError("optimizations.attention varlen: this torch version has no sliding window: use sdpa")
         else:
             options["is_causal"] = True
         groups = query.shape[1] // key.shape[1]

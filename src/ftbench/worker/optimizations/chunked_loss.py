@@ -1,11 +1,10 @@
-"""The loss over chunks of the label tokens, with no wait for the device.
+"""The loss over chunks of the label tokens, without waiting for the device.
 
-trl's own chunked loss counts the label tokens on the device, waits for the count, and computes entropy and accuracy,
-which wait again. Here the collator has counted already and says where they stand. Logits of one chunk are alive at a
-time, and their gradient is taken at once (as Liger's fused loss does): two products with the head for each label, not
-the three of logits that are made again in the backward pass. With `compile` the softmax of a chunk is one compiled
-function, which passes over the logits three times instead of eleven. A head with a copy in 8 bits (`fp8_head`) is
-multiplied with a gradient in 8 bits.
+trl's chunked loss counts the label tokens on the device, waits for the count, and computes entropy and accuracy,
+which wait again. Here the collator counts the label tokens and passes their positions. The logits of one chunk exist
+at a time, and their gradient is computed immediately (as in Liger's fused loss): two products with the head per
+label instead of three with recomputed logits. With `compile` the softmax of a chunk is one compiled function, which
+reads or writes the logits three times instead of eleven. With `fp8_head` the gradient is multiplied in 8 bits.
 """
 
 import inspect
@@ -24,8 +23,8 @@ from ftbench.worker.model.parts import base_model
 
 SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # of gemma2, cohere2 and granite
 CHUNK = 2048  # label tokens; x 152k words x 4 bytes is 1.2 GB of logits
-SMALL = 2.0**15  # the largest power of two by which a gradient, -1 to 1, may be multiplied in 8 bits (e5m2)
-POSITIONS = "label_positions"  # the batch's key: where in the flattened labels a label stands
+SMALL = 2.0**15  # largest power of two that scales gradients of -1 to 1 into the 8-bit range (e5m2)
+POSITIONS = "label_positions"  # key of the batch: positions of labels in the flattened labels
 
 
 def apply(model: Any, spec: Experiment) -> None:
@@ -36,7 +35,7 @@ def apply(model: Any, spec: Experiment) -> None:
     text = base.config.get_text_config()
     if any(getattr(text, key, None) not in (None, 0, 1) for key in SCALES):
         raise SpecError(
-            f"optimizations.chunked_loss does not know how {type(base).__name__} scales its logits: leave it off"
+            f"optimizations.chunked_loss does not support how {type(base).__name__} scales its logits: set it to off"
         )
     softmax = torch.compile(probabilities) if spec.optimizations.compile else probabilities
     base.forward = MethodType(_forward(base.forward, softmax, CHUNK if setting is True else setting), base)
@@ -63,9 +62,9 @@ def chunked_loss(
     hidden: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor, head: Any, softmax: Any = None,
     size: int = CHUNK,
 ) -> torch.Tensor:  # fmt: skip
-    """Sum of the cross entropies, in nats. `hidden` is batch x length x width; `positions` are where labels stand in
-    the flattened `labels`, each predicted from the position before it; `size` of them are computed at a time.
-    `softmax` is `probabilities`, maybe compiled."""
+    """Return the sum of the cross entropies in nats. `hidden` is batch x length x width; `positions` are those of
+    labels in the flattened `labels`, each predicted from the position before it; `size` is the chunk length.
+    `softmax` is `probabilities`, compiled or not."""
     weight, bias = _whole(head.weight), _whole(head.bias)
     small = (head.of_gradient, head.of_gradient_factor) if hasattr(head, "of_gradient") else None
     given = (labels, positions, softmax or probabilities, size, torch.is_grad_enabled(), small)
@@ -73,9 +72,9 @@ def chunked_loss(
 
 
 def _whole(parameter: Any) -> Any:
-    """Return a parameter of the head as it is computed with. Under FSDP2 a frozen head that is a unit of its own is
-    gathered by its forward pass, which nobody calls here; one that is trained shares its unit with the last norm, which
-    has gathered both by now. One that waits in host memory (`weight_offload`) is copied."""
+    """Return a parameter of the head as a plain tensor. Under FSDP2 a frozen head with a separate unit would be
+    gathered by its forward pass, which is not called here. A trained head shares the unit of the last norm, which
+    has gathered both. With `weight_offload` it is copied from host memory."""
     if (fetch := getattr(parameter, "fetch", None)) is not None:
         return fetch()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -84,16 +83,16 @@ def _whole(parameter: Any) -> Any:
 def probabilities(
     logits: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype | None = None, scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probability of each word (labels x words) times `scale`, in the type of the logits or in `dtype`, and
-    the logarithm of the target's (labels x 1, float32): zeros where the target is none, which adds nothing to the loss
-    and its gradient."""
+    """Return the probabilities (labels x vocabulary) times `scale`, in the dtype of the logits or in `dtype`, and
+    the log probability of the target (labels x 1, float32). Both are zero for ignored targets, which then add
+    nothing to the loss and its gradient."""
     logarithms, there = torch.log_softmax(logits.float(), -1), targets[:, None] >= 0
     of_targets = torch.where(there, logarithms.gather(1, targets.clamp(min=0)[:, None]), 0.0)
     return torch.where(there, logarithms.exp() * scale, 0.0).to(dtype or logits.dtype), of_targets
 
 
 class _Loss(torch.autograd.Function):
-    """The loss, and what its gradients are but for the factor that the backward pass is given."""
+    """Compute the loss and its gradients in the forward pass; the backward pass only scales them."""
 
     @staticmethod
     def forward(
@@ -119,7 +118,7 @@ class _Loss(torch.autograd.Function):
                 _bits(gradient).scatter_(1, targets.clamp(min=0)[:, None], _bits(of_target))
                 total -= of_targets.sum()
                 _add(gradients, gradient, states, weight, chunk - 1, small)
-                del gradient  # or it would be there beside the next chunk's logits
+                del gradient  # free it before the next chunk's logits are computed
             else:
                 total += F.cross_entropy(logits.float(), targets, reduction="sum")
                 del logits
@@ -141,8 +140,8 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 def _add(
     gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, rows: Any, small: Any
 ) -> None:
-    """Add the gradient of one chunk's logits to those of the hidden states, the head's weight and its bias. With a
-    `small` head, transposed and its factor, which is frozen, the gradient is in 8 bits, times SMALL."""
+    """Add the gradient of one chunk's logits to those of the hidden states, the head's weight and its bias. With
+    `small` (a frozen head in 8 bits, transposed, and its factor) the gradient is in 8 bits, times SMALL."""
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         if small is None:
@@ -153,8 +152,8 @@ def _add(
             made = multiply_back(states, turned, factor, "tensorwise", None, short)
         of_hidden.view(-1, of_hidden.shape[-1])[rows] = made.to(of_hidden.dtype)
     if of_weight is not None and gradient.dtype == states.dtype == of_weight.dtype:
-        of_weight.addmm_(gradient.t(), states)  # in place, without a product of its own
-    elif of_weight is not None:  # under autocast the products alone are in 16 bits
+        of_weight.addmm_(gradient.t(), states)  # in place, without a temporary product
+    elif of_weight is not None:  # under autocast only the products are in 16 bits
         of_weight += gradient.t() @ states
     if of_bias is not None:
         of_bias += gradient.sum(0)

@@ -1,5 +1,5 @@
-"""torch.compile on each layer, of the decoder and of what reads images: one small graph of either, reused by all its
-layers, instead of one for the whole model."""
+"""torch.compile per layer, of the decoder and of the image encoder: one small graph for all layers instead of one
+for the model."""
 
 from functools import lru_cache
 from types import MethodType
@@ -16,9 +16,9 @@ _GUARDS = ("used_far_apart", "long_fusible_chains", "materialized_backward")
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Compile the layers. Images give batches many lengths: then graphs of the decoder are for all at once, where no
-    fixed shape is asked for, and those of the encoder where the images' own sizes differ. So are Qwen3-VL's in any
-    case: for one length alone (torch 2.11, H200) its gradients were 4 % too short, and once no numbers."""
+    """Compile the layers. With images, batches have many lengths: then the decoder's graphs are dynamic unless a
+    fixed shape is set, and the encoder's if image sizes differ. Qwen3-VL is always dynamic: compiled for one length
+    (torch 2.11, H200) its gradients were 4 % too short, and once NaN."""
     torch._dynamo.config.specialize_float = True  # scales never change: dynamic ones get a C++ kernel on the host
     for guard in _GUARDS:
         setattr(torch._functorch.config, f"ban_recompute_{guard}", spec.optimizations.compile != "lean")
@@ -31,7 +31,7 @@ def apply(model: Any, spec: Experiment) -> None:
     for layer in decoder_layers(model):
         layer.compile(dynamic=any_length or None)
     for layer in read:
-        if hasattr(layer, "attn"):  # Qwen's loops over images or windows: a graph would be for their number alone
+        if hasattr(layer, "attn"):  # Qwen loops over images or windows: a graph would depend on their number
             layer.attn.__class__ = _not_compiled(type(layer.attn))  # type: ignore[arg-type]
         layer.compile(dynamic=any_size or None)
     tower: Any = getattr(base_model(model).base_model, "vision_tower", None)
@@ -41,13 +41,13 @@ def apply(model: Any, spec: Experiment) -> None:
 
 @lru_cache
 def _not_compiled(kind: Any) -> Any:
-    """Return one class for the modules of all layers: a function of each layer's own would be a graph of its own."""
+    """Return one class for the modules of all layers, because separate functions would get separate graphs."""
     return type(f"NotCompiled{kind.__name__}", (kind,), {"forward": torch.compiler.disable(kind.forward)})
 
 
 def _clip(tower: Any, pixel_values: torch.Tensor, **_: Any) -> BaseModelOutputWithPooling:
-    """Return what each layer of a CLIP encoder makes. transformers keeps that by hooks, which end a graph in the middle
-    of each layer."""
+    """Return the outputs of each layer of a CLIP encoder. transformers collects them with hooks, which break the
+    graph in each layer."""
     states = [tower.pre_layrnorm(tower.embeddings(pixel_values))]
     for layer in tower.encoder.layers:
         states.append(layer(states[-1], None))

@@ -1,8 +1,8 @@
-"""Forward and backward pass as one CUDA graph: run a few times, recorded once, replayed for every batch.
+"""Forward and backward pass as one CUDA graph: warmed up, recorded once, replayed for each batch.
 
-A graph holds kernels with the addresses of their tensors. So each batch is copied into the tensors of the recorded one,
-and gradients are where they were recorded: the trainer drops them after each update, and they are put back. Nothing of
-Python runs in a replay. What is done with the gradients stays outside: clipping, any optimizer, the recorder.
+A graph holds kernels with the addresses of their tensors. So each batch is copied into the recorded tensors, and
+gradients are put back after the trainer drops them. No Python runs during a replay. Clipping, the optimizer and the
+recorder stay outside.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ _HELD = "graphed_step"  # where a model has it
 
 
 class CudaGraph:
-    """What of torch.cuda.CUDAGraph a step needs."""
+    """Wrap the parts of torch.cuda.CUDAGraph that a step needs."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, function: Callable[[], Any]) -> None:
-        """Call a function on a stream beside that of the training, as it will be recorded."""
+        """Call a function on a side stream, as it will be during recording."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -34,8 +34,8 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(stream)
 
     def record(self, function: Callable[[], Any]) -> Any:
-        """Return what a function makes; nothing is computed before the first replay. Other threads go on meanwhile: the
-        recorder's, which reads events, and the loader's, which pins memory."""
+        """Record a function and return its outputs; nothing is computed before the first replay. Other threads may
+        use CUDA meanwhile: the recorder reads events and the loader pins memory."""
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             return function()
 
@@ -54,9 +54,9 @@ class GraphedStep:
         self._loss: Any = None
 
     def __call__(self, train: Callable[..., Any], model: Any, batch: dict[str, Any], tokens: Any) -> torch.Tensor:
-        """Return the loss of a batch, its gradients in place. `train` is the trainer's own pass, `tokens` what the loss
-        is divided by. Raises SpecError for a batch of another shape, NotAppliedError for a pass that waits for the
-        device."""
+        """Return the loss of a batch and set its gradients. `train` is the trainer's forward and backward pass,
+        `tokens` the divisor of the loss. Raises SpecError for a batch of another shape, NotAppliedError for a pass
+        that waits for the device."""
         given = {**batch, _TOKENS: tokens}
         if self._graph is None:
             self._record(train, model, given)
@@ -88,7 +88,7 @@ class GraphedStep:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            first: BaseException = error  # the end of a recording tells only that something was wrong before
+            first: BaseException = error  # the final error only reports that recording failed earlier
             while first.__context__ is not None:
                 first = first.__context__
             why = str(first).strip().partition("\n")[0]
@@ -113,7 +113,7 @@ class GraphedStep:
 
 
 def _shapes(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return what of a batch is in the kernels themselves: shapes and numbers."""
+    """Return the parts of a batch that a recorded graph depends on: shapes and numbers."""
     return {
         name: tuple(value.shape) if torch.is_tensor(value) else value
         for name, value in batch.items() if torch.is_tensor(value) or isinstance(value, (int, float, type(None)))
@@ -139,4 +139,4 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     step = of(model)
     if not spec.optimizations.cuda_graph or (step is not None and step.replays):
         return []
-    return ["optimizations.cuda_graph is on and the first step was no replay of a graph"]
+    return ["optimizations.cuda_graph is on, but the first step did not replay a graph"]

@@ -43,7 +43,7 @@ class Features:
 
 
 def _on_host(part: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory, for which nobody waits: the device alone reads it, after it has written it."""
+    """Return a copy in host memory without waiting: only the device reads it, after it has written it."""
     return torch.empty_like(part, device="cpu", pin_memory=part.is_cuda).copy_(part, non_blocking=True)
 
 

@@ -1,10 +1,11 @@
-"""Products with the frozen base layers in 8-bit floats, their weights cast once. Adapters and output head stay.
+"""Products with frozen base layers in 8-bit floats; the weights are cast once. Adapters and output head stay in 16
+bits.
 
-torchao's recipes of the same names (Float8LinearConfig, torchao 0.17) scale and cast a weight in every forward pass and
-again in the backward pass: 2 x (read for the maximum, read, write half), 5 bytes a weight twice a step. A frozen weight
-never changes: it is cast when training is set up, once for each pass, and the 16-bit one is dropped. Hopper's products
-in 8 bits take both operands along the inner dimension (cuBLASLt: TN only), so each pass needs a layout of its own and
-the two together are as large as the 16-bit weight was.
+torchao's recipes of the same names (Float8LinearConfig, torchao 0.17) scale and cast a weight in each forward and
+backward pass: 2 x (read for the maximum, read, write half), 5 bytes per weight twice per step. A frozen weight never
+changes, so it is cast at set-up, once per pass direction, and the 16-bit weight is dropped. Hopper's 8-bit products
+need both operands along the inner dimension (cuBLASLt: TN only), so each direction needs a separate layout. Together
+they are as large as the 16-bit weight.
 """
 
 import copy
@@ -31,7 +32,7 @@ class Fp8Linear(torch.nn.Module):
     maxima: torch.Tensor | None
 
     def __init__(self, base: torch.nn.Linear, recipe: str, largest: torch.Tensor | None = None) -> None:
-        """Cast a layer's weight; `largest` is the largest value of those that share its factor."""
+        """Cast a layer's weight; `largest` is the maximum over all layers that share its factor."""
         super().__init__()
         self.in_features, self.out_features, self.recipe = base.in_features, base.out_features, recipe
         weight = base.weight.data
@@ -52,11 +53,12 @@ class Fp8Linear(torch.nn.Module):
         return made if self.bias is None else made + self.bias.to(made.dtype)
 
     def operands(self) -> tuple[Any, ...]:
-        """Return what a product takes besides its input."""
+        """Return the arguments of a product after its input."""
         return self.weight, self.factor, self.turned, self.turned_factor, self.recipe, self.maxima
 
     def forward_in_16_bits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product with the weight as it is after the cast, for a few rows: 8-bit products want many."""
+        """Return the product with the dequantized weight, for inputs of a few rows, where 8-bit products are
+        inefficient."""
         weight = (self.weight.float() * self.factor).to(x.dtype)
         return torch.nn.functional.linear(x, weight, self.bias)
 
@@ -68,8 +70,8 @@ def _wanted(module: Any, name: str) -> bool:
 
 
 def join(layers: list[Any]) -> Any:
-    """Return one layer whose product is that of layers which share a factor, side by side; their weights become views
-    of its: of one layer itself. None where they share no factor, or are no layers in 8 bits."""
+    """Join layers that share a factor into one layer whose output is theirs side by side; their weights become
+    views. One layer is returned unchanged. Returns None if the factors differ or a layer is not in 8 bits."""
     first = layers[0]
     if len(layers) == 1:
         return first if type(first) is Fp8Linear else None
@@ -109,7 +111,7 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def _keep_maxima(model: Any) -> None:
-    """Give each layer its part of what is kept from step to step."""
+    """Give each layer its slice of the maxima that are kept between steps."""
     from ftbench.kernels.delayed_cast import Maxima  # needs triton
 
     small = [module for module in model.modules() if type(module) is Fp8Linear]

@@ -15,7 +15,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model
 from ftbench.worker.optimizations.fp8 import MULTIPLE
 
-ROWS = 256  # of the transposed head that are cast at a time: by way of float32 all would be 5 GB of Qwen3's
+ROWS = 256  # rows of the transposed head cast at a time: all at once would need 5 GB in float32 for Qwen3
 
 
 def apply(model: Any, spec: Experiment) -> None:
@@ -25,7 +25,7 @@ def apply(model: Any, spec: Experiment) -> None:
     if any(parameter.requires_grad for parameter in head.parameters()) or any(side % MULTIPLE for side in weight.shape):
         raise SpecError(
             f"optimizations.fp8_head takes a frozen head whose sides are multiples of {MULTIPLE}, and this one is "
-            f"{' x '.join(map(str, weight.shape))}{', trained' if head.weight.requires_grad else ''}: set it to off"
+            f"{' x '.join(map(str, weight.shape))}{' and trained' if head.weight.requires_grad else ''}: set it to off"
         )
     largest = weight.abs().amax()
     parts, factors = zip(*(cast(part, WEIGHT, "tensorwise", largest) for part in weight.t().split(ROWS)), strict=True)
@@ -36,5 +36,5 @@ def apply(model: Any, spec: Experiment) -> None:
 def verify(model: Any, spec: Experiment) -> list[str]:
     head = base_model(model).get_output_embeddings()
     if spec.optimizations.fp8_head and (not hasattr(head, "of_gradient") or head.weight.requires_grad):
-        return ["optimizations.fp8_head is on and the head has no copy in 8 bits, or is trained"]
+        return ["optimizations.fp8_head is on, but the head is trained or lacks its 8-bit copy"]
     return []

@@ -1,5 +1,5 @@
-"""LoRA's small products within or beside the base product, layers that read the same input together: fewer passes over
-the activations than peft's, layer by layer (`adapter_products` counts them). peft's modules keep the parameters."""
+"""LoRA's small products fused with the base product, for all layers that read the same input: fewer passes over the
+activations than in peft (`adapter_products` counts them). peft's modules keep the parameters."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -18,7 +18,7 @@ from ftbench.worker.model.parts import base_model
 from ftbench.worker.optimizations import fp8
 
 ADAPTER = "default"  # peft's name for the only one
-MOST = 32  # columns of adapters that a whole MLP's kernels hold the sums of (`kernels/adapted_swiglu.py`)
+MOST = 32  # maximum adapter columns of the fused MLP kernels (`kernels/adapted_swiglu.py`)
 
 
 class AdapterGroup(torch.nn.Module):
@@ -37,7 +37,7 @@ class AdapterGroup(torch.nn.Module):
         self.read: torch.Tensor | None = None
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Return what the layer of this index makes of x."""
+        """Return the output of the layer with this index."""
         if self.read is not x or index not in self.ready:
             self.read, self.ready = x, dict(enumerate(self.outputs(x)))
         output = self.ready.pop(index)
@@ -49,13 +49,13 @@ class AdapterGroup(torch.nn.Module):
         raise NotImplementedError
 
     def holds(self, layers: Sequence[Any]) -> bool:
-        """Return whether it is of these layers, in their order, and `product` is all they make."""
+        """Return whether the group has exactly these layers, in this order and without biases."""
         biases = (layer.get_base_layer().bias for layer in self.layers)
         return self.layers == tuple(layers) and all(bias is None for bias in biases)
 
     def gated(self, x: torch.Tensor, down: Any) -> torch.Tensor | None:
-        """Return what a whole MLP makes, of which these are the first layers and `down` is the group of the last, where
-        there is a way of its own."""
+        """Return the output of an MLP whose first layers are this group and whose last is the group `down`, or None
+        if there is no fused MLP for them."""
         return None
 
     def is_on(self) -> bool:
@@ -97,8 +97,8 @@ class AugmentedGroup(AdapterGroup):
             start += self.sizes[index]
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the layers make of x, tokens x width (or with room behind it, which is written to), side by side,
-        and room behind them."""
+        """Return the layers' outputs for x (tokens x width, or wider: the extra columns are overwritten), side by
+        side, with extra columns."""
         return Augmented.apply(x.to(self.weight.dtype), self.weight, self.scales, *self.adapters())
 
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -121,7 +121,8 @@ class BesideGroup(AdapterGroup):
         self.register_buffer("a", torch.zeros(len(layers) * self.rank, self.width, **options), persistent=False)
         self.register_buffer("b", torch.zeros(sum(self.sizes), self.rank, **options), persistent=False)
         self.register_buffer("blocks", torch.zeros(sum(self.sizes), len(self.a), **options), persistent=False)
-        self.joined = (fp8.join([layer.get_base_layer() for layer in layers]),)  # a tuple: no parameters of its own
+        # a tuple, so that no parameters are registered
+        self.joined = (fp8.join([layer.get_base_layer() for layer in layers]),)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -132,7 +133,7 @@ class BesideGroup(AdapterGroup):
             self.blocks.split(self.sizes)[index][:, index * self.rank : (index + 1) * self.rank].copy_(b)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the layers make of x, tokens x width, side by side."""
+        """Return the layers' outputs for x (tokens x width), side by side."""
         made: torch.Tensor = AdaptedProduct.apply(x.to(self.a.dtype), *self.operands())
         return made
 
@@ -165,7 +166,7 @@ class BesideGroup(AdapterGroup):
 
 
 class _Fused:
-    """What an adapted layer's class is given in front of peft's."""
+    """Mixin that is put before peft's class in an adapted layer."""
 
     group: AdapterGroup
     place_in_group: int
@@ -208,7 +209,8 @@ def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
 
 
 def adapted(model: Any) -> dict[str, Any]:
-    """Return the linear layers with adapters by their names; fused experts are none. Raises SpecError for others."""
+    """Return the linear layers with adapters by name, without fused experts. Raises SpecError for other kinds of
+    adapters."""
     from peft.tuners.lora import LoraLayer
 
     adapters = {
@@ -218,12 +220,12 @@ def adapted(model: Any) -> dict[str, Any]:
     }
     for name, module in adapters.items():
         if not hasattr(module, "lora_A") or ADAPTER not in module.lora_A or module.lora_variant:
-            raise SpecError(f"optimizations.fused_lora does not know the adapter of {name}: set it to off")
+            raise SpecError(f"optimizations.fused_lora does not support the adapter of {name}: set it to off")
     return adapters
 
 
 def grouped(layers: dict[str, Any]) -> list[list[Any]]:
-    """Return layers of one parent that read the same input together, the others alone, in the order of the model."""
+    """Group layers of one parent that read the same input, in model order; other layers form groups of one."""
     kinds = {name: (siblings(name), each.in_features, type(each.get_base_layer())) for name, each in layers.items()}
     return [[layers[name] for name in names] for names in grouped_by(kinds, kinds.__getitem__).values()]
 
@@ -234,7 +236,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Return what no group holds."""
+    """Return the adapted layers that are in no group."""
     if not spec.optimizations.fused_lora:
         return []
     left = [name for name, module in adapted(model).items() if not isinstance(module, _Fused)]

@@ -1,5 +1,5 @@
-"""Gradient checkpointing: the trainer turns it on in every layer that supports it (SFTConfig). `selective` turns it off
-again in every second one; `offload` moves what the layers keep to host memory (`kernels/host_offload.py`)."""
+"""Gradient checkpointing: the trainer turns it on in each layer that supports it (SFTConfig). `selective` turns it
+off again in every second layer; `offload` moves the saved inputs to host memory (`kernels/host_offload.py`)."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def _is_on(module: Any) -> bool:
 
 
 def asked_for(spec: Experiment) -> bool | str:
-    """Return whether it is asked for, by the optimization or by unsloth's option of its own."""
+    """Return the requested setting, from the optimization or from unsloth's option."""
     own = getattr(spec.method, "use_gradient_checkpointing", "off")
     return spec.optimizations.gradient_checkpointing or own != "off"
 

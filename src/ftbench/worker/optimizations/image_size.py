@@ -1,4 +1,4 @@
-"""Images of fewer pixels: scaled where they are processed (`data/pixels.py`); the model is told of its tiles."""
+"""Smaller images: they are scaled during processing (`data/pixels.py`), and the model's tiles are limited here."""
 
 from typing import Any
 

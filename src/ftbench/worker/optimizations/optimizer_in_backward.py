@@ -1,5 +1,5 @@
-"""The optimizer's step within the backward pass: each parameter as soon as its gradient is whole, which is freed at
-once. `offload` keeps the states in host memory (`kernels/host_states.py`)."""
+"""Optimizer step inside the backward pass: each parameter is updated when its gradient is complete, and the gradient
+is freed. `offload` keeps the states in host memory (`kernels/host_states.py`)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,9 +17,9 @@ _STEPS = "steps_in_backward"  # where a model has what steps its parameters
 
 
 class StepsInBackward(TrainerCallback):
-    """Steps each parameter as its gradient comes. The trainer's own step finds no gradient, and does nothing; the norm
-    that it asks for is that of the gradients there were. `counts` says how often each parameter was stepped, `most` how
-    many had a gradient at once."""
+    """Update each parameter when its gradient is complete. The trainer's step then finds no gradients and does
+    nothing, and the norm it requests is computed from the gradients that were freed. `counts` holds the updates per
+    parameter, `most` the maximum number of gradients at once."""
 
     def __init__(self, offload: bool) -> None:
         self.counts: dict[Any, int] = {}
@@ -40,7 +40,7 @@ class StepsInBackward(TrainerCallback):
             self.counts[parameter] += 1
             self._norms[parameter] = torch.linalg.vector_norm(parameter.grad, dtype=torch.float32)
             if self.states is None:
-                optimizer.step()  # which passes over what has no gradient
+                optimizer.step()  # skips parameters without a gradient
             else:
                 self.states.around(parameter, optimizer.step)
             parameter.grad = None
@@ -60,7 +60,7 @@ class StepsInBackward(TrainerCallback):
 
 
 def attach(loop: Any, spec: Experiment) -> None:
-    """Let a trainer step so, where the spec asks."""
+    """Update parameters in the backward pass of this trainer if the spec asks for it."""
     if setting := spec.optimizations.optimizer_in_backward:
         steps = StepsInBackward(setting == "offload")
         loop.add_callback(steps)
@@ -82,7 +82,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     steps = getattr(base_model(model), _STEPS, None)
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     stepped = {name for name, each in trained.items() if steps and steps.counts[each]}
-    # An encoder's last layer may be read by nobody (LLaVA takes the last but one): it has no gradient at all.
+    # The last layer of an encoder may be unused (LLaVA reads the one before it): it gets no gradient.
     unread = {"vision"} & set(map(part_of, stepped))
     left = [name for name in trained if name not in stepped and part_of(name) not in unread]
     if left or steps is None:

@@ -1,4 +1,4 @@
-"""Rows of whole samples: filled with the data (`data/order.py`), laid end to end by the collator."""
+"""Packed rows: filled with complete samples (`data/order.py`) and concatenated by the collator."""
 
 from typing import Any
 

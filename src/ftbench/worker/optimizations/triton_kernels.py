@@ -1,4 +1,4 @@
-"""Our own Triton kernels for what stands between a layer's products (`kernels/decoder_layer.py`)."""
+"""Triton kernels for the operations between a layer's products (`kernels/decoder_layer.py`)."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def apply(model: Any, spec: Experiment) -> None:
     config = base_model(model).config.get_text_config()
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         raise SpecError(
-            f"optimizations.triton_kernels knows the layers of {', '.join(FAMILIES)} with silu, and "
+            f"optimizations.triton_kernels supports layers of {', '.join(FAMILIES)} with silu, but "
             f"{type(base_model(model)).__name__} has others: set it to off"
         )
     for layer in decoder_layers(model):
@@ -39,4 +39,4 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     if not spec.optimizations.triton_kernels:
         return []
     left = [index for index, layer in enumerate(decoder_layers(model)) if not _is_ours(layer)]
-    return [f"optimizations.triton_kernels is on and layer {left[0]} runs none of them"] if left else []
+    return [f"optimizations.triton_kernels is on, but layer {left[0]} does not use the kernels"] if left else []

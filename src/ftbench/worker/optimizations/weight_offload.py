@@ -21,8 +21,8 @@ _STREAM = "weight_stream"  # where a decoder has its layers' weights
 
 @contextmanager
 def quantised_on(device: torch.device) -> Iterator[None]:
-    """Let bitsandbytes quantise on the device what is loaded in host memory, a matrix at a time: the same codes as of a
-    model that is loaded there, and far sooner than on the CPU."""
+    """Let bitsandbytes quantize host tensors on the device, one matrix at a time: the same codes as for a model
+    loaded on the device, and much faster than on the CPU."""
     from bitsandbytes.nn import Params4bit
 
     quantise = Params4bit._quantize
@@ -71,7 +71,7 @@ def _matrices(layer: Any) -> Iterator[Weight]:
 
 
 def _to_device(module: nn.Module, device: torch.device) -> None:
-    """Move what a module itself holds, in place: names and ties stay what they are."""
+    """Move a module's own tensors in place, keeping names and ties."""
     for parameter in module.parameters(recurse=False):
         if (state := getattr(parameter, "quant_state", None)) is not None:
             state.to(device)
@@ -81,7 +81,7 @@ def _to_device(module: nn.Module, device: torch.device) -> None:
 
 
 class _InTurn(nn.Module):
-    """What a layer's class is given behind its own: called within a checkpoint, and around what is compiled."""
+    """Mixin that is put after a layer's class, so that it runs within a checkpoint and outside compiled code."""
 
     stream: WeightStream
     index: int
@@ -97,7 +97,7 @@ def _in_turn(kind: Any) -> Any:
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Let each layer fetch its weights as it is called."""
+    """Make each layer fetch its weights when it is called."""
     stream = getattr(decoder(model), _STREAM)
     for index, layer in enumerate(decoder_layers(model)):
         layer.__class__ = _in_turn(type(layer))  # type: ignore[arg-type]
@@ -117,8 +117,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Return what of the layers is on the device beside the two buffers, and which layer had no turn in the forward or
-    in the backward pass."""
+    """Return layers' matrices on the device outside the two buffers, and layers that were not loaded in both passes."""
     if not spec.optimizations.weight_offload:
         return []
     stream = getattr(decoder(model), _STREAM, None)
@@ -133,7 +132,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
             and parameter.untyped_storage().data_ptr() != buffers[index % 2]
         ]  # fmt: skip
         if left:
-            sentences.append(f"optimizations.weight_offload is on and {left[0]} of layer {index} has memory of its own")
+            sentences.append(f"optimizations.weight_offload is on, but {left[0]} of layer {index} has separate memory")
     if min(stream.turns) < 2:
         idle = stream.turns.index(min(stream.turns))
         sentences.append(f"optimizations.weight_offload is on and layer {idle} had {min(stream.turns)} turns in a step")

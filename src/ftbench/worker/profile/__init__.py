@@ -1,1 +1,1 @@
-"""What a run whose `measure.profile` is not off records: a trace of a few steps, and what their memory is for."""
+"""Records of a run with `measure.profile`: a trace of a few steps, and their memory by purpose."""

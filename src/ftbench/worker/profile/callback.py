@@ -4,9 +4,9 @@
            load  │ timed │ profiler│ profiled  │ memory
            kernels│      │ warms up│           │
 
-Memory is recorded in the first and in the last part: its stacks slow a step down, and so does the profiler; the timed
-steps are those of an ordinary run. Where layers are compiled the first part lasts until three steps compiled nothing.
-Where the profiler lost what a GPU did, on any rank, one more step is profiled by a new profiler.
+Memory is recorded in the first and in the last part, because its stack traces slow down a step, and so does the
+profiler; the timed steps are ordinary ones. With compiled layers the first part lasts until three steps compiled
+nothing. If the profiler lost the GPU's events on any rank, one more step is profiled by a new profiler.
 """
 
 import re
@@ -31,7 +31,7 @@ SCHEMA = 1
 _TIMED = 3
 _LATEST = 20  # a run that compiles for ever is profiled all the same
 _LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
-_LEAST_SEEN = 0.9  # of the launches, or a trace is none (profile/trace.py)
+_LEAST_SEEN = 0.9  # share of launches; below it the trace is unusable (profile/trace.py)
 
 
 def spreads_over_cpus(on_gpu: bool) -> bool:
@@ -40,7 +40,7 @@ def spreads_over_cpus(on_gpu: bool) -> bool:
 
 
 def is_lost(events: Iterable[Any]) -> bool:
-    """Return whether Kineto's events have launches without what the GPU did for them."""
+    """Return whether Kineto's events have launches without the matching GPU work."""
     on_cpu = torch.profiler.DeviceType.CPU
     launched = seen = 0
     for event in events:
@@ -52,7 +52,7 @@ def is_lost(events: Iterable[Any]) -> bool:
 
 
 def _on_any_rank(fact: bool) -> bool:
-    """Return whether something is so on any rank, which all have to ask."""
+    """Return whether a condition holds on any rank; all ranks must call it."""
     if parallel.rank() is None:
         return fact
     dist.all_reduce(facts := torch.tensor(float(fact), device=device()))
@@ -128,7 +128,7 @@ class Profiler(TrainerCallback):
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(
             activities=activities,
-            record_shapes=spreads_over_cpus(self._on_gpu),  # NCCL tells how much it sends, gloo does not
+            record_shapes=spreads_over_cpus(self._on_gpu),  # NCCL records the bytes it sends, gloo does not
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._count, repeat=1),
             on_trace_ready=self._keep,
         )

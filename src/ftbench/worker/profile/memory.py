@@ -63,7 +63,7 @@ class Memory:
         self._write(MEMORY, history, allocated)
 
     def failed(self, error: BaseException) -> None:
-        """Write oom.json where a GPU ran out of memory: what was alive at that moment."""
+        """Write oom.json after a GPU ran out of memory: the live tensors at that moment."""
         if self._on_gpu and of_exception(error, "", None)["state"] == "oom":
             self._gradients |= gradients(self._loop)
             history, allocated = self._on_cuda()
@@ -113,7 +113,7 @@ class Memory:
 
 
 def owned(loop: Any) -> dict[int, tuple[str, int]]:
-    """Return the address of each storage that stays, what it is, and its bytes."""
+    """Return the address, category and bytes of each permanent storage."""
     storages: dict[int, tuple[str, int]] = {}
     for tensor, kind in kept_tensors(loop.model, innermost(loop.optimizer)):
         if tensor.numel():
@@ -129,13 +129,13 @@ def gradients(loop: Any) -> set[int]:
 
 
 def _of_rank(tensor: Any) -> Any:
-    """Return this rank's share of a tensor that is spread over ranks, whose own storage there is none of."""
+    """Return this rank's shard of a distributed tensor, whose own storage is elsewhere."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def from_entries(entries: Iterable[dict[str, Any]]) -> tuple[list[Event], int | None]:
-    """Return the allocator's trace (torch.cuda.memory._snapshot) as events, and the index of the last one before memory
-    ran out. A block counts as given back when it is asked back: that is when `memory_allocated` falls."""
+    """Return the allocator's trace (torch.cuda.memory._snapshot) as events, and the index of the last one before
+    memory ran out. A block counts as freed when its free is requested, which is when `memory_allocated` falls."""
     events: list[Event] = []
     ran_out = None
     for entry in entries:
@@ -179,8 +179,7 @@ def _parsed(call: str) -> tuple[str, int, str]:
 
 
 def frame_of(frames: Sequence[tuple[str, int, str]]) -> str:
-    """Return the innermost frame of the libraries that people know their way in; `frames` (file, line, function),
-    innermost first."""
+    """Return the innermost frame of a well-known library; `frames` (file, line, function) start with the innermost."""
     for file, line, name in frames:
         parts = Path(file).parts
         package = next((i for i in reversed(range(len(parts))) if parts[i] in _KNOWN), None)

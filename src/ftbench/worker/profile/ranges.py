@@ -1,7 +1,7 @@
-"""Names for the parts of a step, in the trace and for Nsight Systems: contiguous, on the training thread.
+"""Names for the parts of a step in the trace: contiguous, on the training thread.
 
-data → forward ⇄ loss → metrics → backward, for each micro-batch, then clip → optimizer. `metrics` is what the trainer
-computes from the logits beside the loss.
+data → forward ⇄ loss → metrics → backward, for each micro-batch, then clip → optimizer. `metrics` is what the
+trainer computes from the logits in addition to the loss.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ class Ranges:
 
     def __init__(self) -> None:
         self._open: Any = None
-        self.listeners: list[Callable[[str], None]] = []  # hear of every part as it begins
+        self.listeners: list[Callable[[str], None]] = []  # called when a part begins
 
     def enter(self, name: str) -> None:
         """End the current range and begin another."""
@@ -59,5 +59,5 @@ def mark(loop: Any, ranges: Ranges) -> None:
     if isinstance(getattr(type(base), "loss_function", None), property):  # transformers' own
         base.loss_function = ranges.around(base.loss_function, LOSS, FORWARD)
     for module, name in ((chunked_loss, "chunked_loss"), (sft_trainer, "_chunked_cross_entropy_loss")):
-        if hasattr(module, name):  # trl's has another name in other versions; the names of its kernels tell it too
+        if hasattr(module, name):  # trl's range has another name in other versions; its kernels identify it too
             setattr(module, name, ranges.around(getattr(module, name), LOSS, FORWARD))
