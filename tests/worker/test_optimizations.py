@@ -352,7 +352,7 @@ def test_fp8_head_gradient_differs_by_rounding_only(dtype):
 
 
 def test_trained_or_odd_sized_head_is_an_error():
-    for head, said in ((torch.nn.Linear(64, 512), "512 x 64, trained"), (torch.nn.Linear(64, 500), "500 x 64")):
+    for head, said in ((torch.nn.Linear(64, 512), "512 x 64 and trained"), (torch.nn.Linear(64, 500), "500 x 64")):
         with pytest.raises(SpecError, match=f"multiples of 16, and this one is {said}"):
             with_small_head(head)
     model = with_small_head(torch.nn.Linear(64, 512).requires_grad_(False))
