@@ -9,8 +9,8 @@ import pytest
 
 from ftbench.spec import sweep
 from ftbench.spec.experiment import resolve
+from ftbench.spec.incompatibilities import machine_incompatibilities
 from ftbench.spec.load import load
-from ftbench.spec.refusals import refusals_on
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 STUDY = [
@@ -29,7 +29,7 @@ H100 = (9, 0)
 )
 def test_every_shipped_spec_loads_and_can_run_on_an_h100(path):
     spec = resolve(load(path), H100)
-    assert refusals_on(spec, H100) == []
+    assert machine_incompatibilities(spec, H100) == []
 
 
 @pytest.mark.parametrize("name", STUDY)

@@ -429,7 +429,7 @@ exhaustive = partial(pytest.param, marks=pytest.mark.exhaustive)
 
 def lifted() -> None:
     """Let a run begin whatever its strategy refuses."""
-    strategies.refusals = lambda spec: []
+    strategies.incompatibilities = lambda spec: []
     trl.refusals = lambda spec, capability: []
 
 

@@ -21,11 +21,11 @@ from ftbench.estimate.recommend.text import as_json, as_text, as_yaml
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.load import load, recipe
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.prices import load_prices
 from ftbench.spec.recipes import recipes
-from ftbench.spec.refusals import refusals, refusals_on
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = {"name": "night", "model": {"id": "Qwen/Qwen3-8B", "weights": "random"}, "method": {"name": "lora", "rank": 16},
@@ -56,8 +56,8 @@ def test_every_option_can_run_on_its_gpu_fits_and_meets_the_deadline(names):
     assert {option.gpu.name for option in found.options} <= set(names)
     assert len(found.options) + sum(found.ruled_out.values()) == found.weighed
     for option in found.options:
-        assert not refusals(option.spec)
-        assert not refusals_on(option.spec, capability_of(option.gpu))
+        assert not incompatibilities(option.spec)
+        assert not machine_incompatibilities(option.spec, capability_of(option.gpu))
         assert option.memory.verdict == "fits"
         assert option.seconds.expected <= 40 * 3600
         assert option.duration == estimate_duration(option.spec, option.gpu, STORE)

@@ -40,8 +40,8 @@ from ftbench.estimate.workload.sharding import Sharding, on_gpus, rank_batch, ra
 from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, Launch
+from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.load import load
-from ftbench.spec.refusals import refusals
 from ftbench.store.rundir import RunDir, read_json, write_json
 from ftbench.store.steps import StepsWriter, read_steps
 
@@ -585,7 +585,7 @@ def test_recommend_weighs_every_strategy_and_number_of_gpus(tmp_path: Path) -> N
         alone = (launch.gpus, launch.strategy) == (1, "none") and option.spec.optimizations.weight_offload
         assert alone or (launch.gpus in (2, 4) and launch.strategy in {"fsdp", "zero3", "tp", "tp+fsdp", "cp"})
         assert train.batch_size * train.gradient_accumulation_steps * sharding_of(launch).data == 8
-        assert refusals(option.spec) == []
+        assert incompatibilities(option.spec) == []
 
 
 def test_a_strategy_that_was_measured_as_estimated_has_a_narrow_band() -> None:

@@ -15,7 +15,7 @@ import warm
 from ftbench.core import rows, units
 from ftbench.core.hardware import canonical_name
 from ftbench.errors import SpecError
-from ftbench.spec import cost
+from ftbench.spec import prices
 from ftbench.spec.prices import Owned, load_prices
 from ftbench.store import rundir, summary
 from ftbench.store.rundir import RunDir
@@ -70,26 +70,26 @@ def document(*arguments: object) -> dict:
 
 
 def test_joules_per_token_follow_from_those_per_sample():
-    assert cost.joules_per_1m_tokens(62_500, 8, 2000) == pytest.approx(250_000)  # 62.5 J a sample of 250 tokens
-    assert cost.joules_per_1m_tokens(None, 8, 2000) is None
-    assert cost.joules_per_1m_tokens(62_500, 8, None) is None
+    assert prices.joules_per_1m_tokens(62_500, 8, 2000) == pytest.approx(250_000)  # 62.5 J a sample of 250 tokens
+    assert prices.joules_per_1m_tokens(None, 8, 2000) is None
+    assert prices.joules_per_1m_tokens(62_500, 8, None) is None
 
 
 def test_an_hour_becomes_samples_and_tokens():
-    assert cost.per_1k_samples(3.6, 8) == pytest.approx(0.125)  # 28,800 samples an hour
-    assert cost.per_1m_tokens(3.6, 2000) == pytest.approx(0.5)  # 7.2 M tokens an hour
-    assert cost.per_1k_samples(3.6, None) is None
-    assert cost.per_1m_tokens(3.6, None) is None
+    assert prices.per_1k_samples(3.6, 8) == pytest.approx(0.125)  # 28,800 samples an hour
+    assert prices.per_1m_tokens(3.6, 2000) == pytest.approx(0.5)  # 7.2 M tokens an hour
+    assert prices.per_1k_samples(3.6, None) is None
+    assert prices.per_1m_tokens(3.6, None) is None
 
 
 def test_break_even_is_where_both_have_cost_the_same():
-    hours = cost.break_even_hours(1000, 0.2, 1.2)
+    hours = prices.break_even_hours(1000, 0.2, 1.2)
     assert hours * 1.2 == pytest.approx(1000 + hours * 0.2)
-    assert cost.break_even_hours(1000, 1.2, 1.2) is None
-    assert cost.use_hours(2, 0.5) == pytest.approx(8766)
+    assert prices.break_even_hours(1000, 1.2, 1.2) is None
+    assert prices.use_hours(2, 0.5) == pytest.approx(8766)
     bought = {"price": 1, "currency": "EUR", "lifetime_years": 1, "utilisation": 1, "date": "2026-01-02", "source": "a"}
     owned = Owned.model_validate(bought | {"electricity_per_kwh": 0.5, "host_idle_watts": 100})
-    assert cost.running(owned, 500) == pytest.approx(0.3)  # 0.6 kWh
+    assert prices.running(owned, 500) == pytest.approx(0.3)  # 0.6 kWh
 
 
 @pytest.mark.parametrize(("value", "text"), [
@@ -232,20 +232,20 @@ def test_a_gpu_is_named_as_in_the_table_or_by_its_driver(name, found):
 def test_a_gpu_that_is_in_no_table_can_be_priced_if_it_was_used(tmp_path):
     path = price_file(tmp_path, f"NVIDIA L40: {{{RENT}}}")
     assert load_prices(path, ["NVIDIA L40"]).of("NVIDIA L40").rent.per_hour == 3.6
-    with pytest.raises(SpecError, match="is no GPU of these runs and none that ftbench knows"):
+    with pytest.raises(SpecError, match="unknown GPU, and not a GPU of these runs"):
         load_prices(path)
 
 
 MISTAKES = {
     "": "the file is empty; a price file needs a GPU",
-    "- a": "a price file is a mapping of keys, not a list",
+    "- a": "a price file must be a mapping of keys",
     "a: [": "not valid YAML",
-    f"NVIDIA H20O: {{{RENT}}}": "prices.yaml:1: NVIDIA H20O: is no GPU of these runs and none that ftbench knows",
+    f"NVIDIA H20O: {{{RENT}}}": "prices.yaml:1: NVIDIA H20O: unknown GPU, and not a GPU of these runs",
     f"NVIDIA H200: {{{RENT}}}\nH200 SXM: {{{RENT}}}": "prices.yaml:2: H200 SXM: is the same GPU as 'NVIDIA H200'",
     "H200 SXM: {}": "prices.yaml:1: H200 SXM: needs `rent:`, `owned:` or both",
-    "H200 SXM: 3": "prices.yaml:1: H200 SXM: 3 is no section: give it keys (allowed: rent, owned)",
+    "H200 SXM: 3": "prices.yaml:1: H200 SXM: 3 is not a section: give it keys (allowed: rent, owned)",
     "H200 SXM:\n  rnt: {}": "prices.yaml:2: H200 SXM.rnt: no such key; did you mean rent? (allowed: rent, owned)",
-    "H200 SXM:\n  rent: 3": "prices.yaml:2: H200 SXM.rent: 3 is no section: give it keys (allowed: per_hour, currency,",
+    "H200 SXM:\n  rent: 3": "prices.yaml:2: H200 SXM.rent: 3 is not a section: give it keys (allowed: per_hour, ",
     f"H200 SXM:\n  {RENT.replace('per_hour', 'per_hr')}": "H200 SXM.rent.per_hr: no such key; did you mean per_hour?",
     f"H200 SXM:\n  {RENT.replace('3.6', '-1')}": "prices.yaml:2: H200 SXM.rent.per_hour: -1: must be greater than 0",
     f"H200 SXM:\n  {RENT.replace('3.6', 'much')}": "H200 SXM.rent.per_hour: 'much' must be a number",
@@ -255,7 +255,7 @@ MISTAKES = {
     f"H200 SXM:\n  {RENT.replace(', source: a shop', '')}": "prices.yaml:2: H200 SXM.rent.source: is missing",
     f"H200 SXM:\n  {OWNED.replace('0.5, elec', '1.5, elec')}": "utilisation: 1.5: must be less than or equal",
     f"H200 SXM:\n  {OWNED.replace('electricity_per_kwh: 0.5, ', '')}": "`host_idle_watts` needs `electricity_per_kwh`",
-    "H200 SXM: !!python/object/apply:os.system [id]": "is a tag; specs hold plain values only",
+    "H200 SXM: !!python/object/apply:os.system [id]": "is not supported: only plain values are",
 }
 
 

@@ -8,9 +8,9 @@ from ftbench.errors import SpecError
 from ftbench.spec import ablation
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.load import load
 from ftbench.spec.optimizations import Optimizations, choices
-from ftbench.spec.refusals import refusals
 
 SPEC = Experiment.model_validate(
     {"name": "a", "model": {"id": "tiny/qwen3"}, "train": {"precision": "bf16", "optimizer": "adamw_torch_fused"},
@@ -44,7 +44,7 @@ def test_a_rung_adds_one_thing_to_what_it_is_held_against_and_can_work(rung):
     assert len(rung.changes) == len(over) + 1
     assert over.items() <= rung.changes.items()
     spec = SPEC.model_copy(update={"dataset": Dataset.model_validate(OF_IMAGES.get(rung.key, {}))})
-    assert refusals(ablation.with_changes(ablation.plain_spec(spec), rung.changes)) == []
+    assert incompatibilities(ablation.with_changes(ablation.plain_spec(spec), rung.changes)) == []
 
 
 def test_what_a_rung_is_held_against_comes_before_it():

@@ -9,8 +9,7 @@ import pytest
 
 from ftbench.errors import DataError, SpecError
 from ftbench.launch import runner
-from ftbench.spec.dataset_rows import check_file, row_example, row_format
-from ftbench.spec.datasets import Dataset
+from ftbench.spec.datasets import Dataset, check_file, row_example, row_format
 from ftbench.spec.load import load
 
 
@@ -38,7 +37,7 @@ def test_columns_of_any_name_are_a_question_and_its_answer(row, columns):
 
 def test_a_column_that_is_not_there_is_named_with_the_nearest():
     dataset = Dataset(name="owner/set", columns={"prompt": "questoin"})
-    with pytest.raises(DataError, match=r"prompt is `questoin`, and there is no such column.*did you mean question\?"):
+    with pytest.raises(DataError, match=r"there is no column `questoin` for prompt.*did you mean question\?"):
         row_format(dataset, {"question": "a", "answer": "b"}, "row 1")
 
 
@@ -60,7 +59,7 @@ def test_of_a_large_file_the_first_rows_are_looked_at(tmp_path):
 @pytest.mark.parametrize("key", [{"subset": "main"}, {"split": "test"}])
 def test_a_part_of_a_set_is_named_for_sets_of_the_hub_alone(key):
     assert Dataset(name="openai/gsm8k", **key)
-    with pytest.raises(ValueError, match="goes with owner/name"):
+    with pytest.raises(ValueError, match="goes with a dataset on the hub"):
         Dataset(name="alpaca", **key)
 
 

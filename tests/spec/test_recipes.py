@@ -6,10 +6,10 @@ from typer.testing import CliRunner
 from ftbench.cli import app
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import resolve
+from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.load import load
 from ftbench.spec.optimizations import Optimizations, triton_kernels
 from ftbench.spec.recipes import recipes
-from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.spec.sweep import cells
 
 H200 = (9, 0)
@@ -51,8 +51,8 @@ def test_a_recipe_works_on_each_method_it_is_for(write, name, method):
     model = VISION if name == "fastest-vision" else MODEL
     spec = resolve(load(write(f"extends: recipes/{name}.yaml\n{model}method: {method}\n")), H200)
     assert spec.method.name == method
-    assert refusals(spec) == []
-    assert refusals_on(spec, H200) == []
+    assert incompatibilities(spec) == []
+    assert machine_incompatibilities(spec, H200) == []
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -88,7 +88,7 @@ UNKNOWN = "model: {id: openai/gpt-oss-20b, weights: random}\n"
         (MODEL, BLACKWELL, [], "measured on GPUs of compute capability 9.0 alone"),
         (MODEL, AMPERE, [], "measured on GPUs of compute capability 9.0 alone"),
         (UNKNOWN, H200, [], "know no layers of gpt_oss"),
-        (MODEL, H200, ["launch.gpus=2", "launch.strategy=fsdp", "optimizations.fused_lora=off"], "not tried with"),
+        (MODEL, H200, ["launch.gpus=2", "launch.strategy=fsdp", "optimizations.fused_lora=off"], "not tested with"),
     ],
 )
 def test_kernels_of_our_own_are_on_where_they_were_measured_and_else_left_out_with_a_word(
@@ -101,7 +101,7 @@ def test_kernels_of_our_own_are_on_where_they_were_measured_and_else_left_out_wi
         word, resolved = triton_kernels.left_out(spec, capability), resolve(spec, capability)
         assert resolved.optimizations.triton_kernels is (why is None)
         assert resolved.optimizations.fp8 == (by_kernels if why is None or name == "fastest" else "tensorwise")
-        assert refusals(resolved) == []
+        assert incompatibilities(resolved) == []
         assert (word is None) if why is None else (why in word and word.startswith("optimizations.triton_kernels auto"))
 
 
@@ -152,7 +152,7 @@ def test_recipes_are_an_axis_and_the_name_is_the_place_on_it(write):
         ("recipe: other.yaml\n", (), "not model: use `extends:` for that"),
         ("", ("recipe=slowest",), "plain, fastest, fastest-fp8, fastest-full, fastest-qlora, fastest-small, "),
         ("", ("recipe=",), "is the name of one recipe"),
-        ("", ("recipe=.",), "is a directory"),
+        ("", ("recipe=.",), "Is a directory"),
     ],
 )
 def test_a_recipe_that_is_none_is_told_with_those_that_there_are(write, text, sets, said):

@@ -11,9 +11,9 @@ import pytest
 import ftbench
 from ftbench.spec.datasets import DATASETS, LIKE, Format
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.incompatibilities import machine_incompatibilities
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import OPTIMIZATIONS, ORDER, Optimizations
-from ftbench.spec.refusals import refusals_on
 
 ROOT = Path(ftbench.__file__).parent
 
@@ -40,8 +40,8 @@ def test_a_method_has_its_heavy_half(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_is_not_refused_on_a_gpu_and_says_why_if_it_needs_one(name):
     spec = Experiment.model_validate({"name": "a", "model": {"id": "a/b"}, "method": {"name": name}})
-    assert refusals_on(spec, (9, 0)) == []
-    without = refusals_on(spec, None)
+    assert machine_incompatibilities(spec, (9, 0)) == []
+    without = machine_incompatibilities(spec, None)
     assert bool(without) == METHODS[name].needs_gpu
     assert all("use lora or qlora" in told for told in without)
 

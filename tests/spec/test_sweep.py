@@ -176,7 +176,7 @@ def test_what_no_axis_varies_may_be_excluded_by(points):
         ("optimizations.fp8", "[off, rowwise]", "off", ["rowwise"]),
         ("measure.eval", "[off, end]", "off", ["end"]),
         ("launch.no_step_s", "[off, 5]", "off", [5]),
-        ("train.learning_rate", "[1e-4, 2e-4]", "1e-4", ["2e-4"]),
+        ("train.learning_rate", "[1e-4, 2e-4]", "1e-4", [2e-4]),
         ("train.learning_rate", "[1.0e-4, 2.0e-4]", "1e-4", [2e-4]),
         ("method.targets", "[[q_proj], [q_proj, v_proj]]", "[q_proj]", [["q_proj", "v_proj"]]),
         ("method.targets", "[[q_proj], [q_proj, v_proj]]", "[[q_proj], all-linear]", [["q_proj", "v_proj"]]),
@@ -250,7 +250,7 @@ def test_an_axis_that_is_none_says_how_to_write_one(problems, text):
 def test_a_key_that_can_be_no_axis_is_told_with_the_axis(problems, text):
     (told,) = problems("", text)
     key = text.partition("=")[0]
-    assert told.startswith(f"--axis {key}: {key!r} is no axis")
+    assert told.startswith(f"--axis {key}: {key!r} cannot be an axis")
     assert "train.batch_size; `ftbench list keys` shows all" in told
     assert ("did you mean train?" in told) == (key.startswith("tr"))
 
@@ -343,7 +343,7 @@ def test_a_combination_within_one_section_that_cannot_work_is_a_refused_cell(gri
     text = "dataset: {name: synthetic, samples: 8, length: 64}\nsweep: {axes: {%s}}"
     found = grid(text % "dataset.length: [128, 4096], dataset.max_length: [1024, 8192]")
     assert [cell.spec is None for cell in found] == [False, False, True, False]
-    assert "`length` 4096 is more than `max_length` 1024" in found[2].refused
+    assert "`length` 4096 is larger than `max_length` 1024" in found[2].refused
 
 
 def test_a_combination_within_one_section_that_cannot_work_may_be_excluded(grid):
@@ -368,27 +368,24 @@ MISTAKES = [
     ("sweep:\n  exclude: 5\n", 3, "sweep.exclude: 5: must be"),
     ("sweep:\n  exclude: [5]\n", 3, "sweep.exclude: must be"),
     ("sweep:\n  zip: [a, b]\n", 3, "sweep.zip: 'a': must be"),
-    ("sweep:\n  axes:\n    name: [a, b]\n", 4, "'name' is no axis"),
-    ("sweep:\n  axes:\n    train.seed: [1]\n    trian.seed: [1]\n", 5, "'trian.seed' is no axis; did you mean train?"),
-    ("sweep:\n  axes:\n    train..seed: [1]\n", 4, "'train..seed' is no axis"),
+    ("sweep:\n  axes:\n    name: [a, b]\n", 4, "'name' cannot be an axis"),
+    ("sweep:\n  axes:\n    train.seed: [1]\n    trian.seed: [1]\n", 5, "'trian.seed' cannot be an axis; did you mean train?"),
+    ("sweep:\n  axes:\n    train..seed: [1]\n", 4, "'train..seed' cannot be an axis"),
     ("sweep:\n  axes:\n    train.sed: [1]\n", 4, "sweep.axes: train.sed: no such key; did you mean seed?"),
     ("sweep:\n  axes:\n    train.seed: [1, x]\n", 4, "sweep.axes: train.seed: 'x' must be"),
     ("sweep:\n  axes:\n    train.batch_size: [1, 0]\n", 4, "sweep.axes: train.batch_size: 0: must be"),
     ("sweep:\n  axes:\n    train.batch_size: [on]\n", 4, "sweep.axes: train.batch_size: True must be a number, not on"),
     ("sweep:\n  axes:\n    method: [lora, qlorra]\n", 4, "'qlorra' is not allowed; did you mean qlora?"),
-    ("sweep:\n  axes:\n    train: [5]\n", 4, "sweep.axes: train: 5 is no section"),
+    ("sweep:\n  axes:\n    train: [5]\n", 4, "sweep.axes: train: 5 is not a section"),
     ("sweep:\n  axes: {train.seed: [1]}\n  exclude: [{train.sed: 1}]\n", 4,
-     "sweep.exclude: train.sed is no key of a spec; did you mean train.seed?"),
+     "sweep.exclude: train.sed is not a key of a spec; did you mean train.seed?"),
     ("sweep:\n  axes: {train.seed: [1]}\n  zip: [[train.seed, train.sed]]\n", 4,
-     "sweep.zip: train.sed is no axis of this sweep; did you mean train.seed?"),
+     "sweep.zip: train.sed is not an axis of this sweep; did you mean train.seed?"),
     ("sweep:\n  axes: {train.seed: [1, 2], train.batch_size: [1]}\n  zip: [[train.seed, train.batch_size]]\n", 4,
-     "sweep.zip: axes that advance together need as many values each: train.seed has 2, train.batch_size has 1"),
+     "sweep.zip: axes that advance together need the same number of values: train.seed has 2, train.batch_size has 1"),
     ("sweep:\n  axes: {train.seed: [1]}\n  zip: [[train.seed], [train.seed]]\n", 4,
-     "sweep.zip: train.seed stands there twice; an axis advances with one group"),
-    ("sweep:\n  axes: {train.seed: [1]}\n  zip: [[train.seed, train.seed]]\n", 4, "train.seed stands there twice"),
-    ("sweep:\n  axes: {train.batch_size: [8], train: [{batch_size: 2}]}\n", 3,
-     "train.batch_size and train both say train.batch_size, and one would be dropped"),
-    ("sweep:\n  axes: {method: [lora], method.name: [qlora]}\n", 3, "method and method.name both say method.name"),
+     "sweep.zip: train.seed appears twice; an axis belongs to one group"),
+    ("sweep:\n  axes: {train.seed: [1]}\n  zip: [[train.seed, train.seed]]\n", 4, "train.seed appears twice"),
     ("sweep:\n  axes: {train.seed: [1]}\ntrain: {batch_size: 0}\n", 4, "train.batch_size: 0: must be greater"),
 ]  # fmt: skip
 

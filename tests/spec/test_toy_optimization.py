@@ -19,18 +19,20 @@ SPEC_HALF = '''"""A toy."""
 from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance
 
 
-def _refusals(spec):
+def _incompatibilities(spec):
     if spec.optimizations.packing:
         yield "optimizations.toy plays with single samples: set packing to off"
 
 
-OPTIMIZATION = Optimization(
-    description="play with the model",
-    verified="the model says that it was played with",
-    tolerance=Tolerance(EXACT),
-    refusals=_refusals,
-    after=("chunked_loss",),
-)
+OPTIMIZATIONS = {
+    "toy": Optimization(
+        description="play with the model",
+        verified="the model says that it was played with",
+        tolerance=Tolerance(EXACT),
+        incompatibilities=_incompatibilities,
+        after=("chunked_loss",),
+    )
+}
 '''
 WORKER_HALF = '''"""A toy: marks the model, after the loss is chunked."""
 
@@ -86,15 +88,16 @@ def copy(tmp_path_factory):
     (folder / "src" / "ftbench" / "spec" / "optimizations" / "toy.py").write_text(SPEC_HALF)
     (folder / "src" / "ftbench" / "worker" / "optimizations" / "toy.py").write_text(WORKER_HALF)
     (folder / "src" / "ftbench" / "worker" / "methods" / "norms.py").write_text(METHOD_WORKER_HALF)
-    methods = folder / "src" / "ftbench" / "spec" / "methods.py"
-    text = methods.read_text()
-    for entry, with_norms in (
-        ("Method = Annotated[Full", f"{METHOD}Method = Annotated[Norms | Full"),
-        ('"full": Full,', '"full": Full, "norms": Norms,'),
+    spec = folder / "src" / "ftbench" / "spec"
+    for file, entry, replacement in (
+        ("optimizations/__init__.py", "memory, triton_kernels\n", "memory, toy, triton_kernels\n"),
+        ("optimizations/__init__.py", "memory, triton_kernels)", "memory, toy, triton_kernels)"),
+        ("methods.py", "Method = Annotated[Full", f"{METHOD}Method = Annotated[Norms | Full"),
+        ("methods.py", '"full": Full,', '"full": Full, "norms": Norms,'),
     ):
+        text = (spec / file).read_text()
         assert text.count(entry) == 1
-        text = text.replace(entry, with_norms)
-    methods.write_text(text)
+        (spec / file).write_text(text.replace(entry, replacement))
     return folder
 
 

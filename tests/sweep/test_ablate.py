@@ -14,9 +14,9 @@ from ftbench.core.rows import StepRow
 from ftbench.errors import SpecError
 from ftbench.spec import ablation
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.load import load
 from ftbench.spec.optimizations import Optimizations
-from ftbench.spec.refusals import refusals
 from ftbench.store import rundir
 from ftbench.store.rundir import create_at, write_json
 from ftbench.store.steps import StepsWriter
@@ -91,7 +91,7 @@ def ablated(tmp_path):
 def made(folder, *only, objective="speed", repeats=2, **sections):
     start = Start(
         spec(repeats, **sections), ablation.variants("adamw_torch", only), objective,
-        lambda found: "; ".join(refusals(found)) or None, Optimizations(**sections.get("optimizations", {})),
+        lambda found: "; ".join(incompatibilities(found)) or None, Optimizations(**sections.get("optimizations", {})),
     )  # fmt: skip
     return AblationPlan(start, Options(folder / "exp", GPU["name"], ("recipe=plain",)))
 
@@ -378,7 +378,7 @@ def test_an_optimization_that_crashes_does_not_stop_the_rest(tmp_path):
     ("arguments", "said"),
     [
         (["--only", "complie"], "did you mean compile?"),
-        (["--only", ""], "--only : is no optimization"),
+        (["--only", ""], "--only : unknown optimization"),
         (["--goal", "cheap"], "'cheap' is no goal; allowed: speed, memory"),
         (["--repeats", "0"], "--repeats"),
         (["--steps", "0"], "--steps"),

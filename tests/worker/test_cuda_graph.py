@@ -9,7 +9,7 @@ import torch
 from conftest import spec_of
 from ftbench.errors import NotAppliedError, SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.refusals import refusals, refusals_on
+from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.optimizations import chunked_loss, cuda_graph
@@ -137,21 +137,21 @@ def changed(optimizations=None, **sections) -> Experiment:
         ({"optimizations": {"packing": False}}, "set packing and fixed_shape to on"),
         ({"optimizations": {"fixed_shape": False}}, "set packing and fixed_shape to on"),
         ({"optimizations": {"chunked_loss": False}}, "set chunked_loss to on"),
-        ({"optimizations": {"gradient_checkpointing": True}}, "reads the state of the random numbers"),
-        ({"optimizations": {"activation_offload": True}}, "moves tensors by the host"),
+        ({"optimizations": {"gradient_checkpointing": True}}, "random number generator"),
+        ({"optimizations": {"activation_offload": True}}, "needs the host in each step"),
         ({"train": {"gradient_accumulation_steps": 2}}, "set train.gradient_accumulation_steps to 1"),
         ({"train": {"precision": "fp16"}}, "set it to bf16"),
         ({"launch": {"gpus": 2, "strategy": "ddp"}}, "set launch.gpus to 1"),
     ],
 )
 def test_settings_incompatible_with_a_graph_are_errors(changes, said):
-    assert refusals(changed()) == []
-    assert any(said in sentence for sentence in refusals(changed(**changes)))
+    assert incompatibilities(changed()) == []
+    assert any(said in sentence for sentence in incompatibilities(changed(**changes)))
 
 
 def test_cuda_graph_needs_a_gpu():
-    assert "optimizations.cuda_graph needs a GPU: set it to off" in refusals_on(changed(), None)
-    assert not refusals_on(changed(), (9, 0))
+    assert "optimizations.cuda_graph needs a GPU: set it to off" in machine_incompatibilities(changed(), None)
+    assert not machine_incompatibilities(changed(), (9, 0))
 
 
 def test_ignored_labels_add_nothing_to_loss_and_gradient():

@@ -295,7 +295,7 @@ def test_a_disk_without_room_is_a_sentence(train_here, cache, monkeypatch):
 
 @pytest.mark.parametrize("name", ["image_size", "image_cache", "tile_buckets"])
 def test_text_has_no_images_to_make_cheaper(name):
-    with pytest.raises(ValidationError, match=rf"optimizations\.{name} .*synthetic has none: leave it off"):
+    with pytest.raises(ValidationError, match=rf"optimizations\.{name} .*synthetic has none: set it to off"):
         spec_of(optimizations={name: 336 if name == "image_size" else True})
 
 
@@ -365,7 +365,7 @@ def test_what_a_frozen_encoder_makes_of_an_image_is_computed_in_the_first_epoch_
         ({"method": {"vision": "full", "projector": "full"}}, "set method.vision and method.projector to frozen"),
         ({"method": {"name": "full"}}, "method full trains it: use lora or qlora"),
         ({"method": {"name": "unsloth"}}, "optimizations.feature_cache with method unsloth"),
-        ({"dataset": {"name": "synthetic"}}, "synthetic has none: leave it off"),
+        ({"dataset": {"name": "synthetic"}}, "synthetic has none: set it to off"),
     ],
 )
 def test_what_changes_is_not_kept(sections, sentence):

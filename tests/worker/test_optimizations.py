@@ -24,7 +24,7 @@ from conftest import TINY, spec_of, train_in
 from ftbench.errors import SpecError
 from ftbench.kernels.host_offload import HostTensors
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.refusals import refusals_on
+from ftbench.spec.incompatibilities import machine_incompatibilities
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.data import collate, order
@@ -440,8 +440,8 @@ IMPOSSIBLE = [
     ({"length_grouping": True, "packing": True}, "length_grouping"),
     ({"activation_offload": True, "gradient_checkpointing": True}, "choose one"),
     ({"gradient_checkpointing": "some"}, "must be on, off, selective or offload"),
-    ({"chunked_loss": 3}, "label tokens of a chunk"),
-    ({"chunked_loss": "big"}, "label tokens of a chunk"),
+    ({"chunked_loss": 3}, "label tokens per chunk"),
+    ({"chunked_loss": "big"}, "label tokens per chunk"),
     ({"compile": "sometimes"}, "must be on, off, dynamic or lean"),
 ]
 
@@ -453,7 +453,7 @@ def test_incompatible_optimizations_are_errors_with_a_fix(optimizations, said):
 
 
 def test_offloaded_checkpoints_need_a_gpu():
-    (told,) = refusals_on(spec_of(optimizations={"gradient_checkpointing": "offload"}), None)
+    (told,) = machine_incompatibilities(spec_of(optimizations={"gradient_checkpointing": "offload"}), None)
     assert told.endswith("set it to on")
 
 
@@ -488,14 +488,14 @@ def test_offloaded_layer_keeps_nothing_on_the_device(model):
 def test_attention_by_cudnn_needs_a_gpu_and_16_bits():
     with pytest.raises(ValueError, match="attention sdpa"):
         spec_of(optimizations={"attention": "cudnn"}, train={"precision": "fp32"})
-    assert refusals_on(Experiment.model_validate(TINY | {"optimizations": {"attention": "cudnn"}}), None) == [
-        "optimizations.attention cudnn needs a GPU: set it to sdpa"
-    ]
+    assert machine_incompatibilities(
+        Experiment.model_validate(TINY | {"optimizations": {"attention": "cudnn"}}), None
+    ) == ["optimizations.attention cudnn needs a GPU: set it to sdpa"]
 
 
 @pytest.mark.parametrize("name", ["liger", "activation_offload"])
 def test_optimizations_that_need_a_gpu_are_errors_without_one(name):
-    (told,) = refusals_on(spec_of(optimizations={name: True}), None)
+    (told,) = machine_incompatibilities(spec_of(optimizations={name: True}), None)
     assert told == f"optimizations.{name} needs a GPU: set it to off"
 
 
@@ -537,7 +537,7 @@ def test_unsloths_8_bit_weights_exclude_its_4_bits_and_need_a_new_gpu():
     with pytest.raises(ValueError, match="load_in_fp8 and load_in_4bit exclude each other"):
         spec_of(method={"name": "unsloth", "load_in_fp8": True})
     spec = spec_of(method={"name": "unsloth", "load_in_4bit": False, "load_in_fp8": True})
-    assert refusals_on(spec, (8, 9)) == [
+    assert machine_incompatibilities(spec, (8, 9)) == [
         "method.load_in_fp8 needs a GPU of compute capability 9.0 or higher: set it to off"
     ]
-    assert refusals_on(spec, (9, 0)) == []
+    assert machine_incompatibilities(spec, (9, 0)) == []

@@ -13,7 +13,7 @@ import torch
 from conftest import spec_of
 from ftbench.errors import MissingError, NotAppliedError
 from ftbench.launch import trl
-from ftbench.spec.refusals import refusals
+from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker import optimizer
@@ -135,7 +135,7 @@ def test_without_torchao_the_run_is_refused_with_what_to_install(monkeypatch):
 
 def test_who_does_not_know_torchaos_optimizers_is_named():
     asked = {"train": {"optimizer": "adamw_torchao_8bit"}, "method": {"name": "full"}}
-    assert refusals(spec_of(**asked)) == []
+    assert incompatibilities(spec_of(**asked)) == []
     launch = spec_of().launch.model_copy(update={"gpus": 2, "strategy": "zero2"})
-    told = refusals(spec_of(**asked).model_copy(update={"launch": launch}))
-    assert "train.optimizer adamw_torchao_8bit is not known to zero2: set it to adamw_torch_fused" in told
+    told = incompatibilities(spec_of(**asked).model_copy(update={"launch": launch}))
+    assert "train.optimizer adamw_torchao_8bit is not supported by zero2: set it to adamw_torch_fused" in told

@@ -10,7 +10,7 @@ from conftest import spec_of, train_in
 from ftbench.errors import NotAppliedError
 from ftbench.kernels import host_states
 from ftbench.kernels.host_states import HostStates
-from ftbench.spec.refusals import refusals, refusals_on
+from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.optimizations import optimizer_in_backward
@@ -97,16 +97,16 @@ def test_states_are_the_parameters_own_whatever_the_order(monkeypatch):
         ("train", {"max_grad_norm": 0.3}, "set train.max_grad_norm to 0"),
         ("train", {"gradient_accumulation_steps": 2}, "set train.gradient_accumulation_steps to 1"),
         ("train", {"precision": "fp16"}, "set train.precision to bf16 or fp32"),
-        ("train", {"optimizer": "paged_adamw_8bit"}, "moves its states itself"),
-        ("train", {"optimizer": "sgd"}, "sgd keeps no states"),
+        ("train", {"optimizer": "paged_adamw_8bit"}, "already pages its state"),
+        ("train", {"optimizer": "sgd"}, "sgd has no state"),
         ("launch", {"gpus": 2}, "is for one GPU"),
-        ("measure", {"gradients": 2}, "leaves no gradient to look at"),
+        ("measure", {"gradients": 2}, "keeps no gradients"),
     ],
 )
 def test_incompatible_settings_are_errors_with_a_fix(section, keys, said):
     spec = spec_of(method=FULL, train={"max_grad_norm": 0}, optimizations={"optimizer_in_backward": "offload"})
-    assert refusals(spec) == []
-    assert refusals_on(spec, (9, 0)) == []
-    assert "needs a GPU" in refusals_on(spec, None)[0]
+    assert incompatibilities(spec) == []
+    assert machine_incompatibilities(spec, (9, 0)) == []
+    assert "needs a GPU" in machine_incompatibilities(spec, None)[0]
     changed = spec.model_copy(update={section: getattr(spec, section).model_copy(update=keys)})
-    assert any("optimizer_in_backward" in told and said in told for told in refusals(changed))
+    assert any("optimizer_in_backward" in told and said in told for told in incompatibilities(changed))

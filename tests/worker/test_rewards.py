@@ -13,7 +13,7 @@ from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.spec.identity import fingerprint
 from ftbench.spec.load import load
-from ftbench.spec.rewards import problem
+from ftbench.spec.objectives import reward_problem
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker import rewards
@@ -174,7 +174,7 @@ def test_runs_of_an_edited_reward_are_no_repeats_in_a_report(train_here, reward_
 
 def test_a_folder_is_not_said_to_be_missing(tmp_path):
     (tmp_path / "judge.py").mkdir()
-    assert problem(f"{tmp_path}/judge.py:judge") == f"{tmp_path}/judge.py: is no file"
+    assert reward_problem(f"{tmp_path}/judge.py:judge") == f"{tmp_path}/judge.py: cannot be read (Is a directory)"
 
 
 def spec_with(folder, reward):

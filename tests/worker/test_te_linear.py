@@ -16,7 +16,7 @@ from ftbench.estimate.workload.model import shape_of
 from ftbench.estimate.workload.plan import plan_of
 from ftbench.kernels.te_linear import RECIPES, TeLinear
 from ftbench.launch import trl
-from ftbench.spec.refusals import refusals, refusals_on
+from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.worker import methods, optimizations
 from ftbench.worker.model import loading
 from ftbench.worker.optimizations import fp8
@@ -135,16 +135,19 @@ def test_what_is_not_installed_is_told_with_the_command(monkeypatch):
     [("te-mxfp8", (9, 0), "10.0 or higher"), ("te-current", (8, 0), "8.9 or higher"), ("te-mxfp8", None, "no GPU")],
 )
 def test_a_gpu_without_its_products_is_refused(value, capability, told):
-    assert told in "; ".join(refusals_on(asking(value), capability))
-    assert refusals_on(asking("te-mxfp8"), (10, 0)) == refusals_on(asking("te-current"), (9, 0)) == []
+    assert told in "; ".join(machine_incompatibilities(asking(value), capability))
+    assert machine_incompatibilities(asking("te-mxfp8"), (10, 0)) == []
+    assert machine_incompatibilities(asking("te-current"), (9, 0)) == []
 
 
-def test_what_is_made_twice_or_not_known_is_refused():
-    assert "use te-current" in "; ".join(refusals(asking("te-delayed", optimizations={"gradient_checkpointing": True})))
-    assert (
-        refusals(asking("te-current", train={"precision": "bf16"}, optimizations={"gradient_checkpointing": True}))
-        == []
-    )
+def test_te_delayed_is_refused_with_gradient_checkpointing():
+    checkpointed = {"gradient_checkpointing": True}
+    assert "use te-current" in "; ".join(incompatibilities(asking("te-delayed", optimizations=checkpointed)))
+    current = asking("te-current", train={"precision": "bf16"}, optimizations=checkpointed)
+    assert incompatibilities(current) == []
+
+
+def test_transformer_engine_is_not_estimated():
     spec = asking()
     with pytest.raises(SpecError, match="estimate with tensorwise"):
         plan_of(spec, shape_of(spec.model))

@@ -16,9 +16,9 @@ from conftest import spec_of
 from ftbench.errors import MissingError, SpecError
 from ftbench.kernels.small_products import AdaptedProduct
 from ftbench.launch import trl
+from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.methods import PROJECTIONS
 from ftbench.spec.optimizations import OPTIMIZATIONS
-from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker import generate
@@ -337,19 +337,22 @@ def test_unsupported_layers_are_an_error(kernels):
 
 
 def test_unsupported_settings_are_errors():
-    assert refusals_on(ON, None) == ["optimizations.triton_kernels needs a GPU: set it to off"]
-    assert refusals_on(ON, (8, 6)) == []
+    assert machine_incompatibilities(ON, None) == ["optimizations.triton_kernels needs a GPU: set it to off"]
+    assert machine_incompatibilities(ON, (8, 6)) == []
     for changes, words in (
         ({"method": {"name": "full"}}, "method full trains them: use lora or qlora"),
-        ({"launch": {"gpus": 2, "strategy": "fsdp"}}, "not tried with launch.strategy fsdp: set it to off, or use ddp"),
+        (
+            {"launch": {"gpus": 2, "strategy": "fsdp"}},
+            "not tested with launch.strategy fsdp",
+        ),
         (
             {"optimizations": {"triton_kernels": True, "liger": True}},
-            "takes the place of liger's: set one of them to off",
+            "replace the same code: choose one",
         ),
     ):
         with pytest.raises(ValueError, match=words):
             spec_of(**{"optimizations": {"triton_kernels": True}} | changes)
-    assert refusals(ON) == []
+    assert incompatibilities(ON) == []
     assert "fused_lora" in OPTIMIZATIONS["triton_kernels"].after
 
 

@@ -23,7 +23,7 @@ from ftbench.estimate.workload.model import shape_of
 from ftbench.estimate.workload.plan import plan_of
 from ftbench.kernels.weight_stream import Copies, HostMatrix, Weight, WeightStream
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.refusals import refusals
+from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.methods import unsloth
@@ -196,7 +196,7 @@ def test_head_is_fetched_late_and_not_kept():
     [
         ({"method": {"name": "full"}}, "use lora or qlora"),
         ({"method": {"name": "qlora"}}, "set method.upcast to off"),
-        ({"method": {"name": "qlora", "quant_type": "mxfp4"}}, "does not know experts in MXFP4"),
+        ({"method": {"name": "qlora", "quant_type": "mxfp4"}}, "does not support experts in MXFP4"),
         ({"optimizations": {"gradient_checkpointing": False}}, "gradient_checkpointing to on or offload"),
         ({"optimizations": {"gradient_checkpointing": "selective"}}, "gradient_checkpointing to on or offload"),
         ({"optimizations": {"fp8": "tensorwise"}}, "choose one"),
@@ -209,8 +209,8 @@ def test_incompatible_settings_are_errors_with_a_fix(changes, said):
     parts = {name: getattr(spec, name).model_copy(update=keys) for name, keys in values.items()}
     if "method" in changes:
         parts["method"] = spec_of(model={"id": "tiny/gpt-oss"}, method=changes["method"]).method
-    assert refusals(spec) == []
-    assert any("weight_offload" in told and said in told for told in refusals(spec.model_copy(update=parts)))
+    assert incompatibilities(spec) == []
+    assert any("weight_offload" in told and said in told for told in incompatibilities(spec.model_copy(update=parts)))
 
 
 def test_unsloth_offload_is_verified():

@@ -15,10 +15,10 @@ from ftbench.errors import MissingError
 from ftbench.launch import trl
 from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.incompatibilities import machine_incompatibilities
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations, choices, switched_on
 from ftbench.spec.optimizations.fp8 import DELAYED
-from ftbench.spec.refusals import refusals_on
 
 METHOD, OPTIMIZATION = "methods", "optimizations"
 HOPPER = (9, 0)
@@ -88,7 +88,7 @@ def optimization(facts: Facts, key: str, value: Any) -> Answer:
 
 def _refused(facts: Facts, spec: Experiment) -> Answer | None:
     """Return what `ftbench run` would say of this machine to a spec before it starts; None if nothing."""
-    if problems := refusals_on(spec, facts.capability):
+    if problems := machine_incompatibilities(spec, facts.capability):
         return "n/a", "; ".join(problems)
     try:
         trl.check_installed(spec)
@@ -142,7 +142,7 @@ def _fp8(facts: Facts, value: str) -> Answer:
     return "ok", "works; faster than bf16 with optimizations.compile only"
 
 
-# Of optimizations that need more of a machine than their refusals say.
+# Of optimizations that need more of a machine than their incompatibilities say.
 CHECKS: dict[str, Callable[[Facts, str], Answer]] = {
     "attention": _attention,
     "liger": _by_triton,

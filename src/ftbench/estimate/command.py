@@ -160,7 +160,7 @@ def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experi
         raise SpecError(f"--strategy {how}: says how several GPUs share the work: add --gpus 2, or leave it out")
     offload = spec.launch.offload if how == spec.launch.strategy else "none"
     shared = on_gpus(spec, count, how, offload)
-    if refused := strategies.refusals(shared):
+    if refused := strategies.incompatibilities(shared):
         raise SpecError(*refused)
     return shared
 

@@ -19,8 +19,7 @@ from ftbench.estimate.workload.lengths import MOST_SAMPLES, file_lengths, length
 from ftbench.estimate.workload.model import shape_of
 from ftbench.facts import SAMPLE
 from ftbench.families.vision import NOTHING
-from ftbench.spec.dataset_rows import check_file, row_example, row_format
-from ftbench.spec.datasets import Dataset
+from ftbench.spec.datasets import Dataset, check_file, row_example, row_format
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.spec.load import load
 from ftbench.spec.reading import MAX_CONFIG_BYTES

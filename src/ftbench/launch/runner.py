@@ -17,11 +17,12 @@ from ftbench.launch.launchers import command_of, launcher_of
 from ftbench.launch.ranks import too_many
 from ftbench.profile import files as profiles
 from ftbench.profile.trace import TraceError
-from ftbench.spec import identity, rewards
-from ftbench.spec.dataset_rows import check_file
+from ftbench.spec import identity
+from ftbench.spec.datasets import check_file
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.load import load
-from ftbench.spec.refusals import refusals
+from ftbench.spec.objectives import reward_problem
 from ftbench.store import ceilings, digests, health, machine, ranks, rundir, summary
 from ftbench.store.rundir import RunDir
 
@@ -181,7 +182,7 @@ def refused(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) ->
             f"launch.nodes: {spec.launch.nodes} machines take part by `ftbench run` on each of them, one run at a "
             "time: set it to 1 here"
         )
-    return refusals(spec) + others
+    return incompatibilities(spec) + others
 
 
 def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
@@ -204,7 +205,7 @@ def _path_problems(spec: Experiment) -> list[str]:
         file = Path(spec.model.path)
         if not (file / "config.json" if file.is_dir() else file).is_file():
             problems.append(f"model.path: {spec.model.path}: no such config.json")
-    sentences = map(rewards.problem, getattr(spec.objective, "reward", None) or ())
+    sentences = map(reward_problem, getattr(spec.objective, "reward", None) or ())
     return problems + [f"objective.reward: {sentence}" for sentence in sentences if sentence]
 
 

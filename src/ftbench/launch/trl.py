@@ -9,8 +9,8 @@ from typing import Any
 from ftbench.errors import MissingError
 from ftbench.launch import ranks
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.incompatibilities import machine_incompatibilities
 from ftbench.spec.optimizations.fp8 import DELAYED, TRANSFORMER_ENGINE
-from ftbench.spec.refusals import refusals_on
 from ftbench.store import machine
 from ftbench.store.rundir import RunDir
 
@@ -18,7 +18,7 @@ BITSANDBYTES = ("adamw_bnb_8bit", "paged_adamw_8bit")  # whose optimizers these 
 NEEDED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 
-refusals = refusals_on  # what no library can do beside such a GPU
+refusals = machine_incompatibilities  # what no library can do beside such a GPU
 
 
 def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:

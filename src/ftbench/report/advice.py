@@ -20,8 +20,8 @@ from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.time.timed_runs import step_key
 from ftbench.spec.ablation import Changes, label, settings, variants, with_changes
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.optimizations import OPTIMIZATIONS
-from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.store.rundir import RunDir, first_gpu, read_json
 
 _MOST, _WORTH = 5, 0.03  # suggestions, and the share of speed that one has to bring
@@ -128,7 +128,7 @@ class _Advisor:
         gains: dict[frozenset[str], tuple[bool, float, Suggestion]] = {}
         for name, changes in self._changes():
             spec = with_changes(self.spec, changes)
-            if refusals(spec) or refusals_on(spec, self.capability) or spec == self.spec:
+            if incompatibilities(spec) or machine_incompatibilities(spec, self.capability) or spec == self.spec:
                 continue
             if (pair := self._pair(spec)) is None or (memory := self._memory(spec)) is None:
                 continue
@@ -176,7 +176,7 @@ class _Advisor:
 
     def _rule(self, name: str, effect: str, changes: Changes) -> Iterator[Suggestion]:
         spec = with_changes(self.spec, changes)
-        if not refusals(spec) and not refusals_on(spec, self.capability):
+        if not incompatibilities(spec) and not machine_incompatibilities(spec, self.capability):
             yield self._suggestion(name, effect, settings(changes.items()))
 
     def _suggestion(self, name: str, effect: str, sets: tuple[str, ...]) -> Suggestion:

@@ -1,5 +1,4 @@
-"""What `ftbench ablate` tries: a variant of the plain recipe for each optimization and value, and what several make
-together. Pure."""
+"""Variants of the plain recipe that `ftbench ablate` tries."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +12,22 @@ from ftbench.spec.reading import as_text
 
 PLAIN = "plain"
 OPTIMIZER = "train.optimizer"
-OPTIMIZERS = ("adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit")  # other ways to compute adamw_torch
-ROUNDED = ("adamw_torchao_fp32", "adamw_torchao_bf16", "adamw_torchao_8bit")  # the same, for weights in 16 bits
+OPTIMIZERS = ("adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit")  # alternatives to adamw_torch
+ROUNDED = ("adamw_torchao_fp32", "adamw_torchao_bf16", "adamw_torchao_8bit")  # alternatives for 16-bit weights
 
-Changes = Mapping[str, Any]  # dotted key → value, of `optimizations.` and `train.optimizer`
+Changes = Mapping[str, Any]  # dotted key → value, of `optimizations.*` and `train.optimizer`
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """`changes` to the plain recipe, called `name`, about the optimization `key`, compared with the variant `over`."""
+    """One variant of the plain recipe.
+
+    Args:
+        name: Name in tables.
+        key: The optimization it tests.
+        changes: Its changes to the plain recipe.
+        over: Name of the variant it is compared with.
+    """
 
     name: str
     key: str
@@ -30,14 +36,21 @@ class Variant:
 
 
 def variants(optimizer: str, only: Sequence[str] = (), full: bool = False) -> list[Variant]:
-    """Return every variant of a plain recipe with this optimizer, after those that it is compared with; `full` says
-    that it trains every weight. `only` keeps those of the optimizations or variants named there, and what they are
-    compared with. Raise SpecError for a name that is neither."""
+    """Return the variants of a plain recipe, each after the one it is compared with.
+
+    Args:
+        optimizer: The optimizer of the recipe.
+        only: Optimizations or variants to keep, together with those they are compared with.
+        full: Whether every weight is trained.
+
+    Raises:
+        SpecError: For an unknown name in `only`.
+    """
     every = [
         _variant(key, value)
-        for key, kept in OPTIMIZATIONS.items()
+        for key, optimization in OPTIMIZATIONS.items()
         for value in choices(key)
-        if value not in kept.not_ablated
+        if value not in optimization.not_ablated
     ]
     if optimizer in ("adamw_torch", *OPTIMIZERS, *ROUNDED):
         names = (*OPTIMIZERS, *ROUNDED) if full else OPTIMIZERS
@@ -47,9 +60,9 @@ def variants(optimizer: str, only: Sequence[str] = (), full: bool = False) -> li
 
 
 def _variant(key: str, value: Any) -> Variant:
-    beside = OPTIMIZATIONS[key].beside.get(value, {})
-    changes = {**beside, f"optimizations.{key}": value}
-    return Variant(label(changes), key, changes, label(beside))
+    base = OPTIMIZATIONS[key].ablate_with.get(value, {})
+    changes = {**base, f"optimizations.{key}": value}
+    return Variant(label(changes), key, changes, label(base))
 
 
 def _only(every: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
@@ -61,8 +74,8 @@ def _only(every: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
             keys = [*dict.fromkeys(each.key for each in every)]
             close = nearest(name, [*keys, *(each.name for each in every)])
             raise SpecError(
-                f"--only {name}: is no optimization{close} (allowed: {', '.join(keys)}, or a variant "
-                "that --dry-run lists)"
+                f"--only {name}: unknown optimization{close} (allowed: {', '.join(keys)}, or a variant that --dry-run "
+                "lists)"
             )
         wanted |= chosen
     wanted |= {each.over for each in every if each.name in wanted}
@@ -70,7 +83,7 @@ def _only(every: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
 
 
 def label(changes: Changes) -> str:
-    """Return `compile + fp8 tensorwise`; `plain` for none."""
+    """Return `compile + fp8 tensorwise`, or `plain` without changes."""
     parts = []
     for key, value in changes.items():
         name = key.rpartition(".")[2].replace("_", " ")
@@ -79,20 +92,20 @@ def label(changes: Changes) -> str:
 
 
 def plain_spec(spec: Experiment) -> Experiment:
-    """Return the spec with every optimization off and torch's AdamW; an optimizer that learns otherwise stays."""
+    """Return the spec with every optimization off and torch's AdamW. An optimizer that is not an AdamW is kept."""
     optimizer = "adamw_torch" if spec.train.optimizer in (*OPTIMIZERS, *ROUNDED) else spec.train.optimizer
     train = spec.train.model_copy(update={"optimizer": optimizer})
     return spec.model_copy(update={"optimizations": Optimizations(), "train": train})
 
 
 def with_changes(spec: Experiment, changes: Changes) -> Experiment:
-    """Return a spec with the changes; not validated: `refusals` says what cannot work."""
+    """Return the spec with the changes. It is not validated; call `incompatibilities`."""
     parts = {name: getattr(spec, name).model_copy(update=values) for name, values in by_section(changes).items()}
     return spec.model_copy(update=parts)
 
 
 def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
-    """Return the changes by section of the spec."""
+    """Return the changes grouped by section of the spec."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, _, name = key.partition(".")
@@ -101,8 +114,7 @@ def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
 
 
 def merged(current: Changes, variant: Variant) -> dict[str, Any]:
-    """Return the changes of both; where the current ones have what the variant needs in another form (packed
-    rows instead of padding-free ones), that is kept."""
+    """Return both sets of changes. Packed rows also satisfy a variant that needs padding_free."""
     added = dict(variant.changes)
     if current.get("optimizations.packing") and variant.key == "attention":
         added.pop("optimizations.padding_free", None)
@@ -110,5 +122,5 @@ def merged(current: Changes, variant: Variant) -> dict[str, Any]:
 
 
 def settings(changes: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
-    """Return the changes as `--set` takes them."""
+    """Return the changes as `--set` arguments."""
     return tuple(f"{key}={as_text(value)}" for key, value in changes)

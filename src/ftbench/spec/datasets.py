@@ -1,15 +1,19 @@
-"""What can be trained on: the names a spec may use. The other half is `worker/data/`."""
+"""The dataset of a spec, its sources, and the format of its rows. `worker/data/` prepares the samples."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ftbench.spec.base import Float, Int, Part, Switch, known, shown
+from ftbench.core.data_files import read_file
+from ftbench.core.data_formats import BadRow, Example, detect, example
+from ftbench.errors import DataError, MissingError
+from ftbench.spec.base import Float, Int, Part, Switch, known, nearest, shown
 
 _FILES = (".json", ".jsonl", ".csv", ".parquet")
 Format = Literal[
@@ -23,9 +27,17 @@ Role = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a named data set comes from; `hub` is a Hugging Face data set id. `mean_tokens` is the mean length that a
-    synthetic data set `like` it is drawn to, and `sigma` the spread of the log of the lengths; `image_size` width and
-    height of its pictures."""
+    """The source of a named dataset.
+
+    Args:
+        meaning: One line for `ftbench list datasets`.
+        hub: Hugging Face dataset id.
+        config: Configuration on the hub.
+        format: Format of its rows.
+        mean_tokens: Mean sample length, used by `dataset.like`.
+        sigma: Standard deviation of the logarithm of the lengths.
+        image_size: Width and height of its images in pixels.
+    """
 
     meaning: str
     hub: str | None = None
@@ -36,8 +48,8 @@ class Source:
     image_size: tuple[int, int] | None = None
 
 
-# Mean lengths of the two Japanese sets: the founding study's, after truncation at 2,048 tokens (facts/seed figures);
-# the spreads are those of the plain scripts measured beside ftbench, chosen to look like instruction and article data.
+# Mean lengths of the two Japanese datasets are the founding study's, truncated at 2,048 tokens (facts/seed figures).
+# The values of sigma resemble instruction and article data.
 DATASETS: dict[str, Source] = {
     "sample": Source("200 instruction pairs in Japanese and English that ship with ftbench", format="alpaca"),
     "japanese-alpaca": Source(
@@ -49,23 +61,21 @@ DATASETS: dict[str, Source] = {
         "wikimedia/wikipedia", "20231101.ja", mean_tokens=861, sigma=0.95,
     ),
     "beans": Source(
-        "1k photographs of bean leaves → their disease", "AI-Lab-Makerere/beans", format="image-text",
+        "1k photographs of bean leaves → the disease", "AI-Lab-Makerere/beans", format="image-text",
         image_size=(500, 500),
     ),
     "file": Source(
-        "your own JSON, JSONL, CSV or Parquet file (`path`), or a folder of images with one such file that names them"
+        "your JSON, JSONL, CSV or Parquet file (`path`), or a folder of images with one such file that names them"
     ),
-    "images": Source("made pictures and tokens of chosen sizes (`image_size`) and lengths; needs no download"),
+    "images": Source("generated images of a given size (`image_size`) and tokens; no download"),
     "synthetic": Source(
-        "made tokens of chosen lengths, random or learnable, with objective dpo in pairs; needs no tokenizer and no "
-        "download"
+        "generated tokens of given lengths, random or learnable (pairs with objective dpo); no tokenizer, no download"
     ),
 }  # fmt: skip
 Side = Annotated[Int, Field(ge=8, le=16_384)]
 
 
 def _sides(value: object) -> object:
-    """Return width and height of a size, which one number may stand for. Raise ValueError for what is neither."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value, value
     if value is not None and not (isinstance(value, (list, tuple)) and len(value) == 2):
@@ -77,71 +87,73 @@ LIKE = tuple(name for name, source in DATASETS.items() if source.mean_tokens)
 
 
 class Dataset(Part):
-    """What is trained on, how much of it, and how long a sample may be."""
+    """The data, the number of samples and their maximum length."""
 
-    name: str = Field("sample", description="one of `ftbench list datasets`, or owner/name of a set on the hub")
-    samples: Int | None = Field(None, ge=1, description="how many samples to train on, drawn with `seed`; all if empty")
-    max_length: Int = Field(2048, ge=2, le=1_048_576, description="tokens; longer samples are cut at the end")
-    seed: Int = Field(42, ge=0, description="order of the samples and draws of synthetic data")
-    eval_samples: Int = Field(0, ge=0, description="samples set aside for evaluation")
+    name: str = Field("sample", description="one of `ftbench list datasets`, or owner/name of a dataset on the hub")
+    samples: Int | None = Field(None, ge=1, description="number of samples, drawn with `seed`; default: all")
+    max_length: Int = Field(
+        2048, ge=2, le=1_048_576, description="maximum length in tokens; longer samples are truncated"
+    )
+    seed: Int = Field(42, ge=0, description="seed of the sample order and of synthetic data")
+    eval_samples: Int = Field(0, ge=0, description="samples held out for evaluation")
     loss_on: Literal["completion", "all"] = Field("completion", description="which tokens carry loss")
     longest_first: Switch = Field(
-        False, description="the longest samples make the first batch, so that the memory peak shows in step 1"
+        False, description="put the longest samples in the first batch, so that the memory peak appears in step 1"
     )
-    format: Format | None = Field(None, description="of the rows; found from the columns if empty")
+    format: Format | None = Field(None, description="format of the rows; default: detected from the columns")
     path: str | None = Field(None, description="file to read, for `name: file`")
     columns: dict[Role, str] = Field(
-        {}, description="which column is what, where names do not say it: {prompt: question, completion: answer}"
+        {}, description="role → column, if the names differ: {prompt: question, completion: answer}"
     )
-    prompt: str = Field("Describe", min_length=1, description="question about an image where no column holds one")
+    prompt: str = Field("Describe", min_length=1, description="question about an image if no column has one")
     image_size: Annotated[tuple[Side, Side] | None, BeforeValidator(_sides)] = Field(
-        None, description="images: width and height in pixels (one number: a square), or about which they are spread"
+        None, description="images: width and height in pixels (one number: a square), or the mean size"
     )
     image_sizes: Literal["fixed", "photographs", "documents"] = Field(
-        "fixed", description="images: all of one size, or spread as those of cameras or of scanned pages are"
+        "fixed", description="images: one size, or sizes distributed like photographs or scanned pages"
     )
-    images_per_sample: Int = Field(1, ge=1, le=64, description="images: how many pictures a sample holds")
-    revision: str | None = Field(None, description="revision of a hub data set")
-    subset: str | None = Field(None, description="which of a hub data set's configurations")
-    split: str = Field("train", min_length=1, description="which part of a hub data set")
+    images_per_sample: Int = Field(1, ge=1, le=64, description="images: number of images per sample")
+    revision: str | None = Field(None, description="revision of a hub dataset")
+    subset: str | None = Field(None, description="configuration of a hub dataset")
+    split: str = Field("train", min_length=1, description="split of a hub dataset")
     length: Int | None = Field(None, ge=2, description="synthetic: every sample has this many tokens")
-    mean_length: Float | None = Field(None, ge=2, description="synthetic: lengths drawn log-normally to this mean")
-    like: str | None = Field(None, description="synthetic: lengths drawn like this data set's")
+    mean_length: Float | None = Field(None, ge=2, description="synthetic: mean of log-normal lengths")
+    like: str | None = Field(None, description="synthetic: lengths distributed like this dataset's")
     structure: Literal["random", "markov"] = Field(
         "random",
-        description="synthetic: random tokens, which nothing can learn, or a Markov chain, which any model learns",
+        description="synthetic: random tokens (not learnable) or a Markov chain (learnable)",
     )
 
     @property
     def is_made(self) -> bool:
-        """Whether its samples are drawn, as many as are asked for."""
+        """Whether its samples are generated."""
         return self.name in ("synthetic", "images")
 
     @property
     def has_images(self) -> bool:
-        """Whether its samples hold images for certain."""
+        """Whether its samples certainly have images."""
         return self.name == "images" or "image-text" in (self.format, self.source.format)
 
     @property
     def may_have_images(self) -> bool:
-        """Whether its samples hold images, as far as is known before they are read."""
+        """Whether its samples may have images; a file is only read later."""
         return self.has_images or self.name == "file" or self.name not in DATASETS
 
     @property
     def has_many_image_sizes(self) -> bool:
-        """Whether its images differ in size, as far as is known before they are read."""
+        """Whether its images may differ in size."""
         return self.may_have_images and not (self.name == "images" and self.image_sizes == "fixed")
 
     @property
     def source(self) -> Source:
-        return DATASETS.get(self.name) or Source("a data set on the hub", self.name)
+        return DATASETS.get(self.name) or Source("a dataset on the hub", self.name)
 
     @field_validator("name")
     @classmethod
     def _known_name(cls, value: str) -> str:
         if Path(value).suffix.lower() in _FILES:
             raise ValueError(f"{shown(value)} is a file: write `dataset: {{name: file, path: {value}}}`")
-        return value if re.fullmatch(r"[\w.-]+/[\w.-]+", value) else known(value, DATASETS, "data set")
+        return value if re.fullmatch(r"[\w.-]+/[\w.-]+", value) else known(value, DATASETS, "dataset")
 
     @field_validator("like")
     @classmethod
@@ -149,7 +161,7 @@ class Dataset(Part):
         return None if value is None else known(value, LIKE, "length profile")
 
     def __hash__(self) -> int:
-        return hash((self.name, self.path, self.samples, self.seed))  # `columns` is a dictionary, which has no hash
+        return hash((self.name, self.path, self.samples, self.seed))  # `columns` is a dict, which is not hashable
 
     @model_validator(mode="after")
     def _check(self) -> Dataset:
@@ -162,7 +174,7 @@ class Dataset(Part):
             raise ValueError(f"`{key}` goes with `name: file`: {self.name} has its own")
         if self.name in DATASETS and (self.subset or self.split != "train"):
             key = "subset" if self.subset else "split"
-            raise ValueError(f"`{key}` goes with owner/name of a data set on the hub, not with {self.name}")
+            raise ValueError(f"`{key}` goes with a dataset on the hub (owner/name), not with {self.name}")
         shape = [key for key in ("length", "mean_length", "like") if getattr(self, key) is not None]
         if self.name == "synthetic" and len(shape) != 1:
             raise ValueError("`name: synthetic` needs one of `length`, `mean_length` and `like`")
@@ -175,9 +187,61 @@ class Dataset(Part):
         if not self.is_made and shape:
             raise ValueError(f"`{shape[0]}` goes with `name: synthetic`, not with {self.name}")
         if (self.name == "images") != (self.image_size is not None):
-            raise ValueError("`name: images` needs `image_size: [width, height]`, and no other takes it")
+            raise ValueError("`image_size: [width, height]` goes with `name: images`, which needs it")
         if self.name != "images" and (self.image_sizes != "fixed" or self.images_per_sample != 1):
             raise ValueError(f"`image_sizes` and `images_per_sample` go with `name: images`, not with {self.name}")
         if self.length is not None and self.length > self.max_length:
-            raise ValueError(f"`length` {self.length} is more than `max_length` {self.max_length}")
+            raise ValueError(f"`length` {self.length} is larger than `max_length` {self.max_length}")
         return self
+
+
+MOST_CHECKED = 1000  # rows of a file that are checked before a run starts
+
+
+def row_format(dataset: Dataset, row: Mapping[str, Any], where: str, pairs: bool = False) -> str:
+    """Return the format of the rows, detected from the first one.
+
+    Args:
+        dataset: The dataset of the spec.
+        row: Its first row.
+        where: File and line, for messages.
+        pairs: Whether the objective needs preference pairs.
+
+    Raises:
+        DataError: If no format matches, or `dataset.columns` names a missing column.
+    """
+    for role, column in dataset.columns.items():
+        if column not in row:
+            raise DataError(
+                f"{where}: dataset.columns: there is no column `{column}` for {role}: "
+                f"{', '.join(map(str, row))}{nearest(column, map(str, row))}"
+            )
+    if dataset.name == "wikipedia-ja":
+        return "wikipedia-title"
+    return dataset.format or dataset.source.format or detect(named_row(row, dataset), where, pairs)
+
+
+def named_row(row: Mapping[str, Any], dataset: Dataset) -> dict[str, Any]:
+    """Return a row with the columns of `dataset.columns` added under their roles."""
+    return {**row, **{role: row.get(column) for role, column in dataset.columns.items()}}
+
+
+def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, where: str) -> Example:
+    """Return the example in a row. Raise DataError if the row is unusable."""
+    try:
+        return example(named_row(row, dataset), format_name, dataset.prompt)
+    except BadRow as error:
+        raise DataError(f"{where}: {error} (format {format_name})") from None
+
+
+def check_file(dataset: Dataset, pairs: bool = False) -> None:
+    """Raise DataError for the first unusable row among the first 1,000 of a file."""
+    if not dataset.path or not Path(dataset.path).is_file():
+        return
+    try:
+        rows = read_file(Path(dataset.path), MOST_CHECKED)
+    except MissingError:  # the Parquet reader may be installed only on the training machine
+        return
+    format_name = row_format(dataset, rows[0], rows.where(0), pairs)
+    for index in range(len(rows)):
+        row_example(dataset, rows[index], format_name, rows.where(index))

@@ -20,10 +20,10 @@ from ftbench.spec import frameworks
 from ftbench.spec.base import Float, Int, Part, Switch, Word
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.generate import Generate, switched
+from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.methods import Lora, Method
 from ftbench.spec.objectives import Objective, Sft
 from ftbench.spec.optimizations import Optimizations
-from ftbench.spec.refusals import refusals
 from ftbench.spec.resolve import resolve as resolve
 from ftbench.spec.strategies import MOST_GPUS, launch_in_full
 
@@ -277,7 +277,7 @@ class Experiment(Part):
 
     @model_validator(mode="after")
     def _combinations(self) -> Experiment:
-        problems = list(refusals(self))
+        problems = list(incompatibilities(self))
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -93,7 +93,7 @@ def absolute(python: str) -> str:
     return os.path.abspath(os.path.expanduser(python))
 
 
-def refusals(spec: Experiment) -> list[str]:
+def incompatibilities(spec: Experiment) -> list[str]:
     """Return what of a spec another framework would not be told, each as a sentence with a way out."""
     launch, on = spec.launch, spec.optimizations
     who = f"launch.framework {launch.framework}"

@@ -11,14 +11,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ftbench.errors import SpecError
-from ftbench.spec import recipes, rewards
+from ftbench.spec import recipes
 from ftbench.spec.base import shortened, shown
 from ftbench.spec.experiment import Experiment, experiment_name
 from ftbench.spec.generate import with_prompts
 from ftbench.spec.methods import METHODS
-from ftbench.spec.mistakes import sentence
-from ftbench.spec.objectives import OBJECTIVES
-from ftbench.spec.reading import location, parse_value, read_yaml
+from ftbench.spec.objectives import OBJECTIVES, absolute_reward
+from ftbench.spec.reading import location, parse_value, read_yaml, sentence
 
 SHORT_FORMS = {"model": "id", "method": "name", "objective": "name", "dataset": "name"}
 # Sections whose keys are those of the class that they name, the plain one first.
@@ -152,10 +151,7 @@ def set_layer(text: str) -> SpecLayer:
         raise SpecError(f"{origin}: `extends` stands in a file; name that file instead, or say recipe=fastest")
     if parts[0] == "sweep":
         raise SpecError(f"{origin}: axes of a sweep go with `ftbench sweep --axis key=value,value`")
-    try:
-        written = parse_value(value)
-    except SpecError as error:
-        raise SpecError(f"{origin}: {error}") from None
+    written = parse_value(value)
     keys = recipe(written, Path()) if parts == ["recipe"] else expand(nested(parts, written), Path())
     return SpecLayer(origin, keys)
 
@@ -177,7 +173,7 @@ def expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
             data[part] = section | {key: os.path.abspath(folder / os.path.expanduser(section[key]))}
     objective = data.get("objective")
     if isinstance(objective, dict) and "reward" in objective:
-        data["objective"] = objective | {"reward": rewards.absolute(objective["reward"], folder)}
+        data["objective"] = objective | {"reward": absolute_reward(objective["reward"], folder)}
     measure = data.get("measure")
     if isinstance(measure, dict) and "generate" in measure:
         data["measure"] = measure | {"generate": with_prompts(measure["generate"], folder)}

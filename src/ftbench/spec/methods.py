@@ -36,7 +36,7 @@ class _Method(Part):
         """Whether the experts stay in the format in which gpt-oss is published."""
         return False
 
-    def refusals(self, spec: Experiment) -> Iterator[str]:
+    def incompatibilities(self, spec: Experiment) -> Iterator[str]:
         """Yield what in the spec excludes this method on any machine, each as a sentence with a way out."""
         if spec.train.precision == "fp16" and self.quantised:
             yield (
@@ -44,7 +44,7 @@ class _Method(Part):
                 "which cannot be scaled: set train.precision to bf16 or fp32"
             )
 
-    def refusals_on(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
+    def machine_incompatibilities(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
         """Yield why it cannot train on a GPU of this compute capability; None is a machine without one."""
         if self.needs_gpu and capability is None:
             yield (
@@ -83,7 +83,7 @@ class Full(_Method):
 
     name: Literal["full"] = "full"
 
-    def refusals(self, spec: Experiment) -> Iterator[str]:
+    def incompatibilities(self, spec: Experiment) -> Iterator[str]:
         if spec.train.precision == "fp16" and spec.model.dtype in ("float16", "bfloat16"):
             yield (
                 "full fine-tuning with train.precision fp16 scales gradients, which 16-bit weights do not allow: "
@@ -119,8 +119,8 @@ class _Adapters(_Method):
         False, description="adapters on the fused expert weights of a mixture of experts too (peft target_parameters)"
     )
 
-    def refusals(self, spec: Experiment) -> Iterator[str]:
-        yield from super().refusals(spec)
+    def incompatibilities(self, spec: Experiment) -> Iterator[str]:
+        yield from super().incompatibilities(spec)
         if any(target.rsplit(".", 1)[-1] == "lm_head" for target in self.targets):
             yield "method.targets: lm_head cannot have an adapter under trl's chunked loss: leave it out"
         trained = {self.vision, self.projector}
@@ -165,8 +165,8 @@ class Qlora(_Adapters):
     def mxfp4(self) -> bool:
         return self.quant_type == "mxfp4"
 
-    def refusals(self, spec: Experiment) -> Iterator[str]:
-        yield from super().refusals(spec)
+    def incompatibilities(self, spec: Experiment) -> Iterator[str]:
+        yield from super().incompatibilities(spec)
         model = spec.model
         if not self.mxfp4:
             if family(model) == GPT_OSS and model.weights == "pretrained":
@@ -192,7 +192,7 @@ class Qlora(_Adapters):
         if self.experts and self.rank % GRANULE:
             yield f"method.experts with quant_type mxfp4 takes ranks that are multiples of {GRANULE}, not {self.rank}"
 
-    def refusals_on(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
+    def machine_incompatibilities(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
         if self.mxfp4 and capability is not None and (capability < (8, 0) or spec.model.dtype == "float32"):
             yield (
                 "method.quant_type mxfp4 multiplies in bfloat16 in groups, which needs a GPU of compute capability 8.0 "
@@ -220,8 +220,8 @@ class Unsloth(_Adapters):
     def quantised(self) -> bool:
         return self.load_in_4bit
 
-    def refusals(self, spec: Experiment) -> Iterator[str]:
-        yield from super().refusals(spec)
+    def incompatibilities(self, spec: Experiment) -> Iterator[str]:
+        yield from super().incompatibilities(spec)
         if family(spec.model) in TRAINED:
             yield from self.refusals_of_images(spec)
         if self.load_in_fp8 and self.load_in_4bit:
@@ -241,8 +241,8 @@ class Unsloth(_Adapters):
             for key in keys
         )
 
-    def refusals_on(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
-        yield from super().refusals_on(spec, capability)
+    def machine_incompatibilities(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
+        yield from super().machine_incompatibilities(spec, capability)
         if self.load_in_fp8 and capability is not None and capability < (9, 0):
             yield "method.load_in_fp8 needs a GPU of compute capability 9.0 or higher: set it to off"
 

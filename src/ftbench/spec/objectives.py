@@ -1,61 +1,65 @@
-"""What a training minimises: one class an objective, OBJECTIVES the table; a method says what is trained for it. The
-other halves are `worker/preference.py` of dpo and `worker/policy.py` of grpo."""
+"""Training objectives: one class each, listed in OBJECTIVES. Their trainers are in `worker/`."""
 
+import ast
+import os
+import re
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ftbench.spec import rewards
-from ftbench.spec.base import Experiment, Float, Int, Part, Switch
+from ftbench.errors import file_problem
+from ftbench.spec.base import Experiment, Float, Int, Part, Switch, nearest
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
 
-PREFERENCE = "preference"  # the format of rows that are pairs
-PROMPT = "prompt"  # that of rows without answers
+PREFERENCE = "preference"  # dataset format: pairs
+PROMPT = "prompt"  # dataset format: prompts without answers
+_REWARD = re.compile(r".+\.py:[^\W\d]\w*", re.DOTALL)
 
 
 class Sft(Part):
-    """Supervised fine-tuning: the answers of the data are learned, token by token."""
+    """Supervised fine-tuning: predict the tokens of the answers."""
 
-    pairs: ClassVar[bool] = False  # whether a sample is two sequences, of which one is preferred
-    prompts: ClassVar[bool] = False  # whether it is a prompt that the model itself answers
-    sequences: ClassVar[int] = 1  # that a sample is
-    group: ClassVar[int] = 1  # of samples that are trained together: a step has a multiple of them
-    in_step: ClassVar[bool] = False  # whether a reference's forward pass is a part of each step
+    pairs: ClassVar[bool] = False  # a sample is a chosen and a rejected sequence
+    prompts: ClassVar[bool] = False  # a sample is a prompt that the model answers
+    sequences: ClassVar[int] = 1  # sequences per sample
+    group: ClassVar[int] = 1  # a step trains a multiple of this many sequences
+    in_step: ClassVar[bool] = False  # each step runs a forward pass of a reference model
 
     name: Literal["sft"] = "sft"
 
-    def refusals(self, spec: Experiment) -> Iterator[str]:
-        """Yield what in the spec excludes this objective on any machine, each as a sentence with a way out."""
+    def incompatibilities(self, spec: Experiment) -> Iterator[str]:
+        """Yield why the objective cannot work with the rest of the spec, and how to fix it."""
         if spec.dataset.format == PREFERENCE:
             yield (
-                f"dataset.format {PREFERENCE} is of pairs: set objective to dpo, or learn the chosen answers alone "
-                "with dataset.columns={completion: chosen} and no format"
+                f"dataset.format {PREFERENCE} needs objective dpo: set objective to dpo, or set "
+                "dataset.columns={completion: chosen} without a format to train on the chosen answers"
             )
         if spec.dataset.format == PROMPT:
-            yield f"dataset.format {PROMPT} is of rows without answers: set objective to grpo, or take another format"
+            yield f"dataset.format {PROMPT} has no answers: set objective to grpo, or use another format"
 
 
-def _of_trl(spec: Experiment, trainer: str, with_reference: bool) -> Iterator[str]:
-    """Yield what trl's own trainer of an objective does not take, or was not measured with."""
+def _trl_only(spec: Experiment, trainer: str, with_reference: bool) -> Iterator[str]:
+    """Yield what trl's trainer of an objective does not support, or was not tested with."""
     objective, launch = f"objective {spec.objective.name}", spec.launch
     if spec.method.name == "unsloth":
-        yield f"{objective} with method unsloth is not measured here: use lora, qlora or full"
+        yield f"{objective} with method unsloth is not supported: use lora, qlora or full"
     if with_reference and getattr(spec.method, "bias", "none") != "none":
-        yield f"{objective}: peft has no second adapter with biases, which trl asks for: set method.bias to none"
+        yield f"{objective}: peft cannot add the reference adapter if biases are trained: set method.bias to none"
     if "torchao" in spec.train.optimizer:
         yield (
-            f"train.optimizer {spec.train.optimizer} with {objective}: trl's {trainer} takes no class of optimizers: "
-            "use adamw_torch or adamw_bnb_8bit"
+            f"train.optimizer {spec.train.optimizer} with {objective}: trl's {trainer} takes no optimizer class: use "
+            "adamw_torch or adamw_bnb_8bit"
         )
     if launch.framework != "trl":
-        yield f"{objective} is trl's here, and launch.framework is {launch.framework}: use trl, or objective sft"
+        yield f"{objective} needs launch.framework trl, not {launch.framework}: use trl, or objective sft"
     if launch.gpus > 1:
-        yield f"{objective} is measured on one GPU and launch.gpus is {launch.gpus}: set it to 1"
+        yield f"{objective} supports one GPU and launch.gpus is {launch.gpus}: set it to 1"
 
 
 class Dpo(Part):
-    """Direct preference optimization: of each pair of answers the chosen one becomes likelier than the rejected one."""
+    """Direct preference optimization: raise the likelihood of the chosen answer over the rejected one."""
 
     pairs: ClassVar[bool] = True
     prompts: ClassVar[bool] = False
@@ -63,59 +67,70 @@ class Dpo(Part):
     group: ClassVar[int] = 1
 
     name: Literal["dpo"] = "dpo"
-    beta: Float = Field(0.1, gt=0, description="how much it costs to leave the reference model")
+    beta: Float = Field(0.1, gt=0, description="penalty for moving away from the reference model")
     precompute_ref_log_probs: Switch = Field(
         False,
-        description="what the reference makes of the pairs is computed once, before training; off computes it in each "
-        "step, by the weights under the adapters, or with method full by a second model beside the one that learns",
+        description="compute the reference's log-probabilities once before training; off: in each step, with the "
+        "adapters disabled, or with a second model for method full",
     )
 
     @property
     def in_step(self) -> bool:
         return not self.precompute_ref_log_probs
 
-    def refusals(self, spec: Experiment) -> Iterator[str]:
-        method, data = spec.method, spec.dataset
-        if getattr(method, "dropout", 0):
-            yield "objective dpo: trl switches dropout off, so that model and reference agree: set method.dropout to 0"
-        yield from _of_trl(spec, "DPOTrainer", with_reference=True)
+    def incompatibilities(self, spec: Experiment) -> Iterator[str]:
+        data = spec.dataset
+        if getattr(spec.method, "dropout", 0):
+            yield "objective dpo: trl disables dropout so that model and reference agree: set method.dropout to 0"
+        yield from _trl_only(spec, "DPOTrainer", with_reference=True)
         if data.has_images:
-            yield f"objective dpo is given text alone, and {data.name} holds images: take another data set"
+            yield f"objective dpo supports only text, and {data.name} has images: use another dataset"
         elif format_name := data.format or data.source.format:
             if format_name != PREFERENCE:
                 yield (
-                    f"objective dpo learns from pairs, and the rows of {data.name} are {format_name}: take a file or a "
-                    "set on the hub with prompt, chosen and rejected, or dataset=synthetic"
+                    f"objective dpo needs pairs, and the rows of {data.name} are {format_name}: use a file or a hub "
+                    "dataset with prompt, chosen and rejected, or dataset=synthetic"
                 )
         elif data.name == "wikipedia-ja":
-            yield f"objective dpo learns from pairs, and {data.name} has articles: take dataset=synthetic"
+            yield f"objective dpo needs pairs, and {data.name} has articles: use dataset=synthetic"
         if data.loss_on == "all":
-            yield "objective dpo compares answers to one prompt: leave dataset.loss_on at completion"
-        refused = {name: OPTIMIZATIONS[name].pairs for name in switched_on(spec.optimizations)}
-        yield from (f"optimizations.{name} with objective dpo: {why}" for name, why in refused.items() if why)
+            yield "objective dpo compares answers to one prompt: set dataset.loss_on to completion"
+        excluded = {name: OPTIMIZATIONS[name].not_with_dpo for name in switched_on(spec.optimizations)}
+        yield from (f"optimizations.{name} with objective dpo: {why}" for name, why in excluded.items() if why)
+
+
+def _reward_names(value: object) -> object:
+    """Return the reward functions as a tuple."""
+    if value is None:
+        return None
+    rewards = [value] if isinstance(value, str) else value
+    if not (isinstance(rewards, (list, tuple)) and rewards):
+        raise ValueError("must be path/to/file.py:function, or a list of them")
+    if wrong := [each for each in rewards if not (isinstance(each, str) and _REWARD.fullmatch(each))]:
+        raise ValueError(f"{wrong[0]!r:.80} does not name a function: write path/to/file.py:function")
+    return tuple(rewards)
 
 
 class Grpo(Part):
-    """Group relative policy optimization: the model answers each prompt several times, and what has more reward than
-    the rest of its group becomes likelier."""
+    """Group relative policy optimization: answer each prompt several times, and reinforce the better answers."""
 
     pairs: ClassVar[bool] = False
     prompts: ClassVar[bool] = True
     sequences: ClassVar[int] = 1
 
     name: Literal["grpo"] = "grpo"
-    num_generations: Int = Field(8, ge=2, le=4096, description="completions of a prompt, which are its group")
-    max_completion_length: Int = Field(512, ge=1, le=1_048_576, description="tokens; a completion ends there")
+    num_generations: Int = Field(8, ge=2, le=4096, description="completions per prompt (its group)")
+    max_completion_length: Int = Field(512, ge=1, le=1_048_576, description="maximum tokens per completion")
     fixed_length: Switch = Field(
-        False, description="no completion ends before, so that runs generate equally many tokens"
+        False, description="always generate max_completion_length tokens, so that runs generate the same number"
     )
-    temperature: Float = Field(1.0, gt=0, le=100, description="of the sampling")
-    beta: Float = Field(0.0, ge=0, description="how much it costs to leave the reference model; 0 needs none")
-    loss_type: Literal["dapo", "dr_grpo", "bnpo", "grpo"] = Field("dapo", description="by what trl divides the loss")
-    reward: Annotated[str | tuple[str, ...] | None, BeforeValidator(rewards.named)] = Field(
+    temperature: Float = Field(1.0, gt=0, le=100, description="sampling temperature")
+    beta: Float = Field(0.0, ge=0, description="penalty for moving away from the reference model; 0: no reference")
+    loss_type: Literal["dapo", "dr_grpo", "bnpo", "grpo"] = Field("dapo", description="how the loss is normalized")
+    reward: Annotated[str | tuple[str, ...] | None, BeforeValidator(_reward_names)] = Field(
         None,
-        description="a function of yours that judges completions, path/to/file.py:function, or several, which add up; "
-        "the share of even token ids if left out",
+        description="your reward function, path/to/file.py:function, or several whose values are added; default: the "
+        "share of even token ids",
     )
 
     @property
@@ -126,56 +141,85 @@ class Grpo(Part):
     def in_step(self) -> bool:
         return bool(self.beta)
 
-    def refusals(self, spec: Experiment) -> Iterator[str]:
+    def incompatibilities(self, spec: Experiment) -> Iterator[str]:
         yield from self._of_batches(spec)
         yield from self._of_data(spec)
-        yield from self._of_method(spec)
+        if getattr(spec.method, "dropout", 0):
+            yield "objective grpo: generation and training must use the same model: set method.dropout to 0"
+        if self.beta and not spec.method.adapters:
+            yield (
+                "objective grpo: with method full trl loads a second model in float32 as reference: set objective.beta "
+                "to 0, or train adapters (lora, qlora)"
+            )
         for name in switched_on(spec.optimizations):
             if name not in ("attention", "gradient_checkpointing"):
-                yield f"optimizations.{name} with objective grpo was not held against training without it: leave it off"
+                yield f"optimizations.{name} with objective grpo was not compared with plain grpo: set it to off"
         if spec.measure.profile != "off":
-            yield "measure.profile with objective grpo: a profile knows no generation: profile objective sft"
+            yield "measure.profile with objective grpo: a profile does not cover generation: profile objective sft"
         if spec.train.precision == "fp16":
-            yield "train.precision fp16 with objective grpo was not tried: set it to bf16 or fp32"
-        yield from _of_trl(spec, "GRPOTrainer", with_reference=bool(self.beta))
+            yield "train.precision fp16 with objective grpo was not tested: set it to bf16 or fp32"
+        yield from _trl_only(spec, "GRPOTrainer", with_reference=bool(self.beta))
 
     def _of_batches(self, spec: Experiment) -> Iterator[str]:
         size, group, samples = spec.global_batch, self.num_generations, spec.dataset.samples
         if size % group:
             yield (
-                f"objective grpo: the {size} completions of a step (train.batch_size x "
-                f"train.gradient_accumulation_steps) are no multiple of objective.num_generations {group}: set "
+                f"objective grpo: the {size} completions per step (train.batch_size x "
+                f"train.gradient_accumulation_steps) are not a multiple of objective.num_generations {group}: set "
                 f"train.batch_size to {group}"
             )
         elif samples is not None and samples < size // group:
-            yield f"objective grpo: a step answers {size // group} prompts and dataset.samples is {samples}: raise it"
+            yield f"objective grpo: a step needs {size // group} prompts and dataset.samples is {samples}: raise it"
 
     def _of_data(self, spec: Experiment) -> Iterator[str]:
         data = spec.dataset
+        format_name = data.format or data.source.format
         if data.has_images:
-            yield f"objective grpo is given text alone, and {data.name} holds images: take another data set"
-        elif (data.format or data.source.format) in (PREFERENCE, "text"):
+            yield f"objective grpo supports only text, and {data.name} has images: use another dataset"
+        elif format_name in (PREFERENCE, "text"):
             yield (
-                f"objective grpo answers prompts, and rows of {data.format or data.source.format} are none: set "
-                f"dataset.format to {PROMPT} and dataset.columns to {{prompt: COLUMN}}"
+                f"objective grpo needs prompts, and the rows are {format_name}: set dataset.format to {PROMPT} and "
+                "dataset.columns to {prompt: COLUMN}"
             )
         if data.loss_on == "all":
-            yield "objective grpo learns what the model itself answers: leave dataset.loss_on at completion"
+            yield "objective grpo trains only on its own completions: set dataset.loss_on to completion"
         if data.eval_samples:
-            yield "objective grpo: an evaluation would be another generation: set dataset.eval_samples to 0"
-
-    def _of_method(self, spec: Experiment) -> Iterator[str]:
-        if getattr(spec.method, "dropout", 0):
-            yield (
-                "objective grpo: dropout would have completions drawn from one model and learned by another: set "
-                "method.dropout to 0"
-            )
-        if self.beta and not spec.method.adapters:
-            yield (
-                "objective grpo: of all weights trl would load a second model by itself, in float32: set "
-                "objective.beta to 0, or train adapters (lora, qlora)"
-            )
+            yield "objective grpo does not support evaluation: set dataset.eval_samples to 0"
 
 
 Objective = Annotated[Sft | Dpo | Grpo, Field(discriminator="name")]
 OBJECTIVES: dict[str, type[Sft] | type[Dpo] | type[Grpo]] = {"sft": Sft, "dpo": Dpo, "grpo": Grpo}
+
+
+def reward_parts(reward: str) -> tuple[Path, str]:
+    """Return file and function of `path/to/file.py:function`."""
+    file, _, function = reward.rpartition(":")
+    return Path(file), function
+
+
+def absolute_reward(value: Any, folder: Path) -> Any:
+    """Return reward names with absolute paths. Other values are returned unchanged."""
+    if isinstance(value, list):
+        return [absolute_reward(each, folder) for each in value]
+    if not (isinstance(value, str) and _REWARD.fullmatch(value)):
+        return value
+    file, function = reward_parts(value)
+    return f"{os.path.abspath(folder / os.path.expanduser(file))}:{function}"
+
+
+def reward_problem(reward: str) -> str | None:
+    """Return why a reward function cannot be loaded. The file is parsed but not executed."""
+    file, function = reward_parts(reward)
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except OSError as error:
+        return f"{file}: {file_problem(error)}"
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        return f"{file}{line}: not valid Python: {getattr(error, 'msg', error)}"
+    names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    names |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+    if function in names or "*" in names:
+        return None
+    return f"{file} has no function {function}{nearest(function, sorted(names))}"

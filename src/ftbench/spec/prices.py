@@ -1,4 +1,7 @@
-"""A price file: what an hour of each GPU costs, rented or owned, with date and source; every mistake a sentence."""
+"""A price file, and the cost of training: per hour, per sample, per token and per night.
+
+Amounts keep the currency of the file. Unknown values are None.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from ftbench.core import units
 from ftbench.core.hardware import canonical_name, gpus
 from ftbench.errors import SpecError
 from ftbench.spec.base import Float, Part, nearest
-from ftbench.spec.mistakes import in_file
-from ftbench.spec.reading import location, read_yaml
+from ftbench.spec.reading import in_file, location, read_yaml
+
+HOURS_PER_YEAR = 365.25 * 24
 
 
 def _currency(value: str) -> str:
@@ -28,7 +33,7 @@ Currency = Annotated[str, AfterValidator(_currency)]
 
 
 class Rent(Part):
-    """One GPU by the hour."""
+    """One GPU rented by the hour."""
 
     per_hour: Float = Field(gt=0)
     currency: Currency
@@ -37,8 +42,11 @@ class Rent(Part):
 
 
 class Owned(Part):
-    """One GPU with its share of the machine, bought. Electricity is counted for the hours in which it trains: the
-    GPU's measured power and `host_idle_watts` for the machine around it."""
+    """One bought GPU with its share of the machine.
+
+    Electricity counts for training hours only: the measured GPU power plus `host_idle_watts` for the rest of the
+    machine.
+    """
 
     price: Float = Field(gt=0)
     currency: Currency
@@ -57,7 +65,7 @@ class Owned(Part):
 
 
 class Price(Part):
-    """What one GPU costs: rented, owned, or both to compare."""
+    """The cost of one GPU: rented, owned, or both."""
 
     rent: Rent | None = None
     owned: Owned | None = None
@@ -71,7 +79,7 @@ class Price(Part):
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """The file's prices by canonical GPU name."""
+    """The prices of a file by canonical GPU name."""
 
     path: Path
     by_gpu: dict[str, Price]
@@ -82,21 +90,27 @@ class Prices:
 
 
 def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
-    """Return the prices in a YAML file. `used` are the GPUs of the runs; a name that is neither among them nor in the
-    GPU table is a mistake. Raise SpecError with one `file:line: key: sentence` for each mistake."""
+    """Return the prices in a YAML file.
+
+    Args:
+        path: The price file.
+        used: GPUs of the runs. A name that is neither among them nor in the GPU table is a mistake.
+
+    Raises:
+        SpecError: One `file:line: key: sentence` for each mistake.
+    """
     problems: list[str] = []
     by_gpu: dict[str, Price] = {}
     names: dict[str, str] = {}
     allowed = {*(gpu.name for gpu in gpus()), *used}
-    for name, values in read_yaml(
-        path, "a price file", "a GPU and what it costs (see configs/prices-example.yaml)", dates=True
-    ).items():
+    needs = "a GPU and its price (see configs/prices-example.yaml)"
+    for name, values in read_yaml(path, "a price file", needs).items():
         gpu, where = canonical_name(name), f"{location(path, [name])}: {name}: "
         if gpu in names:
             problems.append(f"{where}is the same GPU as {names[gpu]!r}: keep one of them")
         elif gpu not in allowed:
             hint = nearest(name, allowed) or "; `ftbench list gpus` shows the names"
-            problems.append(f"{where}is no GPU of these runs and none that ftbench knows{hint}")
+            problems.append(f"{where}unknown GPU, and not a GPU of these runs{hint}")
         names[gpu] = name
         try:
             by_gpu[gpu] = Price.model_validate(values)
@@ -105,3 +119,116 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
     if problems:
         raise SpecError(*problems)
     return Prices(path, by_gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class HourlyCost:
+    """The cost of one hour, and of samples, tokens and a night at the measured speed.
+
+    `way` is `rent` or `owned`. Amounts are in `currency`. `why` is the reason why `per_hour` is unknown.
+    """
+
+    way: str
+    currency: str
+    per_hour: float | None
+    per_1k_samples: float | None
+    per_1m_real_tokens: float | None
+    per_night: float | None
+    date: str
+    source: str
+    why: str = ""
+
+
+def hourly_costs(
+    price: Price, samples: float | None, tokens: float | None, watts: float | None, hours: float, gpus: int = 1
+) -> list[HourlyCost]:
+    """Return the cost of training, rented and owned, as far as `price` has them.
+
+    Args:
+        price: The price of one GPU.
+        samples: Samples per second of all GPUs.
+        tokens: Real tokens per second of all GPUs.
+        watts: Power of all GPUs in W.
+        hours: Length of a night in hours.
+        gpus: Number of GPUs.
+    """
+    rented = price.rent.per_hour * gpus if price.rent else None
+    owned, why = _owned(price.owned, None if watts is None else watts / gpus) if price.owned else (None, "")
+    ways = [("rent", price.rent, rented, ""), ("owned", price.owned, owned if owned is None else owned * gpus, why)]
+    return [
+        HourlyCost(
+            way, terms.currency, hour,
+            None if hour is None else per_1k_samples(hour, samples),
+            None if hour is None else per_1m_tokens(hour, tokens),
+            None if hour is None else hour * hours,
+            terms.date.isoformat(), terms.source, why,
+        )
+        for way, terms, hour, why in ways if terms is not None
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Money in one currency. `way` is `rent` or `owned`."""
+
+    value: float
+    currency: str
+    way: str
+
+    def __str__(self) -> str:
+        return units.money(self.value, self.currency)
+
+
+def amount(price: Price, seconds: float, watts: float) -> Amount | None:
+    """Return the cost of `seconds` of training: the rent, or else the share of the purchase plus electricity."""
+    costs = hourly_costs(price, None, None, watts, seconds / 3600)
+    amounts = (Amount(each.per_night, each.currency, each.way) for each in costs if each.per_night is not None)
+    return next(amounts, None)
+
+
+def running(owned: Owned, watts: float | None) -> float | None:
+    """Return the cost of electricity per training hour; None if it has a price but the GPU power is unknown."""
+    if owned.electricity_per_kwh is None:
+        return 0.0
+    return None if watts is None else owned.electricity_per_kwh * (watts + owned.host_idle_watts) / 1000
+
+
+def _owned(owned: Owned, watts: float | None) -> tuple[float | None, str]:
+    spent = running(owned, watts)
+    if spent is None:
+        return None, "the cost of electricity is unknown, because the GPU power was not measured"
+    return owned.price / use_hours(owned.lifetime_years, owned.utilisation) + spent, ""
+
+
+def joules_per_1m_tokens(
+    joules_per_1k_samples: float | None, samples_per_s: float | None, tokens_per_s: float | None
+) -> float | None:
+    """Return the joules per million tokens, from the mean number of tokens per sample."""
+    if joules_per_1k_samples is None or not samples_per_s or not tokens_per_s:
+        return None
+    return joules_per_1k_samples / 1e3 * samples_per_s / tokens_per_s * 1e6
+
+
+def use_hours(lifetime_years: float, utilisation: float) -> float:
+    """Return the working hours in a lifetime. `utilisation` is the share of all hours."""
+    return lifetime_years * HOURS_PER_YEAR * utilisation
+
+
+def per_1k_samples(per_hour: float, samples_per_s: float | None) -> float | None:
+    return None if not samples_per_s else per_hour / 3600 / samples_per_s * 1e3
+
+
+def per_1m_tokens(per_hour: float, tokens_per_s: float | None) -> float | None:
+    return None if not tokens_per_s else per_hour / 3600 / tokens_per_s * 1e6
+
+
+def break_even_hours(price: float, running_per_hour: float, rent_per_hour: float) -> float | None:
+    """Return the hours of use after which buying is as cheap as renting; None if it never is.
+
+    Args:
+        price: Purchase price.
+        running_per_hour: Electricity per hour.
+        rent_per_hour: Rent per hour. All three are in the same currency.
+    """
+    saved = rent_per_hour - running_per_hour
+    return price / saved if saved > 1e-9 * rent_per_hour else None  # equal except for rounding counts as equal

@@ -8,8 +8,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
 from ftbench.errors import SpecError
 from ftbench.spec.base import Int, Part
-from ftbench.spec.mistakes import in_file
-from ftbench.spec.reading import read_yaml
+from ftbench.spec.reading import in_file, read_yaml
 
 NAME = "slurm.yaml"
 # sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, and days before each.

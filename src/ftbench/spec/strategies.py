@@ -13,12 +13,12 @@ MOST_GPUS = 1024
 @dataclass(frozen=True)
 class Strategy:
     """A value of `launch.strategy`. `verified` says how a run knows that it is there; `offloads` are the values of
-    `launch.offload` that it has, `refusals` what it cannot go with."""
+    `launch.offload` that it has, `incompatibilities` what it cannot go with."""
 
     description: str
     verified: str
     offloads: tuple[str, ...] = ()
-    refusals: Callable[[Experiment], Iterable[str]] = lambda spec: ()
+    incompatibilities: Callable[[Experiment], Iterable[str]] = lambda spec: ()
 
 
 def _refused_where_sharded(spec: Experiment) -> Iterator[str]:
@@ -111,46 +111,46 @@ STRATEGIES = {
         description="a share of each layer on each GPU, gathered while the layer computes (PyTorch's FSDP2)",
         verified="after the first step every layer is sharded, and every parameter is a DTensor over all ranks",
         offloads=("params",),
-        refusals=_refused_by_fsdp,
+        incompatibilities=_refused_by_fsdp,
     ),
     "zero1": Strategy(
         description="a copy of the model on each GPU and a share of the optimizer's states (DeepSpeed's ZeRO)",
         verified="DeepSpeed's engine runs the stage, and a rank updates no more than its share",
         offloads=("optimizer",),
-        refusals=_refused_by_deepspeed,
+        incompatibilities=_refused_by_deepspeed,
     ),
     "zero2": Strategy(
         description="as zero1, and a share of the gradients",
         verified="DeepSpeed's engine runs the stage, and a rank updates no more than its share",
         offloads=("optimizer",),
-        refusals=_refused_by_deepspeed,
+        incompatibilities=_refused_by_deepspeed,
     ),
     "zero3": Strategy(
         description="as zero2, and a share of the weights, gathered while a layer computes",
         verified="DeepSpeed's engine runs the stage, a rank keeps no more than its share of the weights, and releases "
         "what it gathers layer by layer",
         offloads=("optimizer", "params"),
-        refusals=lambda spec: (*_refused_where_sharded(spec), *_refused_by_deepspeed(spec)),
+        incompatibilities=lambda spec: (*_refused_where_sharded(spec), *_refused_by_deepspeed(spec)),
     ),
     "tp": Strategy(
         description="a share of each matrix of a layer on each GPU, all on the same tokens (transformers)",
         verified="after the first step the matrices of every layer are DTensors",
-        refusals=_refused_by_tp,
+        incompatibilities=_refused_by_tp,
     ),
     "tp+fsdp": Strategy(
         description="a mesh: `launch.tp` GPUs share each matrix and see one batch, layers are spread over the others",
         verified="as fsdp, and after the first step matrices are DTensors over all ranks, the rest over the shares",
-        refusals=_refused_by_tp,
+        incompatibilities=_refused_by_tp,
     ),
     "ep": Strategy(
         description="a share of the experts on each GPU, all on the same tokens: saves memory alone (transformers)",
         verified="after the first step parameters are DTensors",
-        refusals=_refused_by_ep,
+        incompatibilities=_refused_by_ep,
     ),
     "cp": Strategy(
         description="a part of each sequence on each GPU, keys and values go round; weights as under fsdp (torch)",
         verified="as fsdp, and after the first step keys and values went round for every layer",
-        refusals=_refused_by_cp,
+        incompatibilities=_refused_by_cp,
     ),
 }
 
@@ -193,7 +193,7 @@ def _mesh(launch: Mapping[str, object]) -> dict[str, object]:
     return {**words, "gpus": tp * fsdp, "strategy": "tp+fsdp"}
 
 
-def refusals(spec: Experiment) -> list[str]:
+def incompatibilities(spec: Experiment) -> list[str]:
     """Return what of `launch` cannot work, or not with the rest of the spec."""
     launch, name = spec.launch, spec.launch.strategy
     if launch.gpus % launch.nodes:
@@ -221,7 +221,7 @@ def refusals(spec: Experiment) -> list[str]:
             "launch.strategy: ulysses doubles gradients beside ZeRO-1 and 2, and beside ZeRO-3 weighs all batches of a "
             "step alike, however many tokens they hold (DeepSpeed 0.19, transformers 5.17): use cp"
         ]
-    sentences = list(STRATEGIES[name].refusals(spec))
+    sentences = list(STRATEGIES[name].incompatibilities(spec))
     if name == "tp+fsdp" and not launch.is_mesh:
         sentences.append(
             f"launch.tp: {launch.gpus} GPUs are no mesh of {launch.tp} by two or more: set launch.gpus to a "
@@ -237,7 +237,7 @@ def refusals(spec: Experiment) -> list[str]:
     return sentences
 
 
-def refusals_on(spec: Experiment, capability: Capability) -> list[str]:
+def machine_incompatibilities(spec: Experiment, capability: Capability) -> list[str]:
     """Return what of `launch` cannot work on a machine whose GPU has this compute capability; None is one without."""
     launch = spec.launch
     if capability is None and launch.offload == "params" and launch.strategy == "fsdp":

@@ -1,8 +1,9 @@
-"""The `sweep:` section and the command line's axes → cells: pure but for reading the spec file."""
+"""The cells of a sweep, from the section `sweep:` and `--axis`."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,7 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from ftbench.errors import SpecError
-from ftbench.spec import dropped
 from ftbench.spec.base import Part, nearest, shortened, shown
-from ftbench.spec.exclude import agrees, at, defaults
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import (
     SHORT_FORMS,
@@ -27,8 +26,7 @@ from ftbench.spec.load import (
     spec_keys,
     validated,
 )
-from ftbench.spec.mistakes import sentence
-from ftbench.spec.reading import as_text, location, parse_value
+from ftbench.spec.reading import as_text, location, parse_value, sentence
 from ftbench.spec.recipes import FOLDER, named
 
 MAX_CELLS = 100_000
@@ -37,10 +35,10 @@ _NO_AXES = ("name", "extends", "sweep")
 
 
 class SweepSection(Part):
-    """The section `sweep:` as it stands in a file."""
+    """The section `sweep:` of a spec file."""
 
     axes: dict[str, tuple[Any, ...]] = Field(default_factory=dict, description="key of the spec → values")
-    exclude: tuple[dict[str, Any], ...] = Field((), description="cells to leave out: key → value, or a list of them")
+    exclude: tuple[dict[str, Any], ...] = Field((), description="cells to leave out: key → value, or a list of values")
     zip: tuple[tuple[str, ...], ...] = Field((), description="axes that advance together instead of as a product")
 
     @field_validator("axes", mode="before")
@@ -54,7 +52,7 @@ class SweepSection(Part):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One key of the spec that varies; `layers` holds, for each of `values`, what it adds to the base."""
+    """A key of the spec that varies. `layers` holds the keys that each of `values` adds to the base."""
 
     key: str
     values: tuple[Any, ...]
@@ -63,7 +61,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class GridCell:
-    """A point of the grid: its value on each axis, and the spec there; `refused` says why there can be none."""
+    """A point of the grid: its value on each axis, and its spec. `refused` is the reason if there is no spec."""
 
     values: dict[str, Any]
     spec: Experiment | None
@@ -71,17 +69,21 @@ class GridCell:
 
     @property
     def sets(self) -> tuple[str, ...]:
-        """What `--set` makes this cell of the base: `train.batch_size=8`."""
+        """The `--set` arguments that turn the base into this cell, such as `train.batch_size=8`."""
         return tuple(f"{key}={as_text(value)}" for key, value in self.values.items())
 
 
-def cells(
-    path: Path, sets: Sequence[str], axes: Sequence[str] = (), on_note: Callable[[str], None] = lambda text: None
-) -> list[GridCell]:
-    """Return the cells of a spec file's sweep in the order of its axes, the last one turning fastest; the base alone
-    where nothing varies. `axes` are those of the command line (`key=value,value`) and win over the file's. Raise
-    SpecError for a mistake in the file, in an axis or in the value of one; a combination that cannot work is a refused
-    cell. `on_note` hears of what is no mistake and does nothing."""
+def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[GridCell]:
+    """Return the cells of a sweep in the order of its axes; the last axis varies fastest.
+
+    Args:
+        path: The spec file. Without axes its base is the only cell.
+        sets: The `--set` arguments.
+        axes: The `--axis` arguments (`key=value,value`). They replace those of the file.
+
+    Raises:
+        SpecError: For a mistake in the file, in an axis or in a value. An impossible combination is a refused cell.
+    """
     layers = read_layers(path, sets)
     base = merged(layers, path)
     section = _section(base.get("sweep"), layers)
@@ -89,32 +91,24 @@ def cells(
         key: _axis(key, values, _origin(layers, key), _folder(layers, key)) for key, values in section.axes.items()
     }
     by_key |= {axis.key: axis for axis in map(_of_command_line, axes)}
-    # What a recipe says is there to be changed.
-    dropped.check_apart(axis for axis in by_key.values() if axis.key != RECIPE)
-    dropped.say(layers, by_key.values(), on_note)
     for group in section.zip:
         _check_group(group, by_key, section.zip, f"{_origin(layers, 'zip')}: sweep.zip")
     _check_excluded(section.exclude, layers)
     folder = _folder(layers, "exclude")
     excluded = [{key: _expanded(key, value, folder) for key, value in pattern.items()} for pattern in section.exclude]
-    kept, problems, used, sections = [], dict[str, None](), set[int](), Sections()
+    kept, problems = [], dict[str, None]()
     for chosen in _choices(by_key, section.zip):
         try:
-            cell = _cell(base, layers, chosen, sections)
+            cell = _cell(base, layers, chosen)
         except SpecError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        matching = [i for i, pattern in enumerate(excluded) if _matches(cell, base, chosen, pattern)]
-        used.update(matching)
-        if not matching:
+        if not any(_matches(cell, base, chosen, pattern) for pattern in excluded):
             kept.append(cell)
     if problems:
         raise SpecError(*problems)
     if not kept:
         raise SpecError(f"{path}: sweep.exclude leaves no cell")
-    for pattern in (pattern for i, pattern in enumerate(section.exclude) if i not in used):
-        words = ", ".join(f"{key}={as_text(value)}" for key, value in pattern.items())
-        on_note(f"{_origin(layers, 'exclude')}: sweep.exclude: no cell has {words}")
     return kept
 
 
@@ -136,33 +130,33 @@ def _section(values: object, layers: Sequence[SpecLayer]) -> SweepSection:
 
 
 def _origin(layers: Sequence[SpecLayer], *keys: str) -> str:
-    """Return `file:line` of the layer whose `sweep:` says the key, else of the last that has one."""
+    """Return `file:line` of a key in `sweep:`."""
     path = ["sweep", *(keys if keys and keys[0] in SweepSection.model_fields else ("axes", *keys))]
-    layer = _saying(layers, path)
+    layer = _layer_with(layers, path)
     return location(layer.file, path) if layer.file else layer.origin
 
 
-def _saying(layers: Sequence[SpecLayer], path: Sequence[str]) -> SpecLayer:
-    """Return the last layer with `path[1]` in its `sweep:` (sections are replaced whole), else with a `sweep:`."""
+def _layer_with(layers: Sequence[SpecLayer], path: Sequence[str]) -> SpecLayer:
+    """Return the last layer with `path[1]` in its `sweep:`, or else the last one with a `sweep:`."""
     having = [layer for layer in layers if "sweep" in layer.data]
-    saying = [layer for layer in having if isinstance(layer.data["sweep"], dict) and path[1] in layer.data["sweep"]]
-    return (saying or having)[-1]
+    exact = [layer for layer in having if isinstance(layer.data["sweep"], dict) and path[1] in layer.data["sweep"]]
+    return (exact or having)[-1]
 
 
 def _folder(layers: Sequence[SpecLayer], key: str) -> Path:
-    """Return the folder of the file that says a key of the sweep, against which its paths are taken."""
+    """Return the folder that the paths of a key in `sweep:` are relative to."""
     if not any("sweep" in layer.data for layer in layers):
         return Path()
-    file = _saying(layers, ["sweep", key if key in SweepSection.model_fields else "axes"]).file
+    file = _layer_with(layers, ["sweep", key if key in SweepSection.model_fields else "axes"]).file
     return file.parent if file else Path()
 
 
 def _expanded(key: str, value: Any, folder: Path) -> Any:
-    """Return a value with the paths in it made absolute; a short form stays one."""
+    """Return a value with absolute paths. A short form stays short."""
     parts = key.split(".")
     if parts[0] in SHORT_FORMS and len(parts) == 1 and isinstance(value, str):
         return value
-    return at(expand(nested(parts, value), folder), parts)
+    return _at(expand(nested(parts, value), folder), parts)
 
 
 def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
@@ -174,7 +168,7 @@ def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
     if not all(parts) or parts[0] in _NO_AXES or parts[0] not in Experiment.model_fields:
         sections = [name for name in Experiment.model_fields if name not in _NO_AXES]
         raise SpecError(
-            f"{origin}: {shown(key)} is no axis{nearest(parts[0], sections)} (an axis is a key of the spec: "
+            f"{origin}: {shown(key)} cannot be an axis{nearest(parts[0], sections)} (an axis is a key of the spec: "
             f"{', '.join(sections)}, or train.batch_size; `ftbench list keys` shows all; or recipe)"
         )
     layers = tuple(SpecLayer(where, expand(nested(parts, value), folder)) for value in values)
@@ -182,19 +176,16 @@ def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
 
 
 def _file_or_name(value: Any, folder: Path) -> Any:
-    """Return a shipped recipe's name; of another its whole path."""
+    """Return the name of a shipped recipe, or the absolute path of another."""
     path = named(value, folder).absolute()
     return path.stem if path.parent == FOLDER else str(path)
 
 
 def _of_command_line(text: str) -> Axis:
     key, equals, written = text.partition("=")
-    try:
-        values = parse_value(f"[{written}]") if equals and written.strip() else None
-        if values != parse_value(f"[{written}\n]"):  # a comment, behind which a value would be dropped
-            values = None
-    except SpecError as error:
-        raise SpecError(f"--axis {shortened(text)}: {error}") from None
+    values = parse_value(f"[{written}]") if equals and written.strip() else None
+    if values != parse_value(f"[{written}\n]"):  # a comment would drop the values after it
+        values = None
     if not isinstance(values, list) or not values or None in values:
         raise SpecError(f"--axis {shortened(text)}: write it as key=value,value, for example train.batch_size=1,2,4")
     return _axis(key.strip(), values, f"--axis {shortened(key.strip())}", Path())
@@ -203,31 +194,28 @@ def _of_command_line(text: str) -> Axis:
 def _check_group(group: Sequence[str], axes: Mapping[str, Axis], groups: Sequence[Sequence[str]], where: str) -> None:
     for key in group:
         if key not in axes:
-            raise SpecError(f"{where}: {key} is no axis of this sweep{nearest(key, axes)}")
+            raise SpecError(f"{where}: {key} is not an axis of this sweep{nearest(key, axes)}")
         if sum(other.count(key) for other in groups) > 1:
-            raise SpecError(f"{where}: {key} stands there twice; an axis advances with one group")
+            raise SpecError(f"{where}: {key} appears twice; an axis belongs to one group")
     lengths = {key: len(axes[key].values) for key in group}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{key} has {n}" for key, n in lengths.items())
-        raise SpecError(f"{where}: axes that advance together need as many values each: {counts}")
+        raise SpecError(f"{where}: axes that advance together need the same number of values: {counts}")
 
 
 def _check_excluded(patterns: Sequence[Mapping[str, Any]], layers: Sequence[SpecLayer]) -> None:
     keys = [RECIPE, *SHORT_FORMS, *(key for key, _, _ in spec_keys())] if patterns else []
     for key in {key for pattern in patterns for key in pattern}:
         if key not in keys:
-            raise SpecError(
-                f"{_origin(layers, 'exclude')}: sweep.exclude: {key} is no key of a spec{nearest(key, keys)}"
-            )
+            where = _origin(layers, "exclude")
+            raise SpecError(f"{where}: sweep.exclude: {key} is not a key of a spec{nearest(key, keys)}")
 
 
-Choice = tuple[Axis, int]  # an axis and which of its values
-Sections = dict[tuple[Any, ...], Any]  # name of a section, what the axes choose of it → the section, validated
+Choice = tuple[Axis, int]  # an axis, and the index of one of its values
 
 
 def _choices(axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> Iterator[list[Choice]]:
-    """Yield what each point of the grid takes of each axis, in their order; axes of a group advance together. Raise
-    SpecError for more points than are planned at once."""
+    """Yield the choices of each point of the grid, in the order of the axes. Raise SpecError if there are too many."""
     leader = {key: group[0] for group in groups for key in group}
     steps: list[list[tuple[Choice, ...]]] = []
     for key, axis in axes.items():
@@ -241,35 +229,52 @@ def _choices(axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> Itera
         yield [picked[key] for key in axes]
 
 
-def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[Choice], sections: Sections) -> GridCell:
-    """Return the cell of a choice; a section that a cell before it has alike is that very object."""
-    values = _laid_over(base, chosen)
+def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[Choice]) -> GridCell:
     point = {axis.key: axis.values[index] for axis, index in chosen}
-    keys: dict[str, tuple[Any, ...]] = {name: (name,) for name in Experiment.model_fields}
-    for axis, index in chosen:
-        for name in axis.layers[index].data:
-            keys[name] += ((axis.key, index),)
-    values |= {name: sections[key] for name, key in keys.items() if key in sections}
     try:
-        spec = validated(values, [*layers, *(axis.layers[index] for axis, index in chosen)])
+        spec = validated(_merged_with(base, chosen), [*layers, *(axis.layers[index] for axis, index in chosen)])
     except ImpossibleError as error:
         return GridCell(point, None, "; ".join(problem.partition(": ")[2] for problem in error.problems))
-    for name, key in keys.items():
-        sections.setdefault(key, getattr(spec, name))
     return GridCell(point, spec)
 
 
-def _laid_over(base: dict[str, Any], chosen: Sequence[Choice]) -> dict[str, Any]:
+def _merged_with(base: dict[str, Any], chosen: Sequence[Choice]) -> dict[str, Any]:
     for axis, index in chosen:
         base = merge(base, axis.layers[index].data)
     return base
 
 
 def _matches(cell: GridCell, base: dict[str, Any], chosen: Sequence[Choice], pattern: Mapping[str, Any]) -> bool:
-    """Return whether a cell has all the values that a line of `exclude` names."""
+    """Return whether a cell has all the values of one pattern of `sweep.exclude`."""
     if cell.spec is not None:
         values = cell.spec.model_dump(mode="json")
     else:
-        values = _laid_over(base, chosen)
-        values = merge(defaults(values), values)
-    return agrees(values | {RECIPE: cell.values.get(RECIPE)}, pattern)
+        values = _merged_with(base, chosen)
+        name = _at(values, ["method", "name"]) or "lora"
+        default = Experiment.model_validate({"name": "x", "model": {"id": "x"}, "method": {"name": name}})
+        values = merge(default.model_dump(mode="json"), values)
+    values |= {RECIPE: cell.values.get(RECIPE)}
+    return all(_agrees(_at(values, key.split(".")), wanted) for key, wanted in pattern.items())
+
+
+def _at(values: Any, parts: Sequence[str]) -> Any:
+    """Return the value at nested keys, or None."""
+    for part in parts:
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
+def _agrees(value: Any, wanted: Any) -> bool:
+    """Compare a value of a cell with one of a pattern, which may use short forms and `off`."""
+    if isinstance(wanted, (list, tuple)):
+        return any(_agrees(value, each) for each in wanted) or value == wanted
+    if isinstance(value, dict) and isinstance(wanted, dict):
+        return all(_agrees(value.get(key), each) for key, each in wanted.items())
+    if isinstance(value, dict):  # the short form of a section
+        return any(value.get(key) == wanted for key in set(SHORT_FORMS.values()))
+    if wanted is False and value == "off":  # YAML reads `off` as false
+        return True
+    if isinstance(value, (int, float)) and isinstance(wanted, str):  # a quoted number
+        with suppress(ValueError):
+            return value == float(wanted)
+    return bool(value == wanted)

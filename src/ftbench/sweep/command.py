@@ -65,7 +65,7 @@ def prepare(request: SweepRequest, stack: ExitStack, say: Callable[[str], None] 
         raise SpecError("--trial-steps goes with --until-oom; elsewhere set train.max_steps")
     if request.gpus and request.on:
         raise SpecError(f"--gpus names those of this machine, and --on {request.on} runs elsewhere: give one of them")
-    grid = cells(request.spec, request.sets, request.axes, say)
+    grid = cells(request.spec, request.sets, request.axes)
     name = _experiment(grid)
     runner.check_disk(request.out)
     widest = max((cell.spec for cell in grid if cell.spec is not None), key=lambda spec: spec.launch.gpus)

@@ -11,9 +11,8 @@ from ftbench.estimate import preflight
 from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.estimate.time.duration import SHEET, DurationEstimate, epochs_samples
 from ftbench.estimate.time.history import RunHistory
-from ftbench.spec.cost import amount
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.prices import Prices, load_prices
+from ftbench.spec.prices import Prices, amount, load_prices
 from ftbench.sweep.command import Ready
 from ftbench.sweep.jobs import Job, Standing, command
 from ftbench.sweep.plan import frontier

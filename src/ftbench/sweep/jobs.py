@@ -50,14 +50,10 @@ def short(value: Any) -> str:
     return text if len(text) <= 40 else text[:39] + "…"
 
 
-def job(
-    spec: Experiment, sets: tuple[str, ...], values: dict[str, Any], repeat: int, folder: Path, gpu: Any,
-    known: dict[int, Any] | None = None,
-) -> Job:  # fmt: skip
-    """Return the job of a resolved spec on the GPU of that name. `known` is what `identity.identities` keeps."""
-    fingerprint, family = identity.identities(spec, gpu, known)
-    run = RunDir(folder / f"{identity.named(spec, fingerprint)}-r{repeat}")
-    return Job(run, spec, sets, values, repeat, family)
+def job(spec: Experiment, sets: tuple[str, ...], values: dict[str, Any], repeat: int, folder: Path, gpu: Any) -> Job:
+    """Return the job of a resolved spec on the GPU of that name."""
+    run = RunDir(folder / f"{identity.slug(spec, gpu)}-r{repeat}")
+    return Job(run, spec, sets, values, repeat, identity.fingerprint_without_batch(spec, gpu))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ftbench.core.rows import FLOAT32
 from ftbench.core.units import some
 from ftbench.errors import FtbenchError, SpecError, file_problem
 from ftbench.spec.base import shortened, shown
-from ftbench.spec.rewards import parts
+from ftbench.spec.objectives import reward_parts
 
 EVEN = "share of even token ids"
 _TAKEN = {
@@ -68,7 +68,7 @@ def even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float
 def load(reward: str) -> Reward:
     """Execute a file and return its function. Raise SpecError for a file that ends by an error, for a function that it
     has not, and for one that takes not what trl gives."""
-    file, function = parts(reward)
+    file, function = reward_parts(reward)
     name = f"{file.name}:{function}"
     try:
         source = file.read_bytes()

@@ -15,12 +15,12 @@ from ftbench.estimate.workload.sharding import on_gpus, problem
 from ftbench.facts import read_facts
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch, resolve
+from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.load import recipe
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.optimizations.triton_kernels import FAMILIES as KERNEL_FAMILIES
 from ftbench.spec.recipes import recipes
-from ftbench.spec.refusals import refusals
 
 ADAPTERS = ("lora", "qlora", "unsloth")  # these train the same matrices; full trains others
 _BESIDE = {"generate": None, "gradients": 0}  # of `measure`: what is done beside the training, and its off
@@ -41,12 +41,12 @@ class Way:
         if launch is self.spec.launch or launch == self.spec.launch:
             return self
         spec = self.spec.model_copy(update={"launch": launch})
-        why = refusals(spec)
+        why = incompatibilities(spec)
         if off := {
             key: value for key, value in _BESIDE.items() if any(line.startswith(f"measure.{key}:") for line in why)
         }:
             spec = spec.model_copy(update={"measure": spec.measure.model_copy(update=off)})
-            why = refusals(spec)
+            why = incompatibilities(spec)
         return Way(spec, self.problems or tuple(why))
 
     def sized(self, batch: int, accumulation: int, capability: tuple[int, int] | None) -> Experiment:
@@ -89,7 +89,7 @@ def ways(
         key = (candidate.method, candidate.optimizations, candidate.train)
         if key not in seen and (known or candidate.optimizations.triton_kernels is not True):
             seen.add(key)
-            yield Way(candidate, tuple(refusals(candidate)))
+            yield Way(candidate, tuple(incompatibilities(candidate)))
 
 
 def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:

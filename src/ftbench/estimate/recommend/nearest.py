@@ -14,7 +14,7 @@ from ftbench.estimate.memory.memory_cache import MemoryCache
 from ftbench.estimate.recommend.candidates import Way, batches, completions, launches, own_kind, ways, with_batch
 from ftbench.estimate.workload.sharding import on_gpus, sharding_of
 from ftbench.spec.experiment import Experiment, Launch
-from ftbench.spec.refusals import refusals_on
+from ftbench.spec.incompatibilities import machine_incompatibilities
 
 # Distances, where a changed key is 1: of another method, which trains from other weights, of half the batch, and of
 # another way for the GPUs to share the work.
@@ -52,7 +52,7 @@ def nearest_fit(spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | Non
 
 def _fit(way: Way, spec: Experiment, gpu: Gpu | float, memory_cache: MemoryCache) -> Fit | None:
     capability = capability_of(gpu)
-    if refusals_on(way.spec, capability):
+    if machine_incompatibilities(way.spec, capability):
         return None
     if (samples := shared_samples(spec, way.spec.launch)) is None:
         return None

@@ -19,10 +19,9 @@ from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.time.rates import limits_of
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.sharding import on_gpus, sharding_of, shared_how
-from ftbench.spec.cost import Amount, amount
 from ftbench.spec.experiment import Experiment, resolve
-from ftbench.spec.prices import Prices
-from ftbench.spec.refusals import refusals_on
+from ftbench.spec.incompatibilities import machine_incompatibilities
+from ftbench.spec.prices import Amount, Prices, amount
 from ftbench.store.summary import optimizations_on
 
 Objective = Literal["speed", "cost", "energy", "memory"]
@@ -138,7 +137,7 @@ def with_freer(answer: Recommendation) -> Recommendation:
 def _refused(way: Way, gpu: Gpu, unrated: Mapping[Gpu, str]) -> str | None:
     if way.problems:
         return f"cannot work: {way.problems[0]}"
-    if problems := refusals_on(way.spec, capability_of(gpu)):
+    if problems := machine_incompatibilities(way.spec, capability_of(gpu)):
         return f"not on {gpu.name}: {problems[0]}"
     return f"not on {gpu.name}: {unrated[gpu]}" if gpu in unrated else None
 

@@ -16,9 +16,8 @@ from ftbench.estimate.time.communication import COMMUNICATION, OFFLOADED
 from ftbench.estimate.time.duration import FLUSHES, DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.time.rates import shipped_terms
-from ftbench.spec.cost import Amount, amount
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.prices import Prices
+from ftbench.spec.prices import Amount, Prices, amount
 
 NIGHT_H = 8.0
 MOST_SAMPLES = 10**15

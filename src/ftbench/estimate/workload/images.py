@@ -13,8 +13,7 @@ from ftbench.errors import SpecError
 from ftbench.estimate.workload.lengths import DRAWN, MOST_SAMPLES, Lengths, file_lengths
 from ftbench.families.vision import NOTHING, ImageSize, VisionShape
 from ftbench.spec.batches import CAPTION, picture_sizes, synthetic_lengths
-from ftbench.spec.dataset_rows import named_row
-from ftbench.spec.datasets import Dataset
+from ftbench.spec.datasets import Dataset, named_row
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import open_plain_file
 

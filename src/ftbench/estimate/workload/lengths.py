@@ -150,7 +150,7 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
 def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: bool = False) -> FileLengths | str:
     """Return the lengths of a file's rows, of `pairs` of both sequences, of `prompts` of what is asked; a reason where
     the file cannot be read here."""
-    from ftbench.spec.dataset_rows import row_example, row_format  # most lengths are known without the file
+    from ftbench.spec.datasets import row_example, row_format  # most lengths are known without the file
 
     path = Path(dataset.path or SAMPLE)
 

@@ -16,7 +16,7 @@ from ftbench.report.data.axes import implied, value_at
 from ftbench.report.data.collect import figure
 from ftbench.report.data.facts import IMPORTED
 from ftbench.report.data.groups import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run
-from ftbench.spec.loss_tolerance import tolerance
+from ftbench.spec.optimizations import tolerance
 from ftbench.store.rundir import NOT_FINITE as STATE_NOT_FINITE
 from ftbench.store.rundir import RunDir
 

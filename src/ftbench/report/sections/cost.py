@@ -14,9 +14,18 @@ from ftbench.report.data.collect import Record, figure
 from ftbench.report.data.groups import ENERGY, SAMPLES, TOKENS, Cell, gpu_of
 from ftbench.report.render.document import Section
 from ftbench.report.sections.rows import field, names_of, section
-from ftbench.spec import cost
-from ftbench.spec.cost import HourlyCost, hourly_costs, running
-from ftbench.spec.prices import Owned, Price, Prices, Rent
+from ftbench.spec.prices import (
+    HourlyCost,
+    Owned,
+    Price,
+    Prices,
+    Rent,
+    break_even_hours,
+    hourly_costs,
+    joules_per_1m_tokens,
+    running,
+    use_hours,
+)
 
 NIGHT_H = 8.0
 WATTS, IDLE, PER_TOKEN = "energy.mean_watts", "energy.idle_watts", "energy.joules_per_1m_real_tokens"
@@ -38,10 +47,10 @@ def break_even(price: Price, watts: float | None) -> tuple[float | None, str]:
     spent = running(owned, watts)
     if spent is None:
         return None, "unknown power"
-    hours = cost.break_even_hours(owned.price, spent, rent.per_hour)
+    hours = break_even_hours(owned.price, spent, rent.per_hour)
     if hours is None:
         return None, "never"
-    life = cost.use_hours(owned.lifetime_years, owned.utilisation)
+    life = use_hours(owned.lifetime_years, owned.utilisation)
     return hours, f"{units.count(hours)} h" + (" (beyond its life)" if hours > life else "")
 
 
@@ -59,7 +68,7 @@ def with_costs(records: Sequence[Record], prices: Prices | None, hours: float) -
 def _costs(record: Record, prices: Prices | None, hours: float) -> Record:
     joules, samples, tokens, sampled = (figure(record, name) for name in (ENERGY, SAMPLES, TOKENS, WATTS))
     watts = _watts(joules, samples, sampled)
-    amounts: Record = {PER_TOKEN: cost.joules_per_1m_tokens(joules, samples, tokens)}
+    amounts: Record = {PER_TOKEN: joules_per_1m_tokens(joules, samples, tokens)}
     price = prices.of(gpu_of(record)) if prices else None
     if price is None or record["state"] != "ok":
         return amounts
@@ -85,7 +94,7 @@ def energy(cells: Sequence[Cell]) -> Section | None:
         if joules is not None:
             records.append(names_of(cell) | {
                 "joules_per_1k_samples": joules,
-                "joules_per_1m_real_tokens": cost.joules_per_1m_tokens(joules, samples, tokens),
+                "joules_per_1m_real_tokens": joules_per_1m_tokens(joules, samples, tokens),
                 "mean_watts": _watts(joules, samples, cell.figure(WATTS)), "idle_watts": cell.figure(IDLE),
             })  # fmt: skip
     names = {"J/1k samples": "joules_per_1k_samples", "J/1M tokens": "joules_per_1m_real_tokens",

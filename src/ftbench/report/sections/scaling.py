@@ -13,9 +13,8 @@ from ftbench.report.data.groups import TOKENS, Cell, Run
 from ftbench.report.data.ways import recipe_name
 from ftbench.report.render.document import Section
 from ftbench.report.sections.rows import Record, field, names_of, section
-from ftbench.spec.cost import HourlyCost, hourly_costs
 from ftbench.spec.experiment import Launch
-from ftbench.spec.prices import Prices
+from ftbench.spec.prices import HourlyCost, Prices, hourly_costs
 from ftbench.store.rundir import MEMORY, read_json
 
 # What a recipe is not: how its work is divided, how long it lasts, what is measured beside it.

@@ -10,48 +10,46 @@ from ftbench.spec.optimizations.declaration import ROUNDING, Capability, Optimiz
 _FLASH = ("flash_attention_2", "flash_attention_3", "flex_attention")
 
 
-def _refusals(spec: Experiment) -> Iterator[str]:
+def _incompatibilities(spec: Experiment) -> Iterator[str]:
     kernel, precision = spec.optimizations.attention, spec.train.precision
+    name = f"optimizations.attention {kernel}"
     if family(spec.model) == GPT_OSS and kernel in ("sdpa", "cudnn"):
-        yield (
-            f"optimizations.attention {kernel} does not compute the attention sinks of gpt-oss: leave it auto, or take "
-            "varlen with packing"
-        )
-    if kernel == "varlen" and not _flat(spec):
-        yield (
-            "optimizations.attention varlen is for rows without padding: set packing or padding_free, or attention sdpa"
-        )
+        yield f"{name} does not support the attention sinks of gpt-oss: use auto, or varlen with packing"
+    if kernel == "varlen" and not _unpadded(spec):
+        yield f"{name} needs rows without padding: set packing or padding_free to on, or use attention sdpa"
     if kernel == "varlen" and precision == "fp32":
-        yield "optimizations.attention varlen computes in 16 bits: set train.precision to bf16"
+        yield f"{name} computes in 16 bits: set train.precision to bf16"
     if (objective := spec.objective.name) != "sft" and kernel not in ("auto", "eager", "sdpa"):
-        yield f"optimizations.attention {kernel} with objective {objective}: only eager and sdpa were tried so far"
+        yield f"{name} with objective {objective}: only eager and sdpa are tested: use one of them"
     if kernel == "cudnn" and precision == "fp32":
-        yield "optimizations.attention cudnn computes in 16 bits: set train.precision to bf16, or attention sdpa"
+        yield f"{name} computes in 16 bits: set train.precision to bf16, or use attention sdpa"
 
 
-def _flat(spec: Experiment) -> bool:
+def _unpadded(spec: Experiment) -> bool:
     return bool(spec.optimizations.packing or spec.optimizations.padding_free)
 
 
-def _refusals_on(spec: Experiment, capability: Capability) -> Iterator[str]:
+def _machine_incompatibilities(spec: Experiment, capability: Capability) -> Iterator[str]:
     kernel = spec.optimizations.attention
     if kernel in (*_FLASH, "varlen", "cudnn") and capability is None:
         yield f"optimizations.attention {kernel} needs a GPU: set it to sdpa"
 
 
-OPTIMIZATION = Optimization(
-    type=Literal[
-        "auto", "eager", "sdpa", "cudnn", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
-    ],
-    default="auto",
-    description="attention implementation; auto is the library's choice for the model; cudnn is sdpa with cuDNN's "
-    "kernels; varlen is torch's own for rows without padding",
-    verified="the model's own setting is read",
-    tolerance=Tolerance(ROUNDING),
-    pairs=None,
-    unsloth="it chooses the attention itself: leave it auto",
-    refusals=_refusals,
-    refusals_on=_refusals_on,
-    beside={"varlen": {"optimizations.padding_free": True}},
-    not_ablated=("sdpa", "eager"),  # what auto takes already; what keeps every score
-)
+OPTIMIZATIONS = {
+    "attention": Optimization(
+        type=Literal[
+            "auto", "eager", "sdpa", "cudnn", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
+        ],
+        default="auto",
+        description="attention implementation; auto: the library's choice for the model; cudnn: sdpa with cuDNN's "
+        "kernels; varlen: torch's kernel for rows without padding",
+        verified="the model's own setting is read",
+        tolerance=Tolerance(ROUNDING),
+        not_with_dpo=None,
+        not_with_unsloth="unsloth chooses the attention itself: set it to auto",
+        incompatibilities=_incompatibilities,
+        machine_incompatibilities=_machine_incompatibilities,
+        ablate_with={"varlen": {"optimizations.padding_free": True}},
+        not_ablated=("sdpa", "eager"),  # auto already takes sdpa; eager keeps all attention scores in memory
+    )
+}

@@ -1,5 +1,4 @@
-"""What an optimization says of itself, in `spec/optimizations/<name>.py`; how it is applied and verified stands in
-`worker/optimizations/<name>.py`."""
+"""The declaration of one optimization. The code that applies it is in `worker/optimizations/<name>.py`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,17 +9,22 @@ from pydantic import BeforeValidator
 from ftbench.spec.base import Experiment, Switch
 
 OFF = (False, "off", "auto")
-EXACT = 0.001  # the same products in the same order: an order of magnitude above what repeats differ by
-ROUNDING = 0.01  # the same sums in another order, each rounded to bfloat16
-COARSE = 0.05  # fewer bits in the products, the weights or the optimizer's state
+EXACT = 0.001  # same products in the same order; 10 times the difference between repeats
+ROUNDING = 0.01  # same sums in another order, each rounded to bfloat16
+COARSE = 0.05  # fewer bits in products, weights or optimizer state
 
-Capability = tuple[int, int] | None  # of the GPU; None is a machine without one
+Capability = tuple[int, int] | None  # compute capability of the GPU; None: no GPU
+OWN_KERNELS = "unsloth has its own kernels: set it to off"
+OWN_LOSS = "unsloth has its own fused loss: set it to off"
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """`share` of the baseline's loss that a step may differ by. Where the samples come in `another_order`, no step of
-    one is a step of the other, and the share is that of the mean loss over equally many samples."""
+    """How much the loss may differ from the baseline.
+
+    `share` is relative to the baseline's loss at the same step. With `another_order` of the samples, steps cannot be
+    compared one by one, and `share` applies to the mean loss over equally many samples.
+    """
 
     share: float
     another_order: bool = False
@@ -28,42 +32,48 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimization:
-    """One key of `optimizations:`. The functions are asked only where it is on, and answer in sentences with a way out.
+    """One key of `optimizations:`. Functions are called only if the optimization is on, and yield error messages.
 
-    `description` says what it does and what it costs; `verified`, how a run shows that it was applied; `tolerance`, how
-    closely the loss must follow; `unsloth`, why not beside method unsloth and what to do instead (None: it does);
-    `pairs`, the same beside objective dpo, where a test shows that it trains what plain dpo does; `images`, what it
-    does with images, for data that have none.
-    `excludes` holds, for each key of the spec that may not be on beside it, the reason; `refusals` are what else it
-    excludes or needs on any machine, `refusals_on` on a machine of this compute capability.
-    It is applied after those named in `after`. An ablation tries each value on the plain recipe
-    with `beside[value]` switched on, and not those in `not_ablated`."""
+    Args:
+        description: What it does and costs.
+        verified: How a run checks that it was applied.
+        tolerance: How much the loss may differ from a run without it.
+        not_with_unsloth: Why method unsloth excludes it, and what to do instead. None: it works.
+        not_with_dpo: Why objective dpo excludes it. None only if a test compares it with plain dpo.
+        needs_images: Whether it only makes sense for a dataset with images.
+        excludes: Key of the spec → why it cannot be on at the same time.
+        incompatibilities: Everything else it excludes or needs, on any machine.
+        machine_incompatibilities: What it needs of a GPU of this compute capability.
+        after: The optimizations that must be applied first.
+        ablate_with: Value → further changes that an ablation makes along with this value.
+        not_ablated: Values that an ablation does not try.
+    """
 
     type: Any = Switch
     default: Any = False
     description: str
     verified: str
     tolerance: Tolerance
-    unsloth: str | None = None
-    images: str | None = None
-    pairs: str | None = "nothing shows so far that it trains the same pairs: leave it off"
+    not_with_unsloth: str | None = None
+    not_with_dpo: str | None = "it was not compared with plain dpo: set it to off"
+    needs_images: bool = False
     excludes: Mapping[str, str] = field(default_factory=dict)
-    refusals: Callable[[Experiment], Iterable[str]] = lambda spec: ()
-    refusals_on: Callable[[Experiment, Capability], Iterable[str]] = lambda spec, capability: ()
+    incompatibilities: Callable[[Experiment], Iterable[str]] = lambda spec: ()
+    machine_incompatibilities: Callable[[Experiment, Capability], Iterable[str]] = lambda spec, capability: ()
     needs_gpu: bool = False
     after: tuple[str, ...] = ()
-    beside: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
+    ablate_with: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
     not_ablated: tuple[Any, ...] = ()
 
 
 def offload_needs_gpu(name: str) -> Callable[[Experiment, Capability], Iterable[str]]:
     """Return a check that rejects the value `offload` of an optimization on a machine without a GPU."""
 
-    def refusals_on(spec: Experiment, capability: Capability) -> Iterable[str]:
+    def machine_incompatibilities(spec: Experiment, capability: Capability) -> Iterable[str]:
         if getattr(spec.optimizations, name) == "offload" and capability is None:
-            yield f"optimizations.{name} offload needs a GPU whose memory it saves: set it to on"
+            yield f"optimizations.{name} offload saves GPU memory and needs a GPU: set it to on"
 
-    return refusals_on
+    return machine_incompatibilities
 
 
 def or_words(*words: str) -> Any:
@@ -78,8 +88,7 @@ def or_words(*words: str) -> Any:
 
 
 def or_number(what: str, lowest: int, highest: int, also: str = "on, off") -> Any:
-    """Return a validator for a switch that also takes a number of something; for one that cannot be just on, where that
-    is not among what it `also` takes."""
+    """Return a validator for a switch that also takes a number. `also` lists the switch values that are allowed."""
 
     def check(value: object) -> object:
         switch, number = isinstance(value, bool), isinstance(value, int) and lowest <= value <= highest

@@ -1,4 +1,4 @@
-"""Our own Triton kernels between the products."""
+"""Our own Triton kernels, and what `auto` decides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ftbench.spec.methods import family
-from ftbench.spec.optimizations.declaration import ROUNDING, Capability, Optimization, Tolerance, or_words
+from ftbench.spec.optimizations.declaration import OWN_KERNELS, ROUNDING, Capability, Optimization, Tolerance, or_words
 from ftbench.spec.optimizations.fp8 import DELAYED
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def left_out(spec: Experiment, capability: Capability) -> str | None:
     """Return why `auto` is off here, in a sentence; None where it is on, or not asked for."""
     if spec.optimizations.triton_kernels != "auto":
         return None
-    why = [reason.partition(": ")[0] for reason in _refusals(spec)]
+    why = [reason.partition(": ")[0] for reason in _incompatibilities(spec)]
     if capability != MEASURED:
         why.append(f"the kernels were measured on GPUs of compute capability {'.'.join(map(str, MEASURED))} alone")
     if spec.optimizations.liger or spec.method.name == "unsloth":
@@ -47,25 +47,27 @@ def decided(spec: Experiment, capability: Capability) -> dict[str, Any]:
     return on if left_out(spec, capability) is None else off
 
 
-def _refusals(spec: Experiment) -> Iterator[str]:
+def _incompatibilities(spec: Experiment) -> Iterator[str]:
     name = "optimizations.triton_kernels"
     if not spec.method.adapters:
-        yield f"{name} takes norms for frozen and method {spec.method.name} trains them: use lora or qlora"
+        yield f"{name} needs frozen norms, and method {spec.method.name} trains them: use lora or qlora"
     if spec.launch.strategy not in ("none", "ddp"):
-        yield f"{name} was not tried with launch.strategy {spec.launch.strategy}: set it to off, or use ddp"
+        yield f"{name} was not tested with launch.strategy {spec.launch.strategy}: set it to off, or use ddp"
 
 
-OPTIMIZATION = Optimization(
-    type=Annotated[bool | Literal["auto"], or_words("auto")],
-    description="our own kernels for norms with the sums before them, for heads with their norms and rotation, and for "
-    "the gradient of the MLP's gate, which write what a product of fused_lora reads; auto is on for models that they "
-    "know, on GPUs that they were measured on, and else off, with fp8 tensorwise for tensorwise-delayed",
-    verified="every layer of the decoder computes by them",
-    tolerance=Tolerance(ROUNDING),
-    unsloth="it has kernels of its own: leave it off",
-    excludes={"optimizations.liger": "optimizations.triton_kernels takes the place of liger's: set one of them to off"},
-    refusals=_refusals,
-    needs_gpu=True,
-    after=("fused_lora", "liger"),  # whose products its buffers are for
-    beside={True: {"optimizations.compile": True, "optimizations.fused_lora": True}},
-)
+OPTIMIZATIONS = {
+    "triton_kernels": Optimization(
+        type=Annotated[bool | Literal["auto"], or_words("auto")],
+        description="our own kernels for norms with the sums before them, for heads with their norms and rotary "
+        "embedding, and for the gradient of the MLP's gate; auto: on for supported models on GPUs where they were "
+        "measured to be faster, else off with fp8 tensorwise instead of tensorwise-delayed",
+        verified="every decoder layer uses them",
+        tolerance=Tolerance(ROUNDING),
+        not_with_unsloth=OWN_KERNELS,
+        excludes={"optimizations.liger": "optimizations.triton_kernels and liger replace the same code: choose one"},
+        incompatibilities=_incompatibilities,
+        needs_gpu=True,
+        after=("fused_lora", "liger"),  # it writes into the buffers of fused_lora
+        ablate_with={True: {"optimizations.compile": True, "optimizations.fused_lora": True}},
+    )
+}

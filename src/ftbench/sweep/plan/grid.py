@@ -5,7 +5,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ftbench.spec.sweep import GridCell
 from ftbench.store.rundir import RunDir
@@ -77,9 +76,8 @@ class Grid(Plan):
 
 def first_jobs(cells: Iterable[GridCell], options: Options) -> list[Job]:
     """Return the first job of each cell of a grid of resolved specs that can work."""
-    known: dict[int, Any] = {}
     return [
-        job(cell.spec, (*options.sets, *cell.sets), cell.values, 1, options.folder, options.gpu, known)
+        job(cell.spec, (*options.sets, *cell.sets), cell.values, 1, options.folder, options.gpu)
         for cell in cells if cell.spec is not None
     ]  # fmt: skip
 

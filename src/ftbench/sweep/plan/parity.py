@@ -21,7 +21,7 @@ from ftbench.core.learning import (
 from ftbench.report.data.facts import spec_facts
 from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.loss_tolerance import tolerance
+from ftbench.spec.optimizations import tolerance
 from ftbench.spec.optimizations.declaration import ROUNDING
 from ftbench.store.rundir import NOT_FINITE as STATE_NOT_FINITE
 from ftbench.store.rundir import RunDir, read_json

@@ -163,7 +163,7 @@ class Search(Plan):
             spec.model_copy(update=sections), (*family.sets, *_settings(spec, changes)),
             family.values | {"train.batch_size": batch}, 1, self.options.folder, self.options.gpu,
         )  # fmt: skip
-        return replace(made, family=identity.family(spec, self.options.gpu))
+        return replace(made, family=identity.fingerprint_without_batch(spec, self.options.gpu))
 
 
 def _settings(spec: Experiment, changes: dict[str, dict[str, Any]]) -> list[str]:

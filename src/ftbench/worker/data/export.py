@@ -7,8 +7,7 @@ from typing import Any
 
 from ftbench.core.data_formats import Example
 from ftbench.errors import DataError, FtbenchError
-from ftbench.spec.dataset_rows import row_example, row_format
-from ftbench.spec.datasets import Dataset
+from ftbench.spec.datasets import Dataset, row_example, row_format
 from ftbench.worker.data.sources import open_rows
 
 

@@ -13,8 +13,7 @@ from ftbench.core import lengths
 from ftbench.core.data_formats import BadRow, Example
 from ftbench.core.units import some
 from ftbench.errors import DataError, SpecError
-from ftbench.spec.dataset_rows import row_example, row_format
-from ftbench.spec.datasets import Dataset
+from ftbench.spec.datasets import Dataset, row_example, row_format
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.data import order, synthetic
 from ftbench.worker.data.order import Row

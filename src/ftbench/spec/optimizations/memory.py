@@ -1,0 +1,124 @@
+"""Optimizations that trade speed for GPU memory."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from ftbench.spec.base import Experiment
+from ftbench.spec.methods import Qlora
+from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance, offload_needs_gpu, or_words
+
+
+def _gradient_checkpointing(spec: Experiment) -> Iterator[str]:
+    setting, strategy, objective = (
+        spec.optimizations.gradient_checkpointing,
+        spec.launch.strategy,
+        spec.objective.name,
+    )
+    key = f"optimizations.gradient_checkpointing {setting}"
+    if setting in (True, False):
+        return
+    if strategy in ("fsdp", "tp+fsdp", "cp"):
+        yield f"{key}: {strategy} checkpoints all layers or none: use on or off"
+    if objective != "sft":
+        yield (
+            f"{key} with objective {objective}: trl switches checkpointing of all layers off and on around the "
+            "reference model: use on or off"
+        )
+
+
+def _weight_offload(spec: Experiment) -> Iterator[str]:
+    name, method = "optimizations.weight_offload", spec.method
+    if method.name == "full":
+        yield f"{name} keeps frozen weights in host memory, and method full trains all weights: use lora or qlora"
+    if method.mxfp4:
+        yield f"{name} does not support experts in MXFP4: set it to off"
+    if isinstance(method, Qlora) and method.upcast and not method.mxfp4:
+        yield f"{name} keeps embedding and head in the dtype they were loaded in: set method.upcast to off"
+    if spec.optimizations.gradient_checkpointing not in (True, "offload"):
+        yield (
+            f"{name} loads a layer's weights again to recompute its activations: set "
+            "optimizations.gradient_checkpointing to on or offload"
+        )
+    if spec.objective.name != "sft":
+        yield f"{name} was not tested with objective {spec.objective.name}: set it to off"
+    if spec.launch.gpus > 1:
+        yield f"{name} is for one GPU: set it to off, or use launch.strategy zero3 with launch.offload params"
+
+
+def _optimizer_in_backward(spec: Experiment) -> Iterator[str]:
+    name, train = "optimizations.optimizer_in_backward", spec.train
+    if train.max_grad_norm:
+        yield f"{name} cannot clip, because the norm of all gradients is not known yet: set train.max_grad_norm to 0"
+    if train.gradient_accumulation_steps > 1:
+        yield f"{name} cannot accumulate gradients: set train.gradient_accumulation_steps to 1"
+    if train.precision == "fp16":
+        yield f"{name} cannot check scaled gradients before the step: set train.precision to bf16 or fp32"
+    if spec.objective.name != "sft":
+        yield f"{name} supports only objective sft: set it to off"
+    if spec.launch.gpus > 1:
+        yield f"{name} is for one GPU: set it to off"
+    if spec.measure.gradients or spec.measure.control == "reversed_gradient":
+        yield f"{name} keeps no gradients: set measure.gradients to 0 and measure.control to off"
+    if spec.optimizations.optimizer_in_backward == "offload":
+        if train.optimizer.startswith("paged"):
+            yield f"{name} offload: {train.optimizer} already pages its state: set it to on, or use adamw_bnb_8bit"
+        if train.optimizer == "sgd":
+            yield f"{name} offload: sgd has no state: set it to on"
+
+
+OPTIMIZATIONS = {
+    "gradient_checkpointing": Optimization(
+        type=Annotated[bool | Literal["selective", "offload"], or_words("selective", "offload")],
+        description="keep only the input of each layer and recompute the rest in the backward pass: less memory, "
+        "slower; selective: every second layer; offload: keep the inputs in host memory",
+        verified="the switch of every layer is read after the first step (selective: half of them; offload: one input "
+        "per layer was moved to the host and back)",
+        tolerance=Tolerance(EXACT),
+        not_with_dpo=None,
+        not_with_unsloth="set method.use_gradient_checkpointing instead",
+        incompatibilities=_gradient_checkpointing,
+        machine_incompatibilities=offload_needs_gpu("gradient_checkpointing"),
+    ),
+    "activation_offload": Optimization(
+        description="keep the activations for the backward pass in host memory (trl): less device memory, slower",
+        verified="the trainer has the offloading context",
+        tolerance=Tolerance(EXACT),
+        not_with_unsloth="use method.use_gradient_checkpointing: unsloth",
+        excludes={
+            "optimizations.gradient_checkpointing": "optimizations.activation_offload and gradient_checkpointing save "
+            "the same memory: choose one",
+        },
+        needs_gpu=True,
+    ),
+    "weight_offload": Optimization(
+        description="keep frozen weights in pinned host memory; the weights of a layer are copied to the GPU while the "
+        "layer before it computes; only the needed rows of the embedding are read; with chunked_loss the head is "
+        "copied for the loss",
+        verified="the matrices of all layers share two GPU buffers, and every layer was loaded in both passes",
+        tolerance=Tolerance(EXACT),
+        not_with_unsloth="unsloth manages its weights itself: set it to off",
+        excludes={
+            "optimizations.fp8": "optimizations.weight_offload copies weights as loaded, and fp8 casts them first: "
+            "choose one"
+        },
+        incompatibilities=_weight_offload,
+        needs_gpu=True,
+        after=("compile", "fused_lora"),  # wraps the layer that all others have changed
+        ablate_with={True: {"optimizations.gradient_checkpointing": True}},
+    ),
+    "optimizer_in_backward": Optimization(
+        type=Annotated[bool | Literal["offload"], or_words("offload")],
+        description="update each parameter as soon as its gradient is complete, then free the gradient; offload: keep "
+        "the optimizer state in host memory",
+        verified="every parameter was updated during the backward pass, and few gradients existed at the same time",
+        tolerance=Tolerance(EXACT),
+        not_with_unsloth="unsloth trains adapters, whose gradients are small: set it to off",
+        excludes={
+            "optimizations.cuda_graph": "optimizations.optimizer_in_backward needs a hook per gradient, which a "
+            "replayed graph does not call: set it or cuda_graph to off"
+        },
+        incompatibilities=_optimizer_in_backward,
+        machine_incompatibilities=offload_needs_gpu("optimizer_in_backward"),
+        not_ablated=(True, "offload"),  # needs a recipe that does not clip, such as `smallest-full`
+    ),
+}
