@@ -14,7 +14,7 @@ from ftbench.estimate.command import EstimateRequest, estimate
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.workload.largest import largest
 from ftbench.estimate.workload.lengths import file_lengths, lengths_of
-from ftbench.spec import dataset_rows
+from ftbench.spec import datasets
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
 
@@ -95,11 +95,11 @@ def test_of_many_rows_few_are_taken_apart_for_the_longest(tmp_path, monkeypatch,
              if name == "messages" else text() for name in columns} for _ in range(9001)]  # fmt: skip
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(row, ensure_ascii=row["note"] < "漢a" * 9) + "\n" for row in rows))
-    spec, looked_at, original = spec_of(path), [], dataset_rows.row_example
+    spec, looked_at, original = spec_of(path), [], datasets.row_example
     form = "messages" if columns is CHAT else "alpaca"
     every = [original(spec.dataset, row, form, "").messages for row in rows]
     most = max(sum(len(turn["content"].encode()) + 5 for turn in turns) for turns in every)
-    monkeypatch.setattr(dataset_rows, "row_example", lambda *given: looked_at.append(1) or original(*given))
+    monkeypatch.setattr(datasets, "row_example", lambda *given: looked_at.append(1) or original(*given))
     assert file_lengths(spec.dataset, spec.model).most == 100 + most
     assert len(looked_at) < 3500
 

@@ -369,7 +369,7 @@ MISTAKES = [
     ("sweep:\n  exclude: [5]\n", 3, "sweep.exclude: must be"),
     ("sweep:\n  zip: [a, b]\n", 3, "sweep.zip: 'a': must be"),
     ("sweep:\n  axes:\n    name: [a, b]\n", 4, "'name' cannot be an axis"),
-    ("sweep:\n  axes:\n    train.seed: [1]\n    trian.seed: [1]\n", 5, "'trian.seed' cannot be an axis; did you mean train?"),
+    ("sweep:\n  axes:\n    train.seed: [1]\n    trian.seed: [1]\n", 5, "did you mean train?"),
     ("sweep:\n  axes:\n    train..seed: [1]\n", 4, "'train..seed' cannot be an axis"),
     ("sweep:\n  axes:\n    train.sed: [1]\n", 4, "sweep.axes: train.sed: no such key; did you mean seed?"),
     ("sweep:\n  axes:\n    train.seed: [1, x]\n", 4, "sweep.axes: train.seed: 'x' must be"),

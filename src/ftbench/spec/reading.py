@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             self.aliases += 1
             if self.aliases > MAX_ALIASES:
-                raise _error(f"more than {MAX_ALIASES} aliases", self.peek_event())
+                raise _error(f"more than {MAX_ALIASES} aliases", self.peek_event())  # type: ignore[no-untyped-call]
         return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> Any:
