@@ -157,7 +157,6 @@ def test_nodes_that_take_no_task_are_named_and_the_task_that_waits_for_them_is_c
 
 @pytest.mark.parametrize(("settings", "said"), [
     ("partitoin: debug", ":1: partitoin: no such key; did you mean partition?"),
-    ("time: 1:00:00", "is the number 3600 in YAML 1.1"),
     ("time: soon", ":1: time: 'soon' is no time limit"),
     ("partition: [a, b]", ":1: partition: "),
     ("tasks: 0", ":1: tasks: 0: must be greater than or equal to 1"),

@@ -132,7 +132,7 @@ class Measure(Part):
     """What is measured besides the training itself."""
 
     repeats: Int = Field(1, ge=1, le=100, description="runs of each cell of a sweep, each in a fresh process")
-    warmup: Annotated[Literal["auto"] | int, BeforeValidator(_warmup)] = Field(
+    warmup: Annotated[Literal["auto"] | Int, BeforeValidator(_warmup)] = Field(
         "auto", description="steps before the steady window; auto finds them"
     )
     eval: Annotated[Literal["off", "end", "epoch"], Word] = Field(
