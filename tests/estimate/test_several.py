@@ -533,7 +533,7 @@ def test_what_refuses_a_strategy_on_any_number_of_gpus_is_said_once(tmp_path: Pa
     refused = " ".join(
         estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all")).text.split("refused:\n")[1].split()
     )
-    assert "ddp, fsdp, zero1, zero2, zero3, tp, cp, ulysses: objective dpo is measured on one GPU" in refused
+    assert "ddp, fsdp, zero1, zero2, zero3, tp, cp, ulysses: objective dpo supports one GPU" in refused
     assert refused.count("launch.gpus is") == 2  # 2, and of tp+fsdp, which begins there, 4
 
 

@@ -298,7 +298,7 @@ def test_a_marker_without_an_image_is_an_error_with_file_and_row(reads, tmp_path
 
 
 def test_a_model_that_reads_no_images_is_told_before_it_runs(reads, folder):
-    with pytest.raises(ValidationError, match="images, and tiny/qwen3 reads none"):
+    with pytest.raises(ValidationError, match="has images and tiny/qwen3 is text-only"):
         spec_of(dataset=MADE | {"mean_length": None})
     with pytest.raises(SpecError, match="images, and the model reads none"):
         reads(folder({"image": "a.png", "text": WORDS}), "tiny/qwen3")

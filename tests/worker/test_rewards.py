@@ -198,13 +198,12 @@ def test_a_path_begins_at_the_file_that_says_it(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reward", "told"),
     [
-        ("", "nowhere.py:judge", "nowhere.py: no such file"),
+        ("", "nowhere.py:judge", "nowhere.py: cannot be read (No such file or directory)"),
         ("def juge(**columns): pass", "judge.py:judge", "has no function judge; did you mean juge?"),
-        ("x = (", "judge.py:judge", "judge.py, line 1: no Python"),
-        pytest.param("x = 1\0", "judge.py:judge", "judge.py: no Python: source code string cannot", id="null byte"),
-        pytest.param("x = " + "-" * 100_000 + "1", "judge.py:judge", "no Python: nested too deeply", id="deep"),
-        ("", "judge.py", "'judge.py' names no function: write path/to/file.py:function"),
-        ("", "judge:judge", "names no function"),
+        ("x = (", "judge.py:judge", "judge.py, line 1: not valid Python"),
+        pytest.param("x = 1\0", "judge.py:judge", "judge.py: not valid Python: source code string", id="null byte"),
+        ("", "judge.py", "'judge.py' does not name a function: write path/to/file.py:function"),
+        ("", "judge:judge", "does not name a function"),
         ("", "[]", "must be path/to/file.py:function"),
         ("", "3", "must be path/to/file.py:function"),
         ("def judge(**columns):\n    return 1 / 0", "judge.py:judge", "judge.py:judge, line 2: ZeroDivisionError"),
