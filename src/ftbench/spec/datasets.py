@@ -119,7 +119,7 @@ class Dataset(Part):
     length: Int | None = Field(None, ge=2, description="synthetic: every sample has this many tokens")
     mean_length: Float | None = Field(None, ge=2, description="synthetic: mean of log-normal lengths")
     like: str | None = Field(None, description="synthetic: lengths distributed like this dataset's")
-    structure: Literal["random", "markov"] = Field(
+    structure: Literal["random", "markov", "tasks"] = Field(
         "random",
         description="synthetic: random tokens (not learnable) or a Markov chain (learnable)",
     )

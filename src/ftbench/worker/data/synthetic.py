@@ -24,6 +24,8 @@ def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
     """Return `count` samples with ids below `vocab_size`, every token a label."""
     lengths = synthetic_lengths(dataset, count)
     generator = np.random.default_rng(dataset.seed)
+    if dataset.structure == "tasks":
+        return _tasks(dataset, generator, lengths, vocab_size)
     chain = _chain if dataset.structure == "markov" else _random
     return [Tokens(ids, list(ids), len(ids)) for ids in chain(generator, lengths, vocab_size)]
 
@@ -87,6 +89,62 @@ def mislabelled(samples: Sequence[Tokens], seed: int, vocab_size: int) -> list[T
         labels = [new if old != IGNORE else IGNORE for old, new in zip(sample.labels, drawn, strict=True)]
         result.append(replace(sample, labels=labels))
     return result
+
+
+SYMBOLS = 24  # tokens of the tasks' language, besides a marker for each task and a separator
+
+
+def _tasks(
+    dataset: Dataset, generator: np.random.Generator, lengths: Sequence[int], vocab_size: int
+) -> list[Tokens]:
+    """Return samples whose answers need attention, positions and masks: copying, key-value recall and bracket matching
+    in turn. Every recall sample uses the same keys with other values, so packed samples that see each other change the
+    answer. The tokens of the language are the same for each seed; a seed decides their roles."""
+    if vocab_size < SYMBOLS + 4:
+        raise SpecError(f"dataset.structure tasks needs a vocabulary of {SYMBOLS + 4} tokens, not {vocab_size}")
+    tokens = generator.permutation(np.random.default_rng(0).choice(vocab_size, SYMBOLS + 4, replace=False))
+    markers, separator, symbols = tokens[:3], tokens[3], tokens[4:]
+    makers = (_copying, _recall, _brackets)
+    samples = []
+    for index, length in enumerate(lengths):
+        task = index % len(makers)
+        question, answer = makers[task](generator, max(1, (length - 2) // 2), symbols)
+        prompt = [int(markers[task]), *map(int, question), int(separator)]
+        ids = (prompt + list(map(int, answer)))[: max(length, len(prompt) + 1)]
+        labels = ids if dataset.loss_on == "all" else [IGNORE] * len(prompt) + ids[len(prompt) :]
+        samples.append(Tokens(ids, list(labels), len(ids)))
+    return samples
+
+
+def _copying(generator: np.random.Generator, count: int, symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    question = generator.choice(symbols, count)
+    return question, question
+
+
+def _recall(generator: np.random.Generator, count: int, symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return keys with values and, after them, some of the keys; the answer is their values."""
+    pairs = min(SYMBOLS // 3, max(1, count // 3))
+    keys, values = symbols[:pairs], generator.choice(symbols[SYMBOLS // 3 :], pairs)
+    asked = generator.integers(0, pairs, max(1, count - 2 * pairs))
+    order = generator.permutation(pairs)
+    return np.concatenate([np.stack([keys[order], values[order]], 1).ravel(), keys[asked]]), values[asked]
+
+
+def _brackets(generator: np.random.Generator, count: int, symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return opening brackets of several kinds, some closed; the answer closes the others from the inside out."""
+    opening, closing = symbols[: SYMBOLS // 2], symbols[SYMBOLS // 2 :]
+    open_kinds: list[int] = []
+    question: list[int] = []
+    for _ in range(count):
+        if open_kinds and generator.random() < 0.25:
+            question.append(closing[open_kinds.pop()])
+        else:
+            open_kinds.append(int(generator.integers(len(opening))))
+            question.append(opening[open_kinds[-1]])
+    if not open_kinds:
+        open_kinds.append(0)
+        question.append(opening[0])
+    return np.array(question), closing[open_kinds[::-1]]
 
 
 def _random(generator: np.random.Generator, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
