@@ -1,5 +1,6 @@
-"""What a parity check says of gradients that it cannot compare: a run's gradients.npz is input like any other."""
+"""gradients.npz of a run is input like any other: broken files and other tensors become sentences, not tracebacks."""
 
+import json
 import os
 
 import pytest
@@ -11,11 +12,18 @@ import numpy as np
 from ftbench.store import rundir
 from ftbench.sweep import gradients
 
+NAMES = ["model.layers.0.mlp.up_proj.lora_A.default.weight", "model.layers.0.mlp.up_proj.lora_B.default.weight",
+         "model.layers.1.mlp.up_proj.lora_B.default.weight"]  # fmt: skip
 
-def kept_gradients(path, **changes):
-    """Write what a run keeps of two weights' gradients in three steps."""
-    arrays = {"names": np.array(["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]), "begin": np.ones((2, 4)),
-              "sketches": np.ones((3, 2, 4)), "norms": np.ones((3, 2))} | changes  # fmt: skip
+
+def kept(path, **changes):
+    """Write what a run records of three tensors and four samples."""
+    rows = np.random.default_rng(0).normal(size=(2, 3, 5))
+    rows[..., 0] = np.linalg.norm(rows[..., 1:], axis=-1)
+    settings = np.array(json.dumps({"lr": ["0.1"], "betas": ["None"]}))
+    arrays = {"names": np.array(NAMES), "settings": settings, "samples": np.arange(4), "losses": np.ones((4, 4))}
+    arrays |= dict.fromkeys(("gradient", "step", "steps"), rows)
+    arrays |= {name: change(arrays[name].copy()) if callable(change) else change for name, change in changes.items()}
     run = rundir.RunDir(path)
     path.mkdir()
     with run.gradients.open("wb") as file:
@@ -23,28 +31,50 @@ def kept_gradients(path, **changes):
     return run
 
 
+def without(array, *places, value=0.0):
+    array[:, list(places)] = value
+    return array
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({}, ""),
-        ({"sketches": np.ones((2, 2, 4)), "norms": np.ones((2, 2))}, "other steps were kept"),
-        ({"sketches": np.full((3, 2, 4), np.inf)}, "one of them is no number"),
-        ({"names": np.array(["a", "b"])}, "other weights are trained"),
-        ({"norms": None}, "no gradients were kept"),
-        ({"norms": np.ones(3)}, "no gradients were kept"),
-        ({"begin": np.array(["x", "y"])}, "no gradients were kept"),
-        ({"names": np.array([{}, {}], dtype=object)}, "no gradients were kept"),
+        ({"samples": np.arange(4)[::-1]}, ""),  # in another order
+        ({"samples": np.arange(4) + 1}, "its tokens or labels differ from the reference's"),
+        ({"names": np.array([NAMES[0], "x", NAMES[2]])}, "up_proj.lora_B not trained, and plain trains them"),
+        ({"gradient": lambda a: without(a, 0)}, "layers.0.mlp.up_proj.lora_A has no gradient at initial weights"),
+        ({"steps": lambda a: without(a, 1, 2)}, "up_proj (2 tensors, first model.layers.0.mlp.up_proj.lora_B)"),
+        ({"gradient": lambda a: without(a, 0, value=np.nan)}, "has a gradient that is not finite"),
+        ({"settings": np.array(json.dumps({"lr": ["0.2"]}))}, "the optimizer's lr is 0.2, and plain's is 0.1"),
+        ({"losses": None}, "the run recorded no gradients"),
+        ({"names": np.array([{}, {}, {}], dtype=object)}, "the run recorded no gradients"),
+        ({"steps": np.ones((2, 2, 5))}, "the run recorded no gradients"),
+        ({"settings": np.array("{")}, "the run recorded no gradients"),
     ],
 )  # fmt: skip
-def test_gradients_that_cannot_be_compared_are_told_and_nothing_else(tmp_path, changes, said):
-    good, other = kept_gradients(tmp_path / "good"), kept_gradients(tmp_path / "other", **changes)
-    rows, reason = gradients.agreement(good, other)
-    assert (reason, len(rows)) == (said, 0 if said else 2)
+def test_differences_become_sentences(tmp_path, changes, said):
+    found = gradients.agreement(kept(tmp_path / "good"), kept(tmp_path / "other", **changes))
+    assert said in "; ".join(found["problems"])
+    assert bool(found["problems"]) is bool(said)
+    if not said:
+        assert len(found["tensors"]) == 2 * 3 * 3
+        assert max(abs(number) for row in found["tensors"] for number in row[3:]) < 1e-6
+
+
+def test_direction_and_norm_are_those_of_the_tensors(tmp_path):
+    def doubled(array):
+        return 2 * array
+
+    found = gradients.agreement(kept(tmp_path / "good"), kept(tmp_path / "other", gradient=doubled, step=lambda a: -a))
+    errors = {row[1]: row[3:] for row in found["tensors"]}
+    assert errors["gradient"] == pytest.approx([0.0, np.log(2)], abs=1e-6)
+    assert errors["steps"] == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "text", "fifo", "folder", "missing", "huge"])
-def test_gradients_that_cannot_be_read_are_told_and_nothing_else(tmp_path, monkeypatch, damage):
-    good, other = kept_gradients(tmp_path / "good"), kept_gradients(tmp_path / "other")
+def test_unreadable_files_are_reported(tmp_path, monkeypatch, damage):
+    good, other = kept(tmp_path / "good"), kept(tmp_path / "other")
     content = other.gradients.read_bytes()
     if damage == "huge":
         monkeypatch.setattr(gradients, "_MOST_BYTES", 600)
@@ -56,4 +86,4 @@ def test_gradients_that_cannot_be_read_are_told_and_nothing_else(tmp_path, monke
     elif damage != "missing":
         damaged = {"cut": content[:-40], "empty": b"", "text": b"x" * 1000, "huge": content}[damage]
         other.gradients.write_bytes(damaged)
-    assert gradients.agreement(good, other) == ([], "no gradients were kept")
+    assert gradients.agreement(good, other)["problems"] == ["the run recorded no gradients"]

@@ -1,4 +1,4 @@
-"""Controls do not learn, and the gradients that a run keeps are those of its first steps."""
+"""Controls do not learn, and what a run records for a parity check is that of its own weights."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import pytest
 import torch
 
 from conftest import train_in
+from ftbench.spec.datasets import Dataset
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
-from ftbench.worker.measure.gradients import WIDTH, sketch
+from ftbench.worker.data.synthetic import draw
+from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.measure.levels import WIDTH, sketch
 
 CHAIN = {"mean_length": None, "length": 32, "samples": 200, "structure": "markov", "eval_samples": 16}
 FULL = {"name": "full"}
@@ -26,19 +29,28 @@ def learned(tmp_path_factory, cache):
 
 
 @pytest.mark.parametrize("control", ["learning_rate_0", "reversed_gradient", "random_labels"])
-def test_a_control_does_not_learn_what_the_run_without_it_does(train_here, learned, control):
+def test_control_does_not_learn(train_here, learned, control):
     run = train_here(method=FULL, dataset=CHAIN, train={"batch_size": 4}, measure={"control": control})
     train, held_out = losses(run)
     assert learned[1] < 0.9 * learned[0][0]
     assert held_out > 0.99 * learned[0][0]
-    assert any("a control" in warning for warning in read_json(run.applied)["warnings"])
+    applied = read_json(run.applied)
+    assert applied["control"]["name"] == control
+    assert any("control" in warning for warning in applied["warnings"])
     if control == "learning_rate_0":
         assert {row.learning_rate for row in read_steps(run.steps)[0] if row.phase == "train"} == {0.0}
     if control == "reversed_gradient":
         assert train[-1] > train[0]
 
 
-def test_a_sketch_tells_angles_and_norms():
+def test_control_without_anything_to_damage_fails(train_here):
+    from ftbench.errors import NotAppliedError
+
+    with pytest.raises(NotAppliedError, match="nothing to damage"):
+        train_here(method=FULL, measure={"control": "lora_scale_x1.5"})
+
+
+def test_sketch_keeps_angles_and_norms():
     first = torch.randn(300_000, generator=torch.Generator().manual_seed(1))
     second = first + 0.1 * torch.randn(300_000, generator=torch.Generator().manual_seed(2))
     a, b = sketch("layer", first).double(), sketch("layer", second).double()
@@ -50,13 +62,40 @@ def test_a_sketch_tells_angles_and_norms():
     assert len(sketch("bias", small)) == WIDTH
 
 
-def test_the_gradients_of_the_first_steps_are_kept_as_they_were_before_clipping(train_here):
-    run = train_here(measure={"gradients": 2}, train={"max_grad_norm": 1e-3})
+def test_recorded_gradients_are_those_before_clipping_at_the_given_weights(train_here):
+    tasks = {"structure": "tasks", "mean_length": 20, "samples": 9}
+    steps = {"max_grad_norm": 1e-3, "gradient_accumulation_steps": 9, "max_steps": 4}
+    source = train_here(dataset=tasks, measure={"keep_weights": True})
+    run = train_here(dataset=tasks, train=steps, measure={"gradients": 2, "weights_of": source.run_id})
     kept = np.load(run.gradients)
-    norms = [row.grad_norm for row in read_steps(run.steps)[0]][:2]
-    assert np.sqrt((kept["norms"] ** 2).sum(axis=1)) == pytest.approx(norms, rel=1e-3)
+    norms = [row.grad_norm for row in read_steps(run.steps)[0]][::2]
+    assert np.sqrt((kept["gradient"][..., 0] ** 2).sum(axis=1)) == pytest.approx(norms, rel=1e-3)
     assert min(norms) > 1e-3
-    assert len(kept["names"]) == kept["sketches"].shape[1] == kept["begin"].shape[0] == 28
-    a = [name for name in kept["names"] if "lora_A" in name]
-    assert len(a) == 14
-    assert kept["sketches"].shape == (2, 28, WIDTH)
+    a = np.array(["lora_A" in name for name in kept["names"]])
+    assert (len(a), a.sum()) == (28, 14)
+    assert np.all(kept["gradient"][0, a, 0] == 0)  # lora_B is zero at the start
+    assert np.all(kept["gradient"][1, a, 0] > 0)
+    assert kept["losses"].shape == (4, 9)
+    lost = train_here(dataset=tasks, train=steps)
+    assert not lost.gradients.exists()
+
+
+def test_tasks_need_their_prompts_and_mask_them():
+    """Every answer follows from its prompt, and recall samples contradict each other once they share a row."""
+    dataset = Dataset(name="synthetic", structure="tasks", mean_length=24, max_length=64, samples=30, seed=3)
+    samples = draw(dataset, 30, 64)
+    assert samples == draw(dataset, 30, 64)
+    assert len({len(sample.ids) for sample in samples}) > 5
+    assert all(sample.labels[0] == IGNORE and sample.labels[-1] == sample.ids[-1] for sample in samples)
+    assert {token for sample in samples for token in sample.ids} <= set(range(64))
+    answers = [[label for label in sample.labels if label != IGNORE] for sample in samples]
+    for sample, answer in list(zip(samples, answers, strict=True))[::3]:
+        assert sample.ids[1 : 1 + len(answer)] == answer
+    bound = []
+    for sample in samples[1::3]:
+        prompt = sample.ids[1 : len(sample.ids) - sum(label != IGNORE for label in sample.labels) - 1]
+        asked = next(label for label in sample.labels if label != IGNORE)
+        bound.append(dict(zip(prompt[::2], prompt[1::2], strict=False)))
+        assert asked in bound[-1].values()
+    shared = bound[0].keys() & bound[1].keys()
+    assert any(bound[0][key] != bound[1][key] for key in shared)

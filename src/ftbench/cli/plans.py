@@ -196,14 +196,15 @@ def parity(
     spec: Spec,
     sets: Sets = None,
     recipe: Annotated[str | None, typer.Option(help="recipes to judge (the spec itself)", metavar="A,B")] = None,
-    against: Annotated[str, typer.Option(help="the reference: a recipe, or a file with one")] = "plain",
+    reference: Annotated[
+        str, typer.Option("--reference", "--against", help="recipe to compare with, computed in float32")
+    ] = "plain",
     out: Out = Path("results"),
     time_budget: TimeBudget = None,
     dry_run: DryRun = False,
-    seeds: Annotated[int, typer.Option(min=1, max=20, help="seeds per recipe")] = 3,
+    seeds: Annotated[int, typer.Option(min=2, max=20, help="trainings per recipe")] = 3,
     steps: Annotated[int | None, typer.Option(min=6, help="optimizer steps per run: train.max_steps")] = None,
-    gradients: Annotated[int, typer.Option(min=0, max=20, help="first steps whose gradients are compared")] = 3,
-    parallel: Annotated[int, typer.Option(min=1, max=8, help="concurrent runs on the GPU; speeds are not valid")] = 1,
+    controls: Annotated[str, typer.Option(help="damaged runs that must fail: few (one per level), or all")] = "few",
     retry_failed: RetryFailed = False,
     force: Force = False,
     prices: PlanPrices = None,
@@ -211,13 +212,13 @@ def parity(
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Judge whether recipes learn the same, over several seeds. Trains a reference, and controls that must fail."""
+    """Judge whether recipes learn the same as the plain recipe in float32: losses, gradients and held-out loss."""
     from ftbench.sweep import parity as command
 
     _check_prices(prices, dry_run, as_json)
     request = command.ParityRequest(
-        spec=spec, against=against, recipes=_names(recipe), seeds=seeds, steps=steps, gradients=gradients,
-        parallel=parallel, **_plan(sets, out, time_budget, retry_failed, force),
+        spec=spec, reference=reference, recipes=_names(recipe), seeds=seeds, steps=steps, controls=controls,
+        **_plan(sets, out, time_budget, retry_failed, force),
     )  # fmt: skip
     code, _ = _run_plan(command.prepare(request), dry_run, prices, log_every, as_json)
     raise typer.Exit(code)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import mul
 
+from ftbench.core.stats import t_quantile
 from ftbench.core.units import difference, some
 
 FOLLOWS, DIFFERS, CANNOT_TELL, NOT_FINITE = "follows", "does not follow", "cannot tell", "not finite"
@@ -179,3 +180,14 @@ def _shares(reference: Sequence[TrainedStep], candidate: Sequence[TrainedStep]) 
         for before, after in zip(reference, candidate, strict=True)
         if before.loss and after.loss is not None
     }
+
+
+def equivalence(differences: Sequence[float]) -> tuple[float, float]:
+    """Return the 90 % interval of the mean of paired differences. Two one-sided tests at 5 % find two ways of training
+    equivalent where it is within the margin (D. J. Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). One difference
+    has no spread: the interval is the value itself."""
+    mean, count = statistics.fmean(differences), len(differences)
+    if count < 2:
+        return mean, mean
+    half = t_quantile(0.95, count - 1) * statistics.stdev(differences) / math.sqrt(count)
+    return mean - half, mean + half

@@ -18,6 +18,7 @@ from pydantic import (
 from ftbench.core.architectures import architectures
 from ftbench.spec import frameworks
 from ftbench.spec.base import Float, Int, Part, Switch, Word
+from ftbench.spec.controls import CONTROLS
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.generate import Generate, switched
 from ftbench.spec.incompatibilities import incompatibilities
@@ -151,10 +152,14 @@ class Measure(Part):
     )
     profile_steps: Int = Field(3, ge=1, le=20, description="steps that are profiled, once speed is steady")
     gradients: Int = Field(
-        0, ge=0, le=20, description="first steps whose gradients are kept as sketches, for `ftbench parity`"
+        0, ge=0, le=20, description="parity: steps at the initial and at trained weights whose gradients are recorded"
     )
-    control: Annotated[Literal["off", "learning_rate_0", "reversed_gradient", "random_labels"], Word] = Field(
-        "off", description="spoil the training on purpose: a check of learning must notice (`ftbench parity`)"
+    weights_of: str = Field(
+        "", pattern=r"[A-Za-z0-9._-]*", description="parity: run in the same folder whose weights are compared at"
+    )
+    keep_weights: Switch = Field(False, description="parity: keep the trained tensors before and after training")
+    control: Annotated[Literal["off", *CONTROLS], Word] = Field(  # type: ignore[valid-type]
+        "off", description="damage the training on purpose; `ftbench parity` must notice (`ftbench list controls`)"
     )
     generate: Annotated[Generate | None, BeforeValidator(switched)] = Field(
         None, description="prompts (a YAML file, or a section) that are answered before and after training"

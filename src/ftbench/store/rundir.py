@@ -64,10 +64,11 @@ class RunDir:
         return self.path / _FILES[name]
 
 
-_JSON = ("machine", "applied", "phases", "summary", "state", "samples", "digest", "framework")
+_JSON = ("machine", "applied", "phases", "summary", "state", "samples", "digest", "framework", "agreement")
 _FILES = {name: f"{name}.json" for name in _JSON} | {
     "spec_yaml": "spec.yaml", "spec_json": "spec.json", "steps": "steps.csv", "log": "log.txt",
-    "gradients": "gradients.npz", "adapter": "adapter", "profile": "profile", "reserve": ".reserve",
+    "gradients": "gradients.npz", "weights": "weights.safetensors", "adapter": "adapter", "profile": "profile",
+    "reserve": ".reserve",
 }  # fmt: skip
 # The run's own of these are made of those of all ranks; of those rank 0 writes them, and node 0.
 _MADE_OF_RANKS, _OF_EACH_RANK, _OF_EACH_NODE = ("steps", "state"), ("applied", "phases"), ("machine", "log")

@@ -1,102 +1,116 @@
-"""How well the gradients of two runs agree, from the sketches that they kept (`worker/measure/gradients.py`)."""
+"""Compare what two runs recorded at the same weights (`worker/measure/levels.py`): losses, gradients and updates."""
 
+import json
 import math
-import re
 import zipfile
 import zlib
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
 from ftbench.store.rundir import MOST_CSV_BYTES, RunDir, open_plain_file
 
-_PARTS = ("names", "begin", "sketches", "norms")
-_MOST_BYTES = 2**30  # of the arrays together; 20 steps of a thousand weights take a tenth
-SAME_BEGINNING = 0.01  # share by which initial weights may differ: what rounding to 16 bits leaves
+POINTS = ("initial", "trained")
+CHANGES = ("gradient", "step", "steps")
+_ARRAYS = ("names", "settings", "samples", "losses", *CHANGES)
+_MOST_BYTES = 2**30  # of the arrays together; a thousand tensors take 25 MB
+NO_GRADIENT = 1e-5  # share of the median norm below which a gradient is rounding: a key's bias cancels in attention
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """A kind of module over all layers and steps: the cosine between both gradients, the lowest of a layer with that
-    layer's number (None outside the layers), and the candidate's norm over the reference's."""
+def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
+    """Return what agreement.json holds: `problems`, each a sentence; `losses`, nats per sample of both at each point
+    before and after the steps; `tensors`, with point, change, name, direction error and log of the norm ratio."""
+    a, b = _loaded(reference), _loaded(candidate)
+    made: dict[str, Any] = {"reference": reference.run_id, "problems": [], "losses": {}, "tensors": []}
+    if not a or not b:
+        made["problems"].append("the run recorded no gradients")
+        return made
+    if sorted(a["samples"]) != sorted(b["samples"]):
+        made["problems"].append("its tokens or labels differ from the reference's")
+        return made
+    if absent := sorted({*a["names"]} - {*b["names"]}):
+        made["problems"].append(f"{_few(absent)} not trained, and plain trains them")
+    made["problems"] += _settings(*(json.loads(str(side["settings"])) for side in (a, b)))
+    order = [list(side["samples"].argsort(kind="stable")) for side in (a, b)]
+    for index, point in enumerate(POINTS):
+        for at, when in enumerate(("before", "after")):
+            pair = [
+                list(map(float, side["losses"][2 * index + at][places]))
+                for side, places in zip((a, b), order, strict=True)
+            ]
+            made["losses"][f"{point} {when}"] = pair
+    for index, point in enumerate(POINTS):
+        dead, rows = _tensors(a, b, index)
+        made["problems"] += [f"{sentence} at {point} weights" for sentence in dead]
+        made["tensors"] += [[point, *row] for row in rows]
+    return made
 
-    module: str
-    cosine: float
-    lowest: float
-    layer: int | None
-    norm_ratio: float
+
+def _settings(a: dict[str, list[str]], b: dict[str, list[str]]) -> list[str]:
+    """Return the optimizer settings that differ, where both optimizers have them."""
+    pairs = [(name, a[name], b.get(name, ["None"])) for name in a]
+    return [f"the optimizer's {name} is {', '.join(y)}, and plain's is {', '.join(x)}"
+            for name, x, y in pairs if "None" not in (*x, *y) and x != y]  # fmt: skip
 
 
-def agreement(reference: RunDir, candidate: RunDir) -> tuple[list[Agreement], str]:
-    """Return the agreement by kind of module, the lowest cosine first, or nothing and the reason why there is none."""
-    before, after = _loaded(reference), _loaded(candidate)
-    if not before or not after:
-        return [], "no gradients were kept"
-    if set(before["names"]) != set(after["names"]):
-        return [], "other weights are trained"
-    if before["sketches"].shape != after["sketches"].shape:
-        return [], "other steps were kept"
-    if not all(math.isfinite(side[name].sum()) for side in (before, after) for name in _PARTS[1:]):
-        return [], "one of them is no number"
-    order = [list(after["names"]).index(name) for name in before["names"]]
-    begin, other = before["begin"], after["begin"][order]
-    if float(((begin - other) ** 2).sum()) > SAME_BEGINNING**2 * float((begin**2).sum()):
-        return [], "the trained weights begin at other values"
-    groups = defaultdict[str, defaultdict[int | None, list[int]]](lambda: defaultdict(list))
-    for index, name in enumerate(before["names"]):
-        module, layer = _place_of(str(name))
-        groups[module][layer].append(index)
-    pairs = before["sketches"], after["sketches"][:, order], before["norms"], after["norms"][:, order]
-    rows = [_agreement(module, layers, *pairs) for module, layers in groups.items()]
-    return sorted((row for row in rows if row), key=lambda row: row.cosine), ""
+def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str], list[list[Any]]]:
+    """Return sentences on gradients that are missing or not finite, and a row for each tensor and change."""
+    places = {name: index for index, name in enumerate(b["names"])}
+    norms = a["gradient"][point][:, 0]
+    floor = NO_GRADIENT * float(sorted(norms[norms > 0])[int((norms > 0).sum()) // 2]) if (norms > 0).any() else 0.0
+    dead: dict[str, list[str]] = {}
+    rows: list[list[Any]] = []
+    for index, name in enumerate(a["names"]):
+        if name not in places or norms[index] <= floor:
+            continue
+        for change in CHANGES:
+            x, y = a[change][point][index].astype(float), b[change][point][places[name]].astype(float)
+            what = "gradient" if change == "gradient" else "weight change"
+            if not math.isfinite(float(y.sum())):
+                dead.setdefault(f"a {what} that is not finite", []).append(name)
+            elif x[0] and y[0] <= NO_GRADIENT * x[0]:
+                dead.setdefault(f"no {what}", []).append(name)
+            elif x[0]:
+                direction = float(((x[1:] / x[0] - y[1:] / y[0]) ** 2).sum()) ** 0.5
+                rows.append([change, name, direction, math.log(y[0] / x[0])])
+    return [f"{_few(list(dict.fromkeys(names)))} {'have' if len(names) > 1 else 'has'} {what}"
+            for what, names in dead.items()], rows  # fmt: skip
+
+
+def _few(names: list[str]) -> str:
+    """Return the projection that all names share if there is one, else the first names and a count."""
+    short = [name.removeprefix("base_model.model.").removesuffix(".weight").replace(".default", "") for name in names]
+    modules = {module_of(name) for name in names}
+    if len(names) > 1 and len(kinds := {module.partition(".")[0] for module in modules}) == 1:
+        return f"{kinds.pop()} ({len(names)} tensors, first {short[0]})"
+    return short[0] if len(names) == 1 else f"{short[0]} and {len(names) - 1} more"
+
+
+def module_of(name: str) -> str:
+    """Return `q_proj.lora_A` for `…layers.3.self_attn.q_proj.lora_A.default.weight`, `norm` for a norm's weight."""
+    parts = [part for part in name.split(".") if part not in ("weight", "bias", "default", "base_layer")]
+    return ".".join(parts[-2:] if parts[-1].startswith("lora_") else parts[-1:])
+
+
+def layer_of(name: str) -> str:
+    """Return the number of the layer that a parameter belongs to; empty outside the layers."""
+    parts = name.split(".")
+    return parts[parts.index("layers") + 1] if "layers" in parts[:-1] else ""
 
 
 def _loaded(run: RunDir) -> dict[str, Any]:
-    """Return what `worker/measure/gradients.py` wrote; nothing where that is missing, cut short or something else."""
+    """Return the arrays that `worker/measure/levels.py` wrote; nothing if the file is missing, cut short or foreign."""
     import numpy as np
 
     try:
         with open_plain_file(run.gradients, MOST_CSV_BYTES) as file, zipfile.ZipFile(file) as kept:
             if sum(part.file_size for part in kept.infolist()) > _MOST_BYTES:
                 return {}
-            arrays = {name: np.load(BytesIO(kept.read(f"{name}.npy")), allow_pickle=False) for name in _PARTS}
+            arrays = {name: np.load(BytesIO(kept.read(f"{name}.npy")), allow_pickle=False) for name in _ARRAYS}
+            json.loads(str(arrays["settings"]))
     except (OSError, ValueError, LookupError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, MemoryError):
         return {}
-    count = arrays["names"].size
-    steps, width = arrays["sketches"].shape[:1], arrays["begin"].shape[1:]
-    shapes = {
-        "names": (count,),
-        "begin": (count, *width),
-        "sketches": (*steps, count, *width),
-        "norms": (*steps, count),
-    }
-    numbers = all(arrays[name].dtype.kind == "f" for name in _PARTS[1:])
-    return arrays if numbers and all(arrays[name].shape == shape for name, shape in shapes.items()) else {}
-
-
-def _place_of(name: str) -> tuple[str, int | None]:
-    """Return `…layers.3.self_attn.q_proj.lora_A.default.weight` → `q_proj`, 3; a norm or embedding has its own name."""
-    bare = re.sub(r"(\.base_layer|\.lora_\w+(\.default)?|\.weight|\.bias)+$", "", name)
-    layer = re.search(r"\.layers\.(\d+)\.", name)
-    return bare.rsplit(".", 1)[-1], int(layer[1]) if layer else None
-
-
-def _agreement(
-    module: str, layers: Mapping[int | None, list[int]], a: Any, b: Any, na: Any, nb: Any
-) -> Agreement | None:
-    """Return the row of a kind of module; None where the reference's gradient is zero."""
-    every = [index for indices in layers.values() for index in indices]
-    cosines = {layer: cosine for layer, places in layers.items() if (cosine := _cosine(a, b, places)) is not None}
-    whole, norm = _cosine(a, b, every), float((na[:, every] ** 2).sum())
-    if whole is None or not norm or not cosines:
-        return None
-    layer = min(cosines, key=lambda number: cosines[number])
-    return Agreement(module, whole, cosines[layer], layer, (float((nb[:, every] ** 2).sum()) / norm) ** 0.5)
-
-
-def _cosine(a: Any, b: Any, places: list[int]) -> float | None:
-    x, y = a[:, places].ravel().astype(float), b[:, places].ravel().astype(float)
-    norms = float((x @ x) * (y @ y)) ** 0.5
-    return float(x @ y) / norms if norms else None
+    count, samples = arrays["names"].size, arrays["samples"].size
+    wanted = {"names": (count,), "samples": (samples,), "losses": (2 * len(POINTS), samples)}
+    fits = all(arrays[name].shape == shape for name, shape in wanted.items())
+    fits &= all(arrays[name].ndim == 3 and arrays[name].shape[:2] == (len(POINTS), count) for name in CHANGES)
+    return arrays if fits and all(arrays[name].dtype.kind == "f" for name in ("losses", *CHANGES)) else {}

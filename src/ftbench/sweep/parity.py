@@ -1,5 +1,4 @@
-"""`ftbench parity`: do recipes learn what a reference recipe learns? A spec → runs of both over several seeds and
-controls that must not pass, run as a sweep."""
+"""`ftbench parity`: whether recipes learn the same as the plain recipe in float32. A spec → the runs that show it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +7,11 @@ from typing import Any
 
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import runner
-from ftbench.spec.experiment import resolve
+from ftbench.spec.ablation import with_changes
+from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import ImpossibleError, load
+from ftbench.spec.methods import Full, Lora, Method, Qlora
+from ftbench.spec.resolve import require_published
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep import command
 from ftbench.sweep.execute.gpu_slots import LocalSlot
@@ -17,66 +19,95 @@ from ftbench.sweep.output.parity import ParityTables
 from ftbench.sweep.plan.base import PlanRequest
 from ftbench.sweep.plan.parity import Contender, ParityPlan
 
-HELD_OUT = 32  # samples, where the spec sets none aside
+CONTROLS = ("few", "all")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityRequest(PlanRequest):
-    """The command line. `against` names the reference recipe, `recipes` those held against it: none is the spec as it
-    is. `steps` of each run; `gradients` of the first steps are compared; `parallel` runs share the GPU."""
+    """The command line. `reference` names the recipe that is compared with, `recipes` those that are judged: the spec
+    as it is if empty. `steps` is the length of each training; `controls` is one of `CONTROLS`."""
 
-    against: str = "plain"
+    reference: str = "plain"
     recipes: Sequence[str] = ()
     seeds: int = 3
     steps: int | None = None
-    gradients: int = 3
-    parallel: int = 1
+    controls: str = "few"
 
 
 def prepare(request: ParityRequest) -> command.Ready:
-    """Plan without starting anything. Raise SpecError and MissingError for what is wrong or not there."""
-    sets = _sets(request)
+    """Plan without starting anything. Raise SpecError and MissingError for what is wrong or missing."""
+    if request.controls not in CONTROLS:
+        raise SpecError(f"--controls {request.controls}: must be {' or '.join(CONTROLS)}")
+    sets = [*request.sets, *([] if request.steps is None else [f"train.max_steps={request.steps}"])]
     spec = load(request.spec, sets)
+    _check(spec)
+    sets += ["measure.eval=end", "measure.repeats=1"]
     runner.check_disk(request.out)
-    slots = [
-        LocalSlot(f"place {number + 1}" if request.parallel > 1 else "this machine")
-        for number in range(request.parallel)
-    ]
     described = runner.describe(spec)
-    reference = _recipe(request, request.against, [*sets, f"recipe={request.against}"], described)
-    if reference.refused:
-        raise MissingError(f"--against {request.against}: {reference.refused}")
-    named = [_recipe(request, Path(name).stem, [*sets, f"recipe={name}"], described) for name in request.recipes]
-    recipes = named or [_recipe(request, spec.name, sets, described)]
+    names = request.recipes or [""]
+    recipes = [_contender(request, name, sets, described) for name in names]
     refused = [(recipe.name, recipe.refused) for recipe in recipes if recipe.refused]
     if len(refused) == len(recipes):
         raise MissingError(f"no recipe can be judged here: {'; '.join(map(': '.join, refused))}")
     options = request.options(request.out / runner.experiment(spec), runner.gpu_name(described), sets)
-    plan = ParityPlan(reference, recipes, request.seeds, request.gradients, options)
+    plan = ParityPlan(recipes, request.seeds, request.controls == "all", options)
     return command.Ready(
-        request, request.spec.read_bytes(), plan, slots, first_gpu(described) or None, refused, ParityTables
-    )
+        request, request.spec.read_bytes(), plan, [LocalSlot("this machine")], first_gpu(described) or None, refused,
+        ParityTables,
+    )  # fmt: skip
 
 
-def _sets(request: ParityRequest) -> list[str]:
-    """Return the changes to the spec file that all runs share."""
-    sets = [*request.sets, *([] if request.steps is None else [f"train.max_steps={request.steps}"])]
-    spec = load(request.spec, sets)
-    if spec.objective.prompts:
-        raise SpecError(
-            f"parity holds losses against each other, and those of objective {spec.objective.name} say nothing of "
-            "learning: compare the column reward of steps.csv"
+def _check(spec: Experiment) -> None:
+    """Raise SpecError for a spec that parity cannot judge."""
+    problems = []
+    if spec.objective.name != "sft":
+        problems.append(
+            f"objective {spec.objective.name}: only sft has a loss per sample to compare. Set objective=sft"
         )
-    held_out = [] if spec.dataset.eval_samples else [f"dataset.eval_samples={HELD_OUT}"]
-    shared = ["measure.share_gpu=on"] if request.parallel > 1 else []
-    return [*sets, *held_out, "measure.eval=end", "measure.repeats=1", *shared]
+    if not spec.dataset.eval_samples:
+        problems.append("no held-out data: set dataset.eval_samples=64 (or more)")
+    if spec.train.max_steps is None:
+        problems.append("the length of a training is open: give --steps 200 or set train.max_steps")
+    if spec.launch.framework != "trl" or spec.launch.ranks > 1:
+        problems.append("only ftbench's own loop on one GPU can be judged: set launch.framework=trl and launch.gpus=1")
+    if spec.dataset.structure == "markov":
+        problems.append("dataset.structure markov needs no attention, so it hides wrong masks and positions: use tasks")
+    if problems:
+        raise SpecError(*(f"parity cannot judge this spec: {problem}" for problem in problems))
 
 
-def _recipe(request: ParityRequest, name: str, sets: Sequence[str], described: dict[str, Any]) -> Contender:
-    """Return a recipe, with the reason where it cannot run on this machine. Raise SpecError for one that is wrong."""
+def _contender(request: ParityRequest, name: str, sets: Sequence[str], described: dict[str, Any]) -> Contender:
+    """Return a recipe with its reference; one that cannot run on this machine has the reason. Raise SpecError for a
+    spec that is wrong, MissingError if the recipe would lose its published settings or the reference cannot run."""
+    own = [*sets, *([f"recipe={name}"] if name else [])]
+    capability = runner.capability(described)
+    made, reason = load(request.spec, request.sets), None
     try:
-        spec = resolve(load(request.spec, sets), runner.capability(described))
-        runner.check(spec, described)
+        made = resolve(load(request.spec, own), capability)
+        runner.check(made, described)
     except (ImpossibleError, MissingError) as error:
-        return Contender(name, load(request.spec, request.sets), tuple(sets), "; ".join(str(error).splitlines()))
-    return Contender(name, spec, tuple(sets))
+        reason = "; ".join(str(error).splitlines())
+    else:
+        require_published(load(request.spec, own), capability)
+    reference = _reference(resolve(load(request.spec, [*sets, f"recipe={request.reference}"]), capability), made)
+    if reason is None:
+        runner.check(reference, described)
+    return Contender(Path(name).stem if name else made.name, made, reference, tuple(own), reason)
+
+
+def _reference(plain: Experiment, spec: Experiment) -> Experiment:
+    """Return the plain recipe in float32 that trains the same tensors as `spec`, on the same stored weights."""
+    method = {"method": _plain_method(spec.method)}
+    full = {"model.dtype": "float32", "train.precision": "fp32"}
+    return with_changes(plain.model_copy(update=method), full)
+
+
+def _plain_method(method: Method) -> Method:
+    """Return the method of the reference: the same adapters on 4-bit weights if those of `method` are, else on 16-bit
+    ones. 4-bit weights are part of what a method trains on; their products are in float32."""
+    if isinstance(method, Full):
+        return method
+    if isinstance(method, Qlora):
+        return method.model_copy(update={"compute_dtype": "float32", "upcast": True})
+    shared = {name: getattr(method, name) for name in Lora.model_fields if name != "name"}
+    return Qlora(**shared, compute_dtype="float32") if method.quantised else Lora(**shared)

@@ -20,11 +20,10 @@ from ftbench.worker.data import order
 from ftbench.worker.data.prepare import Prepared, prepare
 from ftbench.worker.device import check_device
 from ftbench.worker.generate import Answers
-from ftbench.worker.measure import applied, forward_parts
+from ftbench.worker.measure import applied, controls, forward_parts
 from ftbench.worker.measure.batch_count import padding_of
-from ftbench.worker.measure.controls import Control
-from ftbench.worker.measure.gradients import Gradients
 from ftbench.worker.measure.hf_adapter import HfRecording
+from ftbench.worker.measure.levels import Levels, Weights
 from ftbench.worker.measure.recorder import Recorder
 from ftbench.worker.measure.recording import recorder_of, watch_memory
 from ftbench.worker.measure.reporter import Reporter
@@ -153,13 +152,15 @@ def _attach(run: TrainingRun, loop: Any, recorder: Recorder) -> None:
     spec, directory, run.trainer = run.spec, run.directory, loop
     run.reporter = Reporter.of(loop, directory, recorder)  # before the recorder: what starts up is not timed
     if spec.measure.control != "off":
-        loop.add_callback(Control(spec))
+        run.write_facts(control=controls.apply(loop, spec))
     weighed_by = "samples" if spec.objective.pairs else "labels"
     loop.recorder = recorder
     recording = HfRecording(recorder, run.phases, weighed_by).attach(loop)
     forward_parts.watch(loop.model, recorder)
     if spec.measure.gradients:
-        loop.add_callback(Gradients(spec.measure.gradients, directory, recording))
+        loop.add_callback(Levels(spec, directory, loop, recording))
+    if spec.measure.keep_weights:
+        loop.add_callback(Weights(directory))
     loop.add_callback(_AfterFirstStep(run, loop))
     if spec.measure.profile != "off":
         from ftbench.worker.profile.callback import Profiler

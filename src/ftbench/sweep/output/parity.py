@@ -1,29 +1,25 @@
-"""What a parity check says: a verdict a recipe, the controls, how well gradients agree; as tables, as one document, and
-as the files parity.md and parity.json, which are written again after every run."""
+"""The result of a parity check: as tables, as one document, and as the files parity.md and parity.json, which are
+rewritten after every run."""
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from ftbench.core import units
-from ftbench.core.table import folded
+from ftbench.core.redact import clean
 from ftbench.report.render import formats
-from ftbench.report.render.document import Table, table_of_rows
+from ftbench.report.render.document import Table
+from ftbench.spec.controls import CONTROLS
+from ftbench.spec.reading import as_text
 from ftbench.store import rundir
-from ftbench.sweep.gradients import agreement
+from ftbench.sweep import verdict
 from ftbench.sweep.output.table import Tables
-from ftbench.sweep.plan.parity import Contender, ParityPlan, caught
+from ftbench.sweep.plan.parity import Contender, Judgement, ParityPlan
+from ftbench.sweep.verdict import LEVELS, LevelResult
 
-FIGURES = {"Δ loss": "change", "Δ held-out loss": "held_out_change", "learned": "learned",
-           "Δ gradient norm": "grad_norm_change", "tolerance": "tolerance"}  # fmt: skip
-HEADINGS = ["recipe", "verdict", *FIGURES, "why"]
-GRADIENTS = ["recipe", "module", "cosine", "lowest", "of layer", "norm ratio"]
 NOTE = (
-    "Δ: of the mean loss a label token over the same samples, the seed that differs most; learned: the least share of "
-    "its loss that the reference learned beyond chance. A reference that learned no more than the tolerance, or than "
-    "its seeds differ by, cannot tell."
+    "each level: its worst number / the limit. forward: loss per sample in nats; gradient: gradients and weight "
+    "changes by tensor; training: held-out loss over all seeds in nats, as two one-sided tests"
 )
-GRADIENT_NOTE = "lowest: the layer whose gradient agrees least; norm ratio: the recipe's over the reference's"
+WORST = 8  # tensors shown for each recipe
 
 
 class ParityTables(Tables):
@@ -32,95 +28,99 @@ class ParityTables(Tables):
     plan: ParityPlan
 
     def exit_code(self, code: int) -> int:
-        """Return 0 only where every recipe follows and every control was caught."""
+        """Return 0 only if every recipe passed."""
         return code or int(not self.plan.passed())
 
     def write(self) -> None:
         super().write()
         self._put("parity.md", self.markdown())
-        rundir.write_json(self.folder / "parity.json", self.document())
+        rundir.write_json(self.folder / "parity.json", clean(self.document()))
 
     def markdown(self) -> str:
-        title = f"# {self.folder.name}: what each recipe learns, against {self.plan.reference.name}\n"
+        title = f"# {self.folder.name}: what each recipe learns, compared with the plain recipe in float32\n"
+        lines = "\n".join(f"- {line}" for line in self._verdicts())
         tables = [f"## {heading.capitalize()}\n\n{formats.markdown(table)}" for heading, table in self._tables()]
-        return "\n".join([title, *tables, self._sentence()]) + "\n"
+        return "\n".join([title, lines + "\n", *tables])
 
     def terminal(self) -> str:
         tables = [f"{heading.upper()}\n{formats.terminal(table)}" for heading, table in self._tables()]
-        return "\n".join([*tables, folded(self._sentence())]) + "\n"
+        return "\n".join([*self._verdicts(), "", *tables])
 
     def document(self) -> dict[str, Any]:
-        """Return all of it, for programs; what is unknown is None."""
-        plan, spread = self.plan, self.plan.spread()
+        """Return all of it, for programs; unknown values are None."""
+        plan = self.plan
         return {
-            "folder": str(self.folder), "against": plan.reference.name, "seeds": plan.count,
-            "steps": plan.reference.spec.train.max_steps, "passed": plan.passed(), "left": plan.left(),
-            "spread": dataclasses.asdict(spread) if spread else None,
-            "recipes": [judgement.record() for judgement in plan.judgements()],
-            "controls": [judgement.record() | {"caught": caught(judgement)} for judgement in plan.controls()],
-            "gradients": {recipe.name: self._agreement(recipe) for recipe in self._comparable()},
+            "folder": str(self.folder), "seeds": plan.seeds, "passed": plan.passed(), "left": plan.left(),
+            "recipes": [
+                judgement.record() | {"settings": self._settings(recipe), "controls": [
+                    {"name": each.name, "level": each.level, "state": each.state} for each in plan.controls(recipe)
+                ]}
+                for recipe, judgement in zip(plan.recipes, plan.judgements(), strict=True)
+            ],
+            "budgets": {name: budget.source for name, budget in verdict.BUDGETS.items()},
             "runs": self.records(),
         }  # fmt: skip
 
+    def _verdicts(self) -> Iterator[str]:
+        """Yield a line for each recipe: its verdict, the cause, and with which kernels on which GPU it was found."""
+        for recipe, judgement in zip(self.plan.recipes, self.plan.judgements(), strict=True):
+            words = {key: as_text(value).strip('"') for key, value in self._settings(recipe).items()}
+            settings = ", ".join(f"{key} {word}" for key, word in words.items())
+            yield ": ".join(filter(None, [f"{recipe.name}: {judgement.verdict}", judgement.reason]))
+            if settings:
+                yield f"{recipe.name} was judged with {settings}"
+
+    def _settings(self, recipe: Contender) -> dict[str, Any]:
+        """Return kernels, casts, commit and GPU of the run that was compared, as its files have them."""
+        if recipe.refused:
+            return {}
+        run = self.plan.record_of(recipe.spec, recipe).run
+        applied, machine = rundir.read_json(run.applied), rundir.read_json(run.machine)
+        if "optimizer" not in applied:
+            return {}
+        optimizations = {name: value for name, value in recipe.spec.optimizations if value not in (False, "off", 0)}
+        return {
+            "kernels": recipe.spec.optimizations.triton_kernels, "fp8": recipe.spec.optimizations.fp8,
+            "precision": applied.get("product_precision"), "attention": applied.get("model", {}).get("attention"),
+            "optimizer": applied["optimizer"].get("class"), "optimizations": " ".join(optimizations) or "none",
+            "commit": ((machine.get("ftbench") or {}).get("commit") or "unknown")[:12], "gpu": rundir.first_gpu(machine).get("name") or "none",
+        }  # fmt: skip
+
     def _tables(self) -> Iterator[tuple[str, Table]]:
-        notes = [NOTE]
-        if spread := self.plan.spread():
-            shares = f"{_share(spread.train)} in training and by {_share(spread.held_out)} on what was held out"
-            notes.append(f"seeds of the reference differ by {shares}")
-        yield "recipes", _table([judgement.record() for judgement in self.plan.judgements()], notes)
-        controls = [(judgement.record(), caught(judgement)) for judgement in self.plan.controls()]
-        words = {True: "caught", False: "NOT CAUGHT"}
-        yield "controls", _table([row | {"verdict": words[ok]} if row["seeds"] else row for row, ok in controls], [])
-        if agreements := {recipe.name: self._agreement(recipe) for recipe in self._comparable()}:
-            rows = [[name, *_cells(row)] for name, result in agreements.items() for row in result["modules"]]
-            reasons = [f"{name}: not compared, {a['reason']}" for name, a in agreements.items() if a["reason"]]
-            yield "gradients of the first steps", Table({}, GRADIENTS, rows, [GRADIENT_NOTE, *reasons], ("module",))
+        judgements = self.plan.judgements()
+        yield "recipes", Table({}, ["recipe", "verdict", *LEVELS], [_row(each) for each in judgements], [NOTE], LEVELS)
+        controls = [
+            [recipe.name, each.name, CONTROLS[each.name], each.level, each.state.upper() if each.state == "missed"
+             else each.state, _figures(each.result)]
+            for recipe in self.plan.recipes for each in self.plan.controls(recipe)
+        ]  # fmt: skip
+        headings = ["recipe", "control", "damage", "level", "state", "number / limit"]
+        yield "controls", Table({}, headings, controls, [], tuple(headings))
+        if worst := [row for recipe in self.plan.recipes for row in self._worst(recipe)]:
+            yield "worst tensors", Table({}, ["recipe", "tensor", "error", "limit"], worst, [], ("tensor",))
 
-    def _comparable(self) -> list[Contender]:
-        """Return the recipes whose first run, with the gradients, has ended well, where the reference's has."""
-        able = [self.plan.reference, *(recipe for recipe in self.plan.recipes if not recipe.refused)]
-        ended = [recipe for recipe in able if self.plan.standings[self.plan.job(recipe, 0)].state == "ok"]
-        return ended[1:] if ended[:1] == able[:1] and self.plan.gradients else []
-
-    def _agreement(self, recipe: Contender) -> dict[str, Any]:
-        if not self.plan.same_steps(recipe):
-            return {"modules": [], "reason": "its steps hold other samples"}
-        rows, reason = agreement(*(self.plan.job(each, 0).run for each in (self.plan.reference, recipe)))
-        return {"modules": [dataclasses.asdict(row) for row in rows], "reason": reason or None}
-
-    def _sentence(self) -> str:
-        if left := self.plan.left():
-            return f"{units.some(left, 'run')} still to come."
-        missed = [control for control in self.plan.controls() if not caught(control)]
-        if failed := [control.reason for control in missed if not control.seeds]:
-            return f"Without its controls the check proves nothing: {failed[0]}."
-        if missed:
-            names = ", ".join(control.name.replace("_", " ") for control in missed)
-            return (
-                f"The check could not have failed: {names} passed it. Give it data that can be learned "
-                "(dataset.structure: markov, or your own with a model that has learned something) or more steps."
-            )
-        return "Every control was caught: a recipe that does not learn what the reference learns would have been too."
+    def _worst(self, recipe: Contender) -> Iterator[list[str]]:
+        """Yield the checks of a recipe's tensors that are nearest to or furthest beyond their limits."""
+        plan = self.plan
+        if recipe.refused or plan.standings[record := plan.record_of(recipe.spec, recipe)].state != "ok":
+            return
+        needed = [plan.record_of(recipe.reference, recipe)]
+        needed += [plan.record_of(plan.plain(recipe), recipe)] if verdict.rounds(recipe.spec) else []
+        if any(plan.standings[each].state != "ok" for each in needed):
+            return
+        rounding = [plan.agreement(recipe, each) for each in needed[1:]]
+        checks = verdict.tensor_checks(plan.agreement(recipe, record), rounding, recipe.spec)
+        for check in sorted(checks, key=lambda check: -check.share)[:WORST]:
+            what = check.what.removeprefix("base_model.model.").replace(".default", "").replace(".weight:", ":")
+            yield [recipe.name, what, f"{check.number:.2g}", f"{check.limit:.2g}"]
 
 
-def _table(records: Sequence[Mapping[str, Any]], notes: list[str]) -> Table:
-    """Return a row a record, without the columns that no row fills."""
-    headings = [
-        name for name in HEADINGS if name not in FIGURES or any(row[FIGURES[name]] is not None for row in records)
-    ]
-    rows = [
-        {"recipe": row["name"].replace("_", " "), "verdict": row["verdict"], "why": row["reason"] or ""}
-        | {name: _share(row[key], signed=name.startswith("Δ")) for name, key in FIGURES.items()}
-        for row in records
-    ]
-    return table_of_rows(rows, notes, ("recipe", "verdict", "why"), headings)
+def _row(judgement: Judgement) -> list[str]:
+    levels = {level.level: f"{level.state} {_figures(level)}".strip() for level in judgement.levels}
+    return [judgement.name, judgement.verdict, *(levels.get(name, "") for name in LEVELS)]
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    layer = "" if row["layer"] is None else str(row["layer"])
-    return [row["module"], f"{row['cosine']:.4f}", f"{row['lowest']:.4f}", layer, f"{row['norm_ratio']:.3f}"]
-
-
-def _share(share: float | None, *, signed: bool = False) -> str:
-    """Return a share with two digits that tell."""
-    return "" if share is None else units.difference(share).removeprefix("" if signed else "+")
+def _figures(result: LevelResult | None) -> str:
+    if result is None or result.number is None or result.limit is None:
+        return ""
+    return f"{result.number:.2g} / {result.limit:.2g}"

@@ -1,238 +1,284 @@
-"""The plan of a parity check: a reference recipe, the recipes held against it, and controls, over several seeds; and
-what the runs say together. What a run says is read from its directory alone."""
+"""The plan of a parity check: which runs a verdict needs, and the verdict from the files that they leave.
 
-import itertools
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+For each recipe there is a reference, the plain recipe in float32 that trains the same tensors. Three kinds of runs are
+compared: short ones that record losses, gradients and weight changes at the weights of the reference's first run;
+trainings over several seeds; and controls, which are damaged on purpose and must fail."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
-from ftbench.core import units
-from ftbench.core.learning import (
-    CANNOT_TELL,
-    DIFFERS,
-    FOLLOWS,
-    NOT_FINITE,
-    Learning,
-    TrainedStep,
-    learning_verdict,
-    mean_loss,
-)
-from ftbench.report.data.facts import spec_facts
 from ftbench.spec.ablation import with_changes
+from ftbench.spec.batches import synthetic_lengths
+from ftbench.spec.controls import GRADED, OF_ADAPTERS
+from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.optimizations import tolerance
-from ftbench.spec.optimizations.declaration import ROUNDING
-from ftbench.store.rundir import NOT_FINITE as STATE_NOT_FINITE
-from ftbench.store.rundir import RunDir, read_json
+from ftbench.store.rundir import NOT_FINITE, RunDir, read_json, write_json
 from ftbench.store.steps import read_steps
+from ftbench.sweep import verdict
+from ftbench.sweep.gradients import agreement
 from ftbench.sweep.jobs import Job, job
 from ftbench.sweep.plan.base import Options
 from ftbench.sweep.plan.grid import Grid
+from ftbench.sweep.verdict import FAIL, INCONCLUSIVE, PASS, LevelResult
 
-CONTROLS = ("learning_rate_0", "reversed_gradient", "random_labels")
-FAILED, PENDING = "failed", "not run yet"
+STEPS = 3  # recorded at each point: Adam's betas and weight decay show in the second
+SAME_SIZE = 0.15  # share by which the samples of two trainings may differ
+PENDING, UNPROVEN = "not run yet", "no verdict"
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to train: its name, the resolved spec, the `--set`s that make it, and why it cannot run here, if so."""
+    """A recipe: its name, the resolved spec, its reference, the `--set`s of its spec, and why it cannot run, if so."""
 
     name: str
     spec: Experiment
-    sets: tuple[str, ...]
+    reference: Experiment
+    sets: tuple[str, ...] = ()
     refused: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a recipe, or a control, has come to. `seeds` are the verdicts seed by seed; `held_out` the signed relative
-    differences of the held-out losses; `tolerance` is the share that losses may differ by."""
+    """The verdict on a recipe: the worst of its levels, with a sentence that names the cause."""
 
     name: str
     verdict: str
-    reason: str = ""
-    tolerance: float | None = None
-    seeds: Sequence[Learning] = ()
-    held_out: Sequence[float] = ()
+    reason: str
+    levels: tuple[LevelResult, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """Return all of it as plain values, with the figures of the seed that differs most (`learned`: of the one with
-        which the reference learned least); what is unknown, or no number, is None."""
-        known = {name: [x for seed in self.seeds if (x := _finite(getattr(seed, name))) is not None]
-                 for name in ("change", "learned", "grad_norm")}  # fmt: skip
-        held_out = list(map(_finite, self.held_out))
-        return {
-            "name": self.name, "verdict": self.verdict, "reason": self.reason or None, "tolerance": self.tolerance,
-            "change": max(known["change"], key=abs, default=None),
-            "held_out_change": max((x for x in held_out if x is not None), key=abs, default=None),
-            "learned": min(known["learned"], default=None),
-            "grad_norm_change": max(known["grad_norm"], key=abs, default=None),
-            "seeds": [{key: _finite(value) for key, value in asdict(seed).items()} for seed in self.seeds],
-            "held_out_changes": held_out,
-        }  # fmt: skip
+        """Return all of it as plain values."""
+        return asdict(self) | {"levels": {level.level: asdict(level) for level in self.levels}}
 
 
 @dataclass(frozen=True, slots=True)
-class SeedSpread:
-    """How far seeds of the reference lie apart: highest over lowest mean loss, less one, in training and held out."""
+class ControlResult:
+    """Whether a control failed at its level; `level` is `any` for those of which one level has to fail."""
 
-    train: float
-    held_out: float
+    name: str
+    level: str
+    state: str
+    result: LevelResult | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class _Losses:
-    """What a run says about learning: its steps, the held-out loss, and a hash of the tokens in their order."""
-
-    steps: list[TrainedStep] = field(default_factory=list)
-    held_out: float | None = None
-    order: str | None = None
+    @property
+    def caught(self) -> bool:
+        return self.state == "caught"
 
 
 class ParityPlan(Grid):
-    """`reference` and `recipes` once a seed, and the controls, which train the reference spoiled, with the first seed.
-    Seeds are those of the adapters and of dropout, on the same data in the same order; full fine-tuning has neither and
-    gets other data with each."""
+    """The runs of `recipes` with their references over `seeds` seeds. `every_control` adds all graded controls."""
 
-    def __init__(
-        self, reference: Contender, recipes: Sequence[Contender], seeds: int, gradients: int, options: Options
-    ) -> None:
-        self.reference, self.recipes, self.count = reference, recipes, seeds
-        self.options, self.gradients = options, gradients
-        self._read: dict[Job, _Losses] = {}
-        able = [recipe for recipe in (reference, *recipes) if not recipe.refused]
-        first, *others = ([self.job(recipe, seed) for recipe in able] for seed in range(seeds))
-        controls = [self.control(name) for name in CONTROLS]
-        super().__init__([*first, *controls, *itertools.chain(*others)], {}, options)
+    def __init__(self, recipes: Sequence[Contender], seeds: int, every_control: bool, options: Options) -> None:
+        self.recipes, self.seeds, self.every_control, self.options = recipes, seeds, every_control, options
+        able = [recipe for recipe in recipes if not recipe.refused]
+        jobs = [each for recipe in able for each in self._records(recipe)]
+        jobs += [each for recipe in able for each in self._trainings(recipe)]
+        super().__init__(jobs, {}, options)
 
-    def job(self, recipe: Contender, seed: int) -> Job:
-        """Return the run of a recipe with the seed of this number, from 0."""
-        changes = _seeds(recipe.spec, seed) | ({"measure.gradients": self.gradients} if not seed else {})
-        return self._job(recipe, changes, {"recipe": recipe.name, "seed": seed + 1})
+    # --- runs ---------------------------------------------------------------------------------------------------------
 
-    def control(self, name: str) -> Job:
-        """Return the run that trains the reference spoiled."""
-        changes = _seeds(self.reference.spec, 0) | {"measure.control": name}
-        return self._job(self.reference, changes, {"recipe": f"control: {name.replace('_', ' ')}", "seed": 1})
+    def _records(self, recipe: Contender) -> Iterator[Job]:
+        """Yield the runs that the forward and gradient levels need, in the order of their dependencies."""
+        yield self.train(recipe.reference, 0)
+        yield self.record_of(recipe.reference, recipe)
+        if verdict.rounds(recipe.spec):
+            yield self.record_of(self.plain(recipe), recipe)
+        yield self.record_of(recipe.spec, recipe)
+        for name, level in self.controls_of(recipe):
+            if level != "training":
+                yield self.record_of(self.plain(recipe), recipe, name)
 
-    def _job(self, recipe: Contender, changes: Mapping[str, Any], values: dict[str, Any]) -> Job:
-        sets = (*recipe.sets, *(f"{key}={value}" for key, value in changes.items()))
-        return job(with_changes(recipe.spec, changes), sets, values, 1, self.options.folder, self.options.gpu)
+    def _trainings(self, recipe: Contender) -> Iterator[Job]:
+        yield self.untrained(recipe)
+        for seed in range(self.seeds):
+            yield self.train(recipe.reference, seed)
+            yield self.train(recipe.spec, seed, recipe)
+            for name, level in self.controls_of(recipe):
+                if level == "training":
+                    yield self.train(recipe.reference, seed, None, name)
 
-    def spread(self) -> SeedSpread | None:
-        """Return how far the reference's seeds lie apart; None before all have ended well."""
-        runs = [self._losses(self.job(self.reference, seed)) for seed in range(self.count)]
-        means = [mean_loss(run.steps) or math.nan for run in runs]
-        held_out = [run.held_out or math.nan for run in runs]
-        if not all(map(math.isfinite, (*means, *held_out))):
-            return None
-        return SeedSpread(max(means) / min(means) - 1, max(held_out) / min(held_out) - 1)
+    def controls_of(self, recipe: Contender) -> list[tuple[str, str]]:
+        """Return the controls with the level at which each must fail, a subtle one for each level first."""
+        adapters, coarse = recipe.spec.method.adapters, verdict.kinds(recipe.spec)[0] == "8-bit products"
+        forward = ("lora_scale_x1.5" if coarse else "lora_scale_x1.05") if adapters else "loss_over_padding"
+        backward = "layer_gradient_reversed" if coarse else "gradient_entries_lost"
+        few = [(forward, "forward"), (backward, "gradient"), ("layer_gradient_reversed", "training")]
+        if not self.every_control:
+            return few
+        done = {name for name, level in few if level != "training"}
+        return few + [(name, "any") for name in GRADED if name not in done and (adapters or name not in OF_ADAPTERS)]
+
+    def plain(self, recipe: Contender) -> Experiment:
+        """Return the reference in the precision of a recipe: with the rounding that is allowed."""
+        spec = recipe.spec
+        if not verdict.rounds(spec):
+            return recipe.reference
+        changes = {"model.dtype": spec.model.dtype, "train.precision": spec.train.precision}
+        if hasattr(recipe.reference.method, "compute_dtype"):
+            changes["method.compute_dtype"] = spec.model.dtype
+        return with_changes(recipe.reference, changes)
+
+    def train(self, spec: Experiment, seed: int, recipe: Contender | None = None, control: str = "off") -> Job:
+        """Return the run of a whole training; the first one of a reference keeps its weights."""
+        changes: dict[str, Any] = {"train.seed": spec.train.seed + seed, "measure.control": control}
+        if spec.method.name == "unsloth":  # which draws its adapters with a seed of its own
+            changes["method.random_state"] = spec.method.random_state + seed
+        if spec.method.name == "full":  # which has no adapters to draw: other data instead
+            changes["dataset.seed"] = spec.dataset.seed + seed
+        if recipe is None and not seed and control == "off":
+            changes["measure.keep_weights"] = True
+        changes |= _same_samples(spec)
+        name = recipe.name if recipe else "reference" if control == "off" else f"control: {control}"
+        return self._job(spec, changes, {"recipe": name, "run": f"training {seed + 1}"}, recipe)
+
+    def untrained(self, recipe: Contender) -> Job:
+        """Return the run whose held-out loss is that of the initial weights."""
+        changes = {"measure.control": "learning_rate_0", "train.max_steps": 1}
+        return self._job(recipe.reference, changes, {"recipe": "reference", "run": "untrained"}, None)
+
+    def record_of(self, spec: Experiment, recipe: Contender, control: str = "off") -> Job:
+        """Return the short run that records losses, gradients and weight changes of a spec."""
+        name = "reference" if spec is recipe.reference else recipe.name if spec is recipe.spec else "plain"
+        name, dataset = name if control == "off" else f"control: {control}", _probe(spec)
+        changes: dict[str, Any] = {
+            "train.max_steps": 2 * STEPS, "train.gradient_accumulation_steps": dataset.samples,
+            "train.lr_scheduler": "constant", "train.warmup_steps": 0, "measure.gradients": STEPS,
+            "measure.weights_of": self.train(recipe.reference, 0).run.run_id, "measure.control": control,
+        }  # fmt: skip
+        if spec.method.adapters:
+            changes["method.dropout"] = 0.0
+        if control == "packed_samples_see_each_other":
+            changes["optimizations.packing"] = True
+        spec = spec.model_copy(update={"dataset": dataset})
+        return self._job(spec, changes, {"recipe": name, "run": "gradients"}, recipe)
+
+    def _job(
+        self, spec: Experiment, changes: Mapping[str, Any], values: dict[str, Any], recipe: Contender | None
+    ) -> Job:
+        sets = recipe.sets if recipe else ()
+        return job(with_changes(spec, changes), sets, values, 1, self.options.folder, self.options.gpu)
+
+    # --- verdicts -----------------------------------------------------------------------------------------------------
 
     def judgements(self) -> list[Judgement]:
-        """Return what each recipe has come to."""
-        return [self._judged_recipe(recipe) for recipe in self.recipes]
-
-    def controls(self) -> list[Judgement]:
-        """Return what each control has come to, by the widest tolerance of the recipes: FOLLOWS and CANNOT_TELL mean
-        that the check would have passed a run that learned nothing."""
-        share = max([each.tolerance for each in self.judgements() if each.tolerance], default=ROUNDING)
-        return [self._judged(name, [self.control(name)], share) for name in CONTROLS]
+        """Return the verdict on each recipe."""
+        return [self._judged(recipe) for recipe in self.recipes]
 
     def passed(self) -> bool:
-        """Return whether every recipe follows, and every control was caught."""
-        return all(each.verdict == FOLLOWS for each in self.judgements()) and all(map(caught, self.controls()))
+        """Return whether every recipe has the verdict `pass`."""
+        return all(each.verdict == PASS for each in self.judgements())
 
-    def same_steps(self, recipe: Contender) -> bool:
-        """Return whether step i of a recipe's first run held the samples of step i of the reference's."""
-        return _same_steps(*(self._losses(self.job(each, 0)) for each in (self.reference, recipe)))
+    def controls(self, recipe: Contender) -> list[ControlResult]:
+        """Return what each control of a recipe came to."""
+        return [] if recipe.refused else [self._controlled(recipe, *each) for each in self.controls_of(recipe)]
 
-    def _judged_recipe(self, recipe: Contender) -> Judgement:
+    def _judged(self, recipe: Contender) -> Judgement:
         if recipe.refused:
-            return Judgement(recipe.name, FAILED, recipe.refused)
-        jobs = [self.job(recipe, seed) for seed in range(self.count)]
-        share = tolerance(*(spec_facts(each.run) for each in (self.job(self.reference, 0), jobs[0]))).share
-        return self._judged(recipe.name, jobs, share)
+            return Judgement(recipe.name, FAIL, recipe.refused)
+        record = self.record_of(recipe.spec, recipe)
+        levels = (*self._recorded(recipe, record), self._trained(recipe, [
+            self.train(recipe.spec, seed, recipe) for seed in range(self.seeds)]))  # fmt: skip
+        order = {FAIL: 0, PENDING: 1, INCONCLUSIVE: 2, PASS: 3}
+        worst = min(levels, key=lambda level: (order[level.state], level.level != "gradient"))
+        missed = [each.name for each in self.controls(recipe) if each.state == "missed"]
+        if missed and worst.state != FAIL:
+            reason = f"{', '.join(missed)} passed, so this check proves nothing: train longer, or on other data"
+            return Judgement(recipe.name, UNPROVEN, reason, levels)
+        if worst.state == PASS and any(each.state == PENDING for each in self.controls(recipe)):
+            return Judgement(recipe.name, PENDING, "", levels)
+        return Judgement(recipe.name, worst.state, "" if worst.state == PASS else worst.sentence, levels)
 
-    def _judged(self, name: str, jobs: Sequence[Job], share: float) -> Judgement:
-        references = [self.job(self.reference, seed) for seed in range(len(jobs))]
-        for each in (*jobs, *references):
+    def _controlled(self, recipe: Contender, name: str, level: str) -> ControlResult:
+        if level == "training":
+            jobs = [self.train(recipe.reference, seed, None, name) for seed in range(self.seeds)]
+            results = [self._trained(recipe, jobs)]
+        else:
+            record = self.record_of(self.plain(recipe), recipe, name)
+            results = [each for each in self._recorded(recipe, record) if level in ("any", each.level)]
+        failed = next((each for each in results if each.state == FAIL), None)
+        pending = any(each.state == PENDING for each in results)
+        state = "caught" if failed else PENDING if pending else "missed"
+        return ControlResult(name, level, state, failed or results[0])
+
+    def _recorded(self, recipe: Contender, record: Job) -> tuple[LevelResult, LevelResult]:
+        """Return the forward and gradient levels of a run that recorded them."""
+        needed = [self.record_of(recipe.reference, recipe), record]
+        rounding = []
+        if verdict.rounds(recipe.spec):
+            needed.append(self.record_of(self.plain(recipe), recipe))
+            rounding = needed[2:]
+        if why := self._missing(needed):
+            return (LevelResult("forward", *why), LevelResult("gradient", *why))
+        allowed = [self.agreement(recipe, each) for each in rounding]
+        mine = self.agreement(recipe, record)
+        return verdict.forward(mine, allowed, recipe.spec), verdict.gradient(mine, allowed, recipe.spec)
+
+    def _trained(self, recipe: Contender, jobs: Sequence[Job]) -> LevelResult:
+        references = [self.train(recipe.reference, seed) for seed in range(self.seeds)]
+        start = self.untrained(recipe)
+        if why := self._missing([*jobs, *references, start]):
+            return LevelResult("training", *why)
+        losses = [[_held_out(each.run)[0] for each in side] for side in (references, jobs, [start])]
+        seen = [_held_out(side[0].run)[1] for side in (references, jobs)]
+        if abs(seen[1] - seen[0]) > SAME_SIZE * seen[0]:
+            sentence = f"it trained {seen[1]:,.0f} samples and the reference {seen[0]:,.0f}: change train.batch_size"
+            return LevelResult("training", INCONCLUSIVE, sentence, seen[1], seen[0])
+        return verdict.training(losses[0], losses[1], losses[2][0], recipe.spec.train.max_steps or 0)
+
+    def _missing(self, needed: Sequence[Job]) -> tuple[str, str] | None:
+        """Return state and sentence of a level whose runs have not all ended well."""
+        for each in needed:
             standing = self.standings[each]
             if not standing.done:
-                return Judgement(name, PENDING)
-            if standing.state == STATE_NOT_FINITE:
-                return Judgement(name, NOT_FINITE, f"{each.what}: {standing.reason}")
+                return PENDING, ""
             if standing.state != "ok":
-                return Judgement(name, FAILED, f"{each.what}: {standing.reason or standing.state}")
-        if not all(self.standings[self.job(self.reference, seed)].done for seed in range(self.count)):
-            return Judgement(name, PENDING)  # a control is held against how far the reference's seeds lie apart
-        spread = self.spread()
-        if spread is None:
-            return Judgement(name, CANNOT_TELL, "the reference has no finite loss with every seed", share)
-        pairs = [(self._losses(a), self._losses(b)) for a, b in zip(references, jobs, strict=True)]
-        seeds = [learning_verdict(a.steps, b.steps, share, paired=_same_steps(a, b)) for a, b in pairs]
-        held_out = [b.held_out / a.held_out - 1 for a, b in pairs if a.held_out and b.held_out is not None]
-        return Judgement(name, *_together(seeds, held_out, share, spread), share, seeds, held_out)
+                mine = each.values["recipe"] != "reference"
+                state = FAIL if mine or standing.state == NOT_FINITE else INCONCLUSIVE
+                return state, f"{each.values['recipe']}, {each.values['run']}: {standing.reason or standing.state}"
+        return None
 
-    def _losses(self, each: Job) -> _Losses:
-        """Return what a run that ended well says; nothing of any other."""
-        if self.standings[each].state != "ok":
-            return _Losses()
-        return self._read.setdefault(each, self._read.get(each) or _read(each.run))
+    def agreement(self, recipe: Contender, record: Job) -> dict[str, Any]:
+        """Return agreement.json of a run, and write it if it is missing or belongs to another reference."""
+        reference = self.record_of(recipe.reference, recipe).run
+        kept = self._kept.get(record) or read_json(record.run.agreement)
+        if kept.get("reference") != reference.run_id:
+            kept = agreement(reference, record.run)
+            write_json(record.run.agreement, kept)
+        self._kept[record] = kept
+        return kept
 
-
-def caught(control: Judgement) -> bool:
-    """Return whether the check has noticed that a control does not learn."""
-    return control.verdict in (DIFFERS, NOT_FINITE)
+    @cached_property
+    def _kept(self) -> dict[Job, dict[str, Any]]:
+        return {}
 
 
-def _together(
-    seeds: Sequence[Learning], held_out: Sequence[float], share: float, spread: SeedSpread
-) -> tuple[str, str]:
-    """Return the verdict over all seeds, and why: the worst that a seed gives, the held-out loss by the same share. A
-    difference that seeds of the reference have among themselves proves nothing, and neither does a reference that has
-    learned less than that."""
-    broken = [seed for seed in seeds if seed.verdict == NOT_FINITE]
-    if broken or not all(map(math.isfinite, held_out)):
-        return NOT_FINITE, broken[0].reason if broken else "its held-out loss is not a number"
-    outside = [seed.reason for seed in seeds if seed.verdict == DIFFERS]
-    outside += [f"its held-out loss differs by {units.difference(x)}" for x in held_out if abs(x) > share]
-    if outside:
-        trained = max((abs(seed.change or 0.0) for seed in seeds), default=0.0)
-        if trained <= spread.train and max(map(abs, held_out), default=0.0) <= spread.held_out:
-            return CANNOT_TELL, f"{outside[0]}; seeds of the reference differ by {spread.train * 100:.2g} % themselves"
-        return DIFFERS, outside[0]
-    unknown = [seed.reason for seed in seeds if seed.verdict == CANNOT_TELL]
-    if not unknown and not held_out:
-        unknown = ["nothing was held out"]
-    if not unknown and min(seed.learned or 0.0 for seed in seeds) <= spread.train:
-        unknown = [f"the reference learned no more than its seeds differ by ({spread.train * 100:.2g} %)"]
-    return (CANNOT_TELL, unknown[0]) if unknown else (FOLLOWS, "")
+def _same_samples(spec: Experiment) -> dict[str, Any]:
+    """Return the changes with which a step of packed rows trains about as many samples as one of padded rows, where
+    the lengths are known: fewer rows, and shorter ones if one row alone would hold more."""
+    if not spec.optimizations.packing or spec.dataset.name != "synthetic":
+        return {}
+    lengths = synthetic_lengths(spec.dataset, spec.dataset.samples or 1)
+    tokens = spec.train.batch_size * sum(lengths) / len(lengths)
+    rows = max(1, round(tokens / spec.dataset.max_length))
+    longest = min(spec.dataset.max_length, max(max(lengths), round(tokens / rows)))
+    return {"train.batch_size": rows, "dataset.max_length": longest}
 
 
-def _seeds(spec: Experiment, number: int) -> dict[str, Any]:
-    changes = {"train.seed": spec.train.seed + number}
-    if spec.method.name == "unsloth":  # which draws its adapters with a seed of its own
-        changes["method.random_state"] = spec.method.random_state + number
-    return changes | ({"dataset.seed": spec.dataset.seed + number} if spec.method.name == "full" else {})
+def _probe(spec: Experiment) -> Dataset:
+    """Return the samples of a recording run: more than two batches, so that the last one is not full. Images are the
+    spec's own; text is the built-in tasks, which have prompts, unequal lengths and samples that would leak."""
+    count = max(9, 2 * spec.train.batch_size + 1)
+    if spec.dataset.may_have_images and spec.dataset.has_images:
+        return spec.dataset.model_copy(update={"samples": count, "eval_samples": 0})
+    longest = spec.dataset.max_length
+    return Dataset(name="synthetic", structure="tasks", samples=count, max_length=longest, seed=spec.dataset.seed,
+                   mean_length=max(8.0, min(longest / 3, 100.0)))  # fmt: skip
 
 
-def _read(run: RunDir) -> _Losses:
+def _held_out(run: RunDir) -> tuple[float, float]:
+    """Return the last held-out loss of a run, NaN if it has none, and how many samples it trained on."""
     rows = read_steps(run.steps)[0]
-    steps = [
-        TrainedStep(row.step, row.samples, row.label_tokens, row.loss, row.grad_norm)
-        for row in rows if row.phase == "train" and row.step is not None
-    ]  # fmt: skip
-    held_out = [row.loss for row in rows if row.phase == "evaluate"]
-    order = (read_json(run.applied).get("dataset") or {}).get("order_hash")
-    return _Losses(steps, held_out[-1] if held_out else None, order)
-
-
-def _same_steps(reference: _Losses, candidate: _Losses) -> bool:
-    """Return whether step i of both trained on the same samples."""
-    samples = [[step.samples for step in side.steps] for side in (reference, candidate)]
-    return reference.order is not None and reference.order == candidate.order and samples[0] == samples[1]
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    losses = [row.loss for row in rows if row.phase == "evaluate" and row.loss is not None]
+    return losses[-1] if losses else float("nan"), sum(row.samples or 0.0 for row in rows if row.phase == "train")

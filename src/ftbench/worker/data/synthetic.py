@@ -94,9 +94,7 @@ def mislabelled(samples: Sequence[Tokens], seed: int, vocab_size: int) -> list[T
 SYMBOLS = 24  # tokens of the tasks' language, besides a marker for each task and a separator
 
 
-def _tasks(
-    dataset: Dataset, generator: np.random.Generator, lengths: Sequence[int], vocab_size: int
-) -> list[Tokens]:
+def _tasks(dataset: Dataset, generator: np.random.Generator, lengths: Sequence[int], vocab_size: int) -> list[Tokens]:
     """Return samples whose answers need attention, positions and masks: copying, key-value recall and bracket matching
     in turn. Every recall sample uses the same keys with other values, so packed samples that see each other change the
     answer. The tokens of the language are the same for each seed; a seed decides their roles."""

@@ -1,25 +1,151 @@
-"""What makes a run one that must not learn, so that a check of learning can show that it would notice."""
+"""Damage a training on purpose, as `measure.control` says (`spec/controls.py`)."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
+from ftbench.errors import NotAppliedError
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.measure.levels import trained
+
+LOST, NOISE = 0.01, 0.05  # shares of the entries and of the weights' standard deviation
 
 
-class Control(TrainerCallback):
-    """Spoils each optimizer step as `measure.control` says. Random labels are the data's (`worker/data`), not its."""
+def apply(loop: Any, spec: Experiment) -> dict[str, Any]:
+    """Damage the live trainer and return what applied.json records. Raise NotAppliedError if nothing is damaged."""
+    name, _, factor = spec.measure.control.partition("_x")
+    makers = {
+        "learning_rate_0": partial(_rate, factor=0.0),
+        "learning_rate": partial(_rate, factor=float(factor or 1)),
+        "reversed_gradient": partial(_change_gradients, change=torch.neg, where=""),
+        "projection_frozen": partial(_change_gradients, change=torch.zeros_like, where=".v_proj."),
+        "layer_frozen": partial(_change_gradients, change=torch.zeros_like, where=".layers.1."),
+        "lora_a_frozen": partial(_change_gradients, change=torch.zeros_like, where=".lora_A."),
+        "gradient_entries_lost": partial(_change_gradients, change=_lost, where=".layers.1."),
+        "layer_gradient_reversed": partial(_change_gradients, change=torch.neg, where=".layers.1."),
+        "gradient_noise": partial(_change_gradients, change=_noisy, where=""),
+        "lora_scale": partial(_scale, factor=float(factor or 1)),
+        "frozen_weights_noise": _noise,
+        "positions_zero": partial(_hook, match=lambda n, m: n.endswith("rotary_emb"), change=_no_rotation),
+        "attention_off": partial(_hook, match=lambda n, m: n.endswith(("self_attn", "attention")), change=_nothing),
+        "loss_over_padding": partial(_collate, change=_padding_carries_loss),
+        "prompts_not_masked": partial(_collate, change=_prompts_carry_loss),
+        "packed_samples_see_each_other": partial(_collate, change=_one_sample),
+        "accumulation_divisor": _mean_of_means,
+        "random_labels": lambda loop: 1,
+    }
+    if not (count := makers[name](loop)):
+        raise NotAppliedError(f"measure.control {spec.measure.control} found nothing to damage")
+    return {"name": spec.measure.control, "places": count}
 
-    def __init__(self, spec: Experiment) -> None:
-        self._control = spec.measure.control
+
+class _BeforeStep(TrainerCallback):
+    """Calls a function with the optimizer before each optimizer step."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self._change = change
 
     @torch.no_grad()
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for group in kwargs["optimizer"].param_groups:
-            if self._control == "learning_rate_0":
-                group["lr"] = 0.0  # the scheduler writes the next step's
-            elif self._control == "reversed_gradient":
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.neg_()
+        self._change(kwargs["optimizer"])
+
+
+def _rate(loop: Any, factor: float) -> int:
+    def change(optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor  # the scheduler writes the next step's
+
+    loop.add_callback(_BeforeStep(change))
+    return 1
+
+
+def _change_gradients(loop: Any, change: Callable[[torch.Tensor], torch.Tensor], where: str) -> int:
+    parameters = [p for name, p in trained(loop.model).items() if where in name]
+
+    def change_all(optimizer: Any) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.copy_(change(parameter.grad))
+
+    loop.add_callback(_BeforeStep(change_all))
+    return len(parameters)
+
+
+def _lost(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * (torch.rand_like(gradient) >= LOST)
+
+
+def _noisy(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient + torch.randn_like(gradient) * gradient.square().mean().sqrt()
+
+
+def _scale(loop: Any, factor: float) -> int:
+    layers = [module for module in loop.model.modules() if isinstance(getattr(module, "scaling", None), dict)]
+    for layer in layers:
+        layer.scaling = {name: value * factor for name, value in layer.scaling.items()}
+    return len(layers)
+
+
+@torch.no_grad()
+def _noise(loop: Any) -> int:
+    frozen = [p for p in loop.model.parameters() if not p.requires_grad and p.ndim > 1 and p.is_floating_point()]
+    for parameter in frozen:
+        parameter.add_(torch.randn_like(parameter) * parameter.float().std().to(parameter.dtype) * NOISE)
+    return len(frozen)
+
+
+def _hook(loop: Any, match: Callable[[str, Any], bool], change: Callable[..., Any]) -> int:
+    modules = [module for name, module in loop.model.named_modules() if match(name, module)]
+    for module in modules:
+        module.register_forward_hook(change)
+    return len(modules)
+
+
+def _no_rotation(module: Any, inputs: Any, output: Any) -> Any:
+    cos, sin = output
+    return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def _nothing(module: Any, inputs: Any, output: Any) -> Any:
+    return (torch.zeros_like(output[0]), *output[1:])
+
+
+def _collate(loop: Any, change: Callable[[dict[str, Any]], None]) -> int:
+    collate = loop.data_collator
+
+    def changed(rows: Any) -> dict[str, Any]:
+        batch: dict[str, Any] = collate(rows)
+        change(batch)
+        return batch
+
+    loop.data_collator = changed
+    return 1
+
+
+def _padding_carries_loss(batch: dict[str, Any]) -> None:
+    padding = batch["attention_mask"] == 0
+    batch["labels"] = torch.where(padding, batch["input_ids"], batch["labels"])
+
+
+def _prompts_carry_loss(batch: dict[str, Any]) -> None:
+    real = batch["attention_mask"] == 1
+    batch["labels"] = torch.where(real, batch["input_ids"], torch.full_like(batch["labels"], IGNORE))
+
+
+def _one_sample(batch: dict[str, Any]) -> None:
+    """Renumber the positions of a packed row, so that attention takes it for one sample."""
+    batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if name in batch:
+            batch[name] = batch[name][[0, -1]]
+
+
+def _mean_of_means(loop: Any) -> int:
+    """Drop the count of label tokens of the step: each micro-batch then divides its loss by its own."""
+    gather = loop.get_batch_samples
+    loop.get_batch_samples = lambda *args, **kwargs: (gather(*args, **kwargs)[0], None)
+    return 1

@@ -1,0 +1,232 @@
+"""The three levels of a parity verdict, from the numbers that runs left: forward, gradient and training.
+
+The reference is the plain recipe in float32. A recipe that only rounds differently may have twice the error of plain
+bfloat16 against it, as FlashAttention's tests allow (T. Dao et al., arXiv 2205.14135). Others have a stated budget.
+"""
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ftbench.core.learning import equivalence
+from ftbench.spec.experiment import Experiment
+from ftbench.sweep.gradients import layer_of, module_of
+
+EVERY = "all tensors"
+PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
+LEVELS = ("forward", "gradient", "training")
+FACTOR = 2.0  # times the error of plain bfloat16, for a mean over samples or a median over tensors
+ONE_TENSOR = 4.0  # times the largest error of plain bfloat16, for one tensor of a thousand
+# Norm ratios scatter around 1, so their medians are near 0 and say little: a norm within 1 % passes, a median within
+# 0.3 %. The mildest control is off by 5 %. Seen on an H200 in a correct recipe: 0.37 % where plain bfloat16 had 0.09 %.
+NORM_FLOOR, MEDIAN_FLOOR = 0.01, 0.003
+LEARNED = 0.05  # share of what learning rate 0 loses that held-out losses may differ by
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Largest errors allowed: `loss` in nats (root mean square over samples), `direction` of the unit vectors and
+    `norm` as the log of the ratio, for one tensor's gradient, and `update` for the direction of its weight change.
+    Medians over tensors may have half of it. None compares with plain bfloat16. `source` says where it comes from."""
+
+    source: str
+    loss: float | None = None
+    direction: float | None = None
+    norm: float | None = None
+    update: float | None = None
+
+
+BUDGETS = {
+    "float32": Budget(
+        "sums in another order: 20 seeds of eight correct variants of a tiny model had at most 1e-6 nats, 1e-6 and, "
+        "for Adam's first step, which divides by the gradient, 1e-4", 1e-4, 1e-3, 1e-3, 0.02,
+    ),
+    "16 bits": Budget("twice the error of plain bfloat16, measured in the same check"),
+    "4-bit weights": Budget(
+        "the reference holds the same 4-bit weights, so twice the error of plain bfloat16; NF4 itself changes weights "
+        "by about 9 % (T. Dettmers et al., arXiv 2305.14314)"
+    ),
+    "8-bit products": Budget(
+        "twice what fp8 had on a learned model of 108M parameters on an H200: 0.042 nats, norm 0.133; E4M3 rounds each "
+        "value by up to 6 %, which a chain of products adds up to about a quarter", 0.085, 0.5, 0.27, 1.2,
+    ),
+    "8-bit optimizer states": Budget(
+        "block-wise 8-bit states have a relative error of about 1 % (T. Dettmers et al., arXiv 2110.02861), which "
+        "Adam's division raises for small entries", update=0.5,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LevelResult:
+    """What one level found: a state, the number that is nearest to or furthest beyond its limit, and a sentence."""
+
+    level: str
+    state: str
+    sentence: str
+    number: float | None = None
+    limit: float | None = None
+
+
+def kinds(spec: Experiment) -> tuple[str, ...]:
+    """Return the names of the budgets that a resolved spec falls under, the products' first."""
+    if spec.optimizations.fp8 != "off" or getattr(spec.method, "load_in_fp8", False):
+        products = "8-bit products"
+    elif spec.train.precision == "fp32" and spec.model.dtype == "float32":
+        products = "float32"
+    else:
+        products = "4-bit weights" if spec.method.quantised else "16 bits"
+    return (products, "8-bit optimizer states") if "8bit" in spec.train.optimizer else (products,)
+
+
+def rounds(spec: Experiment) -> bool:
+    """Return whether a spec is compared with plain bfloat16."""
+    return BUDGETS[kinds(spec)[0]].loss is None
+
+
+def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> LevelResult:
+    """Return how far the losses of single samples are from the reference's at the same weights."""
+    if problem := [each for each in record["problems"] if "tokens or labels" in each]:
+        return LevelResult("forward", FAIL, problem[0])
+    if not record["losses"]:
+        return LevelResult("forward", INCONCLUSIVE, "; ".join(record["problems"]) or "nothing was recorded")
+    budget, checks = BUDGETS[kinds(spec)[0]], list[_Check]()
+    for when, pair in record["losses"].items():
+        same = when.rpartition(" ")[2]  # one batch says little: both points count
+        allowed = [_rms(each) for other in rounding for name, each in other["losses"].items() if name.endswith(same)]
+        limit = budget.loss if budget.loss is not None else FACTOR * max(allowed, default=0.0)
+        checks.append(_Check(f"loss per sample, {when} the steps", _rms(pair), limit))
+    return _result("forward", checks, "nats")
+
+
+def gradient(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> LevelResult:
+    """Return how far gradients and weight changes are from the reference's, and the tensors that have none first."""
+    if not record["losses"]:
+        return LevelResult("gradient", INCONCLUSIVE, "; ".join(record["problems"]) or "nothing was recorded")
+    if record["problems"]:
+        return LevelResult("gradient", FAIL, "; ".join(record["problems"]))
+    return _result("gradient", tensor_checks(record, rounding, spec), "")
+
+
+def training(
+    reference: Sequence[float], candidate: Sequence[float], untrained: float | None, steps: int
+) -> LevelResult:
+    """Return whether the held-out losses of all seeds are equivalent to the reference's with the same seeds."""
+    if not all(map(math.isfinite, candidate)):
+        return LevelResult("training", FAIL, "a held-out loss is not finite")
+    if untrained is None or not all(map(math.isfinite, (*reference, untrained))):
+        return LevelResult("training", INCONCLUSIVE, "the reference has no finite held-out loss")
+    learned, spread = untrained - statistics.fmean(reference), max(reference) - min(reference)
+    if learned <= spread:
+        sentence = f"the reference learned {learned:.3g} nats in {steps} steps, no more than its seeds differ by"
+        return LevelResult("training", INCONCLUSIVE, f"{sentence}: train longer, or on other data", learned, spread)
+    margin = max(spread, LEARNED * learned)
+    low, high = equivalence([after - before for before, after in zip(reference, candidate, strict=True)])
+    number, interval = max(abs(low), abs(high)), f"held-out loss differs by {low:+.3g} to {high:+.3g} nats (90 %)"
+    if number <= margin:
+        return LevelResult("training", PASS, interval, number, margin)
+    outside = low > margin or high < -margin
+    more = "" if outside else ", which neither shows nor excludes a difference: use more seeds or steps"
+    return LevelResult("training", FAIL if outside else INCONCLUSIVE, f"{interval}{more}", number, margin)
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    what: str
+    number: float
+    limit: float
+
+    @property
+    def share(self) -> float:
+        """Return the number over its limit; no error is allowed where the limit is 0."""
+        if not math.isfinite(self.number):
+            return math.inf
+        return self.number / self.limit if self.limit else math.inf if self.number else 0.0
+
+
+def _result(level: str, checks: Sequence[_Check], unit: str) -> LevelResult:
+    worst = max(checks, key=lambda check: check.share)
+    others = sum(check.share > 1 for check in checks) - 1
+    more = f" (and {others} more of {len(checks)} checks)" if others > 0 else ""
+    state = FAIL if worst.share > 1 else PASS
+    return LevelResult(level, state, f"{worst.what}: {worst.number:.2g} {unit}".rstrip() + more,
+                       worst.number, worst.limit)  # fmt: skip
+
+
+def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> list[_Check]:
+    """Return a check for each tensor, and for the median over each layer, each module and all tensors."""
+    names = kinds(spec)
+    errors, allowed = _errors(record), [_errors(other) for other in rounding]
+    checks = []
+    for (point, change, what), tensors in errors.items():
+        same = [other.get((point, change, what), {}) for other in allowed]
+        limits = _Limits(_stated(names, change, what), what, same)
+        text = f"{'weight change' if change != 'gradient' else 'gradient'} {what} at {point} weights"
+        for group, members in _groups(tensors).items():
+            median = _median(tensors[name] for name in members)
+            checks.append(_Check(f"{group}: median {text}", median, limits.of_median(members)))
+        checks += [_Check(f"{name}: {text}", error, limits.of_tensor()) for name, error in tensors.items()]
+    return checks
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Limits of one kind of error: half of the stated budget for medians, or from plain bfloat16's own errors."""
+
+    budget: float | None
+    what: str
+    rounding: Sequence[Mapping[str, float]]
+
+    def of_median(self, members: Sequence[str]) -> float:
+        if self.budget is not None:
+            return self.budget / 2
+        own = max((_median(other.get(name, 0.0) for name in members) for other in self.rounding), default=0.0)
+        everything = max((_median(other.values()) for other in self.rounding), default=0.0)
+        return max(FACTOR * max(own, everything), MEDIAN_FLOOR if self.what == "norm" else 0.0)
+
+    def of_tensor(self) -> float:
+        if self.budget is not None:
+            return self.budget
+        largest = max((error for other in self.rounding for error in other.values()), default=0.0)
+        return max(ONE_TENSOR * largest, NORM_FLOOR if self.what == "norm" else 0.0)
+
+
+def _stated(names: Sequence[str], change: str, what: str) -> float | None:
+    """Return the stated budget of one tensor, the largest of those that apply; None compares with plain bfloat16."""
+    field = "norm" if what == "norm" else "direction" if change == "gradient" else "update"
+    stated = [getattr(BUDGETS[name], field) for name in names if change != "gradient" or name == names[0]]
+    return max((each for each in stated if each is not None), default=None)
+
+
+def _errors(record: Mapping[str, Any]) -> dict[tuple[str, str, str], dict[str, float]]:
+    """Return (point, change, direction or norm) → tensor → error."""
+    errors: dict[tuple[str, str, str], dict[str, float]] = {}
+    for point, change, name, direction, norm in record["tensors"]:
+        errors.setdefault((point, change, "direction"), {})[name] = direction
+        errors.setdefault((point, change, "norm"), {})[name] = abs(norm)
+    return errors
+
+
+def _groups(names: Iterable[str]) -> dict[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        for group in _places(name):
+            groups.setdefault(group, []).append(name)
+    return {group: members for group, members in groups.items() if len(members) > 2 or group == EVERY}
+
+
+def _places(name: str) -> Iterator[str]:
+    yield EVERY
+    yield module_of(name)
+    if layer := layer_of(name):
+        yield f"layer {layer}"
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median([*values] or [0.0])
+
+
+def _rms(pair: Sequence[Sequence[float]]) -> float:
+    return math.sqrt(statistics.fmean((y - x) ** 2 for x, y in zip(*pair, strict=True)))

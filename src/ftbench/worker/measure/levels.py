@@ -1,0 +1,167 @@
+"""gradients.npz: what a parity check compares between two runs at the same weights.
+
+At the initial weights and at weights after some training (both those of the reference's run), it records the loss of
+each sample, and of each trained tensor the gradient, the weight change of one optimizer step and the weight change of
+several. All samples are in every step, so that the steps of packed and padded runs hold the same.
+
+A tensor is kept as its norm and a count sketch (M. Charikar, K. Chen and M. Farach-Colton, ICALP 2002): every element
+is added, with a random sign, to one of `WIDTH` sums. The norm of a difference of two sketches is that of the difference
+of the tensors within about sqrt(2 / WIDTH), 4 %. Signs and places depend only on the tensor's name and the device type.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import TrainerCallback
+
+from ftbench.errors import MissingError
+from ftbench.spec.experiment import Experiment
+from ftbench.store.rundir import RunDir
+from ftbench.worker.data.collate import samples_of
+from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.measure.applied import innermost
+
+WIDTH = 1024  # sums of a sketch; a smaller tensor is kept as it is
+POINTS = ("initial", "trained")
+CHANGES = ("gradient", "step", "steps")
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+
+
+class Levels(TrainerCallback):
+    """Records losses, gradients and weight changes during `steps` optimizer steps at each of `POINTS`."""
+
+    def __init__(self, spec: Experiment, directory: RunDir, loop: Any, recording: Any) -> None:
+        self._steps, self._path = spec.measure.gradients, directory.gradients
+        self._weights = directory.path.parent / spec.measure.weights_of / directory.weights.name
+        self._loop, self._recording = loop, recording
+        self._kept: dict[str, list[np.ndarray]] = {name: [] for name in ("losses", *CHANGES)}
+        self._settings: dict[str, Any] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._parameters = trained(kwargs["model"])
+
+    @torch.no_grad()
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self._steps == 0:
+            self._load(POINTS[state.global_step // self._steps])
+            innermost(self._loop.optimizer).state.clear()
+            self._begin = {name: p.detach().clone() for name, p in self._parameters.items()}
+            self._kept["losses"].append(self._losses())
+
+    @torch.no_grad()
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % self._steps:
+            return
+        norm = self._recording.grad_norm
+        unclip = max(1.0, float(norm) / args.max_grad_norm) if norm is not None and args.max_grad_norm else 1.0
+        self._keep("gradient", {n: torch.zeros_like(p) if p.grad is None else p.grad * unclip
+                                for n, p in self._parameters.items()})  # fmt: skip
+        groups = innermost(self._loop.optimizer).param_groups
+        self._settings = {name: sorted({str(_plain(group.get(name))) for group in groups}) for name in SETTINGS}
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        done = state.global_step % self._steps
+        if done == 1 or self._steps == 1:
+            self._keep("step", self._change())
+        if done == 0:
+            self._keep("steps", self._change())
+            self._kept["losses"].append(self._losses())
+        if state.global_step == self._steps * len(POINTS):
+            names = np.array(list(self._parameters))
+            settings = np.array(json.dumps(self._settings))
+            samples = np.array(list(self._samples()), dtype=np.int64)
+            arrays = {name: np.stack(kept) for name, kept in self._kept.items()}
+            arrays |= {"names": names, "settings": settings, "samples": samples}
+            np.savez_compressed(self._path, **arrays)  # type: ignore[arg-type]
+
+    def _change(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().float() - self._begin[name].float() for name, p in self._parameters.items()}
+
+    def _keep(self, what: str, tensors: dict[str, torch.Tensor]) -> None:
+        rows = [torch.cat([t.float().norm()[None], sketch(name, t)]).cpu().numpy() for name, t in tensors.items()]
+        self._kept[what].append(np.stack(rows))
+
+    def _load(self, point: str) -> None:
+        """Copy the reference's weights into the trained tensors. Raise MissingError if its run did not leave them."""
+        if not self._weights.is_file():
+            raise MissingError(f"{self._weights}: the reference run left no weights; run the parity check again")
+        with safe_open(self._weights, "pt") as file:
+            known = set(file.keys())
+            for name, parameter in self._parameters.items():
+                if f"{point}/{name}" in known:
+                    parameter.data.copy_(file.get_tensor(f"{point}/{name}"))
+
+    def _samples(self) -> Iterator[int]:
+        """Yield a number for each sample, in the order of `_losses`, that its tokens and labels decide."""
+        for row in self._loop.train_dataset:
+            for ids, labels in samples_of(row):
+                yield zlib.crc32(labels.tobytes(), zlib.crc32(ids.tobytes()))
+
+    def _losses(self) -> np.ndarray:
+        """Return the loss of each sample within its batch: the labels of the others are masked, their tokens stay."""
+        loop, losses = self._loop, list[float]()
+        rows, size = list(loop.train_dataset), loop.args.per_device_train_batch_size
+        loop.model.eval()
+        for batch in (rows[at : at + size] for at in range(0, len(rows), size)):
+            for row, sample in ((r, s) for r, each in enumerate(batch) for s in range(len(each["lengths"]))):
+                alone = [_only(each, sample if place == row else None) for place, each in enumerate(batch)]
+                inputs = loop._prepare_inputs(loop.data_collator(alone))
+                losses.append(float(loop.prediction_step(loop.model, inputs, True)[0]))
+        loop.model.train()
+        return np.array(losses)
+
+
+class Weights(TrainerCallback):
+    """Writes the trained tensors as they are before and after training, for the runs that are compared with this."""
+
+    def __init__(self, directory: RunDir) -> None:
+        self._path = directory.weights
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._initial = self._tensors("initial", kwargs["model"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        save_file(self._initial | self._tensors("trained", kwargs["model"]), self._path)
+
+    def _tensors(self, point: str, model: Any) -> dict[str, torch.Tensor]:
+        return {f"{point}/{name}": p.detach().float().cpu().clone() for name, p in trained(model).items()}
+
+
+def trained(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Return the trained parameters by name, without what compilation and wrappers add to a name."""
+    named = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return {name.replace("_orig_mod.", "").removeprefix("module."): p for name, p in named}
+
+
+def _only(row: dict[str, Any], sample: int | None) -> dict[str, Any]:
+    """Return a row with the labels of one of its samples; None masks all."""
+    ends = np.cumsum(row["lengths"])
+    labels = np.full_like(row["labels"], IGNORE)
+    if sample is not None:
+        inside = slice(ends[sample] - row["lengths"][sample], ends[sample])
+        labels[inside] = row["labels"][inside]
+    return {**row, "labels": labels}
+
+
+def _plain(value: Any) -> Any:
+    if value is None:
+        return None
+    return [f"{float(each):.6g}" for each in (value if isinstance(value, (tuple, list)) else [value])]
+
+
+def sketch(name: str, values: torch.Tensor) -> torch.Tensor:
+    """Return `WIDTH` sums of a tensor's elements in float32; a smaller tensor as it is, then zeros."""
+    flat = values.reshape(-1).float()
+    if len(flat) <= WIDTH:
+        return torch.nn.functional.pad(flat, (0, WIDTH - len(flat)))
+    generator = torch.Generator(flat.device).manual_seed(zlib.crc32(name.encode()))
+    places = torch.randint(2 * WIDTH, flat.shape, generator=generator, device=flat.device)
+    signed = torch.where(places < WIDTH, flat, -flat)
+    return torch.zeros(WIDTH, device=flat.device).index_add_(0, places % WIDTH, signed)
