@@ -13,7 +13,7 @@ from ftbench.report.render import formats
 from ftbench.report.render.document import Report, Section
 from ftbench.report.sections import cost
 from ftbench.spec.prices import Prices, load_prices
-from ftbench.store.summary import PROFILED
+from ftbench.store.summary import OF_PARITY, PROFILED
 
 _REPEATS = ("each", "merge")
 _WITH_COLUMNS = ("table", "md")
@@ -89,7 +89,7 @@ def _sections(request: Request, records: Sequence[Record], prices: Prices | None
         return []
     from ftbench.report.sections import profiles
 
-    measured = [record for record in records if PROFILED not in record["warnings"]]
+    measured = [record for record in records if not {PROFILED, OF_PARITY} & {*record["warnings"]}]
     runs = runs_of(measured) if request.any_measured or with_images else []
     cells, of_profiles = cells_of(runs), cells_of(runs_of(profiled))
     parts = _of_measured(request, runs, cells, of_profiles, prices) if request.any_measured else []

@@ -121,8 +121,8 @@ class Dataset(Part):
     like: str | None = Field(None, description="synthetic: lengths distributed like this dataset's")
     structure: Literal["random", "markov", "tasks"] = Field(
         "random",
-        description="synthetic: random tokens (not learnable), a Markov chain (learnable), or tasks: copying, key-value "
-        "recall and brackets, which need attention and mask their prompts",
+        description="synthetic: random tokens (not learnable), a Markov chain (learnable), or tasks (copying, key-"
+        "value recall, brackets), whose answers need attention and whose prompts are masked",
     )
 
     @property

@@ -21,7 +21,7 @@ def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
     before and after the steps; `tensors`, with point, change, name, direction error and log of the norm ratio."""
     a, b = _loaded(reference), _loaded(candidate)
     made: dict[str, Any] = {"reference": reference.run_id, "problems": [], "losses": {}, "tensors": []}
-    if not a or not b:
+    if not a or not b or a["gradient"].shape[2] != b["gradient"].shape[2]:
         made["problems"].append("the run recorded no gradients")
         return made
     if sorted(a["samples"]) != sorted(b["samples"]):
@@ -37,7 +37,10 @@ def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
                 list(map(float, side["losses"][2 * index + at][places]))
                 for side, places in zip((a, b), order, strict=True)
             ]
-            made["losses"][f"{point} {when}"] = pair
+            if all(map(math.isfinite, (*pair[0], *pair[1]))):
+                made["losses"][f"{point} {when}"] = pair
+            else:
+                made["problems"].append(f"the loss of a sample is not finite at {point} weights, {when} the steps")
     for index, point in enumerate(POINTS):
         dead, rows = _tensors(a, b, index)
         made["problems"] += [f"{sentence} at {point} weights" for sentence in dead]
@@ -65,12 +68,14 @@ def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str
         for change in CHANGES:
             x, y = a[change][point][index].astype(float), b[change][point][places[name]].astype(float)
             what = "gradient" if change == "gradient" else "weight change"
-            if not math.isfinite(float(y.sum())):
-                dead.setdefault(f"a {what} that is not finite", []).append(name)
-            elif x[0] and y[0] <= NO_GRADIENT * x[0]:
+            if not x[0] > 0:
+                continue
+            direction = float(((x[1:] / x[0] - y[1:] / y[0]) ** 2).sum()) ** 0.5 if y[0] > 0 else math.nan
+            if y[0] <= NO_GRADIENT * x[0]:
                 dead.setdefault(f"no {what}", []).append(name)
-            elif x[0]:
-                direction = float(((x[1:] / x[0] - y[1:] / y[0]) ** 2).sum()) ** 0.5
+            elif not math.isfinite(direction):
+                dead.setdefault(f"a {what} that is not finite", []).append(name)
+            else:
                 rows.append([change, name, direction, math.log(y[0] / x[0])])
     return [f"{_few(list(dict.fromkeys(names)))} {'have' if len(names) > 1 else 'has'} {what}"
             for what, names in dead.items()], rows  # fmt: skip
@@ -112,5 +117,7 @@ def _loaded(run: RunDir) -> dict[str, Any]:
     count, samples = arrays["names"].size, arrays["samples"].size
     wanted = {"names": (count,), "samples": (samples,), "losses": (2 * len(POINTS), samples)}
     fits = all(arrays[name].shape == shape for name, shape in wanted.items())
+    fits &= arrays["names"].dtype.kind == "U" and arrays["samples"].dtype.kind in "iu"
+    fits &= len({arrays[name].shape[2:] for name in CHANGES}) == 1
     fits &= all(arrays[name].ndim == 3 and arrays[name].shape[:2] == (len(POINTS), count) for name in CHANGES)
     return arrays if fits and all(arrays[name].dtype.kind == "f" for name in ("losses", *CHANGES)) else {}

@@ -9,6 +9,7 @@ from ftbench.errors import MissingError, SpecError
 from ftbench.launch import runner
 from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.load import ImpossibleError, load
 from ftbench.spec.methods import Full, Lora, Method, Qlora
 from ftbench.spec.resolve import require_published
@@ -17,7 +18,7 @@ from ftbench.sweep import command
 from ftbench.sweep.execute.gpu_slots import LocalSlot
 from ftbench.sweep.output.parity import ParityTables
 from ftbench.sweep.plan.base import PlanRequest
-from ftbench.sweep.plan.parity import Contender, ParityPlan
+from ftbench.sweep.plan.parity import STEPS, Contender, ParityPlan
 
 CONTROLS = ("few", "all")
 
@@ -89,6 +90,7 @@ def _contender(request: ParityRequest, name: str, sets: Sequence[str], described
         reason = "; ".join(str(error).splitlines())
     else:
         require_published(load(request.spec, own), capability)
+        reason = "; ".join(incompatibilities(with_changes(made, {"measure.gradients": STEPS}))) or None
     reference = _reference(resolve(load(request.spec, [*sets, f"recipe={request.reference}"]), capability), made)
     if reason is None:
         runner.check(reference, described)

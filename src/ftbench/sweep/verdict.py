@@ -26,7 +26,7 @@ LEARNED = 0.05  # share of what learning rate 0 loses that held-out losses may d
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class ErrorBudget:
     """Largest errors allowed: `loss` in nats (root mean square over samples), `direction` of the unit vectors and
     `norm` as the log of the ratio, for one tensor's gradient, and `update` for the direction of its weight change.
     Medians over tensors may have half of it. None compares with plain bfloat16. `source` says where it comes from."""
@@ -39,20 +39,20 @@ class Budget:
 
 
 BUDGETS = {
-    "float32": Budget(
+    "float32": ErrorBudget(
         "sums in another order: 20 seeds of eight correct variants of a tiny model had at most 1e-6 nats, 1e-6 and, "
         "for Adam's first step, which divides by the gradient, 1e-4", 1e-4, 1e-3, 1e-3, 0.02,
     ),
-    "16 bits": Budget("twice the error of plain bfloat16, measured in the same check"),
-    "4-bit weights": Budget(
+    "16 bits": ErrorBudget("twice the error of plain bfloat16, measured in the same check"),
+    "4-bit weights": ErrorBudget(
         "the reference holds the same 4-bit weights, so twice the error of plain bfloat16; NF4 itself changes weights "
         "by about 9 % (T. Dettmers et al., arXiv 2305.14314)"
     ),
-    "8-bit products": Budget(
+    "8-bit products": ErrorBudget(
         "twice what fp8 had on a learned model of 108M parameters on an H200: 0.042 nats, norm 0.133; E4M3 rounds each "
         "value by up to 6 %, which a chain of products adds up to about a quarter", 0.085, 0.5, 0.27, 1.2,
     ),
-    "8-bit optimizer states": Budget(
+    "8-bit optimizer states": ErrorBudget(
         "block-wise 8-bit states have a relative error of about 1 % (T. Dettmers et al., arXiv 2110.02861), which "
         "Adam's division raises for small entries", update=0.5,
     ),
@@ -88,7 +88,7 @@ def rounds(spec: Experiment) -> bool:
 
 def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> LevelResult:
     """Return how far the losses of single samples are from the reference's at the same weights."""
-    if problem := [each for each in record["problems"] if "tokens or labels" in each]:
+    if problem := [each for each in record["problems"] if "tokens or labels" in each or "loss of a sample" in each]:
         return LevelResult("forward", FAIL, problem[0])
     if not record["losses"]:
         return LevelResult("forward", INCONCLUSIVE, "; ".join(record["problems"]) or "nothing was recorded")

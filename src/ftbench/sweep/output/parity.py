@@ -4,7 +4,6 @@ rewritten after every run."""
 from collections.abc import Iterator
 from typing import Any
 
-from ftbench.core.redact import clean
 from ftbench.report.render import formats
 from ftbench.report.render.document import Table
 from ftbench.spec.controls import CONTROLS
@@ -34,7 +33,7 @@ class ParityTables(Tables):
     def write(self) -> None:
         super().write()
         self._put("parity.md", self.markdown())
-        rundir.write_json(self.folder / "parity.json", clean(self.document()))
+        rundir.write_json(self.folder / "parity.json", self.document())
 
     def markdown(self) -> str:
         title = f"# {self.folder.name}: what each recipe learns, compared with the plain recipe in float32\n"
@@ -79,11 +78,12 @@ class ParityTables(Tables):
         if "optimizer" not in applied:
             return {}
         optimizations = {name: value for name, value in recipe.spec.optimizations if value not in (False, "off", 0)}
+        commit, gpu = (machine.get("ftbench") or {}).get("commit"), rundir.first_gpu(machine).get("name")
         return {
             "kernels": recipe.spec.optimizations.triton_kernels, "fp8": recipe.spec.optimizations.fp8,
             "precision": applied.get("product_precision"), "attention": applied.get("model", {}).get("attention"),
             "optimizer": applied["optimizer"].get("class"), "optimizations": " ".join(optimizations) or "none",
-            "commit": ((machine.get("ftbench") or {}).get("commit") or "unknown")[:12], "gpu": rundir.first_gpu(machine).get("name") or "none",
+            "commit": (commit or "unknown")[:12], "gpu": gpu or "none",
         }  # fmt: skip
 
     def _tables(self) -> Iterator[tuple[str, Table]]:

@@ -147,6 +147,8 @@ class ParityPlan(Grid):
             "train.lr_scheduler": "constant", "train.warmup_steps": 0, "measure.gradients": STEPS,
             "measure.weights_of": self.train(recipe.reference, 0).run.run_id, "measure.control": control,
         }  # fmt: skip
+        if spec.optimizations.cuda_graph:  # which does not accumulate
+            changes |= {"train.batch_size": dataset.samples, "train.gradient_accumulation_steps": 1}
         if spec.method.adapters:
             changes["method.dropout"] = 0.0
         if control == "packed_samples_see_each_other":
@@ -212,8 +214,8 @@ class ParityPlan(Grid):
         if why := self._missing(needed):
             return (LevelResult("forward", *why), LevelResult("gradient", *why))
         allowed = [self.agreement(recipe, each) for each in rounding]
-        mine = self.agreement(recipe, record)
-        return verdict.forward(mine, allowed, recipe.spec), verdict.gradient(mine, allowed, recipe.spec)
+        own = self.agreement(recipe, record)
+        return verdict.forward(own, allowed, recipe.spec), verdict.gradient(own, allowed, recipe.spec)
 
     def _trained(self, recipe: Contender, jobs: Sequence[Job]) -> LevelResult:
         references = [self.train(recipe.reference, seed) for seed in range(self.seeds)]
@@ -234,8 +236,8 @@ class ParityPlan(Grid):
             if not standing.done:
                 return PENDING, ""
             if standing.state != "ok":
-                mine = each.values["recipe"] != "reference"
-                state = FAIL if mine or standing.state == NOT_FINITE else INCONCLUSIVE
+                judged = each.values["recipe"] != "reference"
+                state = FAIL if judged or standing.state == NOT_FINITE else INCONCLUSIVE
                 return state, f"{each.values['recipe']}, {each.values['run']}: {standing.reason or standing.state}"
         return None
 
@@ -243,7 +245,7 @@ class ParityPlan(Grid):
         """Return agreement.json of a run, and write it if it is missing or belongs to another reference."""
         reference = self.record_of(recipe.reference, recipe).run
         kept = self._kept.get(record) or read_json(record.run.agreement)
-        if kept.get("reference") != reference.run_id:
+        if kept.get("reference") != reference.run_id or not {"problems", "losses", "tensors"} <= kept.keys():
             kept = agreement(reference, record.run)
             write_json(record.run.agreement, kept)
         self._kept[record] = kept

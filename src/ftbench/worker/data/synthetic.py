@@ -123,9 +123,9 @@ def _recall(generator: np.random.Generator, count: int, symbols: np.ndarray) -> 
     """Return keys with values and, after them, some of the keys; the answer is their values."""
     pairs = min(SYMBOLS // 3, max(1, count // 3))
     keys, values = symbols[:pairs], generator.choice(symbols[SYMBOLS // 3 :], pairs)
-    asked = generator.integers(0, pairs, max(1, count - 2 * pairs))
+    queries = generator.integers(0, pairs, max(1, count - 2 * pairs))
     order = generator.permutation(pairs)
-    return np.concatenate([np.stack([keys[order], values[order]], 1).ravel(), keys[asked]]), values[asked]
+    return np.concatenate([np.stack([keys[order], values[order]], 1).ravel(), keys[queries]]), values[queries]
 
 
 def _brackets(generator: np.random.Generator, count: int, symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

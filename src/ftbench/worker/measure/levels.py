@@ -109,9 +109,9 @@ class Levels(TrainerCallback):
         loop, losses = self._loop, list[float]()
         rows, size = list(loop.train_dataset), loop.args.per_device_train_batch_size
         loop.model.eval()
-        for batch in (rows[at : at + size] for at in range(0, len(rows), size)):
+        for batch in (rows[start : start + size] for start in range(0, len(rows), size)):
             for row, sample in ((r, s) for r, each in enumerate(batch) for s in range(len(each["lengths"]))):
-                alone = [_only(each, sample if place == row else None) for place, each in enumerate(batch)]
+                alone = [_only(each, sample if at == row else None) for at, each in enumerate(batch)]
                 inputs = loop._prepare_inputs(loop.data_collator(alone))
                 losses.append(float(loop.prediction_step(loop.model, inputs, True)[0]))
         loop.model.train()
