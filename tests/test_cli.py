@@ -370,7 +370,7 @@ def test_run_says_what_to_install(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", ["ftbench.cli", "ftbench.launch.runner", "ftbench.report.render.formats", "ftbench.store.summary"]
+    "module", ["ftbench.cli", "ftbench.launch.runner", "ftbench.report.formats", "ftbench.store.summary"]
 )
 def test_nothing_heavy_stands_behind_the_command_line(module):
     heavy = {*HEAVY, "pandas", "numpy"}

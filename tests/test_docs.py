@@ -18,7 +18,7 @@ import typer
 from ftbench.cli import app
 from ftbench.core.hardware import find_gpu
 from ftbench.estimate.recommend.ranking import Goal, recommend
-from ftbench.report.command import Request, report
+from ftbench.report.build import Request, report
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load, spec_keys
 from ftbench.spec.optimizations import OPTIMIZATIONS, Optimizations

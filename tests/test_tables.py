@@ -4,16 +4,16 @@ import pytest
 
 from ftbench.core.rows import RunSummary
 from ftbench.report.data.collect import records
-from ftbench.report.render.document import Report
-from ftbench.report.render.formats import render
-from ftbench.report.render.runs_table import runs_table
+from ftbench.report.document import Report
+from ftbench.report.formats import render
+from ftbench.report.runs_table import runs_table
 
-LONG = "ended with exit code 1 and no word: RuntimeError: something that nobody has thought of before"
+LONG = "ended with exit code 1 and no word: RuntimeError: an unexpected problem"
 KNOWN = {"name": "alpaca", "tokens": {"mean": 110.4}}
 
 
 def a_run(run_id="a-r1", axes=None, **changed):
-    """A summary as it is in summary.json, with the columns of a sweep's axes."""
+    """Return the contents of a summary.json with the columns of a sweep's axes."""
     values = {
         "name": "exp", "state": "ok", "reason": None, "method": "lora", "model": "Qwen/Qwen3-8B", "weights": "random",
         "gpu": "NVIDIA H200", "batch_size": 4, "gradient_accumulation_steps": 1, "optimizations": [], "steps": {},
@@ -39,7 +39,7 @@ def column(found, heading):
 # --- axes ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_axis_that_no_column_shows_gets_one_named_by_its_last_word():
+def test_hidden_axis_gets_a_column():
     runs = [a_run(f"a-r{rank}", {"method.rank": str(rank), "train.seed": "1"}) for rank in (8, 64)]
     found = table(*runs, axes=["method.rank", "train.seed"])
     after = found.headings.index("first step")
@@ -52,24 +52,24 @@ def test_an_axis_that_no_column_shows_gets_one_named_by_its_last_word():
     "axis",
     ["model", "dataset", "method", "train.batch_size", "train.gradient_accumulation_steps", "optimizations.compile"],
 )
-def test_an_axis_that_a_column_shows_gets_no_other(axis):
+def test_shown_axis_gets_no_second_column(axis):
     runs = [a_run(axes={axis: "1"}), a_run("b-r1", {axis: "2"})]
     assert table(*runs, axes=[axis]).headings == table(*runs).headings
 
 
-def test_repeats_are_told_apart():
+def test_repeats_are_distinguished():
     found = table(a_run("a-r1", {"repeat": "1"}), a_run("a-r2", {"repeat": "2"}), axes=["repeat"])
     assert column(found, "repeat") == ["1", "2"]
 
 
-def test_an_axis_is_in_every_kind_of_table():
+def test_axis_is_in_every_format():
     runs = records([a_run(axes={"method.rank": "8"}), a_run("b-r1", {"method.rank": "64"})])
     report = Report(runs, ["method.rank"])
     assert "| rank | method | batch |" in render(report, "md")
     assert "rank" in render(report, "table").splitlines()[1]
 
 
-def test_an_accumulation_that_varies_is_written_beside_the_batch():
+def test_varying_accumulation_is_shown_with_the_batch():
     found = table(a_run(batch_size=8), a_run("b-r1", batch_size=2, gradient_accumulation_steps=4))
     assert column(found, "batch") == ["8x1", "2x4"]
     assert column(table(a_run(batch_size=8, gradient_accumulation_steps=4)), "batch") == ["8"]
@@ -78,7 +78,7 @@ def test_an_accumulation_that_varies_is_written_beside_the_batch():
 # --- skipped rows ----------------------------------------------------------------------------------------------------
 
 
-def test_a_skipped_row_has_its_reason_and_no_figures():
+def test_skipped_row_has_a_reason_without_figures():
     found = table(a_run(), skipped(run_id="b-r1", batch_size=16))
     row = dict(zip(found.headings, found.rows[1], strict=True))
     assert row.pop("state") == "skipped (oom at batch 8)"
@@ -86,30 +86,30 @@ def test_a_skipped_row_has_its_reason_and_no_figures():
     assert set(row.values()) == {""}
 
 
-def test_a_skipped_row_shares_its_data_with_the_others():
+def test_skipped_row_has_the_data_of_the_others():
     found = table(a_run(), skipped(run_id="b-r1"))
     assert found.context["data"] == "alpaca ~110"
 
 
-def test_a_table_of_skipped_rows_alone_is_a_table():
+def test_table_of_only_skipped_rows_works():
     found = table(skipped(run_id="a-r1"), skipped(run_id="b-r1"))
     assert column(found, "state") == ["skipped (oom at batch 8)"] * 2
     assert found.context["data"] == "alpaca"
 
 
-def test_a_row_that_failed_has_no_figures_though_it_measured_some():
+def test_failed_row_has_no_figures():
     found = table(a_run(), a_run("b-r1", state="timeout", reason="too long"))
     assert column(found, "tokens/s") == ["1,234", ""]
     assert column(found, "state") == ["ok", "timeout: too long"]
 
 
-def test_how_runs_ended_is_told_where_not_all_ended_well():
+def test_state_column_is_shown_unless_all_are_ok():
     assert "state" not in table(a_run(), a_run("b-r1")).headings
     found = table(a_run(), a_run("b-r1", state="oom", reason="out of memory"))
     assert column(found, "state") == ["ok", "oom"]
 
 
-def test_running_out_of_memory_is_said_in_three_letters():
+def test_out_of_memory_is_shortened_to_oom():
     found = table(a_run(state="oom", reason="out of memory (allocator) in forward of step 1"))
     assert column(found, "state") == ["oom (allocator) in forward of step 1"]
 
@@ -122,28 +122,28 @@ def data(*datasets):
     return column(found, "data") if "data" in found.headings else found.context["data"]
 
 
-def test_data_has_its_name_and_the_mean_length_of_a_sample():
+def test_data_label_has_name_and_mean_length():
     assert data(KNOWN) == "alpaca ~110"
 
 
-def test_a_row_that_ended_before_it_knew_the_length_has_that_of_the_others():
+def test_early_failure_takes_the_length_of_the_others():
     assert data({"name": "alpaca"}, KNOWN, {"name": "alpaca", "tokens": {}}) == "alpaca ~110"
 
 
-def test_where_the_others_do_not_agree_it_has_none():
+def test_early_failure_has_no_length_if_the_others_differ():
     other = {"name": "alpaca", "tokens": {"mean": 60.0}}
     assert data(KNOWN, {"name": "alpaca"}, other) == ["alpaca ~110", "alpaca", "alpaca ~60"]
 
 
-def test_another_data_set_lends_no_length():
+def test_length_is_not_taken_from_another_data_set():
     assert data(KNOWN, {"name": "sample"}) == ["alpaca ~110", "sample"]
 
 
-def test_where_no_row_knows_the_length_there_is_the_name():
+def test_data_label_without_length_is_the_name():
     assert data({"name": "alpaca"}, {"name": "alpaca"}) == "alpaca"
 
 
-def test_a_row_without_a_data_set_is_unknown():
+def test_missing_data_set_is_unknown():
     assert data(KNOWN, {}) == ["alpaca ~110", "unknown"]
     assert data({}, {}) == "unknown"
 
@@ -151,7 +151,7 @@ def test_a_row_without_a_data_set_is_unknown():
 # --- notes -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_long_reason_is_shortened_in_its_row_and_told_in_full_below():
+def test_long_reason_is_shortened_and_noted_in_full():
     found = table(a_run(), a_run("b-r1", state="error", reason=LONG))
     (state,) = column(found, "state")[1:]
     assert state.endswith("…")
@@ -159,26 +159,26 @@ def test_a_long_reason_is_shortened_in_its_row_and_told_in_full_below():
     assert found.notes == [f"b-r1: {LONG}"]
 
 
-def test_a_short_reason_is_not_told_twice():
+def test_short_reason_is_shown_once():
     assert table(a_run(state="error", reason="short")).notes == []
 
 
-def test_a_reason_is_told_in_full_once():
+def test_repeated_reason_is_noted_once():
     found = table(a_run(), skipped(run_id="b-r1", reason=LONG))
     assert "\n".join([*column(found, "state"), *found.notes]).count(LONG) == 1
 
 
-def test_a_note_names_its_runs_and_of_many_the_first_four():
+def test_note_names_at_most_four_runs():
     warned = [a_run(f"a-r{i}", warnings=["hot"]) for i in range(1, 7)]
     assert table(a_run("b-r1"), *warned[:2]).notes == ["a-r1, a-r2: hot"]
     assert table(a_run("b-r1"), *warned[:4]).notes == ["a-r1, a-r2, a-r3, a-r4: hot"]
     assert table(a_run("b-r1"), *warned).notes == ["a-r1, a-r2, a-r3, a-r4 and 2 more: hot"]
 
 
-def test_a_note_on_all_runs_names_none():
+def test_note_on_all_runs_names_no_run():
     assert table(a_run("a-r1", warnings=["hot"]), a_run("a-r2", warnings=["hot"])).notes == ["hot"]
     assert table(a_run("a-r1", warnings=["hot"])).notes == ["a-r1: hot"]
 
 
-def test_each_warning_of_a_run_is_a_note():
+def test_warnings_are_notes():
     assert table(a_run(warnings=["hot", "shared host"])).notes == ["a-r1: hot", "a-r1: shared host"]

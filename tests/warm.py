@@ -24,7 +24,7 @@ from ftbench.launch import supervisor
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload([
-    "ftbench.cli", "ftbench.sweep.command", "ftbench.sweep.execute.loop", "ftbench.report.command",
+    "ftbench.cli", "ftbench.sweep.command", "ftbench.sweep.execute.loop", "ftbench.report.build",
     "ftbench.launch.mock", "ftbench.worker.train", "ftbench.worker.training_run", "ftbench.worker.gpu_lock",
     "ftbench.worker.optimizations.fused_lora", "deepspeed",
 ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Traces as Kineto writes them on a GPU: events of torch 2.11 with CUDA, put together here because no GPU is needed for
+"""Traces as Kineto writes them on a GPU: events of torch 2.11 with CUDA, built here so that tests need no GPU for
 that. Two threads as in training: forward, loss and optimizer on one, the backward pass on autograd's."""
 
 from __future__ import annotations

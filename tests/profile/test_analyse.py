@@ -2,8 +2,7 @@ import pytest
 from gpu_traces import ADD, GEMM, training
 from test_trace import RECORDED
 
-from ftbench.profile.analyse import analyse
-from ftbench.profile.gaps import PYTHON
+from ftbench.profile.analyse import PYTHON, analyse
 from ftbench.profile.trace import read
 from ftbench.profile.work import complement, union, work_of
 
@@ -19,7 +18,7 @@ def times(document):
     return {group["group"]: group["time_ms"] for group in document["groups"]}
 
 
-def test_kernels_are_grouped_by_name_and_by_who_launched_them(document):
+def test_kernels_are_grouped_by_name_and_caller(document):
     assert times(document) == pytest.approx({
         "matmul": 0.6, "attention": 2 * 0.060, "norm/elementwise": 2 * 0.020, "loss": 2 * 0.040,
         "optimizer": 2 * 0.010, "memory copy": 2 * 0.010,
@@ -28,7 +27,7 @@ def test_kernels_are_grouped_by_name_and_by_who_launched_them(document):
     assert document["covered_share"] == 1.0
 
 
-def test_one_name_may_serve_several_groups(document):
+def test_kernel_name_may_be_in_several_groups(document):
     by_group = {kernel["group"]: kernel for kernel in document["kernels"] if kernel["name"] == ADD}
     assert by_group["loss"]["calls"] == 4  # one in its forward pass and one in its backward pass, in each step
     assert by_group["norm/elementwise"]["calls"] == 4
@@ -36,24 +35,24 @@ def test_one_name_may_serve_several_groups(document):
     assert by_group["loss"]["mean_us"] == pytest.approx(10, abs=0.01)
 
 
-def test_the_busy_share_counts_overlaps_once_and_is_of_the_whole_window(document):
+def test_busy_share_counts_overlaps_once(document):
     assert document["window_ms"] == pytest.approx(2.0, abs=1e-4)
     assert document["busy_ms"] == pytest.approx(2 * 0.440, abs=1e-3)
     assert document["busy_share"] == pytest.approx(0.440, abs=1e-3)
     assert document["idle"]["ms"] == pytest.approx(2.0 - 0.880, abs=1e-3)
 
 
-def test_against_the_steps_before_the_gpu_was_busier(document):
+def test_busy_share_uses_the_steps_before(document):
     assert document["step_ms"] == {"profiled": pytest.approx(1.0, abs=1e-4), "before": 0.8}
     assert document["busy_share_unprofiled"] == pytest.approx(0.440 / 0.8, abs=1e-3)
 
 
-def test_without_the_steps_before_it_is_not_known(tmp_path):
+def test_busy_share_is_unknown_without_the_steps_before(tmp_path):
     found = read(training().write(tmp_path / "trace.json"))
     assert analyse(found, work_of(found))["busy_share_unprofiled"] is None
 
 
-def test_the_longest_gap_names_what_the_cpu_did(document):
+def test_longest_gap_lists_cpu_activity(document):
     gap = document["gaps"][0]
     assert gap["ms"] == pytest.approx(0.270, abs=1e-3)
     assert gap["phase"] == "backward"
@@ -61,7 +60,7 @@ def test_the_longest_gap_names_what_the_cpu_did(document):
     assert PYTHON in {each["name"] for gap in document["gaps"] for each in gap["meanwhile"]}
 
 
-def test_phases_have_the_work_that_was_launched_in_them(document):
+def test_phases_contain_the_work_launched_in_them(document):
     phases = {phase["phase"]: phase for phase in document["phases"]}
     assert phases["backward"]["device_ms"] == pytest.approx(2 * 0.020, abs=1e-4)
     assert phases["forward"]["device_ms"] == pytest.approx(2 * 0.370, abs=1e-3)
@@ -70,7 +69,7 @@ def test_phases_have_the_work_that_was_launched_in_them(document):
     assert sum(p["idle_ms"] for p in document["phases"]) == pytest.approx(document["idle"]["ms"], abs=1e-3)
 
 
-def test_operators_have_the_time_of_their_kernels(document):
+def test_operators_include_their_kernels(document):
     (mm,) = [each for each in document["operators"] if each["name"] == "aten::mm"]
     assert mm == {
         "name": "aten::mm",
@@ -80,7 +79,7 @@ def test_operators_have_the_time_of_their_kernels(document):
     }
 
 
-def test_work_that_nobody_launched_within_the_trace_counts_all_the_same(tmp_path):
+def test_work_launched_before_the_trace_counts(tmp_path):
     made = training()
     made.add("kernel", GEMM, 900, 50, 7, correlation=1)
     found = read(made.write(tmp_path / "trace.json"))
@@ -95,7 +94,7 @@ def recorded():
     return read(RECORDED)
 
 
-def test_on_a_cpu_operators_are_the_kernels(recorded):
+def test_operators_are_the_work_on_a_cpu(recorded):
     found = analyse(recorded, work_of(recorded))
     assert (found["device"], found["gpu"], found["steps"]) == ("cpu", None, 1)
     assert found["covered_share"] >= 0.95
@@ -103,7 +102,7 @@ def test_on_a_cpu_operators_are_the_kernels(recorded):
     assert found["kernels"][0]["name"] == "aten::mm"
 
 
-def test_operators_own_times_add_up_to_the_time_in_which_one_ran(recorded):
+def test_own_times_add_up_to_busy_time(recorded):
     found = analyse(recorded, work_of(recorded))
     assert sum(times(found).values()) == pytest.approx(found["busy_ms"], rel=1e-6)
     assert found["busy_ms"] + found["idle"]["ms"] == pytest.approx(found["window_ms"], rel=1e-6)
@@ -114,13 +113,13 @@ def test_operators_own_times_add_up_to_the_time_in_which_one_ran(recorded):
 def test_every_call_is_counted_once(recorded):
     work = work_of(recorded)
     ops = sum(span.kind == "op" for spans in recorded.threads.values() for span in spans)
-    assert sum(each.call for each in work) == pytest.approx(ops, rel=0.02)  # one too short to be seen has no stretch
+    assert sum(each.call for each in work) == pytest.approx(ops, rel=0.02)  # very short operators are missing
 
 
 # --- intervals -------------------------------------------------------------------------------------------------------
 
 
-def test_a_union_and_its_complement_fill_the_window():
+def test_union_and_complement_fill_the_window():
     busy = union([(3, 5), (-2, 1), (4, 6), (8, 30), (6, 6)], 0, 10)
     assert busy == [(0, 1), (3, 6), (8, 10)]
     assert complement(busy, 0, 10) == [(1, 3), (6, 8)]

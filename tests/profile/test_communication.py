@@ -16,8 +16,9 @@ def nccl(trace, name, begin, length, **args):
 
 @pytest.fixture
 def two_steps(tmp_path):
-    """In each of two steps of 1 ms a product from 100 to 500 µs; an all-reduce from 400 to 700, and an all-gather from
-    650 to 750: 350 µs of sending, 100 of them behind the product. Beside a kernel stands the operator that began it."""
+    """Return two steps of 1 ms: a matmul from 100 to 500 µs, an all-reduce from 400 to 700, an all-gather from 650 to
+    750. So 350 µs of communication, 100 µs of them during the matmul. Each kernel has the operator that started it.
+    """
     trace = GpuTrace()
     for number, at in enumerate((0, 1000)):
         trace.step(number, at, 1000)
@@ -31,7 +32,7 @@ def two_steps(tmp_path):
     return read(trace.write(tmp_path / "trace.json"))
 
 
-def test_what_is_exposed_is_what_no_other_work_hides(two_steps):
+def test_exposed_time_excludes_overlap(two_steps):
     found = communication(two_steps, work_of(two_steps), 4, None)
     assert found["total_ms"] == pytest.approx(2 * 0.35, abs=1e-4)
     assert found["exposed_ms"] == pytest.approx(2 * 0.25, abs=1e-4)
@@ -39,7 +40,7 @@ def test_what_is_exposed_is_what_no_other_work_hides(two_steps):
     assert found["at_network_ms"] is None
 
 
-def test_bytes_cross_a_ring_at_the_rate_of_a_probe(two_steps):
+def test_bytes_cross_a_ring_at_the_probed_rate(two_steps):
     """1 MB summed over four crosses each link 1.5 times; 800 kB gathered from four 0.75 times."""
     found = communication(two_steps, work_of(two_steps), 4, 100.0)
     rows = {row["kind"]: row for row in found["collectives"]}
@@ -50,9 +51,8 @@ def test_bytes_cross_a_ring_at_the_rate_of_a_probe(two_steps):
     assert found["at_network_ms"] == pytest.approx((2 * 1.5e6 + 2 * 0.6e6) / 100e9 * 1e3)
 
 
-def test_bytes_over_gloo_are_those_of_its_own_types(tmp_path):
-    """An operator that sums a list of tensors does not tell their type, what gloo does for it does; of as many elements
-    of two types nothing is told."""
+def test_gloo_bytes_use_its_element_types(tmp_path):
+    """Operators on lists of tensors lack a dtype, so it comes from gloo, unless gloo has two dtypes of that size."""
     trace = GpuTrace()
     trace.step(0, 0, 1000)
     for at, kind, count in (
@@ -75,7 +75,7 @@ def test_bytes_over_gloo_are_those_of_its_own_types(tmp_path):
     }  # fmt: skip
 
 
-def test_a_run_alone_sends_nothing(tmp_path):
+def test_single_rank_has_no_communication(tmp_path):
     trace = GpuTrace()
     trace.step(0, 0, 1000)
     trace.launch(GEMM, 90, 100, 400)

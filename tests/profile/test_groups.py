@@ -1,4 +1,4 @@
-"""Each kernel's name is one that its library gives it; where it comes from stands above it."""
+"""Groups of kernels, with real kernel names and the libraries that they come from."""
 
 import re
 from pathlib import Path
@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 import ftbench
-from ftbench.profile.groups import GROUPS, group_of_kernel, group_of_operator
-from ftbench.profile.names import short
+from ftbench.profile.groups import GROUPS, group_of_kernel, group_of_operator, short
 
 NAMES = {
     "matmul": [
@@ -85,11 +84,11 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group in NAMES for name in NAMES[group]])
-def test_a_kernel_belongs_to_the_group_that_its_name_says(group, name):
+def test_kernel_names_determine_groups(group, name):
     assert group_of_kernel(name) == group
 
 
-def test_every_kernel_of_our_own_has_a_group():
+def test_own_kernels_have_a_group():
     folder = Path(ftbench.__file__).parent / "kernels"
     launched = {
         name for path in folder.glob("*.py") for name in re.findall(r"^ +(_\w+)\[.+\]\(", path.read_text(), re.M)
@@ -119,15 +118,15 @@ PLAIN = NAMES["norm/elementwise"][0]
         ("quantise/dequantise", ["aten::add", "bitsandbytes::dequantize_4bit"], "forward", False),
     ],
 )
-def test_a_plain_kernel_belongs_to_its_caller(group, callers, phase, in_loss):
+def test_plain_kernel_belongs_to_its_caller(group, callers, phase, in_loss):
     assert group_of_kernel(PLAIN, callers, phase, in_loss) == group
 
 
-def test_a_telling_name_is_not_overruled_by_its_caller():
+def test_caller_does_not_override_an_unambiguous_name():
     assert group_of_kernel(NAMES["matmul"][0], ["aten::mm"], "loss", True) == "matmul"
 
 
-def test_a_kernel_without_a_telling_name_is_what_its_operator_is():
+def test_ambiguous_kernel_gets_the_group_of_its_operator():
     assert group_of_kernel("void somebody::new_thing<3>(int)", ["aten::mm"], "forward") == "matmul"
 
 
@@ -143,7 +142,7 @@ def test_a_kernel_without_a_telling_name_is_what_its_operator_is():
         ("other", "something::new", [], "forward"),
     ],
 )
-def test_on_a_cpu_operators_have_groups(group, name, around, phase):
+def test_operators_have_groups_on_a_cpu(group, name, around, phase):
     assert group_of_operator(name, around, phase) == group
 
 
@@ -160,10 +159,10 @@ def test_on_a_cpu_operators_have_groups(group, name, around, phase):
         ("aten::mm", "aten::mm"),
     ],
 )  # fmt: skip
-def test_names_are_short_and_still_tell_kernels_apart(name, said):
+def test_short_names_are_distinct(name, said):
     assert short(name) == said
 
 
 @pytest.mark.parametrize("name", ["", "<", "<<<>>>", "x" * 5000, "a(b", "void "])
-def test_any_name_has_a_short_one(name):
+def test_every_name_has_a_short_name(name):
     assert len(short(name)) <= 80

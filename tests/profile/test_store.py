@@ -9,7 +9,7 @@ from ftbench.core.rows import StepRow
 from ftbench.errors import MissingError
 from ftbench.launch import runner
 from ftbench.profile import files
-from ftbench.profile.table import as_text
+from ftbench.profile.profile_table import as_text
 from ftbench.profile.trace import TraceError
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
@@ -19,7 +19,7 @@ from ftbench.store.summary import summarise
 
 @pytest.fixture
 def run(tmp_path):
-    """What a worker leaves: steps of 0.9 s but for those before the profiler, of 0.5 ms, and a trace."""
+    """Make the files of a worker: steps of 0.9 s, those before the profiler of 0.5 ms, and a trace."""
     found = RunDir(tmp_path / "exp" / "a-r1")
     found.profile.mkdir(parents=True)
     writer = StepsWriter(found.steps)
@@ -30,7 +30,7 @@ def run(tmp_path):
     return found
 
 
-def test_what_the_worker_left_becomes_what_reports_read(run):
+def test_finish_writes_the_profile(run):
     files.finish(run)
     assert {path.name for path in run.profile.iterdir()} == {
         "kernels.json", "trace.json.gz", "window.json"
@@ -41,14 +41,14 @@ def test_what_the_worker_left_becomes_what_reports_read(run):
     assert found["trace"]["complete"]
 
 
-def test_a_run_without_a_trace_is_left_as_it_is(run):
+def test_run_without_a_trace_is_unchanged(run):
     (run.profile / "trace.json").unlink()
     files.finish(run)
     assert {path.name for path in run.profile.iterdir()} == {"window.json"}
 
 
 @pytest.mark.parametrize("text", ["", "[", '{"traceEvents": []}'])
-def test_a_trace_that_cannot_be_read_is_the_runs_end(run, text):
+def test_unreadable_trace_fails_the_run(run, text):
     (run.profile / "trace.json").write_text(text)
     with pytest.raises(TraceError):
         files.finish(run)
@@ -57,7 +57,7 @@ def test_a_trace_that_cannot_be_read_is_the_runs_end(run, text):
     assert state["reason"].endswith("profile again")
 
 
-def test_what_one_rank_lost_leaves_the_others_their_profile(run):
+def test_other_ranks_keep_their_profile(run):
     other = run.of_rank(1)
     other.profile.mkdir(parents=True)
     shutil.copy(run.profile / "trace.json", other.profile / "trace.json")
@@ -69,7 +69,7 @@ def test_what_one_rank_lost_leaves_the_others_their_profile(run):
 
 
 @pytest.mark.parametrize("lossy", [(0,), (1,), (0, 1)])
-def test_a_profile_that_lost_some_kernels_of_a_rank_says_so_and_so_does_its_run(run, lossy):
+def test_lost_kernels_are_warnings_of_profile_and_run(run, lossy):
     ranks = [run, run.of_rank(1)]
     ranks[1].profile.mkdir(parents=True)
     for number, rank in enumerate(ranks):
@@ -84,12 +84,12 @@ def test_a_profile_that_lost_some_kernels_of_a_rank_says_so_and_so_does_its_run(
 
 
 @pytest.mark.parametrize("window", ["", "{}"])
-def test_where_the_steps_before_are_not_known_their_time_is_not(run, window):
+def test_unknown_steps_before_have_no_time(run, window):
     (run.profile / "window.json").write_text(window)
     assert files.step_before(run) is None
 
 
-def test_a_full_disk_is_told(run, monkeypatch):
+def test_full_disk_is_an_error(run, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
@@ -99,7 +99,7 @@ def test_a_full_disk_is_told(run, monkeypatch):
     assert (run.profile / "trace.json").exists()
 
 
-def test_memory_that_would_read_as_zero_is_no_line(run):
+def test_tiny_memory_is_not_listed(run):
     files.finish(run)
     memory = {"categories": ["weights", "adapters"], "timeline": [],
               "peak": dict.fromkeys(CATEGORIES, 0.0) | {"total_gb": 2.0, "weights": 2.0, "adapters": 1e-4,
@@ -111,7 +111,7 @@ def test_memory_that_would_read_as_zero_is_no_line(run):
     assert ["weights, 3 tensors" in text, "adapters" in text] == [True, False]
 
 
-def test_no_line_is_wider_than_the_terminal(run, monkeypatch):
+def test_lines_fit_the_terminal(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     files.finish(run)
     parts = ("weights", "adapters", "gradients", "optimizer", "activations", "temporary")
@@ -124,7 +124,7 @@ def test_no_line_is_wider_than_the_terminal(run, monkeypatch):
     assert max(map(len, lines)) <= 80
 
 
-def test_the_table_tells_all_of_it(run):
+def test_text_contains_all_parts(run):
     files.finish(run)
     memory = {"categories": ["weights"], "timeline": [],
               "peak": dict.fromkeys(CATEGORIES, 0.0) | {"total_gb": 2.0, "weights": 2.0, "phase": "forward"},
@@ -134,6 +134,6 @@ def test_the_table_tells_all_of_it(run):
     for said in (
         "2 steps on NVIDIA H200", "1 ms profiled, 0.5 ms just before", "88.0 % of the steps just before",
         "matmul", "nvjet_sm90_tst_192x192", "aten::mm", "cudaStreamSynchronize 0.250 ms",
-        "2.00 GiB at its highest, in forward: weights 2.00", "2.00 GiB  weights, 3 tensors, a.py:1 f", "trace.json.gz",
+        "2.00 GiB at its peak, in forward: weights 2.00", "2.00 GiB  weights, 3 tensors, a.py:1 f", "trace.json.gz",
     ):  # fmt: skip
         assert said in text

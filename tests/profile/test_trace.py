@@ -17,7 +17,7 @@ def path(tmp_path):
     return training().write(tmp_path / "trace.json")
 
 
-def test_what_happened_is_in_milliseconds_from_the_first_step(path):
+def test_times_are_milliseconds_since_the_first_step(path):
     found = read(path)
     assert found.gpu == "NVIDIA H200"
     assert found.steps == [pytest.approx((0.0, 1.0), abs=1e-5), pytest.approx((1.0, 2.0), abs=1e-5)]
@@ -31,7 +31,7 @@ def test_spans_of_a_thread_nest(path):
     assert inner.parent.name == "aten::linear"
 
 
-def test_a_packed_trace_is_read_as_it_was(path, tmp_path):
+def test_compressed_trace_reads_the_same(path, tmp_path):
     packed = tmp_path / "t.json.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
     assert read(packed) == read(path)
@@ -53,14 +53,14 @@ def test_a_recorded_trace_is_read():
      '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": "soon"}]}', '{"traceEvents": [1, null, "x"]}',
      '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "args": 3}]}'],
 )  # fmt: skip
-def test_what_is_no_trace_is_said_to_be_none(tmp_path, text):
+def test_invalid_trace_is_an_error(tmp_path, text):
     path = tmp_path / "trace.json"
     path.write_text(text)
     with pytest.raises(TraceError, match=r"trace\.json: .*profile again"):
         read(path)
 
 
-def test_a_trace_cut_short_anywhere_is_said_to_be(path):
+def test_truncated_trace_is_an_error(path):
     whole = path.read_text()
     for length in range(0, len(whole) - 60, 997):
         path.write_text(whole[:length])
@@ -68,14 +68,14 @@ def test_a_trace_cut_short_anywhere_is_said_to_be(path):
             read(path)
 
 
-def test_names_that_are_no_unicode_do_no_harm(path):
+def test_invalid_unicode_in_names_is_tolerated(path):
     path.write_bytes(path.read_bytes().replace(b"CUDAFunctor_add", b"\xff\xfe\x01"))
     assert len(read(path).kernels) == len(
         training().events and [e for e in training().events if e["cat"] in trace._ON_GPU]
     )
 
 
-def test_one_that_is_too_large_is_not_read(path, monkeypatch):
+def test_too_large_trace_is_an_error(path, monkeypatch):
     monkeypatch.setattr(trace, "MOST_BYTES", 1000)
     with pytest.raises(TraceError, match="--steps 1"):
         read(path)
@@ -84,14 +84,14 @@ def test_one_that_is_too_large_is_not_read(path, monkeypatch):
 # --- packing ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_trace_is_packed_whole(path, tmp_path):
+def test_trace_is_compressed_completely(path, tmp_path):
     about = files.pack(path, tmp_path / "packed.json.gz", read(path))
     assert about["complete"]
     assert gzip.decompress((tmp_path / "packed.json.gz").read_bytes()) == path.read_bytes()
 
 
 @pytest.mark.parametrize(("share", "steps"), [(0.9, 3), (0.6, 2), (0.3, 1)])
-def test_of_one_that_is_too_large_whole_steps_are_kept(tmp_path, share, steps):
+def test_too_large_trace_keeps_complete_steps(tmp_path, share, steps):
     path = training(4).write(tmp_path / "trace.json")
     about = files.pack(path, tmp_path / "p.json.gz", read(path), limit=int(path.stat().st_size * share))
     assert not about["complete"]
@@ -101,18 +101,18 @@ def test_of_one_that_is_too_large_whole_steps_are_kept(tmp_path, share, steps):
     assert ADD in {event["name"] for event in kept}
 
 
-def test_of_a_single_step_that_is_too_large_its_beginning_is_kept(tmp_path):
+def test_too_large_step_keeps_its_beginning(tmp_path):
     path = training(1).write(tmp_path / "trace.json")
     about = files.pack(path, tmp_path / "p.json.gz", read(path), limit=path.stat().st_size // 2)
     assert about["kept_ms"] == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize(("kept", "lost"), [(1.0, False), (0.999, False), (0.95, True), (0.5, None), (0.0, None)])
-def test_a_trace_that_lost_what_the_gpu_did_is_none_or_says_so(tmp_path, kept, lost):
+def test_lost_kernels_are_an_error_or_a_warning(tmp_path, kept, lost):
     path = training(steps=200).without_kernels(1 - kept).write(tmp_path / "trace.json")
     if lost is not None:
         assert read(path).kernels
         assert bool(read(path).lost) == lost
         return
-    with pytest.raises(TraceError, match=r"lost what the GPU did: of 1,800 launches [\d,]+ have a kernel; .*--steps 1"):
+    with pytest.raises(TraceError, match=r"lost GPU work: [\d,]+ of 1,800 launches have a kernel; .*--steps 1"):
         read(path)

@@ -1,4 +1,4 @@
-"""The founding study's answers, each against the files it comes from."""
+"""The answers of a report, compared with the files of the runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import re
 import pandas as pd
 import pytest
 
-from ftbench.report.command import Request, report
+from ftbench.report.build import Request, report
 from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, runs_of
-from ftbench.report.render.document import Report
-from ftbench.report.render.formats import render
+from ftbench.report.document import Report
+from ftbench.report.formats import render
 from ftbench.report.sections.answers import answers, frontier, memory, night, trained
 from ftbench.report.sections.decision import decision
 from ftbench.report.sections.profiles import generations, groups, kernels
@@ -33,7 +33,7 @@ def words(*paths):
 
 
 @pytest.mark.parametrize("hours", [8.0, 0.5])
-def test_a_night_is_what_is_left_after_the_start(tmp_path, hours):
+def test_night_subtracts_the_start(tmp_path, hours):
     run = make_run(tmp_path, "a", steps(noise=0))
     (record,) = night(cells(tmp_path), hours).records
     frame = pd.read_csv(run.steps)
@@ -48,12 +48,12 @@ def test_a_night_is_what_is_left_after_the_start(tmp_path, hours):
     assert record["real_tokens"] == pytest.approx(record["samples"] * 2048)
 
 
-def test_a_night_shorter_than_the_start_trains_nothing(tmp_path):
+def test_night_shorter_than_the_start_has_zero_samples(tmp_path):
     make_run(tmp_path, "a")
     assert night(cells(tmp_path), 0.001).records[0]["samples"] == 0
 
 
-def test_runs_without_a_rate_have_no_night(tmp_path):
+def test_night_skips_runs_without_a_rate(tmp_path):
     make_run(tmp_path, "a", steps(1), state=OOM)
     assert night(cells(tmp_path)) is None
 
@@ -61,7 +61,7 @@ def test_runs_without_a_rate_have_no_night(tmp_path):
 # --- memory and time -------------------------------------------------------------------------------------------------
 
 
-def test_curves_are_the_columns_of_the_csv(tmp_path):
+def test_memory_over_progress_matches_the_csv(tmp_path):
     run = make_run(tmp_path, "a", steps(memory_allocated_gb=lambda step: 10.0 + step))
     (cell,) = cells(tmp_path)
     frame = pd.read_csv(run.steps)
@@ -72,7 +72,7 @@ def test_curves_are_the_columns_of_the_csv(tmp_path):
     assert record["elapsed_50_s"] == pytest.approx(half)
 
 
-def test_what_nobody_measured_is_empty(tmp_path):
+def test_unmeasured_memory_is_empty(tmp_path):
     make_run(tmp_path, "a", steps(memory_allocated_gb=None, memory_reserved_gb=None, peak_memory_gb=None))
     (record,) = memory(cells(tmp_path)).records
     assert (record["allocated_gb"], record["peak_gb"]) == (None, None)
@@ -81,7 +81,7 @@ def test_what_nobody_measured_is_empty(tmp_path):
 # --- what fits -------------------------------------------------------------------------------------------------------
 
 
-def test_the_frontier_of_the_committed_sweep():
+def test_frontier_of_the_committed_sweep():
     found = frontier(cells(RESULTS / "qwen3-8b-frontier"))
     fits = {row[0]: dict(zip(found.table.headings, row, strict=True)) for row in found.table.rows}
     assert {name: row["fits"] for name, row in fits.items()} == {
@@ -93,17 +93,17 @@ def test_the_frontier_of_the_committed_sweep():
     assert found.table.headings[2:] == ["1", "2", "4", "6", "7", "8", "14", "15", "16"]
 
 
-def test_a_method_that_never_fits_says_none(tmp_path):
+def test_frontier_shows_none_for_a_method_that_never_fits(tmp_path):
     make_run(tmp_path, "a", steps(0), state=OOM)
     assert frontier(cells(tmp_path)).table.rows[0][1] == "none"
 
 
-def test_one_batch_that_fits_is_no_frontier(tmp_path):
+def test_frontier_needs_two_batches(tmp_path):
     make_run(tmp_path, "a")
     assert frontier(cells(tmp_path)) is None
 
 
-# --- what is trained -------------------------------------------------------------------------------------------------
+# --- trained parameters ----------------------------------------------------------------------------------------------
 
 
 def test_trained_parameters_are_those_of_applied(tmp_path):
@@ -113,7 +113,7 @@ def test_trained_parameters_are_those_of_applied(tmp_path):
     assert {kind: record[kind] for kind in kinds} == {kind: line["trainable"] for kind, line in kinds.items()}
 
 
-def test_without_applied_there_is_no_table(tmp_path):
+def test_trained_parameters_need_applied(tmp_path):
     make_run(tmp_path, "a").applied.unlink()
     assert trained(cells(tmp_path)) is None
 
@@ -129,14 +129,14 @@ SAMPLES = {
 }
 
 
-def test_generations_stand_side_by_side(tmp_path):
+def test_generations_show_before_and_after(tmp_path):
     make_run(tmp_path, "a").samples.write_text(json.dumps(SAMPLES))
     rows = generations(cells(tmp_path)).table.rows
     assert [row[2:] for row in rows] == [["京都は?", "…", "日本の古都です。"], ["no answer", "", ""]]
 
 
 @pytest.mark.parametrize("text", ["", "{", "3", "[]", '{"prompts": 7}', '{"prompts": [{"prompt": 1}]}', "[" * 100_000])
-def test_samples_of_another_form_are_passed_over(tmp_path, text):
+def test_malformed_samples_are_skipped(tmp_path, text):
     make_run(tmp_path, "a").samples.write_text(text)
     assert generations(cells(tmp_path)) is None
 
@@ -150,7 +150,7 @@ PROFILE = {
 @pytest.mark.parametrize(
     "part", [{"kernels": [{"name": 3, "time_ms": 1}]}, {"steps": "3"}, {"idle": {}}, {"groups": 1}]
 )
-def test_a_profile_of_another_form_is_passed_over(tmp_path, part):
+def test_malformed_profiles_are_skipped(tmp_path, part):
     folder = make_run(tmp_path, "a").path / "profile"
     folder.mkdir()
     (folder / "kernels.json").write_text(json.dumps(PROFILE | part))
@@ -168,7 +168,7 @@ def test_kernels_are_sorted_with_their_share(tmp_path):
     assert [row[2:] for row in rows] == [["softmax", "", "9.0", "75.0 %", ""], ["gemm", "", "3.0", "25.0 %", "7"]]
 
 
-def test_without_profiles_there_are_no_kernels(tmp_path):
+def test_kernels_need_a_profile(tmp_path):
     make_run(tmp_path, "a")
     assert kernels(cells(tmp_path)) is None
 
@@ -176,7 +176,7 @@ def test_without_profiles_there_are_no_kernels(tmp_path):
 # --- what to do ------------------------------------------------------------------------------------------------------
 
 
-def test_memory_short_names_the_smaller_and_its_price(tmp_path):
+def test_decision_names_the_smaller_recipe_and_its_cost_in_speed(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=2.0, seed=2, peak_memory_gb=20.0), spec=method("qlora"))
     text = words(tmp_path)
@@ -184,33 +184,33 @@ def test_memory_short_names_the_smaller_and_its_price(tmp_path):
     assert re.search(r"price is speed, likely -(49|50)\.\d %", text)
 
 
-def test_the_smallest_that_is_the_fastest_has_no_price(tmp_path):
+def test_decision_names_a_recipe_that_is_smallest_and_fastest(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=0.5, seed=2, peak_memory_gb=20.0), spec=method("qlora"))
     assert "qlora at batch 4 is the fastest, and needs 20.0 GiB, the least" in words(tmp_path)
 
 
-def test_none_is_called_the_fastest_that_cannot_be_told_from_another(tmp_path):
+def test_decision_does_not_call_an_indistinguishable_recipe_fastest(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seed=2, seconds=1.001), spec=method("full"))
-    assert "Memory short or not: lora at batch 4 is as fast as any, and needs" in words(tmp_path)
+    assert "Memory: lora at batch 4 is as fast as any, and needs" in words(tmp_path)
 
 
-def test_nearly_the_same_memory_is_no_saving(tmp_path):
+def test_decision_ignores_small_memory_savings(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=2.0, seed=2, peak_memory_gb=76.0), spec=method("qlora"))
     text = words(tmp_path)
-    assert "Memory short or not: lora at batch 4 is the fastest" in text
+    assert "Memory: lora at batch 4 is the fastest" in text
     assert "the price is speed" not in text
 
 
-def test_of_those_that_need_little_the_fastest_is_named():
+def test_decision_names_the_fastest_of_the_small_recipes():
     assert "Memory short: unsloth 16-bit + checkpointing off at batch 1 needs 24.3 GiB" in words(
         RESULTS / "qwen3-8b-frontier"
     )
 
 
-def test_many_steps_and_few_steps_differ_where_the_faster_starts_slowly(tmp_path):
+def test_decision_shows_the_break_even_of_a_slow_start(tmp_path):
     make_run(tmp_path, "a", steps(seconds=1.0, first=2.0, seed=1))
     make_run(tmp_path, "b", steps(seconds=0.5, first=50.0, seed=2), spec={"optimizations.compile": True})
     text = words(tmp_path)
@@ -219,13 +219,13 @@ def test_many_steps_and_few_steps_differ_where_the_faster_starts_slowly(tmp_path
     assert ahead == pytest.approx((49.5 - 1.0) / (1.0 - 0.5), rel=0.03)
 
 
-def test_a_faster_run_that_also_starts_fast_is_called_so(tmp_path):
+def test_decision_names_a_recipe_with_the_shortest_warm_up(tmp_path):
     make_run(tmp_path, "a", steps(first=9.0, seed=1))
     make_run(tmp_path, "b", steps(seconds=0.5, first=1.0, seed=2), spec={"optimizations.compile": True})
-    assert "also loses the least before it is steady (0.50 s)" in words(tmp_path)
+    assert "also has the shortest warm-up (0.50 s)" in words(tmp_path)
 
 
-def test_inside_the_noise_nobody_wins(tmp_path):
+def test_decision_has_no_winner_within_the_noise(tmp_path):
     for i in range(3):
         make_run(tmp_path, f"a{i}", steps(seconds=1 + 0.05 * i, seed=i))
         make_run(tmp_path, f"b{i}", steps(seconds=1.01 + 0.05 * i, first=80.0, seed=i), spec=method("full"))
@@ -234,17 +234,17 @@ def test_inside_the_noise_nobody_wins(tmp_path):
     assert "is ahead for the first" not in text
 
 
-def test_a_speed_of_a_few_steps_decides_nothing(tmp_path):
-    """A lucky run of two steps would otherwise be the fastest."""
+def test_decision_ignores_speeds_from_few_steps(tmp_path):
+    """Otherwise a lucky run of two steps would be the fastest."""
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=2.0, seed=2), spec=method("qlora"))
     make_run(tmp_path, "lucky", steps(3, 0.1), spec=method("full"))
     text = words(tmp_path)
     assert "full" not in text
-    assert "Left out: 1 speed of fewer than 5 steady steps." in text
+    assert "Not used: 1 speed from fewer than 5 steady steps." in text
 
 
-def test_few_steady_steps_promise_no_break_even(tmp_path):
+def test_few_steady_steps_have_no_break_even(tmp_path):
     make_run(tmp_path, "a", steps(6))
     make_run(tmp_path, "b", steps(6, 0.5, first=50.0), spec=method("full"))
     text = words(tmp_path)
@@ -252,7 +252,7 @@ def test_few_steady_steps_promise_no_break_even(tmp_path):
     assert "is ahead for the first" not in text
 
 
-def test_contended_and_broken_runs_decide_nothing(tmp_path):
+def test_decision_ignores_contended_and_failed_runs(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=2.0, seed=2), spec=method("qlora"))
     beside = make_run(tmp_path, "contended", steps(seconds=0.1, seed=3), spec=method("full"))
@@ -262,10 +262,10 @@ def test_contended_and_broken_runs_decide_nothing(tmp_path):
     text = words(tmp_path)
     assert "Many steps: lora at batch 4 trains" in text
     assert "compile" not in text
-    assert "Left out: 1 run beside other work (contended)." in text
+    assert "Not used: 1 contended run." in text
 
 
-def test_two_runs_of_one_name_have_names_of_their_own(tmp_path):
+def test_cells_of_one_recipe_get_unique_names(tmp_path):
     for rank in (8, 64):
         make_run(tmp_path, f"r{rank}", steps(seed=rank, peak_memory_gb=10.0 + rank), spec={"method.rank": rank})
     make_run(tmp_path, "repeat", steps(seed=9), spec={"method.rank": 8})
@@ -274,19 +274,19 @@ def test_two_runs_of_one_name_have_names_of_their_own(tmp_path):
     assert len({tuple(row[:5]) for row in rows.table.rows}) == 2
 
 
-def test_what_does_not_learn_the_same_is_told(tmp_path):
+def test_decision_reports_different_learning(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=0.5, seed=2, loss=3.5), spec={"optimizations.compile": True})
     assert "do not learn the same" in words(tmp_path)
 
 
-def test_what_else_differs_is_told(tmp_path):
+def test_decision_lists_other_differences(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=2.0, seed=2), spec=method("full") | {"train.learning_rate": 1.0})
     assert "also differs: train.learning_rate: 1.0 → 0.0002" in words(tmp_path)
 
 
-def test_another_number_of_steps_is_told_once(tmp_path):
+def test_different_number_of_steps_is_listed_once(tmp_path):
     length = {"dataset.name": "synthetic", "dataset.samples": 40, "train.max_steps": 10}
     make_run(tmp_path, "a", steps(seed=1), spec=length)
     longer = {"dataset.samples": 80, "train.max_steps": 20}
@@ -295,7 +295,7 @@ def test_another_number_of_steps_is_told_once(tmp_path):
     assert "(also differs: train.max_steps: 20 → 10)" in words(tmp_path)
 
 
-def test_two_cards_with_the_same_recipe(tmp_path):
+def test_decision_compares_gpus_with_the_same_recipe(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=3.0, seed=2), machine=gpu(MAX_Q, 300, 300))
     assert re.search(
@@ -303,12 +303,12 @@ def test_two_cards_with_the_same_recipe(tmp_path):
     )
 
 
-def test_one_run_decides_nothing(tmp_path):
+def test_single_run_has_no_decision(tmp_path):
     make_run(tmp_path, "a")
     assert words(tmp_path) == ""
 
 
-def test_what_to_do_is_a_list_whose_lines_stand_below_its_words(tmp_path, monkeypatch):
+def test_decision_is_an_indented_list(tmp_path, monkeypatch):
     make_run(tmp_path, "a", steps(peak_memory_gb=60))
     make_run(tmp_path, "b", steps(seconds=0.9, peak_memory_gb=9), spec=method("qlora"))
     monkeypatch.setenv("COLUMNS", "80")
@@ -320,12 +320,12 @@ def test_what_to_do_is_a_list_whose_lines_stand_below_its_words(tmp_path, monkey
     assert all(line.startswith(("-  ", "   ")) for line in lines)
 
 
-def test_only_failures_still_tell_the_limit(tmp_path):
+def test_failures_alone_show_the_limit(tmp_path):
     make_run(tmp_path, "a", steps(0), state=OOM)
     assert words(tmp_path).endswith("Out of memory: lora does not fit at batch 4.")
 
 
-def test_the_words_of_the_committed_sweep():
+def test_decision_of_the_committed_sweep():
     text = words(RESULTS / "qwen3-8b-frontier")
     assert (
         "full fits up to batch 6 and not 7, lora fits up to batch 7 and not 8, qlora fits up to batch 6 and not 7"
@@ -339,7 +339,7 @@ def test_the_words_of_the_committed_sweep():
 
 
 @pytest.mark.parametrize("format", ["table", "md", "json"])
-def test_all_answers_in_every_format(tmp_path, ftbench, format):
+def test_answers_in_every_format(tmp_path, ftbench, format):
     make_run(tmp_path, "a", steps(seed=1)).samples.write_text(json.dumps(SAMPLES))
     make_run(tmp_path, "b", steps(1, seed=2), spec={"train.batch_size": 8}, state=OOM)
     code, out, err = ftbench("report", tmp_path, "--hours", "12", "--format", format)
@@ -352,7 +352,7 @@ def test_all_answers_in_every_format(tmp_path, ftbench, format):
         assert len(document["runs"]) == 2
 
 
-def test_a_mock_can_be_reported(tmp_path, ftbench):
+def test_mock_runs_can_be_reported(tmp_path, ftbench):
     spec = tmp_path / "spec.yaml"
     spec.write_text("model: {id: tiny/qwen3, weights: random}\nlaunch: {mock: ok}\n")
     for name in ("lora", "full"):
@@ -363,15 +363,15 @@ def test_a_mock_can_be_reported(tmp_path, ftbench):
     assert "follows (0 %" in out
 
 
-def test_every_answer_of_the_committed_runs():
+def test_answers_of_the_committed_runs():
     keys = [part.key for part in answers(cells(RESULTS))]
     assert keys == ["night", "frontier", "memory", "trained"]
 
 
-def test_a_way_of_training_is_not_compared_with_itself_over_more_samples(tmp_path):
+def test_recipe_is_not_compared_with_itself_over_more_samples(tmp_path):
     for samples in (40, 264):
         make_run(tmp_path, f"n{samples}", steps(seed=samples), spec={"dataset.samples": samples})
     first = report(Request([tmp_path], "html")).text
-    assert "(samples 264) at batch" in first, "rows are told apart"
+    assert "(samples 264) at batch" in first, "rows have distinct names"
     assert "Many steps" not in first
     assert "(samples" not in first.partition("<title>")[2].partition("</title>")[0]

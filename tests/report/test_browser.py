@@ -21,7 +21,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="pip install play
 
 from page_runs import HOSTILE, JAPANESE, made, study  # noqa: E402
 
-from ftbench.report.command import Request, report  # noqa: E402
+from ftbench.report.build import Request, report  # noqa: E402
 from ftbench.store import rundir  # noqa: E402
 from made_runs import RESULTS  # noqa: E402
 
@@ -67,7 +67,7 @@ def crowded(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def diverse(tmp_path_factory) -> Path:
-    """The page of seventy specs on one GPU, none of which fits."""
+    """Write a page of seventy specs that all run out of memory."""
     folder = tmp_path_factory.mktemp("diverse")
     for number in range(70):
         run = made(
@@ -99,7 +99,7 @@ def profiled(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def opened(browser, page_file):
-    """Opens a page; at the end it has written nothing to the console and asked for nothing but itself."""
+    """Open a page, and check at the end for console output and network requests."""
 
     @contextmanager
     def open_(
@@ -129,12 +129,12 @@ def draw_all(page: Any) -> None:
 
 
 def lay_out(page: Any) -> None:
-    """Waits for two frames: in the first, what has changed its size is drawn again."""
+    """Wait for two frames, so that resized charts are redrawn."""
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 def rows(page: Any, column: str | None = None) -> list[str]:
-    """The visible rows' cells of a column, by its heading; their run where none is named."""
+    """Return the visible cells of a column by heading, by default of the run column."""
     heads = [text.strip() for text in page.locator("#runs thead th").all_text_contents()]
     place = heads.index(column or "run id")
     return page.eval_on_selector_all(
@@ -142,8 +142,8 @@ def rows(page: Any, column: str | None = None) -> list[str]:
     )
 
 
-def test_a_comparison_with_all_its_columns_is_hardly_shrunk_on_paper(opened, tmp_path):
-    """Chromium makes what is wider than the paper smaller, its letters too."""
+def test_comparison_with_all_columns_fits_on_paper(opened, tmp_path):
+    """Chromium shrinks content that is wider than the paper."""
     printed = 688  # pixels between the margins of A4
     page_file = tmp_path / "report.html"
     page_file.write_text(report(Request([RESULTS / "headline/full"], "html", "recipe")).text, "utf-8")
@@ -155,7 +155,7 @@ def test_a_comparison_with_all_its_columns_is_hardly_shrunk_on_paper(opened, tmp
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("name", "size"), [("desktop", DESKTOP), ("phone", PHONE), ("paper", PAPER)])
-def test_it_draws_itself_in_every_size_and_light(opened, name, size, scheme, tmp_path):
+def test_page_draws_in_every_size_and_theme(opened, name, size, scheme, tmp_path):
     with opened(size, scheme) as page:
         draw_all(page)
         if name == "paper":
@@ -171,14 +171,14 @@ def test_it_draws_itself_in_every_size_and_light(opened, name, size, scheme, tmp
         assert background == ("rgb(18, 22, 27)" if dark else "rgb(255, 255, 255)")
 
 
-def test_the_wide_table_scrolls_in_its_own_box(opened):
+def test_wide_table_scrolls_in_its_box(opened):
     with opened(PHONE) as page:
         assert page.eval_on_selector("#all-runs .scroll", "box => box.scrollWidth > box.clientWidth")
         assert page.eval_on_selector("#all-runs .scroll", "box => box.tabIndex") == 0
 
 
 @pytest.mark.parametrize("width", [800, 400])
-def test_what_is_wider_than_the_page_scrolls_in_its_own_box(opened, profiled, width):
+def test_wide_elements_scroll_in_their_boxes(opened, profiled, width):
     with opened((width, 900), file=profiled) as page:
         draw_all(page)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "scrolls sideways"
@@ -187,7 +187,7 @@ def test_what_is_wider_than_the_page_scrolls_in_its_own_box(opened, profiled, wi
         assert page.eval_on_selector_all(".scroll", wide).count([0, True]) > 3
 
 
-def test_filters_work_together_and_say_how_many_are_left(opened):
+def test_filters_combine_and_show_the_count(opened):
     with opened() as page:
         assert len(rows(page)) == 9
         page.fill("#filter", "QLORA h100")
@@ -203,9 +203,9 @@ def test_filters_work_together_and_say_how_many_are_left(opened):
         assert len(rows(page)) == 1
 
 
-def test_headings_sort_by_mouse_and_keyboard_and_the_unknown_comes_last(opened):
+def test_headings_sort_by_mouse_and_keyboard_with_unknown_last(opened):
     with opened() as page:
-        draw_all(page)  # a figure that is drawn late moves what is below the mouse
+        draw_all(page)  # a late chart would move the elements below the pointer
         page.locator("#runs").get_by_role("button", name="samples/h", exact=True).click()
         rising = rows(page, "samples/h")
         known = [float(text.replace(",", "")) for text in rising if text]
@@ -240,7 +240,7 @@ def test_hovering_shows_a_label(opened, figure, mark, words):
         assert all(word in label for word in words), label
 
 
-def test_dragging_looks_closer_and_a_double_click_back(opened):
+def test_drag_zooms_and_double_click_resets(opened):
     with opened() as page:
         draw_all(page)
         figure = page.locator("#curves-figure > svg")
@@ -281,7 +281,7 @@ CUT = """() => [...document.querySelectorAll("main *, footer *")].filter((node) 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
 @pytest.mark.parametrize("runs", ["page_file", "crowded"])
-def test_no_words_overlap_or_are_cut(opened, runs, size, scheme, request):
+def test_no_text_overlaps_or_is_cut(opened, runs, size, scheme, request):
     with opened(size, scheme, request.getfixturevalue(runs)) as page:
         draw_all(page)
         assert page.evaluate(OVERLAPS) == []
@@ -289,7 +289,7 @@ def test_no_words_overlap_or_are_cut(opened, runs, size, scheme, request):
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])
-def test_of_a_hundred_points_those_that_nothing_beats_are_named(opened, crowded, size):
+def test_pareto_names_the_front_of_many_points(opened, crowded, size):
     with opened(size, file=crowded) as page:
         draw_all(page)
         names, numbers = page.locator("#pareto-names li").count(), page.locator("#pareto-figure .number").count()
@@ -304,14 +304,14 @@ def test_of_a_hundred_points_those_that_nothing_beats_are_named(opened, crowded,
         )
 
 
-def test_three_answers_stand_side_by_side_on_half_a_screen(opened, crowded):
+def test_cards_fit_side_by_side_on_half_a_screen(opened, crowded):
     with opened(file=crowded, size=(800, 900)) as page:
         page.select_option("#workload", "1")
         tops = page.eval_on_selector_all(".cards:visible .card", "all => all.map((each) => each.offsetTop)")
         assert (len(tops), len(set(tops))) == (3, 1)
 
 
-def test_the_chooser_shows_one_workload_at_a_time(opened, crowded):
+def test_workload_chooser_shows_one_workload(opened, crowded):
     with opened(file=crowded) as page:
         assert page.inner_text("#count") == "99 runs"
         page.select_option("#workload", "1")
@@ -319,14 +319,14 @@ def test_the_chooser_shows_one_workload_at_a_time(opened, crowded):
         assert page.inner_text("#count") == "1 run"
         assert page.locator("#bars-figure .bar").count() == page.locator("#pareto-figure .point").count() == 1
         assert page.locator("#curves-figure .series").count() == 1
-        assert "not beaten in both" not in page.inner_text("#pareto-figure"), "one point joins nothing"
+        assert "best trade-off" not in page.inner_text("#pareto-figure"), "one point joins nothing"
         assert page.locator(".cards:visible").count() == 1
         assert not page.is_visible("#frontier")
         page.check("#every")
         assert page.inner_text("#count") == "100 runs"
 
 
-def test_of_very_many_runs_the_first_rows_are_laid_out_and_the_others_are_a_click_away(opened, crowded, tmp_path):
+def test_long_run_table_shows_its_first_rows_and_a_button(opened, crowded, tmp_path):
     text = crowded.read_text("utf-8").replace("MOST_ROWS = 300", "MOST_ROWS = 40")
     script = text.rpartition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -339,7 +339,7 @@ def test_of_very_many_runs_the_first_rows_are_laid_out_and_the_others_are_a_clic
 
 
 @pytest.mark.parametrize(("section", "entry"), [("#frontier", "tbody tr"), ("#notes", "li")])
-def test_a_long_list_begins_with_a_few_and_the_others_are_a_search_or_a_click_away(opened, diverse, section, entry):
+def test_long_list_shows_its_first_entries_and_a_search(opened, diverse, section, entry):
     with opened(file=diverse) as page:
         entries = page.locator(f"{section} {entry}:visible")
         assert entries.count() == 24
@@ -351,7 +351,7 @@ def test_a_long_list_begins_with_a_few_and_the_others_are_a_search_or_a_click_aw
         assert page.locator(section).get_by_role("button", name="Show all 70").count() == 0
 
 
-def test_names_and_legends_say_what_varies(opened):
+def test_names_and_legends_show_varying_settings(opened):
     with opened() as page:
         draw_all(page)
         assert "lora, batch 4, H200" in page.locator("#bars-figure .name").all_inner_texts()
@@ -366,7 +366,7 @@ def test_names_and_legends_say_what_varies(opened):
 
 
 def test_a_method_has_one_colour_in_every_figure(opened, tmp_path):
-    """Where each run has a method of its own; in the order of memory, of speed and of the table these are unlike."""
+    """The order of methods differs by memory, by speed and in the table."""
     for method, speed, peak in (("lora", 0.2, 30), ("qlora", 0.1, 20), ("full", 0.4, 40)):
         made(tmp_path / "runs", method, 4, speed=speed, peak=peak)
     file = tmp_path / "report.html"
@@ -382,7 +382,7 @@ def test_a_method_has_one_colour_in_every_figure(opened, tmp_path):
     assert lines == {name: points[name] for name in lines}
 
 
-def test_evidence_shows_its_runs_in_the_table(opened):
+def test_link_to_runs_filters_the_table(opened):
     with opened() as page:
         page.locator(".points .evidence").first.click()
         shown = page.locator(".points .evidence").first.get_attribute("data-runs").split()
@@ -391,7 +391,7 @@ def test_evidence_shows_its_runs_in_the_table(opened):
         assert len(rows(page)) == 9
 
 
-def test_columns_are_chosen_and_exported_as_csv(opened):
+def test_chosen_columns_are_exported_as_csv(opened):
     with opened() as page:
         page.click("summary:has-text('Columns')")
         page.locator("#columns label").filter(has_text="of which steady").locator("input").check()
@@ -409,7 +409,7 @@ def test_columns_are_chosen_and_exported_as_csv(opened):
         assert page.locator("[aria-sort=ascending]").count() == 1
 
 
-def test_every_curve_and_figure_can_be_chosen(opened):
+def test_every_curve_and_figure_can_be_selected(opened):
     with opened() as page:
         draw_all(page)
         for curve in ("step", "elapsed", "loss", "memory"):
@@ -424,7 +424,7 @@ def test_every_curve_and_figure_can_be_chosen(opened):
         assert page.locator("#curves-figure .series").count() == before - 3  # allocated, reserved, peak
 
 
-def test_a_run_opens_with_what_was_applied_and_closes_with_escape(opened):
+def test_run_dialog_shows_applied_settings_and_closes_with_escape(opened):
     with opened() as page:
         page.fill("#filter", "error")
         page.locator("#runs tbody tr:not([hidden]) .open").first.click()
@@ -437,7 +437,7 @@ def test_a_run_opens_with_what_was_applied_and_closes_with_escape(opened):
         assert page.evaluate("window.stolen") is None
 
 
-def test_the_switch_turns_light_into_dark_and_the_figures_with_it(opened):
+def test_theme_switch_changes_page_and_charts(opened):
     with opened() as page:
         draw_all(page)
         paper = "() => getComputedStyle(document.querySelector('#bars-figure .fill')).backgroundColor"
@@ -447,8 +447,8 @@ def test_the_switch_turns_light_into_dark_and_the_figures_with_it(opened):
         page.wait_for_function(f"before => ({paper})() !== before", arg=light)
 
 
-def test_no_text_is_too_faint(opened):
-    """Contrast of 4.5 to 1 between each text and what is behind it (WCAG AA), in both lights."""
+def test_text_has_enough_contrast(opened):
+    """Contrast of 4.5 to 1 between text and background (WCAG AA) in both themes."""
     script = """() => {
       const parse = (text) => text.match(/[\\d.]+/g).map(Number);
       const light = ([r, g, b]) => { const f = (v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
@@ -472,8 +472,8 @@ def test_no_text_is_too_faint(opened):
             assert page.evaluate(script) == []
 
 
-def test_japanese_is_set_in_glyphs_that_differ(opened):
-    """Where a font has them, different characters have different pictures; boxes for missing glyphs all look alike."""
+def test_japanese_glyphs_are_distinct(opened):
+    """Missing glyphs would all be rendered as the same box."""
     asked = ["fc-list", ":lang=ja", "family"]
     if not shutil.which("fc-list") or not subprocess.run(asked, capture_output=True, check=False).stdout.strip():
         pytest.skip("no font with Japanese on this machine: apt-get install fonts-noto-cjk")
@@ -491,16 +491,16 @@ def test_japanese_is_set_in_glyphs_that_differ(opened):
         assert len(set(pictures)) == len("日本語微調整")
 
 
-def test_without_scripts_the_tables_are_there(browser, page_file):
+def test_tables_are_complete_without_scripts(browser, page_file):
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(page_file.as_uri())
-    assert "Scripts are off" in page.content()
+    assert "JavaScript is off" in page.content()
     assert page.locator("#runs tbody tr").count() == 9
     context.close()
 
 
-def test_it_prints_on_paper_with_every_figure(browser, page_file, tmp_path):
+def test_print_contains_every_figure(browser, page_file, tmp_path):
     page = browser.new_page()
     page.goto(page_file.as_uri())
     page.wait_for_selector("html[data-ready]")

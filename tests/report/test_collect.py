@@ -15,12 +15,12 @@ from made_runs import make_run
 PACKING = Path(__file__).resolve().parents[2] / "results" / "h200" / "qwen3-8b-packing"
 
 
-def test_a_copy_of_a_run_is_no_second_repeat(tmp_path):
+def test_copies_of_a_run_count_once(tmp_path):
     shutil.copytree(PACKING, tmp_path / "copy")
     assert len(collect([PACKING, tmp_path / "copy"])) == len(collect([PACKING])) == 6
 
 
-def test_another_run_of_the_same_name_is_one(tmp_path):
+def test_different_runs_with_one_name_are_both_kept(tmp_path):
     shutil.copytree(PACKING, tmp_path / "copy")
     for steps in tmp_path.glob("copy/*/steps.csv"):
         steps.write_text(steps.read_text() + steps.read_text().splitlines()[-1] + "\n")
@@ -28,7 +28,7 @@ def test_another_run_of_the_same_name_is_one(tmp_path):
 
 
 def breaks():
-    """Ways in which files of a run are none, and what is said of each."""
+    """Return ways to damage a run, with the expected reason of each."""
     return {
         "pipe": (lambda run: (run.steps.unlink(), os.mkfifo(run.steps)), "steps.csv: is no plain file"),
         "pipe-spec": (lambda run: (run.spec_json.unlink(), os.mkfifo(run.spec_json)), "spec.json: is no plain file"),
@@ -42,7 +42,7 @@ def breaks():
 
 
 @pytest.mark.parametrize("format_name", ["table", "md", "csv", "json", "html"])
-def test_a_run_that_cannot_be_read_keeps_a_row_with_the_reason_and_all_others_are_shown(tmp_path, format_name, ftbench):
+def test_unreadable_runs_have_a_row_with_the_reason(tmp_path, format_name, ftbench):
     good = make_run(tmp_path, "good")
     odd = make_run(tmp_path, os.fsdecode(b"not-utf8-\xff"))
     for name, (damage, _) in breaks().items():
@@ -79,6 +79,6 @@ KERNELS, NO_KERNELS = {"optimizations.triton_kernels": "on"}, {"optimizations.tr
         ("plain", {"optimizations.packing": "on"}, "packing"),
     ],
 )  # fmt: skip
-def test_a_recipe_is_called_with_what_is_on_beside_it(recipe, beside, name):
+def test_recipe_name_lists_further_optimizations(recipe, beside, name):
     facts = {"method.name": "lora", **recipe_keys()[recipe], **beside}
     assert value_at("recipe", facts) == name

@@ -1,4 +1,4 @@
-"""`ftbench report --compare`: pairs, what differs, failed cells; every figure computed again from the CSVs."""
+"""`ftbench report --compare`: pairs, differences, failed cells, and figures checked with pandas."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ftbench.errors import SpecError
-from ftbench.report.command import Request, report
-from ftbench.report.compare import table
+from ftbench.report.build import Request, report
+from ftbench.report.compare import comparison
 from ftbench.report.compare.pairs import compare
-from ftbench.report.data import axes, repeats
+from ftbench.report.data import axes
 from ftbench.report.data.collect import collect
-from ftbench.report.data.groups import cells_of, runs_of
-from ftbench.report.render.formats import cell, csv_text
+from ftbench.report.data.groups import cells_of, merge_repeats, runs_of, with_axes
+from ftbench.report.formats import cell, csv_text
 from ftbench.spec.load import recipe
 from ftbench.spec.recipes import FOLDER
 from ftbench.store import rundir
@@ -44,7 +44,7 @@ def only(found):
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_same_recipe_on_two_cards(tmp_path):
+def test_same_recipe_on_two_gpus(tmp_path):
     make_run(tmp_path, "a", steps(seconds=1.0, seed=1))
     make_run(tmp_path, "b", steps(seconds=2.0, first=6.0, seed=2), machine=gpu(MAX_Q, 300, 300))
     pair = only(compared(tmp_path, "gpu", "H200"))
@@ -70,7 +70,7 @@ def test_the_same_recipe_on_two_cards(tmp_path):
         ({"applied": {"model.attention": "eager"}}, "applied.attention: sdpa → eager"),
     ],
 )  # fmt: skip
-def test_whatever_differs_is_listed_and_strict_drops_the_pair(tmp_path, changes, told):
+def test_differences_are_listed_and_strict_drops_the_pair(tmp_path, changes, told):
     make_run(tmp_path, "a")
     machine = changes.get("machine", {})
     make_run(tmp_path, "b", **changes | {"machine": {"gpu.name": MAX_Q} | machine})
@@ -80,17 +80,17 @@ def test_whatever_differs_is_listed_and_strict_drops_the_pair(tmp_path, changes,
     assert pair.speed is not None
     strict = compared(tmp_path, "gpu", "H200", strict=True)
     assert (strict.pairs, strict.dropped) == ((), 1)
-    assert "1 pair is not the same recipe" in " ".join(table.section(strict).table.notes)
+    assert "1 pair is not the same recipe" in " ".join(comparison.section(strict).table.notes)
 
 
-def test_a_card_held_below_its_highest_limit_is_named(tmp_path):
+def test_lower_power_limit_is_a_difference(tmp_path):
     make_run(tmp_path, "a")
     make_run(tmp_path, "b", machine=gpu("NVIDIA RTX PRO 6000", 450, 600))
     (one,) = only(compared(tmp_path, "gpu", "H200")).differences
     assert one.key == "power limit"
 
 
-def test_options_that_only_one_method_has_belong_to_the_axis(tmp_path):
+def test_method_specific_options_belong_to_the_axis(tmp_path):
     make_run(tmp_path, "a")
     make_run(tmp_path, "b", spec=method("qlora"))
     assert only(compared(tmp_path, "method", "lora")).iso
@@ -99,13 +99,13 @@ def test_options_that_only_one_method_has_belong_to_the_axis(tmp_path):
     assert [one.key for one in pairs["16"].differences] == ["method.rank"]
 
 
-def test_an_older_spec_without_a_key_is_the_same_recipe_as_one_with_its_default(tmp_path):
+def test_missing_key_equals_its_default(tmp_path):
     make_run(tmp_path, "a", spec={"dataset.longest_first": ..., "launch": {"framework": "trl"}})
     make_run(tmp_path, "b", spec={"dataset.longest_first": False}, machine={"gpu.name": MAX_Q})
     assert only(compared(tmp_path, "gpu", "H200")).iso
 
 
-def test_a_missing_order_of_tokens_is_told_and_learning_cannot_be_judged(tmp_path):
+def test_missing_token_order_prevents_a_learning_verdict(tmp_path):
     for name, card in (("a", H200), ("b", MAX_Q)):
         make_run(tmp_path, name, machine={"gpu.name": card}, applied={"dataset.order_hash": ...})
     pair = only(compared(tmp_path, "gpu", "H200"))
@@ -113,7 +113,7 @@ def test_a_missing_order_of_tokens_is_told_and_learning_cannot_be_judged(tmp_pat
     assert pair.learning.verdict == "cannot tell"
 
 
-def test_what_varies_beside_the_axis_is_matched(tmp_path):
+def test_pairs_agree_in_other_varying_keys(tmp_path):
     for batch in (2, 4):
         for name in ("lora", "full"):
             make_run(
@@ -126,7 +126,7 @@ def test_what_varies_beside_the_axis_is_matched(tmp_path):
     assert [pair.reason for pair in alone] == ["no baseline with train.batch_size 8"]
 
 
-def test_nothing_is_paired_across_models_or_data(tmp_path):
+def test_models_and_data_are_not_paired(tmp_path):
     make_run(tmp_path, "a")
     make_run(tmp_path, "b", machine={"gpu.name": MAX_Q}, spec={"model.id": "Qwen/Qwen3-32B"})
     assert only(compared(tmp_path, "gpu", "H200")).baseline is None
@@ -135,7 +135,7 @@ def test_nothing_is_paired_across_models_or_data(tmp_path):
 # --- repeats ---------------------------------------------------------------------------------------------------------
 
 
-def test_repeats_are_one_cell_and_the_interval_is_between_them(tmp_path):
+def test_interval_of_repeats_comes_from_their_spread(tmp_path):
     for i in range(3):
         make_run(tmp_path, f"a{i}", steps(seconds=1 + 0.002 * i, seed=i))
         make_run(tmp_path, f"b{i}", steps(seconds=1.1 + 0.002 * i, seed=i), spec=method("full"))
@@ -143,33 +143,33 @@ def test_repeats_are_one_cell_and_the_interval_is_between_them(tmp_path):
     assert (pair.speed.basis, pair.speed.runs, pair.speed.verdict) == ("runs", (3, 3), "lower")
 
 
-def test_inside_the_noise_it_is_not_distinguishable(tmp_path):
+def test_difference_within_noise_is_not_distinguishable(tmp_path):
     for i in range(3):
         make_run(tmp_path, f"a{i}", steps(seconds=1 + 0.05 * i, seed=i))
         make_run(tmp_path, f"b{i}", steps(seconds=1.02 + 0.05 * i, seed=i), spec=method("full"))
     found = compared(tmp_path, "method", "lora")
     assert only(found).speed.verdict == "not distinguishable"
     assert only(found).break_even is None
-    assert "≈" in str(table.section(found).table.rows)
+    assert "≈" in str(comparison.section(found).table.rows)
 
 
-def test_one_run_a_side_is_likely_at_most(tmp_path):
+def test_single_runs_are_at_most_likely(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full"))
     found = compared(tmp_path, "method", "lora")
     assert (only(found).speed.basis, only(found).speed.verdict) == ("steps", "likely lower")
-    assert "likely -16." in str(table.section(found).table.rows)
+    assert "likely -16." in str(comparison.section(found).table.rows)
 
 
-def test_too_few_steps_have_a_ratio_and_no_interval(tmp_path):
+def test_few_steps_have_a_ratio_without_interval(tmp_path):
     make_run(tmp_path, "a", steps(5))
     make_run(tmp_path, "b", steps(5, 2.0), spec=method("full"))
     found = compared(tmp_path, "method", "lora")
     assert (only(found).speed.verdict, only(found).break_even) == ("unknown", None)
-    assert " ?" in str(table.section(found).table.rows)
+    assert " ?" in str(comparison.section(found).table.rows)
 
 
-def test_a_failed_repeat_is_counted_and_enters_no_mean(tmp_path):
+def test_failed_repeat_is_counted_but_not_averaged(tmp_path):
     make_run(tmp_path, "a0", steps(seed=1))
     make_run(tmp_path, "a1", steps(1, seed=1), state=OOM)
     make_run(tmp_path, "b", steps(seconds=2.0, seed=1), spec=method("full"))
@@ -182,7 +182,7 @@ def test_merged_repeats_are_one_row(tmp_path, ftbench):
     for i in range(3):
         make_run(tmp_path, f"a{i}", steps(seconds=1 + 0.1 * i, seed=i), state=OOM if i == 2 else None)
     records = collect([tmp_path])
-    (merged,) = repeats.merge_repeats(records)
+    (merged,) = merge_repeats(records)
     good = [record["tokens_per_s.real"] for record in records if record["state"] == "ok"]
     assert merged["runs"] == "2 of 3"
     assert merged["tokens_per_s.real"] == pytest.approx(statistics.geometric_mean(good))
@@ -193,12 +193,12 @@ def test_merged_repeats_are_one_row(tmp_path, ftbench):
 # --- failures in place -----------------------------------------------------------------------------------------------
 
 
-def test_a_cell_that_failed_keeps_its_place_and_its_reason(tmp_path):
+def test_failed_cell_keeps_its_row_and_reason(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(1), spec=method("full"), state=OOM)
     pair = only(compared(tmp_path, "method", "lora"))
     assert (pair.speed, pair.memory, pair.learning) == (None, None, None)
-    shown = table.section(compared(tmp_path, "method", "lora")).table
+    shown = comparison.section(compared(tmp_path, "method", "lora")).table
     assert "oom" in dict(zip(shown.headings, shown.rows[1], strict=True))["state"]
     other = only(compared(tmp_path, "method", "full"))
     assert other.reason == "the baseline did not end well"
@@ -209,7 +209,7 @@ def test_any_file_may_be_missing(tmp_path, ftbench, missing):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full"))
     broken = make_run(tmp_path, "c", spec=method("qlora"))
-    if missing != "state":  # without it a directory is no run
+    if missing != "state":  # marks a run directory
         getattr(broken, missing).unlink()
     for name in ("table", "md", "csv", "json"):
         code, out, err = ftbench("report", tmp_path, "--compare", "method", "--baseline", "lora", "--format", name)
@@ -219,7 +219,7 @@ def test_any_file_may_be_missing(tmp_path, ftbench, missing):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 99}', '{"gpu": [], "model": 3, "train": null}'])
 @pytest.mark.parametrize("part", ["spec_json", "machine", "applied", "summary", "samples"])
-def test_files_of_other_versions_do_no_harm(tmp_path, ftbench, part, text):
+def test_malformed_files_are_tolerated(tmp_path, ftbench, part, text):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full"))
     broken = make_run(tmp_path, "c", spec=method("qlora"))
@@ -228,7 +228,7 @@ def test_files_of_other_versions_do_no_harm(tmp_path, ftbench, part, text):
     assert (code, err) == (0, "")
 
 
-def test_a_killed_run_with_a_torn_line_takes_part(tmp_path):
+def test_killed_run_with_a_torn_line_is_compared(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     killed = make_run(tmp_path, "b", steps(seed=2), spec=method("full"))
     with killed.steps.open("a") as file:
@@ -240,13 +240,13 @@ def test_a_killed_run_with_a_torn_line_takes_part(tmp_path):
 # --- loss ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_faster_run_that_does_not_learn_the_same_is_flagged(tmp_path):
+def test_different_learning_is_flagged(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=0.5, seed=2, loss=lambda step: 2.2), spec={"optimizations.compile": True})
     found = compared(tmp_path, "optimization")
     assert found.baseline == "none"
     assert only(found).learning.verdict == "does not follow"
-    assert "does not learn the same" in " ".join(table.section(found).table.notes)
+    assert "does not learn the same" in " ".join(comparison.section(found).table.notes)
 
 
 @pytest.mark.parametrize(
@@ -259,14 +259,14 @@ def test_a_faster_run_that_does_not_learn_the_same_is_flagged(tmp_path):
         ({"optimizations.chunked_loss": True, "train.optimizer": "adamw_bnb_8bit"}, 1.02, "follows"),
     ],
 )
-def test_each_optimization_has_a_tolerance_of_its_own(tmp_path, changes, factor, verdict):
+def test_loss_tolerance_depends_on_the_optimization(tmp_path, changes, factor, verdict):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seed=2, loss=lambda step: factor * (2.0 + 1.0 / step)), spec=changes)
     learning = only(compared(tmp_path, "optimization")).learning
     assert (learning.verdict, learning.change) == (verdict, pytest.approx(factor - 1))
 
 
-def test_recipes_are_told_by_their_keys_and_held_against_the_plain_one(tmp_path):
+def test_recipes_are_compared_with_plain(tmp_path):
     def keys(name):
         found = recipe(name, FOLDER)
         return {f"{part}.{key}": value for part in found for key, value in found[part].items()}
@@ -280,11 +280,11 @@ def test_recipes_are_told_by_their_keys_and_held_against_the_plain_one(tmp_path)
     assert found.baseline == "plain"
     assert sorted(found.value(cell) for cell in found.cells) == ["fastest", "liger", "plain", "smallest"]
     assert all(pair.speed and pair.iso for pair in found.pairs), [pair.differences for pair in found.pairs]
-    assert table.section(found).title == "Compared by recipe"
+    assert comparison.section(found).title == "Compared by recipe"
 
 
-def test_every_row_shows_one_metric_whatever_the_order_of_its_samples(tmp_path):
-    """Of packed rows no step is a step of the other: the mean loss over the same samples holds for all."""
+def test_loss_is_comparable_for_any_sample_order(tmp_path):
+    """Steps of packed rows do not correspond, so the mean loss over the same samples is compared."""
 
     def fall(step):
         return 2.0 + 1.0 / step
@@ -296,7 +296,7 @@ def test_every_row_shows_one_metric_whatever_the_order_of_its_samples(tmp_path):
     rows = steps(count=10, seed=2, samples=12, label_tokens=3 * 8188, grad_norm=1.5,
                  loss=lambda step: 1.01 * sum(map(fall, range(3 * step - 2, 3 * step + 1))) / 3)  # fmt: skip
     make_run(tmp_path, "c", rows, spec={"optimizations.packing": True}, applied=other)
-    shown = table.section(compared(tmp_path, "optimization")).table
+    shown = comparison.section(compared(tmp_path, "optimization")).table
     columns = [dict(zip(shown.headings, row, strict=True)) for row in shown.rows]
     # The alternate steps of the second cancel in the mean: its worst step is 0.4 % off.
     assert [row["loss"] for row in columns] == [
@@ -309,7 +309,7 @@ def test_every_row_shows_one_metric_whatever_the_order_of_its_samples(tmp_path):
 
 
 @pytest.mark.parametrize("column", ["loss", "grad_norm"])
-def test_what_is_no_number_is_a_failure(tmp_path, column):
+def test_nan_is_a_failure(tmp_path, column):
     make_run(tmp_path, "a", steps(seed=1, grad_norm=1.0))
     rows = steps(seed=2, **{"grad_norm": 1.0, column: lambda step: float("nan") if step > 1 else 2.0})
     make_run(tmp_path, "b", rows, spec={"optimizations.compile": True})
@@ -318,18 +318,18 @@ def test_what_is_no_number_is_a_failure(tmp_path, column):
     assert "not a number in 29 steps, first in step 2" in learning.reason
 
 
-def test_a_baseline_that_learned_nothing_proves_nothing(tmp_path):
+def test_baseline_without_learning_is_inconclusive(tmp_path):
     make_run(tmp_path, "a", steps(seed=1, loss=12.76))
     make_run(tmp_path, "b", steps(seed=2, loss=12.75), spec={"optimizations.compile": True})
     found = compared(tmp_path, "optimization")
     assert only(found).learning.verdict == "cannot tell"
-    assert "the baseline learned nothing" in " ".join(table.section(found).table.notes)
+    assert "the baseline learned nothing" in " ".join(comparison.section(found).table.notes)
 
 
-def test_other_samples_in_a_step_cannot_be_checked(tmp_path):
+def test_different_samples_per_step_are_inconclusive(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seed=2, samples=8), spec={"train.batch_size": 8})
-    assert only(compared(tmp_path, "batch")).learning.reason == "other samples in a step"
+    assert only(compared(tmp_path, "batch")).learning.reason == "other samples per step"
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -339,18 +339,18 @@ def test_other_samples_in_a_step_cannot_be_checked(tmp_path):
     ("arguments", "said"),
     [
         (["--compare", "metod"], "did you mean method?"),
-        (["--compare", "model"], "there is nothing to compare: what varies here is method.name"),
-        (["--compare", "method", "--baseline", "H100"], "--baseline H100: is not among full, lora"),
-        (["--compare", "method", "--baseline", "l"], "fits full, lora: say which"),
-        (["--baseline", "lora"], "belong to a comparison"),
-        (["--strict"], "belong to a comparison"),
+        (["--compare", "model"], "nothing to compare: these keys vary: method.name"),
+        (["--compare", "method", "--baseline", "H100"], "--baseline H100: not one of full, lora"),
+        (["--compare", "method", "--baseline", "l"], "matches full, lora: write the full value"),
+        (["--baseline", "lora"], "need an axis"),
+        (["--strict"], "need an axis"),
         (["--repeats", "merged"], "--repeats merged: allowed are each, merge"),
         (["--hours", "-1"], "--hours -1: give a number of hours above 0"),
-        (["--fail-above", "5%"], "--fail-above belongs to --against"),
+        (["--fail-above", "5%"], "--fail-above needs --against"),
         (["--compare", "method", "--format", "jsn"], "did you mean json?"),
     ],
 )  # fmt: skip
-def test_mistakes_are_sentences(tmp_path, ftbench, arguments, said):
+def test_invalid_options_are_errors(tmp_path, ftbench, arguments, said):
     make_run(tmp_path, "a")
     make_run(tmp_path, "b", spec=method("full"))
     code, out, err = ftbench("report", tmp_path, *arguments)
@@ -362,7 +362,7 @@ def test_mistakes_are_sentences(tmp_path, ftbench, arguments, said):
 @pytest.mark.parametrize(
     "axis", ["gpu", "batch", "framework", "train.learning_rate", "versions.torch", "commit", "driver"]
 )
-def test_any_key_of_the_spec_or_the_machine_is_an_axis(tmp_path, axis):
+def test_any_spec_key_or_machine_fact_is_an_axis(tmp_path, axis):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(
         tmp_path, "b", steps(seconds=1.5, seed=2),
@@ -373,7 +373,7 @@ def test_any_key_of_the_spec_or_the_machine_is_an_axis(tmp_path, axis):
     assert len(found.pairs) == 1
 
 
-# What two runs of the sample on a tiny model left, LoRA at batch 2: axolotl 0.19.0 and LLaMA-Factory 0.9.5 beside ours.
+# Files of LoRA runs at batch 2 on a tiny model: axolotl 0.19.0, LLaMA-Factory 0.9.5 and trl.
 OURS = {
     "trained_dtype": "float32",
     "model.weights_gb_by_dtype": {"bfloat16": 15.3, "float32": 0.08},
@@ -391,7 +391,7 @@ OTHERS = {"trained_dtype": "bfloat16", "model.weights_gb_by_dtype": {"float32": 
           "dataset.order_hash": "f" * 64}  # fmt: skip
 
 
-def test_frameworks_that_did_not_do_the_same_work_are_told_apart(tmp_path, ftbench):
+def test_framework_comparison_lists_different_work(tmp_path, ftbench):
     torch = rundir.read_json(make_run(tmp_path, "a", steps(seed=1), applied=OURS).machine)["versions"]["torch"]
     for name, more in {"axolotl": AXOLOTL, "llamafactory": LLAMA_FACTORY, "ms-swift": OTHERS}.items():
         own = {"versions.transformers": f"of {name}", "versions.torch": "2.9.0" if name == "ms-swift" else torch}
@@ -413,7 +413,7 @@ def test_frameworks_that_did_not_do_the_same_work_are_told_apart(tmp_path, ftben
 
 @pytest.fixture
 def of_frameworks(tmp_path):
-    """Two methods through trl and axolotl, plain and at axolotl's best, and trl's QLoRA in another dtype."""
+    """Make runs of two methods with trl and axolotl, plain and best settings, and QLoRA of trl in another dtype."""
     work = {"lora": {"dtype": "float32", "seconds": {"trl": 0.101, "plain": 0.1, "best": 0.07}},
             "qlora": {"dtype": "bfloat16", "seconds": {"trl": 0.15, "plain": 0.1, "best": 0.08}}}  # fmt: skip
     for number, (name, each) in enumerate(work.items()):
@@ -428,18 +428,18 @@ def of_frameworks(tmp_path):
     return tmp_path
 
 
-def test_which_framework_to_train_with_is_said_for_each_method(of_frameworks, ftbench):
+def test_decision_names_the_fastest_framework_per_method(of_frameworks, ftbench):
     out = " ".join(ftbench("report", of_frameworks, "--compare", "framework")[1].split())
     best = r"axolotl's best lora \([\d,]+ samples/h, [\d.]+ GiB\)"
-    assert re.search(rf"Which framework, lora at batch \d+: {best}, likely \+4\d\.\d % .* against trl lora", out)
-    assert re.search(r"Plain, lora at batch \d+: axolotl, trl are within 1\.\d % of each other\.", out)
+    assert re.search(rf"Framework for lora at batch \d+: {best}, likely \+4\d\.\d % .* against trl lora", out)
+    assert re.search(r"Plain settings, lora at batch \d+: axolotl, trl are within 1\.\d % of each other\.", out)
     assert re.search(
-        r"Plain, qlora at batch \d+: axolotl [\d,]+, trl [\d,]+ samples/h \(not the same work in trained", out
+        r"Plain settings, qlora at batch \d+: axolotl [\d,]+, trl [\d,]+ samples/h \(not the same work in trained", out
     )
-    assert out.count("trl was run plain alone: its own best are recipes") == 1
+    assert out.count("trl was run with plain settings only: its best are recipes") == 1
 
 
-def test_our_own_loop_is_named_only_beside_the_same_through_another(of_frameworks):
+def test_trl_is_named_only_next_to_another_framework(of_frameworks):
     make_run(of_frameworks, "packed", steps(seed=9), spec={"optimizations.packing": True})
     cells = cells_of(runs_of(collect([of_frameworks])))
     assert {cell.way for cell in cells} == {
@@ -448,26 +448,26 @@ def test_our_own_loop_is_named_only_beside_the_same_through_another(of_framework
     }  # fmt: skip
 
 
-def test_a_log_whose_framework_is_not_known_speaks_for_none(tmp_path, ftbench):
+def test_imported_log_counts_for_no_framework(tmp_path, ftbench):
     make_run(tmp_path, "ours", steps(seed=1), spec={"launch.framework": "axolotl"})
     run = make_run(tmp_path, "imported", steps(seconds=0.5, seed=2))
     spec = rundir.read_json(run.spec_json)
     rundir.write_json(run.spec_json, {name: part for name, part in spec.items() if name != "launch"} | {"imported": {}})
-    assert "Which framework" not in ftbench("report", tmp_path, "--answers")[1]
+    assert "Framework for" not in ftbench("report", tmp_path, "--answers")[1]
 
 
-def test_libraries_of_a_framework_are_told_once_and_its_name_and_settings_by_the_rows(of_frameworks, ftbench):
+def test_framework_libraries_are_one_note(of_frameworks, ftbench):
     out = " ".join(ftbench("report", of_frameworks, "--compare", "framework")[1].split())
     assert out.count("transformers 4.0.0") == 1
-    assert "note: libraries of its own: trl has transformers " in out
+    assert "note: separate libraries: trl has transformers " in out
     assert "versions.transformers" not in out
     assert "also differs: launch." not in out
     assert "axolotl's best lora at batch" in out
     assert "(framework" not in out
 
 
-def test_a_narrow_comparison_says_of_which_rows_its_notes_and_its_baseline_are(ftbench, monkeypatch):
-    """The column with the numbers of the notes has no room there, and `plain` is the name of no row."""
+def test_narrow_comparison_names_the_rows_of_notes_and_baseline(ftbench, monkeypatch):
+    """The column with the note numbers is hidden, and no row is named `plain`."""
     monkeypatch.setenv("COLUMNS", "60")
     out = " ".join(ftbench("report", RESULTS / "headline/full", "--compare", "recipe")[1].split())
     assert "also differs" in out.partition("hidden columns: ")[2].partition("(")[0]
@@ -475,21 +475,21 @@ def test_a_narrow_comparison_says_of_which_rows_its_notes_and_its_baseline_are(f
     assert re.search(r"\(1\) #\d+ differs: dataset.samples: 184 → \d+", out)
 
 
-def test_the_baseline_s_row_says_how_fast_it_is(of_frameworks, ftbench):
+def test_baseline_row_shows_its_speed(of_frameworks, ftbench):
     out = ftbench("report", of_frameworks, "--compare", "framework")[1]
     rows = [line for line in out.splitlines() if re.match(r" *\d+  trl ", line)]
     assert len(rows) == 2
     assert all(re.search(r"  [\d,]+ tokens/s  ", row) for row in rows)
 
 
-def test_what_always_differs_together_is_one_note(of_frameworks, ftbench):
+def test_joint_differences_are_one_note(of_frameworks, ftbench):
     out = " ".join(ftbench("report", of_frameworks, "--compare", "framework")[1].split())
     notes = re.findall(r"note: \((\d)\) #[^:]* differs?: (.*?)(?= note:)", out)
     assert notes == [("1", "launch.settings: plain → best"), ("2", "applied.trained_dtype: bfloat16 → float32")]
     assert re.search(r"axolotl's best qlora .*? \(1, 2\)", out)
 
 
-def test_repeats_of_two_folders_are_named_by_these(tmp_path, ftbench):
+def test_repeats_in_two_folders_are_named_by_folder(tmp_path, ftbench):
     for seed, folder in enumerate(("first", "second")):
         make_run(tmp_path / folder, "a-r1", steps(seed=seed)).path.parent.rename(tmp_path / f"{folder}-gpu")
     out = ftbench("report", tmp_path)[1]
@@ -497,13 +497,13 @@ def test_repeats_of_two_folders_are_named_by_these(tmp_path, ftbench):
     assert "(second-gpu/r1)" in out
 
 
-def test_what_older_runs_did_not_tell_is_no_difference(tmp_path):
+def test_facts_missing_in_older_runs_are_not_differences(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seed=2), machine=gpu(MAX_Q, 300, 300), applied={"padding": "to a multiple of 8"})
     assert only(compared(tmp_path, "gpu", "H200")).iso
 
 
-def test_all_formats_carry_the_comparison(tmp_path, ftbench):
+def test_comparison_in_every_format(tmp_path, ftbench):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=2.0, seed=2), spec=method("full"))
     call = ["report", tmp_path, "--compare", "method", "--baseline", "lora", "--format"]
@@ -523,7 +523,7 @@ def test_all_formats_carry_the_comparison(tmp_path, ftbench):
         assert "same" in text
 
 
-def test_hostile_names_stay_text(tmp_path, ftbench):
+def test_hostile_names_are_escaped(tmp_path, ftbench):
     make_run(tmp_path, "a", steps(seed=1), machine={"gpu.name": "=cmd()|'</script>"})
     make_run(tmp_path, "b", steps(seed=2), machine={"gpu.name": "\u202eevil\x1b[31m"})
     listed = list(csv.DictReader(io.StringIO(ftbench("report", tmp_path, "--compare", "gpu", "--format", "csv")[1])))
@@ -537,7 +537,7 @@ _PIECES = st.sampled_from(["=", "+", "-", "@", "\r", "\n", ",", '"', " ", "\t", 
 
 
 @given(st.lists(st.dictionaries(st.text(_PIECES, min_size=1, max_size=6), st.text(_PIECES, max_size=8)), min_size=1))
-def test_a_csv_holds_every_text_in_its_own_cell_and_no_formula(records):
+def test_csv_cells_are_quoted_and_contain_no_formula(records):
     names = list(dict.fromkeys(name for record in records for name in record))
     text = csv_text(records)
     lines = list(csv.reader(io.StringIO(text, newline="")))
@@ -547,7 +547,7 @@ def test_a_csv_holds_every_text_in_its_own_cell_and_no_formula(records):
     ]  # fmt: skip
     cells = [cell for line in lines for cell in line if cell.strip(" ")]
     assert not any(cell.lstrip(" ")[:1] in tuple("\t\r") for cell in cells)
-    # A spreadsheet may begin a cell behind each of these, and knows full-width signs for what they stand for.
+    # A spreadsheet may start a cell after each of these, and treats full-width signs like ASCII.
     parts = [part.lstrip() for cell in cells for part in re.split("[;\t\r\n]", cell)]
     assert not any(unicodedata.normalize("NFKC", part[:1]) in tuple("=+-@") for part in parts)
     outside = "".join(text.split('"')[::2])  # a quote within a cell is doubled, so every other piece is in none
@@ -555,7 +555,7 @@ def test_a_csv_holds_every_text_in_its_own_cell_and_no_formula(records):
 
 
 @pytest.mark.parametrize("unseen", ["\x00", "\x0b", "\x1b", "\x7f", "\x85", "\u2028", "\u200b", "\ufeff"])
-def test_no_formula_hides_behind_what_is_not_seen(unseen):
+def test_invisible_characters_do_not_hide_formulas(unseen):
     text = csv_text([{f"{unseen}=a": f"{unseen}=cmd|x", "b": f"x\r{unseen}﹦1"}])
     assert [cell.replace(unseen, "") for line in csv.reader(io.StringIO(text, newline="")) for cell in line] == [
         "'=a", "b", "'=cmd|x", "x\r'﹦1"
@@ -563,11 +563,11 @@ def test_no_formula_hides_behind_what_is_not_seen(unseen):
     assert not {"\x0b", "\x85", "\u2028"} & {*"".join(text.split('"')[::2])}  # readers begin a line behind these
 
 
-def test_a_cell_of_a_markdown_table_is_no_markup():
+def test_markdown_cells_are_escaped():
     assert cell("![x](http://a.test) <b>\x1b[31m|") == "!\\[x](http://a.test) &lt;b>\\[31m\\|"
 
 
-def test_a_file_holds_what_is_printed_without_what_moves_the_cursor(tmp_path, ftbench):
+def test_output_files_contain_no_control_characters(tmp_path, ftbench):
     make_run(tmp_path / "runs", "a", state={"state": "error", "reason": "a\x1b[2Jb\x9bc"})
     for format in ("md", "csv", "json", "table", "html"):
         assert ftbench("report", tmp_path / "runs", "--format", format, "-o", tmp_path / "out")[0] == 0
@@ -577,23 +577,23 @@ def test_a_file_holds_what_is_printed_without_what_moves_the_cursor(tmp_path, ft
 # --- the plain table -------------------------------------------------------------------------------------------------
 
 
-def test_the_table_finds_what_varies_by_itself(tmp_path):
+def test_table_gets_columns_for_varying_keys(tmp_path):
     make_run(tmp_path, "a", spec={"train.seed": 1, "train.learning_rate": 1e-4})
     make_run(tmp_path, "b", spec={"train.seed": 2, "dataset.seed": 7})
-    _, keys = repeats.with_axes(collect([tmp_path]))
+    _, keys = with_axes(collect([tmp_path]))
     assert keys == ["spec.train.learning_rate", "spec.dataset.seed", "spec.train.seed"]
     assert axes.headings(keys) == ["learning rate", "dataset.seed", "train.seed"]
 
 
-def test_runs_that_agree_have_no_axes_and_the_options_of_one_method_are_none(tmp_path):
+def test_equal_runs_have_no_axes(tmp_path):
     make_run(tmp_path, "a")
     make_run(tmp_path, "b", spec=method("qlora"))
-    (record, _), keys = repeats.with_axes(collect([tmp_path]))
+    (record, _), keys = with_axes(collect([tmp_path]))
     assert keys == []
     assert not [name for name in record if name.startswith("spec.")]
 
 
-def test_a_table_with_thousands_of_axes_shows_some_and_says_so(tmp_path, ftbench):
+def test_thousands_of_axes_are_limited(tmp_path, ftbench):
     for value in (0, 1):
         make_run(tmp_path, f"r{value}", spec={f"future.key{i}": value for i in range(10_000)})
     code, out, _ = ftbench("report", tmp_path)
@@ -606,8 +606,7 @@ def test_a_table_with_thousands_of_axes_shows_some_and_says_so(tmp_path, ftbench
 
 
 def by_pandas(run: RunDir) -> dict[str, float]:
-    """A run's figures from its steps.csv alone, with the warm-up and the mean length of the data that its summary
-    names."""
+    """Return a run's figures computed from steps.csv, with warm-up and mean length from the summary."""
     frame = pd.read_csv(run.steps)
     frame = frame[frame.phase == "train"]
     steady = frame.iloc[rundir.read_json(run.summary)["steps"]["warmup"] :]
@@ -627,7 +626,7 @@ RATIOS = ("tokens_per_s.real", "memory_gb.allocated_peak", "first_step_s", "ener
 
 def check_against_pandas(folder) -> int:
     found = compared(folder, "method", "lora")
-    records = {record["run_ids"]: record for record in table.section(found).records}
+    records = {record["run_ids"]: record for record in comparison.section(found).records}
     runs = {run.run_id: by_pandas(run) for run in rundir.find_runs(folder) if rundir.read_state(run)["state"] == "ok"}
     checked = 0
     for ids, record in records.items():
@@ -648,7 +647,7 @@ def check_against_pandas(folder) -> int:
 
 
 @pytest.mark.parametrize("folder", ["plain", "study", "qwen3-8b-frontier"])
-def test_every_figure_of_the_committed_runs_by_another_route(tmp_path, folder):
+def test_figures_of_committed_runs_match_pandas(tmp_path, folder):
     shutil.copytree(RESULTS / folder, tmp_path / folder)
     assert check_against_pandas(tmp_path / folder) > 10
 
@@ -661,7 +660,7 @@ def test_every_figure_of_the_committed_runs_by_another_route(tmp_path, folder):
         min_size=2, max_size=6,
     )
 )  # fmt: skip
-def test_every_figure_of_made_runs_by_another_route(tmp_path_factory, made):
+def test_figures_of_made_runs_match_pandas(tmp_path_factory, made):
     out = tmp_path_factory.mktemp("made")
     make_run(out, "base", spec={"train.batch_size": 2})
     make_run(out, "other", spec=method("full") | {"train.batch_size": 2})
@@ -672,12 +671,12 @@ def test_every_figure_of_made_runs_by_another_route(tmp_path_factory, made):
     assert check_against_pandas(out / "made") > 10
 
 
-def test_intervals_between_repeats_by_scipys_formula(tmp_path):
-    """Welch on logarithms, written out with numpy."""
+def test_intervals_between_repeats_match_scipy(tmp_path):
+    """Welch's interval on logarithms, with numpy."""
     for i, (a, b) in enumerate([(1.0, 1.3), (1.01, 1.34), (0.98, 1.29)]):
         make_run(tmp_path, f"a{i}", steps(seconds=a, noise=0, seed=i))
         make_run(tmp_path, f"b{i}", steps(seconds=b, noise=0, seed=i), spec=method("full"))
-    record = table.section(compared(tmp_path, "method", "lora")).records[1]
+    record = comparison.section(compared(tmp_path, "method", "lora")).records[1]
     rates = {run.run_id: by_pandas(run)["tokens_per_s.real"] for run in rundir.find_runs(tmp_path)}
     sides = [np.log([rate for name, rate in rates.items() if name[0] == side]) for side in "ab"]
     parts = [side.var(ddof=1) / 3 for side in sides]
@@ -687,12 +686,12 @@ def test_intervals_between_repeats_by_scipys_formula(tmp_path):
     assert 2.776 <= width <= 4.303  # the quantiles for four and for two degrees of freedom
 
 
-def test_cells_are_the_same_in_any_order(tmp_path):
+def test_cells_do_not_depend_on_the_order(tmp_path):
     for i in range(4):
         make_run(tmp_path, f"a{i}", steps(seconds=1 + i, seed=i), spec=method("full") if i % 2 else None)
     runs = runs_of(collect([tmp_path]))
-    forward = table.section(compare(runs, "method", "lora")).records
-    backward = table.section(compare(runs[::-1], "method", "lora")).records
+    forward = comparison.section(compare(runs, "method", "lora")).records
+    backward = comparison.section(compare(runs[::-1], "method", "lora")).records
     assert forward[1]["speed_ratio"] == pytest.approx(backward[1]["speed_ratio"])
     assert len(cells_of(runs)) == 2
 
@@ -703,7 +702,7 @@ def test_an_unknown_axis_raises(tmp_path):
         compared(tmp_path, "nothing.at.all")
 
 
-def test_unsloth_is_a_recipe_of_its_own_beside_plain():
+def test_unsloth_is_a_separate_recipe():
     found = json.loads(report(Request([Path("results/h200/recipes/full")], "json", compare="recipe")).text)
     rows = {row["value"]: row for row in found["comparison"]["records"]}
     assert {"plain", "fastest", "small", "unsloth 16-bit", "unsloth 4-bit"} <= set(rows)

@@ -69,20 +69,20 @@ def document(*arguments: object) -> dict:
 # --- arithmetic ------------------------------------------------------------------------------------------------------
 
 
-def test_joules_per_token_follow_from_those_per_sample():
+def test_joules_per_token_follow_from_joules_per_sample():
     assert prices.joules_per_1m_tokens(62_500, 8, 2000) == pytest.approx(250_000)  # 62.5 J a sample of 250 tokens
     assert prices.joules_per_1m_tokens(None, 8, 2000) is None
     assert prices.joules_per_1m_tokens(62_500, 8, None) is None
 
 
-def test_an_hour_becomes_samples_and_tokens():
-    assert prices.per_1k_samples(3.6, 8) == pytest.approx(0.125)  # 28,800 samples an hour
-    assert prices.per_1m_tokens(3.6, 2000) == pytest.approx(0.5)  # 7.2 M tokens an hour
+def test_hourly_price_becomes_price_per_sample_and_token():
+    assert prices.per_1k_samples(3.6, 8) == pytest.approx(0.125)  # 28,800 samples per hour
+    assert prices.per_1m_tokens(3.6, 2000) == pytest.approx(0.5)  # 7.2 M tokens per hour
     assert prices.per_1k_samples(3.6, None) is None
     assert prices.per_1m_tokens(3.6, None) is None
 
 
-def test_break_even_is_where_both_have_cost_the_same():
+def test_break_even_is_at_equal_cost():
     hours = prices.break_even_hours(1000, 0.2, 1.2)
     assert hours * 1.2 == pytest.approx(1000 + hours * 0.2)
     assert prices.break_even_hours(1000, 1.2, 1.2) is None
@@ -103,7 +103,7 @@ def test_money_has_three_digits_and_its_currency(value, text):
 # --- in a report -----------------------------------------------------------------------------------------------------
 
 
-def test_rent_and_purchase_of_a_run(tmp_path):
+def test_costs_of_rent_and_purchase(tmp_path):
     made_run(tmp_path / "runs", "a")
     found = document(
         tmp_path / "runs", "--prices", price_file(tmp_path, f"NVIDIA H200:\n  {RENT}\n  {OWNED}\n"), "--hours", 10
@@ -132,7 +132,7 @@ def test_rent_and_purchase_of_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["table", "md", "html"])
-def test_every_format_shows_money_with_its_source_and_energy_as_the_gpu_s_only(tmp_path, name):
+def test_every_format_shows_cost_source_and_gpu_energy(tmp_path, name):
     made_run(tmp_path / "runs", "a")
     done = report(tmp_path / "runs", "--prices", price_file(tmp_path, f"H200 SXM: {{{RENT}}}"), "--format", name)
     assert done.returncode == 0, done.stderr
@@ -140,7 +140,7 @@ def test_every_format_shows_money_with_its_source_and_energy_as_the_gpu_s_only(t
         assert text.lower() in done.stdout.lower()
 
 
-def test_csv_has_the_columns(tmp_path):
+def test_csv_has_cost_columns(tmp_path):
     made_run(tmp_path / "runs", "a")
     done = report(tmp_path / "runs", "--prices", price_file(tmp_path, f"H200 SXM: {{{RENT}}}"), "--format", "csv")
     (row,) = csv.DictReader(io.StringIO(done.stdout))
@@ -148,7 +148,7 @@ def test_csv_has_the_columns(tmp_path):
     assert row["cost.break_even_hours"] == ""
 
 
-def test_two_currencies_are_shown_and_never_compared(tmp_path):
+def test_currencies_are_not_compared(tmp_path):
     made_run(tmp_path / "runs", "a")
     made_run(tmp_path / "runs", "b", gpu="NVIDIA H100 80GB HBM3")
     yen = OWNED.replace("USD", "JPY")
@@ -160,11 +160,11 @@ def test_two_currencies_are_shown_and_never_compared(tmp_path):
     ]  # fmt: skip
     assert all(record["break_even_hours"] is None for record in records)
     assert any(record["buying_pays_after"] == "not compared (USD, JPY)" for record in records)
-    assert any("none is converted" in note for note in found["cost"]["notes"])
+    assert any("not converted" in note for note in found["cost"]["notes"])
     assert not any("USD" in text and "JPY" in text for text in found["cost"]["text"])
 
 
-def test_the_cheapest_is_told_within_a_currency(tmp_path):
+def test_cheapest_recipe_is_per_currency(tmp_path):
     made_run(tmp_path / "runs", "a")
     made_run(tmp_path / "runs", "b", gpu="NVIDIA H100 80GB HBM3")
     dearer = RENT.replace("3.6", "7.2")
@@ -176,7 +176,7 @@ def test_the_cheapest_is_told_within_a_currency(tmp_path):
     assert "on NVIDIA H100 80GB HBM3 they are 0.250 USD" in sentence
 
 
-def test_an_unknown_power_leaves_the_cost_of_owning_empty(tmp_path):
+def test_unknown_power_leaves_ownership_cost_empty(tmp_path):
     made_run(tmp_path / "runs", "a", watts=None)
     found = document(tmp_path / "runs", "--prices", price_file(tmp_path, f"H200 SXM:\n  {RENT}\n  {OWNED}\n"))
     rent, owned = found["cost"]["records"]
@@ -186,7 +186,7 @@ def test_an_unknown_power_leaves_the_cost_of_owning_empty(tmp_path):
     assert "energy" not in found
 
 
-def test_buying_that_never_pays_says_so(tmp_path):
+def test_break_even_can_be_never(tmp_path):
     made_run(tmp_path / "runs", "a")
     cheap = RENT.replace("3.6", "0.3")
     late = RENT.replace("3.6", "1.0")
@@ -195,7 +195,7 @@ def test_buying_that_never_pays_says_so(tmp_path):
         assert said in found["cost"]["records"][1]["buying_pays_after"]
 
 
-def test_a_gpu_without_a_price_is_named(tmp_path):
+def test_gpu_without_a_price_is_noted(tmp_path):
     made_run(tmp_path / "runs", "a")
     made_run(tmp_path / "runs", "b", gpu="NVIDIA L4")
     found = document(tmp_path / "runs", "--prices", price_file(tmp_path, f"H200 SXM: {{{RENT}}}"))
@@ -203,7 +203,7 @@ def test_a_gpu_without_a_price_is_named(tmp_path):
     assert [record["gpu"] for record in found["cost"]["records"]] == ["NVIDIA H200"]
 
 
-def test_without_prices_nothing_costs_anything(tmp_path):
+def test_no_prices_no_costs(tmp_path):
     made_run(tmp_path / "runs", "a")
     found = document(tmp_path / "runs")
     assert "cost" not in found
@@ -213,7 +213,7 @@ def test_without_prices_nothing_costs_anything(tmp_path):
 # --- the price file --------------------------------------------------------------------------------------------------
 
 
-def test_the_example_that_ships_is_right_and_says_what_it_is():
+def test_example_price_file_is_valid():
     prices = load_prices(EXAMPLE)
     assert prices.of("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition").owned.price == 1_600_000
     assert prices.of("NVIDIA H100 PCIe").owned.price == 4_700_000
@@ -225,11 +225,11 @@ def test_the_example_that_ships_is_right_and_says_what_it_is():
     ("NVIDIA H200", "H200 SXM"), ("H200 SXM", "H200 SXM"), ("H100 SXM5", "H100 SXM5"), ("NVIDIA H200 NVL", "H200 NVL"),
     ("NVIDIA L40", "NVIDIA L40"), ("NVIDIA GH200 480GB", "NVIDIA GH200 480GB"),
 ])  # fmt: skip
-def test_a_gpu_is_named_as_in_the_table_or_by_its_driver(name, found):
+def test_price_file_accepts_table_and_driver_names(name, found):
     assert canonical_name(name) == found
 
 
-def test_a_gpu_that_is_in_no_table_can_be_priced_if_it_was_used(tmp_path):
+def test_unknown_gpu_can_be_priced_if_a_run_used_it(tmp_path):
     path = price_file(tmp_path, f"NVIDIA L40: {{{RENT}}}")
     assert load_prices(path, ["NVIDIA L40"]).of("NVIDIA L40").rent.per_hour == 3.6
     with pytest.raises(SpecError, match="unknown GPU, and not a GPU of these runs"):
@@ -260,7 +260,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text", MISTAKES)
-def test_a_mistake_in_the_price_file_is_told_with_its_line(tmp_path, text):
+def test_price_file_errors_name_the_line(tmp_path, text):
     path = price_file(tmp_path, text)
     with pytest.raises(SpecError) as refused:
         load_prices(path)
@@ -268,7 +268,7 @@ def test_a_mistake_in_the_price_file_is_told_with_its_line(tmp_path, text):
     assert MISTAKES[text] in str(refused.value)
 
 
-def test_all_mistakes_are_told_at_once_by_the_command(tmp_path):
+def test_price_file_errors_are_reported_together(tmp_path):
     made_run(tmp_path / "runs", "a")
     path = price_file(tmp_path, "H200 SXM:\n  rent: {per_hour: 0, currency: usd}\n")
     done = report(tmp_path / "runs", "--prices", path)

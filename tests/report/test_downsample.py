@@ -1,4 +1,4 @@
-"""Downsampled curves: every point was measured, no extreme is lost."""
+"""Downsampled curves keep measured points and extremes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_runs import made
 
-from ftbench.report.data.curves import FEWEST, curves, downsample, points_for
+from ftbench.report.page.charts import FEWEST, curves, downsample, points_for
 from ftbench.store.steps import read_columns
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
@@ -21,7 +21,7 @@ POINTS = st.integers(FEWEST, 120)
 
 
 @given(CURVES, POINTS)
-def test_first_last_lowest_and_highest_are_kept_and_nothing_is_invented(values, points):
+def test_downsample_keeps_ends_and_extremes_of_measured_points(values, points):
     kept = downsample(values, points)
     assert kept == sorted(set(kept))
     assert len(kept) <= max(points, 1)
@@ -36,24 +36,24 @@ def test_first_last_lowest_and_highest_are_kept_and_nothing_is_invented(values, 
 
 
 @given(CURVES, POINTS)
-def test_a_short_curve_is_kept_whole(values, points):
+def test_downsample_keeps_a_short_curve(values, points):
     if len(values) <= points:
         assert downsample(values, points) == list(range(len(values)))
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=50, max_size=300), st.integers(20, 40))
-def test_a_spike_in_any_place_is_seen(values, points):
+def test_downsample_keeps_every_spike(values, points):
     place = len(values) // 3
     values[place] = 1e7
     assert place in downsample(values, points)
 
 
-def test_too_few_points_are_refused():
+def test_downsample_rejects_too_few_points():
     with pytest.raises(ValueError, match="needs 8 points"):
         downsample([1.0] * 20, 7)
 
 
-def test_a_budget_is_shared_by_all_runs():
+def test_curve_points_share_the_budget():
     assert points_for(1, 5_000_000) == 2000
     assert 16 < points_for(2000, 5_000_000) < 100
     assert points_for(10**6, 5_000_000) == 16
@@ -67,7 +67,7 @@ def unpacked(curve: dict[str, Any], name: str) -> list[tuple[int, float]]:
                     struct.unpack(f"<{len(values) // 4}f", values), strict=True))  # fmt: skip
 
 
-def test_a_packed_curve_reads_back_as_it_was_recorded(tmp_path):
+def test_packed_curve_round_trips(tmp_path):
     run = made(tmp_path, "lora", 4, steps=100, speed=0.5, peak=20)
     found = curves(run.path, 40)
     assert (found["steps"], found["planned"], found["wide"]) == (100, 100, False)
@@ -79,7 +79,7 @@ def test_a_packed_curve_reads_back_as_it_was_recorded(tmp_path):
         assert value == pytest.approx(recorded["step_time_s"][step - 1], rel=1e-6)
 
 
-def test_what_is_no_training_step_is_no_point(tmp_path):
+def test_curves_contain_only_training_steps(tmp_path):
     run = made(tmp_path, "lora", 4, steps=10)
     lines = run.steps.read_text().splitlines()
     evaluation = lines[5].replace(",train,", ",evaluate,")
@@ -88,7 +88,7 @@ def test_what_is_no_training_step_is_no_point(tmp_path):
     assert curves(run.path, 40)["steps"] == 10
 
 
-def test_what_is_no_number_is_a_gap_and_a_line_that_cannot_be_read_no_point(tmp_path):
+def test_nan_is_a_gap_and_unreadable_lines_are_skipped(tmp_path):
     run = made(tmp_path, "lora", 4, steps=10)
     lines = run.steps.read_text().splitlines()
     fields = lines[4].split(",")
@@ -101,7 +101,7 @@ def test_what_is_no_number_is_a_gap_and_a_line_that_cannot_be_read_no_point(tmp_
     assert [step for step, _ in unpacked(found, "peak")] == [1, 2, 3, 4, 5, 7, 8, 9, 10]
 
 
-def test_more_steps_than_two_bytes_count(tmp_path):
+def test_curves_support_more_than_65535_steps(tmp_path):
     run = made(tmp_path, "lora", 4, steps=3)
     lines = run.steps.read_text().splitlines()
     run.steps.write_text("\n".join([*lines[:3], "70000" + lines[3][1:], ""]))
@@ -110,5 +110,5 @@ def test_more_steps_than_two_bytes_count(tmp_path):
     assert [step for step, _ in unpacked(found, "loss")] == [1, 2, 70000]
 
 
-def test_a_run_without_steps_has_no_curve(tmp_path):
+def test_run_without_steps_has_an_empty_curve(tmp_path):
     assert curves(tmp_path, 40) == {}

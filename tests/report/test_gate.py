@@ -1,4 +1,4 @@
-"""`ftbench report NEW --against OLD`: exit code 1 with what regressed, 0 otherwise, 2 for a mistake."""
+"""`ftbench report NEW --against OLD`: exit code 1 for a regression, 0 otherwise, 2 for invalid options."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from made_runs import H200, MAX_Q, OOM, RESULTS, make_run, method, steps
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch):
-    """No cell is folded."""
+    """Use a wide terminal."""
     monkeypatch.setenv("COLUMNS", "300")
 
 
 @pytest.fixture
 def against(tmp_path, ftbench):
-    """Runs the gate of `new` against `old` and gives exit code and output; each is a list of make_run's arguments."""
+    """Return a function that runs the gate on two lists of make_run arguments, and returns exit code and output."""
 
     def call(old, new, *options):
         for side, runs in (("old", old), ("new", new)):
@@ -39,40 +39,40 @@ def run(seconds=1.0, seed=0, count=30, state=None, **more):
     return steps(count, seconds, seed=seed, peak_memory_gb=peak), {"state": state, **more}
 
 
-def test_a_speed_beside_other_work_says_so(against):
+def test_contended_speed_is_noted(against):
     busy = steps(30, 2.0, seed=2, host_cpu_by_others=0.8), {}
     code, out = against([run(seed=1)], [busy])
     assert code == 1
     assert "slower: likely -50.0 %" in out
-    assert "; it ran beside other work (contended)" in out
+    assert "; it shared the machine with other work (contended)" in out
 
 
-def test_of_earlier_runs_of_a_spec_those_held_to_as_many_watts_are_the_partner(against):
+def test_earlier_run_with_the_same_power_limit_is_preferred(against):
     held = {"machine": {"gpu.power_limit_w": 500.0}}
     code, out = against([run(1.0, seed=1, **held), run(0.7, seed=2)], [run(1.01, seed=3, **held)])
     assert (code, "power limit:" in out) == (0, False)
 
 
-def test_where_none_was_held_to_as_many_watts_another_is_the_partner_and_what_differs_is_told(against):
+def test_another_power_limit_is_used_and_listed(against):
     code, out = against([run(1.0, seed=1)], [run(1.2, seed=3, machine={"gpu.power_limit_w": 500.0})])
     assert code == 1
     assert "power limit: 700 W of 700 W → 500 W of 700 W" in out
 
 
-def test_the_same_runs_pass(against):
+def test_same_runs_pass(against):
     code, out = against([run(seed=1)], [run(seed=2)])
     assert code == 0
     assert out.startswith("against earlier runs: 0 of 1 regressed by more than 5.0 %\n")
 
 
 @pytest.mark.parametrize(("seconds", "code"), [(1.03, 0), (1.08, 1), (0.5, 0)])
-def test_slower_beyond_the_limit_fails(against, seconds, code):
+def test_slower_than_the_limit_fails(against, seconds, code):
     found, out = against([run(seed=1)], [run(seconds, seed=2)])
     assert found == code
     assert ("slower: likely -7" in out) is bool(code)
 
 
-def test_the_limit_can_be_set(against):
+def test_limit_can_be_set(against):
     assert against([run(seed=1)], [run(1.08, seed=2)], "--fail-above", "10%")[0] == 0
 
 
@@ -84,10 +84,10 @@ def test_slower_within_the_noise_of_the_repeats_passes(against):
     assert "≈" in out
 
 
-def test_slower_with_an_unknown_noise_fails_and_says_so(against):
+def test_slower_with_unknown_noise_fails(against):
     code, out = against([run(count=4)], [run(1.5, count=4)])
     assert code == 1
-    assert "the noise is not known" in " ".join(out.split())
+    assert "the noise is unknown" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(("peak", "code"), [(79.0, 0), (82.0, 1), (40.0, 0)])
@@ -97,72 +97,72 @@ def test_more_memory_fails(against, peak, code):
     assert ("more memory: 77.0 → 82.0 GiB" in " ".join(out.split())) is bool(code)
 
 
-def test_what_no_longer_fits_has_regressed_and_what_never_did_has_not(against):
+def test_new_out_of_memory_is_a_regression(against):
     old = [run(), run(spec=method("full"), state=OOM)]
     new = [run(state=OOM, count=1), run(spec=method("full"), state=OOM, count=1)]
     code, out = against(old, new)
     assert code == 1
     assert "1 of 2 regressed" in out
-    assert "ended well before, now oom" in " ".join(out.split())
+    assert "succeeded before, now oom" in " ".join(out.split())
 
 
-def test_rows_without_a_partner_are_named(against):
+def test_unpaired_cells_are_listed(against):
     old = [run(), run(spec={"train.batch_size": 8})]
     new = [run(), run(spec={"train.batch_size": 16})]
     code, out = against(old, new)
     text = " ".join(out.split())
     assert code == 0
-    assert "no earlier partner: r1 (lora at batch 16" in text
+    assert "no earlier run: r1 (lora at batch 16" in text
     assert "not run again: r1 (lora at batch 8" in text
 
 
-def test_another_card_is_no_partner(against, tmp_path, ftbench):
+def test_another_gpu_is_not_paired(against, tmp_path, ftbench):
     make_run(tmp_path / "old", "a", machine={"gpu.name": H200})
     make_run(tmp_path / "new", "a", machine={"gpu.name": MAX_Q})
     code, out, err = ftbench("report", tmp_path / "new", "--against", tmp_path / "old")
     assert (code, out) == (2, "")
-    assert "no run has a partner" in err
+    assert "none of the earlier runs" in err
 
 
-def test_what_changed_since_is_told(against):
+def test_changes_are_listed(against):
     _, out = against([run(seed=1)], [run(seed=2, machine={"versions.torch": "2.12.0"})])
-    assert "what changed since: versions.torch: 2.11.0 → 2.12.0" in " ".join(out.split())
+    assert "changes since then: versions.torch: 2.11.0 → 2.12.0" in " ".join(out.split())
 
 
 def of_tokens(tokens, seconds, seed):
     return run(seconds, seed, applied={"dataset.hash": tokens})
 
 
-def test_the_partner_of_a_run_is_that_of_its_tokens(against):
-    """Of two runs before and after the data file was edited none is lost."""
+def test_run_is_paired_by_its_tokens(against):
+    """Runs before and after an edit of the data file are both paired."""
     code, out = against([of_tokens("one", 1.0, 1), of_tokens("another", 2.0, 2)], [of_tokens("one", 2.0, 3)])
     assert (code, "slower" in out, "not run again: r1" in out) == (1, True, True)
 
 
-def test_a_run_of_other_tokens_is_held_against_its_spec(against):
+def test_other_tokens_are_paired_by_spec(against):
     code, out = against([of_tokens("one", 1.0, 1)], [of_tokens("third", 2.0, 2)])
     assert (code, "dataset.hash: one → third" in out) == (1, True)
 
 
-def test_programs_get_the_rows_too(against):
+def test_json_contains_the_rows(against):
     code, out = against([run(seed=1)], [run(2.0, seed=2)], "--format", "json")
     (row,) = json.loads(out)["gate"]["records"]
     assert (code, row["regressed"]) == (1, True)
     assert row["speed_ratio"] == pytest.approx(0.5, rel=0.01)
 
 
-def test_csv_has_a_line_a_pair(against):
+def test_csv_has_a_line_per_pair(against):
     _, out = against([run(seed=1)], [run(seed=2)], "--format", "csv")
     assert [row["regressed"] for row in csv.DictReader(io.StringIO(out))] == ["False"]
 
 
 @pytest.mark.parametrize(("text", "limit"), [("5%", 0.05), ("5 %", 0.05), ("0.05", 0.05), ("0", 0.0), ("12.5%", 0.125)])
-def test_limits_are_shares(text, limit):
+def test_limit_is_a_share(text, limit):
     assert limit_of(text) == pytest.approx(limit)
 
 
 @pytest.mark.parametrize("text", ["", "five", "-5%", "100%", "5", "nan"])
-def test_other_limits_are_mistakes(tmp_path, ftbench, text):
+def test_invalid_limits_are_errors(tmp_path, ftbench, text):
     make_run(tmp_path, "a")
     code, out, err = ftbench("report", tmp_path, "--against", tmp_path, "--fail-above", text)
     assert (code, out) == (2, "")
@@ -170,14 +170,14 @@ def test_other_limits_are_mistakes(tmp_path, ftbench, text):
 
 
 @pytest.mark.parametrize("options", [["--compare", "method"], ["--against", "nowhere"]])
-def test_mistakes_are_sentences(tmp_path, ftbench, options):
+def test_invalid_options_are_errors(tmp_path, ftbench, options):
     make_run(tmp_path, "a")
     code, out, err = ftbench("report", tmp_path, "--against", tmp_path, *options)
     assert (code, out) == (2, "")
     assert "Traceback" not in err
 
 
-def test_committed_runs_against_themselves_pass():
+def test_committed_runs_pass_against_themselves():
     records = collect([RESULTS])
     found = gate(records, records, 0.05)
     assert found.regressed == []
@@ -186,7 +186,7 @@ def test_committed_runs_against_themselves_pass():
 
 
 @pytest.mark.parametrize("before", [lambda step: 2.0 + 1.0 / step, float("nan")])
-def test_a_loss_that_is_no_number_fails_whatever_the_speed(against, before):
+def test_nan_loss_fails_at_any_speed(against, before):
     old = steps(seed=1, loss=before), {}
     new = steps(seconds=0.5, seed=2, loss=lambda step: float("nan") if step > 1 else 3.0), {}
     code, out = against([old], [new])
@@ -194,7 +194,7 @@ def test_a_loss_that_is_no_number_fails_whatever_the_speed(against, before):
     assert "not finite" in " ".join(out.split())
 
 
-def test_a_loss_that_no_longer_follows_fails_though_the_speed_is_the_same(against):
+def test_different_loss_fails_at_the_same_speed(against):
     new = steps(seed=2, loss=lambda step: 2.1 * (1.0 + 0.5 / step)), {}
     code, out = against([(steps(seed=1), {})], [new])
     assert code == 1

@@ -1,4 +1,4 @@
-"""The HTML page: one file that needs nothing else, says what the files say, and runs nothing that a name contains."""
+"""The HTML page: self-contained, equal to the files, and safe against markup in names."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import pytest
 from page_runs import HOSTILE, JAPANESE, SECRET, made, study
 
 from ftbench.errors import SpecError
-from ftbench.report.command import Request, report
-from ftbench.report.data import steps
+from ftbench.report import formats
+from ftbench.report.build import Request, report
+from ftbench.report.compare import pairs
 from ftbench.report.data.collect import collect
-from ftbench.report.page import bars, document, head
+from ftbench.report.document import Point, Report, Section, Table
+from ftbench.report.formats import render
+from ftbench.report.page import charts, html, overview
 from ftbench.report.page.view import view
-from ftbench.report.render import formats
-from ftbench.report.render.document import Point, Report, Section, Table
-from ftbench.report.render.formats import render
 from ftbench.store import rundir
 from made_runs import make_run
 from made_runs import steps as made_steps
 
 COMMITTED = Path(__file__).parents[2] / "results"
-ASSETS = Path(document.__file__).parents[1] / "assets"
+ASSETS = Path(html.__file__).parents[1] / "assets"
 
 
 class Page(HTMLParser):
@@ -76,7 +76,7 @@ def page(text) -> Page:
     return Page(text)
 
 
-def test_nothing_is_fetched(page):
+def test_page_fetches_nothing(page):
     """No element that loads, links or sends; the policy lets nothing through if there were one."""
     for tag, attributes in page.tags:
         assert tag not in ("link", "iframe", "object", "embed", "form", "base", "img", "video", "audio"), tag
@@ -89,21 +89,21 @@ def test_nothing_is_fetched(page):
     assert "unsafe-inline" not in policy.partition("style-src")[0]
 
 
-def test_only_the_one_script_may_run(page):
+def test_policy_allows_only_the_script(page):
     policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy") or ""
     running = [script for attributes, script in page.scripts if "type" not in attributes]
     assert len(running) == 1
     assert f"'sha256-{base64.b64encode(hashlib.sha256(running[0].encode()).digest()).decode()}'" in policy
 
 
-def test_the_page_of_all_committed_runs_can_be_sent():
+def test_page_of_all_committed_runs_is_small():
     text = report(Request([COMMITTED], "html")).text
     runs = len(Page(text).data["runs"])
     assert runs > 150
     assert len(text.encode()) < 10_000 * runs
 
 
-def test_text_of_runs_is_text(text, page):
+def test_run_texts_are_escaped(text, page):
     assert HOSTILE not in text
     assert not any("onerror" in attributes for _, attributes in page.tags)
     assert any("window.stolen=1" in word for word in page.words)  # shown, as words
@@ -112,22 +112,22 @@ def test_text_of_runs_is_text(text, page):
     assert any(JAPANESE in word for word in page.words)
 
 
-def test_what_stands_between_backticks_is_code():
-    assert document._code("set `a < b` or `c`, <i>") == "set <code>a &lt; b</code> or <code>c</code>, &lt;i&gt;"
-    assert document._code("one ` alone") == "one ` alone"
+def test_backticks_become_code():
+    assert html._code("set `a < b` or `c`, <i>") == "set <code>a &lt; b</code> or <code>c</code>, &lt;i&gt;"
+    assert html._code("one ` only") == "one ` only"
 
 
-def test_no_name_turns_the_direction_of_writing(text):
+def test_names_cannot_change_the_writing_direction(text):
     assert "\u202e" not in text
     assert "abcgnp.exe" in text
 
 
-def test_no_path_and_no_variable_of_this_machine_is_on_the_page(text, tmp_path_factory):
+def test_page_contains_no_paths_or_environment(text, tmp_path_factory):
     assert str(tmp_path_factory.getbasetemp()) not in text
     assert "SECRET_TOKEN" not in text
 
 
-def test_the_heading_answers(page):
+def test_title_names_the_fastest(page):
     words = " ".join(" ".join(page.words).split())
     assert "Qwen3-8B on NVIDIA H200: lora at batch" in words
     assert "Fastest that fits" in words
@@ -135,7 +135,7 @@ def test_the_heading_answers(page):
     assert "2 of 9 runs" in words
 
 
-def test_every_run_has_a_row_that_sorts_by_its_figure(page):
+def test_every_run_has_a_sortable_row(page):
     rows = [attributes for tag, attributes in page.tags if tag == "tr" and "data-i" in attributes]
     assert len(rows) == 9
     assert sorted(row["data-s"] or "" for row in rows) == ["error", *["ok"] * 7, "oom"]
@@ -146,7 +146,7 @@ def test_every_run_has_a_row_that_sorts_by_its_figure(page):
     assert all(any(v == pytest.approx(e) for v in values) for e in expected)
 
 
-def test_the_data_are_those_of_the_files(page, tmp_path):
+def test_page_data_match_the_files(page, tmp_path):
     runs = {run["id"]: run for run in page.data["runs"]}
     for record in collect([study(tmp_path)]):
         shown = runs[record["run_id"]]["values"]
@@ -158,23 +158,23 @@ def test_the_data_are_those_of_the_files(page, tmp_path):
         assert shown["step"] == pytest.approx(record["step_time_s.median"])
 
 
-def test_an_interval_is_that_of_the_steps_or_of_the_repeats(tmp_path):
+def test_intervals_come_from_steps_or_repeats(tmp_path):
     run = made(tmp_path, "lora", 4, speed=0.5, peak=20)
     records = collect([tmp_path])
     only = view(Report(records)).rows[0]
-    value, low, high = bars.of_one_run(only, "samples", only.values["samples"])
+    value, low, high = charts.of_one_run(only, "samples", only.values["samples"])
     assert low is not None
     assert high is not None
     assert low < value < high
-    assert bars.of_one_run(only, "peak", 20.0) == (20.0, None, None)
-    mean, low, high = bars.of_repeats([5.0, 10.0, 20.0])
+    assert charts.of_one_run(only, "peak", 20.0) == (20.0, None, None)
+    mean, low, high = charts.of_repeats([5.0, 10.0, 20.0])
     assert (mean, high / mean) == pytest.approx((10.0, 2 ** (3.1824 / 3**0.5)), rel=1e-4)
     assert low is not None
     assert low * high == pytest.approx(mean**2)
     assert run.run_id == only.run_id
 
 
-def test_the_gpus_of_a_machine_are_read_as_they_are_written_today(tmp_path):
+def test_machine_details_read_the_gpu_list(tmp_path):
     run = made(tmp_path, "lora", 4)
     machine = rundir.read_json(run.machine)
     rundir.write_json(run.machine, machine | {"gpus": [machine.pop("gpu") | {"memory_gb": 140.4}]})
@@ -183,7 +183,7 @@ def test_the_gpus_of_a_machine_are_read_as_they_are_written_today(tmp_path):
     assert (shown["GPU name"], shown["GPU memory"]) == ("NVIDIA H200", "GiB 140.4")
 
 
-def test_runs_of_different_models_are_not_ranked_together(tmp_path):
+def test_models_are_not_ranked_together(tmp_path):
     made(tmp_path, "lora", 1, model="Qwen/Qwen3-0.6B", speed=0.01)
     made(tmp_path, "lora", 4)
     made(tmp_path, "lora", 8, speed=0.8)
@@ -192,10 +192,10 @@ def test_runs_of_different_models_are_not_ranked_together(tmp_path):
     assert len(shown.workloads) == 2
     assert shown.workloads[0].startswith("Qwen3-8B")  # that of most runs
     assert [len(cells) for cells in shown.cells] == [2, 1]
-    assert head.title(shown, 1).startswith("Qwen3-0.6B on NVIDIA H200: lora at batch 1 is fastest")
+    assert overview.title(shown, 1).startswith("Qwen3-0.6B on NVIDIA H200: lora at batch 1 is fastest")
 
 
-def test_a_store_of_several_workloads_gets_a_chooser_and_no_mixture(tmp_path):
+def test_several_workloads_get_a_chooser(tmp_path):
     """Each table row, card, grid and point names the workloads that it is about; a store of one names none."""
     for model in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"):
         for batch in (1, 4, 8):
@@ -215,7 +215,7 @@ def test_a_store_of_several_workloads_gets_a_chooser_and_no_mixture(tmp_path):
     assert "data-w=" not in report(Request([tmp_path / "single"], "html")).text.partition("<script")[0]
 
 
-def test_what_to_do_is_a_list_with_its_runs(tmp_path):
+def test_decision_points_link_to_their_runs(tmp_path):
     made(tmp_path, "lora", 4, peak=60)
     made(tmp_path, "qlora", 4, peak=9, speed=0.9)
     page = Page(report(Request([tmp_path], "html")).text)
@@ -226,7 +226,7 @@ def test_what_to_do_is_a_list_with_its_runs(tmp_path):
     assert {(link["href"] or "").removeprefix("#") for link in links} <= rows
 
 
-def test_sections_stand_in_the_order_of_the_questions(tmp_path):
+def test_sections_are_in_order(tmp_path):
     for batch in (1, 4):
         made(tmp_path, "lora", batch)
     keys = ("kernels", "trained", "scaling", "image_guide", "energy")
@@ -238,25 +238,25 @@ def test_sections_stand_in_the_order_of_the_questions(tmp_path):
     ]  # fmt: skip
 
 
-def test_steps_of_repeats_are_not_read_for_what_their_summaries_say(tmp_path, monkeypatch):
+def test_page_reads_steps_of_one_run_per_spec(tmp_path, monkeypatch):
     read: list[Path] = []
-    whole = steps.read
-    monkeypatch.setattr(steps, "read", lambda run, warmup: read.append(run.path) or whole(run, warmup))
+    read_columns = pairs.read_columns
+    monkeypatch.setattr(pairs, "read_columns", lambda path, names: read.append(path) or read_columns(path, names))
     for repeat in range(4):
         for way in ("lora", "qlora"):
             made(tmp_path / f"r{repeat}", way, 4, speed=0.5 + 0.01 * repeat + 0.1 * (way == "qlora"))
     report(Request([tmp_path], "html"))
-    assert len(read) <= 2, "at most the first of each spec, to compare what they learn"
+    assert len(read) <= 2, "at most the first run of each spec, to compare losses"
 
 
-def test_every_rule_of_the_style_sheet_is_one():
-    """A selector that a comment or another rule stands in is dropped by browsers without a word."""
+def test_style_sheet_has_no_broken_rules():
+    """Browsers silently drop a rule whose selector contains a comment or another rule."""
     style = re.sub(r"/\*.*?\*/", "", (ASSETS / "report.css").read_text("utf-8"), flags=re.DOTALL)
     selectors = re.findall(r"([^{};]*)\{", style)
     assert [selector for selector in selectors if "@" in selector.strip()[1:]] == []
 
 
-def test_speeds_on_unlike_numbers_of_gpus_are_not_compared(tmp_path):
+def test_different_numbers_of_gpus_are_not_compared(tmp_path):
     make_run(tmp_path, "one", made_steps(seconds=1.0))
     make_run(tmp_path, "two", made_steps(seconds=0.9), spec={"launch.gpus": 2, "launch.strategy": "ddp"})
     text = report(Request([tmp_path], "html")).text
@@ -264,33 +264,33 @@ def test_speeds_on_unlike_numbers_of_gpus_are_not_compared(tmp_path):
     assert "is fastest on one GPU" in page.data["titles"][0]
     assert re.search(r"samples per hour; on 2: lora \(ddp\) at batch \d+, [\d,]+$", page.data["titles"][0])
     assert "Fastest on one GPU" in words
-    assert re.search(r"Fastest on 2 GPUs .* \([\d,]+ a GPU\)", words)
+    assert re.search(r"Fastest on 2 GPUs .* \([\d,]+ per GPU\)", words)
     assert sorted(cell["gpus"] for cell in page.data["cells"]) == [1, 2]
-    assert "samples per hour a GPU" in words
-    decided = report(Request([tmp_path], "table", answers=True)).text.partition("SAMPLES AN HOUR")[0]
+    assert "samples per hour per GPU" in words
+    decided = report(Request([tmp_path], "table", answers=True)).text.partition("SAMPLES PER HOUR")[0]
     assert "Many steps" not in decided
     make_run(tmp_path / "alone", "one", made_steps(seconds=1.0))
-    assert "hour a GPU" not in report(Request([tmp_path / "alone"], "html")).text.partition("<script")[0]
+    assert "hour per GPU" not in report(Request([tmp_path / "alone"], "html")).text.partition("<script")[0]
 
 
-def test_of_many_runs_the_first_of_each_spec_have_curves(tmp_path, monkeypatch):
-    monkeypatch.setattr(document, "MOST_CURVES", 2)
+def test_first_run_of_each_spec_gets_a_curve(tmp_path, monkeypatch):
+    monkeypatch.setattr(html, "MOST_CURVES", 2)
     for speed in (0.5, 0.51):
         made(tmp_path / str(speed), "lora", 4, speed=speed)
     made(tmp_path / "other", "qlora", 4)
     page = Page(render(Report(collect([tmp_path])), "html"))
     assert [page.data["runs"][int(place)]["method"] for place in page.data["curves"]] == ["lora", "qlora"]
-    assert any("2 of 3 runs have curves here" in word for word in page.words)
+    assert any("2 of 3 runs have curves" in word for word in page.words)
 
 
-def test_runs_that_all_failed_still_make_a_page(tmp_path):
+def test_page_of_failed_runs_works(tmp_path):
     made(tmp_path, "full", 8, state="oom", reason="out of memory")
     page = Page(render(Report(collect([tmp_path])), "html"))
-    assert any("No run ended well" in word for word in page.words)
+    assert any("All runs failed" in word for word in page.words)
 
 
 @pytest.mark.parametrize("content", ["<b>", "a & b", '"quoted"', "</td><script>", "</section>"])
-def test_text_is_no_markup_wherever_it_stands(content, tmp_path):
+def test_markup_in_any_text_is_escaped(content, tmp_path):
     made(tmp_path, "lora", 4)
     table = Table({content: content}, [content, "GPU"], [[content, content]], [content])
     sections = [Section("energy", content, table, [content])]
@@ -311,7 +311,7 @@ def test_text_is_no_markup_wherever_it_stands(content, tmp_path):
 
 
 @pytest.mark.parametrize("value", [HOSTILE, "<!--", "\u2028", "]]>", JAPANESE])
-def test_data_cannot_end_their_element(value, tmp_path):
+def test_data_cannot_close_the_script_element(value, tmp_path):
     made(tmp_path, "lora", 4, state="error", reason=f"x{value}y")
     page = Page(render(Report(collect([tmp_path])), "html"))
     assert len(page.scripts) == 2
@@ -319,7 +319,7 @@ def test_data_cannot_end_their_element(value, tmp_path):
 
 
 @pytest.mark.parametrize("format", ["table", "md", "csv", "json", "html"])
-def test_every_format_can_be_written_to_a_file(format, tmp_path, monkeypatch, capsys):
+def test_every_format_can_be_written(format, tmp_path, monkeypatch, capsys):
     from ftbench import cli
 
     made(tmp_path / "runs", "lora", 4)
@@ -335,26 +335,26 @@ def test_every_format_can_be_written_to_a_file(format, tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize("name", ["x.pdf", "x.xlsx", "x.htlm"])
-def test_a_file_of_a_kind_that_there_is_not_is_refused(name):
-    with pytest.raises(SpecError, match=rf"-o {name}: a report is no"):
+def test_unknown_file_suffixes_are_errors(name):
+    with pytest.raises(SpecError, match=rf"-o {name}: cannot write a report as"):
         formats.format_of(Path(name))
     assert [formats.format_of(Path(other)) for other in ("x", "x.txt", "x.HTM", "/dev/stdout")] == [
         "table", "table", "html", "table"
     ]  # fmt: skip
 
 
-def test_what_commands_write_beside_runs_is_no_run(tmp_path):
+def test_files_next_to_runs_are_ignored(tmp_path):
     made(tmp_path / "runs", "lora", 4)
     (tmp_path / "page.html").write_text("<p>")
     (tmp_path / "README.md").write_text("runs")
     assert len(collect(sorted(tmp_path.iterdir()))) == 1
     with pytest.raises(SpecError, match=r"page.html"):
         collect([tmp_path / "page.html"])
-    with pytest.raises(SpecError, match="no run, and no folder or bundle"):
+    with pytest.raises(SpecError, match="contains no run"):
         collect([tmp_path / "page.html", tmp_path / "README.md"])
 
 
-def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch, capsys):
+def test_unwritable_output_is_an_error(tmp_path, monkeypatch, capsys):
     from ftbench import cli
 
     made(tmp_path / "runs", "lora", 4)
@@ -367,7 +367,7 @@ def test_a_file_that_cannot_be_written_is_a_sentence(tmp_path, monkeypatch, caps
     assert err.count("\n") == 1
 
 
-def test_the_assets_name_no_address():
+def test_assets_contain_no_urls():
     folder = ASSETS
     for path in folder.iterdir():
         assert not re.search(r"https?:|//[a-z]+\.[a-z]|@import|url\(", path.read_text("utf-8")), path.name

@@ -1,4 +1,4 @@
-"""The study of images in a report: published figures beside runs that are like it, and a guide that runs alone give."""
+"""The image study in a report: published and measured changes, and the guide from the runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ftbench.facts import read_facts
-from ftbench.report.command import Request, report
+from ftbench.report.build import Request, report
 from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.report.sections import image_study
@@ -22,7 +22,7 @@ STUDY = {
 
 
 def ran(out: Path, name: str, step_s: float, first_s: float, peak: float, **spec: object):
-    """Thirty steps of four pictures, the first of which takes `first_s`."""
+    """Make a run of thirty steps of four images. The first step takes `first_s`."""
     rows = steps(30, step_s, first_s, noise=0.0, peak_memory_gb=peak, images=4, tiles=20, image_tokens=8000,
                  text_tokens=192, image_patches=11540)  # fmt: skip
     return make_run(out, name, rows, spec={**STUDY, **spec})
@@ -47,7 +47,7 @@ def row_of(folder: Path, name: str):
     return record
 
 
-def test_published_changes_stand_beside_those_of_the_runs(study):
+def test_published_and_measured_changes_are_listed(study):
     fixed = row_of(study, "fixed shape and compile")
     assert (fixed["step time, published"], fixed["step time, here"]) == ("-53 to -47 %", "-50 %")
     assert (fixed["memory, published"], fixed["memory, here"]) == ("-29 to -4 %", "-33 %")
@@ -56,7 +56,7 @@ def test_published_changes_stand_beside_those_of_the_runs(study):
     assert row_of(study, "bf16")["step time, here"] == row_of(study, "fp8")["step time, here"] == ""
 
 
-def test_other_ways_stand_behind_the_study_s_and_what_has_no_run_is_said(study):
+def test_other_combinations_come_last_and_missing_ones_are_listed(study):
     ran(study, "own", 0.8, 3.0, 50.0, **{"optimizations.packing": True, "optimizations.image_cache": True})
     ran(study, "photos", 0.1, 1.0, 10.0, **{"dataset.image_sizes": "photographs", "optimizations.compile": True})
     section = image_study.study(cells(study))
@@ -67,8 +67,8 @@ def test_other_ways_stand_behind_the_study_s_and_what_has_no_run_is_said(study):
     assert "configs/llava-next.yaml" in section.paragraphs[-1]
 
 
-def test_a_narrow_guide_has_room_for_what_to_take(study, ftbench, monkeypatch):
-    """What all rows share stands in the title."""
+def test_narrow_guide_shows_the_recommendation(study, ftbench, monkeypatch):
+    """Shared values are in the title."""
     monkeypatch.setenv("COLUMNS", "60")
     out = ftbench("report", study)[1]
     title, heading = re.search(r"FROM HOW MANY STEPS ON\n(.*?)\n([^\n]*GiB of memory.*?)\n", out, re.DOTALL).groups()
@@ -77,29 +77,29 @@ def test_a_narrow_guide_has_room_for_what_to_take(study, ftbench, monkeypatch):
     assert "model" not in heading
 
 
-def test_how_images_come_to_a_step_makes_no_other_combination(tmp_path):
+def test_loading_options_do_not_make_another_combination(tmp_path):
     ran(tmp_path, "plain", 1.0, 2.0, 60.0, **{"optimizations.loader_processes": 8})
     assert row_of(tmp_path, "bf16")["batches here"] == "4"
 
 
-def test_pictures_of_other_sizes_are_another_workload(study):
+def test_image_sizes_are_different_workloads(study):
     def steps_of_fixed() -> list[tuple[str, str, str]]:
         names = ("GiB of memory", "from steps on", "peak GiB")
         return [tuple(record[name] for name in names) for record in image_study.guide(cells(study)).records]
 
     before = steps_of_fixed()
     ran(study, "photos", 0.1, 1.0, 10.0, **{"dataset.image_sizes": "photographs"})
-    assert steps_of_fixed()[: len(before)] == before, "photographs are ahead of none of these"
+    assert steps_of_fixed()[: len(before)] == before, "photographs are slower"
 
 
-def test_a_slow_start_pays_after_what_it_costs_over_what_a_step_gains(study):
-    """It begins 51 s of steps late against 1 s, and gains half a second a step."""
+def test_slow_start_pays_off_after_cost_over_gain(study):
+    """The start costs 51 s instead of 1 s, and each step gains half a second."""
     fixed = row_of(study, "fixed shape and compile")
     assert fixed["pays after steps, published"] == "220"
     assert int(fixed["pays after steps, here"]) == pytest.approx((51 - 1) / 0.5, abs=1)
 
 
-def test_the_guide_takes_what_has_trained_first_on_the_memory_that_there_is(study):
+def test_guide_picks_the_first_to_finish_that_fits(study):
     found = [(r["GiB of memory"], r["from images on"], r["take"]) for r in image_study.guide(cells(study)).records]
     small = [take for memory, _, take in found if memory == "24 or more"]
     large = [(images, take) for memory, images, take in found if memory == "80 or more"]
@@ -110,7 +110,7 @@ def test_the_guide_takes_what_has_trained_first_on_the_memory_that_there_is(stud
     assert not any(memory.startswith("16") for memory, _, _ in found)
 
 
-def test_it_stands_in_every_report_of_runs_with_images_and_in_no_other(study, tmp_path_factory):
+def test_section_is_shown_only_for_image_runs(study, tmp_path_factory):
     for form in "table", "md", "html":
         text = report(Request([study], format=form)).text
         assert "published and measured here" in text.lower() or "PUBLISHED AND MEASURED HERE" in text
@@ -120,7 +120,7 @@ def test_it_stands_in_every_report_of_runs_with_images_and_in_no_other(study, tm
     assert "combination" not in report(Request([other], format="md")).text
 
 
-def test_every_combination_of_the_study_is_one_of_its_configs():
+def test_study_combinations_match_the_configs():
     from ftbench.spec.load import load
     from ftbench.spec.optimizations import switched_on
 
@@ -132,7 +132,7 @@ def test_every_combination_of_the_study_is_one_of_its_configs():
     assert re.search(r"\(2026-02-20\)", read_facts("image_study.yaml")["source"])
 
 
-def test_the_table_of_runs_has_images_a_second_where_there_are_some(study, tmp_path_factory):
+def test_run_table_has_images_per_second(study, tmp_path_factory):
     lines = report(Request([study], sort="images/s")).text.splitlines()
     assert "images/s" in lines[1]
     assert "fixed shape" in lines[2], "the fastest comes first"

@@ -1,4 +1,4 @@
-"""Stores of thousands of specs, each a group of its own: a report's work grows as they do, and no faster."""
+"""The work of a report is linear in the number of specs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from page_runs import made
 from counting import lines_of
 from ftbench.core.learning import DIFFERS, Learning
 from ftbench.core.stats import median_error
-from ftbench.report.command import Request, report
-from ftbench.report.compare import partners
-from ftbench.report.data import steps, ways
-from ftbench.report.data.groups import Cell, Run, cells_of
-from ftbench.report.page import head, view
-from ftbench.report.render.document import Report
+from ftbench.report.build import Request, report
+from ftbench.report.compare import pairs, partners
+from ftbench.report.data import names as naming
+from ftbench.report.data.cells import Cell, Run
+from ftbench.report.data.groups import cells_of
+from ftbench.report.document import Report
+from ftbench.report.page import overview, view
 from ftbench.report.sections import decision, scaling
 from ftbench.store import rundir
 
@@ -25,7 +26,7 @@ RATE = "train.learning_rate"
 
 
 def cells(count: int, **more: Any) -> list[Cell]:
-    """Groups of one run each that differ in the learning rate."""
+    """Return cells of one run each that differ in the learning rate."""
     return cells_of([run(number, **more) for number in range(1, count + 1)])
 
 
@@ -43,12 +44,12 @@ def run(number: int, state: str = "ok", model: str = "model") -> Run:
 
 def failed_cards(count: int) -> Callable[[], Any]:
     failed = cells(count, state="oom")
-    return lambda: head.cards(failed)
+    return lambda: overview.cards(failed)
 
 
 def workloads(count: int) -> Callable[[], Any]:
     records = [run(number, model=f"model-{number}").record for number in range(count)]
-    return lambda: [head.cards(own) for own in view.view(Report(records)).cells]
+    return lambda: [overview.cards(own) for own in view.view(Report(records)).cells]
 
 
 def baseline(count: int) -> Callable[[], Any]:
@@ -59,7 +60,7 @@ def baseline(count: int) -> Callable[[], Any]:
 def lines_over_gpus(count: int) -> Callable[[], Any]:
     records = [{"recipe": f"lora {number}", "batch": "1", "strategy": "ddp", "gpus": gpus, "tokens_per_s": 1.0}
                for number in range(count) for gpus in (1, 2)]  # fmt: skip
-    return lambda: scaling._lines(records)
+    return lambda: scaling._curves(records)
 
 
 def names(count: int) -> Callable[[], Any]:
@@ -68,59 +69,61 @@ def names(count: int) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("part", [failed_cards, workloads, baseline, lines_over_gpus, names])
-def test_the_work_grows_with_the_specs_and_no_faster(part):
-    part(10)()  # what is made once
+def test_work_is_linear_in_specs(part):
+    part(10)()  # fills caches
     fewer, more = (lines_of(part(count)) for count in (150, 300))
     assert more < 2.3 * fewer
 
 
-def test_names_of_groups_are_made_of_what_differs_alone(monkeypatch):
+def test_names_use_only_differing_facts(monkeypatch):
     shown = []
-    monkeypatch.setattr(ways, "short_value", lambda text: shown.append(text) or text)
+    monkeypatch.setattr(naming, "short_value", lambda text: shown.append(text) or text)
     listed = cells(100)
     assert [cell.way for cell in listed[:2]] == ["lora (learning rate 1e-06)", "lora (learning rate 2e-06)"]
     assert len(shown) == 100
 
 
-def test_the_interval_of_a_median_is_looked_up_for_a_length_that_came_before():
+def test_median_interval_is_cached_by_length():
     values = [float(number % 17) for number in range(480)]
     median_error(values)
     assert lines_of(lambda: median_error(values)) < 50
 
 
-def test_the_page_of_many_specs_reads_the_steps_of_few(tmp_path, monkeypatch):
+def test_page_of_many_specs_reads_few_steps(tmp_path, monkeypatch):
     for number in range(30):
         made_run = made(tmp_path, "lora", 4, steps=12, speed=0.5 + number / 1000)
         spec = rundir.read_json(made_run.spec_json)
         spec["train"]["learning_rate"] = number / 1e6
         rundir.write_json(made_run.spec_json, spec)
-    read, steps_of = [], steps.read
-    monkeypatch.setattr(steps, "read", lambda *given: read.append(given) or steps_of(*given))
+    read, read_columns = [], pairs.read_columns
+    monkeypatch.setattr(pairs, "read_columns", lambda *given: read.append(given) or read_columns(*given))
     assert "30 runs" in report(Request([tmp_path], "html")).text
     assert len(read) < 6
 
 
-def test_the_fastest_is_held_against_the_next_fastest_and_a_few_of_them_are_named(monkeypatch):
-    held: list[Cell] = []
+def test_fastest_is_compared_with_the_next_fastest_and_few_are_named(monkeypatch):
+    compared: list[Cell] = []
 
     def differs(baseline: Cell, cell: Cell) -> Learning:
-        held.append(baseline)
+        compared.append(baseline)
         return Learning(DIFFERS, "its mean loss differs by +9 %, allowed are 1 %")
 
     monkeypatch.setattr(decision, "learning_of", differs)
     listed = cells(300)
     points = [
-        point for point in decision.decision(listed).points if "do not learn" in point.text or "Not held" in point.text
+        point
+        for point in decision.decision(listed).points
+        if "do not learn" in point.text or "not compared" in point.text
     ]
-    assert held == listed[1:51]
+    assert compared == listed[1:51]
     assert len(points) == 8
     assert points[0].text.startswith(f"{listed[0].name} and {listed[1].name} do not learn the same: its mean loss")
     assert points[-2].text == f"{listed[0].name} and 44 more of the next fastest do not learn the same."
     assert len(points[-2].runs) == 45
-    assert "the 249 slowest other ways" in points[-1].text
+    assert "the 249 slowest others" in points[-1].text
 
 
-def test_of_many_that_do_not_fit_a_few_are_named():
+def test_few_of_many_out_of_memory_cells_are_named():
     def out_of_memory(cell: Cell) -> Cell:
         return replace(cell, runs=tuple(replace(each, record=each.record | {"state": "oom"}) for each in cell.runs))
 

@@ -1,4 +1,4 @@
-"""Which runs belong together, what each group is called, and what a figure is a mean of."""
+"""Grouping of runs into repeats, names of groups, and means."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from itertools import combinations
 
 import pytest
 
-from ftbench.report.command import Request, report
+from ftbench.report.build import Request, report
 from ftbench.report.compare import words
 from ftbench.report.compare.pairs import compare, noise_of, pair_of
+from ftbench.report.data.cells import Cell
 from ftbench.report.data.collect import collect
-from ftbench.report.data.groups import Cell, cells_of, runs_of
-from ftbench.report.render.runs_table import runs_table
+from ftbench.report.data.groups import cells_of, runs_of
+from ftbench.report.runs_table import runs_table
 from ftbench.report.sections.answers import night
 from ftbench.report.sections.cost import energy, money
 from ftbench.spec.prices import load_prices
@@ -28,14 +29,14 @@ def cells(path):
 
 
 def written(run, **fields):
-    """Put fields into a run's summary, as a later version writes them."""
+    """Add fields to a run's summary."""
     run.summary.write_text(json.dumps(rundir.read_json(run.summary) | fields))
 
 
 # --- groups and names ------------------------------------------------------------------------------------------------
 
 
-def test_repeats_are_runs_of_one_spec_on_one_kind_of_machine(tmp_path):
+def test_repeats_share_spec_and_gpu(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seed=2), spec={"name": "another name"})
     make_run(tmp_path, "c", steps(seed=3), machine=gpu(MAX_Q, 300, 300))
@@ -48,7 +49,7 @@ def test_repeats_are_runs_of_one_spec_on_one_kind_of_machine(tmp_path):
     }  # fmt: skip
 
 
-def test_runs_of_a_gpu_held_to_other_watts_are_no_repeats_and_say_so(tmp_path, ftbench):
+def test_different_power_limits_are_not_repeats(tmp_path, ftbench):
     for name, limit in (("a", 300), ("b", 300), ("c", 250)):
         make_run(tmp_path, name, steps(seconds=300 / limit, seed=ord(name)), machine=gpu(MAX_Q, limit, 300))
     make_run(tmp_path, "d", steps(seconds=0.5, seed=4))
@@ -59,11 +60,11 @@ def test_runs_of_a_gpu_held_to_other_watts_are_no_repeats_and_say_so(tmp_path, f
     assert f"{held[300]} on RTX PRO 6000 Blackwell Max-Q (a)" in out
     (card,) = [line for line in out.replace("\n   ", "").splitlines() if " against NVIDIA " in line]
     assert "NVIDIA H200 against NVIDIA RTX PRO 6000" in card
-    assert "differs" not in card, "the one at its highest limit is held against the other GPU"
+    assert "differs" not in card, "the cell at the maximum limit is compared with the other GPU"
 
 
-def test_runs_of_an_edited_data_file_are_no_repeats(tmp_path, ftbench):
-    """Their specs are the same word for word. What ended before it had tokens is a repeat all the same."""
+def test_edited_data_files_are_not_repeats(tmp_path, ftbench):
+    """The specs are identical. A run that ended before tokenization still counts as a repeat."""
     make_run(tmp_path, "a", steps(1), state=OOM, applied={"dataset.hash": None})
     for name, tokens in (("b", "one"), ("c", "one"), ("d", "another")):
         make_run(tmp_path, name, steps(seed=ord(name)), applied={"dataset.hash": tokens})
@@ -73,7 +74,7 @@ def test_runs_of_an_edited_data_file_are_no_repeats(tmp_path, ftbench):
 
 
 @pytest.mark.parametrize("folder", ["", "recipes", "qwen3-8b-frontier", "grid"])
-def test_every_row_of_every_table_of_committed_runs_has_a_name_of_its_own(folder):
+def test_rows_of_committed_runs_have_unique_names(folder):
     document = json.loads(report(Request([RESULTS / folder], "json", answers=True)).text)
     for section in {"night", "frontier", "energy"} & document.keys():
         names = Counter(
@@ -83,12 +84,12 @@ def test_every_row_of_every_table_of_committed_runs_has_a_name_of_its_own(folder
         assert set(names.values()) == {1}, section
 
 
-def test_a_shipped_recipe_is_called_by_its_name():
+def test_shipped_recipe_keeps_its_name():
     names = {cell.way for cell in cells(RESULTS / "recipes" / "full")}
     assert {"lora", "fastest", "fastest-fp8", "small", "unsloth 4-bit", "unsloth 16-bit"} <= names
 
 
-def test_no_sentence_holds_an_owned_card_against_a_rented_one(tmp_path):
+def test_rent_and_purchase_are_not_compared(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=0.5, seed=2), spec=method("full"))
     terms = "currency: USD, date: 2026-01-02, source: a shop"
@@ -110,8 +111,8 @@ def test_no_sentence_holds_an_owned_card_against_a_rented_one(tmp_path):
 # --- one basis -------------------------------------------------------------------------------------------------------
 
 
-def test_samples_and_tokens_tell_of_the_same_speed(tmp_path):
-    """The window of a packed run held shorter samples than the data set has on average."""
+def test_samples_and_tokens_give_the_same_ratio(tmp_path):
+    """The steady window of the packed run has shorter samples than the data set."""
     make_run(tmp_path, "plain", steps(seed=1))
     rows = steps(seed=2, real_tokens=4 * 8192, padded_tokens=4 * 8192, samples=21)
     make_run(tmp_path, "packed", rows, spec={"optimizations.packing": True})
@@ -142,22 +143,22 @@ def test_cold_and_warm_first_steps_have_no_mean(tmp_path):
     assert pair.cell.pace().start_s == pytest.approx(39, rel=0.01)
 
 
-def test_an_older_run_tells_its_cache_in_what_was_applied(tmp_path):
+def test_older_run_has_its_cache_state_in_applied(tmp_path):
     make_run(tmp_path, "a", steps(seed=1, first=40.0), applied={"compile_cache": "cold"})
     (cell,) = cells(tmp_path)
     assert words.first_step_text(cell) == "40.0 s cold"
 
 
-# --- contention and figures that are none ----------------------------------------------------------------------------
+# --- contention and NaN ----------------------------------------------------------------------------------------------
 
 
-def test_a_contended_run_is_marked_and_its_pair_says_so(tmp_path):
+def test_contended_run_is_marked_in_tables_and_pairs(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     contended = make_run(tmp_path, "b", steps(seconds=2.0, seed=2), spec=method("full"))
     written(contended, contention={"contended": True, "host_cpu_by_others": 0.7, "gpu_by_others": None})
     (pair,) = compare(runs_of(collect([tmp_path])), "method", "lora").pairs
     assert pair.cell.state == "ok, contended"
-    assert pair.reason == "it ran beside other work (contended)"
+    assert pair.reason == "it shared the machine with other work (contended)"
     shown = runs_table(collect([tmp_path]))
     assert [row[shown.headings.index("state")] for row in shown.rows] == ["ok, contended", "ok"]
     groups, example = cells(tmp_path), RESULTS.parents[1] / "configs" / "prices-example.yaml"
@@ -167,7 +168,7 @@ def test_a_contended_run_is_marked_and_its_pair_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("column", ["loss", "grad_norm"])
-def test_a_run_with_nan_has_failed_and_shows_no_figure(tmp_path, column):
+def test_nan_run_is_failed_without_figures(tmp_path, column):
     make_run(tmp_path, "a", steps(seed=1))
     broken = {"grad_norm": 1.0, column: lambda step: float("nan") if step > 1 else 2.0}
     make_run(tmp_path, "b", steps(seconds=0.5, seed=2, **broken), spec={"optimizations.compile": True})
@@ -181,9 +182,8 @@ def test_a_run_with_nan_has_failed_and_shows_no_figure(tmp_path, column):
 # --- intervals -------------------------------------------------------------------------------------------------------
 
 
-def test_like_runs_of_one_sitting_are_not_told_apart():
-    """Pairs of repeats that lie in results/h200, each as if it were one run a side: by 95 %, no more than one in twenty
-    may seem unlike, and likely so at most."""
+def test_repeats_of_one_session_are_not_distinguishable():
+    """Compare pairs of repeats in results/h200 as single runs. At most 5 % may differ, and then only "likely"."""
     found = cells(RESULTS)
     noise = noise_of(found)
     ratios = [
@@ -196,7 +196,7 @@ def test_like_runs_of_one_sitting_are_not_told_apart():
     assert all(ratio.verdict.startswith("likely ") for ratio in unlike)
 
 
-def test_an_absurd_interval_is_a_sentence(tmp_path):
+def test_very_wide_interval_is_described_in_words(tmp_path):
     for number, seconds in enumerate((1.0, 20.0)):
         make_run(tmp_path, f"a{number}", steps(seconds=seconds, seed=number))
         make_run(tmp_path, f"b{number}", steps(seconds=0.5 * seconds, seed=number), spec=method("full"))
@@ -204,4 +204,4 @@ def test_an_absurd_interval_is_a_sentence(tmp_path):
     assert pair.speed.high > 1000
     assert words.change(pair.speed).startswith("≈ +100.")
     assert "[" not in words.change(pair.speed)
-    assert "too few or too far apart" in words.change_in_words(pair.speed)
+    assert "differ too much or are too few" in words.change_in_words(pair.speed)

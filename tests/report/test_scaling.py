@@ -1,4 +1,4 @@
-"""Runs on several GPUs, against figures worked out by hand: one GPU trains 8,192 tokens in a second."""
+"""Runs on several GPUs, compared with figures computed by hand: one GPU trains 8,192 tokens per second."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ftbench.report.command import Request, report
+from ftbench.report.build import Request, report
 from ftbench.report.data.axes import implied
 from ftbench.report.show import shown
 from ftbench.store import rundir, summary
@@ -23,7 +23,7 @@ H200 SXM:
 
 
 def on(out: Path, name: str, gpus: int, strategy: str, seconds: float, batch: int = 4, peaks=(40.0, 44.0)):
-    """A run whose ranks each train 4 samples of 2,048 tokens a step, or less of a smaller batch."""
+    """Make a run whose ranks each train a batch of samples of 2,048 tokens per step."""
     launch = {"launch.gpus": gpus, "launch.strategy": strategy, "train.batch_size": batch}
     share = {"samples": batch, "real_tokens": 2048 * batch, "padded_tokens": 2048 * batch, "label_tokens": 2047 * batch}
     total = {key: value * gpus for key, value in share.items()}
@@ -54,7 +54,7 @@ def told(out: Path, **request):
     return json.loads(report(Request([out / "made"], format="json", **request)).text)
 
 
-def test_efficiency_is_held_against_one_gpu_with_the_same_batch_a_gpu_or_in_all(out):
+def test_weak_and_strong_efficiency_are_relative_to_one_gpu(out):
     rows = {record["run_ids"]: record for record in told(out, answers=True)["scaling"]["records"]}
     assert {name: (row["gpus"], row["strategy"]) for name, row in rows.items()} == {
         "one": (1, "none"), "two-ddp": (2, "ddp"), "two-half": (2, "ddp"), "four-fsdp": (4, "fsdp"),
@@ -67,8 +67,8 @@ def test_efficiency_is_held_against_one_gpu_with_the_same_batch_a_gpu_or_in_all(
     assert (rows["two-ddp"]["lowest_gb"], rows["two-ddp"]["highest_gb"]) == (40.0, 44.0)
 
 
-def test_a_second_card_is_judged_by_time_and_money(out):
-    """1M tokens take 122.07 s on one GPU of 4 dollars an hour, and 76.3 s on two of 8."""
+def test_second_gpu_is_judged_by_time_and_cost(out):
+    """1M tokens take 122.07 s on one GPU at 4 dollars per hour, and 76.3 s on two at 8."""
     (sentence,) = (
         text for text in told(out, prices=out / "prices.yaml")["worth"]["text"] if "batch 4" in text and "ddp" in text
     )
@@ -76,13 +76,13 @@ def test_a_second_card_is_judged_by_time_and_money(out):
     one = 4.0 / 3600 * 1e6 / 8192
     assert f"{1.25 * one:.3g}" in sentence
     assert "instead of" in sentence
-    assert "what takes a day on one takes 15 h" in sentence
+    assert "a day on one becomes 15 h" in sentence
 
 
-def test_each_rank_has_its_memory_by_what_it_is_for(out):
+def test_each_rank_has_its_memory_by_tier(out):
     records = told(out, answers=True)["memory_by_rank"]["records"]
     (first, second) = (record for record in records if record["run_ids"] == "two-ddp")
-    assert first["parts"] == {"tensors": 40.0, "pool beyond them": 2.0, "driver, NCCL and others": 3.0}
+    assert first["parts"] == {"tensors": 40.0, "rest of the pool": 2.0, "driver, NCCL and others": 3.0}
     assert sum(second["parts"].values()) == 49.0
 
 
@@ -97,7 +97,7 @@ def test_page_draws_tokens_per_second_against_gpus(out):
     }
 
 
-def test_a_comparison_of_strategies_knows_that_one_gpu_has_none(out):
+def test_strategy_comparison_accepts_a_single_gpu(out):
     compared = told(out, compare="strategy")
     rows = {record["run_ids"]: record for record in compared["comparison"]["records"]}
     assert rows["two-ddp"]["speed_ratio"] == pytest.approx(1.6, rel=1e-3)
@@ -105,23 +105,23 @@ def test_a_comparison_of_strategies_knows_that_one_gpu_has_none(out):
     assert "batch" in rows["two-half"]["differences"]
 
 
-def test_what_costs_an_hour_is_all_gpus(out):
+def test_hourly_cost_counts_all_gpus(out):
     records = {record["run_ids"]: record for record in told(out, prices=out / "prices.yaml")["cost"]["records"]}
     assert records["four-fsdp"]["per_hour"] == 16.0
     assert records["one"]["per_hour"] == 4.0
 
 
-def test_one_gpu_alone_has_no_scaling(out, tmp_path):
+def test_single_gpu_has_no_scaling_section(out, tmp_path):
     on(tmp_path, "alone", 1, "none", 1.0)
     assert not {"scaling", "worth", "memory_by_rank"} & told(tmp_path, answers=True).keys()
 
 
-def test_the_card_of_a_run_has_its_ranks(out):
-    text = shown(RunDir(out / "made" / "two-ddp"), out).text()
+def test_card_shows_ranks(out):
+    text = shown(RunDir(out / "made" / "two-ddp")).text()
     assert "2: 6,554 real tokens/s each, 40.0 to 44.0 GiB at the peak" in text
 
 
-def test_contended_runs_are_no_reason_to_buy(out, tmp_path):
+def test_contended_runs_are_not_used_for_cost(out, tmp_path):
     on(tmp_path, "one", 1, "none", 1.0)
     run = on(tmp_path, "two", 2, "ddp", 1.0)
     written = rundir.read_json(run.summary)
@@ -132,21 +132,21 @@ def test_contended_runs_are_no_reason_to_buy(out, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [{"memory_gb": "much"}, {"memory_gb": [1]}, {"token_skew": []}, {"count": "two"}])
-def test_ranks_that_are_none_leave_the_run_its_row(out, tmp_path, ranks):
+def test_malformed_ranks_keep_the_row(out, tmp_path, ranks):
     run = on(tmp_path, "two", 2, "ddp", 1.0)
     written = rundir.read_json(run.summary)
     rundir.write_json(run.summary, written | {"ranks": written["ranks"] | ranks})
     assert report(Request([tmp_path / "made"], answers=True)).text
 
 
-def test_a_share_of_the_peak_is_of_all_gpus(out):
-    """Two GPUs that train 1.6 times as many tokens use 0.8 of what one uses of its own."""
+def test_mfu_is_relative_to_all_gpus(out):
+    """Two GPUs at 1.6 times the speed have 0.8 times the MFU of one."""
     one, two = (rundir.read_json(RunDir(out / "made" / name).summary) for name in ("one", "two-ddp"))
     assert two["model_tflops"] == pytest.approx(1.6 * one["model_tflops"], rel=1e-3)
     assert two["mfu"] == pytest.approx(0.8 * one["mfu"], rel=1e-3)
 
 
-def test_the_second_number_of_a_mesh_is_part_of_its_strategy():
+def test_tp_size_is_part_of_the_strategy():
     fsdp, mesh, wider = ({"launch.strategy": "fsdp"}, {"launch.strategy": "tp+fsdp", "launch.tp": "2"},
                          {"launch.strategy": "tp+fsdp", "launch.tp": "4"})  # fmt: skip
     assert implied("launch.strategy", fsdp, mesh, "launch.tp")

@@ -103,7 +103,7 @@ def test_a_bundle_contains_no_secret_even_in_file_names(runs, tmp_path, capsys, 
     archive = tmp_path / "x.tar.zst"
     for run in rundir.find_runs(runs):
         digests.write(run)
-    left(capsys, monkeypatch, "bundle", runs, "-o", archive, "--with-logs")
+    left(capsys, monkeypatch, "bundle", runs, "-o", archive)
     content = unpack.zstd.decompress(archive.read_bytes()).decode("utf-8")
     assert f"runs/study-{REDACTED}/lora-{REDACTED}-r1/state.json" in content
     assert [piece for piece in PIECES if piece in content] == []

@@ -1,4 +1,4 @@
-"""Every line of every table fits the terminal; names and numbers tell rows apart; what was chosen is what is shown."""
+"""Tables fit the terminal, rows have unique names, and --where, --sort and --columns select what is shown."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from rich.cells import cell_len
 
 from ftbench.core.table import folded, text_table
-from ftbench.report import command
-from ftbench.report.render import formats
+from ftbench.report import build, formats
 from made_runs import MAX_Q, OOM, RESULTS, make_run, method, steps
 
 WIDTHS = (80, 120, 160)
@@ -26,7 +25,7 @@ def prices(folder):
 
 
 def mixed(folder):
-    """Runs that differ in all that a name may have to tell: model, method, rank, GPU, data, repeats, and one failed."""
+    """Make runs that differ in model, method, rank, GPU and data, with repeats and a failure."""
     for repeat in (1, 2):
         make_run(folder, f"a-r{repeat}", steps(seed=repeat))
     make_run(folder, "b-r1", steps(seed=3), spec=method("qlora") | {"method.rank": 64})
@@ -42,11 +41,11 @@ def too_wide(text, width):
 
 
 @pytest.mark.parametrize("store", sorted(path.name for path in RESULTS.iterdir() if path.is_dir()))
-def test_every_line_of_a_report_of_committed_runs_fits(monkeypatch, tmp_path, store):
-    """The runs are read once, and drawn in each width."""
+def test_report_of_committed_runs_fits_the_terminal(monkeypatch, tmp_path, store):
+    """Read the runs once and render them at each width."""
     drawn = []
-    monkeypatch.setattr(command.formats, "render", lambda report, format_name: drawn.append(report) or "")
-    command.report(command.Request([RESULTS / store], answers=True, prices=prices(tmp_path)))
+    monkeypatch.setattr(build.formats, "render", lambda report, format_name: drawn.append(report) or "")
+    build.report(build.Request([RESULTS / store], answers=True, prices=prices(tmp_path)))
     monkeypatch.undo()
     for width in WIDTHS:
         monkeypatch.setenv("COLUMNS", str(width))
@@ -57,13 +56,13 @@ def test_every_line_of_a_report_of_committed_runs_fits(monkeypatch, tmp_path, st
 @pytest.mark.parametrize(
     "options", [[], ["--compare", "method"], ["--compare", "gpu"], ["--repeats", "merge"]], ids=" ".join
 )
-def test_every_line_of_a_report_of_mixed_runs_fits(ftbench, monkeypatch, tmp_path, options, width):
+def test_report_of_mixed_runs_fits_the_terminal(ftbench, monkeypatch, tmp_path, options, width):
     monkeypatch.setenv("COLUMNS", str(width))
     code, out, _ = ftbench("report", mixed(tmp_path), *options)
     assert (code, too_wide(out, width)) == (0, [])
 
 
-def test_a_pipe_and_wide_get_the_whole_table(ftbench, monkeypatch, tmp_path):
+def test_pipe_and_wide_show_all_columns(ftbench, monkeypatch, tmp_path):
     mixed(tmp_path)
     piped = ftbench("report", tmp_path)[1]
     monkeypatch.setenv("COLUMNS", "80")
@@ -77,11 +76,11 @@ def test_a_pipe_and_wide_get_the_whole_table(ftbench, monkeypatch, tmp_path):
 
 
 def rows(out):
-    """The rows of the table of runs, by their numbers."""
+    """Return the rows of the table of runs by number."""
     return {line.split()[0]: line for line in out.splitlines() if re.match(r"\s*\d+  ", line)}
 
 
-def test_results_come_first_and_each_row_has_a_number_and_a_name_of_its_own(ftbench, tmp_path):
+def test_results_come_first_and_rows_have_unique_names(ftbench, tmp_path):
     mixed(tmp_path)
     out = ftbench("report", tmp_path)[1]
     heading = next(line for line in out.splitlines() if line.lstrip().startswith("#"))
@@ -93,7 +92,7 @@ def test_results_come_first_and_each_row_has_a_number_and_a_name_of_its_own(ftbe
     assert all(row["label"] in rows(out)[row["number"]] for row in listed)
 
 
-def test_what_says_most_stands_before_what_says_least(ftbench, tmp_path):
+def test_important_keys_come_first(ftbench, tmp_path):
     changes = {"measure.allow_fallback": True, "method.load_in_4bit": True, "method.rank": 64, "dataset.seed": 2}
     make_run(tmp_path, "a", spec=method("unsloth") | {"method.load_in_4bit": False})
     make_run(tmp_path, "b", spec=method("unsloth") | changes)
@@ -102,25 +101,25 @@ def test_what_says_most_stands_before_what_says_least(ftbench, tmp_path):
     assert places == sorted(places)
 
 
-def test_notes_refer_to_rows_by_number_and_of_many_the_rest_is_counted(ftbench, tmp_path):
+def test_notes_refer_to_rows_and_count_the_rest(ftbench, tmp_path):
     for number in range(13):
         make_run(tmp_path, f"r{number:02}", steps(seed=number), spec={"dataset.seed": number},
                  applied={"warnings": [f"warning {chr(97 + number)}"]})  # fmt: skip
     out = ftbench("report", tmp_path)[1]
     notes = [line for line in out.splitlines() if line.startswith("note: ")]
     assert notes[0] == "note: #1: warning a"
-    assert (len(notes), notes[-1]) == (11, "note: 3 more notes: --format json has all")
+    assert (len(notes), notes[-1]) == (11, "note: 3 more notes: use --format json")
 
 
-def test_notes_that_differ_in_figures_alone_are_one(ftbench, tmp_path):
+def test_similar_notes_are_merged(ftbench, tmp_path):
     for number, watts in enumerate((789, 791.5, 789, 800)):
         make_run(tmp_path, f"r{number}", steps(seed=number), spec={"dataset.seed": number},
                  applied={"warnings": [f"single steps show up to {watts} W"]})  # fmt: skip
     notes = [line for line in ftbench("report", tmp_path)[1].splitlines() if line.startswith("note: ")]
-    assert notes == ["note: #1, #3: single steps show up to 789 W (alike: #2, #4)"]
+    assert notes == ["note: #1, #3: single steps show up to 789 W (similar: #2, #4)"]
 
 
-def test_a_merged_row_says_which_repeat_a_note_is_about(ftbench, tmp_path):
+def test_note_of_a_merged_row_names_the_repeat(ftbench, tmp_path):
     make_run(tmp_path, "a-r1", steps(seed=1))
     make_run(tmp_path, "a-r2", steps(seed=2), applied={"warnings": ["hot"]})
     make_run(tmp_path, "b-r1", steps(seed=3), spec=method("full"))
@@ -128,7 +127,7 @@ def test_a_merged_row_says_which_repeat_a_note_is_about(ftbench, tmp_path):
     assert [line for line in out.splitlines() if "hot" in line] == ["note: #2: repeat 2 of 2: hot"]
 
 
-def test_a_title_names_nothing_that_has_no_value(ftbench, tmp_path):
+def test_title_skips_empty_values(ftbench, tmp_path):
     make_run(tmp_path, "a", spec={"model.weights": ""})
     assert "weights" not in ftbench("report", tmp_path)[1].splitlines()[0]
 
@@ -153,13 +152,13 @@ def store(tmp_path):
         ("peak GiB<100", "abc"), ("memory_gb.allocated_peak < 1e3", "abc"), ("double_quant=true", "bc"),
     ],
 )  # fmt: skip
-def test_where_keeps_the_runs_of_which_it_holds(ftbench, store, condition, kept):
+def test_where_keeps_matching_runs(ftbench, store, condition, kept):
     code, out, _ = ftbench("report", store, "--where", condition, "--format", "csv")
     assert code == 0
     assert {row["run_id"] for row in csv.DictReader(io.StringIO(out))} == set(kept)
 
 
-def test_numbers_stay_those_of_the_whole_store(ftbench, store):
+def test_row_numbers_do_not_depend_on_filters(ftbench, store):
     every = rows(ftbench("report", store)[1])
     some = rows(ftbench("report", store, "--where", "method=qlora")[1])
     assert some.keys() < every.keys()
@@ -168,12 +167,12 @@ def test_numbers_stay_those_of_the_whole_store(ftbench, store):
 @pytest.mark.parametrize(
     ("option", "order"), [("tokens/s", "bac"), ("-tokens/s", "cab"), ("step", "bac"), ("first_step_s", "abc")]
 )
-def test_the_best_comes_first_and_what_is_unknown_last(ftbench, store, option, order):
+def test_sort_puts_the_best_first_and_unknown_last(ftbench, store, option, order):
     out = ftbench("report", store, f"--sort={option}", "--format", "csv")[1]
     assert "".join(row["run_id"] for row in csv.DictReader(io.StringIO(out)))[:3] == order
 
 
-def test_the_columns_that_were_named_are_those_that_are_shown(ftbench, store):
+def test_columns_shows_the_named_columns(ftbench, store):
     out = ftbench("report", store, "--columns", "rank, tokens/s,memory_gb.allocated_peak", "--where", "state=ok")[1]
     assert out.splitlines()[1].split() == ["#", "name", "rank", "tokens/s", "memory_gb.allocated_peak"]
     assert rows(out)["2"].split()[-3:-1] == ["8", "8,192"] or "8,19" in rows(out)["2"]
@@ -183,17 +182,17 @@ def test_the_columns_that_were_named_are_those_that_are_shown(ftbench, store):
     ("arguments", "said"),
     [
         (["--where", "methd=lora"], "--where methd: no run has such a column; did you mean method?"),
-        (["--where", "method=lorra"], "no run has it; did you mean lora? (there are full, lora, qlora)"),
+        (["--where", "method=lorra"], "no run matches; did you mean lora? (values: full, lora, qlora)"),
         (["--where", "method"], "write it as method=lora, batch=4,8 or tokens/s>=5000"),
-        (["--where", "rank=1"], "--where rank=1: no run has it; did you mean 16? (there are 8, 16)"),
+        (["--where", "rank=1"], "--where rank=1: no run matches; did you mean 16? (values: 8, 16)"),
         (["--where", "tokens/s>fast"], "> compares with a number"),
         (["--sort", "token/s"], "did you mean tokens/s?"),
         (["--columns", "ranks"], "did you mean rank?"),
-        (["--columns", "rank", "--format", "csv"], "--columns chooses those of a table"),
-        (["--sort", "rank", "--compare", "method"], "--sort and --columns belong to the table of runs"),
+        (["--columns", "rank", "--format", "csv"], "--columns needs --format table or md"),
+        (["--sort", "rank", "--compare", "method"], "--sort and --columns apply to the table of runs"),
     ],
 )  # fmt: skip
-def test_a_name_that_nothing_has_is_a_sentence_with_the_nearest(ftbench, store, arguments, said):
+def test_unknown_name_is_an_error_with_the_nearest(ftbench, store, arguments, said):
     code, out, err = ftbench("report", store, *arguments)
     assert (code, out) == (2, "")
     assert said in err
@@ -202,7 +201,7 @@ def test_a_name_that_nothing_has_is_a_sentence_with_the_nearest(ftbench, store, 
 # --- the table itself ------------------------------------------------------------------------------------------------
 
 
-def test_the_last_columns_make_room_and_are_named():
+def test_last_columns_are_hidden_and_named():
     columns = ["name", ">a", ">b", "words", ">c"]
     table = text_table(columns, [["the way it trains", "1" * 9, "2" * 9, "some words that fold", "3" * 9]], 50)
     assert "hidden columns: words, c (use --wide)" in " ".join(table.split())
@@ -210,11 +209,11 @@ def test_the_last_columns_make_room_and_are_named():
     assert not too_wide(table, 50)
 
 
-def test_columns_without_headings_are_never_left_out():
+def test_columns_without_headings_are_never_hidden():
     assert "hidden" not in text_table(["", ">", ""], [["a" * 40, "1", "b" * 40]], 40)
 
 
-def test_a_paragraph_is_as_wide_as_the_terminal(monkeypatch):
+def test_paragraphs_wrap_at_the_terminal_width(monkeypatch):
     monkeypatch.setenv("COLUMNS", "50")
     assert max(map(len, folded("word " * 60).splitlines())) <= 50
     assert all(line.startswith("  w") for line in folded("  " + "word " * 60).splitlines()), "indented throughout"

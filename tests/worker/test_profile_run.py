@@ -21,7 +21,7 @@ import warm
 from commands import TINY, Command, Left, write_spec
 from ftbench.errors import SpecError
 from ftbench.profile.trace import read
-from ftbench.report import command as report
+from ftbench.report import build as report
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.identity import fingerprint
 from ftbench.store import rundir

@@ -25,7 +25,7 @@ def run(
     from ftbench.report.show import shown
 
     result = _train(spec, sets or [], out, log_every, yes)
-    emit(result.document() if as_json else shown(result.run, out).text())
+    emit(result.document() if as_json else shown(result.run).text())
     raise typer.Exit(result.exit_code)
 
 
@@ -40,15 +40,15 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Record a few steady steps, kernel by kernel. Shows kernels by group, idle gaps with causes, memory by purpose."""
-    from ftbench.profile import command
+    from ftbench.profile import profile_table
     from ftbench.report.card import card
 
     count = [f"measure.profile_steps={steps}"] if steps is not None else []
     result = _train(spec, ["measure.profile=on", *count, *(sets or [])], out, log_every, yes)
     if as_json:
-        emit(result.document() | {"profile": command.document(result.run)})
+        emit(result.document() | {"profile": profile_table.document_of(result.run)})
     else:
-        emit(command.as_text(result.run) or card(result.summary, result.run))
+        emit(profile_table.run_text(result.run) or card(result.summary, result.run))
     raise typer.Exit(result.exit_code)
 
 

@@ -1,1 +1,1 @@
-"""A recorded trace → kernels by group, idle gaps, a timeline, and what differs between two of them. No torch here."""
+"""Analyse a recorded trace: kernels by group, operators, phases, idle gaps and communication. Does not import torch."""

@@ -1,25 +1,32 @@
-"""A trace → the document of profile/kernels.json: kernels by group, operators, phases, idle gaps. Times in ms."""
+"""Compute the contents of profile/kernels.json from a trace: kernels by group, operators, phases and idle gaps."""
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ftbench.core.phases import BACKWARD
 from ftbench.core.units import some
-from ftbench.profile.gaps import longest
 from ftbench.profile.groups import GROUPS, OTHER
-from ftbench.profile.trace import Trace
-from ftbench.profile.work import DeviceWork, PhaseSpans, complement, union
+from ftbench.profile.trace import Span, Trace
+from ftbench.profile.work import DeviceWork, PhaseSpans, complement, enclosing, union
 
 SCHEMA = 1
 _MOST_KERNELS, _MOST_OPERATORS, _MOST_GAPS = 300, 60, 10
+_MOST_CAUSES = 3
+_WAITS = ("ynchronize", "Malloc", "Free")  # parts of the names of driver calls that wait for the device
+PYTHON = "Python between operators"
 
 
 def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | None = None) -> dict[str, Any]:
-    """Return the document; `work` is that of the trace (`work_of`). All totals are of the whole window, `steps` long;
-    shares of kernels and groups are of the time that kernels took. `step_before_s` is the median step before the
-    profiler ran, in seconds: profiling makes launches slower, so `busy_share_unprofiled` holds the GPU's time against
-    that."""
+    """Return the document. Times are in ms and cover the profiled window of `steps` steps.
+
+    Args:
+        trace: the trace.
+        work: the device work of the trace (`work_of`).
+        step_before_s: median step before the profiler ran, in seconds. Profiling slows launches, so
+            `busy_share_unprofiled` divides the GPU time by this.
+    """
     phases = PhaseSpans(trace.phases)
     begin, end = trace.window
     busy = union(((each.begin, each.end) for each in work), begin, end)
@@ -44,7 +51,7 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
         "kernels": _kernels(work, total),
         "operators": _operators(trace, work),
         "phases": _phases(trace, phases, work, gaps),
-        "gaps": longest(trace, phases, gaps, _MOST_GAPS),
+        "gaps": _longest(trace, phases, gaps, _MOST_GAPS),
         "idle": {"ms": sum(stop - start for start, stop in gaps), "gaps": len(gaps)},
     }
 
@@ -59,7 +66,7 @@ def _groups(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
 
 
 def _sums(work: Iterable[DeviceWork], key: Callable[[DeviceWork], Any]) -> dict[Any, tuple[float, int]]:
-    """Return time and calls of the work by a key of it."""
+    """Return the time in ms and the calls by a key of the work."""
     sums: dict[Any, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for each in work:
         time, calls = sums[key(each)]
@@ -68,8 +75,7 @@ def _sums(work: Iterable[DeviceWork], key: Callable[[DeviceWork], Any]) -> dict[
 
 
 def _kernels(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
-    """Return a row for each name and group, as one name may serve several; the longest first, what is left in one
-    line."""
+    """Return a row per name and group, the longest first, and one row for the rest."""
     sums = _sums(work, lambda each: (each.name, each.group))
     order = sorted(sums.items(), key=lambda pair: -pair[1][0])
     rows = [(*key, *both) for key, both in order[:_MOST_KERNELS]]
@@ -83,8 +89,7 @@ def _kernels(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
 
 
 def _operators(trace: Trace, work: Iterable[DeviceWork]) -> list[dict[str, Any]]:
-    """Return a row for each name: how often, how long with all that it called, how long its own kernels took; the
-    longest on the device first, then on the CPU."""
+    """Return a row per operator: calls, CPU time with callees, device time of its own kernels. The longest first."""
     device: dict[str, float] = defaultdict(float)
     for each in work:
         device[each.operator] += each.end - each.begin
@@ -102,8 +107,7 @@ def _operators(trace: Trace, work: Iterable[DeviceWork]) -> list[dict[str, Any]]
 def _phases(
     trace: Trace, phases: PhaseSpans, work: Iterable[DeviceWork], gaps: Iterable[tuple[float, float]]
 ) -> list[dict[str, Any]]:
-    """Return for each part of a step: how long the training thread was in it, how long the work took that was launched
-    in it, and how long the device was idle meanwhile."""
+    """Return for each phase: time of the training thread, time of the work launched in it, and device idle time."""
     cpu: dict[str, float] = defaultdict(float)
     device: dict[str, float] = defaultdict(float)
     idle: dict[str, float] = defaultdict(float)
@@ -116,3 +120,53 @@ def _phases(
             idle[name] += length
     names = dict.fromkeys([*cpu, *device])
     return [{"phase": name, "cpu_ms": cpu[name], "device_ms": device[name], "idle_ms": idle[name]} for name in names]
+
+
+# --- idle gaps -------------------------------------------------------------------------------------------------------
+
+
+def _longest(trace: Trace, phases: PhaseSpans, gaps: list[tuple[float, float]], most: int) -> list[dict[str, Any]]:
+    """Return the longest gaps, each with its main phase and the CPU activity by time.
+
+    CPU activity is waiting driver calls and outermost operators of any thread, else Python.
+    """
+    outermost = [_outermost(spans) for spans in trace.threads.values()]
+    rows = []
+    for begin, end in sorted(gaps, key=lambda gap: gap[0] - gap[1])[:most]:
+        within = dict[str, float]()
+        for name, length in phases.within(begin, end):
+            within[name] = within.get(name, 0.0) + length
+        rows.append({
+            "begin_ms": begin, "ms": end - begin,
+            "phase": max(within, key=lambda name: within[name]) if within else None,
+            "meanwhile": _meanwhile(outermost, begin, end),
+        })  # fmt: skip
+    return rows
+
+
+def _outermost(spans: list[Span]) -> list[Span]:
+    """Return operators without an enclosing operator, and waiting driver calls, which explain a gap better."""
+    return [
+        span for span in spans
+        if (span.kind == "op" and not any(each.kind == "op" for each in enclosing(span)))
+        or (span.kind == "call" and any(wait in span.name for wait in _WAITS))
+    ]  # fmt: skip
+
+
+def _meanwhile(threads: list[list[Span]], begin: float, end: float) -> list[dict[str, Any]]:
+    times: dict[str, float] = defaultdict(float)
+    ran: list[tuple[float, float]] = []
+    for spans in threads:
+        # Spans are sorted by begin. Outermost spans overlap only with the driver calls inside them.
+        for index in range(max(0, bisect_left(spans, begin, key=lambda span: span.begin) - 2), len(spans)):
+            span = spans[index]
+            if span.begin >= end:
+                break
+            if (length := min(span.end, end) - max(span.begin, begin)) > 0:
+                times[span.name] += length
+                ran.append((span.begin, span.end))
+    python = sum(stop - start for start, stop in complement(union(ran, begin, end), begin, end))
+    if python > 0:
+        times[PYTHON] = python
+    order = sorted(times, key=lambda name: -times[name])[:_MOST_CAUSES]
+    return [{"name": name, "ms": times[name]} for name in order]

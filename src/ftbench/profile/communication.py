@@ -1,5 +1,5 @@
-"""What the ranks of a run send each other, from the trace of one: how long, how much of it behind other work, how many
-bytes, and how long these would take at the rate that a probe measured."""
+"""Communication between ranks, from the trace of one rank: time, overlap with other work, bytes, and the time at the
+probed network rate."""
 
 import re
 from collections import defaultdict
@@ -10,7 +10,7 @@ from ftbench.profile.groups import COMMUNICATION
 from ftbench.profile.trace import GLOO, Collective, Trace
 from ftbench.profile.work import DeviceWork, union
 
-# How often each byte of a collective crosses a GPU's link in a ring of n (nccl-tests, PERFORMANCE.md).
+# Times that each byte of a collective crosses a GPU's link in a ring of n (nccl-tests, PERFORMANCE.md).
 _KINDS: dict[str, tuple[str, Callable[[int], float]]] = {
     "all-reduce": (r"all_?reduce", lambda n: 2 * (n - 1) / n),
     "reduce-scatter": (r"reduce_?scatter", lambda n: (n - 1) / n),
@@ -24,12 +24,15 @@ _KINDS: dict[str, tuple[str, Callable[[int], float]]] = {
 def communication(
     trace: Trace, work: Sequence[DeviceWork], ranks: int, network_gbs: float | None
 ) -> dict[str, Any] | None:
-    """Return milliseconds and bytes of the profiled steps: `total_ms` in which something was sent, of which
-    `exposed_ms` beside no other work (`overlap_share` is the rest), and a row for each kind of collective. None where
-    nothing was sent."""
+    """Return the communication of the profiled steps, or None without any.
+
+    Returns:
+        `total_ms` of communication, `exposed_ms` without other work at the same time, `overlap_share` (the rest), and a
+        row per kind of collective with calls and bytes.
+    """
     begin, end = trace.window
     sent = [(each.begin, each.end) for each in work if each.group == COMMUNICATION]
-    if not trace.kernels:  # gloo's own threads send, while operators on others wait for them
+    if not trace.kernels:  # gloo sends in separate threads
         sent = [(span.begin, span.end) for spans in trace.threads.values() for span in spans
                 if span.name.startswith(GLOO)]  # fmt: skip
     stretches = union(sent, begin, end)
@@ -56,8 +59,7 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 def _collectives(seen: Sequence[Collective], ranks: int, network_gbs: float | None) -> list[dict[str, Any]]:
-    """Return calls and bytes by kind, the most bytes first; bytes are those of the whole tensor, of what is gathered
-    or scattered on all ranks together."""
+    """Return calls and bytes by kind, the most bytes first. Bytes count the full tensor over all ranks."""
     sizes: dict[str, list[int | None]] = defaultdict(list)
     for each in seen:
         for kind in [kind for kind, (name, _) in _KINDS.items() if re.search(name, each.name, re.IGNORECASE)][:1]:

@@ -1,4 +1,4 @@
-"""The files of `profile/` in a run's directory: what the worker left becomes what people and reports read."""
+"""The files of `profile/` in a run's directory: analyse the traces of the worker, and load the results."""
 
 import gzip
 import json
@@ -18,15 +18,18 @@ from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
 
 KERNELS, PACKED = rundir.KERNELS, "trace.json.gz"
-MOST_TRACE_BYTES = 128 * 2**20  # of JSON; a browser opens no more, and it packs into a tenth
+MOST_TRACE_BYTES = 128 * 2**20  # of JSON, the most that a browser opens
 
 
 def finish(run: RunDir) -> None:
-    """Read the trace that each rank left, write kernels.json next to it, and pack it.
-    Raise TraceError where one cannot be read, once the others have been. Does nothing where there is none."""
+    """Read the trace of each rank, write kernels.json next to it, and compress it. Do nothing without traces.
+
+    Raises:
+        TraceError: a trace cannot be read. The other ranks are still processed.
+    """
     ranks = [run, *(run.of_rank(int(path.name[4:])) for path in sorted(run.profile.glob("rank[0-9]*")))]
     errors, warnings = list[str](), list[str]()
-    for rank in reversed(ranks):  # the first, whose profile is shown, last: it has the others' warnings, too
+    for rank in reversed(ranks):  # the first rank last: its profile includes the others' warnings
         if (rank.profile / rundir.TRACE).is_file():
             try:
                 warnings[:0] = _finish(rank, len(ranks), warnings)
@@ -37,7 +40,7 @@ def finish(run: RunDir) -> None:
 
 
 def _finish(run: RunDir, ranks: int, others: Sequence[str]) -> list[str]:
-    """Return what makes this rank's profile weak, as sentences."""
+    """Process the trace of one rank, and return its warnings."""
     raw = run.profile / rundir.TRACE
     trace = read(raw)
     work = work_of(trace)
@@ -55,7 +58,7 @@ def _finish(run: RunDir, ranks: int, others: Sequence[str]) -> list[str]:
 
 
 def step_before(run: RunDir) -> float | None:
-    """Return the median of the steps just before the profiler started, in seconds."""
+    """Return the median of the steps just before the profiler started, in seconds, or None."""
     first, last = (rundir.read_json(run.profile / rundir.WINDOW).get("timed") or [0, -1])[:2]
     rows, _ = read_steps(run.steps)
     times = [row.step_time_s for row in rows if row.phase == "train" and first <= (row.step or 0) <= last]
@@ -64,8 +67,11 @@ def step_before(run: RunDir) -> float | None:
 
 
 def pack(raw: Path, packed: Path, trace: Trace, limit: int = MOST_TRACE_BYTES) -> dict[str, Any]:
-    """Write a trace compressed. Of one with more than `limit` bytes it keeps the first steps, or a part of the first,
-    and says so: `complete` and `kept_ms` from the beginning."""
+    """Write a compressed trace. If it is larger than `limit` bytes, keep the first steps or a part of the first step.
+
+    Returns:
+        `file`, `bytes`, `complete`, and `kept_ms` since the first step.
+    """
     size, window = raw.stat().st_size, trace.window[1]
     kept = window
     try:
@@ -97,25 +103,8 @@ def _write_part(raw: Path, packed: Path, until_ms: float) -> None:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def folder_of(path: Path) -> Path:
-    """Return the profile's folder that a path names: itself, a run with one, or the only run below it that has one.
-    Raise SpecError where there is none, or more than one."""
-    if not path.exists():
-        raise SpecError(f"{path}: no such file or directory")
-    if not path.is_dir():
-        raise SpecError(f"{path}: name the directory of a run that was profiled")
-    if (path / KERNELS).is_file():
-        return path
-    folders = [run.profile for run in rundir.find_runs(path) if (run.profile / KERNELS).is_file()]
-    if not folders:
-        raise SpecError(f"{path}: holds no profile; `ftbench profile SPEC` makes one")
-    if len(folders) > 1:
-        raise SpecError(f"{path}: holds {len(folders)} profiles: name one run, for example {folders[0].parent}")
-    return folders[0]
-
-
 def load(folder: Path) -> dict[str, Any]:
-    """Return kernels.json. Raise SpecError where it is not what `ftbench profile` writes."""
+    """Return kernels.json. Raise SpecError if it is invalid."""
     document = rundir.read_json(folder / KERNELS)
     needed: dict[str, Any] = {
         "groups": list,
@@ -125,5 +114,5 @@ def load(folder: Path) -> dict[str, Any]:
         "busy_share": (int, float),
     }
     if any(not isinstance(document.get(key), kind) for key, kind in needed.items()) or document["steps"] < 1:
-        raise SpecError(f"{folder / KERNELS}: is no profile that this ftbench can read; profile again")
+        raise SpecError(f"{folder / KERNELS}: not a profile that this version can read: profile again")
     return document

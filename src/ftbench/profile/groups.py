@@ -1,6 +1,6 @@
-"""What a kernel does, told by its name, and where the name says too little by who launched it.
+"""Classify kernels by name and, if the name is ambiguous, by the operator that launched them.
 
-The names are those that the libraries give their kernels: cuBLAS (`nvjet_*`, `sm80_xmma_gemm_*`, `ampere_*gemm*`),
+The patterns match the kernel names of libraries: cuBLAS (`nvjet_*`, `sm80_xmma_gemm_*`, `ampere_*gemm*`),
 CUTLASS, cuDNN, PyTorch's own (`at::native::…`), Inductor's (`triton_poi_*` pointwise, `triton_red_*` and
 `triton_per_*` reductions, `triton_tem_*` templates), flash-attention, xformers (`fmha_cutlass*`), bitsandbytes
 (`kDequantizeBlockwise`), Liger, unsloth, NCCL.
@@ -16,9 +16,9 @@ MATMUL, ATTENTION, NORM, QUANTISE = "matmul", "attention", "norm/elementwise", "
 OPTIMIZER, LOSS, COMMUNICATION, COPY, OTHER = "optimizer", "loss", "communication", "memory copy", "other"
 GROUPS = (MATMUL, ATTENTION, NORM, QUANTISE, OPTIMIZER, LOSS, COMMUNICATION, COPY, OTHER)
 
-# What no context changes, in this order: attention before matmul, because its kernels are built from CUTLASS too; the
-# loss before casts, because its compiled kernels clamp and copy.
-_SURE: tuple[tuple[str, str], ...] = (
+# Names that are unambiguous. Attention comes before matmul because its kernels use CUTLASS too. The loss comes before
+# quantization because its compiled kernels clamp and copy.
+_UNAMBIGUOUS: tuple[tuple[str, str], ...] = (
     (COMMUNICATION, r"nccl|all_?reduce_kernel|one_shot_all|two_shot_all|symm_mem"),
     (COPY, r"^Mem(cpy|set)\b"),
     (
@@ -48,14 +48,14 @@ _SURE: tuple[tuple[str, str], ...] = (
         r"grouped_mm|\bmarlin|conv(olve|2d|1d)|dot_kernel|triton_tem_fused|w8a8_block|_routed_|grouped_(wgrad|kernel)",
     ),
 )  # fmt: skip
-# Kernels that any part of a step may launch: what they belong to is told by their caller.
+# Kernels that any part of a step may launch. Their group depends on the caller.
 _PLAIN = (
     r"elementwise|vectorized|unrolled|reduce|softmax|SoftMax|norm|rms|rope|rotary|silu|gelu|swiglu|geglu|_fg_kernel|"
     r"DWf_DW|dropout|copy|cat|Cat|fill|Fill|index|gather|scatter|embedding|where|mask|cumsum|scan|sort|topk|arange|"
     r"triton_(poi|red|per|for)|transpose|tril|triu|distribution|compare|(exact|approx)_(forward|backward)|_route|"
     r"_combine_(fwd|bwd)"
 )
-# What an operator is where it launches a kernel without a telling name, and on a machine that has no kernels.
+# The groups of operators, for ambiguous kernels and for CPU profiles.
 _OPERATORS: tuple[tuple[str, str], ...] = (
     (COMMUNICATION, r"^(c10d|nccl|gloo)\b|all_reduce|reduce_scatter|all_gather"),
     (ATTENTION, r"scaled_dot_product|flash_attn|flex_attention|varlen_attn|_efficient_attention"),
@@ -71,21 +71,27 @@ _OPERATORS: tuple[tuple[str, str], ...] = (
     (NORM, r"^aten::|^triton_|^prims::|^liger|Backward\d*$|AccumulateGrad"),
 )  # fmt: skip
 _BY_PHASE = {phases.OPTIMIZER: OPTIMIZER, phases.CLIP: OPTIMIZER, phases.LOSS: LOSS, phases.METRICS: LOSS}
-_CALLERS = (ATTENTION, QUANTISE, LOSS, OPTIMIZER)  # whose plain kernels are part of them
+_CALLERS = (ATTENTION, QUANTISE, LOSS, OPTIMIZER)  # groups that include the plain kernels they launch
 
 
 def group_of_kernel(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
-    """Return the group of a GPU kernel. `operators` are those that were running when it was launched, innermost first;
-    `phase` is the part of the step; `in_loss` says that it computes the loss or a gradient of it."""
-    if (sure := _first(_SURE, name)) is not None:
-        return sure
+    """Return the group of a GPU kernel.
+
+    Args:
+        name: name of the kernel.
+        operators: operators that were running at the launch, innermost first.
+        phase: phase of the step.
+        in_loss: whether the kernel computes the loss or its gradient.
+    """
+    if (group := _first(_UNAMBIGUOUS, name)) is not None:
+        return group
     callers = _groups(operators)
     own = NORM if _search(_PLAIN, name) else next(iter(callers), OTHER)
     return _part(callers, phase, in_loss) or own
 
 
 def group_of_operator(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
-    """Return the group of an operator's own time on a CPU; `operators` are those around it, innermost first."""
+    """Return the group of an operator's own time on a CPU. `operators` enclose it, innermost first."""
     own = _first(_OPERATORS, name)
     if own not in (None, NORM):
         return str(own)
@@ -112,3 +118,28 @@ def _first(rules: tuple[tuple[str, str], ...], name: str) -> str | None:
 @lru_cache(maxsize=65536)
 def _search(pattern: str, name: str) -> bool:
     return re.search(pattern, name) is not None
+
+
+# --- short names -----------------------------------------------------------------------------------------------------
+
+_FUNCTOR = re.compile(r"\b(?:\w*Functor\w*|\w+_kernel_cuda|\w+_kernel_impl|\w*Ops?\b(?=<)|direct_copy\w*|\w+Epilogue)")
+_MAX_LETTERS = 72
+
+
+def short(name: str) -> str:
+    """Return a short kernel name, for example `vectorized_elementwise_kernel (CUDAFunctor_add)`.
+
+    Long names without template arguments are cut in the middle.
+    """
+    text = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    if "<" not in text:
+        return _cut(text if text.startswith("Mem") else text.partition("(")[0])
+    head = text.partition("<")[0].split("(")[0].rsplit("::", 1)[-1]
+    inner = [functor for functor in dict.fromkeys(_FUNCTOR.findall(text.partition("<")[2])) if functor not in head]
+    if head in ("Kernel", "Kernel2", "device_kernel", "kernel"):  # CUTLASS: only the template is informative
+        inner = re.findall(r"cutlass\w*|flash\w*|Flash\w*|\w*[Gg]emm\w*|enable_\w+|f8f8\w*", text)[:2]
+    return _cut(f"{head} ({inner[0]})" if inner else head)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_LETTERS else f"{text[: _MAX_LETTERS - 20]}…{text[-19:]}"

@@ -1,6 +1,6 @@
-"""PyTorch's trace file (Chrome's trace-event format as Kineto writes it) → what happened, in milliseconds.
+"""Read a PyTorch trace file (Chrome trace-event format, written by Kineto).
 
-Times are milliseconds since the first profiled step; spans of a thread nest.
+Times are milliseconds since the first profiled step. The spans of a thread nest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ftbench.errors import FtbenchError
 MOST_BYTES = 2**30
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
-GLOO = "gloo:"  # what names of its own threads' work begin with
+GLOO = "gloo:"  # prefix of spans in gloo's threads
 _CALLS = {"cuda_runtime", "cuda_driver"}
 _LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
 _LEAST_SEEN, _NEARLY_ALL = 0.9, 0.99  # of the launches
@@ -33,13 +33,16 @@ _LESS = (
 
 
 class TraceError(FtbenchError):
-    """A trace that cannot be read; the message names the file."""
+    """A trace that cannot be read."""
 
 
 @dataclass(slots=True)
 class Span:
-    """Something that a CPU thread did: an operator, a range that somebody named, or a call into the driver's library
-    (`kind` op, range or call); or that the GPU did (kernel). `sequence` joins an operator with its backward pass."""
+    """A span of a CPU thread or of the GPU.
+
+    `kind` is op (operator), range (annotation), call (driver API) or kernel (GPU). `sequence` links an operator with
+    its backward pass.
+    """
 
     name: str
     begin: float
@@ -53,8 +56,10 @@ class Span:
 
 @dataclass(slots=True)
 class Collective:
-    """Something that the ranks of a run did together: the `elements` of the whole tensor on all ranks and their `width`
-    in bytes, None where the trace does not tell; as a GPU's kernel or as the operator that asked for it."""
+    """A collective operation, from a GPU kernel or from the operator that started it.
+
+    `elements` counts the full tensor on all ranks. `width` is bytes per element, None if unknown.
+    """
 
     name: str
     elements: int
@@ -63,36 +68,39 @@ class Collective:
 
     @property
     def size(self) -> int | None:
-        """Bytes of the whole tensor."""
+        """Bytes of the full tensor, or None."""
         return self.elements * self.width if self.elements and self.width else None
 
 
 @dataclass(slots=True)
 class Trace:
-    """`steps` and `phases` are (begin, end) and (begin, end, name) in the order of time; `threads` maps a thread to its
-    spans, by begin; `gpu` is the name of the first GPU in the file."""
+    """A trace.
+
+    `steps` are (begin, end) and `phases` are (begin, end, name), sorted. `threads` maps a thread to its spans, sorted
+    by begin. `gpu` is the name of the first GPU in the file.
+    """
 
     gpu: str | None = None
-    lost: str | None = None  # in words what the profiler lost of what the GPU did
-    origin: float = 0.0  # when the first step begins on the file's clock
+    lost: str | None = None  # warning about kernels that the profiler lost
+    origin: float = 0.0  # begin of the first step on the file's clock
     kernels: list[Span] = field(default_factory=list)
     threads: dict[Any, list[Span]] = field(default_factory=dict)
     steps: list[tuple[float, float]] = field(default_factory=list)
     phases: list[tuple[float, float, str]] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
-    gloo_widths: dict[int, set[int | None]] = field(default_factory=dict)  # of an element, by how many gloo sent
+    gloo_widths: dict[int, set[int | None]] = field(default_factory=dict)  # by number of elements
 
     @property
     def window(self) -> tuple[float, float]:
-        """From the beginning of the first step to the end of the last, and of what the GPU did for it."""
+        """From the begin of the first step to the end of the last step or its last kernel."""
         return self.steps[0][0], max([self.steps[-1][1], *(kernel.end for kernel in self.kernels)])
 
 
 def read(path: Path) -> Trace:
-    """Return the trace in a .json or .json.gz file. Raise TraceError for what is none, or holds no profiled step."""
+    """Return the trace in a .json or .json.gz file. Raise TraceError if it is invalid or has no profiled step."""
     trace = Trace()
     collecting = gc.isenabled()
-    gc.disable()  # a million objects without a cycle among them: looking for one takes a third of the time
+    gc.disable()  # looking for cycles among a million spans takes a third of the time
     try:
         head = each_event(path, lambda event: _keep(trace, event))
         gpus = head.get("deviceProperties") or [{}]
@@ -103,15 +111,21 @@ def read(path: Path) -> Trace:
         if collecting:
             gc.enable()
     if not trace.steps:
-        raise TraceError(f"{path}: holds no profiled step; profile again")
+        raise TraceError(f"{path}: contains no profiled step; profile again")
     _settle(trace)
     _check_gpu(trace, path)
     return trace
 
 
 def each_event(path: Path, take: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Give `take` every event of a trace as it is read, so that no more of hundreds of MB stays than it keeps; return
-    what stands around the events. Raise TraceError for more than MOST_BYTES."""
+    """Call `take` with every event of a trace while reading, so that events are not kept in memory.
+
+    Returns:
+        The document without its events.
+
+    Raises:
+        TraceError: the trace is larger than MOST_BYTES.
+    """
 
     def keep(value: dict[str, Any]) -> dict[str, Any] | None:
         if "ph" not in value:
@@ -126,7 +140,7 @@ def each_event(path: Path, take: Callable[[dict[str, Any]], None]) -> dict[str, 
             f"{path}: larger than {MOST_BYTES >> 30} GiB; profile fewer steps (--steps 1), or accumulate less"
         )
     document: dict[str, Any] = json.loads(text.decode(errors="replace"), strict=False, object_hook=keep)
-    document["traceEvents"]  # a KeyError for what is no trace
+    document["traceEvents"]  # raises KeyError for other documents
     return document
 
 
@@ -161,8 +175,10 @@ _BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "long": 8, "long in
 
 
 def _collective(kind: str | None, name: str, details: dict[str, Any]) -> Collective | None:
-    """Return the collective of an event: of NCCL a kernel that names it, with its elements; of gloo the operator that
-    began it, with its shapes where the profiler wrote them."""
+    """Return the collective of an event, or None.
+
+    NCCL kernels contain its name and size. For gloo, use the operator that started it and its shapes, if recorded.
+    """
     if kind == "kernel" and "Collective name" in details:
         elements = max(int(details.get(side, 0)) for side in ("In msg nelems", "Out msg nelems"))
         width = _BYTES.get(str(details.get("dtype", "")).lower())
@@ -173,7 +189,7 @@ def _collective(kind: str | None, name: str, details: dict[str, Any]) -> Collect
 
 
 def _width(details: dict[str, Any]) -> int | None:
-    """Return the bytes of an element of an operator's tensors; None for a list of tensors, whose type is not told."""
+    """Return the bytes per element of an operator's tensors. None for lists of tensors, which lack a type."""
     widths = (_BYTES.get(text.removeprefix("c10::").lower()) for text in _leaves(details.get("Input type")))
     return next(filter(None, widths), None)
 
@@ -191,7 +207,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _shapes(value: Any) -> Iterator[list[int]]:
-    """Yield the shapes in nested lists: of each tensor, of each tensor of a list."""
+    """Yield the shapes of all tensors in nested lists."""
     if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
         yield value
     elif isinstance(value, list):
@@ -200,9 +216,11 @@ def _shapes(value: Any) -> Iterator[list[int]]:
 
 
 def _settle(trace: Trace) -> None:
-    """Count times from the first step, put everything in order, give each span the one around it. Where kernels tell of
-    what was sent, the operators that asked for them do not tell it again. The type of what an operator sends in a list
-    is that of what gloo sent, where all of as many elements were of one."""
+    """Shift times to the first step, sort, set parents, and complete the collectives.
+
+    If kernels describe the collectives, drop the duplicates from operators. A missing width comes from gloo, if all
+    transfers of that many elements have one width.
+    """
     if any(each.is_kernel for each in trace.collectives):
         trace.collectives = [each for each in trace.collectives if each.is_kernel]
     for each in trace.collectives:
@@ -221,16 +239,18 @@ def _settle(trace: Trace) -> None:
 
 
 def _check_gpu(trace: Trace, path: Path) -> None:
-    """Raise TraceError where the profiler lost what the GPU did: under FSDP on two H200 (torch 2.11) of 13,068 launches
-    none had its kernel, and all of the time looked idle. Of few kernels `lost` tells."""
+    """Raise TraceError if the profiler lost most kernels, and set `lost` if it lost some.
+
+    Under FSDP on two H200 (torch 2.11), none of 13,068 launches had a kernel, and the GPU looked idle.
+    """
     calls = (span for spans in trace.threads.values() for span in spans if span.kind == "call")
     launched = {call.correlation for call in calls if _LAUNCH.match(call.name)}
     seen = len(launched & {kernel.correlation for kernel in trace.kernels})
     if seen < _NEARLY_ALL * len(launched):
-        lost = f"the profiler lost what the GPU did: of {len(launched):,} launches {seen:,} have a kernel"
+        lost = f"the profiler lost GPU work: {seen:,} of {len(launched):,} launches have a kernel"
         if seen < _LEAST_SEEN * len(launched):
             raise TraceError(f"{path}: {lost}; {_LESS}")
-        trace.lost = f"{lost}, so it was busy for longer than is shown; {_LESS}"
+        trace.lost = f"{lost}, so the GPU was busy for longer than shown; {_LESS}"
 
 
 def _nest(spans: list[Span]) -> None:

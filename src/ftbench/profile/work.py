@@ -1,4 +1,4 @@
-"""Who did what for whom: each stretch of the device's work with its group, its operator and its phase of the step."""
+"""Device work of a trace: each kernel or operator with its group, its operator and its phase of the step."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
@@ -11,8 +11,11 @@ from ftbench.profile.trace import Span, Trace
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """A kernel; without a GPU, a stretch in which an operator itself ran. `operator` is the innermost one that launched
-    it, empty where none is known; `call` counts a thing that was begun once and ran in several stretches once."""
+    """A kernel or, without a GPU, an interval of an operator's own time.
+
+    `operator` is the innermost operator that launched it, or empty. `call` is 1 for the first interval of an operator
+    and 0 for the others.
+    """
 
     name: str
     group: str
@@ -24,8 +27,7 @@ class DeviceWork:
 
 
 class PhaseSpans:
-    """Which part of a step the training thread was in, and when. Other threads work for it: a backward pass runs in
-    one of autograd's."""
+    """The phases of the training thread over time. Work of other threads, such as autograd's, belongs to them."""
 
     def __init__(self, phases: list[tuple[float, float, str]]) -> None:
         self._phases = phases
@@ -38,7 +40,7 @@ class PhaseSpans:
         return OTHER
 
     def within(self, begin: float, end: float) -> Iterator[tuple[str, float]]:
-        """Return the phases of a stretch and how long each lasts in it."""
+        """Yield the phases within an interval and their duration in it."""
         for index in range(max(0, bisect_right(self._begins, begin) - 1), len(self._phases)):
             start, stop, name = self._phases[index]
             if start >= end:
@@ -48,8 +50,7 @@ class PhaseSpans:
 
 
 def work_of(trace: Trace) -> list[DeviceWork]:
-    """Return what the device did, in the order of its beginning: kernels and copies, or on a CPU the operators
-    themselves."""
+    """Return the device work sorted by begin: kernels and copies, or operators on a CPU."""
     phases = PhaseSpans(trace.phases)
     loss = _loss_sequences(trace, phases)
     return list(_on_gpu(trace, phases, loss) if trace.kernels else _on_cpu(trace, phases, loss))
@@ -80,7 +81,7 @@ def _on_cpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> list[DeviceWork
 
 
 def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator[DeviceWork]:
-    """Return the stretches in which an operator ran and none that it had called."""
+    """Yield the intervals in which an operator ran without a callee."""
     stack: list[Span] = []
     begun: set[int] = set()
     begin = 0.0
@@ -109,14 +110,14 @@ def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator
 
 
 def enclosing(span: Span | None) -> Iterator[Span]:
-    """Return what a span happened in, innermost first; calls of the driver's library are left out."""
+    """Yield the spans around a span, innermost first, without driver calls."""
     while span is not None and (span := span.parent) is not None:
         if span.kind != "call":
             yield span
 
 
 def _loss_sequences(trace: Trace, phases: PhaseSpans) -> set[int]:
-    """Return the numbers that join the loss's operators with their backward passes."""
+    """Return the sequence numbers of the loss's operators, which their backward passes share."""
     return {
         span.sequence for spans in trace.threads.values() for span in spans
         if span.sequence is not None and not span.backward and phases.at(span.begin) == LOSS
@@ -128,7 +129,7 @@ def _of_loss(span: Span, loss: set[int]) -> bool:
 
 
 def union(stretches: Iterable[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
-    """Return stretches as few that do not overlap, cut to the window, in order."""
+    """Return the union of intervals within a window, sorted and without overlaps."""
     merged: list[tuple[float, float]] = []
     for start, stop in sorted(stretches):
         start, stop = max(start, begin), min(stop, end)
@@ -142,6 +143,6 @@ def union(stretches: Iterable[tuple[float, float]], begin: float, end: float) ->
 
 
 def complement(busy: list[tuple[float, float]], begin: float, end: float) -> list[tuple[float, float]]:
-    """Return what a `union` leaves of its window."""
+    """Return the parts of a window outside a `union`."""
     edges = [begin, *(edge for stretch in busy for edge in stretch), end]
     return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]

@@ -1,4 +1,4 @@
-"""One run on one card, for the end of `ftbench run`."""
+"""The summary card of one run, printed at the end of `ftbench run`."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from ftbench.spec.reading import as_text
 from ftbench.store.rundir import RunDir, read_json
 from ftbench.store.summary import UNKNOWN
 
-_LABEL = 10  # letters of the longest, so that all cards look alike
+_LABEL = 10  # width of the label column
 
 
 def card(summary: RunSummary, run: RunDir) -> str:
-    """Return what was trained, what it cost, and what makes the figures weak."""
+    """Return the run's settings, figures and warnings as text."""
     title = f"{summary.run_id}: {summary.state}" + (f": {summary.reason}" if summary.reason else "")
-    said = "" if summary.state == "ok" else f" (what it said: {run.log.name})"
+    log = "" if summary.state == "ok" else f" (log: {run.log.name})"
     warnings = [("warning", reworded(text)) for text in summary.warnings]
-    lines = [*_lines(summary), *_resolved(run), *warnings, ("files", f"{run.path}{said}")]
+    lines = [*_lines(summary), *_resolved(run), *warnings, ("files", f"{run.path}{log}")]
     rows = [("", label.ljust(_LABEL), text) for label, text in lines if text]
     return f"{folded(title)}\n{text_table(['', '', ''], rows)}"
 
@@ -33,20 +33,20 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
     rates: dict[str, Any] = summary.tokens_per_s
     samples_per_hour, joules = speeds(summary)
     known = rates.get("real") is not None and rates.get("padded")
-    judged = "reward_first" in summary.loss  # then the gains of a group, which add up to nothing, are the loss
+    judged = "reward_first" in summary.loss  # the loss of grpo is near zero by construction
     losses = {} if judged else {name: loss for name, loss in summary.loss.items() if not name.startswith("reward")}
     padding = units.percent(1 - rates["real"] / rates["padded"]) if known else ""
     return [
         ("what", ", ".join([what, *(name for name in summary.optimizations if name != UNKNOWN)])),
         ("trained", share if trained else ""),
-        ("steps", f"{steps['total']}, of which {steps.get('warmup', 0)} warm-up" if steps.get("total") else ""),
+        ("steps", f"{steps['total']}, {steps.get('warmup', 0)} of them warm-up" if steps.get("total") else ""),
         ("step time", _step_time(summary.step_time_s)),
         ("forward", ", ".join(f"{part} {units.seconds(spent)}" for part, spent in summary.forward_s.items())),
         ("parts", ", ".join(f"{part} {units.seconds(spent)}" for part, spent in summary.parts_s.items())),
         ("first step", units.seconds(summary.first_step_s)),
         ("speed", _speed(summary, samples_per_hour)),
         ("ranks", _ranks(summary)),
-        ("padding", f"{padding} of the positions computed are padding" if padding else ""),
+        ("padding", f"{padding} of the computed positions are padding" if padding else ""),
         ("memory", _memory(summary.memory_gb)),
         ("model", _model(summary)),
         ("bound by", f"{', '.join([verdict, *bound['also']])}: {reworded(bound['why'])}" if verdict else ""),
@@ -58,7 +58,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def _resolved(run: RunDir) -> list[tuple[str, str]]:
-    """Return a line for each reason why settings that were `auto` became what they are."""
+    """Return a line per reason for the values of `auto` settings."""
     reasons: dict[str, list[str]] = {}
     for key, made in (read_json(run.applied).get("resolved") or {}).items():
         reasons.setdefault(str(made["reason"]), []).append(f"{key} {as_text(made['value'])}")
@@ -106,7 +106,7 @@ def _ranks(summary: RunSummary) -> str:
         [f"{units.gibibytes(peak['lowest'])} to {units.gibibytes(peak['highest'])} GiB at the peak"] if peak else []
     )
     skew = ranks.get("token_skew")
-    parts += [f"{units.percent(skew)} of a step is spent on waiting for the one with the most tokens"] if skew else []
+    parts += [f"{units.percent(skew)} of a step is spent waiting for the rank with the most tokens"] if skew else []
     return f"{ranks['count']}: " + ", ".join(parts)
 
 

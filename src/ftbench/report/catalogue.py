@@ -1,4 +1,4 @@
-"""`ftbench list`: what can be named in a spec."""
+"""`ftbench list`: the names that a spec can use."""
 
 from collections.abc import Callable, Iterable
 
@@ -21,7 +21,7 @@ Rows = Iterable[tuple[str, ...]]
 
 
 def catalogue(what: str) -> str:
-    """Return aligned lines of name and meaning. Raises SpecError for an unknown list."""
+    """Return aligned lines of name and meaning. Raise SpecError for an unknown list."""
     try:
         known(what, LISTS, "list")
     except ValueError as error:
@@ -39,14 +39,14 @@ def _models() -> Rows:
 
 
 def _gpus() -> Rows:
-    yield "GPU", ">bf16 TFLOP/s", ">memory GB", ">usable GiB", ">GB/s", ">W", "rate of products"
+    yield "GPU", ">bf16 TFLOP/s", ">memory GB", ">usable GiB", ">GB/s", ">W", "matmul rate"
     for gpu in gpus():
         figures = (gpu.bf16, gpu.memory_gb, round(capacity(gpu).usable, 2), gpu.bandwidth, gpu.watts)
         yield gpu.name, *("none" if figure is None else f"{figure:g}" for figure in figures), _rate_from(gpu)
 
 
 def _rate_from(gpu: Gpu) -> str:
-    """Return where the rate of a GPU's products is from; of AMD's no run can ever tell it."""
+    """Return the source of a GPU's matmul rate. ftbench cannot measure AMD GPUs."""
     source = "published" if gpu.gemm_bf16 else "unmeasured, data sheet only"
     return source if gpu.compute_capability else f"{source}; no runs on AMD"
 

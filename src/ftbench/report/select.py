@@ -1,4 +1,4 @@
-"""`--where`, `--sort` and `--columns`: which runs a report is about, in which order, and under which columns."""
+"""`--where`, `--sort` and `--columns`: select, order and show runs."""
 
 import math
 import operator
@@ -12,8 +12,8 @@ from ftbench.errors import SpecError
 from ftbench.report.data.axes import PREFIX, headings
 from ftbench.report.data.collect import Record, data_labels, state_of
 from ftbench.report.data.facts import CPU, spec_facts
-from ftbench.report.render.document import Column
-from ftbench.report.render.runs_table import FIGURES
+from ftbench.report.document import Column
+from ftbench.report.runs_table import FIGURES
 from ftbench.spec.base import nearest, shortened
 from ftbench.store.rundir import RunDir
 
@@ -22,13 +22,12 @@ _ORDERED: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
 _SWITCHES = {"true": "on", "false": "off", "yes": "on", "no": "off"}
-_MOST_VALUES = 12  # that a message lists
-SEEN = "shown."  # of the fields of a record that hold what a column shows
+_MOST_VALUES = 12  # in a message
+SEEN = "shown."  # prefix of record fields with the text of a column
 
 
 class Selection:
-    """The runs of a report by what can be said of them: a heading of its tables, a key of the spec or the end of one,
-    or a field of the records."""
+    """The runs of a report, addressed by table heading, spec key, the end of a spec key, or record field."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         specs = [spec_facts(RunDir(Path(record["path"]))) for record in records]
@@ -39,7 +38,7 @@ class Selection:
         self._columns = _columns(dict.fromkeys(name for record in self.records for name in record))
 
     def column(self, option: str, name: str) -> Column:
-        """Return what is meant by a name. Raise SpecError, with the nearest, for one that nothing has."""
+        """Return the column of this name. Raise SpecError with the nearest name if it does not exist."""
         if (column := self._columns.get(_plain(name))) is None:
             near = nearest(_plain(name), self._columns)
             raise SpecError(
@@ -49,7 +48,7 @@ class Selection:
         return column
 
     def where(self, conditions: Iterable[str]) -> None:
-        """Keep the runs of which all conditions hold: `method=lora`, `rank=8,16`, `tokens/s>=5000`, `state!=ok`."""
+        """Keep the runs that meet all conditions: `method=lora`, `rank=8,16`, `tokens/s>=5000`, `state!=ok`."""
         for text in conditions:
             match = _CONDITION.fullmatch(text)
             if match is None:
@@ -62,16 +61,18 @@ class Selection:
                 left = {id(record) for record in kept}
                 kept = [record for record in self.records if id(record) not in left]
             if not kept:
-                raise SpecError(f"--where {shortened(text)}: no run has it{self._values(column, value)}")
+                raise SpecError(f"--where {shortened(text)}: no run matches{self._values(column, value)}")
             self.records = kept
 
     def _values(self, column: Column, value: str) -> str:
         values = list(filter(None, dict.fromkeys(_text(record, column) for record in self.records)))
-        return f"{nearest(value, values)} (there are {units.listed(values or ['none'], _MOST_VALUES)})"
+        return f"{nearest(value, values)} (values: {units.listed(values or ['none'], _MOST_VALUES)})"
 
     def sort(self, name: str) -> None:
-        """Put the best first: most of what more of is better, least of other figures, words by the alphabet; with a
-        leading minus the other way round. What is unknown comes last."""
+        """Sort the best first: descending if higher is better, else ascending, words by the alphabet.
+
+        A leading minus reverses the order. Unknown values come last.
+        """
         column = self.column("--sort", name.removeprefix("-"))
         known = [record for record in self.records if _known(record, column)]
         unknown = [record for record in self.records if not _known(record, column)]
@@ -80,7 +81,7 @@ class Selection:
 
 
 def _shown(record: Record, data: str) -> Record:
-    """Return what the table of runs says of a record, by its headings."""
+    """Return the texts of a record by the headings of the table of runs."""
     known = {
         "model": str(record["model"]).rsplit("/", 1)[-1], "gpu": record["gpu"] or CPU, "data": data,
         "with": ", ".join(record["optimizations"]).replace("_", " ") or "none", "method": record["method"],
@@ -90,7 +91,7 @@ def _shown(record: Record, data: str) -> Record:
 
 
 def _columns(fields: Iterable[str]) -> dict[str, Column]:
-    """Return what each name means: headings of the table before keys of the spec, these before other fields."""
+    """Return the columns by name. Table headings take precedence over spec keys, and these over other fields."""
     columns = {column.heading: column for column in FIGURES}
     names = list(fields)
     columns |= {name.removeprefix(SEEN): Column(name.removeprefix(SEEN), name) for name in names if name[:6] == SEEN}
@@ -111,7 +112,7 @@ def _plain(name: str) -> str:
 
 
 def _value(record: Record, column: Column) -> Any:
-    """Return what a record has; a run that did not end well has no figures."""
+    """Return the value of a record. A failed run has figures of None."""
     value = record.get(column.source)
     return None if isinstance(value, float) and record["state"] != "ok" else value
 
@@ -148,7 +149,7 @@ def _ordered(records: Sequence[Record], column: Column, sign: str, value: str) -
 
 
 def _equal(records: Sequence[Record], column: Column, sign: str, value: str) -> list[Record]:
-    """Return the records that have one of the values, or else, of words, one as a part of theirs: 16 is no 1."""
+    """Return the records that equal one of the values, or else the records whose words contain one."""
     wanted = [_SWITCHES.get(_plain(part), _plain(part)) for part in value.split(",")]
     numbers = {_number(part) for part in wanted} - {None}
     texts = [(record, _plain(_text(record, column))) for record in records]
@@ -158,7 +159,7 @@ def _equal(records: Sequence[Record], column: Column, sign: str, value: str) -> 
 
 
 def matching(records: Sequence[Record], conditions: Sequence[str]) -> list[Record]:
-    """Return the records of which all conditions hold."""
+    """Return the records that meet all conditions."""
     if not conditions:
         return list(records)
     selection = Selection(records)
@@ -168,7 +169,7 @@ def matching(records: Sequence[Record], conditions: Sequence[str]) -> list[Recor
 
 
 def arranged(records: Sequence[Record], sort: str | None, names: Sequence[str]) -> tuple[list[Record], list[Column]]:
-    """Return the records in the order asked for, and the columns that were named, whose fields they have."""
+    """Return the records in the requested order, and the requested columns."""
     if sort is None and not names:
         return list(records), []
     selection = Selection(records)

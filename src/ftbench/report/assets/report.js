@@ -1,5 +1,5 @@
 "use strict";
-// Everything below works on the JSON block of this page alone. Text of runs is set as text, never as HTML.
+// The script only uses the JSON block of this page. Text of runs is set as text, never as HTML.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const $ = (id) => document.getElementById(id);
@@ -19,7 +19,7 @@
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
   });
 
-  // --- the workload: runs of one model on one data set are compared, and shown at a time ------------------------------
+  // --- the workload: the page shows the runs of one model and data set at a time --------------------------------------
   const workload = () => ($("workload") ? Number($("workload").value) : 0);
   const isAbout = (node) => node.dataset.w === undefined || node.dataset.w.split(" ").includes(String(workload()));
   const ofWorkload = [...document.querySelectorAll("[data-w]")].filter((node) => !node.closest("#runs"));
@@ -35,7 +35,7 @@
     Object.keys(FIGURES).forEach(draw);
   }
 
-  // Of a long list the first entries are shown, with a search for the others.
+  // Long lists show their first entries, and a search for the others.
   const LONG = 60, SHORT = 24;
   const wordsIn = (input) => input.value.toLowerCase().split(/\s+/).filter(Boolean);
   const shorten = [...document.querySelectorAll("[data-long]")].filter((list) => list.children.length > LONG).map((list) => {
@@ -64,7 +64,7 @@
     return show;
   });
 
-  // What tells some things apart, each of which has a way of training, a batch and a GPU; and what all of them share.
+  // Short names of items by recipe, batch and GPU, and the parts that all items share.
   const PARTS = [(item) => item.way, (item) => `batch ${item.batch}`, (item) => item.gpu.replace(/^NVIDIA /, "")];
   function apart(items) {
     const varying = PARTS.filter((part) => new Set(items.map(part)).size > 1);
@@ -81,7 +81,7 @@
     return [row.textContent, run.method, run.gpu, run.reason, data.workloads[run.workload]].join(" ").toLowerCase();
   });
   const collator = new Intl.Collator(["ja", "en"], { numeric: true });
-  const MOST_ROWS = 300; // that are laid out at once
+  const MOST_ROWS = 300; // in the table at first
   let most = MOST_ROWS;
 
   function filter() {
@@ -108,7 +108,7 @@
   $("whole").addEventListener("click", whole);
   addEventListener("beforeprint", whole);
 
-  // A link to evidence shows its runs in the table.
+  // A link to runs filters the table.
   document.addEventListener("click", (event) => {
     const link = event.target.closest("a.evidence");
     if (!link) return;
@@ -127,7 +127,7 @@
     const rising = head.getAttribute("aria-sort") !== "ascending";
     const known = cellsOf(head).map((cell) => [cell.parentNode, cell.dataset.v === undefined ? cell.textContent : Number(cell.dataset.v)]);
     known.sort(([a, x], [b, y]) => {
-      const emptyX = x === "", emptyY = y === ""; // what is not known comes last, whichever way
+      const emptyX = x === "", emptyY = y === ""; // unknown values come last in both orders
       if (emptyX || emptyY) return emptyX - emptyY || a.dataset.i - b.dataset.i;
       const order = typeof x === "number" && typeof y === "number" ? x - y : collator.compare(x, y);
       return (rising ? order : -order) || a.dataset.i - b.dataset.i;
@@ -140,7 +140,7 @@
 
   // --- its columns ----------------------------------------------------------------------------------------------------
   const heads = new Map([...line.cells].map((head) => [head.textContent.trim(), head]));
-  const touched = new Set(); // columns that the reader has chosen or hidden
+  const touched = new Set(); // columns that the user changed
   const boxes = new Map();
   function show(name, shown) {
     let head = heads.get(name);
@@ -167,7 +167,7 @@
     return head;
   }
 
-  // What all shown runs share needs no column.
+  // Hide columns in which all shown runs agree.
   function vary() {
     for (const [name, head] of heads) {
       if (head.dataset.varies === undefined || touched.has(name)) continue;
@@ -190,7 +190,7 @@
   }
 
   const quoted = (text) => {
-    const guarded = /^\s*[=+\-@]/.test(text) && !Number.isFinite(Number(text)) ? `'${text}` : text; // no formula of a spreadsheet
+    const guarded = /^\s*[=+\-@]/.test(text) && !Number.isFinite(Number(text)) ? `'${text}` : text; // prevents spreadsheet formulas
     return /[",\r\n]/.test(guarded) ? `"${guarded.replaceAll('"', '""')}"` : guarded;
   };
   $("export").addEventListener("click", () => {
@@ -231,8 +231,8 @@
     }
     const figures = data.labels.map((name, i) => [name, run.figures[i]]).filter((pair) => pair[1]);
     const [asked, applied, machine] = run.facts.map((i) => data.facts[i]);
-    for (const [name, pairs] of [["Figures", figures], ["Asked for", asked],
-      ["Applied, read back from the live objects", applied], ["Machine", machine]]) {
+    for (const [name, pairs] of [["Figures", figures], ["Spec", asked],
+      ["Applied (read from live objects)", applied], ["Machine", machine]]) {
       if (!pairs.length) continue;
       const list = make("dl", null, { class: name === "Figures" ? "two" : "one" });
       pairs.forEach(([key, value]) => list.append(make("dt", key), make("dd", value)));
@@ -252,12 +252,12 @@
     parent.append(node);
     return node;
   }
-  const colour = (i) => `var(--c${i % 8})`; // of the style sheet, so that light and dark need no other drawing
+  const colour = (i) => `var(--c${i % 8})`; // CSS variables, so that the theme can change without redrawing
   const SYMBOLS = ["M-5,0a5,5 0 1,0 10,0a5,5 0 1,0 -10,0", "M-4.5,-4.5h9v9h-9z", "M0,-6.5L6.5,0L0,6.5L-6.5,0z", "M0,-6L6,5H-6z",
     "M0,6L6,-5H-6z", "M-2,-6h4v4h4v4h-4v4h-4v-4h-4v-4h4z"];
   const DASHES = ["", "7 4", "2 3", "7 3 2 3", "12 5"];
 
-  // A scale from values to pixels, with round ticks; `zero` says that it starts at nothing.
+  // A scale from values to pixels, with round ticks; with `zero` it starts at 0.
   function scaled(values, start, end, zero, most) {
     const known = values.filter(Number.isFinite);
     let low = known.reduce((a, b) => Math.min(a, b), zero ? 0 : Infinity), high = known.reduce((a, b) => Math.max(a, b), zero ? 0 : -Infinity);
@@ -276,7 +276,7 @@
     return { to, ticks, from: (pixel) => low + (pixel - start) / (end - start) * (high - low) };
   }
 
-  // An empty drawing with a legend of [name, colour, symbol or dash] below; a few names at most.
+  // An empty chart with a legend of [name, colour, symbol or dash], if there are at most 24 names.
   function canvas(box, height, names) {
     const svg = document.createElementNS(NS, "svg"), width = box.clientWidth;
     for (const [key, value] of Object.entries({ viewBox: `0 0 ${width} ${height}`, width: "100%" })) svg.setAttribute(key, value);
@@ -302,7 +302,7 @@
     shape(svg, "text", upright ? { x: 4, y: 15 } : { x: (svg.viewBox.baseVal.width + scale.ticks[0][0]) / 2, y: at + 36, "text-anchor": "middle" }, title);
   }
 
-  // The text of the mark nearest to the mouse: marks are [x, y, text], or [null, y, text] for one that spans the drawing.
+  // Show the text of the mark nearest to the pointer: marks are [x, y, text], or [null, y, text] for a full-width mark.
   function hover(box, svg, marks) {
     const tip = make("div", null, { class: "tip", role: "tooltip", hidden: "" });
     box.append(tip);
@@ -322,8 +322,8 @@
     });
   }
 
-  // Draws series {name, colour, symbol, dash, points: [{x, y, text}]}: marks where there is a symbol, a line where there is
-  // a dash, broken where a value is not known.
+  // Draw series {name, colour, symbol, dash, points: [{x, y, text}]}: marks if there is a symbol, and a line if there is a
+  // dash, with gaps at unknown values.
   function plot(box, height, xTitle, yTitle, xZero, yZero, series) {
     const every = series.flatMap((each) => each.points);
     const svg = canvas(box, height, series.map((each) => [each.name, each.colour, each.symbol, each.dash]));
@@ -358,10 +358,10 @@
   const order = (key) => [...new Set(data.runs.map((run) => run[key]))];
   const gpus = order("gpu"), methods = order("method");
 
-  const NAMED = 12; // points that are all named; of more those that nothing beats
+  const NAMED = 12; // with more points, only those on the front are named
   function pareto(box) {
     const cells = data.cells.filter((cell) => cell.workload === workload() && cell.figures.samples && cell.figures.peak);
-    const metric = new Set(cells.map((cell) => cell.gpus)).size > 1 ? "each" : "samples", unit = metric === "each" ? "samples/h a GPU" : "samples/h";
+    const metric = new Set(cells.map((cell) => cell.gpus)).size > 1 ? "each" : "samples", unit = metric === "each" ? "samples/h per GPU" : "samples/h";
     const x = (cell) => cell.figures.peak[0], y = (cell) => cell.figures[metric][0];
     const words = (cell) => [`${cell.texts[metric][0]} ${unit}`, `${cell.texts.peak[0]} GiB`];
     const { names } = apart(cells), nameOf = new Map(cells.map((cell, i) => [cell, names[i]]));
@@ -374,14 +374,14 @@
       groups.set(name, [...(groups.get(name) || []), cell]);
     });
     const at = (cell) => ({ x: x(cell), y: y(cell) });
-    const line = { name: "not beaten in both", colour: "var(--quiet)", dash: "2 4", points: front.map(at) };
+    const line = { name: "best trade-off", colour: "var(--quiet)", dash: "2 4", points: front.map(at) };
     const series = front.length > 1 ? [line] : [];
     for (const [name, own] of groups) {
       series.push({ name, colour: colour(methods.indexOf(own[0].method)), symbol: gpus.indexOf(own[0].gpu),
-        points: own.map((cell) => ({ ...at(cell), text: `${nameOf.get(cell)}\n${words(cell).join("\n")} of tensors at the peak\n` +
+        points: own.map((cell) => ({ ...at(cell), text: `${nameOf.get(cell)}\n${words(cell).join("\n")} of tensors\n` +
           `${some(cell.runs.length, "run")}${cell.warned ? ", with a warning" : ""}` })) });
     }
-    const drawn = plot(box, 400, "GiB of tensors at the peak", metric === "each" ? "samples per hour a GPU" : "samples per hour", true, true, series);
+    const drawn = plot(box, 400, "peak GiB of tensors", metric === "each" ? "samples per hour per GPU" : "samples per hour", true, true, series);
     const named = cells.length > NAMED ? front : [...front, ...cells.filter((cell) => !front.includes(cell)).sort((a, b) => y(b) - y(a))];
     number(drawn, cells.map((cell) => [drawn.xs.to(x(cell)), drawn.ys.to(y(cell))]), named.map((cell) => [cells.indexOf(cell), cell.runs[0]]));
     $("pareto-names").replaceChildren(...named.map((cell) => {
@@ -392,8 +392,7 @@
     }));
   }
 
-  // Writes the number of a run beside some of the points, each where it covers nothing, with a line to its point where that is
-  // not at once beside it.
+  // Write the run number next to some points where it does not overlap, with a line to the point if it is farther away.
   function number({ svg, inner }, points, chosen) {
     const taken = points.map(([x, y]) => [x - 6, y - 6, x + 6, y + 6]);
     const free = (area) => area[0] >= inner[0] && area[1] >= inner[1] && area[2] <= inner[2] && area[3] <= inner[3] &&
@@ -440,7 +439,7 @@
     $("bars-shared").textContent = (shared ? `All: ${shared}. ` : "") + (all.length > cells.length ? `The best ${cells.length} of ${all.length}.` : "");
   }
 
-  // Curves are kept as little-endian arrays in base64 and unpacked when they are first drawn.
+  // Curves are little-endian arrays in base64, unpacked when first drawn.
   const unpack = (text, size, read) => {
     const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
     const view = new DataView(bytes.buffer);
@@ -471,7 +470,7 @@
     const progress = $("along").value === "progress";
     const indices = [...picked], told = apart(indices.map((index) => data.runs[index])), count = new Map();
     told.names.forEach((name) => count.set(name, (count.get(name) || 0) + 1));
-    const kinds = indices.map((index) => methods.indexOf(data.runs[index].method)); // one run each: as in the other figures
+    const kinds = indices.map((index) => methods.indexOf(data.runs[index].method)); // one run each: use the colours of the other charts
     const hues = new Set(kinds).size === kinds.length ? kinds : [...kinds.keys()];
     const lines = indices.flatMap((index, place) => names.map((name, part) => {
       const found = series(index, name);
@@ -485,7 +484,7 @@
       return { name: what, colour: colour(hues[place]), dash: DASHES[names.length > 1 ? part : Math.floor(place / 8) % DASHES.length], points };
     })).filter(Boolean);
     const drawn = plot(box, 400, progress ? "progress, % of the planned steps" : "optimizer step", title, !zoomed, !zoomed && $("curve").value !== "loss", lines);
-    if (!lines.length) shape(drawn.svg, "text", { x: box.clientWidth / 2, y: 190, "text-anchor": "middle" }, indices.length ? "The chosen runs have no such curve" : "No run is chosen");
+    if (!lines.length) shape(drawn.svg, "text", { x: box.clientWidth / 2, y: 190, "text-anchor": "middle" }, indices.length ? "The selected runs do not have this curve" : "No run is selected");
     $("curves-shared").textContent = told.shared ? `All: ${told.shared}.` : "";
     let start = null;
     const at = (event) => drawn.xs.from(event.clientX - drawn.svg.getBoundingClientRect().left);
@@ -500,8 +499,7 @@
 
   const withCurves = Object.keys(data.curves).map(Number), FIRST = 6, MOST = 150;
   const ofChosen = () => withCurves.filter((index) => data.runs[index].workload === workload());
-  // To begin with: of each way of training on each GPU the run that ended well with the most steps, of those alike the
-  // fastest; the fastest of these.
+  // The initial selection: per recipe and GPU the successful run with the most steps, then the fastest of these.
   function pickFirst() {
     if (!$("pick")) return;
     const longest = new Map(), rate = (index) => data.runs[index].values.samples || 0;
@@ -539,7 +537,7 @@
   if ($("pick")) $("pick-filter").addEventListener("input", list);
   if ($("curve") && !withCurves.some((index) => data.curves[index].loss)) $("curve").value = "memory";
 
-  // --- drawn in the room that there is ----------------------------------------------------------------------------------
+  // --- drawing and resizing ---------------------------------------------------------------------------------------------
   function scaling(box) {
     const lines = Object.entries(data.scaling).map(([name, points], i) => ({ name, colour: colour(i), symbol: i, dash: DASHES[Math.floor(i / 8) % DASHES.length],
       points: points.map(([x, y]) => ({ x, y, text: `${name}\n${Math.round(y).toLocaleString("en")} tokens/s on ${some(x, "GPU")}` })) }));

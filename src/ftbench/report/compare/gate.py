@@ -1,4 +1,4 @@
-"""`ftbench report NEW --against OLD --fail-above 5%`: what has become slower or needs more memory, for CI."""
+"""`ftbench report NEW --against OLD --fail-above 5%`: find regressions in speed and memory, for CI."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ from ftbench.core.grouping import grouped_by
 from ftbench.errors import SpecError
 from ftbench.report.compare.pairs import Pair, noise_of, pair_of
 from ftbench.report.compare.words import change, flat_learning, flat_ratio, learning_text
+from ftbench.report.data.cells import PEAK, SAMPLES, TOKENS, Cell, number_of
 from ftbench.report.data.collect import Record
-from ftbench.report.data.experiments import DATA, identity
 from ftbench.report.data.facts import LIMIT
-from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell, cells_of, runs_of
-from ftbench.report.data.names import cell_names, number_of
-from ftbench.report.render.document import Section, Table
+from ftbench.report.data.groups import DATA, cells_of, identity, runs_of
+from ftbench.report.data.names import cell_names
+from ftbench.report.document import Section, Table
 
-_MOST_CHANGES = 12  # facts named in a note
+_MOST_CHANGES = 12  # in a note
 
 
 @dataclass(frozen=True, slots=True)
 class GateRow:
-    """A cell then (`pair.baseline`) and now (`pair.cell`), and what regressed, as sentences."""
+    """A cell before (`pair.baseline`) and now (`pair.cell`), and its regressions as sentences."""
 
     pair: Pair
     regressed: tuple[str, ...]
@@ -28,7 +28,7 @@ class GateRow:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """The verdict: rows with a partner, and the cells that only one side has."""
+    """The result: paired rows, and the cells that only one side has."""
 
     rows: tuple[GateRow, ...]
     only_new: tuple[Cell, ...]
@@ -41,7 +41,7 @@ class Gate:
 
 
 def limit_of(text: str) -> float:
-    """Turn `5%`, `5 %` or `0.05` into 0.05. Raises SpecError for anything else."""
+    """Return 0.05 for `5%`, `5 %` or `0.05`. Raise SpecError for anything else."""
     number, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
     try:
         limit = float(number) / (100 if percent else 1)
@@ -53,15 +53,20 @@ def limit_of(text: str) -> float:
 
 
 def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> Gate:
-    """Pair the cells of both sides by spec and GPU. A cell has regressed where its rate fell by more than `limit` and
-    by more than the noise, where its peak memory rose by more than `limit`, where it does not learn the same, or
-    where it no longer ends well. Where the noise is not known (fewer than six steady steps) the limit alone decides.
-    Raises SpecError if nothing has a partner."""
+    """Pair the cells of both sides by spec and GPU, and find regressions.
+
+    A cell regresses if its rate falls by more than `limit` and by more than the noise, if its peak memory rises by more
+    than `limit`, if it does not learn the same, or if it now fails. With fewer than six steady steps the noise is
+    unknown, and only the limit counts.
+
+    Raises:
+        SpecError: no cell has a partner.
+    """
     now, then = (cells_of(runs_of(records)) for records in (new, old))
     earlier = grouped_by(then, lambda cell: identity(cell.runs[0]))
-    both = [(cell, _nearest(cell, alike)) for cell in now if (alike := earlier.get(identity(cell.runs[0])))]
+    both = [(cell, _nearest(cell, same)) for cell in now if (same := earlier.get(identity(cell.runs[0])))]
     if not both:
-        raise SpecError("--against: no run has a partner with the same spec and GPU among the earlier ones")
+        raise SpecError("--against: none of the earlier runs has the same spec and GPU as a new run")
     noise, rows = noise_of([*now, *then]), []
     for cell, before in both:
         pair = pair_of("", cell, before, noise=noise)
@@ -75,20 +80,19 @@ def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> Gate:
     )
 
 
-def _nearest(cell: Cell, alike: Sequence[Cell]) -> Cell:
-    """Return which of the cells of the same spec and GPU ran the same tokens, and of those the one held to as many
-    watts; another where there is none."""
-    return max(alike, key=lambda other: [other.facts.get(key) == cell.facts.get(key) for key in (DATA, LIMIT)])
+def _nearest(cell: Cell, candidates: Sequence[Cell]) -> Cell:
+    """Return the candidate with the same tokens and power limit, if possible."""
+    return max(candidates, key=lambda other: [other.facts.get(key) == cell.facts.get(key) for key in (DATA, LIMIT)])
 
 
 def _regressed(pair: Pair, limit: float) -> list[str]:
     cell, before = pair.cell, pair.baseline
     assert before is not None
     if not cell.ok and (before.ok or (pair.learning and pair.learning.failed)):
-        return [f"ended well before, now {cell.state}" if before.ok else cell.state]
+        return [f"succeeded before, now {cell.state}" if before.ok else cell.state]
     reasons = []
     if pair.speed and pair.speed.value < 1 - limit and (pair.speed.high is None or pair.speed.high < 1):
-        unsure = "" if pair.speed.high is not None else ", the noise is not known"
+        unsure = "" if pair.speed.high is not None else ", the noise is unknown"
         reasons.append(f"slower: {change(pair.speed).removesuffix(' ?')}{unsure}")
     if pair.learning and pair.learning.failed:
         reasons.append(f"does not learn the same: {pair.learning.reason}")
@@ -99,7 +103,7 @@ def _regressed(pair: Pair, limit: float) -> list[str]:
 
 
 def sections(result: Gate) -> list[Section]:
-    """Return a row for each pair, those that regressed first, and the cells without a partner."""
+    """Return a row per pair, regressions first, and the unpaired cells as notes."""
     rows = sorted(result.rows, key=lambda row: not row.regressed)
     headings = ["#", "name", "verdict", "speed", "memory", "loss"]
     names = cell_names([row.pair.cell for row in rows])
@@ -124,16 +128,16 @@ def _verdict(row: GateRow) -> str:
 
 
 def _notes(result: Gate) -> list[str]:
-    notes = [f"no earlier partner: {_who(cell)}" for cell in result.only_new]
-    notes += [f"not run again: {_who(cell)}" for cell in result.only_old]
+    notes = [f"no earlier run: {_cell_text(cell)}" for cell in result.only_new]
+    notes += [f"not run again: {_cell_text(cell)}" for cell in result.only_old]
     changed = dict.fromkeys(str(fact) for row in result.rows for fact in row.pair.differences)
     if changed:
         more = f"; {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
-        notes.append("what changed since: " + "; ".join(list(changed)[:_MOST_CHANGES]) + more)
+        notes.append("changes since then: " + "; ".join(list(changed)[:_MOST_CHANGES]) + more)
     return notes
 
 
-def _who(cell: Cell) -> str:
+def _cell_text(cell: Cell) -> str:
     return f"{cell.runs[0].run_id} ({cell.name} on {cell.facts['gpu']})"
 
 

@@ -1,37 +1,39 @@
-"""Each cell beside the cell of the baseline that agrees with it in everything else: ratios, what differs, whether both
-learn the same. The records here belong to no format: report/compare/table.py makes a table and flat rows of them."""
+"""Pair each cell with its baseline cell: ratios, differences, and whether both learn the same."""
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from ftbench.core import compare as core
 from ftbench.core.compare import BreakEven, Difference, Ratio
-from ftbench.core.learning import CANNOT_TELL, NOT_FINITE, Learning, learning_verdict, not_finite
+from ftbench.core.learning import CANNOT_TELL, NOT_FINITE, Learning, TrainedStep, learning_verdict, not_finite
 from ftbench.report.compare.partners import along, baseline_value, partners
-from ftbench.report.data import steps as steps_csv
 from ftbench.report.data.axes import implied, value_at
+from ftbench.report.data.cells import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run
 from ftbench.report.data.collect import figure
 from ftbench.report.data.facts import IMPORTED
-from ftbench.report.data.groups import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run
 from ftbench.spec.optimizations import tolerance
 from ftbench.store.rundir import NOT_FINITE as STATE_NOT_FINITE
 from ftbench.store.rundir import RunDir
+from ftbench.store.steps import read_columns
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What single runs and single comparisons do not show of themselves: the standard deviation between like runs of
-    each figure's logarithm, and how many comparisons are read together."""
+    """Noise between runs: the standard deviation between repeats of each figure's logarithm.
+
+    `comparisons` is the number of comparisons that are read together (for the Bonferroni correction).
+    """
 
     spread: Mapping[str, float] = field(default_factory=dict)
     comparisons: int = 1
 
 
 def noise_of(cells: Iterable[Cell], comparisons: int = 1) -> Noise:
-    """Return the spread between like runs that some cells show."""
+    """Return the spread between repeats over some cells."""
     cells = list(cells)
     figures = (TOKENS, SAMPLES, ENERGY)
     return Noise({name: core.spread_between(cell.values(name) for cell in cells) for name in figures}, comparisons)
@@ -39,9 +41,12 @@ def noise_of(cells: Iterable[Cell], comparisons: int = 1) -> Noise:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A cell and its partner. `differences` is what keeps the two from being the same recipe; the ratios are candidate
-    over baseline, None where a side lacks the figure, those of the first step by the state of the compiler's cache;
-    `reason` says why there is no pair or no ratio, or what makes it weak."""
+    """A cell and its baseline.
+
+    Ratios are cell over baseline, None if a figure is unknown. `first_step` maps the state of the compiler's cache to a
+    ratio. `differences` are the facts that make the two different recipes. `reason` explains a missing pair or ratio,
+    or why it is weak.
+    """
 
     cell: Cell
     baseline: Cell | None
@@ -56,15 +61,17 @@ class Pair:
 
     @property
     def iso(self) -> bool:
-        """The same recipe but for the thing compared."""
+        """Whether the two are the same recipe except for the compared axis."""
         return self.baseline is not None and not self.differences
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Everything about one axis. `axis` is its key, `baseline` the value that the others are held against, `cells` all
-    cells in the order of the table, `pairs` one for each that is not of the baseline; `dropped` counts the pairs that
-    `--strict` left out."""
+    """A comparison along one axis.
+
+    `axis` is a key, `baseline` its baseline value, `cells` all cells in table order. `pairs` has one entry per cell
+    outside the baseline. `dropped` counts the pairs that `--strict` removed.
+    """
 
     axis: str
     baseline: str
@@ -77,8 +84,17 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run], axis: str, baseline: str | None = None, *, strict: bool = False) -> Comparison:
-    """Hold runs against each other along `axis`: a short name (`gpu`, `method`, `batch`, …), a key of the spec, or a
-    fact of the machine. Raises SpecError for an axis or a baseline that is not there."""
+    """Compare runs along an axis.
+
+    Args:
+        runs: the runs.
+        axis: a short name (`gpu`, `method`, `batch`, …), a spec key, or a fact of the machine.
+        baseline: the baseline value, by default the plainest or the most frequent one.
+        strict: keep only pairs of the same recipe.
+
+    Raises:
+        SpecError: no run has this axis or baseline.
+    """
     key, cells = along(axis, runs)
     chosen, noise = baseline_value(key, cells, baseline), noise_of(cells)
     find = partners(key, [cell for cell in cells if value_at(key, cell.facts) == chosen])
@@ -88,7 +104,7 @@ def compare(runs: Sequence[Run], axis: str, baseline: str | None = None, *, stri
 
 
 def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", noise: Noise | None = None) -> Pair:
-    """Return the two cells side by side."""
+    """Return the pair of two cells with its ratios and differences."""
     if baseline is None:
         return Pair(cell, None, reason=reason)
     facts = core.differences(baseline.facts, cell.facts, lambda key: implied(axis, baseline.facts, cell.facts, key))
@@ -110,16 +126,18 @@ def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", nois
     )  # fmt: skip
 
 
-# Not by runs of before.
-_TOLD_LATELY = ("applied.trained_dtype", "applied.weights_dtype", "applied.loss_normalisation", "applied.padding")
+# Facts that older runs do not record.
+_RECENT = ("applied.trained_dtype", "applied.weights_dtype", "applied.loss_normalisation", "applied.padding")
 
 
 def _of_recipe(fact: Difference, baseline: Cell, cell: Cell) -> bool:
-    """Return whether a difference is one of the recipe. A library that only one machine has was needed by neither run;
-    and a run that ended early never wrote down what it would have trained on, or with."""
-    if fact.key.startswith("versions.") or fact.key in _TOLD_LATELY:
+    """Return whether a difference belongs to the recipe.
+
+    A library that only one machine has was not needed. A run that ended early did not record all facts.
+    """
+    if fact.key.startswith("versions.") or fact.key in _RECENT:
         return None not in (fact.baseline, fact.candidate)
-    if fact.key in core.UNPROVEN and IMPORTED in baseline.facts and IMPORTED in cell.facts:  # no log tells its tokens
+    if fact.key in core.UNPROVEN and IMPORTED in baseline.facts and IMPORTED in cell.facts:  # logs lack token hashes
         return baseline.facts.get("dataset.name") is None or baseline.facts.get("dataset.name") != cell.facts.get(
             "dataset.name"
         )
@@ -129,13 +147,13 @@ def _of_recipe(fact: Difference, baseline: Cell, cell: Cell) -> bool:
 
 def _weakness(baseline: Cell, cell: Cell) -> str:
     sides = [name for side, name in ((baseline, "the baseline"), (cell, "it")) if any(r.contended for r in side.ok)]
-    return f"{' and '.join(sides)} ran beside other work (contended)" if sides else ""
+    return f"{' and '.join(sides)} shared the machine with other work (contended)" if sides else ""
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-# Of which columns of steps.csv a figure is the ratio.
+# The columns of steps.csv whose ratio is the figure.
 _PER_STEP = {
     TOKENS: ("real_tokens", "step_time_s"),
     SAMPLES: ("samples", "step_time_s"),
@@ -143,13 +161,44 @@ _PER_STEP = {
 }
 
 
-@lru_cache(maxsize=64)  # a baseline is read once for all that are held against it
-def _steps(path: Path, modified: float, warmup: int) -> steps_csv.Steps:
-    return steps_csv.read(RunDir(path), warmup)
+_LEARNING = ("samples", "label_tokens", "loss", "grad_norm")
+_COLUMNS = ("step", "step_time_s", "real_tokens", "energy_j", *_LEARNING)
 
 
-def steps_of(run: Run) -> steps_csv.Steps:
-    """Return the steps of a run, from its steps.csv."""
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """The timed training steps of one run: columns of steps.csv (None is unknown) and the number of warm-up steps."""
+
+    columns: Mapping[str, Sequence[float | None]]
+    warmup: int
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        return [int(number or 0) for number in self.columns["step"]]
+
+    def per_step(self, above: str, below: str) -> dict[int, float]:
+        """Return step → ratio of two columns, for the steady steps with both."""
+        steady = list(zip(self.numbers, self.columns[above], self.columns[below], strict=True))[self.warmup :]
+        return {step: a / b for step, a, b in steady if a and b and a > 0 and b > 0}
+
+    @cached_property
+    def learning(self) -> list[TrainedStep]:
+        return list(map(TrainedStep, self.numbers, *(self.columns[name] for name in _LEARNING)))
+
+    @cached_property
+    def samples_by_step(self) -> dict[int, float]:
+        return {step: count for step, count in zip(self.numbers, self.columns["samples"], strict=True) if count}
+
+
+@lru_cache(maxsize=64)  # a baseline is compared many times
+def _steps(path: Path, modified: float, warmup: int) -> Steps:
+    columns = read_columns(RunDir(path).steps, _COLUMNS) or {name: [] for name in _COLUMNS}
+    timed = [row for row in zip(*columns.values(), strict=True) if row[1] is not None and math.isfinite(row[1])]
+    return Steps({name: [row[at] for row in timed] for at, name in enumerate(_COLUMNS)}, warmup)
+
+
+def steps_of(run: Run) -> Steps:
+    """Return the steps of a run."""
     try:
         modified = os.stat(run.dir.steps).st_mtime
     except OSError:
@@ -158,12 +207,12 @@ def steps_of(run: Run) -> steps_csv.Steps:
 
 
 @lru_cache(maxsize=256)
-def _per_step(steps: steps_csv.Steps, name: str) -> Mapping[int, float]:
+def _per_step(steps: Steps, name: str) -> Mapping[int, float]:
     return steps.per_step(*_PER_STEP[name])
 
 
 def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
-    """Return the ratio of a figure; of one run a side the steps are all there is to tell the noise from."""
+    """Return the ratio of a figure. With one run per side, the noise comes from the steps."""
     sides, spread = (baseline.values(name), cell.values(name)), noise.spread.get(name, core.TYPICAL_SPREAD)
     ratio = core.ratio_of_runs(*sides, spread=spread, comparisons=noise.comparisons)
     if ratio is None or len(baseline.ok) > 1 or len(cell.ok) > 1:
@@ -180,7 +229,7 @@ def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
 
 
 def _first_steps(baseline: Cell, cell: Cell) -> dict[str, Ratio]:
-    """Return the ratios of cold against cold and warm against warm; what was compiled against what was not."""
+    """Return first-step ratios: cold to cold, warm to warm, and compiled to not compiled."""
     before, after = baseline.first_steps(), cell.first_steps()
     ratios = {state: core.ratio_of_runs(before.get(state) or before.get("none") or [], values)
               for state, values in after.items()}  # fmt: skip
@@ -193,27 +242,29 @@ def _first_steps(baseline: Cell, cell: Cell) -> dict[str, Ratio]:
 
 
 def _went_wrong(cell: Cell) -> Learning | None:
-    """Return the verdict on a cell all of whose runs failed, one of them for a loss or a gradient that is no number."""
+    """Return the verdict on a cell without successful runs if one of them failed with NaN or infinity."""
     broken = [str(run.record["reason"]) for run in cell.runs if run.record["state"] == STATE_NOT_FINITE]
     return Learning(NOT_FINITE, broken[0]) if broken and not cell.ok else None
 
 
 def learning_of(baseline: Cell, cell: Cell) -> Learning:
-    """Judge whether two cells that ended well learn the same: the first run of each that did, and that no run of the
-    second went wrong."""
+    """Judge whether two successful cells learn the same.
+
+    Compare the first successful run of each. A NaN in any run of the second cell is a failure.
+    """
     first, second = baseline.ok[0], cell.ok[0]
     for run in cell.runs:
         broken = run.record["reason"] if run.record["state"] == STATE_NOT_FINITE else None
-        checked = run.record.get("learning.state")  # by its summary, in newer runs: no need to read all steps again
+        checked = run.record.get("learning.state")  # newer summaries contain the result of this check
         if broken := broken or (run.ok and not checked and not_finite(steps_of(run).learning)):
             return Learning(NOT_FINITE, broken if len(cell.runs) == 1 else f"{run.run_id}: {broken}")
     if "dataset.order_hash" not in baseline.facts or "dataset.order_hash" not in cell.facts:
-        return Learning(CANNOT_TELL, "the order of the tokens is not known")
+        return Learning(CANNOT_TELL, "the order of the tokens is unknown")
     allowed = tolerance(baseline.facts, cell.facts)
     paired = _same_tokens(baseline, cell) and _same_samples(first, second)
     if not paired and not (allowed.another_order and _same_samples_asked_for(baseline, cell)):
         same = _same_tokens(baseline, cell)
-        return Learning(CANNOT_TELL, "other samples in a step" if same else "other tokens, or another order")
+        return Learning(CANNOT_TELL, "other samples per step" if same else "other tokens, or another order")
     sides = steps_of(first).learning, steps_of(second).learning
     return learning_verdict(*sides, allowed.share, paired=paired)
 

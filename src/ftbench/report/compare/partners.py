@@ -1,4 +1,4 @@
-"""Which cell another is held against: the axis of a comparison, its baseline, and the partner of each cell."""
+"""The axis of a comparison, its baseline value, and the baseline cell of each cell."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -19,10 +19,11 @@ from ftbench.report.data.axes import (
     on_axis,
     value_at,
 )
-from ftbench.report.data.groups import Cell, Run, cells_of
+from ftbench.report.data.cells import Cell, Run
+from ftbench.report.data.groups import cells_of
 from ftbench.spec.base import nearest
 
-# Nothing is paired across these, unless they are what is compared.
+# Paired cells agree in these, except for the compared axis.
 _HARD = (
     "gpu", "model.id", "method.name", "objective.name", "dataset.name", "dataset.path", "dataset.length",
     "dataset.mean_length", "dataset.like",
@@ -42,8 +43,11 @@ Find = Callable[[Cell], tuple[Cell | None, str]]
 
 
 def along(axis: str, runs: Sequence[Run]) -> tuple[str, list[Cell]]:
-    """Return the fact that `--compare axis` means, and the groups of runs by it. Raises SpecError where no run has it,
-    or where all agree on it."""
+    """Return the key that `--compare axis` refers to, and the cells by it.
+
+    Raises:
+        SpecError: no run has the key, or all runs have the same value.
+    """
     key = SHORT.get(axis, axis)
     present = dict.fromkeys(name for run in runs for name in (*run.spec, *run.ran))
     if key not in (*present, "gpu", OPTIMIZATIONS, RECIPE):
@@ -56,15 +60,20 @@ def along(axis: str, runs: Sequence[Run]) -> tuple[str, list[Cell]]:
     values = dict.fromkeys(value_at(key, cell.facts) or "unknown" for cell in cells)
     if len(values) < 2:
         varying = [name for name in SHORT.values() if len({value_at(name, cell.facts) for cell in cells}) > 1]
-        others = f": what varies here is {', '.join(dict.fromkeys(varying))}" if varying else ""
-        raise SpecError(f"--compare {axis}: all runs have {next(iter(values))}, there is nothing to compare{others}")
+        others = f": these keys vary: {', '.join(dict.fromkeys(varying))}" if varying else ""
+        raise SpecError(f"--compare {axis}: all runs have {next(iter(values))}, nothing to compare{others}")
     return key, cells
 
 
 def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
-    """Return the value to hold the others against: the one named, as it is or as a unique part of it; else no
-    optimization, else that of most cells that ended well, else the first. Raises SpecError for a name that fits none or
-    several."""
+    """Return the baseline value.
+
+    If named: the value that equals the name or, if unique, contains it. Else the plainest value, else the value of most
+    successful cells.
+
+    Raises:
+        SpecError: the name matches no value or several.
+    """
     values = in_order(value_at(axis, cell.facts) or "unknown" for cell in cells)
     if named is None:
         if plain := [value for value in _UNOPTIMIZED.get(axis, ()) if value in values]:
@@ -77,14 +86,16 @@ def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise SpecError(f"--baseline {named}: fits {', '.join(fitting)}: say which")
-    raise SpecError(f"--baseline {named}: is not among {', '.join(values)}{nearest(named, values)}")
+        raise SpecError(f"--baseline {named}: matches {', '.join(fitting)}: write the full value")
+    raise SpecError(f"--baseline {named}: not one of {', '.join(values)}{nearest(named, values)}")
 
 
 def partners(axis: str, baseline: Sequence[Cell]) -> Find:
-    """Return a function that finds, for a cell, the cell of the baseline with the same model, data and GPU that agrees
-    in every key that varies among those: what remains are differences to be named. It gives the cell, or None and the
-    reason."""
+    """Return a function that finds the baseline cell of a cell, or None and the reason.
+
+    The two share model, data and GPU, and every key that varies among such baseline cells. Other differences are
+    listed, but do not prevent a pair.
+    """
     section = axis.partition(".")[0]
     hard = [key for key in _HARD if not on_axis(axis, key) and key.partition(".")[0] != section]
     groups: dict[Any, list[Cell]] = {}
@@ -108,7 +119,7 @@ def partners(axis: str, baseline: Sequence[Cell]) -> Find:
 
 
 def _index(axis: str, group: Sequence[Cell], hard: Sequence[str]) -> tuple[list[str], dict[Any, Cell]]:
-    """Return the keys that vary among cells of a baseline, and the first cell by its values of these."""
+    """Return the keys that vary among baseline cells, and the first cell by its values of these keys."""
     specs = [dict(cell.runs[0].spec) for cell in group]
     varying = [
         key for key in dict.fromkeys(key for spec in specs for key in spec)

@@ -1,4 +1,4 @@
-"""Ratios, verdicts and differences → the words that tables and sentences say them with."""
+"""Format ratios, verdicts and differences as text and as flat fields."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,16 +8,18 @@ from ftbench.core import units
 from ftbench.core.compare import BreakEven, Ratio
 from ftbench.core.learning import CANNOT_TELL, Learning
 from ftbench.report.compare.pairs import Pair
-from ftbench.report.data.groups import Cell
-from ftbench.report.data.names import run_of
-from ftbench.report.render.runs_table import MOST_NAMED
+from ftbench.report.data.cells import Cell, run_of
+from ftbench.report.runs_table import MOST_NAMED
 
 _KEYS = {"dataset.order_hash": "the order of the tokens", "dataset.hash": "the tokens of the data set"}
 
 
 def change(ratio: Ratio | None) -> str:
-    """Return `+12.3 % [+11.0, +13.6]`, `likely +12.3 % [+11.0, +13.6]` of one run a side, `≈ +0.4 % [-1.0, +1.9]`,
-    `+12.3 % ?`; `+322.0 %, uncertain by a factor of 40` where the ends of the interval would say nothing."""
+    """Return a ratio as a change with its interval.
+
+    Examples: `+12.3 % [+11.0, +13.6]`, `likely +12.3 % [+11.0, +13.6]` for one run per side, `≈ +0.4 % [-1.0, +1.9]`,
+    `+12.3 % ?` without an interval, and `+322.0 %, uncertain by a factor of 40` for a very wide interval.
+    """
     if ratio is None:
         return ""
     value = _percent(ratio.value)
@@ -32,13 +34,13 @@ def change(ratio: Ratio | None) -> str:
 def change_in_words(ratio: Ratio | None) -> str:
     """Return `likely +12.3 % (95 %: +11.0 to +13.6)`, for a sentence."""
     if ratio is None:
-        return "by an unknown share"
+        return "by an unknown amount"
     value = _percent(ratio.value)
     if ratio.low is None or ratio.high is None:
         return f"{value} % (too few steady steps to know the noise)"
     likely = "likely " if ratio.verdict.startswith("likely") else ""
     if ratio.vague:
-        return f"{likely}{value} % (its repeats are too few or too far apart to say by how much)"
+        return f"{likely}{value} % (the repeats differ too much or are too few for an interval)"
     return f"{likely}{value} % (95 %: {_percent(ratio.low)} to {_percent(ratio.high)})"
 
 
@@ -54,8 +56,10 @@ def break_even_text(when: BreakEven | None) -> str:
 
 
 def learning_text(learning: Learning | None) -> str:
-    """Return `follows (+0.05 %, allowed 1 %)`, `DOES NOT FOLLOW (+7.5 %, allowed 1 %)`, `cannot tell (+0.1 %)`, `NOT
-    FINITE`: the verdict with the difference of the mean losses over the same samples."""
+    """Return the verdict with the difference of the mean losses over the same samples.
+
+    Examples: `follows (+0.05 %, allowed 1 %)`, `DOES NOT FOLLOW (+7.5 %, allowed 1 %)`, `NOT FINITE`.
+    """
     if learning is None:
         return ""
     verdict = learning.verdict.upper() if learning.failed else learning.verdict
@@ -71,13 +75,13 @@ def grad_norm_text(learning: Learning | None) -> str:
 
 
 def differences_text(pair: Pair) -> str:
-    """Return all that keeps a pair from being the same recipe, or why there is none."""
+    """Return all differences of a pair, or the reason why it has no baseline."""
     words = "; ".join(differences(pair))
     return f"differs: {words}" if words and pair.baseline else words
 
 
 def differences(pair: Pair) -> list[str]:
-    """Return each thing that keeps a pair from being the same recipe, or why there is none."""
+    """Return each difference of a pair, or the reason why it has no baseline."""
     if pair.baseline is None:
         return [pair.reason]
     words = []
@@ -91,9 +95,14 @@ def differences(pair: Pair) -> list[str]:
 
 
 def difference_lists(pairs: Sequence[Pair]) -> tuple[list[str], dict[int, list[str]]]:
-    """Return what differs, in words that begin with the rows they are of, since a narrow table has no room for the
-    column that names them; and the numbers of those words that each pair needs: what always differs together has one
-    number."""
+    """Return numbered lists of differences, for notes below a table.
+
+    Differences that always occur together share a number. Each list starts with its rows, because a narrow table may
+    hide the column with the numbers.
+
+    Returns:
+        The lists, and for each pair (by id) the numbers of its lists.
+    """
     holders: dict[str, list[int]] = {}
     for index, pair in enumerate(pairs):
         for words in differences(pair):
@@ -105,19 +114,18 @@ def difference_lists(pairs: Sequence[Pair]) -> tuple[list[str], dict[int, list[s
     for number, group in enumerate(together, 1):
         for index in group:
             numbers.setdefault(id(pairs[index]), []).append(str(number))
-    return [_rows_that([pairs[at] for at in group]) + "; ".join(facts) for group, facts in together.items()], numbers
+    return [_row_list([pairs[at] for at in group]) + "; ".join(facts) for group, facts in together.items()], numbers
 
 
-def _rows_that(group: Sequence[Pair]) -> str:
-    """Return `#1, #5 differ: `, or `#7: ` of a row without a partner."""
+def _row_list(group: Sequence[Pair]) -> str:
+    """Return `#1, #5 differ: `, or `#7: ` for a row without a baseline."""
     rows = units.listed([run_of(pair.cell.runs[0].record) for pair in group], MOST_NAMED)
     verb = "" if group[0].baseline is None else " differs" if len(group) == 1 else " differ"
     return f"{rows}{verb}: "
 
 
 def first_step_text(cell: Cell, pair: Pair | None = None) -> str:
-    """Return `1.52 s`, `9.4 s warm (+518.4 %)`, `41.0 s cold, 9.4 s warm`: one figure for each state of the compiler's
-    cache."""
+    """Return the first-step time for each state of the compiler's cache: `1.52 s`, `41.0 s cold, 9.4 s warm`."""
     parts = []
     for state, values in sorted(cell.first_steps().items()):
         ratio = pair.first_step.get(state) if pair else None
@@ -131,7 +139,7 @@ def first_step_text(cell: Cell, pair: Pair | None = None) -> str:
 
 
 def flat_ratio(name: str, ratio: Ratio | None) -> dict[str, Any]:
-    """Return a ratio as fields of a flat record; None is unknown."""
+    """Return a ratio as fields of a flat record (None is unknown)."""
     fields = (ratio.value, ratio.low, ratio.high, ratio.basis or None, ratio.verdict) if ratio else (None,) * 5
     return dict(zip((f"{name}_{part}" for part in ("ratio", "low", "high", "basis", "verdict")), fields, strict=True))
 
@@ -143,13 +151,13 @@ _LEARNING = {
 
 
 def flat_learning(learning: Learning | None) -> dict[str, Any]:
-    """Return a verdict on learning as fields of a flat record; None is unknown."""
+    """Return a verdict on learning as fields of a flat record (None is unknown)."""
     fields = {field: getattr(learning, source, None) for field, source in _LEARNING.items()}
     return fields | {"learning_reason": fields["learning_reason"] or None}
 
 
 def first_step_of(cell: Cell) -> Mapping[str, Any]:
-    """Return the first steps of a cell as fields of a flat record, one for each state of the compiler's cache."""
+    """Return first-step times as fields of a flat record, one per state of the compiler's cache."""
     seconds = {state: sum(values) / len(values) for state, values in cell.first_steps().items()}
     return {"first_step_s" if state == "none" else f"first_step_s_{state.replace(' ', '_')}": seconds.get(state)
             for state in ("none", "warm", "partly warm", "cold")}  # fmt: skip

@@ -1,5 +1,4 @@
-"""The axes along which runs vary: which key each is, where a run stands on one, what differs because of it, and which
-columns a table needs."""
+"""The axes along which runs vary: short names, values of a run, facts that an axis implies, and table columns."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -26,9 +25,12 @@ PLAIN = ("plain", NO_OPTIMIZATION)
 
 
 def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
-    """Return where a run stands on an axis; for `optimizations` all that are on, in words; for `recipe` the shipped one
-    whose keys the run has, however it came to them, and what is on beside it (`fastest + triton kernels`), else the
-    words and the optimizer; unsloth is a recipe of its own."""
+    """Return the value of a run on an axis.
+
+    For `optimizations`: the names of all that are on. For `recipe`: the shipped recipe whose keys match the run, with
+    any further optimizations (`fastest + triton kernels`), else the optimizations and the optimizer. `unsloth` counts
+    as a recipe.
+    """
     if axis == RECIPE:
         return _recipe(facts)
     if axis != OPTIMIZATIONS:
@@ -55,26 +57,26 @@ def _recipe(facts: Mapping[str, str]) -> str:
 
 
 def _shipped(facts: Mapping[str, str]) -> str | None:
-    """Return the recipe that needs the fewest optimizations beside it, and these; plain is as it is, or not at all."""
+    """Return the matching recipe with the fewest further optimizations, and these. `plain` takes no further ones."""
     fitting, on = {}, _on(facts)
     for name, keys in _outcomes():
-        beside = {key: text for key, text in on.items() if keys.get(key, "off") == "off" and name not in PLAIN}
-        without = {**facts, **dict.fromkeys(beside.keys() & keys, "off")}
-        if keys.items() <= without.items():  # one for images says all that another does, and more
-            fitting[len(beside), -len(keys)] = " + ".join([name, *map(_word, beside, beside.values())])
+        extra = {key: text for key, text in on.items() if keys.get(key, "off") == "off" and name not in PLAIN}
+        without = {**facts, **dict.fromkeys(extra.keys() & keys, "off")}
+        if keys.items() <= without.items():  # a recipe for images has the keys of another recipe and more
+            fitting[len(extra), -len(keys)] = " + ".join([name, *map(_word, extra, extra.values())])
     return fitting[min(fitting)] if fitting else None
 
 
 def shipped_recipe(name: str | None) -> bool:
-    """Return whether a value of the axis `recipe` names a shipped recipe, plain ones aside."""
+    """Return whether a value of the axis `recipe` names a shipped recipe other than `plain`."""
     base = (name or "").partition(" + ")[0]
     return base in recipe_keys() and base not in PLAIN
 
 
 def _unsloth(facts: Mapping[str, str]) -> list[str]:
-    """Return unsloth with the bits of its weights, whether with its own checkpointing, and what saves memory."""
-    held_in = {"4-bit": "method.load_in_4bit", "8-bit": "method.load_in_fp8"}
-    bits = next((name for name, key in held_in.items() if facts.get(key) == "on"), "16-bit")
+    """Return unsloth with the width of its weights, its checkpointing, and its memory savers."""
+    widths = {"4-bit": "method.load_in_4bit", "8-bit": "method.load_in_fp8"}
+    bits = next((name for name, key in widths.items() if facts.get(key) == "on"), "16-bit")
     kept = facts.get("method.use_gradient_checkpointing", "unsloth")
     savers = ("offload_layers", "offload_embedding", "tiled_mlp")
     saved = [name.replace("_", " ") for name in savers if facts.get(f"method.{name}", "off") not in ("off", "0")]
@@ -83,20 +85,19 @@ def _unsloth(facts: Mapping[str, str]) -> list[str]:
 
 @cache
 def recipe_keys() -> dict[str, dict[str, str]]:
-    """Return the keys of each shipped recipe, as a run's facts have them."""
+    """Return the keys of each shipped recipe, in the form of a run's facts."""
     return {name: {key: as_fact(key, value) for key, value in flat(recipe(name, FOLDER))} for name in recipes()}
 
 
 def framework_words(facts: Mapping[str, str]) -> str:
-    """Return `axolotl `, or `axolotl's best ` at its own best, to put before what is trained; empty where no framework
-    is known."""
+    """Return a prefix for a name: `axolotl `, `axolotl's best ` for its best settings, or empty if unknown."""
     name = facts.get(FRAMEWORK, "")
     return name and name + ("'s best " if facts.get(SETTINGS) == "best" else " ")
 
 
 @cache
 def _outcomes() -> tuple[tuple[str, dict[str, str]], ...]:
-    """Return each shipped recipe with the keys that it gives, and those of each end of an `auto` in it."""
+    """Return each shipped recipe with its keys, once per possible result of an `auto` in it."""
     made = []
     for name in recipes():
         given = recipe(name, FOLDER)
@@ -108,22 +109,25 @@ def _outcomes() -> tuple[tuple[str, dict[str, str]], ...]:
 
 
 def on_axis(axis: str, key: str) -> bool:
-    """Return whether a fact is part of the axis itself."""
+    """Return whether a fact belongs to the axis."""
     if axis == RECIPE and any(key in keys for keys in recipe_keys().values()):
         return True
     return key == axis or (axis in (OPTIMIZATIONS, RECIPE) and key.startswith("optimizations."))
 
 
 _RAN_BY = ("method.", "objective.", "model.", "optimizations", "recipe", "train.precision", "train.optimizer")
-_BY_FRAMEWORK = ("applied.loss", "applied.patched_by")  # each has a loss of its own; the rest is to be the same work
-# What a framework brings along; torch is the same for all, or told.
+_BY_FRAMEWORK = ("applied.loss", "applied.patched_by")  # these differ between frameworks for the same work
+# Libraries that a framework pins. A different torch counts as a difference.
 LIBRARIES = ("transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "numpy", "torchao")
 _LIBRARIES = {f"versions.{name}" for name in LIBRARIES}
 
 
 def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str], key: str) -> bool:
-    """Return whether a fact differs because the axis does: what really ran, where the axis says what runs; a key that
-    only one method has; the model's revision; and another GPU's power limit, where both are at their highest."""
+    """Return whether a fact differs as a consequence of the axis.
+
+    Examples: the applied configuration if the axis selects it, a key that only one method has, the model's revision,
+    and the power limit of another GPU if both are at their maximum.
+    """
     if on_axis(axis, key) or (key.startswith("applied.") and axis.startswith(_RAN_BY)):
         return True
     if axis in (FRAMEWORK, SETTINGS) and key in _BY_FRAMEWORK:
@@ -133,9 +137,9 @@ def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str]
     for name in ("method", "objective"):
         if axis in (f"{name}.name", RECIPE) and key.startswith(f"{name}."):
             return key not in baseline or key not in candidate
-    if axis in (GPUS, STRATEGY) and key in (GPUS, STRATEGY):  # one GPU has no strategy
+    if axis in (GPUS, STRATEGY) and key in (GPUS, STRATEGY):  # one GPU uses no strategy
         return "1" in (baseline.get(GPUS), candidate.get(GPUS))
-    if axis in (GPUS, STRATEGY) and key == "launch.tp":  # a mesh alone has that number
+    if axis in (GPUS, STRATEGY) and key == "launch.tp":  # only a mesh has this key
         return baseline.get(STRATEGY) != candidate.get(STRATEGY)
     if axis == "gpu" and key == LIMIT:
         return _highest(baseline.get(key)) and _highest(candidate.get(key))
@@ -148,8 +152,7 @@ def _highest(limit: str | None) -> bool:
 
 
 def in_order(values: Iterable[str]) -> list[str]:
-    """Return values of an axis as a person would list them: numbers by size, methods and optimizations from plain to
-    rich."""
+    """Return the distinct values of an axis, sorted: numbers by size, methods and optimizations from plain to rich."""
     methods = list(METHODS)
 
     def rank(value: str) -> tuple[Any, ...]:
@@ -165,18 +168,23 @@ def in_order(values: Iterable[str]) -> list[str]:
 
 # --- columns ---------------------------------------------------------------------------------------------------------
 
-PREFIX = "spec."  # of the fields of a record that hold a key of the spec
-MOST_AXES = 10  # columns of axes that a table for people shows
+PREFIX = "spec."  # of record fields that hold a spec key
+MOST_AXES = 10  # axis columns in a table for people
 _SHOWN = ("model.id", "model.weights", "dataset.name", "method.name", "train.batch_size",
           "train.gradient_accumulation_steps")  # fmt: skip
 
 
 def varying_keys(specs: Sequence[Mapping[str, str]], labels: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the keys that have more than one value among the runs that have them. The table's own columns are left
-    out, and so is what the label of the model or of the data already tells: a key of that section that is the same
-    wherever the label is (`labels`: section → the label of each run)."""
+    """Return the spec keys that vary between runs and that the table does not show yet.
+
+    A key of section `model` or `dataset` is skipped if the label of that section determines it.
+
+    Args:
+        specs: the facts of each run.
+        labels: section → the label of each run.
+    """
     seen: dict[str, dict[str, None]] = {}
-    for spec in {id(spec): spec for spec in specs}.values():  # repeats share theirs
+    for spec in {id(spec): spec for spec in specs}.values():  # repeats share one object
         for key, text in spec.items():
             seen.setdefault(key, {})[text] = None
     varying = [key for key, texts in seen.items() if len(texts) > 1 and key not in _SHOWN]
@@ -187,19 +195,19 @@ def varying_keys(specs: Sequence[Mapping[str, str]], labels: Mapping[str, Sequen
     return by_importance(shown)
 
 
-# What a reader looks for first, in this order, and what says least.
-_TELLING = ("launch.gpus", "launch.strategy", "method.load_in_4bit", "method.load_in_fp8", "method.rank",
-            "method.targets", "method.alpha", "dataset.max_length", "dataset.mean_length", "train.optimizer",
-            "train.learning_rate")  # fmt: skip
-_IDLE = ("measure.", "model.revision", "model.path", "dataset.path", "launch.mock")
+# The most important keys in order, and the least important ones.
+_FIRST = ("launch.gpus", "launch.strategy", "method.load_in_4bit", "method.load_in_fp8", "method.rank",
+          "method.targets", "method.alpha", "dataset.max_length", "dataset.mean_length", "train.optimizer",
+          "train.learning_rate")  # fmt: skip
+_LAST = ("measure.", "model.revision", "model.path", "dataset.path", "launch.mock")
 
 
 def by_importance(keys: Iterable[str]) -> list[str]:
-    """Return keys with those first that tell most of how a run trains; seeds and what is measured last."""
+    """Return keys by importance: those that change training most first, seeds and measurement options last."""
 
     def rank(key: str) -> int:
-        idle = key.endswith("seed") or key.startswith(_IDLE)
-        return _TELLING.index(key) if key in _TELLING else len(_TELLING) + idle
+        last = key.endswith("seed") or key.startswith(_LAST)
+        return _FIRST.index(key) if key in _FIRST else len(_FIRST) + last
 
     return sorted(keys, key=rank)
 
@@ -213,7 +221,7 @@ def _labelled(key: str, specs: Sequence[Mapping[str, str]], labels: Sequence[str
 
 
 def headings(keys: Iterable[str]) -> list[str]:
-    """Return the shortest end of each key that no other key shares: `seed`, or `train.seed` beside `dataset.seed`."""
+    """Return the shortest unique suffix of each key: `seed`, or `train.seed` if `dataset.seed` is present too."""
     keys = [key.removeprefix(PREFIX) for key in keys]
     counts: dict[str, int] = {}
     for key in keys:

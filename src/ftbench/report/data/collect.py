@@ -1,4 +1,4 @@
-"""Run directories → records: a flat dict for each run, all with the same keys."""
+"""Read run directories into records: one flat dict per run, all with the same keys."""
 
 import hashlib
 import os
@@ -17,16 +17,22 @@ from ftbench.store.rundir import MOST_CSV_BYTES, NOT_FINITE, RunDir, open_plain_
 from ftbench.store.summary import as_dict, read_summary
 
 Record = dict[str, Any]
-_NO_NUMBER = "the loss is not a number"  # so the warning of a summary that has no field for it begins
-_BESIDE_RUNS = (".html", ".md", ".csv", ".json", ".yaml", ".txt", ".png", ".tex")  # files that commands write there
+_NO_NUMBER = "the loss is not a number"  # start of the warning in older summaries
+_NOT_BUNDLES = (".html", ".md", ".csv", ".json", ".yaml", ".txt", ".png", ".tex")  # files that users keep next to runs
 _SHORT_REASON = 48
 _PER_SAMPLE = "energy.joules_per_1k_samples"
 
 
 def collect(paths: Sequence[Path]) -> list[Record]:
-    """Return the runs at or below `paths`, each with the fields of its summary, nested ones dotted
-    (`memory_gb.host_peak`), its `path`, and its `number` among them, counted from 1. Raises SpecError for a
-    path that does not exist or holds no run."""
+    """Return the runs at or below `paths`.
+
+    Returns:
+        A record per run: the fields of its summary with dotted names (`memory_gb.host_peak`), its `path`, and its
+        `number`, counted from 1.
+
+    Raises:
+        SpecError: a path does not exist or contains no run.
+    """
     collected = records(read_summary(run) | {"path": str(run.path)} for run in _runs(paths))
     rank = {name: number for number, name in enumerate(METHODS)}
 
@@ -38,16 +44,16 @@ def collect(paths: Sequence[Path]) -> list[Record]:
 
 
 def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
-    """Return summaries as they are in summary.json as records, in their order; what one of them lacks is None."""
+    """Return the contents of summary.json files as records. Missing fields are None."""
     flat = [_flat(values) for values in summaries]
     empty = dict.fromkeys(key for record in flat for key in record)
     return [_judged(_on_one_basis(empty | record | _sentences(record))) for record in flat]
 
 
 def _sentences(record: Record) -> Record:
-    """Return the sentences of a run as they are written today: they are without secrets here, which go first."""
-    said = {"warnings": list(map(reworded, record["warnings"]))}
-    return said | ({"bound.why": reworded(record["bound.why"])} if record.get("bound.why") else {})
+    """Return the sentences of a run in today's wording. Redact secrets before calling this."""
+    sentences = {"warnings": list(map(reworded, record["warnings"]))}
+    return sentences | ({"bound.why": reworded(record["bound.why"])} if record.get("bound.why") else {})
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Record:
@@ -61,15 +67,19 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Record:
 
 
 def _on_one_basis(record: Record) -> Record:
-    """Set samples a second from real tokens a second and the mean length of the data, like every speed: those counted
-    in a short window are those that happened to be long or short. As counted where either is not known, and where the
-    model itself made most of them."""
+    """Compute samples per second from real tokens per second and the mean sample length of the data.
+
+    A short window may contain mostly long or mostly short samples, so the counted rate is noisy. It is kept if a figure
+    is unknown or if the model generated the tokens.
+    """
     counted, tokens = record.get("samples_per_s"), record.get("tokens_per_s.real")
     length = record.get("dataset.tokens.mean")
     if not (counted and tokens and length) or record.get("tokens_per_s.generated"):
         return record
     sequences, samples = record.get("dataset.tokens.count"), record.get("dataset.samples")
-    rate = tokens / (length * (sequences / samples if sequences and samples else 1))  # a pair is two sequences
+    rate = tokens / (
+        length * (sequences / samples if sequences and samples else 1)
+    )  # two sequences per preference pair
     record |= {"samples_per_s": rate, "samples_per_hour": rate * 3600}
     if joules := record.get(_PER_SAMPLE):
         record[_PER_SAMPLE] = joules * counted / rate
@@ -77,13 +87,13 @@ def _on_one_basis(record: Record) -> Record:
 
 
 def speeds(summary: RunSummary) -> tuple[float | None, float | None]:
-    """Return samples an hour and joules per 1,000 samples of a run, as every table has them."""
+    """Return samples per hour and joules per 1,000 samples of a run."""
     record = _on_one_basis(_flat(as_dict(summary)))
     return figure(record, "samples_per_hour"), figure(record, _PER_SAMPLE)
 
 
 def _judged(record: Record) -> Record:
-    """Call a run failed whose loss or gradient became NaN or infinite, however it ended."""
+    """Mark a run as failed if its loss or gradient norm became NaN or infinite."""
     if record["state"] != "ok":
         return record
     broken = [text for text in record["warnings"] if text.startswith(_NO_NUMBER)]
@@ -96,16 +106,16 @@ def _judged(record: Record) -> Record:
 def _runs(paths: Sequence[Path]) -> list[RunDir]:
     directories: dict[Path, RunDir] = {}
     for path in paths:
-        if len(paths) > 1 and _is_no_bundle(path):  # as `results/*` names what lies beside runs
+        if len(paths) > 1 and path.suffix.lower() in _NOT_BUNDLES and path.is_file():  # from `results/*`
             continue
         runs = require_runs(path, _unpacked(path) if os.path.isfile(path) else None)
         directories |= {run.path.resolve() if len(paths) > 1 else run.path: run for run in runs}
     if not directories:
-        raise SpecError(f"{', '.join(map(str, paths))}: no run, and no folder or bundle of runs, is among these")
-    alike = {path: (run.run_id, _size(run.steps)) for path, run in directories.items()}
-    times, distinct = Counter(alike.values()), dict[Any, RunDir]()
-    for path, run in directories.items():  # to read every run's steps would take longer than the report
-        distinct.setdefault(_content(run) if times[alike[path]] > 1 else path, run)
+        raise SpecError(f"{', '.join(map(str, paths))}: contains no run: name a run, a folder of runs or a bundle")
+    keys = {path: (run.run_id, _size(run.steps)) for path, run in directories.items()}
+    times, distinct = Counter(keys.values()), dict[Any, RunDir]()
+    for path, run in directories.items():  # hash only possible copies: hashing every run is slower than the report
+        distinct.setdefault(_content(run) if times[keys[path]] > 1 else path, run)
     return list(distinct.values())
 
 
@@ -115,14 +125,8 @@ def _size(path: Path) -> int | None:
     return None
 
 
-def _is_no_bundle(path: Path) -> bool:
-    """Return whether a path is a file of text, which no bundle is: a page, a table, a note."""
-    return path.suffix.lower() in _BESIDE_RUNS and path.is_file()
-
-
 def _content(run: RunDir) -> Any:
-    """Return what makes a copy of a run the same run: given twice, in a folder and in a bundle, it is no second
-    repeat."""
+    """Return a key that is equal for copies of a run. A copy, for example in a bundle, is not a second repeat."""
     try:
         with open_plain_file(run.steps, MOST_CSV_BYTES) as file:
             steps = hashlib.file_digest(file, "sha256").digest()
@@ -138,27 +142,29 @@ def _unpacked(path: Path) -> Path:
 
 
 def named_paths(runs: Sequence[Record]) -> list[Record]:
-    """Return the records with the paths that people know: a run out of a bundle lies in a copy that is gone soon."""
+    """Return the records with the paths that the user gave: a bundle is unpacked into a temporary folder."""
     unpack = sys.modules.get("ftbench.store.bundle.unpack")
-    if unpack is None:  # no bundle was opened
+    if unpack is None:  # the user gave no bundle
         return list(runs)
     return [record | {"path": unpack.shown(str(record["path"]))} if "path" in record else record for record in runs]
 
 
 def known(runs: Iterable[Record], name: str) -> list[float]:
-    """Return the numbers that records have under `name`; a missing or empty one is left out."""
+    """Return the known values of a field."""
     return [value for record in runs if (value := figure(record, name)) is not None]
 
 
 def figure(record: Mapping[str, Any], name: str) -> float | None:
-    """Return the number that a record has under `name`; None where there is none."""
+    """Return the number in a field of a record, or None."""
     value = record.get(name)
     return float(value) if isinstance(value, (int, float)) and value == value else None
 
 
 def data_labels(runs: Sequence[Record]) -> list[str]:
-    """Return the data set of each record and, where known, the mean length of its samples in tokens: `alpaca ~110`. A
-    run that ended before it knew the length has that of the others with the same data set, if they agree."""
+    """Return the data set of each record with the mean sample length in tokens, if known: `alpaca ~110`.
+
+    If a run ended before tokenization, the length comes from the other runs of that data set, provided they agree.
+    """
     lengths: dict[str, set[str]] = {}
     texts = []
     for record in runs:
@@ -171,7 +177,7 @@ def data_labels(runs: Sequence[Record]) -> list[str]:
 
 
 def state_of(record: Mapping[str, Any]) -> str:
-    """Return how a run ended, shortened to fit a table."""
+    """Return the state of a run, shortened to fit a table."""
     reason = record.get("reason")
     if record["state"] == "ok" or not isinstance(reason, str):
         return str(record["state"]) + (", contended" if record.get("contention.contended") else "")
@@ -182,7 +188,7 @@ def state_of(record: Mapping[str, Any]) -> str:
 
 
 def long_reason(record: Mapping[str, Any]) -> str:
-    """Return the reason that `state_of` had to shorten; empty where it stands there in full."""
+    """Return the full reason if `state_of` shortens it, else an empty string."""
     reason = record.get("reason")
     shortened = isinstance(reason, str) and len(reason) > _SHORT_REASON and record["state"] not in ("ok", "skipped")
     return str(reason) if shortened else ""

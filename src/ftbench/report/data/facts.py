@@ -1,7 +1,7 @@
-"""What a run was, as flat facts that can be compared: the resolved spec, the machine, and what really ran.
+"""Flat facts of a run for comparisons: the resolved spec, the machine, and the applied configuration.
 
-Keys are those of the spec (`train.batch_size`), and beside them `gpu`, `driver`, `power limit`, `commit`,
-`versions.torch`, `applied.attention`, `dataset.order_hash` and the like; values are text, the unknown is absent.
+Keys are spec keys (`train.batch_size`) and others such as `gpu`, `driver`, `power limit`, `commit`, `versions.torch`,
+`applied.attention` and `dataset.order_hash`. Values are text. Unknown facts are absent.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,36 +19,30 @@ from ftbench.store.rundir import RunDir, first_gpu
 
 CPU = "none (CPU)"
 _KEPT_OF_LAUNCH = ("framework", "settings", "mock", "mock_fits", "gpus", "nodes", "strategy", "tp", "offload")
-# What names the file that an imported run was made of tells no recipe.
-_NO_MATTER = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",
-              "measure.profile_steps", "imported.file", "imported.sha256"}  # fmt: skip
+# Keys that do not change the result.
+_IGNORED = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",
+            "measure.profile_steps", "imported.file", "imported.sha256"}  # fmt: skip
 LIMIT = "power limit"
-REWARD = "applied.reward_sha256"  # of the files of a user's own rewards
-_FEW = 0.05  # of all bytes of weights
-IMPORTED = "imported.from"  # the kind of log that a run was made of
-_NO_MATTER_WITHIN = ("measure.generate",)
-_NOT_RUN = ("nvidia-ml-py", "unsloth", "unsloth_zoo", "xformers", "liger-kernel", "triton_kernels")
+REWARD = "applied.reward_sha256"  # of the files with the user's reward functions
+_MIN_SHARE = 0.05  # of the bytes of all weights
+IMPORTED = "imported.from"  # the kind of log that a run was imported from
+_IGNORED_PREFIXES = ("measure.generate",)
+_NOT_COMPARED = ("nvidia-ml-py", "unsloth", "unsloth_zoo", "xformers", "liger-kernel", "triton_kernels")
 _ENVIRONMENT = ("PYTORCH_", "CUDA_LAUNCH", "NVIDIA_TF32", "TORCHINDUCTOR_", "TORCH_ALLOW_TF32", "OMP_NUM_THREADS")
 _APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_checkpointing", "compiled_graphs",
             "trained_dtype", "loss_normalisation", "padding", "patched_by")  # fmt: skip
 
 
-def clean_document(path: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file of a run, without secrets; empty where `read_json` is."""
-    return cleaned(json_bytes(path), path.name)
-
-
 def json_bytes(path: Path) -> bytes:
-    """Return what a JSON file of a run holds, nothing where it cannot be read."""
+    """Return the bytes of a JSON file of a run, or empty bytes if it cannot be read."""
     try:
         return shared_bytes(path)
     except (OSError, ValueError):
         return b""
 
 
-@lru_cache(maxsize=8192)  # a report asks for each several times, and repeats share some
-def cleaned(data: bytes, name: str) -> Mapping[str, Any]:
-    """Return the object that the text of a file of this name is; empty where it is none."""
+def parse_json(data: bytes, name: str) -> Mapping[str, Any]:
+    """Return the JSON object in the bytes of a file, or an empty dict."""
     try:
         return dict(shared_document(data, name))
     except ValueError:
@@ -56,33 +50,36 @@ def cleaned(data: bytes, name: str) -> Mapping[str, Any]:
 
 
 def spec_facts(run: RunDir) -> Mapping[str, str]:
-    """Return the resolved spec, flat: what changes the result (spec/identity.py) with the framework. Of a file its name
-    counts. A key that an older ftbench did not know has today's default, which is what that version did."""
+    """Return the flat resolved spec: the keys that change the result (see spec/identity.py), and the framework.
+
+    Paths are reduced to file names. Keys that an older ftbench did not have get today's default, which is how that
+    version behaved.
+    """
     return _facts_of(json_bytes(run.spec_json))
 
 
 @lru_cache(maxsize=8192)
 def _facts_of(data: bytes) -> Mapping[str, str]:
-    """Return the facts of a spec.json: repeats share one object."""
-    written = cleaned(data, "spec.json")
+    """Return the facts of a spec.json. Repeats share one object."""
+    written = parse_json(data, "spec.json")
     facts = {key: as_fact(key, value) for key, value in flat(written) if _matters(key)}
     if facts.get("launch.mock", "off") == "off":
         facts.pop("launch.mock", None)
         facts.pop("launch.mock_fits", None)
-    if not facts or "imported" in written:  # of a run that ftbench did not make nothing but what was told is known
+    if not facts or "imported" in written:  # defaults are unknown for imported runs
         return facts
     known = {key: text for key, text in _defaults(facts.get("method.name", "")).items() if _within(key, written)}
-    return known | {"objective.name": "sft"} | facts  # which every training was before there was another
+    return known | {"objective.name": "sft"} | facts  # older specs have no objective: all were sft
 
 
 def machine_facts(run: RunDir) -> Mapping[str, str]:
-    """Return the machine and what ran on it; keys whose value is not known are absent."""
+    """Return the facts of the machine and of the applied configuration. Unknown keys are absent."""
     return _ran(json_bytes(run.machine), json_bytes(run.applied))
 
 
 @lru_cache(maxsize=8192)
 def _ran(machine: bytes, applied: bytes) -> Mapping[str, str]:
-    documents = cleaned(machine, "machine.json"), cleaned(applied, "applied.json")
+    documents = parse_json(machine, "machine.json"), parse_json(applied, "applied.json")
     return dict(_known(_machine(documents[0]) | _applied(documents[1])))
 
 
@@ -96,7 +93,7 @@ def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
         "shared host": "yes" if machine.get("shared_host") else None,
         "commit": (machine.get("ftbench", {}).get("commit") or "")[:12],
         "python": machine.get("os", {}).get("python"),
-        **{f"versions.{name}": version for name, version in versions.items() if name not in _NOT_RUN},
+        **{f"versions.{name}": version for name, version in versions.items() if name not in _NOT_COMPARED},
         **{f"environment.{name}": value for name, value in environment.items() if name.startswith(_ENVIRONMENT)},
     }
 
@@ -109,17 +106,17 @@ def _applied(applied: Mapping[str, Any]) -> dict[str, Any]:
         "dataset.order_hash": (data.get("order_hash") or "")[:12],
         **{f"applied.{name}": values.get(name) for name in _APPLIED},
         REWARD: applied.get("generation", {}).get("reward_sha256"),
-        "applied.weights_dtype": _held_in(applied.get("model", {}).get("weights_gb_by_dtype", {})),
+        "applied.weights_dtype": _dtypes(applied.get("model", {}).get("weights_gb_by_dtype", {})),
         "applied.optimizer": optimizer.get("class"),
         "applied.optimizer_state": ", ".join(sorted(optimizer.get("state") or ())),
         "applied.trainable": applied.get("parameters", {}).get("trainable"),
     }
 
 
-def _held_in(gib: Mapping[str, Any]) -> str:
-    """Return the types in which the weights are held, without those of a few, as of adapters and norms."""
+def _dtypes(gib: Mapping[str, Any]) -> str:
+    """Return the dtypes of the weights. Dtypes with a small share, such as those of adapters and norms, are skipped."""
     known = {name: amount for name, amount in gib.items() if amount}
-    return ", ".join(sorted(name for name, amount in known.items() if amount >= _FEW * sum(known.values())))
+    return ", ".join(sorted(name for name, amount in known.items() if amount >= _MIN_SHARE * sum(known.values())))
 
 
 def _known(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -140,26 +137,26 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def _matters(key: str) -> bool:
     section, _, rest = key.partition(".")
     return (
-        key not in _NO_MATTER
-        and not key.startswith(_NO_MATTER_WITHIN)
+        key not in _IGNORED
+        and not key.startswith(_IGNORED_PREFIXES)
         and (section != "launch" or rest in _KEPT_OF_LAUNCH)
     )
 
 
 def as_fact(key: str, value: Any) -> str:
-    """Return the text of a key's value that two specs are compared by."""
+    """Return a key's value as text for comparisons."""
     if value is None:
         return "none"
     if key.endswith(".path"):
         return PurePosixPath(str(value)).name
-    if key == "objective.reward":  # path/to/file.py:function, one or several
+    if key == "objective.reward":  # path/to/file.py:function, or a list of these
         return " + ".join(PurePosixPath(str(each)).name for each in (value if isinstance(value, list) else [value]))
     return value if isinstance(value, str) else as_text(value)
 
 
 @cache
 def _defaults(method: str) -> dict[str, str]:
-    """Return today's defaults of every key, as text."""
+    """Return today's defaults of all keys as text."""
     sections = {
         name: field.annotation for name, field in Experiment.model_fields.items() if name not in ("method", "objective")
     }
@@ -173,5 +170,5 @@ def _defaults(method: str) -> dict[str, str]:
 
 
 def _within(key: str, written: Mapping[str, Any]) -> bool:
-    """Return whether the run's spec has this section at all: of a spec that is not there nothing is filled in."""
+    """Return whether the run's spec has the section of this key."""
     return isinstance(written.get(key.partition(".")[0]), dict)

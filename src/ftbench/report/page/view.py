@@ -1,25 +1,69 @@
-"""What the page shows of each run: its group of repeats, its workload, and the columns of the table of all runs."""
+"""The runs of the page: cell, workload and figures of each, and the columns of the table of all runs."""
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from ftbench.core import units
 from ftbench.report.data.axes import MOST_AXES, headings
+from ftbench.report.data.cells import Cell, Run, number_of
 from ftbench.report.data.collect import Record, long_reason, state_of
-from ftbench.report.data.groups import Cell, Run, cells_of, runs_of
-from ftbench.report.data.names import number_of
-from ftbench.report.page.figures import NUMBERS, number
-from ftbench.report.render.document import Column, Report
-from ftbench.report.render.runs_table import FIGURES, alike
+from ftbench.report.data.groups import cells_of, runs_of
+from ftbench.report.document import Column, Report
+from ftbench.report.runs_table import FIGURES, group_similar
 from ftbench.store.summary import PROFILED
+
+NUMBERS = {
+    "step": "step_time_s.median", "samples": "samples_per_hour", "tokens": "tokens_per_s.real",
+    "peak": "memory_gb.allocated_peak", "energy": "energy.joules_per_1k_samples",
+}  # fmt: skip
+RUN_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("median step", "step_time_s.median", units.seconds),
+    ("fastest tenth of the steps, at most", "step_time_s.p10", units.seconds),
+    ("slowest tenth, at least", "step_time_s.p90", units.seconds),
+    ("first step", "first_step_s", units.seconds),
+    ("until speed is steady", "time_to_steady_s", units.seconds),
+    ("steps", "steps.total", units.count),
+    ("of which steady", "steps.steady", units.count),
+    ("samples per hour", "samples_per_hour", units.rate),
+    ("real tokens/s", "tokens_per_s.real", units.rate),
+    ("images/s", "images_per_s.images", units.rate),
+    ("positions computed/s, padding included", "tokens_per_s.padded", units.rate),
+    ("tokens with loss/s", "tokens_per_s.label", units.rate),
+    ("GiB allocated at the peak", "memory_gb.allocated_peak", units.gibibytes),
+    ("GiB reserved at the peak", "memory_gb.reserved_peak", units.gibibytes),
+    ("GiB used on the device at the peak", "memory_gb.device_peak", units.gibibytes),
+    ("GiB of the host's memory at the peak", "memory_gb.host_peak", units.gibibytes),
+    ("model TFLOP/s", "model_tflops", lambda value: f"{value:.3g}"),
+    ("MFU", "mfu", units.percent),
+    ("HFU", "hfu", units.percent),
+    ("MFU against the measured product rate", "mfu_measured", units.percent),
+    ("GPU busy", "bound.gpu_busy", units.percent),
+    ("waiting for batches", "bound.data_wait", units.percent),
+    ("joules per 1,000 samples, GPU only", "energy.joules_per_1k_samples", units.rate),
+    ("mean watts, GPU only", "energy.mean_watts", units.rate),
+    ("idle watts", "energy.idle_watts", units.rate),
+    ("loss of the first step", "loss.first", lambda value: f"{value:.4f}"),
+    ("loss of the last step", "loss.last", lambda value: f"{value:.4f}"),
+    ("evaluation loss", "loss.eval", lambda value: f"{value:.4f}"),
+    ("parameters", "parameters.total", lambda value: units.parameters(int(value))),
+    ("trained", "parameters.trainable", lambda value: units.parameters(int(value))),
+    ("wall time", "phases_s.total", units.seconds),
+)
+
+
+def number(value: Any) -> float | None:
+    """Return a finite number, or None."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run as the page's sections see it: its number in the table, the group of repeats that it belongs to, and the
-    index of its workload among those of the page."""
+    """A run on the page: its number in the table, its cell, and the index of its workload."""
 
     number: int
     record: Record
@@ -40,12 +84,12 @@ class RunRow:
 
     @property
     def profiled(self) -> bool:
-        """Whether its steps were recorded, so that their times are no measurement."""
+        """Whether the run was profiled, so that its step times are not valid."""
         return PROFILED in self.record["warnings"]
 
     @cached_property
     def values(self) -> dict[str, float]:
-        """NUMBERS where it ended well and they are known."""
+        """The known NUMBERS of a successful run."""
         if self.state != "ok" or self.profiled:
             return {}
         known = {name: number(self.record.get(source)) for name, source in NUMBERS.items()}
@@ -53,15 +97,17 @@ class RunRow:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Low and high end of the median step."""
+        """The 95 % interval of the median step, in seconds."""
         ends = self.record.get("step_time_s.ci95")
         return (ends[0], ends[1]) if self.values and isinstance(ends, (list, tuple)) else None
 
 
 @dataclass(frozen=True)
 class RunColumn:
-    """A column of the table of all runs: a text for each run, and what each sorts by (None: its text). One that
-    `varies` is there because runs differ in it, and says nothing where those that are shown do not."""
+    """A column of the table of all runs: texts, and sort keys (None: sort by text).
+
+    If `varies`, the column is hidden while all shown runs have the same value.
+    """
 
     heading: str
     texts: Sequence[str]
@@ -70,14 +116,16 @@ class RunColumn:
 
     @cached_property
     def in_words(self) -> bool:
-        """Whether it sorts by its texts."""
+        """Whether the column sorts by text."""
         return all(value is None for value in self.order)
 
 
 @dataclass(frozen=True)
 class View:
-    """All runs, those of the workload with most runs numbered from 0 in `workloads`: only runs of one workload (model,
-    weights and data) are compared."""
+    """All runs of the page. `workloads` (model, weights and data) are sorted by their number of runs.
+
+    Only runs of one workload are compared.
+    """
 
     rows: list[RunRow]
     workloads: list[str]
@@ -86,7 +134,7 @@ class View:
 
     @cached_property
     def cells(self) -> list[list[Cell]]:
-        """The groups of repeats of each workload, in the order of their first, without profiled runs."""
+        """The cells of each workload in the order of their first run, without profiled runs."""
         cells: list[dict[int, Cell]] = [{} for _ in self.workloads]
         for row in self.rows:
             if not row.profiled:
@@ -99,16 +147,18 @@ class View:
 
     @cached_property
     def notes(self) -> list[tuple[str, list[RunRow]]]:
-        """The warnings of all runs and the reasons that a table has no room for, each once with its runs, those of most
-        runs first; of those that differ in figures alone the first."""
+        """The warnings and long failure reasons, each once with its runs, the most frequent first.
+
+        Sentences that differ only in figures are shown once.
+        """
         sentences = [(text, row) for row in self.rows
                 for text in filter(None, [long_reason(row.record), *map(str, row.record["warnings"])])]  # fmt: skip
-        kinds = alike(sentences)
-        notes = [(f"{text} (the others: alike)" if others else text, own + others) for text, own, others in kinds]
+        kinds = group_similar(sentences)
+        notes = [(f"{text} (others: similar)" if others else text, own + others) for text, own, others in kinds]
         return sorted(notes, key=lambda note: -len(note[1]))
 
     def workloads_of(self, run_ids: str) -> str:
-        """Return the places of the workloads of some runs, given by their ids, with spaces between them."""
+        """Return the indices of the workloads of some runs (ids separated by spaces), separated by spaces."""
         return " ".join(sorted({str(index) for name in run_ids.split() for index in self._of_id.get(name, ())}))
 
     @cached_property
@@ -122,7 +172,7 @@ class View:
 def view(report: Report) -> View:
     """Return the records of a report as rows, in their order."""
     records = report.records
-    apart: dict[bool, list[Run]] = {False: [], True: []}  # profiled runs are of specs of their own, and no measurement
+    apart: dict[bool, list[Run]] = {False: [], True: []}  # by whether profiled
     for run in runs_of(records):
         apart[PROFILED in run.record["warnings"]].append(run)
     groups = [*cells_of(apart[False]), *cells_of(apart[True])]
@@ -145,14 +195,16 @@ def _workload(cell: Cell) -> str:
 
 
 def _only(texts: Iterable[str]) -> list[str]:
-    """Return the one text that all are; none where they differ."""
+    """Return a list with the shared text, or an empty list if the texts differ."""
     distinct = list(dict.fromkeys(texts))
     return distinct if len(distinct) == 1 else []
 
 
 def _columns(rows: Sequence[RunRow], report: Report, workloads: Sequence[str]) -> list[RunColumn]:
-    """Return the columns: what names a run, how it ended (where not all ended well), its figures, and then what varies;
-    those that the command names, where it names some."""
+    """Return the columns named on the command line, or the default ones.
+
+    Defaults: name, state (unless all are ok), figures, varying settings.
+    """
     if report.columns:
         return [_figures(column, [row.record for row in rows]) for column in report.columns]
     axes = report.axes
@@ -163,7 +215,7 @@ def _columns(rows: Sequence[RunRow], report: Report, workloads: Sequence[str]) -
     states = [state_of(row.record) for row in rows]
     columns += [_words("state", states)] if set(states) != {"ok"} else []
     ended_well = [row.record if row.state == "ok" else {} for row in rows]
-    figures = (_figures(column, ended_well) for column in FIGURES)  # a reader can choose more
+    figures = (_figures(column, ended_well) for column in FIGURES)
     columns += [column for column in figures if not column.in_words]
     more = {"GPU": [str(row.cell.facts["gpu"]) for row in rows], "method": [str(row.record["method"]) for row in rows],
             "workload": [workloads[row.workload] for row in rows]}  # fmt: skip
@@ -190,7 +242,7 @@ def _counts(heading: str, texts: Sequence[str], varies: bool) -> RunColumn:
 
 
 def leading_number(text: str) -> float | None:
-    """Return the number that a text begins with, as `4x2` does; None where it begins with none."""
+    """Return the number at the start of a text such as `4x2`, or None."""
     try:
         return number(float(text.partition("x")[0].replace(",", "")))
     except ValueError:

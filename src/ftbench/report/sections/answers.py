@@ -1,27 +1,25 @@
-"""The questions of the founding study, answered from any runs: how much is trained in a night, how memory goes, which
-batch fits, what is trained, what the model says before and after. Each answer is a section, left out where no run can
-tell."""
+"""The questions of the founding study as sections: samples per night, memory over time, largest batch, trained
+parameters, and generated answers. A section is omitted if no run has its data."""
 
 from collections.abc import Callable, Sequence
 
 from ftbench.core import units
 from ftbench.core.stats import quantile
 from ftbench.report.data.axes import in_order
+from ftbench.report.data.cells import PEAK, SAMPLES, TOKENS, Cell, Run
 from ftbench.report.data.collect import figure
-from ftbench.report.data.facts import clean_document
-from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell, Run
-from ftbench.report.render.document import Section, table_of
+from ftbench.report.document import Section, table_of
 from ftbench.report.sections.cost import NIGHT_H
 from ftbench.report.sections.profiles import generations
 from ftbench.report.sections.rows import Record, field, first_of, named_rows, names_of, section
+from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_columns
 
-_BEFORE = ("import", "prepare_data", "load", "setup")  # weights are made once on a machine
+_BEFORE = ("import", "prepare_data", "load", "setup")  # the phases before the first step of every run
 
 
 def answers(cells: Sequence[Cell], hours: float = NIGHT_H, *, curves: bool = True) -> list[Section]:
-    """Return every answer that these cells can give; `curves` with memory and time over progress, which reads every
-    step."""
+    """Return all available answers. `curves` includes memory and time over progress, which reads every step."""
     over_progress = memory(cells) if curves else None
     parts = [night(cells, hours), frontier(cells), over_progress, trained(cells), generations(cells)]
     return [part for part in parts if part is not None]
@@ -31,9 +29,11 @@ def answers(cells: Sequence[Cell], hours: float = NIGHT_H, *, curves: bool = Tru
 
 
 def night(cells: Sequence[Cell], hours: float = NIGHT_H) -> Section | None:
-    """Return samples an hour at steady speed, and in `hours` from the start of the process: what is spent before the
-    first step and until speed is steady is taken off, and what those first steps train is not counted. Samples are real
-    tokens over the mean length of the data."""
+    """Return samples per hour at steady speed, and samples in `hours` from the start of the process.
+
+    The time before the first step and until the speed is steady counts, but not the samples trained in it. Samples are
+    real tokens divided by the mean sample length.
+    """
     records = []
     for cell in cells:
         if (rate := cell.figure(SAMPLES)) is None:
@@ -49,8 +49,8 @@ def night(cells: Sequence[Cell], hours: float = NIGHT_H) -> Section | None:
         f"samples in {hours:g} h": field("samples", units.count),
         f"tokens in {hours:g} h": field("real_tokens", _millions),
     }  # fmt: skip
-    words = ("Samples are real tokens over the mean length of the data.",)
-    return section("night", f"Samples an hour and in {hours:g} hours", records, columns, words)
+    words = ("Samples are real tokens divided by the mean length of the data.",)
+    return section("night", f"Samples per hour and in {hours:g} hours", records, columns, words)
 
 
 def _start_s(run: Run) -> float:
@@ -69,19 +69,22 @@ _COLUMNS = ("progress_ratio", "elapsed_time_sec", "memory_allocated_gb", "memory
 
 
 def memory(cells: Sequence[Cell]) -> Section | None:
-    """Return, for the first run of each cell that ended well, GiB allocated and reserved halfway (the median step) and
-    at their highest, the highest peak, and seconds until a quarter, half and all of the steps."""
+    """Return memory and time over progress, for the first successful run of each cell.
+
+    Memory in GiB: allocated and reserved at the median step and at most, and the highest peak. Time in seconds: until
+    25 %, 50 % and 100 % of the steps.
+    """
     records = [names_of(cell) | part for cell in cells if cell.ok and (part := _over_progress(cell.ok[0]))]
     columns = {name: field(f"{name}_gb", units.gibibytes) for name in ("allocated", "reserved", "peak")}
     shares = {"at 25 %": "25", "at 50 %": "50", "at the end": "100"}
     columns |= {name: field(f"elapsed_{share}_s", units.seconds) for name, share in shares.items()}
-    words = ("GiB allocated and reserved at the end of the median step, peak within a step; "
-             "time from the first step on.",)  # fmt: skip
+    words = ("GiB allocated and reserved at the end of the median step, and the highest peak within a step. Time since "
+             "the first step.",)  # fmt: skip
     return section("memory", "Memory and time over progress", records, columns, words)
 
 
 def _over_progress(run: Run) -> Record | None:
-    """Return memory and time of a run over its progress; None for one without a step that knows its progress."""
+    """Return memory and time of a run over its progress, or None if its steps have no progress."""
     columns = read_columns(run.dir.steps, _COLUMNS)
     rows = [row for row in zip(*columns.values(), strict=True) if row[0] is not None and row[0] == row[0]]
     if not rows:
@@ -103,8 +106,10 @@ def _over_progress(run: Run) -> Record | None:
 
 
 def frontier(cells: Sequence[Cell]) -> Section | None:
-    """Return each way of training × GPU against batch: the peak in GiB where it fits, `oom` or another end where it
-    does not. Needs two batches, or one that did not fit."""
+    """Return a table of recipe and GPU against batch: the peak in GiB if it fits, else the state such as `oom`.
+
+    Returns None for a single batch that fits.
+    """
     lines: dict[tuple[str, ...], dict[str, Cell]] = {}
     for cell in cells:
         model, _, data = cell.workload
@@ -119,7 +124,7 @@ def frontier(cells: Sequence[Cell]) -> Section | None:
     columns |= {batch: [_spot(line.get(batch)) for line in lines.values()] for batch in batches} | others
     records = [names_of(line[batch]) | {"state": line[batch].state, "peak_gb": line[batch].figure(PEAK)}
                for line in lines.values() for batch in batches if batch in line]  # fmt: skip
-    words = ("Columns are batch sizes: peak GiB of tensors where it fits.",)
+    words = ("Columns are batch sizes. A number is the peak of the tensors in GiB.",)
     return Section("frontier", "Which batch fits", table_of(columns, context=context), words, records)
 
 
@@ -135,7 +140,7 @@ def _spot(cell: Cell | None) -> str:
 
 
 def trained(cells: Sequence[Cell]) -> Section | None:
-    """Return trainable parameters per module kind, a row for each way of training."""
+    """Return trainable parameters per module kind, one row per model, method and rank."""
     lines: dict[tuple[str, ...], Record] = {}
     for cell in cells:
         if by_kind := first_of(cell, _by_kind):
@@ -164,5 +169,5 @@ def _parameters(*kinds: str) -> Callable[[Record], str]:
 
 
 def _by_kind(run: Run) -> dict[str, int]:
-    kinds = clean_document(run.dir.applied).get("parameters", {}).get("by_kind", {})
+    kinds = read_json(run.dir.applied).get("parameters", {}).get("by_kind", {})
     return {kind: line["trainable"] for kind, line in kinds.items() if line.get("trainable") is not None}

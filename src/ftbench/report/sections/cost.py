@@ -1,6 +1,6 @@
-"""Energy and money: joules and prices per thousand samples and per million real tokens, rent held against purchase.
+"""Energy and cost per thousand samples and per million real tokens, for rented and for purchased GPUs.
 
-Currencies stay as they were given: amounts in two of them are shown side by side, never added and never compared.
+Currencies are not converted. Amounts in different currencies are never added or compared.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,9 +10,9 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.grouping import grouped_by
 from ftbench.core.hardware import canonical_name
+from ftbench.report.data.cells import ENERGY, SAMPLES, TOKENS, Cell, gpu_of
 from ftbench.report.data.collect import Record, figure
-from ftbench.report.data.groups import ENERGY, SAMPLES, TOKENS, Cell, gpu_of
-from ftbench.report.render.document import Section
+from ftbench.report.document import Section
 from ftbench.report.sections.rows import field, names_of, section
 from ftbench.spec.prices import (
     HourlyCost,
@@ -32,13 +32,15 @@ WATTS, IDLE, PER_TOKEN = "energy.mean_watts", "energy.idle_watts", "energy.joule
 
 
 def _watts(joules: float | None, samples: float | None, sampled: float | None) -> float | None:
-    """Return the mean power of training: the counter's joules per 1,000 samples times samples a second. The driver's
-    own reading lags by a second or more, which short runs show; it stands in where there is no counter."""
+    """Return the mean power of training in watts: joules per 1,000 samples times samples per second.
+
+    The driver's power reading (`sampled`) lags by a second or more. It is used if there is no energy counter.
+    """
     return joules / 1000 * samples if joules and samples else sampled
 
 
 def break_even(price: Price, watts: float | None) -> tuple[float | None, str]:
-    """Return the hours of use after which buying has cost as much as renting, and words where there are none."""
+    """Return the hours of use after which buying is cheaper than renting, and a text."""
     rent, owned = price.rent, price.owned
     if rent is None or owned is None:
         return None, ""
@@ -58,8 +60,10 @@ def break_even(price: Price, watts: float | None) -> tuple[float | None, str]:
 
 
 def with_costs(records: Sequence[Record], prices: Prices | None, hours: float) -> list[Record]:
-    """Return the records with joules per million real tokens and, where there are prices, the fields `cost.rent.*`,
-    `cost.owned.*` and `cost.break_even_hours`. Runs that did not end well have none."""
+    """Add joules per million real tokens and, with prices, `cost.rent.*`, `cost.owned.*` and `cost.break_even_hours`.
+
+    Failed runs have no costs.
+    """
     costs = [_costs(record, prices, hours) for record in records]
     empty = dict.fromkeys(name for amounts in costs for name in amounts)
     return [record | empty | amounts for record, amounts in zip(records, costs, strict=True)]
@@ -87,7 +91,7 @@ def _amounts(cost: HourlyCost) -> dict[str, Any]:
 
 
 def energy(cells: Sequence[Cell]) -> Section | None:
-    """Return joules per thousand samples and per million real tokens; None where no run knows its energy."""
+    """Return joules per thousand samples and per million real tokens, or None if no run measured energy."""
     records = []
     for cell in cells:
         joules, samples, tokens = (cell.figure(name) for name in (ENERGY, SAMPLES, TOKENS))
@@ -100,22 +104,22 @@ def energy(cells: Sequence[Cell]) -> Section | None:
     names = {"J/1k samples": "joules_per_1k_samples", "J/1M tokens": "joules_per_1m_real_tokens",
              "mean W": "mean_watts", "idle W": "idle_watts"}  # fmt: skip
     columns = {heading: field(name, units.count) for heading, name in names.items()}
-    words = ("The GPU only, by the driver's counter over the steady window; real tokens. What it draws idle is part of "
-             "it, and is beside it where it was measured before the run.",)  # fmt: skip
+    words = ("GPU only, from the driver's energy counter over the steady window. Includes idle power, which has a "
+             "column if it was measured before the run. Tokens are real tokens.",)  # fmt: skip
     return section("energy", "Energy (GPU only)", records, columns, words)
 
 
 def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None:
-    """Return a row for each cell and each way of having its GPU; None where no GPU of the runs has a price."""
+    """Return a row per cell for rent and for purchase, or None if no GPU has a price."""
     records = [record for cell in cells for record in _records(cell, prices, hours)]
-    alone = [own for cell in cells if (own := cell.undisturbed()) and own.measured]  # what a sentence may rest on
-    relied = [record for cell in alone for record in _records(cell, prices, hours)]
+    valid = [own for cell in cells if (own := cell.without_contended()) and own.measured]
     amounts = {"1 h": "per_hour", "1k samples": "per_1k_samples", "1M tokens": "per_1m_real_tokens",
                f"{hours:g} h": "per_night"}  # fmt: skip
     columns = {"way": field("way")} | {heading: _amount(name) for heading, name in amounts.items()}
     columns |= {"buying pays after": field("buying_pays_after")}
-    words = ("All GPUs of a run, while it trains at its steady speed; real tokens, and samples by the mean length of "
-             "the data.", *_cheapest(relied))  # fmt: skip
+    cheapest = _cheapest([record for cell in valid for record in _records(cell, prices, hours)])
+    words = ("All GPUs of a run at its steady speed. Tokens are real tokens; samples are real tokens divided by the "
+             "mean length of the data.", *cheapest)  # fmt: skip
     return section("cost", "Cost", records, columns, words, text=("way",), notes=_notes(cells, prices, records))
 
 
@@ -138,8 +142,10 @@ def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any
 
 
 def _cheapest(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the cheapest recipe of each model and data set, held against the dearest; within one currency and one way
-    of having the card: an owned card's recipe against a rented one's would be a sentence about two things."""
+    """Yield the cheapest and the most expensive recipe per model and data set.
+
+    Rent and purchase, and different currencies, are not compared.
+    """
     known = (record for record in records if record["per_1k_samples"] is not None)
     groups = grouped_by(known, itemgetter("model", "data", "way", "currency"))
     for (model, data, way, currency), group in groups.items():
@@ -162,26 +168,24 @@ def _notes(cells: Sequence[Cell], prices: Prices, records: Sequence[dict[str, An
     for gpu in used:
         price = prices.of(gpu)
         if price is None:
-            notes.append(f"{gpu}: no price in {prices.path.name}, so what it costs is not known")
+            notes.append(f"{gpu}: no price in {prices.path.name}, so its cost is unknown")
             continue
         notes += [f"{canonical_name(gpu)}, {_terms(terms)}" for terms in (price.rent, price.owned) if terms is not None]
     notes += dict.fromkeys(f"{record['gpu']}: {record['why']}" for record in records if record["why"])
     if len({record["currency"] for record in records}) > 1:
-        notes.append(
-            "amounts are in the currencies of the price file: none is converted, added to or compared with others"
-        )
+        notes.append("amounts are in the currencies of the price file: they are not converted, added or compared")
     return notes
 
 
 def _terms(terms: Rent | Owned) -> str:
     when = f"{terms.date.isoformat()}, {terms.source}"
     if isinstance(terms, Rent):
-        return f"rent: {units.money(terms.per_hour, terms.currency)} an hour ({when})"
+        return f"rent: {units.money(terms.per_hour, terms.currency)} per hour ({when})"
     electricity = "electricity not counted"
     if terms.electricity_per_kwh is not None:
         electricity = (
-            f"{units.money(terms.electricity_per_kwh, terms.currency)} a kWh for the GPU as measured and "
-            f"{terms.host_idle_watts:g} W of the machine around it"
+            f"{units.money(terms.electricity_per_kwh, terms.currency)} per kWh for the measured power of the GPU and "
+            f"{terms.host_idle_watts:g} W for the rest of the machine"
         )
     return (
         f"owned: {units.money(terms.price, terms.currency)} over {terms.lifetime_years:g} years at "

@@ -1,5 +1,4 @@
-"""What to do, in words: each sentence is computed from runs, names its figures, and is left out where the data does not
-support it."""
+"""What to do, as sentences computed from runs. A sentence is omitted if the data does not support it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,29 +10,30 @@ from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.compare.pairs import Noise, Pair, learning_of, noise_of, pair_of
 from ftbench.report.compare.words import change_in_words, differences_text
 from ftbench.report.data.axes import FRAMEWORK, SETTINGS
+from ftbench.report.data.cells import PEAK, SAMPLES, TOKENS, Cell
 from ftbench.report.data.facts import CPU
-from ftbench.report.data.groups import PEAK, SAMPLES, TOKENS, Cell
-from ftbench.report.render.document import Point, Section
+from ftbench.report.document import Point, Section
 from ftbench.report.sections.frameworks import framework_points
 from ftbench.report.sections.rows import point
 
-LESS_MEMORY = 0.95  # a recipe that needs more than this share of another's memory is not called smaller
-NEARLY_LEAST = 1.10  # within this of the least memory, the fastest is the one to take
-_MOST_GROUPS = 6
-_MOST_HELD, _MOST_NAMED = 50, 6  # ways held against the fastest, whose every step is read; and named of a kind
-_NAMED = ("method.", "optimizations.", "applied.", "train.optimizer", "train.batch_size",
-          "train.gradient_accumulation_steps", FRAMEWORK, SETTINGS)  # fmt: skip
-# What follows from another number of steps where samples are drawn for them: the number is told once.
-_LENGTH, _FOLLOW = ("train.max_steps", "dataset.samples"), ("dataset.samples", "dataset.hash", "dataset.order_hash")
+LESS_MEMORY = 0.95  # a recipe is called smaller if it needs less than this share of the other's memory
+NEARLY_LEAST = 1.10  # among recipes within this factor of the least memory, recommend the fastest
+_MAX_GROUPS = 6
+_MAX_COMPARED, _MAX_NAMED = 50, 6
+_IN_NAMES = ("method.", "optimizations.", "applied.", "train.optimizer", "train.batch_size",
+             "train.gradient_accumulation_steps", FRAMEWORK, SETTINGS)  # fmt: skip
+# With synthetic data, another number of steps implies these differences.
+_LENGTH, _IMPLIED = ("train.max_steps", "dataset.samples"), ("dataset.samples", "dataset.hash", "dataset.order_hash")
 
 
 def decision(cells: Sequence[Cell]) -> Section | None:
-    """Return points for each workload (model, weights, data) on each number of GPUs of a kind, below its name, and one
-    for each pair of GPUs that ran the same recipe. Contended runs, failed ones, and speeds of fewer than five steady
-    steps decide nothing."""
-    alone = [own for cell in cells if (own := cell.undisturbed())]
-    noise = noise_of(alone)
-    groups = grouped_by(alone, lambda cell: (*cell.workload, cell.gpus, cell.facts["gpu"]))
+    """Return points per workload and GPUs, and per pair of GPUs that ran the same recipe.
+
+    Contended runs, failed runs, and speeds from fewer than five steady steps are not used.
+    """
+    used = [own for cell in cells if (own := cell.without_contended())]
+    noise = noise_of(used)
+    groups = grouped_by(used, lambda cell: (*cell.workload, cell.gpus, cell.facts["gpu"]))
     points: list[Point] = []
     lists = []
     for (model, _, data, count, gpu), group in groups.items():
@@ -42,36 +42,38 @@ def decision(cells: Sequence[Cell]) -> Section | None:
         if of_group := [replace(own, about=about) for own in _points(group, noise)]:
             points += of_group
             lists.append([f"{about}:", *(f"- {own.sentence}" for own in of_group)])
-    left = len(lists) - _MOST_GROUPS
-    paragraphs = [text for group in lists[:_MOST_GROUPS] for text in group]
-    paragraphs += [f"{left} more workloads: report them one by one."] if left > 0 else []
-    between = list(_cards(alone, noise))
-    points += between
-    paragraphs += [f"- {own.sentence}" for own in between]
-    contended = sum(run.contended for cell in cells for run in cell.runs)
-    short = sum(bool(cell.figure(SAMPLES)) and not cell.measured for cell in alone)
-    left_out = [f"{contended} run{'s' * (contended > 1)} beside other work (contended)"] if contended else []
-    left_out += [f"{short} speed{'s' * (short > 1)} of fewer than {MINIMUM_STEADY} steady steps"] if short else []
-    if left_out:
-        points.append(Point(f"Left out: {', '.join(left_out)}."))
-        paragraphs.append(f"- {points[-1].text}")
+    left = len(lists) - _MAX_GROUPS
+    paragraphs = [text for group in lists[:_MAX_GROUPS] for text in group]
+    paragraphs += [f"{left} more workloads: report them separately."] if left > 0 else []
+    other = [*_gpus(used, noise), *_unused(cells, used)]
+    points += other
+    paragraphs += [f"- {own.sentence}" for own in other]
     return Section("decision", "What to do", None, paragraphs, points=points) if paragraphs else None
+
+
+def _unused(cells: Sequence[Cell], used: Sequence[Cell]) -> Iterator[Point]:
+    contended = sum(run.contended for cell in cells for run in cell.runs)
+    short = sum(bool(cell.figure(SAMPLES)) and not cell.measured for cell in used)
+    parts = [units.some(contended, "contended run")] if contended else []
+    parts += [f"{units.some(short, 'speed')} from fewer than {MINIMUM_STEADY} steady steps"] if short else []
+    if parts:
+        yield Point(f"Not used: {', '.join(parts)}.")
 
 
 def _points(group: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     measured = [cell for cell in group if cell.measured and cell.figure(SAMPLES)]
-    best = _best_of_each_way(measured)
+    best = _best_of_each_recipe(measured)
     yield from framework_points(measured, noise)
-    yield from _memory_short(measured, noise)
+    yield from _memory(measured, noise)
     yield from _limits(group)
     if len(best) > 1:
         yield _many_steps(best[0], best[1], _pair(best[0], best[1], noise))
         yield from _few_steps(best, noise)
-        yield from _other_learning(best[0], best[1:])
+        yield from _learning(best[0], best[1:])
 
 
-def _best_of_each_way(measured: Sequence[Cell]) -> list[Cell]:
-    """Return the fastest cell of each way of training, fastest first."""
+def _best_of_each_recipe(measured: Sequence[Cell]) -> list[Cell]:
+    """Return the fastest cell of each recipe, fastest first."""
     best: dict[str, Cell] = {}
     for cell in sorted(measured, key=_rate, reverse=True):
         best.setdefault(cell.recipe, cell)
@@ -82,7 +84,7 @@ def _rate(cell: Cell) -> float:
     return cell.figure(TOKENS) or cell.figure(SAMPLES) or 0.0
 
 
-def _memory_short(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
+def _memory(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     peaks = {id(cell): peak for cell in measured if (peak := cell.figure(PEAK))}
     known = [cell for cell in measured if id(cell) in peaks]
     if len(known) < 2:
@@ -92,12 +94,10 @@ def _memory_short(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     fast = max(known, key=_rate)
     needs, most = peaks[id(small)], peaks[id(fast)]
     if small is fast:
-        beside = "the least" if needs == least else f"where the least is {units.gibibytes(least)} GiB"
+        rank = "the least" if needs == least else f"close to the least, {units.gibibytes(least)} GiB"
         second = max((cell for cell in known if cell is not fast), key=_rate)
         how = "as fast as any" if _is_noise(_pair(fast, second, noise)) else "the fastest"
-        yield point(
-            f"Memory short or not: {small.name} is {how}, and needs {units.gibibytes(needs)} GiB, {beside}.", small
-        )
+        yield point(f"Memory: {small.name} is {how}, and needs {units.gibibytes(needs)} GiB, {rank}.", small)
     elif needs < LESS_MEMORY * most:
         pair = _pair(small, fast, noise)
         rest = "" if needs == least else f" (the least, {units.gibibytes(least)} GiB, is slower)"
@@ -109,7 +109,7 @@ def _memory_short(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
 
 
 def _limits(group: Sequence[Cell]) -> Iterator[Point]:
-    """Yield the largest batch that fits and the first above it that does not, for each way of training."""
+    """Yield, for each recipe, the largest batch that fits and the smallest larger one that does not."""
     sized = (cell for cell in group if (cell.facts.get("train.batch_size") or "").isdigit())
     parts, failed = [], list[Cell]()
     for way, cells in grouped_by(sized, lambda cell: cell.way).items():
@@ -121,7 +121,7 @@ def _limits(group: Sequence[Cell]) -> Iterator[Point]:
             parts.append(f"{way} fits up to batch {max(fits)} and not {min(failing)}" if fits else
                          f"{way} does not fit at batch {min(failing)}")  # fmt: skip
     if parts:
-        yield point(f"Out of memory: {units.listed(parts, _MOST_NAMED)}.", *failed)
+        yield point(f"Out of memory: {units.listed(parts, _MAX_NAMED)}.", *failed)
 
 
 def _batch(cell: Cell) -> int:
@@ -143,8 +143,7 @@ def _is_noise(pair: Pair) -> bool:
 
 
 def _few_steps(best: Sequence[Cell], noise: Noise) -> Iterator[Point]:
-    """Yield the fastest against the one that starts with the least delay, where the noise lets their speeds be told
-    apart."""
+    """Yield the break-even between the fastest cell and the one that starts fastest, if their speeds differ."""
     paces = [(cell, pace) for cell in best if (pace := cell.pace()) is not None]
     if not paces or paces[0][0] is not best[0]:
         return
@@ -152,7 +151,7 @@ def _few_steps(best: Sequence[Cell], noise: Noise) -> Iterator[Point]:
     quick, other = min(paces, key=lambda pair: pair[1].start_s)
     if quick is fast:
         lost = units.seconds(max(0.0, own.start_s))
-        yield point(f"Few steps: {fast.name} also loses the least before it is steady ({lost}).", fast)
+        yield point(f"Few steps: {fast.name} also has the shortest warm-up ({lost}).", fast)
         return
     pair = _pair(fast, quick, noise)
     if pair.break_even is None or pair.break_even.when != "after" or pair.break_even.steps is None:
@@ -166,25 +165,23 @@ def _few_steps(best: Sequence[Cell], noise: Noise) -> Iterator[Point]:
         )  # fmt: skip
 
 
-def _other_learning(best: Cell, others: Sequence[Cell]) -> Iterator[Point]:
-    """Yield which of the next fastest do not learn what the best does, the first with the reason."""
-    verdicts = [(cell, learning_of(cell, best)) for cell in others[:_MOST_HELD]]
+def _learning(best: Cell, others: Sequence[Cell]) -> Iterator[Point]:
+    """Yield the next fastest cells that do not learn the same as the best, with the reason."""
+    verdicts = [(cell, learning_of(cell, best)) for cell in others[:_MAX_COMPARED]]
     failed = [(cell, learning) for cell, learning in verdicts if learning.failed]
-    for cell, learning in failed[:_MOST_NAMED]:
+    for cell, learning in failed[:_MAX_NAMED]:
         yield point(f"{best.name} and {cell.name} do not learn the same: {learning.reason}.", best, cell)
     if verdicts and all(learning.verdict == CANNOT_TELL for _, learning in verdicts):
-        yield point(
-            f"Whether {best.name} learns what the others learn cannot be told from these runs: `ftbench parity` says.",
-            best,
-        )
-    if more := [cell for cell, _ in failed[_MOST_NAMED:]]:
+        text = f"These runs do not show whether {best.name} learns the same as the others: run `ftbench parity`."
+        yield point(text, best)
+    if more := [cell for cell, _ in failed[_MAX_NAMED:]]:
         yield point(f"{best.name} and {len(more)} more of the next fastest do not learn the same.", best, *more)
-    if (left := len(others) - _MOST_HELD) > 0:
-        yield point(f"Not held against {best.name} in what it learns: the {left:,} slowest other ways.")
+    if (left := len(others) - _MAX_COMPARED) > 0:
+        yield point(f"The losses of {best.name} and the {left:,} slowest others were not compared.")
 
 
-def _cards(cells: Sequence[Cell], noise: Noise) -> Iterator[Point]:
-    """Yield, for each further GPU that ran the recipe of another, a sentence on the fastest recipe that both ran."""
+def _gpus(cells: Sequence[Cell], noise: Noise) -> Iterator[Point]:
+    """Yield, for each pair of GPUs that ran the same recipe, a comparison of the fastest such recipe."""
     measured = (cell for cell in cells if cell.measured and cell.figure(SAMPLES) and cell.runs[0].spec)
     recipes = grouped_by(measured, lambda cell: frozenset(cell.runs[0].spec.items()))
     best: dict[tuple[str, str], tuple[Cell, Cell]] = {}
@@ -192,7 +189,8 @@ def _cards(cells: Sequence[Cell], noise: Noise) -> Iterator[Point]:
         ordered = sorted(shared, key=_rate)
         for slow, fast in ((a, b) for i, a in enumerate(ordered) for b in ordered[i + 1 :]):
             names = (fast.facts["gpu"], slow.facts["gpu"])
-            if names[0] != names[1] and (names not in best or _rates(fast, slow) > _rates(*best[names])):
+            rates = list(map(_rate, (fast, slow)))
+            if names[0] != names[1] and (names not in best or rates > list(map(_rate, best[names]))):
                 best[names] = fast, slow
     for (faster, slower), (fast, slow) in best.items():
         pair = pair_of("gpu", fast, slow, noise=noise)
@@ -201,22 +199,18 @@ def _cards(cells: Sequence[Cell], noise: Noise) -> Iterator[Point]:
         yield point(text, fast, slow)
 
 
-def _rates(*cells: Cell) -> list[float]:
-    return [_rate(cell) for cell in cells]
-
-
 def _pair(cell: Cell, baseline: Cell, noise: Noise) -> Pair:
-    """Return two recipes whose names tell the method, the optimizations and the batch: these are what is compared."""
+    """Return the pair of two recipes. Method, optimizations and batch are in their names, so not in the differences."""
     pair = pair_of("method.name", cell, baseline, noise=noise)
-    other = [fact for fact in pair.differences if not fact.key.startswith(_NAMED)]
+    other = [fact for fact in pair.differences if not fact.key.startswith(_IN_NAMES)]
     if cell.batch != baseline.batch:
         other = [fact for fact in other if fact.key != "dataset.order_hash"]
     if cell.facts.get("dataset.name") == "synthetic" and {*_LENGTH} <= {fact.key for fact in other}:
-        other = [fact for fact in other if fact.key not in _FOLLOW]
+        other = [fact for fact in other if fact.key not in _IMPLIED]
     return replace(pair, differences=tuple(other))
 
 
 def _also(pair: Pair) -> str:
-    """Return what else differs, beside what the names of the two say."""
+    """Return the differences that the names of the two do not show."""
     words = differences_text(pair).removeprefix("differs: ")
     return f"also differs: {words}" if words else ""

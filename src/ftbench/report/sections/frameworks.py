@@ -1,4 +1,4 @@
-"""Which framework to train with, in words, where some trained the same by several."""
+"""Points on frameworks, for work that several of them trained."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,16 +6,19 @@ from ftbench.core import units
 from ftbench.report.compare.pairs import Noise, pair_of
 from ftbench.report.compare.words import change_in_words
 from ftbench.report.data.axes import FRAMEWORK, NO_OPTIMIZATION, OPTIMIZATIONS, SETTINGS, TRL, value_at
-from ftbench.report.data.groups import PEAK, SAMPLES, Cell
-from ftbench.report.render.document import Point
+from ftbench.report.data.cells import PEAK, SAMPLES, Cell
+from ftbench.report.document import Point
 from ftbench.report.sections.rows import point
 
-_CLOSE = 1.05  # speeds within this of each other are told by how much they differ
+_CLOSE = 1.05  # speeds within this factor are summarized as a difference
 
 
 def framework_points(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
-    """Yield, for each method, objective and batch that several frameworks trained, the fastest with the next, what the
-    others reach, and what all do without options of their own. Of a log that was imported no framework is known."""
+    """Yield points for each method, objective and batch that several frameworks trained.
+
+    Compare the fastest framework with the next, list the others, and list all at plain settings. The framework of an
+    imported log is unknown, so it is skipped.
+    """
     measured = [cell for cell in measured if FRAMEWORK in cell.facts]
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in sorted(measured, key=_rate, reverse=True):
@@ -30,7 +33,7 @@ def framework_points(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
             yield from _points(f"{work} at batch {batch}", list(fastest.values()), cells, noise)
     ours, theirs = ([cell for cell in measured if (_framework(cell) == TRL) is own] for own in (True, False))
     if ours and all(map(_is_plain, ours)) and not all(map(_is_plain, theirs)):
-        yield point("trl was run plain alone: its own best are recipes (`ftbench list recipes`).", *ours)
+        yield point("trl was run with plain settings only: its best are recipes (`ftbench list recipes`).", *ours)
 
 
 def _points(work: str, fastest: Sequence[Cell], cells: Sequence[Cell], noise: Noise) -> Iterator[Point]:
@@ -40,10 +43,10 @@ def _points(work: str, fastest: Sequence[Cell], cells: Sequence[Cell], noise: No
     if speed and speed.verdict == "not distinguishable":
         words = f"not distinguishable in speed from {_figures(second)}"
     rest = f"; then {', '.join(map(_figures, others))}" if others else ""
-    yield point(f"Which framework, {work}: {_figures(first)}, {words}{rest}.", *fastest)
+    yield point(f"Framework for {work}: {_figures(first)}, {words}{rest}.", *fastest)
     plain = {_framework(cell): cell for cell in cells if _is_plain(cell)}
     if len(plain) > 1:
-        yield point(f"Plain, {work}: {_spread(plain)}.", *plain.values(), also=_other_work(plain))
+        yield point(f"Plain settings, {work}: {_spread(plain)}.", *plain.values(), also=_other_work(plain))
 
 
 def _spread(plain: dict[str, Cell]) -> str:
@@ -54,8 +57,7 @@ def _spread(plain: dict[str, Cell]) -> str:
 
 
 def _other_work(plain: dict[str, Cell]) -> str:
-    """Return in what the plain ones differ that should be the same, the keys alone: a comparison by framework has the
-    values."""
+    """Return the keys in which the plain runs differ although they should not. `--compare framework` has the values."""
     baseline = plain.get(TRL) or next(iter(plain.values()))
     pairs = (pair_of(FRAMEWORK, cell, baseline) for cell in plain.values() if cell is not baseline)
     keys = dict.fromkeys(fact.key.rpartition(".")[2].replace("_", " ") for pair in pairs for fact in pair.differences)

@@ -1,5 +1,4 @@
-"""The founding study of images beside runs like its own, and which combination is worth its start for how many steps on
-how much memory, as the runs tell it."""
+"""The published image study compared with runs, and a guide to the best combination per memory size and steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,46 +8,48 @@ from ftbench.core import units
 from ftbench.core.compare import Pace, break_even
 from ftbench.facts import read_facts
 from ftbench.report.data.axes import in_order
-from ftbench.report.data.groups import FIRST, PEAK, STEP, Cell
-from ftbench.report.render.document import Section, table_of_rows
+from ftbench.report.data.cells import FIRST, PEAK, STEP, Cell
+from ftbench.report.document import Section, table_of_rows
 from ftbench.spec.optimizations import OPTIMIZATIONS
 
 IMAGES = "images_per_s.images"
 LOSS = "loss.eval"
-MEMORIES = (16, 24, 32, 48, 80, 96, 141)  # GiB of cards that are bought or rented
-_ROOM = 0.95  # of a card's memory, for tensors: the rest is the allocator's and the driver's
+MEMORIES = (16, 24, 32, 48, 80, 96, 141)  # GiB of common GPUs
+_ROOM = 0.95  # share of GPU memory available to tensors; the allocator and the driver use the rest
 _OFF = ("off", "false", "auto", "none", "")
-_BESIDE = ("image_cache", "loader_processes")  # how images come to a step, which the study does not tell
+_LOADING = ("image_cache", "loader_processes")  # not described by the study
 _FIGURES = ("step time", "memory", "first step", "pays after steps", "loss")
 
 
 def sections(cells: Sequence[Cell]) -> list[Section]:
-    """Return the study beside the runs, and the guide that the runs give; nothing where none of them saw images."""
-    shown = [own for cell in cells if cell.values(IMAGES) and (own := cell.undisturbed())]
+    """Return the study and the guide, or an empty list if no run trained on images."""
+    shown = [own for cell in cells if cell.values(IMAGES) and (own := cell.without_contended())]
     return [part for part in (study(shown), guide(shown)) if part is not None] if shown else []
 
 
 def combination(cell: Cell) -> tuple[str, tuple[str, ...]]:
-    """Return method and optimizations of a cell that are told apart, by their names."""
-    names = (name for name in OPTIMIZATIONS if name not in _BESIDE)
+    """Return the method and the names of the optimizations of a cell."""
+    names = (name for name in OPTIMIZATIONS if name not in _LOADING)
     on = sorted(name for name in names if cell.facts.get(f"optimizations.{name}", "off").lower() not in _OFF)
     return cell.facts.get("method.name", ""), tuple(on)
 
 
 def _workload(cell: Cell) -> tuple[str, ...]:
-    """Return what runs share that are compared: all but the tokens that a smaller image becomes."""
+    """Return the facts that compared runs share. The number of image tokens may differ."""
     keys = ("model.id", "model.weights", "gpu", "dataset.name", "dataset.image_size", "dataset.image_sizes",
             "dataset.images_per_sample", "method.vision")  # fmt: skip
     return (*(cell.facts.get(key, "") for key in keys), str(cell.gpus))
 
 
-# --- published beside measured ----------------------------------------------------------------------------------------
+# --- published and measured -------------------------------------------------------------------------------------------
 
 
 def study(cells: Sequence[Cell]) -> Section | None:
-    """Return a row for each combination and workload that has a plain run: what was published against the study's runs
-    in 16 bits, and what was measured here against plain LoRA at the same batch, over all batches. What runs here and is
-    none of the study's stands behind."""
+    """Return a row per combination and workload with a plain run.
+
+    Published changes are relative to the study's 16-bit runs. Measured changes are relative to plain LoRA at the same
+    batch, over all batches. Combinations that are not in the study come last.
+    """
     table = read_facts("image_study.yaml")
     plain = {(_workload(cell), cell.batch): cell for cell in cells if combination(cell) == ("lora", ())}
     records = []
@@ -66,8 +67,8 @@ def study(cells: Sequence[Cell]) -> Section | None:
     naming = ("combination", "model", "GPU", "batches here")
     headings = [*naming, *(f"{name}, {side}" for name in _FIGURES for side in ("published", "here"))]
     words = (
-        f"Published: {table['source']}: {table['setting']}; changes are against its own runs in 16 bits. Here: against "
-        "plain LoRA at the same batch, over all batches; compare them as directions, since GPU, data and fp8 differ.",
+        f"Published: {table['source']}: {table['setting']}; changes are relative to its 16-bit runs. Here: relative to "
+        "plain LoRA at the same batch, over all batches. GPU, data and fp8 differ, so compare only directions.",
         *_missing(records),
     )
     shown = table_of_rows(records, text=naming, headings=headings, shared=("model", "GPU"))
@@ -75,7 +76,7 @@ def study(cells: Sequence[Cell]) -> Section | None:
 
 
 def _missing(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what of the study has no run here, and how to get it."""
+    """Yield the combinations of the study without a run here, and the command that runs them."""
     if names := dict.fromkeys(record["combination"] for record in records if not record["batches"]):
         yield f"Not run here: {'; '.join(names)}. `ftbench sweep configs/llava-next.yaml` runs them all."
 
@@ -90,7 +91,7 @@ def _record(
         "pays after steps": _span([_pays(base, cell) for base, cell in others], lambda steps: f"{steps:,.0f}"),
         "loss": _span([cell.figure(LOSS) for _, cell in pairs], lambda loss: f"{loss:.2f}"),
     }  # fmt: skip
-    said = {
+    reported = {
         "step time": _range(published.get("step", ())), "memory": _range(published.get("memory", ())),
         "first step": units.seconds(published["first_step_s"]) if "first_step_s" in published else "",
         "pays after steps": f"{published['break_even']:,}" if "break_even" in published else "",
@@ -100,20 +101,19 @@ def _record(
     return {
         "combination": published["name"], "model": workload[0].rsplit("/", 1)[-1], "GPU": workload[2],
         "batches here": ", ".join(batches), "batches": len(batches),
-        **{f"{name}, published": said[name] for name in _FIGURES},
+        **{f"{name}, published": reported[name] for name in _FIGURES},
         **{f"{name}, here": measured[name] for name in _FIGURES},
     }  # fmt: skip
 
 
 def _changes(pairs: Sequence[tuple[Cell, Cell]], name: str) -> list[float]:
-    """Return the changes in percent of those that know the figure."""
+    """Return the known changes in percent."""
     both = [(base.figure(name), cell.figure(name)) for base, cell in pairs]
     return [100 * (own / plain - 1) for plain, own in both if plain and own]
 
 
 def _pays(base: Cell, cell: Cell) -> float | None:
-    """Return the steps after which a slower start has paid for itself; None where there is nothing to pay or it never
-    does."""
+    """Return the steps after which a slower start pays off, or None."""
     before, after = base.pace(), cell.pace()
     return break_even(before, after).steps if before and after and break_even(before, after).when == "after" else None
 
@@ -134,7 +134,7 @@ def _span(values: Sequence[float | None], text: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A cell that trains the most images from so many on, and the steps of its own that these are."""
+    """The best cell from a number of images on, and that number in its own steps."""
 
     cell: Cell
     images: float
@@ -142,8 +142,10 @@ class Choice:
 
 
 def guide(cells: Sequence[Cell]) -> Section | None:
-    """Return, for each workload and memory, which cell has trained a number of images first, start included; a memory
-    for which the same holds as for the one before has no rows of its own."""
+    """Return, per workload and memory size, the cell that first finishes a number of images, start-up included.
+
+    A memory size with the same result as the previous one has no rows.
+    """
     records = []
     for workload in dict.fromkeys(map(_workload, cells)):
         own = [cell for cell in cells if _workload(cell) == workload and cell.measured and cell.figure(PEAK)]
@@ -158,9 +160,9 @@ def guide(cells: Sequence[Cell]) -> Section | None:
     published = read_facts("image_study.yaml")
     rules = "; ".join(f"{rule['take']} where {rule['where']}" for rule in published["guide"])
     words = (
-        "By these runs: what has trained so many images first, its start included, of all whose tensors take at most "
-        f"{units.percent(_ROOM, 0)} of the memory; it holds for more memory until the next line.",
-        f"The study's own guide ({published['source']}): {rules}.",
+        "The combination that first finishes this many images, start-up included, among those whose tensors need at "
+        f"most {units.percent(_ROOM, 0)} of the memory. It also applies to larger memory, up to the next row.",
+        f"The study's guide ({published['source']}): {rules}.",
     )
     table = table_of_rows(records, text=("model", "GPU", "data", "take"), shared=("model", "GPU", "data"))
     return Section("image_guide", "Images: which combination, from how many steps on", table, words, records)
@@ -177,7 +179,7 @@ def _chosen(workload: Sequence[str], memory: int, choice: Choice) -> dict[str, A
 
 
 def best(cells: Sequence[Cell], memory: float) -> Iterator[Choice]:
-    """Yield the cells that are ahead one after the other as more is trained, of those that fit."""
+    """Yield the cells that fit, in the order in which they take the lead as more images are trained."""
     paces = {
         id(cell): (cell, pace) for cell in cells
         if (cell.figure(PEAK) or memory) <= _ROOM * memory and (pace := cell.pace()) is not None
@@ -202,6 +204,6 @@ def _seconds(pace: Pace, samples: float) -> float:
 
 
 def _crossing(pace: Pace, other: Pace) -> float:
-    """Return the samples after which a faster pace has made up for its later start."""
+    """Return the samples after which a faster pace makes up for its later start."""
     later = max(0.0, other.start_s) - max(0.0, pace.start_s)
     return max(0.0, later) / (1 / pace.samples_per_s - 1 / other.samples_per_s)

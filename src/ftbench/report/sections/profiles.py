@@ -7,17 +7,16 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.allocations import CATEGORIES
 from ftbench.profile.files import KERNELS
-from ftbench.profile.groups import GROUPS
-from ftbench.profile.names import short
-from ftbench.report.data.groups import Cell, Run
-from ftbench.report.render.document import Section
+from ftbench.profile.groups import GROUPS, short
+from ftbench.report.data.cells import Cell, Run
+from ftbench.report.document import Section
 from ftbench.report.sections.rows import Record, field, first_of, names_of, section
 from ftbench.store.rundir import MEMORY, read_json
 
 _MOST_KERNELS, _MOST_SAMPLES = 10, 5
 _NOTE = (
-    "Milliseconds a step. Profiling slows launches, so busy is the GPU's time in the profiled steps over the steps "
-    "just before them; without a GPU it is the operators' time over the profiled steps themselves."
+    "Milliseconds per step. Profiling slows launches, so busy is the GPU time of the profiled steps divided by the "
+    "duration of the steps just before. Without a GPU it is the operator time divided by that of the profiled steps."
 )
 
 
@@ -59,7 +58,7 @@ def memory(cells: Sequence[Cell]) -> Section | None:
     kinds = [kind for kind in CATEGORIES if any(record["peak"][kind] for record in records)]
     columns = {"GiB": field("peak", units.gibibytes, "total_gb"), "in": field("peak", str, "phase")}
     columns |= {kind: field("peak", units.gibibytes, kind) for kind in kinds}
-    words = ("GiB of tensors at the highest moment of one step. Activations are kept for the backward pass.",)
+    words = ("GiB of tensors at the memory peak of one step. Activations are kept for the backward pass.",)
     return section("memory_by_category", "What memory is for", records, columns, words, text=("in",))
 
 
@@ -69,7 +68,7 @@ def _peak(run: Run) -> Record | None:
 
 
 def kernels(cells: Sequence[Cell]) -> Section | None:
-    """Return the kernels that take most of the time."""
+    """Return the kernels with the longest total time."""
     records = [names_of(cell) | kernel for cell in cells for kernel in first_of(cell, _kernels) or []]
     columns = {
         "trained by": field("trained_by"), "batch": field("batch"), "kernel": field("kernel", short),
@@ -95,7 +94,7 @@ def _kernels(run: Run) -> list[Record]:
 
 
 def generations(cells: Sequence[Cell]) -> Section | None:
-    """Return what the model answers before and after."""
+    """Return the model's answers to prompts before and after training."""
     records = [names_of(cell) | sample for cell in cells for sample in first_of(cell, _samples) or []]
     columns = {
         "trained by": field("trained_by"), "batch": field("batch"), "prompt": field("prompt"),

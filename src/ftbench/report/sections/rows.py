@@ -1,40 +1,49 @@
-"""Parts of a report whose table has a row for each record, under columns that say how a record becomes text."""
+"""Build sections whose table has one row per record."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ftbench.report.data.axes import OPTIMIZATIONS, value_at
-from ftbench.report.data.groups import Cell, Run
-from ftbench.report.data.names import number_of, row_names
-from ftbench.report.render.document import Point, Section, table_of
+from ftbench.report.data.cells import Cell, Run, number_of
+from ftbench.report.data.names import row_names
+from ftbench.report.document import Point, Section, table_of
 
 Record = dict[str, Any]
 Columns = Mapping[str, Callable[[Record], str]]
 _CONTENDED = "contended"
-SETTINGS = {"model": "model", "gpu": "GPU", "data": "data"}  # stand in the title where they are the same for all rows
+SETTINGS = {"model": "model", "gpu": "GPU", "data": "data"}  # in the title if all rows agree
 
 
 def section(
     key: str, title: str, records: Sequence[Record], columns: Columns, words: Sequence[str] = (), *,
     named: bool = True, text: Sequence[str] = (), notes: Sequence[str] = (),
 ) -> Section | None:  # fmt: skip
-    """Return a part with a row for each record; None without records. `named` puts the number and the name of a
-    record's cell first, and behind the others where it ran, and how it ended where one ran beside other work; `text`
-    are headings whose columns hold words."""
+    """Return a section with a row per record, or None without records.
+
+    Args:
+        key: name of the section for programs.
+        title: heading.
+        records: flat records, usually with the fields of `names_of`.
+        columns: heading → function that formats a record.
+        words: paragraphs.
+        named: add columns with number, name, model, GPU and data, and the state if a run was contended.
+        text: headings of left-aligned columns.
+        notes: notes below the table.
+    """
     if not records:
         return None
     cells = {heading: [text_of(record) for record in records] for heading, text_of in columns.items()}
     context: dict[str, str] = {}
     if named:
-        context, before, behind = named_rows(records)
+        context, before, after = named_rows(records)
         if any(_CONTENDED in str(record.get("state")) for record in records):
-            behind = {"state": [str(record["state"]) for record in records]} | behind
-        cells = before | cells | behind
+            after = {"state": [str(record["state"]) for record in records]} | after
+        cells = before | cells | after
     return Section(key, title, table_of(cells, notes, text, context), words, records)
 
 
 def named_rows(records: Sequence[Record]) -> tuple[dict[str, str], dict[str, list[str]], dict[str, list[str]]]:
-    """Return what all records share of where they ran, the columns that name each, and those of what they do not."""
+    """Return the shared model, GPU and data, the columns that name each record, and the columns of varying settings."""
     settings = {name: [_setting(record, name) for record in records] for name in SETTINGS}
     shared = {SETTINGS[name]: texts[0] for name, texts in settings.items() if len(set(texts)) == 1}
     names = [
@@ -50,22 +59,22 @@ def _setting(record: Record, name: str) -> str:
 
 
 def field(name: str, text: Callable[[Any], str] = str, part: str | None = None) -> Callable[[Record], str]:
-    """Return how a field of a record becomes text, or a part of one that has several."""
+    """Return a function that formats a field of a record, or one `part` of a field that is a dict."""
     return lambda record: text(record[name] if part is None else record[name].get(part))
 
 
 def point(text: str, *cells: Cell, also: str = "") -> Point:
-    """Return what the runs of some cells show."""
+    """Return a point that the runs of some cells support."""
     return Point(text, tuple(str(run.record["path"]) for cell in cells for run in cell.runs), also)
 
 
 def first_of(cell: Cell, read: Callable[[Run], Any]) -> Any:
-    """Return what the first of a cell's runs that has something has; None where none has."""
+    """Return the first non-empty result of `read` over a cell's runs, successful runs first. None if all are empty."""
     return next((content for run in sorted(cell.runs, key=lambda run: not run.ok) if (content := read(run))), None)
 
 
 def names_of(cell: Cell) -> Record:
-    """Return what names a cell, as fields of a flat record."""
+    """Return the fields of a flat record that identify a cell."""
     facts = cell.facts
     return {
         "model": facts.get("model.id", ""), "gpu": facts["gpu"], "data": cell.runs[0].data, "name": cell.name,

@@ -1,4 +1,4 @@
-"""Several GPUs: how a recipe scales with them, what each of them holds, and whether more are worth their money."""
+"""Several GPUs: scaling of a recipe, memory of each rank, and cost of more GPUs."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -8,46 +8,46 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.allocations import CATEGORIES
 from ftbench.report.data.axes import STRATEGY
+from ftbench.report.data.cells import TOKENS, Cell, Run
 from ftbench.report.data.collect import figure
-from ftbench.report.data.groups import TOKENS, Cell, Run
-from ftbench.report.data.ways import recipe_name
-from ftbench.report.render.document import Section
+from ftbench.report.data.names import recipe_name
+from ftbench.report.document import Section
 from ftbench.report.sections.rows import Record, field, names_of, section
 from ftbench.spec.experiment import Launch
 from ftbench.spec.prices import HourlyCost, Prices, hourly_costs
 from ftbench.store.rundir import MEMORY, read_json
 
-# What a recipe is not: how its work is divided, how long it lasts, what is measured beside it.
-_DIVIDED = ("launch.", "train.batch_size", "train.gradient_accumulation_steps", "train.max_steps", "train.epochs",
+# Keys that may differ within a recipe: work division, duration, measurement.
+_DIVISION = ("launch.", "train.batch_size", "train.gradient_accumulation_steps", "train.max_steps", "train.epochs",
             "dataset.samples", "measure.")  # fmt: skip
-_TIERS = {"allocated": "tensors", "reserved": "pool beyond them", "device": "driver, NCCL and others"}
+_TIERS = {"allocated": "tensors", "reserved": "rest of the pool", "device": "driver, NCCL and others"}
 _WORDS = (
-    "Tokens a second of all GPUs. Weak: each GPU has the batch that one had; strong: all together have it. Both in % "
-    "of so many times one GPU running the same recipe. Skew is the share of a step in which the mean rank waits for "
-    "the one with the most tokens."
+    "Tokens per second of all GPUs. Weak scaling: each GPU has the batch of the single GPU. Strong scaling: all GPUs "
+    "share that batch. Both in % of the single GPU's speed times the number of GPUs, same recipe. Skew is the share of "
+    "a step in which the mean rank waits for the rank with the most tokens."
 )
 
 
 def sections(cells: Sequence[Cell], profiled: Sequence[Cell], prices: Prices | None) -> list[Section | None]:
-    """Return the sections on several GPUs; none where no run had several."""
+    """Return the sections on several GPUs. All are None if no run used several."""
     groups = _recipes(cells)
     records = [_record(cell, group) for group in groups for cell in group]
-    alone = [[quiet for cell in group if (quiet := cell.undisturbed())] for group in groups]  # no speed beside others
-    return [_scaling(records), _worth(alone, prices), _memory([*cells, *profiled])]
+    valid = [[own for cell in group if (own := cell.without_contended())] for group in groups]
+    return [_scaling(records), _worth(valid, prices), _memory([*cells, *profiled])]
 
 
 def _recipes(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Return the cells of each recipe that some run trained on several GPUs, by their number."""
+    """Return the cells of each recipe that ran on several GPUs, sorted by the number of GPUs."""
     recipes: dict[Any, list[Cell]] = {}
     for cell in cells:
-        key = tuple(sorted((key, text) for key, text in cell.runs[0].spec.items() if not key.startswith(_DIVIDED)))
+        key = tuple(sorted((key, text) for key, text in cell.runs[0].spec.items() if not key.startswith(_DIVISION)))
         recipes.setdefault((cell.facts["gpu"], key), []).append(cell)
     several = (group for group in recipes.values() if any(cell.gpus > 1 for cell in group))
     return [sorted(group, key=lambda cell: (cell.gpus, cell.facts.get(STRATEGY, ""))) for group in several]
 
 
 def _samples(cell: Cell, shares: int = 1) -> int:
-    """Return the samples of an optimizer step of one share of the batch, or of so many."""
+    """Return the samples per optimizer step of a number of data-parallel shares."""
     each = (int(cell.facts.get(f"train.{name}", "1")) for name in ("batch_size", "gradient_accumulation_steps"))
     return math.prod(each) * shares
 
@@ -59,16 +59,16 @@ def _shares(cell: Cell) -> int:
     return Launch.model_construct(**launch, tp=int(tp) if tp.isdecimal() else None).shares
 
 
-def _alone(cell: Cell, group: Sequence[Cell], samples: int) -> Cell | None:
-    """Return the cell on one GPU whose step has so many samples; of several the one with the same batch size."""
-    alone = [other for other in group if other.gpus == 1 and other.figure(TOKENS) and _samples(other) == samples]
+def _single(cell: Cell, group: Sequence[Cell], samples: int) -> Cell | None:
+    """Return the single-GPU cell with this many samples per step, preferably with the same batch size."""
+    cells = [other for other in group if other.gpus == 1 and other.figure(TOKENS) and _samples(other) == samples]
     batch = "train.batch_size"
-    return max(alone, key=lambda other: other.facts.get(batch) == cell.facts.get(batch), default=None)
+    return max(cells, key=lambda other: other.facts.get(batch) == cell.facts.get(batch), default=None)
 
 
-def _efficiency(cell: Cell, alone: Cell | None) -> float | None:
-    rate, single = cell.figure(TOKENS), alone.figure(TOKENS) if alone else None
-    return rate / single / cell.gpus if rate and single and cell.gpus > 1 else None
+def _efficiency(cell: Cell, single: Cell | None) -> float | None:
+    rate, base = cell.figure(TOKENS), single.figure(TOKENS) if single else None
+    return rate / base / cell.gpus if rate and base and cell.gpus > 1 else None
 
 
 def _record(cell: Cell, group: Sequence[Cell]) -> Record:
@@ -78,8 +78,8 @@ def _record(cell: Cell, group: Sequence[Cell]) -> Record:
         "recipe": recipe_name(cell.facts), "gpus": gpus, "strategy": cell.facts.get(STRATEGY, "none"),
         "offload": cell.facts.get("launch.offload", "none"),
         "tokens_per_s": rate, "tokens_per_s_per_gpu": rate / gpus if rate else None,
-        "weak": _efficiency(cell, _alone(cell, group, _samples(cell))),
-        "strong": _efficiency(cell, _alone(cell, group, _samples(cell, _shares(cell)))),
+        "weak": _efficiency(cell, _single(cell, group, _samples(cell))),
+        "strong": _efficiency(cell, _single(cell, group, _samples(cell, _shares(cell)))),
         "lowest_gb": low, "highest_gb": high or cell.figure("memory_gb.allocated_peak"),
         "token_skew": _figure(cell, "ranks.token_skew"), "state": cell.state,
     }  # fmt: skip
@@ -92,8 +92,8 @@ def _figure(cell: Cell, name: str) -> float | None:
 def _scaling(records: Sequence[Record]) -> Section | None:
     columns = {
         "GPUs": field("gpus"), "strategy": field("strategy"), "tokens/s": field("tokens_per_s", units.rate),
-        "a GPU": field("tokens_per_s_per_gpu", units.rate), "weak": field("weak", units.percent),
-        "strong": field("strong", units.percent), "GiB a GPU": _between, "skew": field("token_skew", units.percent),
+        "per GPU": field("tokens_per_s_per_gpu", units.rate), "weak": field("weak", units.percent),
+        "strong": field("strong", units.percent), "GiB per GPU": _between, "skew": field("token_skew", units.percent),
         "state": field("state"),
     }  # fmt: skip
     if any(record["offload"] != "none" for record in records):
@@ -108,23 +108,23 @@ def _between(record: Record) -> str:
 
 
 def _curves(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
-    """Return the points of each recipe, batch and strategy, which begin with one GPU of that batch, where it ran."""
+    """Return points (GPUs, tokens per second) by recipe, batch and strategy, starting with one GPU if known."""
     lines: dict[str, list[tuple[int, float]]] = {}
-    alone: dict[str, list[tuple[int, float]]] = {}
+    single: dict[str, list[tuple[int, float]]] = {}
     for record in sorted(records, key=lambda record: record["gpus"] > 1):
         key, point = f"{record['recipe']}, batch {record['batch']}", (record["gpus"], record["tokens_per_s"])
         if record["gpus"] > 1:
-            lines.setdefault(f"{key}: {record['strategy']}", [*alone.get(key, [])]).append(point)
+            lines.setdefault(f"{key}: {record['strategy']}", [*single.get(key, [])]).append(point)
         else:
-            alone.setdefault(key, [point])
+            single.setdefault(key, [point])
     return lines
 
 
-# --- is it worth it ---------------------------------------------------------------------------------------------------
+# --- cost of more GPUs ------------------------------------------------------------------------------------------------
 
 
 def _worth(groups: Sequence[Sequence[Cell]], prices: Prices | None) -> Section | None:
-    """Return what more GPUs bring for their money, a sentence for each way of having them."""
+    """Return a sentence per cell on the speed and cost of its GPUs compared with one."""
     sentences = [text for group in groups for cell in group if cell.gpus > 1
                  for text in _worths(cell, group, prices)]  # fmt: skip
     return Section("worth", "Are more GPUs worth it?", None, sentences) if sentences else None
@@ -132,28 +132,28 @@ def _worth(groups: Sequence[Sequence[Cell]], prices: Prices | None) -> Section |
 
 def _worths(cell: Cell, group: Sequence[Cell], prices: Prices | None) -> Iterator[str]:
     gpus, rate = cell.gpus, cell.figure(TOKENS)
-    alone = _alone(cell, group, _samples(cell)) or _alone(cell, group, _samples(cell, _shares(cell)))
+    single = _single(cell, group, _samples(cell)) or _single(cell, group, _samples(cell, _shares(cell)))
     name = f"{gpus} GPUs ({cell.facts.get(STRATEGY)}), {recipe_name(cell.facts)} at batch {cell.batch}"
     failed = [other for other in group if other.gpus == 1 and not other.ok]
-    if alone is None or not rate:
+    if single is None or not rate:
         if rate and failed:
-            yield f"{name}: one GPU does not train it ({failed[0].state}), so there is no choice."
+            yield f"{name}: one GPU cannot train it ({failed[0].state})."
         return
-    base = alone.figure(TOKENS) or 0.0
+    base = single.figure(TOKENS) or 0.0
     faster, dearer = rate / base, gpus * base / rate
     text = f"{name}: {faster:.2f} times as fast as one, so a token costs {dearer:.2f} times as much GPU time"
-    amounts = "; ".join(_amounts(cell, alone, prices)) if prices else ""
-    time = f"what takes a day on one takes {units.seconds(86_400 / faster)}"
-    verdict = "worth it wherever time counts" if faster > 1.05 else "not worth it: no time is saved"
+    amounts = "; ".join(_amounts(cell, single, prices)) if prices else ""
+    time = f"a day on one becomes {units.seconds(86_400 / faster)}"
+    verdict = "worth it if time matters" if faster > 1.05 else "not worth it: it saves no time"
     yield f"{text}{f' ({amounts})' if amounts else ''}; {time}: {verdict}."
 
 
-def _amounts(cell: Cell, alone: Cell, prices: Prices) -> Iterator[str]:
-    """Yield what a million tokens cost on several GPUs and on one."""
+def _amounts(cell: Cell, single: Cell, prices: Prices) -> Iterator[str]:
+    """Yield the cost of a million tokens on several GPUs and on one."""
     price = prices.of(cell.facts["gpu"])
-    for several, single in zip(*(_hourly(each, price) if price else () for each in (cell, alone)), strict=True):
-        if several.per_1m_real_tokens and single.per_1m_real_tokens:
-            costs = (units.money(each.per_1m_real_tokens, each.currency) for each in (several, single))
+    for several, one in zip(*(_hourly(each, price) if price else () for each in (cell, single)), strict=True):
+        if several.per_1m_real_tokens and one.per_1m_real_tokens:
+            costs = (units.money(each.per_1m_real_tokens, each.currency) for each in (several, one))
             yield f"{several.way}: {' instead of '.join(costs)} for 1M tokens"
 
 
@@ -162,12 +162,11 @@ def _hourly(cell: Cell, price: Any) -> list[HourlyCost]:
     return hourly_costs(price, None, cell.figure(TOKENS), watts, 1.0, cell.gpus)
 
 
-# --- what each holds --------------------------------------------------------------------------------------------------
+# --- memory of each rank ----------------------------------------------------------------------------------------------
 
 
 def _memory(cells: Sequence[Cell]) -> Section | None:
-    """Return what memory of each rank is for: of a profile by what tensors are for, else tensors, the allocator's pool
-    beyond them, and what the driver counts beside."""
+    """Return the memory of each rank by purpose if profiled, else by tier: tensors, pool, device."""
     records = [
         names_of(cell) | {"rank": rank, "parts": parts}
         for cell in cells if cell.gpus > 1 and cell.ok
@@ -179,7 +178,7 @@ def _memory(cells: Sequence[Cell]) -> Section | None:
         "GiB": lambda r: _gb(sum(r["parts"].values())),
     }
     columns |= {kind: field("parts", _gb, kind) for kind in kinds}
-    words = ("GiB of each rank at its highest: of a profiled run by what the tensors are for.",)
+    words = ("GiB of each rank at its peak. Profiled runs show tensors by purpose.",)
     return section("memory_by_rank", "Memory of each GPU", records, columns, words)
 
 
@@ -196,13 +195,13 @@ def _profiled(run: Run) -> list[dict[str, float]]:
 
 
 def _tiers(run: Run) -> list[dict[str, float]]:
-    """Return of each rank what each tier holds beyond the one within it."""
+    """Return, for each rank, the memory of each tier without the tier inside it."""
     ranks = (run.record.get("ranks.memory_gb") or [])[: int(figure(run.record, "ranks.count") or 1)]
     result = []
     for rank in ranks:
-        within, parts = 0.0, {}
+        inner, parts = 0.0, {}
         for tier, word in _TIERS.items():
             if (size := rank.get(tier)) is not None:
-                parts[word], within = max(0.0, size - within), max(within, size)
+                parts[word], inner = max(0.0, size - inner), max(inner, size)
         result.append(parts)
     return result

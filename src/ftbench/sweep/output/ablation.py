@@ -6,6 +6,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.learning import Learning
+from ftbench.report import formats
 from ftbench.report.compare.pairs import Pair
 from ftbench.report.compare.words import (
     break_even_text,
@@ -17,9 +18,8 @@ from ftbench.report.compare.words import (
     grad_norm_text,
     learning_text,
 )
-from ftbench.report.data.groups import PEAK, TOKENS, Cell
-from ftbench.report.render import formats
-from ftbench.report.render.document import Table, table_of_rows
+from ftbench.report.data.cells import PEAK, TOKENS, Cell
+from ftbench.report.document import Table, table_of_rows
 from ftbench.spec import ablation
 from ftbench.spec.ablation import PLAIN
 from ftbench.spec.reading import as_text

@@ -4,8 +4,8 @@ rewritten after every run."""
 from collections.abc import Iterator
 from typing import Any
 
-from ftbench.report.render import formats
-from ftbench.report.render.document import Table
+from ftbench.report import formats
+from ftbench.report.document import Table
 from ftbench.spec.controls import CONTROLS
 from ftbench.spec.reading import as_text
 from ftbench.store import rundir

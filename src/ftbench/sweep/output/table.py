@@ -9,11 +9,10 @@ from ftbench.core import units
 from ftbench.core.redact import without_secrets
 from ftbench.core.rows import RunSummary
 from ftbench.core.table import printable
-from ftbench.report import select
-from ftbench.report.data import repeats
+from ftbench.report import formats, select
+from ftbench.report.data import groups
 from ftbench.report.data.collect import collect, records
-from ftbench.report.render import formats
-from ftbench.report.render.document import Report, Table
+from ftbench.report.document import Report, Table
 from ftbench.store import rundir
 from ftbench.store.summary import optimizations_on, read_summary
 from ftbench.sweep.jobs import Job, Standing, short
@@ -80,7 +79,7 @@ class Tables:
         cells = {jobs[run["run_id"]].cell for run in ran}
         skipped = {jobs[row["run_id"]].cell: row | {"path": str(self.folder / row["path"])} for row in reversed(rows)}
         left_out = records(row for cell, row in skipped.items() if cell not in cells)
-        named, axes = repeats.with_axes(repeats.merge_repeats([*ran, *left_out]))
+        named, axes = groups.with_axes(groups.merge_repeats([*ran, *left_out]))
         return Report(select.arranged(named, "tokens/s", ())[0], axes)
 
     def document(self) -> dict[str, Any]:

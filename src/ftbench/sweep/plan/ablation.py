@@ -9,8 +9,9 @@ from typing import Any
 from ftbench.core.compare import Ratio
 from ftbench.report.compare.pairs import Noise, Pair, noise_of, pair_of
 from ftbench.report.data.axes import OPTIMIZATIONS
+from ftbench.report.data.cells import Cell
 from ftbench.report.data.collect import records
-from ftbench.report.data.groups import Cell, cells_of, runs_of
+from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.spec import ablation
 from ftbench.spec.ablation import PLAIN, Changes, Variant
 from ftbench.spec.experiment import Experiment

@@ -1,4 +1,4 @@
-"""A comparison → one table for people, and flat rows for programs."""
+"""The comparison section: a table for people, and flat records for programs."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,10 +34,10 @@ from ftbench.report.data.axes import (
     value_at,
     varying_keys,
 )
-from ftbench.report.data.groups import ENERGY, PEAK, SAMPLES, TOKENS, Cell
-from ftbench.report.data.names import cell_names, number_of, run_of
-from ftbench.report.render.document import Section, Table, table_of
-from ftbench.report.render.runs_table import MOST_NAMED
+from ftbench.report.data.cells import ENERGY, PEAK, SAMPLES, TOKENS, Cell, number_of, run_of
+from ftbench.report.data.names import cell_names
+from ftbench.report.document import Section, Table, table_of
+from ftbench.report.runs_table import MOST_NAMED
 
 _HEADING = {
     "gpu": "GPU", "model.id": "model", "method.name": "method", "train.batch_size": "batch", OPTIMIZATIONS: "with",
@@ -46,23 +46,24 @@ _HEADING = {
 }  # fmt: skip
 _TITLES = {OPTIMIZATIONS: "optimization", RECIPE: "recipe"}
 _EXACT = 0.0005
-_FIRST = ("speed", "samples/h", "peak GiB", "loss", "also differs", "state")  # what a narrow terminal shows
+_FIRST = ("speed", "samples/h", "peak GiB", "loss", "also differs", "state")  # the leftmost columns
 TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "grad norm", "also differs", "state", "name")
 NOTE = (
-    "Changes are against the baseline, with their 95 % interval in brackets; ≈ is not distinguishable, ? is without "
-    "an interval (one run a side with fewer than six steady steps, or a figure that a run has only once). The "
-    "interval of several runs comes from the spread between them and, as one run more, between like runs; of one run "
-    "a side from its steps and the spread between like runs. Where a side ran once the answer is likely at most. It "
-    "holds for these machines, not for others of their kind. Loss is the difference of the mean loss a label token "
-    "over the same samples; energy is the GPU's, per sample. Samples are real tokens over the mean length of the "
-    "data. First steps are kept apart by the compiler's cache; break-even counts a cold one where there is one."
+    "Changes are relative to the baseline, with 95 % intervals in brackets. ≈ means not distinguishable, ? means no "
+    "interval (one run per side with fewer than six steady steps, or a figure without repeats). With several runs, the "
+    "interval comes from the spread between them, to which the spread between repeats counts as one more run. With one "
+    "run per side, it comes from the steps and the spread between repeats, and the result is at most likely. Results "
+    "apply to these machines, not to others of the same kind. Loss is the difference of the mean loss per label token "
+    "over the same samples. Energy is that of the GPU, per sample. Samples are real tokens over the mean length of the "
+    "data. First steps are separated by the state of the compiler's cache; break-even uses a cold one if available."
 )
 
 
 def section(comparison: Comparison) -> Section:
-    """Return the comparison as a part of a report: a row and a flat record for each cell, the baseline's before those
-    held against it. What all cells share stands in the title; what keeps a pair from being the same recipe stands in
-    the numbered notes."""
+    """Return the section: a row and a flat record per cell, each baseline before its candidates.
+
+    Shared values are in the title, the differences of each pair in numbered notes.
+    """
     keys, pairs = _columns(comparison), {id(pair.cell): pair for pair in comparison.pairs}
     rows = [
         (cell, pairs.get(id(cell))) for cell in _ordered(comparison)
@@ -102,14 +103,14 @@ _CONTEXT = ("model.id", "model.weights", "gpu", "data", "method.name", OPTIMIZAT
 
 
 def _columns(comparison: Comparison) -> list[str]:
-    """Return the facts beside the axis that vary between cells and so need a column."""
+    """Return the varying facts that need a column, without the axis."""
     first = [cell.runs[0] for cell in comparison.cells]
     labels = {
         "model": [cell.facts.get("model.id", "") for cell in comparison.cells],
         "dataset": [run.data for run in first],
     }
     more = varying_keys([run.spec for run in first], labels)
-    named = ("method.name", OPTIMIZATIONS)  # the name tells these
+    named = ("method.name", OPTIMIZATIONS)  # part of the name
     candidates = [*_CONTEXT, "train.batch_size", "train.gradient_accumulation_steps"]
     varying = [key for key in candidates if key not in named and _varies(comparison, key)]
     keys = [key for key in (*varying, *more) if not on_axis(comparison.axis, key) and not _of_axis(comparison, key)]
@@ -121,8 +122,7 @@ def _varies(comparison: Comparison, key: str) -> bool:
 
 
 def _of_axis(comparison: Comparison, key: str) -> bool:
-    """Return whether a key says nothing that the axis does not: it is one value throughout each value of the axis, and
-    it belongs to the same section (the options of a method, beside the method)."""
+    """Return whether the axis determines a key of the same section, for example the options of a method."""
     section, own = key.partition(".")[0], comparison.axis.partition(".")[0]
     if section != ("method" if own == RECIPE else own):
         return False
@@ -144,9 +144,9 @@ def _fact(key: str, cell: Cell) -> str:
 
 
 def _ordered(comparison: Comparison) -> Iterator[Cell]:
-    """Yield each baseline with those held against it, by the order of the axis; those without a partner at the end."""
+    """Yield each baseline followed by its candidates in axis order, and the unpaired cells at the end."""
     rank = {value: i for i, value in enumerate(in_order(map(comparison.value, comparison.cells)))}
-    held = grouped_by(comparison.pairs, lambda pair: id(pair.baseline) if pair.baseline else 0)
+    candidates = grouped_by(comparison.pairs, lambda pair: id(pair.baseline) if pair.baseline else 0)
 
     def position(cell: Cell) -> tuple[int, bool]:
         return rank[comparison.value(cell)], cell.facts.get(SETTINGS) == "best"
@@ -154,8 +154,8 @@ def _ordered(comparison: Comparison) -> Iterator[Cell]:
     for cell in comparison.cells:
         if comparison.value(cell) == comparison.baseline:
             yield cell
-            yield from (p.cell for p in sorted(held.get(id(cell), []), key=lambda p: position(p.cell)))
-    yield from (pair.cell for pair in held.get(0, []))
+            yield from (p.cell for p in sorted(candidates.get(id(cell), []), key=lambda p: position(p.cell)))
+    yield from (pair.cell for pair in candidates.get(0, []))
 
 
 def _runs(cell: Cell) -> str:
@@ -166,17 +166,17 @@ def _runs(cell: Cell) -> str:
 
 
 def _also(pair: Pair | None, numbers: Mapping[int, Sequence[str]]) -> str:
-    """Return what differs beside the axis: `nothing`, or the numbers of the notes that say it."""
+    """Return `nothing`, or the numbers of the notes with the differences."""
     if pair is None:
         return "baseline"
     listed = f"({', '.join(numbers[id(pair)])})" if id(pair) in numbers else ""
     if pair.baseline is None:
-        return f"no partner {listed}"
+        return f"no baseline {listed}"
     return "; ".join(filter(None, [listed or "nothing", pair.reason]))
 
 
 def _states(cells: Iterable[Cell]) -> list[str]:
-    """Return how each cell ended; nothing where all ended well."""
+    """Return the state of each cell, or an empty list if all are ok."""
     states = [cell.state for cell in cells]
     return [] if set(states) == {"ok"} else states
 
@@ -185,7 +185,7 @@ def _peak(cell: Cell, pair: Pair | None) -> str:
     """Return the peak and its change: `15.8 (-79.6 %)`."""
     peak, changed = units.gibibytes(cell.figure(PEAK)), pair.memory if pair else None
     if changed and changed.low is not None and changed.high is not None and changed.high - changed.low < _EXACT:
-        changed = Ratio(changed.value)  # repeats agree to the digits shown
+        changed = Ratio(changed.value)  # repeats agree in all digits shown
     words = change(changed).removesuffix(" ?")
     return f"{peak} ({words})" if peak and words else peak
 
@@ -203,7 +203,7 @@ _FIGURES: dict[str, Callable[[Cell, Pair | None], str]] = {
 
 
 def _absolute(cell: Cell) -> str:
-    """Return the speed that the others' changes are held against."""
+    """Return the speed of a baseline."""
     rate = cell.figure(TOKENS)
     return "" if rate is None else f"{units.rate(rate)} tokens/s"
 
@@ -224,7 +224,7 @@ def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Iterable[str]) 
     yield NOTE
     if comparison.dropped:
         noun = "pair is" if comparison.dropped == 1 else "pairs are"
-        yield f"--strict: {comparison.dropped} {noun} not the same recipe and left out"
+        yield f"--strict: {comparison.dropped} {noun} not the same recipe and hidden"
     for number, words in enumerate(lists, 1):
         yield f"({number}) {words}"
     if comparison.axis == FRAMEWORK:
@@ -239,13 +239,13 @@ def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Iterable[str]) 
 
 
 def _libraries(by_framework: Mapping[str, Cell]) -> Iterator[str]:
-    """Yield the versions of the libraries that frameworks do not share, which is no difference of what they do."""
+    """Yield the library versions of each framework, which are not listed as differences."""
     versions = {name: [cell.facts.get(f"versions.{name}") for cell in by_framework.values()] for name in LIBRARIES}
     own = [name for name, each in versions.items() if len(set(each)) > 1]
     had = {framework: ", ".join(f"{name} {version}" for name in own if (version := cell.facts.get(f"versions.{name}")))
            for framework, cell in by_framework.items()}  # fmt: skip
     if own:
-        yield "libraries of its own: " + "; ".join(
+        yield "separate libraries: " + "; ".join(
             f"{framework} has {names}" for framework, names in had.items() if names
         )
 
@@ -254,7 +254,7 @@ def _libraries(by_framework: Mapping[str, Cell]) -> Iterator[str]:
 
 
 def _record(comparison: Comparison, cell: Cell, pair: Pair | None, keys: Sequence[str]) -> dict[str, Any]:
-    """Return a cell as a flat record; what is unknown is None."""
+    """Return a cell as a flat record (None is unknown)."""
     before = pair.baseline if pair else None
     record: dict[str, Any] = {
         "axis": comparison.axis, "value": comparison.value(cell), "baseline": comparison.baseline, "name": cell.name,

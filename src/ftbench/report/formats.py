@@ -1,4 +1,4 @@
-"""A report → text in a format: one function each, `FORMATS` the table."""
+"""Render a report in each format. `FORMATS` lists one function per format."""
 
 import csv
 import json
@@ -14,37 +14,36 @@ from ftbench.core.rows import SCHEMA
 from ftbench.core.table import folded, plain, text_table
 from ftbench.errors import SpecError
 from ftbench.report.data.collect import Record, named_paths
-from ftbench.report.render.document import Report, Table
-from ftbench.report.render.runs_table import FOOTNOTE, NUMBER, runs_table
+from ftbench.report.document import Report, Table
+from ftbench.report.runs_table import FOOTNOTE, NUMBER, runs_table
 from ftbench.spec.base import nearest
 
-# Also full-width signs, and what a spreadsheet that separates by semicolons or tabs takes for the beginning of a cell.
+# Also full-width signs, and cells that begin after a semicolon or a tab.
 _UNSEEN = r"[\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]*"
 _FORMULA = re.compile(rf"^(?={_UNSEEN}[\t\r])|(?:^|(?<=[;\t\r\n]))(?={_UNSEEN}[=+\-@＝＋－＠﹦﹢﹣﹫])")
 MOST_NOTES = 10  # below a table for people
 
 
 def render(report: Report, format_name: str) -> str:
-    """Return the report as text. Raises SpecError for an unknown format."""
+    """Return the report as text. Raise SpecError for an unknown format."""
     known_format(format_name)
     return FORMATS[format_name](report)
 
 
 def known_format(format_name: str) -> None:
-    """Raise SpecError, naming those that there are, for an unknown format."""
+    """Raise SpecError with the list of formats for an unknown one."""
     if format_name not in FORMATS:
         raise SpecError(f"--format {format_name}: allowed are {', '.join(FORMATS)}{nearest(format_name, FORMATS)}")
 
 
 def format_of(file: Path | None) -> str:
-    """Return the format that a file's name asks for: `table` for none, and for a name that asks for nothing. Raise
-    SpecError for one that asks for what there is not."""
+    """Return the format for a file name, `table` if it has no suffix. Raise SpecError for an unknown suffix."""
     suffix = file.suffix.lower().lstrip(".") if file else ""
     name = {"": "table", "txt": "table", "log": "table", "htm": "html"}.get(suffix, suffix)
     if name not in FORMATS:
         raise SpecError(
-            f"-o {file}: a report is no .{suffix} file{nearest(suffix, FORMATS)}; name one that ends with .txt, .md, "
-            ".csv, .json or .html, or say what it is to hold with --format"
+            f"-o {file}: cannot write a report as .{suffix}{nearest(suffix, FORMATS)}: use .txt, .md, .csv, .json or "
+            ".html, or choose a --format"
         )
     return name
 
@@ -53,7 +52,7 @@ def format_of(file: Path | None) -> str:
 
 
 def terminal(table: Table, footnote: str = "") -> str:
-    """Return a table as wide as the terminal, without colours."""
+    """Return a table as wide as the terminal."""
     headings = [heading if words else f">{heading}" for heading, words in zip(table.headings, table.words, strict=True)]
     parts = [folded(table.title)] if table.context else []
     parts.append(text_table(headings, table.rows))
@@ -62,14 +61,14 @@ def terminal(table: Table, footnote: str = "") -> str:
 
 
 def shown_notes(notes: Sequence[str]) -> list[str]:
-    """Return the first notes, and how many more there are."""
+    """Return the first notes, and the number of further ones."""
     left = len(notes) - MOST_NOTES
-    more = [f"{left} more note{'s' if left > 1 else ''}: --format json has all"] if left > 0 else []
+    more = [f"{left} more note{'s' if left > 1 else ''}: use --format json"] if left > 0 else []
     return [*notes[:MOST_NOTES], *more]
 
 
 def markdown(table: Table, footnote: str = "") -> str:
-    """Return a table of GitHub's kind."""
+    """Return a GitHub-flavored Markdown table."""
     lines = [
         cell(table.title),
         "",
@@ -84,16 +83,16 @@ def markdown(table: Table, footnote: str = "") -> str:
 
 
 def cell(text: str) -> str:
-    """Return text that stays one cell and one line, and is no markup."""
+    """Return text escaped for one line of one Markdown cell."""
     text = " ".join(plain(text).split()).replace("&", "&amp;").replace("<", "&lt;")
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("[", "\\[")
 
 
-# --- whole reports ---------------------------------------------------------------------------------------------------
+# --- reports ---------------------------------------------------------------------------------------------------------
 
 
 def _text(report: Report, table: Callable[..., str], title: str, paragraph: Callable[[str], str], end: str) -> str:
-    """Return tables and paragraphs one after the other; `title` is a pattern."""
+    """Return tables and paragraphs in order; `title` is a format string."""
     runs = runs_table(report.records, report.axes, report.columns) if report.runs else None
     parts = [table(runs, FOOTNOTE)] if runs else []
     for section in report.sections:
@@ -111,7 +110,7 @@ def _terminal(report: Report) -> str:
 
 def _terminal_lines(table: Table, footnote: str = "") -> str:
     if footnote and NUMBER in table.headings:
-        footnote += " `ftbench show NUMBER PATHS` says more of a row, and what to try next."
+        footnote += " `ftbench show NUMBER PATHS` prints the details of a row and what to try next."
     return terminal(table, footnote).rstrip("\n") + "\n" * bool(footnote)
 
 
@@ -120,20 +119,19 @@ def _markdown(report: Report) -> str:
 
 
 def _csv(report: Report) -> str:
-    """Return the one table that a CSV holds: the runs, or else the first section that has records, in full."""
+    """Return one table with all fields: the runs, or else the first section with records."""
     if report.runs:
         return csv_text(report.records)
     return csv_text(next((section.records for section in report.sections if section.records), ()))
 
 
 def csv_text(records: Sequence[Record]) -> str:
-    """Return every field of the records that is no list. What a spreadsheet would take for a formula gets an
-    apostrophe before it."""
+    """Return every scalar field of the records as CSV. Cells that look like a formula get an apostrophe."""
     records = named_paths(records)
     names = dict.fromkeys(name for record in records for name in record)
     flat = [n for n in names if not any(isinstance(record.get(n), (list, dict)) for record in records)]
     lines: list[str] = []
-    # A line ends with a line feed; the writer quotes what holds a character of its lineterminator.
+    # The writer quotes cells that contain a character of its lineterminator.
     ending = "\r\n;\x0b\x0c\x85\u2028\u2029"
     writer = csv.writer(SimpleNamespace(write=lines.append), lineterminator=ending)
     rows: list[list[Any]] = [flat, *([record.get(name) for name in flat] for record in records)]
@@ -148,7 +146,7 @@ def _harmless(value: Any) -> Any:
 
 
 def _json(report: Report) -> str:
-    """Return `{schema, runs, <section>: {title, records, text, notes}}`; unknown is null, and a record is a line."""
+    """Return `{schema, runs, <section>: {title, records, text, notes}}`, one line per record; null is unknown."""
     parts = [f'"schema": {SCHEMA}']
     if report.runs:
         parts.append(f'"runs": {_lines(named_paths(report.records))}')
@@ -181,7 +179,7 @@ def _finite(value: Any) -> Any:
 
 
 def _html(report: Report) -> str:
-    from ftbench.report.page.document import page
+    from ftbench.report.page.html import page
 
     return page(report)
 

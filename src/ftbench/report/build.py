@@ -1,16 +1,16 @@
-"""`ftbench report`: the command line → records and sections, rendered."""
+"""`ftbench report`: build the records and sections that the command line requests, and render them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ftbench.errors import SpecError
-from ftbench.report import select
-from ftbench.report.data import repeats
+from ftbench.report import formats, select
+from ftbench.report.data import groups
+from ftbench.report.data.cells import Cell, Run
 from ftbench.report.data.collect import Record, collect
-from ftbench.report.data.groups import Cell, Run, cells_of, runs_of
-from ftbench.report.render import formats
-from ftbench.report.render.document import Report, Section
+from ftbench.report.data.groups import cells_of, runs_of
+from ftbench.report.document import Report, Section
 from ftbench.report.sections import cost
 from ftbench.spec.prices import Prices, load_prices
 from ftbench.store.summary import OF_PARITY, PROFILED
@@ -21,7 +21,7 @@ _WITH_COLUMNS = ("table", "md")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was typed on the command line."""
+    """The options of the command line."""
 
     paths: Sequence[Path]
     format: str = "table"
@@ -40,24 +40,24 @@ class Request:
 
     @property
     def every_answer(self) -> bool:
-        return self.answers or self.hours is not None or self.format == "html"  # a page has room for all of them
+        return self.answers or self.hours is not None or self.format == "html"
 
     @property
     def any_measured(self) -> bool:
-        """Whether a section is wanted that speaks of speeds."""
+        """Whether a requested section needs speeds."""
         return self.every_answer or bool(self.compare is not None or self.prices)
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text, and whether something regressed (`--against`)."""
+    """The text, and whether `--against` found a regression."""
 
     text: str
     regressed: bool = False
 
 
 def report(request: Request) -> Rendered:
-    """Read the runs and render what was asked for. Raises SpecError for a mistake in the command."""
+    """Read the runs and render the report. Raise SpecError for invalid options."""
     _check(request)
     records = select.matching(collect(request.paths), request.where)
     if request.against is not None:
@@ -65,10 +65,10 @@ def report(request: Request) -> Rendered:
     gpus = {record["gpu"] for record in records if isinstance(record["gpu"], str)}
     prices = None if request.prices is None else load_prices(request.prices, gpus)
     sections = _sections(request, records, prices)
-    if request.compare is not None and request.format != "html":  # then no table of runs is shown
+    if request.compare is not None and request.format != "html":
         return Rendered(formats.render(Report((), sections=sections, runs=False), request.format))
-    shown = repeats.merge_repeats(records) if request.repeats == "merge" else records
-    shown, axes = repeats.with_axes(cost.with_costs(shown, prices, request.hours or cost.NIGHT_H))
+    shown = groups.merge_repeats(records) if request.repeats == "merge" else records
+    shown, axes = groups.with_axes(cost.with_costs(shown, prices, request.hours or cost.NIGHT_H))
     shown, columns = select.arranged(shown, request.sort, request.columns)
     return Rendered(formats.render(Report(shown, axes, columns, sections, request.compare is None), request.format))
 
@@ -83,7 +83,7 @@ def _gate(request: Request, records: Sequence[Record], earlier: Path) -> Rendere
 
 
 def _sections(request: Request, records: Sequence[Record], prices: Prices | None) -> list[Section]:
-    profiled = [record for record in records if PROFILED in record["warnings"]]  # no speed is taken from these
+    profiled = [record for record in records if PROFILED in record["warnings"]]  # their speeds are not valid
     with_images = any(record.get("images_per_s.images") for record in records)
     if not profiled and not request.any_measured and not with_images:
         return []
@@ -91,22 +91,22 @@ def _sections(request: Request, records: Sequence[Record], prices: Prices | None
 
     measured = [record for record in records if not {PROFILED, OF_PARITY} & {*record["warnings"]}]
     runs = runs_of(measured) if request.any_measured or with_images else []
-    cells, of_profiles = cells_of(runs), cells_of(runs_of(profiled))
-    parts = _of_measured(request, runs, cells, of_profiles, prices) if request.any_measured else []
+    cells, profile_cells = cells_of(runs), cells_of(runs_of(profiled))
+    parts = _of_measured(request, runs, cells, profile_cells, prices) if request.any_measured else []
     if with_images:
         from ftbench.report.sections import image_study
 
         parts += image_study.sections(cells)
-    parts.append(profiles.groups(of_profiles))
+    parts.append(profiles.groups(profile_cells))
     if request.every_answer:
-        parts += [profiles.memory(of_profiles), profiles.kernels([*cells, *of_profiles])]
+        parts += [profiles.memory(profile_cells), profiles.kernels([*cells, *profile_cells])]
     return [part for part in parts if part is not None]
 
 
 def _of_measured(
     request: Request, runs: Sequence[Run], cells: Sequence[Cell], profiled: Sequence[Cell], prices: Prices | None
 ) -> list[Section | None]:
-    from ftbench.report.compare import pairs, table
+    from ftbench.report.compare import comparison, pairs
     from ftbench.report.sections import decision, scaling
     from ftbench.report.sections.answers import answers
 
@@ -115,12 +115,12 @@ def _of_measured(
     if request.compare is not None:
         if not runs:
             raise SpecError("--compare: all runs were profiled, so their speeds are not valid: add other runs")
-        parts.append(table.section(pairs.compare(runs, request.compare, request.baseline, strict=request.strict)))
+        parts.append(comparison.section(pairs.compare(runs, request.compare, request.baseline, strict=request.strict)))
     if request.every_answer or request.compare or prices:
         parts += scaling.sections(cells, profiled, prices)
     parts.append(decision.decision(cells))
     if request.every_answer:
-        parts += answers(cells, hours, curves=request.format != "html")  # a page draws the curves itself
+        parts += answers(cells, hours, curves=request.format != "html")  # the page draws curves instead
     parts.append(cost.energy(cells) if request.every_answer or prices else None)
     parts.append(cost.money(cells, prices, hours) if prices else None)
     return parts
@@ -132,20 +132,20 @@ def _check(request: Request) -> None:
     if request.repeats not in _REPEATS:
         problems.append(f"--repeats {request.repeats}: allowed are {', '.join(_REPEATS)}")
     if request.compare is None and (request.baseline is not None or request.strict):
-        problems.append("--baseline and --strict belong to a comparison: name its axis with --compare method")
+        problems.append("--baseline and --strict need an axis: add for example --compare method")
     if request.columns and request.format not in _WITH_COLUMNS:
-        problems.append(f"--columns chooses those of a table; --format {request.format} holds every field")
+        problems.append(f"--columns needs --format table or md: --format {request.format} always contains every field")
     if (request.compare is not None or request.against is not None) and (request.sort or request.columns):
-        problems.append("--sort and --columns belong to the table of runs: leave --compare or --against out")
+        problems.append("--sort and --columns apply to the table of runs: remove --compare or --against")
     if request.against is None and request.fail_above is not None:
-        problems.append("--fail-above belongs to --against: name the folder with the earlier runs")
+        problems.append("--fail-above needs --against with the folder of the earlier runs")
     if request.against is not None and request.compare is not None:
-        problems.append("--against and --compare are two questions: ask them one after the other")
-    beside = {"--answers": request.answers, "--prices": request.prices, "--hours": request.hours,
+        problems.append("--against and --compare cannot be combined: run the command twice")
+    others = {"--answers": request.answers, "--prices": request.prices, "--hours": request.hours,
               "--repeats": request.repeats != "each"}  # fmt: skip
-    if request.against is not None and any(beside.values()):
-        given = " and ".join(name for name, value in beside.items() if value)
-        problems.append(f"--against asks one question, of which {given} says nothing: leave it out")
+    if request.against is not None and any(others.values()):
+        given = " and ".join(name for name, value in others.items() if value)
+        problems.append(f"--against cannot be combined with {given}: leave it out")
     if request.hours is not None and not 0 < request.hours < 24 * 366:
         problems.append(f"--hours {request.hours:g}: give a number of hours above 0, for example 8")
     if problems:

@@ -1,4 +1,4 @@
-"""What a report consists of, for any format: tables of text, sections, and the report itself."""
+"""The parts of a report, independent of the output format: tables, sections, and the report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,22 +9,26 @@ _WORDS = ("name", "model", "weights", "GPU", "data", "with", "method", "state", 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What all rows share (`context`, for the title), headings, rows of text, and notes below."""
+    """A table of text.
+
+    `context` holds the values that all rows share, for the title. `notes` are shown below the table. `text` names the
+    headings of left-aligned columns, in addition to the usual ones.
+    """
 
     context: dict[str, str]
     headings: list[str]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
-    text: tuple[str, ...] = ()  # headings whose columns hold words, beside those every table has
+    text: tuple[str, ...] = ()
 
     @property
     def title(self) -> str:
-        """What all rows share, in one line."""
+        """The shared values in one line."""
         return " · ".join(f"{key} {value}" for key, value in self.context.items() if value)
 
     @property
     def words(self) -> list[bool]:
-        """Whether each column holds words, not figures."""
+        """For each column, whether it contains words rather than figures."""
         return [heading in (*_WORDS, *self.text) for heading in self.headings]
 
 
@@ -32,7 +36,7 @@ def table_of(
     columns: Mapping[str, Sequence[str]], notes: Sequence[str] = (), text: Sequence[str] = (),
     context: Mapping[str, str] | None = None,
 ) -> Table:  # fmt: skip
-    """Return the table of columns of text by their headings."""
+    """Return a table from columns of text by heading."""
     rows = [list(row) for row in zip(*columns.values(), strict=True)]
     return Table(dict(context or {}), list(columns), rows, list(notes), tuple(text))
 
@@ -41,8 +45,7 @@ def table_of_rows(
     rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (), text: Sequence[str] = (),
     headings: Sequence[str] = (), shared: Sequence[str] = (),
 ) -> Table:  # fmt: skip
-    """Return the table of rows that hold what stands under each heading; all of the first row's if none are named. Of
-    the `shared` headings what is the same in all rows stands in the title."""
+    """Return a table from rows of values by heading. `shared` headings with one value move into the title."""
     columns = {name: [str(row[name]) for row in rows] for name in headings or rows[0]}
     context = {name: columns.pop(name)[0] for name in shared if len(set(columns[name])) == 1}
     return table_of(columns, notes, text, context)
@@ -50,8 +53,7 @@ def table_of_rows(
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table of runs: its heading, the field of a record that it shows, how that becomes text, and
-    whether more of it is better."""
+    """A column of the table of runs: heading, record field, formatter, and whether higher values are better."""
 
     heading: str
     source: str
@@ -61,8 +63,11 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One thing that runs say: the sentence, the paths of the runs that show it, what the runs it holds against each
-    other `also` differ in, and the workload and GPU that it is `about`."""
+    """One conclusion from runs.
+
+    `runs` are the paths of the runs that support it. `also` lists what else differs between the compared runs. `about`
+    names the workload and GPU.
+    """
 
     text: str
     runs: tuple[str, ...] = ()
@@ -71,15 +76,17 @@ class Point:
 
     @property
     def sentence(self) -> str:
-        """The text with what else differs, before its full stop."""
+        """The text, with the other differences before its full stop."""
         return f"{self.text.removesuffix('.')} ({self.also})." if self.also else self.text
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One part of a report. `key` names it for programs; `records` is what the table shows, in full and as plain
-    numbers (unknown is None); a section may have words only. `points` are the paragraphs one by one, and `curves` the
-    lines of a chart (name and points): both are for the page."""
+    """One part of a report.
+
+    `key` names it for programs. `records` hold the table's values as plain numbers (None if unknown). The page also
+    uses `points`, the paragraphs one by one, and `curves`, the lines of a chart by name.
+    """
 
     key: str
     title: str
@@ -92,8 +99,11 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A report before it has a format: a record a run, the fields that its table has columns for (`axes`), the columns
-    that were asked for instead, and the sections. `runs` says whether the table of single runs is part of it."""
+    """A report before formatting.
+
+    `axes` are record fields that get a column. `columns` replace the default columns. `runs` says whether the table of
+    runs is included.
+    """
 
     records: Sequence[dict[str, Any]]
     axes: Sequence[str] = ()

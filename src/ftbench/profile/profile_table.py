@@ -1,22 +1,32 @@
-"""A profile for a person: groups, kernels, phases, idle gaps, memory."""
+"""Print a profile: groups, kernels, phases, idle gaps, memory."""
 
 from pathlib import Path
 from typing import Any
 
 from ftbench.core import units
 from ftbench.core.table import folded, text_table
-from ftbench.profile.names import short
-from ftbench.store.rundir import MEMORY, read_json
+from ftbench.profile import files
+from ftbench.profile.groups import short
+from ftbench.store.rundir import MEMORY, RunDir, read_json
 
 _KERNELS, _GAPS, _ALIVE, _OPERATORS = 15, 5, 8, 8
-_LEAST_GB = 0.0005  # GiB: less would read 0.000
+_LEAST_GB = 0.0005  # GiB; smaller values would print as 0.00
+
+
+def run_text(run: RunDir) -> str:
+    """Return the profile of a run as text, or an empty string if it has none."""
+    return as_text(files.load(run.profile), run.profile) if (run.profile / files.KERNELS).is_file() else ""
+
+
+def document_of(run: RunDir) -> dict[str, Any] | None:
+    """Return kernels.json of a run, or None."""
+    return files.load(run.profile) if (run.profile / files.KERNELS).is_file() else None
 
 
 def as_text(document: dict[str, Any], folder: Path) -> str:
-    """Return the profile for a person; times are per step."""
+    """Return the profile as text. Times are per step."""
     on_gpu, steps = document["device"] == "cuda", document["steps"]
-    idle = ("the longest idle stretches, and what the CPU did meanwhile" if on_gpu else
-            "the longest stretches without an operator")  # fmt: skip
+    idle = ("longest idle gaps, with the CPU activity" if on_gpu else "longest gaps without an operator")  # fmt: skip
     parts = [
         f"{units.some(steps, 'step')} on {document['gpu'] or 'the CPU'}\n{text_table(['', ''], _head(document))}",
         text_table(("group", ">ms/step", ">share", ">calls/step"), [
@@ -45,7 +55,7 @@ def as_text(document: dict[str, Any], folder: Path) -> str:
 
 
 def _sent(document: dict[str, Any], folder: Path) -> str:
-    """Return a line a rank: what it sends, how long, and how much of that it waits for."""
+    """Return a row per rank: collectives, their time, and the part that the step waits for."""
     documents = [document, *(read_json(path) for path in sorted(folder.glob("rank[0-9]*/kernels.json")))]
     ranks = [(rank, each["communication"]) for rank, each in enumerate(documents) if each.get("communication")]
     if not ranks:
@@ -80,16 +90,16 @@ def _head(document: dict[str, Any]) -> list[tuple[str, str]]:
         step += f", {units.seconds(times['before'] / 1e3)} just before"
     busy = f"{units.percent(document['busy_share'])} of the profiled time"
     if not on_gpu:
-        busy += " by operators, the rest is Python and waiting"
+        busy += " in operators; the rest is Python and waiting"
     elif document["busy_share_unprofiled"] is not None:
-        busy += f"; {units.percent(document['busy_share_unprofiled'])} of the steps just before, with the same kernels"
-    a_step, work = [idle[key] / document["steps"] for key in ("ms", "gaps")], "kernels" if on_gpu else "operators"
+        busy += f"; {units.percent(document['busy_share_unprofiled'])} of the steps just before the profile"
+    per_step, work = [idle[key] / document["steps"] for key in ("ms", "gaps")], "kernels" if on_gpu else "operators"
     return [
         ("step", step),
         ("busy", busy),
-        ("idle", "{:.3f} ms a step, in {:,.0f} stretches".format(*a_step)),
-        ("backward", f"{units.percent(document['backward_share'])} of the time of all {work}: gradients, and what "
-                     "checkpoints compute again"),
+        ("idle", "{:.3f} ms per step, in {:,.0f} gaps".format(*per_step)),
+        ("backward", f"{units.percent(document['backward_share'])} of the time of all {work}, with recomputed "
+                     "activations"),
         *(("warning", text) for text in document.get("warnings", [])),
     ]  # fmt: skip
 
@@ -111,7 +121,7 @@ def _memory(folder: Path) -> str:
     parts = ", ".join(
         f"{name} {units.gibibytes(peak[name])}" for name in document["categories"] if peak.get(name, 0.0) >= _LEAST_GB
     )
-    highest = f"{units.gibibytes(peak['total_gb'])} GiB at its highest, in {peak['phase']}: {parts}"
+    highest = f"{units.gibibytes(peak['total_gb'])} GiB at its peak, in {peak['phase']}: {parts}"
     tensors = [
         ("  ", f"{units.gibibytes(each['gb'])} GiB", f"{each['category']}, {units.some(each['tensors'], 'tensor')}"
          + (f", {each['made_by']}" if each["made_by"] else ""))

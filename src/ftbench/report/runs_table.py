@@ -1,4 +1,4 @@
-"""The table of single runs, as text. Failed runs keep their row with the reason and empty figures."""
+"""The table of runs as text. A failed run has a row with its reason and without figures."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,25 +6,25 @@ from typing import Any, TypeVar
 
 from ftbench.core import units
 from ftbench.report.data.axes import MOST_AXES, headings
+from ftbench.report.data.cells import number_of, run_of
 from ftbench.report.data.collect import Record, data_labels, long_reason, state_of
 from ftbench.report.data.facts import CPU
-from ftbench.report.data.names import number_of, run_of
-from ftbench.report.data.repeats import RUNS
-from ftbench.report.data.ways import short_value
-from ftbench.report.render.document import Column, Table, table_of
+from ftbench.report.data.groups import RUNS
+from ftbench.report.data.names import short_value
+from ftbench.report.document import Column, Table, table_of
 
 CONTEXT = {"model": "model", "weights": "weights", "gpu": "GPU", "data": "data", "optimizations": "with"}
 FOOTNOTE = (
     "Median step and real (non-padding) tokens of the steady window; samples/h are real tokens over the mean length of "
     "the data; GiB of tensors at the peak (on a CPU: of the process)."
 )
-_IN_COLUMNS = ("model", "dataset", "method", "train.batch_size", "train.gradient_accumulation_steps", "optimizations")
-MOST_NAMED = 4  # runs by name in a note
+_SHOWN = ("model", "dataset", "method", "train.batch_size", "train.gradient_accumulation_steps", "optimizations")
+MOST_NAMED = 4  # run numbers in a note
 _FIGURE = re.compile(r"\d+([.,]\d+)*")
 Subject = TypeVar("Subject")
 NUMBER, NAME, LABEL = "#", "name", "label"
 
-# Those that most readers look for stand before the state, which a narrow terminal shows too.
+# The first figures come before the state, so that a narrow terminal shows them.
 FIGURES = (
     Column("tokens/s", "tokens_per_s.real", units.rate, True),
     Column("peak GiB", "memory_gb.allocated_peak", units.gibibytes),
@@ -41,14 +41,20 @@ _OPTIONAL = ("mfu", "loss.eval", "images_per_s.images", "tokens_per_s.generated"
 
 
 def runs_table(records: Sequence[Record], axes: Sequence[str] = (), chosen: Sequence[Column] = ()) -> Table:
-    """Return one row a run: its number and name, its figures, then what it is. Columns in which all rows agree move
-    into the title; a column that no row fills is left out. `axes` are fields of the records, named by their keys in
-    the spec, that get a column if none shows them; `chosen` are shown instead of all these."""
+    """Return one row per run: number, name, figures, and the varying settings.
+
+    Columns with the same value in all rows move into the title. Empty columns are omitted.
+
+    Args:
+        records: the runs.
+        axes: record fields of varying spec keys, which get a column if no other column shows them.
+        chosen: columns to show instead.
+    """
     texts = [_context(record, label) for record, label in zip(records, data_labels(records), strict=True)]
     differing = [name for name in CONTEXT if len({text[name] for text in texts}) > 1]
     context = {CONTEXT[name]: texts[0][name] for name in CONTEXT if texts and name not in differing}
-    axes = [key for key in axes if key not in _IN_COLUMNS and not key.startswith("optimizations.")]
-    hidden = [f"{len(axes) - MOST_AXES} more keys vary: --format csv shows all"] if len(axes) > MOST_AXES else []
+    axes = [key for key in axes if key not in _SHOWN and not key.startswith("optimizations.")]
+    hidden = [f"{len(axes) - MOST_AXES} more keys vary: use --format csv to see all"] if len(axes) > MOST_AXES else []
     axes = axes[:MOST_AXES]
     columns = {NUMBER: [number_of(record) for record in records], NAME: [record.get(LABEL, "") for record in records]}
     columns = {heading: cells for heading, cells in columns.items() if any(cells)}
@@ -75,7 +81,7 @@ def _is_word(text: str) -> bool:
 
 
 def _figures(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Return the columns of figures, with the number of repeats among them, and the state where not all are ok."""
+    """Return the columns of figures, the number of repeats, and the state unless all runs are ok."""
     figures = {
         column.heading: [_figure(record, column) for record in records] for column in FIGURES
         if column.source not in _OPTIONAL or any(record.get(column.source) is not None for record in records)
@@ -101,7 +107,7 @@ def _context(record: Record, label: str) -> dict[str, str]:
 
 
 def _figure(record: Mapping[str, Any], column: Column) -> str:
-    """Return a figure's text; a run that did not end well has none to compare."""
+    """Return the text of a figure, empty for a failed run."""
     return _text(record, column) if record["state"] == "ok" else ""
 
 
@@ -111,26 +117,28 @@ def _text(record: Mapping[str, Any], column: Column) -> str:
 
 
 def _notes(records: Sequence[Record]) -> list[str]:
-    """Return the warnings of all runs and the reasons that a row has no room for, each once with the runs it is about;
-    of those that differ in figures alone the first, with the runs that have the others."""
+    """Return the warnings of all runs and the long failure reasons, each once with its runs.
+
+    Sentences that differ only in figures are shown once.
+    """
     sentences = [(text, run_of(record)) for record in records
             for text in filter(None, [long_reason(record), *record["warnings"]])]  # fmt: skip
     notes = []
-    for text, first, others in alike(sentences):
+    for text, first, others in group_similar(sentences):
         if len(first) == len(records) > 1:
             notes.append(text)
         else:
-            beside = f" (alike: {units.listed(others, MOST_NAMED)})" if others else ""
-            notes.append(f"{units.listed(first, MOST_NAMED)}: {text}{beside}")
+            similar = f" (similar: {units.listed(others, MOST_NAMED)})" if others else ""
+            notes.append(f"{units.listed(first, MOST_NAMED)}: {text}{similar}")
     return notes
 
 
-def alike(sentences: Iterable[tuple[str, Subject]]) -> list[tuple[str, list[Subject], list[Subject]]]:
-    """Return each sentence with the runs that it is about, and those with one that differs in its figures alone."""
+def group_similar(sentences: Iterable[tuple[str, Subject]]) -> list[tuple[str, list[Subject], list[Subject]]]:
+    """Return each sentence with its runs, and the runs whose sentence differs only in figures."""
     kinds: dict[str, tuple[str, list[Subject], list[Subject]]] = {}
     for text, run in sentences:
         known, first, others = kinds.setdefault(_FIGURE.sub("0", text), (text, [], []))
         runs = first if text == known else others
-        if not runs or runs[-1] != run:  # one run's sentences come one after the other
+        if not runs or runs[-1] != run:  # sentences of one run are consecutive
             runs.append(run)
     return [*kinds.values()]

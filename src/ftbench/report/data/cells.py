@@ -1,0 +1,177 @@
+"""A run with its facts, and a cell: the repeats of one spec on one kind of machine."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.compare import Pace, geometric_mean
+from ftbench.core.stats import MINIMUM_STEADY
+from ftbench.report.data.axes import GPUS
+from ftbench.report.data.collect import Record, figure, known, state_of
+from ftbench.report.data.facts import CPU
+from ftbench.store.rundir import RunDir, read_json
+
+TOKENS, SAMPLES, STEP = "tokens_per_s.real", "samples_per_s", "step_time_s.median"
+PEAK, FIRST, ENERGY = "memory_gb.allocated_peak", "first_step_s", "energy.joules_per_1k_samples"
+BATCH, ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
+# The part of a name that gives the length of the training.
+_DURATION = re.compile(r" \((?:(?:samples|max steps|epochs|longest first) [^,()]*(?:, )?)+\)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run: its record, the facts of its spec and of its machine, and the label of its data."""
+
+    record: Record
+    spec: Mapping[str, str]
+    ran: Mapping[str, str]
+    data: str
+
+    @property
+    def dir(self) -> RunDir:
+        return RunDir(Path(str(self.record["path"])))
+
+    @property
+    def run_id(self) -> str:
+        return str(self.record["run_id"])
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.record["state"] == "ok")
+
+    @property
+    def contended(self) -> bool:
+        """Whether other processes used so much of the host or the GPU that the timing is not valid."""
+        return bool(self.record.get("contention.contended"))
+
+    @property
+    def steady(self) -> int:
+        return int(figure(self.record, "steps.steady") or 0)
+
+    @property
+    def cache(self) -> str:
+        """The state of the compiler's cache before the first step: `cold`, `warm`, `partly warm`, or `none`."""
+        return cache_of(self.record)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The repeats of one spec on one kind of machine.
+
+    `facts` are those of spec and machine, with `gpu`. If the repeats disagree on a fact, it lists all values. `way` is
+    the recipe or method, unique among the cells of the same workload and batch.
+    """
+
+    facts: Mapping[str, str]
+    runs: tuple[Run, ...]
+    way: str
+
+    @property
+    def batch(self) -> str:
+        """`4`, or `4x2` with accumulation."""
+        steps = self.facts.get(ACCUMULATION, "1")
+        return self.facts.get(BATCH, "?") + (f"x{steps}" if steps != "1" else "")
+
+    @property
+    def recipe(self) -> str:
+        """`way` without the number of samples or steps, which does not change how the model is trained."""
+        return _DURATION.sub("", self.way)
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs. Speeds on different numbers of GPUs are not compared."""
+        return int(self.facts.get(GPUS, "1"))
+
+    @property
+    def name(self) -> str:
+        """`qlora with gradient checkpointing at batch 4`, `fastest-fp8 at batch 4`."""
+        return f"{self.way} at batch {self.batch}"
+
+    @property
+    def workload(self) -> tuple[str, str, str]:
+        """Model, weights and data."""
+        return self.facts.get("model.id", ""), self.facts.get("model.weights", ""), self.runs[0].data
+
+    @property
+    def ok(self) -> list[Run]:
+        return [run for run in self.runs if run.ok]
+
+    @property
+    def state(self) -> str:
+        """`ok`, `ok, contended`, `2 of 3 ok; oom: …`, or the state of the first run."""
+        failed = [state_of(run.record) for run in self.runs if not run.ok]
+        if not failed:
+            contended = sum(run.contended for run in self.runs)
+            some = "" if contended == len(self.runs) else f"{contended} of {len(self.runs)} "
+            return f"ok, {some}contended" if contended else "ok"
+        return f"{len(self.ok)} of {len(self.runs)} ok; {failed[0]}" if self.ok else failed[0]
+
+    def values(self, name: str) -> list[float]:
+        """Return the known values of a figure over the successful runs."""
+        return known((run.record for run in self.ok), name)
+
+    def figure(self, name: str) -> float | None:
+        """Return the geometric mean of a figure over the successful runs."""
+        return geometric_mean(self.values(name))
+
+    def first_steps(self) -> dict[str, list[float]]:
+        """Return the first-step times in seconds by the state of the compiler's cache. Cold and warm are not mixed."""
+        seconds_by_state: dict[str, list[float]] = {}
+        for run in self.ok:
+            if (seconds := figure(run.record, FIRST)) is not None:
+                seconds_by_state.setdefault(run.cache, []).append(seconds)
+        return seconds_by_state
+
+    def pace(self) -> Pace | None:
+        """Return the mean start time and rate of the runs, or None if unknown. Runs with a cold cache are preferred."""
+        cold = [run for run in self.ok if run.cache == "cold"]
+        paces = [pace for run in cold or self.ok if (pace := _pace(run.record)) is not None]
+        if not paces:
+            return None
+        rate = geometric_mean([pace.samples_per_s for pace in paces])
+        step = geometric_mean([pace.samples_per_step for pace in paces])
+        start = statistics.fmean(pace.start_s for pace in paces)
+        return Pace(start, rate, step) if rate and step else None
+
+    def without_contended(self) -> Cell | None:
+        """Return the cell without its contended runs, or None if no run is left."""
+        runs = tuple(run for run in self.runs if not run.contended)
+        return Cell(self.facts, runs, self.way) if runs else None
+
+    @property
+    def measured(self) -> bool:
+        """Whether a run has enough steady steps for a reliable speed."""
+        return any(run.steady >= MINIMUM_STEADY for run in self.ok)
+
+
+def _pace(record: Mapping[str, Any]) -> Pace | None:
+    names = ("time_to_steady_s", "steps.warmup", "step_time_s.mean", SAMPLES)
+    start, warm, step, rate = (figure(record, name) for name in names)
+    if start is None or warm is None or step is None or not rate:
+        return None
+    return Pace(start - warm * step, rate, rate * step)
+
+
+def cache_of(record: Record) -> str:
+    """Return the state of the compiler's cache before the first step. Older summaries keep it in applied.json."""
+    state = record.get("first_step_cache") or read_json(RunDir(Path(record["path"])).applied).get("compile_cache")
+    return state or "none"
+
+
+def gpu_of(record: Record) -> str:
+    return record.get("gpu") or CPU
+
+
+def run_of(record: Mapping[str, Any]) -> str:
+    """Return `#3`, the number that `ftbench show` accepts, or the run id if the record has no number."""
+    return f"#{number}" if (number := number_of(record)) else str(record["run_id"])
+
+
+def number_of(record: Mapping[str, Any]) -> str:
+    """Return the number of a run in its report, or an empty string."""
+    return str(record.get("number") or "")
