@@ -18,8 +18,8 @@ from ftbench.report.data.collect import Record, collect
 from ftbench.spec.ablation import Changes, settings, with_changes
 from ftbench.spec.base import nearest, shortened
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.optimizations import OPTIMIZATIONS
-from ftbench.spec.refusals import refusals, refusals_on
 from ftbench.store.rundir import RunDir, first_gpu, read_json
 from ftbench.store.summary import read_summary
 
@@ -100,7 +100,7 @@ def suggestions(run: RunDir, summary: Mapping[str, Any]) -> list[Suggestion]:
     suggested = []
     for name, effect, change in changes:
         changed = with_changes(spec, change)
-        if not refusals(changed) and not refusals_on(changed, capability):
+        if not incompatibilities(changed) and not machine_incompatibilities(changed, capability):
             sets = settings(change.items())
             options = [word for text in sets for word in ("--set", text)]
             suggested.append(Suggestion(name, effect, sets, _command("run", run, *options)))
