@@ -151,9 +151,9 @@ def _worths(cell: Cell, group: Sequence[Cell], prices: Prices | None) -> Iterato
 def _amounts(cell: Cell, single: Cell, prices: Prices) -> Iterator[str]:
     """Yield the cost of a million tokens on several GPUs and on one."""
     price = prices.of(cell.facts["gpu"])
-    for several, one in zip(*(_hourly(each, price) if price else () for each in (cell, single)), strict=True):
-        if several.per_1m_real_tokens and one.per_1m_real_tokens:
-            costs = (units.money(each.per_1m_real_tokens, each.currency) for each in (several, one))
+    for several, alone in zip(*(_hourly(each, price) if price else () for each in (cell, single)), strict=True):
+        if several.per_1m_real_tokens and alone.per_1m_real_tokens:
+            costs = (units.money(each.per_1m_real_tokens, each.currency) for each in (several, alone))
             yield f"{several.way}: {' instead of '.join(costs)} for 1M tokens"
 
 
