@@ -1,5 +1,6 @@
 """Draw text tables for a terminal or a file, without colour."""
 
+import io
 import os
 import re
 import shutil
@@ -63,10 +64,9 @@ def _drawn(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
         table.add_column(Text(heading), justify="right" if number else "left", no_wrap=number, overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row[: len(columns)]))
-    console = Console(width=width, height=1, color_system=None, force_terminal=False, legacy_windows=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    out = io.StringIO()
+    Console(file=out, width=width, height=1, color_system=None, force_terminal=False, legacy_windows=False).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def folded(text: str, width: int | None = None) -> str:
