@@ -108,7 +108,7 @@ def test_every_module_says_what_is_in_it(path):
 
 
 def python_scripts() -> Iterator[Path]:
-    for path in sorted((SOURCE.parents[1] / "scripts").iterdir()):
+    for path in sorted(path for path in (SOURCE.parents[1] / "scripts").rglob("*") if path.is_file()):
         if path.is_file() and (path.suffix == ".py" or "python" in path.read_text("utf-8").partition("\n")[0]):
             yield path
 

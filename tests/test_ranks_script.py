@@ -1,4 +1,4 @@
-"""`scripts/ranks-h200`: what it would run on GPUs can be run, and each call ends within nine minutes."""
+"""`scripts/studies/ranks-h200`: what it would run on GPUs can be run, and each call ends within nine minutes."""
 
 import runpy
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from ftbench.spec.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = runpy.run_path(str(ROOT / "scripts/ranks-h200"))
+SCRIPT = runpy.run_path(str(ROOT / "scripts/studies/ranks-h200"))
 CALLS = SCRIPT["CALLS"]
 
 

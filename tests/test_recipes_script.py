@@ -1,4 +1,4 @@
-"""`scripts/recipes-h200` names its tables exactly and goes on where it stopped: nothing here needs a GPU."""
+"""`scripts/studies/recipes-h200` names its tables exactly and goes on where it stopped: nothing here needs a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def recipes(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts/recipes-h200"), *map(str, arguments)]
+    command = [sys.executable, str(ROOT / "scripts/studies/recipes-h200"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -363,7 +363,7 @@ def test_without_triton_a_run_says_what_is_missing(monkeypatch):
 
 
 def bench_kernels(*arguments):
-    command = [sys.executable, str(ROOT / "scripts/bench-kernels"), *arguments]
+    command = [sys.executable, str(ROOT / "scripts/studies/bench-kernels"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

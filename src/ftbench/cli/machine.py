@@ -32,7 +32,7 @@ def doctor(
     wide: Wide = False,
 ) -> None:
     """Check this machine: which features work, which versions are installed, how to fix the rest."""
-    from ftbench.doctor.examine import examine, examine_environment
+    from ftbench.doctor.diagnosis import examine, examine_environment
 
     if python is not None and (spec or sets):
         raise SpecError("--python: cannot be combined with a spec, which names its environment in launch.python")

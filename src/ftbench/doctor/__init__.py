@@ -1,1 +1,1 @@
-"""`ftbench doctor`: what is installed, what works on this machine, what to do about the rest. No torch here."""
+"""`ftbench doctor`: check this machine and a spec without importing torch in this process."""

@@ -1,4 +1,4 @@
-"""The machine around the GPU: disk, memory, processors, environment, and the way to the hub."""
+"""Check the host: disks, memory, processors, environment variables, and access to the Hub."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import psutil
 
 from ftbench.core import units
 from ftbench.core.units import GIB
-from ftbench.doctor.findings import Answer, Finding, Verdict
+from ftbench.doctor.facts import Answer, Finding, Verdict
 from ftbench.launch.runner import MINIMUM_FREE_BYTES
 from ftbench.store import machine
 
@@ -20,64 +20,63 @@ AREA = "host"
 HUB_S = 3.0
 ROOM_GB = 20.0  # the 16-bit weights of an 8B model take 16 GB
 MEMORY_SHARE = 0.1
+CGROUP = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 _TRUE = ("1", "ON", "YES", "TRUE")
-# Variables that make training slower, or other than it would be elsewhere, and what to do; a run keeps their values.
+# Variables that slow training down or change its behaviour.
 DEBUG = {
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for: unset it",
-    "TORCH_LOGS": "torch logs while it compiles: unset it",
+    "CUDA_LAUNCH_BLOCKING": "the host waits for every kernel: unset it",
+    "TORCH_LOGS": "torch logs its compilation: unset it",
     "TORCH_DISTRIBUTED_DEBUG": "collectives are checked: unset it",
     "TORCH_SHOW_CPP_STACKTRACES": "errors are slower: unset it",
-    "TORCHDYNAMO_DISABLE": "optimizations.compile does nothing: unset it",
-    "TORCH_COMPILE_DISABLE": "optimizations.compile does nothing: unset it",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated anew: unset it",
-    "PYTORCH_CUDA_ALLOC_CONF": "memory is allocated in another way than by default: unset it, or set it in all runs",
-    "PYTORCH_ALLOC_CONF": "memory is allocated in another way than by default: unset it, or set it in all runs",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "kernels queue in another way than by default: unset it, or set it in all runs",
+    "TORCHDYNAMO_DISABLE": "optimizations.compile has no effect: unset it",
+    "TORCH_COMPILE_DISABLE": "optimizations.compile has no effect: unset it",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated by the driver: unset it",
+    "PYTORCH_CUDA_ALLOC_CONF": "the allocator is not the default: unset it, or set it in all runs",
+    "PYTORCH_ALLOC_CONF": "the allocator is not the default: unset it, or set it in all runs",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "kernel queues are not the default: unset it, or set it in all runs",
     "NCCL_DEBUG": "NCCL writes into the log: unset it",
-    "NCCL_P2P_DISABLE": "GPUs do not reach each other directly: unset it unless `ftbench probe` asks for it",
-    "NVIDIA_TF32_OVERRIDE": "float32 products are not what the spec says: unset it",
-    "OMP_NUM_THREADS": "it limits the threads of the CPU: unset it where the CPU trains or prepares data",
+    "NCCL_P2P_DISABLE": "GPUs do not use peer-to-peer: unset it unless `ftbench probe` recommends it",
+    "NVIDIA_TF32_OVERRIDE": "the precision of float32 products is not that of the spec: unset it",
+    "OMP_NUM_THREADS": "it limits CPU threads: unset it if the CPU trains or prepares data",
 }
 _HARMLESS = {"NCCL_DEBUG": ("VERSION", "WARN"), "TORCH_DISTRIBUTED_DEBUG": ("OFF",)}
 
 
 def check(out: Path, environment: Mapping[str, str]) -> list[Finding]:
-    """Return the findings; ask the hub, for HUB_S seconds at the most."""
+    """Return the findings. Contact the Hub for at most HUB_S seconds."""
     weights, cache = machine.cache_dir(), hub_cache(environment)
     return [
-        Finding(AREA, "disk for runs", *disk(out, "write elsewhere with --out", MINIMUM_FREE_BYTES / GIB)),
-        Finding(AREA, "disk for weights", *disk(weights, "set FTBENCH_CACHE to a larger place", ROOM_GB, "warn")),
-        Finding(AREA, "disk for the hub", *disk(cache, "set HF_HOME to a larger place", ROOM_GB, "warn")),
+        Finding(AREA, "disk for runs", *disk(out, "choose another disk with --out", MINIMUM_FREE_BYTES / GIB)),
+        Finding(AREA, "disk for weights", *disk(weights, "set FTBENCH_CACHE to a larger disk", ROOM_GB, "warn")),
+        Finding(AREA, "disk for the hub", *disk(cache, "set HF_HOME to a larger disk", ROOM_GB, "warn")),
         Finding(AREA, "memory", *_memory()),
-        Finding(AREA, "memory limit", *_memory_limit()),
         Finding(AREA, "processors", *_processors()),
         *(Finding(AREA, "environment", *answer) for answer in debug_variables(environment)),
         Finding(AREA, "hub", *hub(environment)),
     ]
 
 
-def existing(path: Path) -> Path:
-    """Return the path itself, or the nearest folder above it that is there."""
+def free_gb(path: Path) -> float:
+    """Return the free space in GiB on the disk of a path, which does not need to exist."""
+    return shutil.disk_usage(_existing(path)).free / GIB
+
+
+def _existing(path: Path) -> Path:
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
-def free_gb(path: Path) -> float:
-    """Return the GiB that can be written to the disk of a path that need not exist yet."""
-    return shutil.disk_usage(existing(path)).free / GIB
-
-
-def disk(path: Path, way_out: str, needed_gb: float, full: Verdict = "fail") -> Answer:
-    """Judge whether a folder can be written and has room; `full` is the verdict where it has not."""
-    folder = existing(path)
+def disk(path: Path, fix: str, needed_gb: float, full: Verdict = "fail") -> Answer:
+    """Check that a folder is writable and has `needed_gb` GiB; `full` is the verdict if it has less."""
+    folder = _existing(path)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        return "fail", f"{path} cannot be written: {way_out}"
+        return "fail", f"{path} is not writable: {fix}"
     free = f"{units.gibibytes(free_gb(path))} GiB free at {path}"
-    return ("ok", free) if free_gb(path) >= needed_gb else (full, f"{free}: {way_out}, or free some")
+    return ("ok", free) if free_gb(path) >= needed_gb else (full, f"{free}: {fix}, or delete files")
 
 
 def hub_cache(environment: Mapping[str, str]) -> Path:
-    """Return where the hub's client keeps what it downloaded."""
+    """Return the cache folder of the Hub's client."""
     if folder := environment.get("HF_HUB_CACHE"):
         return Path(folder)
     home = environment.get("HF_HOME") or Path(
@@ -87,33 +86,26 @@ def hub_cache(environment: Mapping[str, str]) -> Path:
 
 
 def _memory() -> Answer:
-    memory = psutil.virtual_memory()
-    title = f"{units.gibibytes(memory.available / GIB)} GiB of {units.gibibytes(memory.total / GIB)} GiB are free"
-    if memory.available >= memory.total * MEMORY_SHARE:
-        return "ok", title
-    return "warn", f"{title}: end other programs, or loading a model will swap or be killed"
-
-
-def _memory_limit() -> Answer:
-    limit = memory_limit(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    if limit is None or limit >= psutil.virtual_memory().total:
-        return "ok", "none below the machine's own"
-    return "warn", (
-        f"this container or service may use {units.gibibytes(limit / GIB)} GiB and is killed above: give it more "
-        "(docker run --memory, MemoryMax=), or keep weights, data and pinned memory below"
-    )
+    memory, limit = psutil.virtual_memory(), memory_limit(*CGROUP)
+    text = f"{units.gibibytes(memory.available / GIB)} GiB of {units.gibibytes(memory.total / GIB)} GiB are free"
+    if limit is not None and limit < memory.total:
+        return "warn", (
+            f"{text}, but this container or service may use only {units.gibibytes(limit / GIB)} GiB: raise the limit "
+            "(docker run --memory, MemoryMax=), or keep weights, data and pinned memory below it"
+        )
+    if memory.available < memory.total * MEMORY_SHARE:
+        return "warn", f"{text}: stop other programs, otherwise loading a model may swap or be killed"
+    return "ok", text
 
 
 def memory_limit(entry: Path, root: Path) -> int | None:
-    """Return the bytes that this process's control group, or one above it, may use; None without a limit (cgroups v2
-    and v1)."""
+    """Return the memory limit in bytes of this process's control group or a parent (cgroups v2 and v1), or None."""
     limits = [*(folder / "memory.max" for folder in _groups(entry, root)), root / "memory" / "memory.limit_in_bytes"]
     return min((int(text) for path in limits if (text := _read(path)).isdigit()), default=None)
 
 
 def processor_limit(entry: Path, root: Path) -> float | None:
-    """Return the processors' worth of time that this process's control group, or one above it, may use; None without a
-    limit."""
+    """Return how many processors this process's control group or a parent may use, or None."""
     limits = []
     for folder in _groups(entry, root):
         quota, _, period = _read(folder / "cpu.max").partition(" ")
@@ -123,7 +115,7 @@ def processor_limit(entry: Path, root: Path) -> float | None:
 
 
 def _groups(entry: Path, root: Path) -> list[Path]:
-    """Return the control group of this process and those above it, as folders."""
+    """Return the folders of this process's control group and its parents."""
     line = next((line for line in _read(entry).splitlines() if line.startswith("0::/")), "0::/")
     own = root / line[4:]
     return [own, *(folder for folder in own.parents if folder == root or root in folder.parents)]
@@ -138,56 +130,51 @@ def _read(path: Path) -> str:
 
 def _processors() -> Answer:
     present, usable = os.cpu_count() or 1, len(os.sched_getaffinity(0))
-    limit = processor_limit(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    limit = processor_limit(*CGROUP)
     if limit is not None and limit < usable:
         return "warn", (
-            f"this container or service may use the time of {limit:g} of {present}: give it more (docker run --cpus, "
-            "CPUQuota=), or launches and data may hold up the GPU"
+            f"this container may use {limit:g} of {present}: raise the limit (docker run --cpus, CPUQuota=), "
+            "otherwise kernel launches and data loading may slow the GPU down"
         )
     if usable < present:
         return "warn", (
-            f"this process may use {usable} of {present} (affinity): start it without taskset or numactl, or say so "
-            "beside the figures"
+            f"this process may use {usable} of {present} (affinity): start it without taskset or numactl, or publish "
+            "this with your results"
         )
-    return "ok", f"{present}, all of them usable"
+    return "ok", f"{present}"
 
 
 def debug_variables(environment: Mapping[str, str]) -> list[Answer]:
-    """Return an answer for each variable that changes what is measured; one that all is well without them."""
+    """Return a warning for each variable that changes measurements, or a single `ok`."""
     values = {name: environment[name] for name in DEBUG if environment.get(name, "0") not in ("", "0")}
     answers: list[Answer] = [
         ("warn", f"{name}={value if '/' not in value and len(value) <= 60 else '…'}: {DEBUG[name]}")
         for name, value in values.items() if value.upper() not in _HARMLESS.get(name, ())
     ]  # fmt: skip
-    return answers or [("ok", "no variable that slows training or changes what is measured")]
-
-
-def offline(environment: Mapping[str, str]) -> str | None:
-    """Return the variable that keeps the hub's client from asking, if one does."""
-    return next((name for name in _OFFLINE if environment.get(name, "").upper() in _TRUE), None)
+    return answers or [("ok", "no variable changes measurements")]
 
 
 def hub(environment: Mapping[str, str]) -> Answer:
-    """Judge whether models and data sets can be downloaded: one request for headers, given up after HUB_S seconds."""
-    if variable := offline(environment):
-        return "n/a", f"not asked, since {variable} is set: only the cache can be loaded from, unless you unset it"
+    """Check whether models and data sets can be downloaded, with one HEAD request of at most HUB_S seconds."""
+    if variable := next((name for name in _OFFLINE if environment.get(name, "").upper() in _TRUE), None):
+        return "n/a", f"not checked because {variable} is set: only cached models and data sets can be loaded"
     endpoint = environment.get("HF_ENDPOINT") or "https://huggingface.co"
     reasons: list[str] = []
-    # A name that does not resolve holds longer than any timeout of a socket, so the request has a thread to hang in.
-    thread = threading.Thread(target=lambda: reasons.append(_ask(endpoint)), daemon=True)
+    # The timeout of a socket does not cover the name lookup, so the request runs in a thread.
+    thread = threading.Thread(target=lambda: reasons.append(_connect(endpoint)), daemon=True)
     thread.start()
     thread.join(HUB_S)
     reason = reasons[0] if reasons else f"no answer within {HUB_S:.0f} s"
     if not reason:
-        return "ok", "it answers"
+        return "ok", "reachable"
     return "warn", (
-        f"not reached ({reason}): give model.path, set model.weights=random, point HF_ENDPOINT to a mirror, or fill "
-        "the cache elsewhere and set HF_HUB_OFFLINE=1"
+        f"not reachable ({reason}): set model.path or model.weights=random, set HF_ENDPOINT to a mirror, or fill the "
+        "cache elsewhere and set HF_HUB_OFFLINE=1"
     )
 
 
-def _ask(endpoint: str) -> str:
-    """Return nothing where the endpoint answers, else why not."""
+def _connect(endpoint: str) -> str:
+    """Return why the endpoint cannot be reached; empty if it answers."""
     try:
         with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=HUB_S):
             return ""
