@@ -279,9 +279,9 @@ def broken(folder):
         ({"image": {"path": None, "bytes": None}}, "an image is empty"),
         ({"image": {"path": 5}}, "an image is int"),
         ({"images": []}, "has no image"),
-        ({"image": "a.png", "question": "<image> or <image>?"}, "2 places for images, and the row has 1 image"),
-        ({"images": ["a.png", "b.png"], "question": "<image>?"}, "1 place for images, and the row has 2 images"),
-        ({"image": "a.png", "text": "an <image>"}, "an image stands in an answer"),
+        ({"image": "a.png", "question": "<image> or <image>?"}, "2 places for images, but the row has 1 image"),
+        ({"images": ["a.png", "b.png"], "question": "<image>?"}, "1 place for images, but the row has 2 images"),
+        ({"image": "a.png", "text": "an <image>"}, "an answer contains an image"),
     ],
 )
 def test_an_image_that_cannot_be_used_is_an_error_with_file_and_row(reads, folder, tmp_path, row, why):

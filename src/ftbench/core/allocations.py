@@ -1,8 +1,8 @@
-"""A history of allocations → memory by what it is for over one step, and what is alive where it is highest.
+"""Split the memory of one step into categories, given the history of its allocations.
 
-Categories: `weights` (of the model, with what quantised ones need to be read), `adapters`, `gradients`, `optimizer`
-(its state), `activations` (made in a forward pass and alive when its backward pass begins), `temporary` (all else that
-is made within the step), `other` (held before the step and by none of these: batches, workspaces, caches).
+Categories: `weights` (of the model, including quantization constants), `adapters`, `gradients`, `optimizer` (its
+state), `activations` (allocated in a forward pass and alive at the start of its backward pass), `temporary` (other
+allocations of the step), `other` (allocated before the step: batches, workspaces, caches).
 """
 
 from bisect import bisect_left, bisect_right
@@ -21,7 +21,7 @@ _POINTS, _MOST_ALIVE = 240, 40
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One entry of the history: `size` bytes at `address` taken, or given back where it is negative; `time` in µs."""
+    """An allocation of `size` bytes at `address`, or a free if `size` is negative; `time` in µs."""
 
     time: float
     address: int
@@ -33,17 +33,24 @@ class Event:
 class _Block:
     address: int
     size: int
-    begin: int  # index of an event; -1 is before the first
-    end: int  # len(events) is after the last
+    begin: int  # index of an event, -1 for before the first
+    end: int  # len(events) for after the last
     frame: str
     category: str = "temporary"
 
 
 @dataclass(frozen=True, slots=True)
 class AllocationHistory:
-    """`events` in their order; `alive` are address and size of what is allocated after the last of them; `marks` are
-    (µs, phase) as each part of the step began; `owners` says of addresses that stay what they are; `gradients` are the
-    addresses that held them when the optimizer began, at `gradients_at` µs."""
+    """The history of allocations.
+
+    Attributes:
+        events: Events in order of time.
+        alive: (address, size) of the blocks that are allocated after the last event.
+        marks: (µs, phase) of the start of each phase.
+        owners: Category of each address that is allocated after the last event.
+        gradients: Addresses of the gradients when the optimizer step began.
+        gradients_at: When the optimizer step began, in µs.
+    """
 
     events: Sequence[Event]
     alive: Sequence[tuple[int, int]]
@@ -54,9 +61,16 @@ class AllocationHistory:
 
 
 def by_category(history: AllocationHistory, at: int | None = None) -> dict[str, Any]:
-    """Return the document: `timeline` (ms, phase, GiB by category; of each of some 240 stretches the moment with most),
-    `peak` with what is alive there (GiB, by category and the line that made it), `start` and `end`. `at` is the index
-    of the event to describe instead of the highest moment."""
+    """Return the memory by category as a JSON document.
+
+    Args:
+        history: The allocations.
+        at: Index of the event to describe as the peak, by default the maximum.
+
+    Returns:
+        `timeline` (ms, phase, GiB by category; the maximum of each of about 240 intervals), `peak`, `alive` (the
+        blocks at the peak by category and allocating line), `start` and `end`.
+    """
     blocks = _blocks(history)
     _categorise(blocks, history, at)
     points = _points(blocks, len(history.events))
@@ -107,7 +121,7 @@ def _categorise(blocks: Sequence[_Block], history: AllocationHistory, at: int | 
         elif block.begin < 0:
             block.category = history.owners.get(block.address, "other")
         elif phases.at(times[block.begin]) in _FORWARD:
-            # A forward pass that ran out of memory has no backward pass: what it held then, it held for that.
+            # A forward pass that ran out of memory has no backward pass, so its live blocks are activations.
             needed = backward[next_backward] if next_backward < len(backward) else last if at is None else at + 1
             block.category = "activations" if block.end >= needed > block.begin else "temporary"
 
@@ -122,7 +136,7 @@ class _Phases:
 
 
 def _points(blocks: Sequence[_Block], count: int) -> list[list[int]]:
-    """Return bytes by category before the first event and after each."""
+    """Return bytes by category before the first event and after each event."""
     change: dict[int, list[int]] = defaultdict(lambda: [0] * len(CATEGORIES))
     for block in blocks:
         column = CATEGORIES.index(block.category)
@@ -136,7 +150,7 @@ def _points(blocks: Sequence[_Block], count: int) -> list[list[int]]:
 
 
 def _chosen(points: Sequence[Sequence[int]], times: Sequence[float]) -> list[int]:
-    """Return the first, the last, and the highest of each stretch of time."""
+    """Return the indices of the first, the last, and the highest point of each interval."""
     span = (times[-1] - times[0]) or 1.0
     highest: dict[int, int] = {}
     for index, time in enumerate(times):
@@ -147,7 +161,7 @@ def _chosen(points: Sequence[Sequence[int]], times: Sequence[float]) -> list[int
 
 
 def _alive(blocks: Sequence[_Block], at: int, phases: _Phases, times: Sequence[float]) -> list[dict[str, Any]]:
-    """Return what is held just after the event `at`, by category and maker, the largest first."""
+    """Return the live blocks after the event `at` by category and allocating line, largest first."""
     sizes: dict[tuple[str, str, str | None], list[int]] = defaultdict(list)
     for block in blocks:
         if block.begin <= at < block.end:

@@ -1,14 +1,11 @@
-"""Shapes of public models (facts/architectures.yaml) as Hugging Face configurations.
-
-A random-weight model needs nothing but this; `ftbench list models` shows it.
-"""
+"""Hugging Face configurations of public models (facts/architectures.yaml), enough for models with random weights."""
 
 from functools import cache
 from typing import Any
 
 from ftbench.facts import read_facts
 
-# What a family's models share, from their published config.json files.
+# Common values of each family, from the published config.json files.
 _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"vocab_size": 151936, "head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 40960,
               "rope_theta": 1_000_000.0},

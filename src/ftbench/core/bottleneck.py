@@ -1,7 +1,6 @@
-"""What a run waits for: the data, the CPU that launches kernels, the arithmetic, the memory, heat or power.
+"""Find the bottleneck of a run: data loading, kernel launches, arithmetic, memory bandwidth, temperature or power.
 
-The verdict names one resource; `also` names what held the GPU's clock down meanwhile. Every figure behind it is there,
-and what is not known is None.
+The sentences in `why` are stored in summaries. `ftbench verify` compares them, so they must not change.
 """
 
 import math
@@ -13,24 +12,30 @@ from ftbench.core.stats import total
 from ftbench.core.units import reworded
 
 DATA_BOUND = 0.10  # share of the steady window spent waiting for batches
-UTILIZED = 0.90  # a GPU that works less than this waits for somebody
-# Products that at the measured rate would take this share of the time are what the time goes into; with less, it goes
-# into moving numbers about. Where the driver tells how busy tensor cores and memory were, the busier one decides.
+UTILIZED = 0.90  # below this busy share the GPU is waiting
+# A run is compute-bound if its matrix products alone would take this share of the time at the best known rate. If the
+# driver reports how busy tensor cores and memory were, the busier one decides instead.
 COMPUTE_BOUND = 1 / 3
-# The driver's counters call the GPU busy from a kernel's launch on, the profiler from its first block on: between the
-# two lie 0.9 to 1.3 µs a kernel (five profiles of an H200, results/h200/profiles and launch-bound). Kernels are
-# counted as blocks of the caching allocator, of which an eager operation takes one: 8,041 for 8,132 kernels a step of
-# LoRA, 3,969 for 6,415 of unsloth.
+# The driver counts the GPU as busy from a kernel's launch, the profiler from its first block. The difference is 0.9 to
+# 1.3 µs per kernel (five profiles of an H200, results/h200/profiles and launch-bound). The number of kernels is taken
+# from the caching allocator's blocks, since an eager operation allocates one: 8,041 blocks for 8,132 kernels per step
+# of LoRA, 3,969 for 6,415 of unsloth.
 LAUNCH_S = 1.1e-6
-THROTTLED = 0.5  # share of the steady window under a limit
+THROTTLED = 0.5  # share of the steady window with a throttle reason
 THERMAL = ("sw_thermal", "hw_thermal", "hw_slowdown", "hw_power_brake")
 POWER = ("sw_power_cap",)
 
 
 @dataclass(slots=True)
 class Bottleneck:
-    """`verdict` is data-bound, launch-bound, compute-bound, memory-bound, thermally limited or None with the reason in
-    `why`; shares are of the steady window. `gpu_busy` is the time in which kernels ran, without their launches."""
+    """The bottleneck of a run. All shares refer to the steady window; unknown values are None.
+
+    Attributes:
+        verdict: data-bound, launch-bound, compute-bound, memory-bound, thermally limited, or None.
+        also: Limits of the GPU's clock: power-capped, thermally limited.
+        why: The reason for the verdict, or for its absence.
+        gpu_busy: Share of the time in which kernels ran, without their launches.
+    """
 
     verdict: str | None = None
     also: list[str] = field(default_factory=list)
@@ -49,8 +54,14 @@ class Bottleneck:
 def classify_bottleneck(
     steady: Sequence[StepRow], on_gpu: bool, products: float | None, busy_method: str | None = None
 ) -> Bottleneck:
-    """Return the verdict on a steady window. `products` is the share of its time that the run's products would take at
-    the highest rate known for this GPU."""
+    """Return the bottleneck of a steady window.
+
+    Args:
+        steady: Rows of the steady steps.
+        on_gpu: Whether the run used a GPU.
+        products: Share of the time that the run's matrix products would take at the best known rate of this GPU.
+        busy_method: How `gpu_busy` was measured.
+    """
     if not steady:
         return Bottleneck(why="there is no steady step")
     bottleneck = Bottleneck(
@@ -92,10 +103,10 @@ def _judge(bottleneck: Bottleneck, on_gpu: bool) -> tuple[str | None, str]:
 
 
 def _arithmetic_or_memory(bottleneck: Bottleneck) -> tuple[str | None, str]:
-    """Return whether a GPU that always works multiplies or moves memory."""
+    """Return whether a busy GPU is compute-bound or memory-bound."""
     busy = f"the GPU worked {bottleneck.gpu_busy:.0%} of the time"
     if bottleneck.tensor_busy is not None and bottleneck.memory_busy is not None:
-        multiplied = max(bottleneck.tensor_busy, bottleneck.products or 0.0)  # products in fp32 take no tensor cores
+        multiplied = max(bottleneck.tensor_busy, bottleneck.products or 0.0)  # products in fp32 do not use tensor cores
         kind = "compute-bound" if multiplied >= bottleneck.memory_busy else "memory-bound"
         memory = f"{bottleneck.memory_busy:.0%} of the memory's bandwidth was used"
         return kind, f"{busy}, its tensor cores {bottleneck.tensor_busy:.0%}; {memory}"
@@ -106,14 +117,14 @@ def _arithmetic_or_memory(bottleneck: Bottleneck) -> tuple[str | None, str]:
 
 
 def _in_kernels(row: StepRow) -> float | None:
-    """Return a step's busy share without what its launches kept busy; as it was counted where nobody counted them."""
+    """Return the busy share of a step without kernel launches, or unchanged if their number is unknown."""
     if row.gpu_busy is None or not row.allocations or not row.step_time_s:
         return row.gpu_busy
     return max(0.0, row.gpu_busy - LAUNCH_S * row.allocations / row.step_time_s)
 
 
 def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_time: bool = False) -> float | None:
-    """Return the mean over the window's time of a step's share, or (`of_time`) of its seconds."""
+    """Return the time-weighted mean of shares or, with `of_time`, the share of the time of values in seconds."""
     known = ((row, value) for row, value in zip(steady, values, strict=True) if value is not None)
     pairs = [(row.step_time_s or 0.0, value) for row, value in known if math.isfinite(value)]
     seconds = sum(time for time, _ in pairs)
@@ -121,7 +132,7 @@ def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_tim
 
 
 def _under(steady: Sequence[StepRow], reasons: Sequence[str]) -> float | None:
-    """Share of the time in steps in which the driver named one of the reasons."""
+    """Return the share of the time in which the driver reported one of the throttle reasons."""
     known = [row for row in steady if row.throttle]
     seconds = total(row.step_time_s for row in known)
     held = [row for row in known if set((row.throttle or "").split("|")).intersection(reasons)]

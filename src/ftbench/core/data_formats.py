@@ -1,4 +1,4 @@
-"""A row → messages and images, or plain text. Formats are found from the columns unless the spec names one."""
+"""Convert rows to messages and images, or plain text. The format follows from the columns unless the spec names it."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ COLUMNS = {
     "prompt": "prompt, with objective grpo",
     "image-text": "image or images; text, caption, answer or label (and question or prompt)",
 }
-MARKER = "<image>"  # where in a plain text an image stands, as LLaVA's data have it
+MARKER = "<image>"  # placeholder for an image in a text, as in LLaVA's data
 _IMAGES = ("image", "images")
 _QUESTIONS = ("question", "prompt")
 _ANSWERS = ("answer", "text", "caption", "label", "labels")
@@ -27,9 +27,15 @@ _ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Messages (`role`, `content`) whose assistant turns are what is learned, or plain `text`. A content with images is
-    a list of parts, of `type` image or text; `images` are what a row has for them, in their order. Of a pair the
-    messages end with the chosen answer, and `rejected` are the same with the rejected one."""
+    """One sample.
+
+    Attributes:
+        messages: Messages with `role` and `content`. A content with images is a list of parts of `type` image or text.
+            For a preference pair they end with the chosen answer.
+        rejected: The messages with the rejected answer of a preference pair.
+        text: Plain text instead of messages.
+        images: The images in order of their parts.
+    """
 
     messages: tuple[dict[str, Any], ...] = ()
     rejected: tuple[dict[str, Any], ...] = ()
@@ -38,18 +44,26 @@ class Example:
 
     @property
     def question(self) -> tuple[dict[str, Any], ...]:
-        """The messages up to the last answer, which a model that answers prompts gives itself."""
+        """The messages without the last answer."""
         answered = bool(self.messages) and self.messages[-1]["role"] == "assistant"
         return self.messages[:-1] if answered else self.messages
 
 
 class BadRow(ValueError):
-    """A row that cannot be used; the message says what is wrong with it."""
+    """A row that cannot be used, and why."""
 
 
 def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
-    """Return the format that these columns belong to, of `pairs` where a training wants them. Raises DataError for
-    columns of none, and for the one kind where the other is wanted."""
+    """Return the format of rows with these columns.
+
+    Args:
+        columns: Names of the columns.
+        where: Start of error messages.
+        pairs: Whether the objective needs preference pairs.
+
+    Raises:
+        DataError: The columns fit no format, or not the objective.
+    """
     names = set(columns)
     preferred = {"chosen", "rejected"} <= names
     if pairs:
@@ -68,8 +82,8 @@ def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
         return "text"
     if preferred:
         raise DataError(
-            f"{where}: the rows are pairs, chosen and rejected: set objective to dpo, or learn the chosen answers "
-            "alone with dataset.columns={completion: chosen}"
+            f"{where}: the rows are preference pairs: set objective to dpo, or train on the chosen answers with "
+            "dataset.columns={completion: chosen}"
         )
     wanted = "; ".join(f"{name}: {columns}" for name, columns in COLUMNS.items())
     raise DataError(
@@ -80,14 +94,14 @@ def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
 
 def _no_pairs(names: set[str], where: str) -> NoReturn:
     raise DataError(
-        f"{where}: objective dpo learns from pairs, and of {', '.join(sorted(map(str, names))) or 'no columns'} no "
-        "two are chosen and rejected: name them with dataset.columns={prompt: COLUMN, chosen: COLUMN, rejected: "
-        "COLUMN}, or set objective to sft"
+        f"{where}: objective dpo needs columns chosen and rejected, but the columns are "
+        f"{', '.join(sorted(map(str, names))) or 'missing'}: name them with dataset.columns={{prompt: COLUMN, chosen: "
+        "COLUMN, rejected: COLUMN}, or set objective to sft"
     )
 
 
 def example(row: dict[str, Any], format_name: str, prompt: str = "") -> Example:
-    """Return the example in a row; `prompt` asks about an image where the row does not. Raises BadRow."""
+    """Return the example in a row. `prompt` is the question about an image if the row has none. Raise BadRow."""
     if format_name == "image-text":
         return _image_text(row, prompt)
     return _FORMATS[format_name](row)
@@ -111,14 +125,14 @@ def _prompt_completion(row: dict[str, Any]) -> Example:
 def _preference(row: dict[str, Any]) -> Example:
     chosen, rejected = (_answered(row, column) for column in ("chosen", "rejected"))
     if chosen == rejected:
-        raise BadRow("`chosen` and `rejected` are the same, so that nothing is preferred")
+        raise BadRow("`chosen` and `rejected` are equal")
     if chosen[:-1] != rejected[:-1]:
         raise BadRow("`chosen` and `rejected` answer different prompts")
     return Example(chosen, rejected)
 
 
 def _prompt(row: dict[str, Any]) -> Example:
-    """Return a prompt without an answer: a text, or messages of which the last is not the assistant's."""
+    """Return a prompt without an answer: a text, or messages that do not end with the assistant's."""
     if not isinstance(row.get("prompt"), list):
         return Example(({"role": "user", "content": _text(row, "prompt")},))
     answered = [*row["prompt"], {"role": "assistant", "content": "-"}]
@@ -126,7 +140,7 @@ def _prompt(row: dict[str, Any]) -> Example:
 
 
 def _answered(row: dict[str, Any], column: str) -> tuple[dict[str, Any], ...]:
-    """Return the prompt with the answer in a column: a text, the messages that follow the prompt, or all messages."""
+    """Return the prompt with the answer of a column: a text, the messages after the prompt, or all messages."""
     prompt, answer = row.get("prompt"), row.get(column)
     if not isinstance(answer, list):
         answer = [{"role": "assistant", "content": _text(row, column)}]
@@ -138,14 +152,14 @@ def _answered(row: dict[str, Any], column: str) -> tuple[dict[str, Any], ...]:
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise BadRow(f"`{column}` does not end with an answer of the assistant to a prompt")
     if any(not isinstance(message["content"], str) for message in messages):
-        raise BadRow(f"`{column}` shows images, and pairs are of text alone")
+        raise BadRow(f"`{column}` contains images; preference pairs must be text")
     return messages
 
 
 def _messages(row: dict[str, Any]) -> Example:
     turns = row.get("messages") or row.get("conversations")
     if not isinstance(turns, list) or not turns:
-        raise BadRow("`messages` is empty or no list")
+        raise BadRow("`messages` is empty or not a list")
     return _dialogue(turns, _images(row))
 
 
@@ -156,7 +170,7 @@ def _image_text(row: dict[str, Any], prompt: str) -> Example:
 
 
 def _images(row: dict[str, Any]) -> list[Any] | None:
-    """Return the images of a row; None for one of a data set without a column of them."""
+    """Return the images of a row, None if there is no column for them."""
     name = next((name for name in _IMAGES if name in row), None)
     if name is None:
         return None
@@ -165,26 +179,26 @@ def _images(row: dict[str, Any]) -> list[Any] | None:
 
 
 def _dialogue(turns: list[Any], images: list[Any] | None = None) -> Example:
-    """Return messages; with `images`, their contents in parts: those that no marker stands for come first."""
+    """Return the example. Images without a marker come first."""
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict):
-            raise BadRow(f"message {number} is no object with role and content")
+            raise BadRow(f"message {number} is not an object with role and content")
         role = _ROLES.get(str(turn.get("role", turn.get("from"))))
         content = turn.get("content", turn.get("value"))
         if role is None:
-            raise BadRow(f"message {number} has no role of {', '.join(sorted(set(_ROLES.values())))}")
+            raise BadRow(f"the role of message {number} must be one of {', '.join(sorted(set(_ROLES.values())))}")
         parts = _parts(content, marked=images is not None)
         if not any(part["type"] == "image" or part["text"].strip() for part in parts):
             raise BadRow(f"message {number} has no text")
         messages.append({"role": role, "content": parts})
     if not any(message["role"] == "assistant" for message in messages):
-        raise BadRow("no message of the assistant to learn from")
+        raise BadRow("there is no message of the assistant")
     return _with_images(messages, images)
 
 
 def _parts(content: Any, marked: bool) -> list[dict[str, Any]]:
-    """Return the parts of a message's content: a list as it is, a text cut at its markers if `marked`."""
+    """Return the parts of a message's content. Split a text at its image markers if `marked`."""
     if isinstance(content, str):
         texts = content.split(MARKER) if marked else [content]
         cut = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
@@ -193,12 +207,12 @@ def _parts(content: Any, marked: bool) -> list[dict[str, Any]]:
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("image", "text") or (kind == "text" and not isinstance(part.get("text"), str)):
-            raise BadRow(f"a part of a message is no text and no image: {str(part)[:60]!r}")
+            raise BadRow(f"a part of a message is neither text nor image: {str(part)[:60]!r}")
     return [dict(part) for part in parts]
 
 
 def _with_images(messages: list[dict[str, Any]], images: list[Any] | None) -> Example:
-    """Return the example with an image for each part that is one: its own, or the next of the row's."""
+    """Return the example with one image per image part: its own or the next one of the row."""
     shown = [part for message in messages for part in message["content"] if part["type"] == "image"]
     own = [next((part[key] for key in ("image", "path", "url") if part.get(key)), None) for part in shown]
     given, missing = list(images or ()), sum(image is None for image in own)
@@ -207,7 +221,7 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any] | None) -> Ex
         first["content"][:0] = [{"type": "image"}] * len(given)
         own = given + own
     elif missing != len(given):
-        raise BadRow(f"its text has {some(missing, 'place')} for images, and the row has {some(len(given), 'image')}")
+        raise BadRow(f"the text has {some(missing, 'place')} for images, but the row has {some(len(given), 'image')}")
     else:
         own = [given.pop(0) if image is None else image for image in own]
     if images is not None and not own:
@@ -216,23 +230,23 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any] | None) -> Ex
 
 
 def _joined(message: dict[str, Any]) -> str | list[dict[str, Any]]:
-    """Return a message's content: a text, or its parts where images are among them."""
+    """Return a message's content: a text, or a list of parts if it contains images."""
     parts = message["content"]
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     if message["role"] == "assistant":
-        raise BadRow("an image stands in an answer: images are read and not learned")
+        raise BadRow("an answer contains an image: only prompts can")
     return [{"type": "image"} if part["type"] == "image" else {"type": "text", "text": part["text"]} for part in parts]
 
 
 def wikipedia_title(row: dict[str, Any]) -> Example:
-    """Return an article as the founding study uses it: the body without its first sentence is the question, the
-    title the answer; the first sentence would give the title away."""
+    """Return an article as used by the founding study. The question is the body without its first sentence, which
+    contains the answer: the title."""
     body = _text(row, "text")
     first = re.search(r"[。．.!?！？\n]", body)
     rest = body[first.end() :].strip() if first else ""
     if not rest:
-        raise BadRow("the article has one sentence only")
+        raise BadRow("the article has only one sentence")
     return _pair(rest, _text(row, "title"))
 
 

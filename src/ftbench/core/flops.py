@@ -1,10 +1,10 @@
-"""Training FLOPs from what was trained.
+"""Compute training FLOPs.
 
-Convention: a multiply-add is 2 FLOPs; attention is causal (half of the square); recomputation counts in HFU only; the
-output head counts for the tokens that carry loss, since no other needs logits, and the input embedding does not; a
-mixture of experts counts the experts a token visits.
+Convention: a multiply-add is 2 FLOPs. Attention is causal (half of the square). Recomputation counts in HFU only. The
+output head counts for label tokens only, the input embedding does not count. A mixture of experts counts the active
+experts.
 Sources: Kaplan et al. 2020 (6 N for full training), PaLM (Chowdhery et al. 2022) appendix B (MFU and the attention
-term); for LoRA the frozen weights need no weight gradient, which leaves 4 N.
+term). With LoRA the frozen weights need no weight gradient, which leaves 4 N.
 """
 
 from collections import Counter
@@ -13,14 +13,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MatmulShape:
-    """What a token passes through, counted on the live model.
+    """The matrix products of one token, counted on the live model.
 
-    base: parameters of matrix products of the base model's layers that one token uses, without the output head.
-    base_trained: of these, the ones that are trained themselves.
-    head, head_trained: the same of the output head.
-    adapters: parameters of adapter matrices that one token uses.
-    attention_width: heads x head_dim of each layer, in order; 0 for a layer without attention products.
-    windows: sliding window of each layer in tokens, None for full attention.
+    Attributes:
+        base: Parameters of the layers' matrices that one token uses, without the output head.
+        base_trained: The trained ones of `base`.
+        head: Parameters of the output head.
+        head_trained: The trained ones of `head`.
+        adapters: Parameters of the adapter matrices that one token uses.
+        attention_width: heads x head_dim of each layer; 0 for a layer without attention.
+        windows: Sliding window of each layer in tokens, None for full attention.
     """
 
     base: int
@@ -34,13 +36,17 @@ class MatmulShape:
 
 @dataclass(frozen=True, slots=True)
 class VisionMatmulShape:
-    """What a patch of an image passes through, counted on the live model.
+    """The matrix products of one image patch, counted on the live model.
 
-    encoder, encoder_trained: parameters of the encoder's matrices, and of these the trained ones.
-    projector, projector_trained: the same of the projector, as a share of one patch where several become one token.
-    encoder_adapters, projector_adapters: parameters of the adapters on them.
-    width: heads x head_dim of a layer of the encoder.
-    windows: patches that a patch sees in each layer, None for all of its image or tile.
+    Attributes:
+        encoder: Parameters of the encoder's matrices.
+        encoder_trained: The trained ones of `encoder`.
+        encoder_adapters: Parameters of the encoder's adapters.
+        projector: Parameters of the projector, divided by the number of patches per token.
+        projector_trained: The trained ones of `projector`.
+        projector_adapters: Parameters of the projector's adapters, divided in the same way.
+        width: heads x head_dim of an encoder layer.
+        windows: Attention window of each layer in patches, None for the full image or tile.
     """
 
     encoder: int
@@ -54,9 +60,15 @@ class VisionMatmulShape:
 
 
 def vision_per_patch(shape: VisionMatmulShape, length: float, recompute: float = 0.0) -> float:
-    """Return the FLOPs that a patch needs in encoder and projector, among `length` patches that see each other, all of
-    them in both directions. What is frozen and has nothing trained before it needs a forward pass alone: the gradient
-    ends there. `recompute` is the share of the encoder's layers whose forward pass is made again."""
+    """Return the FLOPs of one patch in encoder and projector. Attention is bidirectional.
+
+    Frozen parts without trained parts before them need a forward pass only.
+
+    Args:
+        shape: The encoder and projector.
+        length: Number of patches that attend to each other.
+        recompute: Share of the encoder's layers whose forward pass is recomputed.
+    """
     learns = bool(shape.encoder_trained or shape.encoder_adapters)
     attention = sum(4 * shape.width * min(length, window or length) for window in shape.windows)
     passes = (3 + recompute) if learns else 1
@@ -68,26 +80,26 @@ def vision_per_patch(shape: VisionMatmulShape, length: float, recompute: float =
 
 
 def linear_per_token(shape: MatmulShape) -> int:
-    """Return the FLOPs a token needs in the layers' products with weights: forward 2 N, gradient of the input 2 N,
-    gradient of the weights 2 N for those that are trained; adapters are trained, so 6 of each."""
+    """Return the FLOPs of one token in the layers' weight matrices: forward 2 N, input gradient 2 N, weight gradient
+    2 N for trained weights. Adapters are trained and need 6 N."""
     return 4 * shape.base + 2 * shape.base_trained + 6 * shape.adapters
 
 
 def head_per_token(shape: MatmulShape) -> int:
-    """Return the FLOPs that the logits of one token need, forward and backward."""
+    """Return the FLOPs of the logits of one token, forward and backward."""
     return 4 * shape.head + 2 * shape.head_trained
 
 
 def linear_recompute_per_token(shape: MatmulShape) -> int:
-    """Return what full gradient checkpointing adds: one more forward pass of the layers."""
+    """Return the FLOPs of one recomputed forward pass of the layers (gradient checkpointing)."""
     return 2 * shape.base + 2 * shape.adapters
 
 
 def attention_per_token(shape: MatmulShape, length: float, passes: int = 3) -> float:
-    """Return the FLOPs a token needs in attention products in a causal sequence of `length` tokens.
+    """Return the FLOPs of one token in attention, in a causal sequence of `length` tokens.
 
-    Scores and values each take 2 * width * context FLOPs forward and twice that backward (`passes` = 3; 1 for a forward
-    alone); the mean context of a causal sequence is length / 2, or less under a sliding window.
+    Scores and values each need 2 * width * context FLOPs forward and twice that backward (`passes` = 3, or 1 for a
+    forward pass only). The mean context of a causal sequence is length / 2, or less with a sliding window.
     """
     kinds = Counter(zip(shape.attention_width, shape.windows, strict=True))
     return sum(layers * passes * 4 * width * _mean_context(length, window) for (width, window), layers in kinds.items())
@@ -100,23 +112,44 @@ def _mean_context(length: float, window: int | None) -> float:
 
 
 def forward_flops(shape: MatmulShape, tokens: float, heads: float, length: float) -> float:
-    """Return the FLOPs of one forward pass without adapters, as of a reference that nothing is learned of: `tokens`
-    tokens in sequences of `length`, and logits of `heads` of them."""
+    """Return the FLOPs of one forward pass without adapters, such as that of a reference model.
+
+    Args:
+        shape: The model.
+        tokens: Number of tokens.
+        heads: Number of tokens whose logits are computed.
+        length: Sequence length in tokens.
+    """
     return tokens * (2 * shape.base + attention_per_token(shape, length, passes=1)) + 2 * heads * shape.head
 
 
 def model_flops(shape: MatmulShape, tokens: float, labels: float, length: float) -> float:
-    """Return the FLOPs the model's mathematics needs for `tokens` tokens, of which `labels` carry loss, in sequences of
-    `length` tokens (the token-weighted mean)."""
+    """Return the FLOPs that the model requires (for MFU).
+
+    Args:
+        shape: The model.
+        tokens: Number of tokens.
+        labels: Number of label tokens.
+        length: Token-weighted mean sequence length.
+    """
     return tokens * (linear_per_token(shape) + attention_per_token(shape, length)) + labels * head_per_token(shape)
 
 
 def hardware_flops(
     shape: MatmulShape, positions: float, head_positions: float, length: float, recompute: float, head_recompute: bool
 ) -> float:
-    """Return the FLOPs computed for `positions` positions, padding included, and logits of `head_positions` of them;
-    with what gradient checkpointing (in `recompute`, a share of the layers) and a loss over chunks (`head_recompute`)
-    compute a second time. Attention is counted as causal here too, also where a kernel computes the whole square."""
+    """Return the FLOPs that are computed, including padding and recomputation (for HFU).
+
+    Attention counts as causal, even if a kernel computes the full square.
+
+    Args:
+        shape: The model.
+        positions: Number of positions, including padding.
+        head_positions: Number of positions whose logits are computed.
+        length: Token-weighted mean sequence length.
+        recompute: Share of the layers that gradient checkpointing recomputes.
+        head_recompute: Whether a chunked loss recomputes the logits.
+    """
     layers = linear_per_token(shape) + attention_per_token(shape, length)
     layers += recompute * (linear_recompute_per_token(shape) + attention_per_token(shape, length, passes=1))
     head = head_per_token(shape) + (2 * shape.head if head_recompute else 0)

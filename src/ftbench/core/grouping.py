@@ -1,4 +1,4 @@
-"""Things that have something in common, together."""
+"""Group items by a key."""
 
 from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
@@ -8,7 +8,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def grouped_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Return the items by their key: keys in the order in which they first come, and items in their own."""
+    """Return the items by key. Keys and items keep their order."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -1,4 +1,4 @@
-"""The GPU table (facts/gpus.yaml): dense peaks, memory, bandwidth, watts. An unknown GPU is None, never a default."""
+"""Look up GPUs in the table facts/gpus.yaml. An unknown GPU is None."""
 
 import re
 from collections.abc import Mapping
@@ -11,12 +11,23 @@ from ftbench.facts import read_facts
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One row of the table. Peaks in dense TFLOP/s (no 2:4 sparsity), memory in GB (10**9 bytes), bandwidth in GB/s,
-    board power in W; None where no source is known. `gemm_bf16` is the highest rate of large bf16 products that others
-    have published, TFLOP/s. `nvml_mib` is the memory as the driver reports it, `usable_gib` what CUDA gives processes
-    of it in all; a card with a `display` may show a screen. `link` is what one sends another, GB/s in one
-    direction, and `peer_access` says whether their driver lets them read each other's memory. `fp16` is the peak of a
-    GPU that has no bf16."""
+    """One row of the table. Unknown values are None.
+
+    Attributes:
+        match: Substrings of the driver's name.
+        bf16: Dense peak in TFLOP/s (without 2:4 sparsity).
+        fp8: The same for FP8.
+        fp16: The same for a GPU without bf16.
+        memory_gb: Memory in GB (10**9 bytes).
+        bandwidth: Memory bandwidth in GB/s.
+        watts: Board power.
+        gemm_bf16: Highest published rate of large bf16 products in TFLOP/s.
+        nvml_mib: Memory according to the driver.
+        usable_gib: Memory that CUDA gives to processes.
+        display: Whether the card can drive a display.
+        link: Bandwidth between two GPUs in one direction, in GB/s.
+        peer_access: Whether the driver supports peer access between two of these GPUs.
+    """
 
     name: str
     match: tuple[str, ...]
@@ -36,13 +47,13 @@ class Gpu:
     fp16: float | None = None
 
     def peak_tflops(self, precision: str) -> float | None:
-        """Return the dense tensor peak of `bf16`, `fp16` (where there is bf16 the same) or `fp8`; None for others."""
+        """Return the dense peak of `bf16`, `fp16` (equal to bf16 if supported) or `fp8`; None for others."""
         return {"bf16": self.bf16, "fp16": self.bf16 or self.fp16, "fp8": self.fp8}.get(precision)
 
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """Return all rows, in the order in which names are tried: most specific first."""
+    """Return all rows, the most specific names first."""
     return tuple(_gpu(row) for row in read_facts("gpus.yaml"))
 
 
@@ -57,14 +68,13 @@ def _gpu(row: dict[str, Any]) -> Gpu:
     })  # fmt: skip
 
 
-# Not the card whose name they bear: a slice of a GPU, a laptop's, the export version, a later one with more units.
+# Different cards with a similar name: MIG instances, laptop GPUs, export versions, later variants.
 _OTHER_CARD = re.compile(r"\bMIG\b|\bLaptop\b|\d D\b|\bSUPER\b|\bTi\b")
 
 
-@cache  # a sweep asks for each of its cells
+@cache
 def find_gpu(driver_name: str) -> Gpu | None:
-    """Return the table's row for a name as the driver reports it ("NVIDIA H200"), or None. Names are compared word by
-    word: an L40 is no L4 and a GH200 no H200."""
+    """Return the row of a driver's name ("NVIDIA H200"), or None. Only full words match, so an L40 is not an L4."""
     if _OTHER_CARD.search(driver_name):
         return None
     called = (gpu for gpu in gpus() for part in gpu.match if re.search(rf"(?<!\w){re.escape(part)}(?!\w)", driver_name))
@@ -72,16 +82,15 @@ def find_gpu(driver_name: str) -> Gpu | None:
 
 
 def limited_gpu(described: Mapping[str, Any] | None) -> Gpu | None:
-    """Return the table's row for a GPU of a machine.json, with the watts that the machine holds it to where they are
-    fewer than its board's; None where it is in no table."""
+    """Return the row of a GPU of machine.json, with its power limit if that is below the board power; None if it is not
+    in the table."""
     gpu = find_gpu(described["name"]) if described and described.get("name") else None
     limit = described.get("power_limit_w") if described else None
     return replace(gpu, watts=limit) if gpu and limit and limit < gpu.watts else gpu
 
 
 def gpus_called(words: str) -> list[Gpu]:
-    """Return the rows that a person may mean: those of which some words in a row are these, however they are written
-    (`rtx4090`, `4090`, `h100-pcie`)."""
+    """Return the rows that match a user's spelling, such as `rtx4090`, `4090` or `h100-pcie`."""
     wanted = "".join(_words(words))
     return [gpu for gpu in gpus() if wanted and wanted in _runs_of_words(gpu.name)]
 
@@ -102,7 +111,7 @@ _MAKERS = ("nvidia", "geforce", "tesla", "amd", "instinct")
 
 @cache
 def canonical_name(name: str) -> str:
-    """Return the table's name of a GPU named so there or by its driver; other names stand for themselves."""
+    """Return the table's name of a GPU, given that name or the driver's; other names are returned unchanged."""
     if any(gpu.name == name for gpu in gpus()):
         return name
     gpu = find_gpu(name)
@@ -110,32 +119,33 @@ def canonical_name(name: str) -> str:
 
 
 def supports_fp8(compute_capability: tuple[int, int]) -> bool:
-    """Return whether there are FP8 products: from Ada (8.9) on, NVIDIA CUDA programming guide, compute capabilities."""
+    """Return whether a GPU supports FP8 products: Ada (8.9) and later (CUDA programming guide, compute
+    capabilities)."""
     return compute_capability >= (8, 9)
 
 
-# What ROCm reports as compute capability: the gfx version (gfx942, gfx950).
+# ROCm reports the gfx version (gfx942, gfx950) as compute capability.
 _ROCM = {"cdna3": (9, 4), "cdna4": (9, 5)}
 
 
-MODERN = (8, 0)  # what a GPU of unknown kind is taken to be: one with fast bfloat16
+MODERN = (8, 0)  # assumed for unknown GPUs: they have fast bfloat16
 
 
 def capability_of(gpu: Gpu | float) -> tuple[int, int] | None:
-    """Return the compute capability that torch reports on such a GPU, or one of so many GiB."""
+    """Return the compute capability of a GPU, or the default for a GPU of which only the memory in GiB is known."""
     return gpu.compute_capability or _ROCM.get(gpu.arch) if isinstance(gpu, Gpu) else MODERN
 
 
 def cublas_workspace(capability: tuple[int, int]) -> int:
-    """Return the bytes of cuBLAS's workspace in each thread that multiplies, on a GPU of this compute capability: 32
-    MiB on Hopper and data-centre Blackwell, else 4096 KiB twice and 16 KiB eight times
-    (at::cuda::getChosenWorkspaceSize, in torch's CUDABlas.cpp or CublasHandlePool.cpp)."""
+    """Return the size of cuBLAS's workspace per thread in bytes: 32 MiB on Hopper and data-centre Blackwell, otherwise
+    4096 KiB twice and 16 KiB eight times (at::cuda::getChosenWorkspaceSize in torch's CUDABlas.cpp or
+    CublasHandlePool.cpp)."""
     return 32 * 2**20 if capability in ((9, 0), (10, 0)) else (4096 * 2 + 16 * 8) * 1024
 
 
 def rocm_refusal(torch: str) -> str:
-    """Return why nothing is trained on AMD's GPUs, which this version of torch is built for, and the way out."""
+    """Return why this build of torch for AMD GPUs cannot be used, and what to do."""
     return (
-        f"torch {torch} is built for ROCm, and ftbench trains on NVIDIA's GPUs and on CPUs: of AMD's it only estimates "
-        "(`ftbench estimate SPEC --gpu MI300X`); set HIP_VISIBLE_DEVICES= (empty) to measure the CPU"
+        f"torch {torch} is built for ROCm, but ftbench trains on NVIDIA GPUs and on CPUs. Estimates for AMD GPUs work "
+        "(`ftbench estimate SPEC --gpu MI300X`). Set HIP_VISIBLE_DEVICES= (empty) to measure the CPU"
     )

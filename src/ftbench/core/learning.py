@@ -1,9 +1,8 @@
-"""Whether two runs learn the same: one metric for every pair of runs, and a verdict that admits what the data cannot
-tell.
+"""Compare what two runs learn.
 
-The metric is the relative difference of the mean loss a label token over the samples that both runs have seen, in whole
-steps. It holds for any two runs on the same samples, also where one packs several samples into a row, so that no step
-of one is a step of the other. The gradient norm is held beside it where steps hold equally many samples.
+The metric is the relative difference of the mean loss per label token over the samples that both runs have trained on.
+It also works if one run packs several samples into a row, so that steps cannot be paired. Gradient norms are compared
+if steps have equally many samples.
 """
 
 import math
@@ -17,16 +16,16 @@ from ftbench.core.stats import t_quantile
 from ftbench.core.units import difference, some
 
 FOLLOWS, DIFFERS, CANNOT_TELL, NOT_FINITE = "follows", "does not follow", "cannot tell", "not finite"
-FEWEST_STEPS = 6  # with fewer, what a run has learned is not told from noise
-_OUTSIDE = 0.05  # share of the paired steps that may lie outside the tolerance
-_SAME_SIZE = 0.01  # steps whose mean numbers of samples differ by less are called equally large
-_START = 0.1  # share of the steps that say where a loss began
+FEWEST_STEPS = 6  # with fewer steps, progress cannot be separated from noise
+_OUTSIDE = 0.05  # share of the paired steps that may exceed the tolerance
+_SAME_SIZE = 0.01  # relative difference of mean samples per step that counts as equal
+_START = 0.1  # share of the steps that define the initial loss
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """What one optimizer step says about learning: its number, its samples and label tokens, the mean loss a label
-    token in nats, and the norm of the gradient before clipping. None is unknown; NaN and infinity were recorded."""
+    """One optimizer step: mean loss per label token in nats, gradient norm before clipping. None is unknown; NaN and
+    infinity are recorded values."""
 
     step: int
     samples: float | None
@@ -37,10 +36,18 @@ class TrainedStep:
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """A verdict (`FOLLOWS`, `DIFFERS`, `CANNOT_TELL`, `NOT_FINITE`) with its reason. `change` is the signed relative
-    difference of the mean losses, `tolerance` the share allowed, `learned` what `learned` gives for the reference,
-    `grad_norm` the signed relative difference of the gradient norms; `worst` is the largest share by which the loss of
-    a step differs, in step `step`, where steps pair. What is not known is None."""
+    """The result of a comparison. Unknown values are None.
+
+    Attributes:
+        verdict: `FOLLOWS`, `DIFFERS`, `CANNOT_TELL` or `NOT_FINITE`.
+        reason: Why the verdict is not `FOLLOWS`.
+        change: Signed relative difference of the mean losses.
+        tolerance: Allowed relative difference.
+        learned: Progress of the reference (see `learned`).
+        grad_norm: Signed relative difference of the gradient norms.
+        worst: Largest relative difference of the losses of paired steps.
+        step: The step of `worst`.
+    """
 
     verdict: str
     reason: str = ""
@@ -53,49 +60,53 @@ class Learning:
 
     @property
     def failed(self) -> bool:
-        """Whether the candidate is known not to learn what the reference learns."""
+        """Whether the candidate does not learn what the reference learns."""
         return self.verdict in (DIFFERS, NOT_FINITE)
 
 
 def learning_verdict(
     reference: Sequence[TrainedStep], candidate: Sequence[TrainedStep], tolerance: float, *, paired: bool
 ) -> Learning:
-    """Judge whether `candidate` learns what `reference` learns; both trained on the same samples.
+    """Return whether `candidate` learns what `reference` learns. Both must have trained on the same samples.
 
-    `paired` says that step i of one trained on the samples of step i of the other. A loss or gradient norm of the
-    candidate that is NaN or infinite is NOT_FINITE. DIFFERS are mean losses further apart than `tolerance` (a share),
-    or losses of more than one in twenty paired steps. CANNOT_TELL is the answer where the reference has learned no more
-    than the tolerance: a run that learns nothing would have passed too.
+    - NOT_FINITE: a loss or gradient norm of the candidate is NaN or infinite.
+    - DIFFERS: the mean losses, or the losses of more than 5 % of the paired steps, differ by more than the tolerance.
+    - CANNOT_TELL: the loss of the reference fell by less than the tolerance. A run that learns nothing would also pass.
+
+    Args:
+        reference: Steps of the plain run.
+        candidate: Steps of the other run.
+        tolerance: Allowed relative difference.
+        paired: Whether step i of both runs trained on the same samples.
     """
     if broken := not_finite(candidate):
         return Learning(NOT_FINITE, broken)
     if broken := not_finite(reference):
-        return Learning(CANNOT_TELL, f"of the baseline, {broken}")
+        return Learning(CANNOT_TELL, f"in the baseline, {broken}")
     sides = _common_steps(reference, candidate) if paired else _common_samples(reference, candidate)
     means = mean_loss(sides[0]), mean_loss(sides[1])
     if not means[0] or means[1] is None:
-        return Learning(CANNOT_TELL, "no whole step of both has a loss")
+        return Learning(CANNOT_TELL, "the runs have no common steps with a loss")
     change = means[1] / means[0] - 1
     shares = _shares(*sides) if paired else {}
     step, worst = max(shares.items(), key=lambda item: (item[1], -item[0]), default=(None, None))
     progress, allowed = learned(sides[0]), f"{tolerance * 100:g} %"
     verdict, reason = FOLLOWS, ""
     if abs(change) > tolerance:
-        verdict, reason = DIFFERS, f"its mean loss differs by {difference(change)}, allowed are {allowed}"
+        verdict, reason = DIFFERS, f"its mean loss differs by {difference(change)}, allowed: {allowed}"
     elif sum(share > tolerance for share in shares.values()) > _OUTSIDE * len(shares):
         verdict = DIFFERS
-        reason = f"its loss differs by {(worst or 0) * 100:.2g} % in step {step}, allowed are {allowed}"
+        reason = f"its loss differs by {(worst or 0) * 100:.2g} % in step {step}, allowed: {allowed}"
     elif progress is None:
         verdict, reason = CANNOT_TELL, f"fewer than {FEWEST_STEPS} steps"
     elif progress <= tolerance:
-        amount = f"only {progress * 100:.2g} %" if progress else "nothing"
-        verdict = CANNOT_TELL
-        reason = f"the baseline learned {amount} that can be told from noise, where {allowed} of difference are allowed"
+        amount = f"by only {progress * 100:.2g} % more than noise" if progress else "not more than noise"
+        verdict, reason = CANNOT_TELL, f"the baseline's loss fell {amount}; a difference of {allowed} is allowed"
     return Learning(verdict, reason, change, tolerance, progress, grad_norm_change(*sides), worst, step)
 
 
 def not_finite(steps: Sequence[TrainedStep]) -> str:
-    """Return a clause that names the steps whose loss or gradient norm is NaN or infinite; empty where none is."""
+    """Return a clause that names the steps with a NaN or infinite loss or gradient norm; empty if there are none."""
     for noun in ("loss", "grad_norm"):
         if broken := [
             step.step for step in steps if (value := getattr(step, noun)) is not None and not math.isfinite(value)
@@ -106,7 +117,7 @@ def not_finite(steps: Sequence[TrainedStep]) -> str:
 
 
 def mean_loss(steps: Sequence[TrainedStep]) -> float | None:
-    """Return the mean loss a label token, in nats; where label tokens are unknown, the mean of the steps."""
+    """Return the mean loss per label token in nats, or the mean over steps if label tokens are unknown."""
     losses = [step.loss for step in steps if step.loss is not None]
     labels = [step.labels for step in steps if step.labels and step.loss is not None]
     weights = labels if len(labels) == len(losses) else [1.0] * len(losses)
@@ -114,11 +125,13 @@ def mean_loss(steps: Sequence[TrainedStep]) -> float | None:
 
 
 def learned(steps: Sequence[TrainedStep]) -> float | None:
-    """Return the share of the mean loss by which a run that stays where these steps began would differ from them, as
-    far as it exceeds chance; 0 where the loss did not fall, None with fewer than `FEWEST_STEPS` losses.
+    """Return how far the mean loss fell below the initial loss beyond noise, relative to the mean loss.
 
-    The beginning is the first tenth of the steps. Chance is 1.96 standard errors, with the noise of a step taken from
-    the differences of successive steps, which a trend hardly moves (J. von Neumann, Ann. Math. Stat. 12, 1941).
+    The initial loss is the mean of the first tenth of the steps. Noise is 1.96 standard errors, computed from the
+    differences of successive steps, which are insensitive to a trend (J. von Neumann, Ann. Math. Stat. 12, 1941).
+
+    Returns:
+        0 if the loss did not fall, None with fewer than `FEWEST_STEPS` losses.
     """
     losses = [step.loss for step in steps if step.loss is not None]
     mean = mean_loss(steps)
@@ -131,8 +144,8 @@ def learned(steps: Sequence[TrainedStep]) -> float | None:
 
 
 def grad_norm_change(reference: Sequence[TrainedStep], candidate: Sequence[TrainedStep]) -> float | None:
-    """Return the signed relative difference of the median gradient norms; None where one is not known, and where steps
-    hold different numbers of samples: a gradient is a mean over them."""
+    """Return the signed relative difference of the median gradient norms. None if unknown, or if steps have different
+    numbers of samples, because a gradient is a mean over samples."""
     sizes = [[step.samples for step in side if step.samples] for side in (reference, candidate)]
     norms = [[step.grad_norm for step in side if step.grad_norm] for side in (reference, candidate)]
     if not all(sizes) or not all(norms):
@@ -152,19 +165,19 @@ def _common_steps(reference: Sequence[TrainedStep], candidate: Sequence[TrainedS
 
 
 def _common_samples(reference: Sequence[TrainedStep], candidate: Sequence[TrainedStep]) -> _Sides:
-    """Return the whole steps of both, from the first, over as many samples as both have seen; nothing where a step does
-    not know its samples, its label tokens or its loss."""
+    """Return the steps of both runs from the start over the same number of samples; nothing if samples, label tokens or
+    losses are unknown."""
     windows = reference, candidate
     if any(None in (step.samples, step.labels, step.loss) for side in windows for step in side):
         return [], []
-    for _ in range(2):  # the shorter of two windows of whole steps limits the other once more
+    for _ in range(2):  # the shorter window limits the longer one again
         seen = min(sum(step.samples or 0.0 for step in side) for side in windows)
         windows = _whole_steps(windows[0], seen), _whole_steps(windows[1], seen)
     return windows
 
 
 def _whole_steps(steps: Sequence[TrainedStep], limit: float) -> Sequence[TrainedStep]:
-    """Return the steps, from the first, that have together seen at most `limit` samples."""
+    """Return the first steps with at most `limit` samples in total."""
     seen = 0.0
     for count, step in enumerate(steps):
         seen += step.samples or 0.0
@@ -174,7 +187,7 @@ def _whole_steps(steps: Sequence[TrainedStep], limit: float) -> Sequence[Trained
 
 
 def _shares(reference: Sequence[TrainedStep], candidate: Sequence[TrainedStep]) -> dict[int, float]:
-    """Return step → the share by which its losses differ."""
+    """Return step → relative difference of its losses."""
     return {
         before.step: abs(after.loss / before.loss - 1)
         for before, after in zip(reference, candidate, strict=True)

@@ -1,4 +1,4 @@
-"""Token lengths of a data set: statistics, padding efficiency of its batches, and what packing would bring."""
+"""Statistics of the token lengths of a data set, padding efficiency and packing efficiency."""
 
 import heapq
 from collections.abc import Sequence
@@ -10,10 +10,9 @@ HISTOGRAM_BINS = 20
 
 
 def describe(lengths: Sequence[int]) -> dict[str, Any]:
-    """Return `count, mean, weighted_mean, p50, p90, p99, max, histogram` of lengths in tokens.
+    """Return `count, total, mean, weighted_mean, p50, p90, p99, max, histogram` of lengths in tokens.
 
-    `weighted_mean` is the mean length of the sequence a token stands in (sum of squares over sum): the length that
-    the attention term of the FLOP count needs. `histogram` is `{edges, counts}` with equally wide bins from 0 to max.
+    `weighted_mean` is the mean over tokens (sum of squares over sum), which the attention term of the FLOP count needs.
     """
     if not lengths:
         raise ValueError("no lengths to describe")
@@ -32,8 +31,7 @@ def describe(lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
-    """Return counts in HISTOGRAM_BINS bins of equal whole width from 0 past the maximum; bin i holds edges[i] <= n <
-    edges[i+1]."""
+    """Return HISTOGRAM_BINS bins of equal integer width; bin i counts edges[i] <= n < edges[i+1]."""
     width = max(1, -(-(max(lengths) + 1) // HISTOGRAM_BINS))
     counts = [0] * HISTOGRAM_BINS
     for n in lengths:
@@ -42,7 +40,7 @@ def histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
 
 
 def padding_efficiency(lengths: Sequence[int], batch_size: int) -> float:
-    """Return real tokens over computed positions when consecutive samples form batches padded to their longest."""
+    """Return real tokens over positions if consecutive samples form batches padded to their longest sample."""
     computed = sum(
         max(batch) * len(batch)
         for start in range(0, len(lengths), batch_size)
@@ -52,9 +50,9 @@ def padding_efficiency(lengths: Sequence[int], batch_size: int) -> float:
 
 
 def packing_efficiency(lengths: Sequence[int], max_length: int) -> float:
-    """Return real tokens over computed positions if whole samples were packed into rows of `max_length`, longest first
-    into the row with the most room (worst-fit decreasing; a bound that a real packer reaches or beats)."""
-    rows: list[int] = []  # negative room left of each row: heapq is a min-heap
+    """Return real tokens over positions if samples are packed into rows of `max_length` by worst-fit decreasing, a
+    lower bound for real packers."""
+    rows: list[int] = []  # negative free space of each row, since heapq is a min-heap
     for n in sorted(lengths, reverse=True):
         if rows and -rows[0] >= n:
             heapq.heapreplace(rows, rows[0] + n)

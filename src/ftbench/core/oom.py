@@ -1,15 +1,14 @@
-"""Out of memory, told from other failures by the words of those who raise it.
+"""Recognize out-of-memory errors by their messages.
 
-Each pattern was taken from the raising project's source; other CUDA failures (an illegal memory access, a launch
-failure) are not out of memory, even when one came before.
+Each pattern is from the source of the project that raises the error.
 """
 
 import re
 from dataclasses import dataclass
 
-# MPS writes GB for 2**30 bytes, as format_size in MPSAllocator.mm does.
+# MPS prints GB for 2**30 bytes (format_size in MPSAllocator.mm).
 _UNITS = {"B": 1, "BYTES": 1} | {f"{k}{b}": 1 << 10 * (i + 1) for i, k in enumerate("KMGT") for b in ("B", "IB")}
-# Another failure of the device: what stands before it in a log did not end the process.
+# Another CUDA error: out-of-memory messages before it in a log did not end the process.
 _OTHER = re.compile(r"CUDA (?:driver )?error: (?!out of memory|CUBLAS_STATUS_ALLOC_FAILED)")
 _PATTERNS: tuple[tuple[str, str], ...] = (
     # torch.OutOfMemoryError of the caching allocator, CUDA and HIP
@@ -36,8 +35,12 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Oom:
-    """`kind` says who ran out: allocator, driver, cublas, cudnn, nccl, bitsandbytes (device memory), host, or kernel
-    (the operating system's OOM killer). `bytes_requested` is None where the message does not say."""
+    """An out-of-memory error.
+
+    Attributes:
+        kind: allocator, driver, cublas, cudnn, nccl, bitsandbytes (device memory), host, or kernel (OOM killer).
+        bytes_requested: Size of the failed allocation, None if unknown.
+    """
 
     kind: str
     bytes_requested: int | None = None
@@ -46,7 +49,7 @@ class Oom:
 
 
 def recognise(text: str) -> Oom | None:
-    """Return the out-of-memory failure that a message or the end of a log tells of; None for something else."""
+    """Return the out-of-memory error in a message or at the end of a log; None for other errors."""
     text = _OTHER.split(text)[-1]
     for kind, pattern in _PATTERNS:
         if match := re.search(pattern, text, re.DOTALL if kind == "allocator" else 0):

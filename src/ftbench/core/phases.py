@@ -1,6 +1,6 @@
-"""The parts of a training step, as the ranges of a profile name them."""
+"""The phases of a training step, as named in a profile."""
 
-PREFIX = "ftbench."  # of a range's name in a trace
+PREFIX = "ftbench."  # of range names in a trace
 DATA, FORWARD, LOSS, METRICS, BACKWARD = "data", "forward", "loss", "metrics", "backward"
 CLIP, OPTIMIZER = "clip", "optimizer"
-OTHER = "other"  # what no range covers
+OTHER = "other"  # not covered by a range

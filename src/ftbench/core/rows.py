@@ -1,7 +1,7 @@
-"""The columns of steps.csv and the fields of summary.json, each with its unit and meaning.
+"""The columns of steps.csv and the fields of summary.json, with units and meanings.
 
-Schema 1. "gb" in a name is GiB (2**30 bytes), as in the founding study. Unknown is an empty field in the CSV and
-`null` in the JSON: never a zero, never a guess. Standard library only: a framework's own environment can import it.
+Schema 1. "gb" in a name is GiB (2**30 bytes), as in the founding study. Unknown values are empty in CSV and `null` in
+JSON. This module uses only the standard library, so that the environments of other frameworks can import it.
 """
 
 import csv
@@ -14,13 +14,13 @@ SCHEMA = 1
 
 
 def _column(unit: str, meaning: str, ranks: str = "highest") -> Any:
-    """Declare a column; `ranks` says how those of several ranks become one (store/ranks.py)."""
+    """Declare a column. `ranks` is how the values of several ranks are merged (store/ranks.py)."""
     return field(default=None, metadata={"unit": unit, "meaning": meaning, "ranks": ranks})
 
 
 @dataclass(slots=True)
 class StepRow:
-    """One line of steps.csv: one optimizer step (`phase` train) or one evaluation (`phase` evaluate)."""
+    """One line of steps.csv: an optimizer step (`phase` train) or an evaluation (`phase` evaluate)."""
 
     step: int | None = _column("", "optimizer step, from 1", "first")
     epoch: float | None = _column("", "epochs trained at the end of the step", "first")
@@ -29,75 +29,75 @@ class StepRow:
     memory_allocated_gb: float | None = _column("GiB", "tensors alive at the end of the step (CPU: resident set)")
     memory_reserved_gb: float | None = _column("GiB", "the allocator's pool at the end of the step (CPU: resident set)")
     peak_memory_gb: float | None = _column("GiB", "highest allocated within the step (CPU: highest resident set)")
-    rank: int | None = _column("", "process of a multi-GPU run; empty where all ranks are merged", "none")
+    rank: int | None = _column("", "process of a multi-GPU run; empty if all ranks are merged", "none")
     phase: str | None = _column("", "train or evaluate", "first")
-    step_time_s: float | None = _column("s", "device time from the end of the step before to the end of this one")
-    data_time_s: float | None = _column("s", "host time spent waiting for the batches of the step")
+    step_time_s: float | None = _column("s", "device time from the end of the previous step to the end of this one")
+    data_time_s: float | None = _column("s", "host time spent waiting for batches")
     forward_backward_s: float | None = _column("s", "device time of forward and backward passes and gradient clipping")
     optimizer_s: float | None = _column("s", "device time of the optimizer's update")
     real_tokens: int | None = _column("tokens", "non-padding tokens of the step", "shares")
-    padded_tokens: int | None = _column("tokens", "all positions computed, padding included", "shares")
+    padded_tokens: int | None = _column("tokens", "all positions computed, including padding", "shares")
     label_tokens: int | None = _column("tokens", "positions that carry loss", "shares")
     samples: int | None = _column("", "samples of the step", "shares")
     longest_sequence: int | None = _column("tokens", "longest sequence of the step")
     loss: float | None = _column(
-        "nats/token", "training loss of the step, or evaluation loss; of dpo, grpo theirs", "loss"
+        "nats/token", "training or evaluation loss; for dpo and grpo the loss of that objective", "loss"
     )
     grad_norm: float | None = _column("", "gradient norm before clipping")
     learning_rate: float | None = _column("", "learning rate used by the step", "first")
     peak_reserved_gb: float | None = _column("GiB", "largest allocator pool within the step")
-    device_memory_gb: float | None = _column("GiB", "what the driver says is used on the device, highest sample")
+    device_memory_gb: float | None = _column("GiB", "memory in use according to the driver, highest sample")
     host_memory_gb: float | None = _column("GiB", "resident set of the process at the end of the step", "sum")
-    allocator_retries: int | None = _column("", "cache flushes the allocator needed within the step")
+    allocator_retries: int | None = _column("", "cache flushes of the allocator within the step")
     power_w: float | None = _column("W", "mean of the sampled board power within the step", "sum")
     energy_j: float | None = _column(
         "J",
-        "the board's energy counter, interpolated: sums count; what exceeds the board's limit is the next step's",
+        "interpolated energy counter of the board; energy above the power limit is moved to the next step",
         "sum",
     )
     sm_clock_mhz: float | None = _column("MHz", "mean of the sampled SM clock", "lowest")
     temperature_c: float | None = _column("°C", "highest sampled GPU temperature")
-    throttle: str | None = _column("", "throttle reasons seen, joined by |; `none` where the driver named none", "all")
-    recompiles: int | None = _column("", "graphs torch.compile compiled within the step; empty without compile")
+    throttle: str | None = _column("", "throttle reasons joined by |; `none` if the driver reported no reason", "all")
+    recompiles: int | None = _column("", "graphs compiled by torch.compile within the step; empty without compile")
     gpu_busy: float | None = _column(
-        "", "share of the time the GPU worked or launched, by the driver's counters", "mean"
+        "", "share of the time in which the GPU was busy, by the driver's counters", "mean"
     )
-    tensor_busy: float | None = _column("", "share of the tensor cores' time in which they worked, by the same", "mean")
-    memory_busy: float | None = _column("", "share of the memory's bandwidth that was used, by the same", "mean")
-    allocations: int | None = _column("", "blocks that the GPU's caching allocator handed out within the step")
+    tensor_busy: float | None = _column(
+        "", "share of the time in which tensor cores were busy, by the driver's counters", "mean"
+    )
+    memory_busy: float | None = _column(
+        "", "share of the memory bandwidth that was used, by the driver's counters", "mean"
+    )
+    allocations: int | None = _column("", "blocks allocated by the caching allocator within the step")
     data_rank: int | None = _column(
-        "", "share of the batch: ranks with the same one trained on the same tokens", "none"
+        "", "index of the batch share: ranks with the same index trained on the same tokens", "none"
     )
     host_cpu_by_others: float | None = _column("", "share of the host's CPUs that other processes used", "mean")
-    gpu_by_others: float | None = _column("", "share of the time in which other processes' kernels ran on the GPU")
+    gpu_by_others: float | None = _column("", "share of the time in which kernels of other processes ran on the GPU")
     images: int | None = _column(
-        "", "images of the step; like those from here to loss_s empty without images", "shares"
+        "", "images of the step; this and all columns to loss_s are empty without images", "shares"
     )
-    image_tokens: int | None = _column("tokens", "real tokens that stand for images", "shares")
-    text_tokens: int | None = _column("tokens", "real tokens that do not", "shares")
-    tiles: int | None = _column("", "parts that the images were cut into, each seen by itself", "shares")
-    image_patches: int | None = _column("", "patches of the images that the vision encoder saw", "shares")
+    image_tokens: int | None = _column("tokens", "real tokens of images", "shares")
+    text_tokens: int | None = _column("tokens", "real tokens of text", "shares")
+    tiles: int | None = _column("", "tiles that the images were split into", "shares")
+    image_patches: int | None = _column("", "image patches processed by the vision encoder", "shares")
     vision_s: float | None = _column("s", "device time of encoder and projector in the forward pass")
     language_s: float | None = _column("s", "device time of the decoder in the forward pass")
     loss_s: float | None = _column("s", "device time of head and loss in the forward pass")
-    reward_accuracy: float | None = _column(
-        "", "dpo: share of the step's pairs whose chosen answer gained more on the reference than the rejected", "mean"
+    reward_accuracy: float | None = _column("", "dpo: share of pairs whose chosen answer has the higher reward", "mean")
+    reward_margin: float | None = _column(
+        "nats", "dpo: mean difference of the rewards of chosen and rejected answer", "mean"
     )
-    reward_margin: float | None = _column("nats", "dpo: beta times how much more it gained, mean of the pairs", "mean")
-    generation_s: float | None = _column(
-        "s", "grpo: device time in which the model answered the step's prompts, no part of forward_backward_s"
-    )
-    scoring_s: float | None = _column(
-        "s", "grpo: the same of the completions' rewards, and of what the reference makes of them"
-    )
+    generation_s: float | None = _column("s", "grpo: device time of generation, not part of forward_backward_s")
+    scoring_s: float | None = _column("s", "grpo: device time of rewards and of the reference model")
     generated_tokens: int | None = _column("tokens", "grpo: tokens of the step's completions", "shares")
     reward: float | None = _column("", "grpo: mean reward of the step's completions", "mean")
-    generation_peak_gb: float | None = _column("GiB", "grpo: highest allocated until completions were made")
+    generation_peak_gb: float | None = _column("GiB", "grpo: highest allocated during generation")
 
 
-SMALLEST, LARGEST, MOST_STEPS = 1e-30, 1e15, 2**31  # of the seconds, tokens, GiB, joules and learning rates of a run
-FLOAT32 = 3.5e38  # what is larger was infinite where it was computed
-MAY_DIVERGE = ("loss", "grad_norm", "reward_margin")  # NaN and infinity are figures here, of a training that went wrong
+SMALLEST, LARGEST, MOST_STEPS = 1e-30, 1e15, 2**31  # bounds for seconds, tokens, GiB, joules and learning rates
+FLOAT32 = 3.5e38  # larger values were infinite when computed
+MAY_DIVERGE = ("loss", "grad_norm", "reward_margin")  # may be NaN or infinite if training diverges
 COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(StepRow))
 _TYPES = {f.name: str(f.type) for f in fields(StepRow)}
 
@@ -121,8 +121,8 @@ def _text(value: Any) -> Any:
 
 
 def parse(values: dict[str, str]) -> StepRow:
-    """Return the row of one CSV record. Unknown columns are ignored and missing ones stay empty, so that older and
-    newer files can be read; a value that is not of its column's type raises ValueError."""
+    """Return the row of one CSV record. Ignore unknown columns, leave missing ones empty. Raise ValueError for a
+    value of the wrong type."""
     return StepRow(**{name: _value(name, values[name]) for name in COLUMNS if values.get(name)})
 
 
@@ -136,12 +136,12 @@ def _value(name: str, text: str) -> Any:
     if name in MAY_DIVERGE:
         return number * math.inf
     if not 0 <= number <= SMALLEST:
-        raise ValueError(f"{name}: {text[:40]} is no number that a run writes")
+        raise ValueError(f"{name}: {text[:40]} is not a valid number")
     return number * 0
 
 
 def can_hold(name: str, number: float) -> bool:
-    """Return whether a column can hold a number other than zero as it is. NaN and infinity are figures of a loss."""
+    """Return whether a nonzero number is valid for a column. A loss may be NaN or infinite."""
     if name in MAY_DIVERGE:
         return not FLOAT32 < abs(number) < math.inf
     return SMALLEST < number < (MOST_STEPS if name == "step" else LARGEST)
@@ -152,9 +152,12 @@ _LATER = {"later": True}
 
 @dataclass(slots=True)
 class RunSummary:
-    """summary.json. Times in seconds, memory in GiB, energy in joules; every figure comes from the steady window of
-    steps.csv unless its name says otherwise. A run that did not end well keeps the figures it can still prove. `mfu` is
-    against the data sheet's dense peak, `mfu_measured` against the product rate that a probe of the store had seen."""
+    """summary.json. Times in seconds, memory in GiB, energy in joules.
+
+    All values are from the steady window of steps.csv unless the name says otherwise. `mfu` is relative to the dense
+    peak of the data sheet, `mfu_measured` to the highest rate that `ftbench probe` measured. The comments describe the
+    keys of dictionaries.
+    """
 
     name: str
     run_id: str
@@ -190,24 +193,24 @@ class RunSummary:
     oom: dict[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
     schema: int = SCHEMA
-    # `state` (`ok` or `not finite`), `first_step` and `count` of the steps whose loss or gradient norm is no number
+    # `state` (`ok` or `not finite`), `first_step` and `count` of the steps with a NaN or infinite loss or gradient norm
     learning: dict[str, Any] = field(default_factory=dict, metadata=_LATER)
     # `contended` (yes or no), and shares (0 to 1) of the steady window: `host_cpu_by_others`, `gpu_by_others`
     contention: dict[str, Any] = field(default_factory=dict, metadata=_LATER)
-    # of the compiler, before the first step: `cold`, `warm`, `partly warm`, or `none` without compilation
+    # state of the compiler's cache before the first step: `cold`, `warm`, `partly warm`, or `none` without compilation
     first_step_cache: str | None = field(default=None, metadata=_LATER)
-    # seconds a step, on average: `generation`, `scoring`, `forward_backward`, `optimizer`; of grpo alone
+    # grpo: mean seconds per step: `generation`, `scoring`, `forward_backward`, `optimizer`
     parts_s: dict[str, float | None] = field(default_factory=dict, metadata=_LATER)
-    # of several ranks: their `count`, the `spread` (`lowest`, `highest`) of what the figures tell the worst of, the
-    # `memory_gb` of each (allocated, reserved, device), `token_skew`: the share of a step in which the mean rank waits
-    # for the one with the most positions, and real `tokens_per_s_per_gpu`, which are those of all by their count
+    # several ranks: `count`; `spread` (`lowest`, `highest`) of values that are the worst rank's; `memory_gb` per rank
+    # (allocated, reserved, device); `token_skew`: share of a step in which the mean rank waits for the rank with the
+    # most positions; real `tokens_per_s_per_gpu`: the rate of all ranks divided by their count
     ranks: dict[str, Any] = field(default_factory=dict, metadata=_LATER)
-    # `images` and `tiles` a second; empty without images
+    # `images` and `tiles` per second; empty without images
     images_per_s: dict[str, float | None] = field(default_factory=dict, metadata=_LATER)
-    # seconds a step of the forward pass, on average: `vision` (with the projector), `language`, `loss`; of images alone
+    # images: mean seconds per step of the forward pass: `vision` (with the projector), `language`, `loss`
     forward_s: dict[str, float | None] = field(default_factory=dict, metadata=_LATER)
 
 
-# Of a summary.json; one with fewer was written by an earlier version. What came later is absent from older ones.
+# Fields added later are missing in older files. A file without the other fields is not valid.
 LATER: frozenset[str] = frozenset(f.name for f in fields(RunSummary) if f.metadata == _LATER)
 FIELDS: frozenset[str] = frozenset(f.name for f in fields(RunSummary)) - LATER

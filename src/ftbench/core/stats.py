@@ -1,7 +1,4 @@
-"""From step times to figures: warm-up detection, steady window, median with its confidence interval, spread.
-
-Everything takes plain sequences of seconds and returns plain numbers; too little data gives None, never a guess.
-"""
+"""Statistics of step times: warm-up detection, medians, confidence intervals. Too little data gives None."""
 
 import math
 import statistics
@@ -9,24 +6,24 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-MINIMUM_STEADY = 5  # fewer steady steps than this are named in the warnings
+MINIMUM_STEADY = 5  # fewer steady steps give a warning
 CONFIDENCE = 0.95
 MAD_TO_SIGMA = 1.4826  # median absolute deviation → standard deviation of a normal distribution
 
 
 def total(values: Iterable[float | int | None]) -> float:
-    """Return the sum of what is known."""
+    """Return the sum of the known values."""
     return sum(value for value in values if value is not None)
 
 
 def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) -> int:
-    """Return how many steps at the start are not steady yet.
+    """Return the number of warm-up steps.
 
-    The last half of the run says what a steady step takes: its median m, its spread s (from the median absolute
-    deviation) and its 90th percentile p. Warm-up are the first step; every further step from the start that takes
-    longer than m + max(10 %, 3 s); and, within the first half, everything up to the last step that took more than 2 p
-    or in which a graph was compiled: kernels are loaded, tuned and compiled when a shape is first met, not only at
-    once. At most half of the steps are warm-up, so that a run that slows down later is not cut to fit.
+    The second half of the run defines a steady step: median m, spread s (from the median absolute deviation) and 90th
+    percentile p. Warm-up contains the first step, and the following steps that take longer than m + max(10 %, 3 s). It
+    also contains everything up to the last step of the first half that took more than 2 p or compiled a graph, because
+    kernels are loaded, tuned and compiled when a new shape appears. At most half of the steps are warm-up, so that a
+    run that slows down later keeps its slow steps.
     """
     n = len(times)
     if n < 2:
@@ -45,8 +42,8 @@ def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) 
 
 
 def step_time(times: Sequence[float]) -> dict[str, Any] | None:
-    """Return `median, mean, p10, p90, cv, ci95` of the steady steps in seconds, where `cv` is the standard deviation
-    over the mean and `ci95` the 95 % confidence interval of the median; None for an empty window."""
+    """Return `median, mean, p10, p90, cv, ci95` of the steady steps in seconds; None for an empty window. `cv` is the
+    standard deviation over the mean, `ci95` the 95 % confidence interval of the median."""
     if not times:
         return None
     mean = statistics.fmean(times)
@@ -66,20 +63,19 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return a confidence interval of the median that assumes nothing about the distribution.
+    """Return a distribution-free confidence interval of the median.
 
-    From the binomial distribution of the number of values below the median (Conover, Practical Nonparametric
-    Statistics, ch. 3): the k-th smallest and k-th largest value, with the largest k that still covers `confidence`.
-    None where even the extremes do not reach it (fewer than six values for 95 %).
+    It consists of the k-th smallest and the k-th largest value, for the largest k that covers `confidence` (Conover,
+    Practical Nonparametric Statistics, ch. 3). None if the extremes do not reach it (fewer than six values for 95 %).
     """
     ordered, (k, _) = sorted(values), _order_statistic(len(values), confidence)
     return (ordered[k - 1], ordered[-k]) if k else None
 
 
-@lru_cache(maxsize=256)  # of few lengths of runs, and asked for each figure of each pair
+@lru_cache(maxsize=256)
 def _order_statistic(n: int, confidence: float) -> tuple[int, float]:
-    """Return the largest k whose k-th smallest and k-th largest of n values cover `confidence`, and what they really
-    cover; 0 where even the extremes do not."""
+    """Return the largest k such that the k-th smallest and largest of n values cover `confidence`, and their
+    coverage; k is 0 if the extremes do not cover it."""
     if n > 1000:  # normal approximation of the binomial
         k = math.floor(n / 2 - statistics.NormalDist().inv_cdf((1 + confidence) / 2) * math.sqrt(n) / 2)
         return k, confidence
@@ -91,7 +87,7 @@ def _order_statistic(n: int, confidence: float) -> tuple[int, float]:
 
 
 def drift(times: Sequence[float]) -> float | None:
-    """Return the median of the last third of the window over the first third's, less one (+0.05 is 5 % slower)."""
+    """Return the median of the last third over that of the first third minus one (+0.05: 5 % slower)."""
     third = len(times) // 3
     if third < 5:
         return None
@@ -99,8 +95,11 @@ def drift(times: Sequence[float]) -> float | None:
 
 
 def median_error(values: Sequence[float]) -> float | None:
-    """Return the standard error of a median: the width of its order-statistic interval over twice the normal quantile
-    of the coverage that this interval really has (Price and Bonett, 2002). None with fewer than six values."""
+    """Return the standard error of a median, None with fewer than six values.
+
+    It is the width of the order-statistic interval over twice the normal quantile of its coverage (Price and Bonett,
+    2002).
+    """
     interval = median_interval(values, CONFIDENCE)
     if interval is None:
         return None
@@ -108,10 +107,10 @@ def median_error(values: Sequence[float]) -> float | None:
     return (interval[1] - interval[0]) / 2 / statistics.NormalDist().inv_cdf((1 + coverage) / 2)
 
 
-@lru_cache(maxsize=256)  # of few sizes of groups, and asked for each figure of each
+@lru_cache(maxsize=256)
 def t_quantile(p: float, freedom: float) -> float:
-    """Return the p-quantile (0.5 < p < 1) of Student's t, by bisection of its distribution function, which is one minus
-    half the regularised incomplete beta function at ν / (ν + t²) (Abramowitz and Stegun 26.7.1)."""
+    """Return the p-quantile (0.5 < p < 1) of Student's t by bisection of its distribution function (Abramowitz and
+    Stegun 26.7.1)."""
     low, high = 0.0, 1.0
     while _t_below(high, freedom) < p:
         high *= 2
@@ -126,7 +125,7 @@ def _t_below(t: float, freedom: float) -> float:
 
 
 def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """Return the regularised function, by the continued fraction of Press et al., Numerical Recipes, 6.4."""
+    """Return the regularized incomplete beta function by its continued fraction (Numerical Recipes, 6.4)."""
     if x <= 0 or x >= 1:
         return min(max(x, 0.0), 1.0)
     if x > (a + 1) / (a + b + 2):

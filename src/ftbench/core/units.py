@@ -1,4 +1,4 @@
-"""The only place where numbers become text. Unknown is `None` and prints as an empty string."""
+"""Convert numbers to text. None becomes an empty string."""
 
 import re
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m(?:in)?)?(?:(\d
 
 
 def gib(count: float | None) -> float | None:
-    """Turn bytes into GiB."""
+    """Convert bytes to GiB."""
     return None if count is None else count / GIB
 
 
 def seconds(value: float | None) -> str:
-    """Return a duration in the unit a person would choose: `8.1 ms`, `0.92 s`, `12.3 s`, `4 min 05 s`, `2 h 10 min`,
+    """Return a duration in a suitable unit: `8.1 ms`, `0.92 s`, `12.3 s`, `4 min 05 s`, `2 h 10 min`,
     `39.6 days`."""
     if value is None:
         return ""
@@ -33,7 +33,7 @@ def seconds(value: float | None) -> str:
 
 
 def parse_seconds(text: str) -> float | None:
-    """Turn `8h`, `90m`, `1h30m` or `45s` into seconds; None for anything else, and for no time at all."""
+    """Convert `8h`, `90m`, `1h30m` or `45s` to seconds; None for anything else and for zero."""
     match = _DURATION.fullmatch(text.replace(" ", "").lower())
     total = sum(float(n) * unit for n, unit in zip(match.groups(), (3600, 60, 1), strict=True) if n) if match else 0.0
     return total if 0 < total < float("inf") else None
@@ -47,7 +47,7 @@ def gibibytes(value: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """Return a whole number with thousands separators."""
+    """Return an integer with thousands separators."""
     return "" if value is None else f"{round(value):,}"
 
 
@@ -58,27 +58,27 @@ def some(number: int, noun: str) -> str:
 
 
 def listed(texts: Sequence[str], most: int, between: str = ", ") -> str:
-    """Return `a, b and 3 more`: the first `most` of some texts."""
+    """Return `a, b and 3 more`, with the first `most` texts."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return between.join(texts[:most]) + more
 
 
 def rate(value: float | None) -> str:
-    """Return a rate per second or per hour: whole numbers from ten up, three digits below."""
+    """Return a rate: an integer from ten up, three digits below."""
     if value is None:
         return ""
     return f"{round(value):,}" if value >= 10 else f"{value:.3g}"
 
 
 def tflops(value: float | None) -> str:
-    """Return a product rate in TFLOP/s with three significant digits: `0.437`, `67.1`; thousands whole: `1,420`."""
+    """Return TFLOP/s: `0.437`, `67.1`, `1,420`."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def money(value: float | None, currency: str) -> str:
-    """Return an amount with three significant digits, whole from a thousand up: `0.0412 USD`, `1,600,000 JPY`."""
+    """Return an amount with three significant digits, or as an integer from 1,000 up: `0.0412 USD`, `1,600,000 JPY`."""
     if value is None:
         return ""
     if value >= 999.5:
@@ -87,25 +87,24 @@ def money(value: float | None, currency: str) -> str:
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """Return a share of one: `42.3 %`."""
+    """Return a fraction as `42.3 %`."""
     return "" if value is None else f"{value * 100:.{digits}f} %"
 
 
 def change(value: float | None, digits: int = 1) -> str:
-    """Return a share of one by which something is more or less: `+4.2 %`, `-12.0 %`, `+50,367 %`."""
+    """Return a relative change: `+4.2 %`, `-12.0 %`, `+50,367 %`."""
     return "" if value is None else f"{value * 100:+,.{digits if abs(value) < 10 else 0}f} %"
 
 
 def difference(value: float) -> str:
-    """Return a share of one by two digits, as small as anyone cares for: `+0.048 %`, `-7.5 %`, `+120 %`, `< 0.01 %`."""
+    """Return a relative difference with two digits: `+0.048 %`, `-7.5 %`, `+120 %`, `< 0.01 %`."""
     if abs(value) >= 0.0995:
         return change(value, 0)
     return f"{value * 100:+.2g} %" if abs(value) >= 1e-4 else "< 0.01 %" if value else "0 %"
 
 
 def reworded(text: str) -> str:
-    """Return a sentence of a run as it is written today: of one thing in the singular, a space before the percent
-    sign. Runs keep the sentences that they ended with."""
+    """Return a sentence of an older run in today's form: singular for one, a space before the percent sign."""
     text = _SHARE.sub(" %", text)
     return _ONE.sub(lambda match: f"1 {match[1]}{' was' if match[2] else ''}", text)
 
