@@ -40,7 +40,7 @@ MEASURED = {
 
 @pytest.fixture
 def child(monkeypatch):
-    """Puts a child in the place of the real one, which leaves `measured` and ends as told."""
+    """Replace the child process by one that writes `measured`."""
 
     def stand_in(measured=None, gpu=H200, code=0, state=None, said=""):
         described = {"gpu": gpu, "cpu": {"model": "AMD EPYC", "threads": 2}, "versions": {"torch": "2.11.0"}}
@@ -97,16 +97,16 @@ def test_a_machine_without_a_gpu_is_named_by_its_cpu():
 
 
 @pytest.mark.parametrize(
-    ("ended", "told"),
+    ("ended", "reason"),
     [({"state": "timeout", "code": -15}, "stopped after 60 s"), ({"code": -11, "said": "Killed\n"}, "Killed")],
 )
-def test_a_child_that_is_cut_short_leaves_what_it_measured(child, tmp_path, ended, told):
+def test_measurements_are_kept_if_the_child_is_killed(child, tmp_path, ended, reason):
     child(changed(doing="links", notes=["a"]), **ended)
     document, path = probe.probe(tmp_path)
     assert document["products"]["bf16"] == PRODUCT
     assert document["notes"][0] == "a"
     assert document["notes"][1].startswith("links: not measured")
-    assert told in document["notes"][1]
+    assert reason in document["notes"][1]
     assert path.is_file()
 
 
@@ -155,7 +155,7 @@ def test_without_torch_it_says_what_to_install(monkeypatch, tmp_path):
 
 
 @pytest.mark.torch
-def test_a_place_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path, monkeypatch):
+def test_a_read_only_folder_is_an_error_before_measuring(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "run_child", lambda *_: pytest.fail("was started"))
     (tmp_path / "file").write_text("")
     with pytest.raises(MissingError, match="write elsewhere"):
@@ -174,19 +174,19 @@ def test_figures_that_hold_together_get_no_remark():
     assert remarks() == []
 
 
-@pytest.mark.parametrize(("rate", "told"), [(1030.0, 0), (1060.0, 1)])
-def test_a_rate_above_the_data_sheet_is_told_from_five_percent_on(rate, told):
+@pytest.mark.parametrize(("rate", "count"), [(1030.0, 0), (1060.0, 1)])
+def test_a_rate_more_than_five_percent_above_the_data_sheet_gives_a_note(rate, count):
     found = remarks(products={"bf16": {**PRODUCT, "best_tflops": rate, "sustained_tflops": rate}})
-    assert len(found) == told
+    assert len(found) == count
     assert all("7 % above the 989 of the data sheet of H200 SXM" in sentence for sentence in found)
 
 
-def test_a_bandwidth_above_the_data_sheet_is_told():
+def test_a_bandwidth_above_the_data_sheet_gives_a_note():
     (found,) = remarks(memory={"copy_gbs": 9600.0, "triad_gbs": None})
     assert found.startswith("memory: 9,600 GB/s is 100 % above")
 
 
-def test_a_rate_that_does_not_last_is_told_with_its_reason():
+def test_a_falling_rate_gives_a_note_with_the_reason():
     (found,) = remarks(products={"bf16": {**PRODUCT, "sustained_tflops": 700.0, "throttle": "sw_power_cap"}})
     assert "12 % below" in found
     assert "sw_power_cap" in found
@@ -198,12 +198,12 @@ def test_a_cpu_that_others_use_shows_in_what_lasts():
     assert "was the machine free?" in found
 
 
-def test_a_gpu_that_was_not_free_is_told():
+def test_a_busy_gpu_gives_a_note():
     (found,) = remarks(gpu={**H200, "foreign_processes": 2, "memory_used_before_gb": 9.0})
     assert "9.0 GiB in use, 2 other processes" in found
 
 
-def test_an_idle_power_read_too_soon_is_told():
+def test_a_high_idle_clock_gives_a_note():
     (found,) = remarks(idle={"power_w": 120.0, "sm_clock_mhz": 1980.0})
     assert found.startswith("idle: the clock had not fallen")
 
@@ -272,7 +272,7 @@ def test_the_table_shows_every_figure_and_the_file(child, command):
 
 
 def test_the_table_of_a_cpu_leaves_out_what_it_has_not(child, command):
-    cpu = {"notes": ["launch_us: not measured: on a GPU only"], "device": {"kind": "cpu", "threads": 2},
+    cpu = {"notes": ["launch_us: not measured: needs a GPU"], "device": {"kind": "cpu", "threads": 2},
            "products": {"fp32": {**PRODUCT, "best_tflops": 0.19, "sustained_tflops": 0.188, "power_w": None,
                                  "sm_clock_mhz": None}}}  # fmt: skip
     child(cpu, gpu=None)
@@ -286,8 +286,12 @@ def test_the_table_of_a_cpu_leaves_out_what_it_has_not(child, command):
     assert next(line.split() for line in out.splitlines() if "TFLOP/s" in line)[1:] == ["best", "at", "size", "lasting"]
 
 
-def test_notes_are_as_wide_as_the_terminal(child, command, monkeypatch):
-    child(changed(notes=["bf16: what lasts is 9 % below the best: no throttling was seen: was the machine free?"]))
+def test_notes_are_wrapped(child, command, monkeypatch):
+    child(
+        changed(
+            notes=["bf16: the sustained rate is 9 % below the best: no throttling; make sure that the machine is free"]
+        )
+    )
     monkeypatch.setenv("COLUMNS", "50")
     notes = command()[1].partition("note: ")[2].partition("\nfile ")[0]
     assert "\n" in notes

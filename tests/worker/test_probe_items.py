@@ -169,7 +169,7 @@ def test_an_item_that_fails_leaves_a_note_and_the_others(tmp_path):
 def test_an_item_without_time_left_is_not_begun(tmp_path):
     document = Document(tmp_path / "out.json")
     assert document.item("memory", Budget(0.5), 3, lambda: pytest.fail("begun")) is None
-    assert document.figures["notes"] == ["memory: not measured: the time was used up"]
+    assert document.figures["notes"] == ["memory: not measured: no time left"]
 
 
 def test_the_file_says_what_is_under_way(tmp_path):
@@ -268,7 +268,7 @@ def test_a_hang_either_way_leaves_no_figure_and_both_reasons(monkeypatch):
     found, notes = links.self_test(2, "nccl", Budget(20))
     assert found["all_reduce_bus_gbs"] is None
     assert len(notes) == 2
-    assert "train on one GPU" in notes[1]
+    assert "use one GPU" in notes[1]
 
 
 def test_without_time_there_is_no_second_attempt(monkeypatch):

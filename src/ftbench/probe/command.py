@@ -1,4 +1,4 @@
-"""`ftbench probe`: this machine's ceilings, measured by a child process and kept in the store. No torch here."""
+"""`ftbench probe`: measure the peak rates of this machine in a child process and store them."""
 
 import hashlib
 import importlib.util
@@ -19,31 +19,32 @@ from ftbench.store.rundir import first_gpu
 
 SCHEMA = 1
 LIMIT_S = 60.0
-# What the child plans with; the rest is for its start, and for an item that takes longer than it was thought to.
+# Budget of the child. The rest is for its start and for items that take longer than planned.
 _CHILD_S = 55.0
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8", "int8")
-ABOVE_PEAK = 1.05  # cards boost a little above the clock of their data sheet
+ABOVE_PEAK = 1.05  # cards boost slightly above the clock of the data sheet
 THROTTLED = 0.95
 FOREIGN_MEMORY_GB = 1.0
-# Every figure of the document; what was not measured stays None, with the reason in `notes`.
+# Keys of the document. Missing measurements are None, with the reason in `notes`.
 _FIGURES = ("device", "products", "memory", "capacity", "host_link", "launch_us", "idle", "links", "notes")
 
 
 def probe(out: Path) -> tuple[dict[str, Any], Path]:
-    """Measure this machine within LIMIT_S seconds and keep the document under `out`; return it and its file.
+    """Measure this machine within LIMIT_S seconds. Return the document and the file below `out` that contains it.
 
-    Raise MissingError where torch or a place to write is missing or torch cannot use the GPU, FtbenchError where
-    nothing could be measured, KeyboardInterrupt where a signal ended it.
+    Raises:
+        MissingError: torch is missing or cannot use the GPU, or `out` is not writable.
+        FtbenchError: Nothing could be measured.
     """
     if importlib.util.find_spec("torch") is None:
         raise MissingError(
-            f"probe needs torch, which this Python ({sys.executable}) does not have: pip install 'ftbench[train]'"
+            f"probe needs torch, which is not installed for {sys.executable}: pip install 'ftbench[train]'"
         )
     described = machine.describe()
     folder = out / ceilings.FOLDER
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # before a minute is spent: can it be written?
+        tempfile.TemporaryFile(dir=folder).close()  # fails early if the folder is not writable
         with tempfile.TemporaryDirectory() as scratch:
             measured = _measure(Path(scratch))
     except OSError as error:
@@ -59,7 +60,7 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
 
 
 def _measure(scratch: Path) -> dict[str, Any]:
-    """Return what the child has measured, also where it was stopped half-way."""
+    """Return the measurements of the child, also if it was stopped early."""
     path, log = scratch / "probe.json", scratch / "log.txt"
     arguments, late = [str(path.resolve()), f"{_CHILD_S:g}"], f"was stopped after {LIMIT_S:.0f} s"
     ended, why = process.run_module("ftbench.worker.probe", arguments, environment(), log, LIMIT_S, late)
@@ -69,18 +70,18 @@ def _measure(scratch: Path) -> dict[str, Any]:
         raise MissingError(missing)
     if why:
         if not any(document.get("products", {}).values()):
-            raise FtbenchError(f"probe: the process that measures {why}; nothing was measured")
-        document["notes"] = [*document["notes"], f"{doing}: not measured: the process that measures {why}"]
+            raise FtbenchError(f"probe: the measuring process {why}; nothing was measured")
+        document["notes"] = [*document["notes"], f"{doing}: not measured: the measuring process {why}"]
     return document | {"wall_s": ended.wall_s}
 
 
 def environment() -> dict[str, str]:
-    """Return the child's environment: the GPUs that are visible here, numbered as the driver numbers them."""
+    """Return the child's environment, with the GPUs in the driver's order."""
     return os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1"}
 
 
 def file_name(described: dict[str, Any]) -> str:
-    """Return `nvidia-h200-1a2b3c4d.json`: a GPU by its UUID, a machine without one by its host name."""
+    """Return `nvidia-h200-1a2b3c4d.json`, from the GPU's UUID or, without a GPU, from the host name."""
     gpu = first_gpu(described)
     name = gpu.get("name") or described["cpu"]["model"] or "cpu"
     key = gpu.get("uuid") or platform.node()
@@ -88,11 +89,11 @@ def file_name(described: dict[str, Any]) -> str:
     return f"{slug}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
 
 
-# --- what a document says --------------------------------------------------------------------------------------------
+# --- notes -----------------------------------------------------------------------------------------------------------
 
 
 def remarks(document: dict[str, Any]) -> list[str]:
-    """Return what makes figures doubtful, as sentences. Nothing is left out of the document for it."""
+    """Return the reasons to doubt the measurements, as sentences."""
     gpu = first_gpu(document["machine"])
     known = find_gpu(gpu["name"]) if gpu.get("name") and (document["device"] or {}).get("kind") == "cuda" else None
     notes = _above_peak(document, known) if known else []
@@ -100,16 +101,16 @@ def remarks(document: dict[str, Any]) -> list[str]:
         if product and product["sustained_tflops"] < product["best_tflops"] * THROTTLED:
             share = 1 - product["sustained_tflops"] / product["best_tflops"]
             reason = (product.get("throttle") or "none").replace("|", ", ")
-            why = "no throttling was seen: was the machine free?" if reason == "none" else f"{reason}, as in training"
-            notes.append(f"{name}: what lasts is {units.percent(share, 0)} below the best: {why}")
+            why = "no throttling; make sure that the machine is free" if reason == "none" else f"{reason}, as usual"
+            notes.append(f"{name}: the sustained rate is {units.percent(share, 0)} below the best: {why}")
     idle, highest = (document["idle"] or {}).get("sm_clock_mhz"), gpu.get("sm_clock_max_mhz")
     if idle is not None and highest is not None and idle > highest / 2:
-        notes.append("idle: the clock had not fallen yet, so this is more than idle power: wait, and measure again")
+        notes.append("idle: the clock was still high, so the idle power is too high: measure again later")
     used, others = gpu.get("memory_used_before_gb"), gpu.get("foreign_processes")
     if others or (used is not None and used > FOREIGN_MEMORY_GB):
         notes.append(
-            f"the GPU was not free: {used or 0:.1f} GiB in use, {units.some(others or 0, 'other process')}; measure it "
-            "alone"
+            f"the GPU was not free: {used or 0:.1f} GiB in use, {units.some(others or 0, 'other process')}; stop them "
+            "and measure again"
         )
     return notes
 
@@ -123,7 +124,7 @@ def _above_peak(document: dict[str, Any], known: Gpu) -> list[str]:
     measured["memory"] = (max(memory.get("copy_gbs") or 0, memory.get("triad_gbs") or 0), known.bandwidth, "GB/s")
     return [
         f"{name}: {value:,.0f} {unit} is {units.percent(value / peak - 1, 0)} above the {peak:,.0f} of the data sheet "
-        f"of {known.name}: either this card runs above its data sheet, or the GPU is not the one it is taken for"
+        f"of {known.name}: the card runs above its data sheet, or it is a different GPU"
         for name, (value, peak, unit) in measured.items()
         if value and peak and value > peak * ABOVE_PEAK
     ]

@@ -1,4 +1,4 @@
-"""The document of `ftbench probe` for a person."""
+"""Print the results of `ftbench probe`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from ftbench.store.rundir import first_gpu
 
 
 def as_text(document: dict[str, Any]) -> str:
-    """Return the document for a person."""
+    """Return the document as text."""
     gpu, cpu = first_gpu(document["machine"]), document["machine"]["cpu"]
     device = document["device"] or {}
     name = gpu.get("name") or f"{cpu['model'] or 'CPU'}, {device.get('threads') or cpu['threads']} threads"
@@ -26,7 +26,7 @@ def as_text(document: dict[str, Any]) -> str:
 
 
 def _products(products: dict[str, Any]) -> str:
-    """Return a row a precision; without the columns for which nothing was measured."""
+    """Return a table with one row per precision and without empty columns."""
     headings = ("TFLOP/s", ">best", ">at size", ">lasting", ">clock", ">power")
     rows = [_product(kind, product) for kind, product in products.items() if product]
     kept = [at for at in range(len(headings)) if at < len(headings) - 2 or any(row[at] for row in rows)]
@@ -65,10 +65,10 @@ def _others(document: dict[str, Any]) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-_ENDS = {"gloo": "processes (gloo)"}  # what links connect
+_ENDS = {"gloo": "processes (gloo)"}  # ends of the links
 _CAPACITY = (("for processes (CUDA)", "total_gb"), ("of (NVML)", "driver_total_gb"), ("context", "context_gb"))
 
 
 def _joined(*parts: tuple[str, float | None, str], written: Callable[[float], str] = units.rate) -> str:
-    """Return `copy 4,310 GB/s · triad 4,280 GB/s`, without what is not known."""
+    """Return `copy 4,310 GB/s · triad 4,280 GB/s` without unknown values."""
     return " · ".join(f"{label} {written(value)} {unit}".strip() for label, value, unit in parts if value is not None)

@@ -1,1 +1,1 @@
-"""The measuring child of `ftbench probe`: `python -m ftbench.worker.probe OUT_FILE`."""
+"""The child process of `ftbench probe` that measures: `python -m ftbench.worker.probe OUT_FILE SECONDS`."""

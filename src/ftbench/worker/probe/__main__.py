@@ -1,5 +1,7 @@
-"""Every item in turn, within the time that is left. OUT_FILE is replaced after each, so that whatever ends this process
-leaves what it has measured: `python -m ftbench.worker.probe OUT_FILE SECONDS`."""
+"""Measure all items within a time budget: `python -m ftbench.worker.probe OUT_FILE SECONDS`.
+
+OUT_FILE is written after each item, so that earlier measurements are kept if this process is killed.
+"""
 
 import os
 import sys
@@ -19,27 +21,27 @@ from ftbench.worker.child import end
 from ftbench.worker.measure.sampler import Sampler
 from ftbench.worker.probe.timing import SAMPLE_S, Budget, during
 
-IDLE_S = 1.2  # NVML's power is the mean of a second
-PRODUCT_S = 6.0  # what a kind of product takes at the most, and must be left before one is begun
+IDLE_S = 1.2  # NVML averages the power over one second
+PRODUCT_S = 6.0  # maximum per data type; one is skipped if less is left
 ITEM_S = 3.0
 
 
 class Document:
-    """What has been measured so far, and the item that is under way."""
+    """The measurements so far and the current item."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.figures: dict[str, Any] = {"notes": [], "products": {}}
 
     def item(self, name: str, budget: Budget, needed: float, measure: Callable[[], Any]) -> Any:
-        """Return what `measure` finds, or None with the reason in `notes`: no time left, or the error of a library."""
+        """Return the result of `measure`, or None with the reason in `notes`."""
         self.write(doing=name)
         if budget.left() < needed:
-            self.figures["notes"].append(f"{name}: not measured: the time was used up")
+            self.figures["notes"].append(f"{name}: not measured: no time left")
             return None
         try:
             return measure()
-        except Exception as error:  # noqa: BLE001 - an item that fails leaves the others
+        except Exception as error:  # noqa: BLE001 - the other items can still be measured
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             self.figures["notes"].append(f"{name}: not measured: {first[:300]}")
             return None
@@ -49,14 +51,14 @@ class Document:
 
 
 def main(out: Path, seconds: float) -> int:
-    """Measure this machine and leave the figures in `out`; the exit code is 3 where torch cannot use the GPU."""
+    """Measure this machine and write the results to `out`. Return exit code 3 if torch cannot use the GPU."""
     budget, document, untouched = Budget(seconds), Document(out), machine.gpu()
     if not gpu_lock.try_acquire(untouched):
-        document.figures["missing"] = "a run of ftbench has this GPU just now: probe again when it has ended"
+        document.figures["missing"] = "another run of ftbench uses this GPU: probe again when it has ended"
         document.write(None)
         return MissingError.exit_code
     sampler = _sampler()
-    document.figures["idle"] = _idle(sampler)  # before torch: a CUDA context raises the clock
+    document.figures["idle"] = _idle(sampler)  # before importing torch, because a CUDA context raises the clock
     if sampler is None:
         document.figures["notes"].append("power, clocks and temperature: not measured: NVML shows no GPU")
     document.write("import torch")
@@ -107,8 +109,8 @@ def _measure(document: Document, budget: Budget, device: Any, sampler: Sampler |
             torch.cuda.empty_cache()
         else:
             left = [*(kind for kind in products.KINDS if kind not in products.ON_CPU), "host_link", "launch_us"]
-            figures["notes"].append(f"{', '.join(left)}: not measured: on a GPU only")
-    gpus, backend = (torch.cuda.device_count(), "nccl") if cuda else (2, "gloo")  # a CPU's ranks meet in its memory
+            figures["notes"].append(f"{', '.join(left)}: not measured: needs a GPU")
+    gpus, backend = (torch.cuda.device_count(), "nccl") if cuda else (2, "gloo")
     if gpus > 1:
         tested = document.item("links", budget, links.MINIMUM_S, lambda: links.self_test(gpus, backend, budget))
         figures["links"], notes = tested or (None, [])
@@ -124,12 +126,12 @@ def _device(device: Any) -> dict[str, Any]:
 
 
 def _capacity(device: Any, untouched: dict[str, Any]) -> dict[str, float | None]:
-    """Return GiB before the first tensor: what CUDA gives processes in all (cudaMemGetInfo) and has left, what the
-    driver (NVML) counts as the card's and as used, and how much of that the context of this process is; `untouched` is
-    the GPU as it was without it."""
+    """Return memory in GiB before the first tensor: total and free according to cudaMemGetInfo, total and used
+    according to NVML, and the size of this process's context. `untouched` describes the GPU before the context
+    existed."""
     import torch
 
-    free, total = torch.cuda.mem_get_info(device)  # makes the context
+    free, total = torch.cuda.mem_get_info(device)  # creates the context
     now = machine.gpu() or {}
     used, before = now.get("memory_used_before_gb"), untouched.get("memory_used_before_gb")
     context = None if used is None or before is None else used - before
@@ -140,7 +142,7 @@ def _capacity(device: Any, untouched: dict[str, Any]) -> dict[str, float | None]
 
 
 def _free(device: Any) -> float:
-    """Return the bytes that may be filled."""
+    """Return the free memory in bytes."""
     import torch
 
     return float(torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available)
@@ -153,7 +155,7 @@ def _sampler() -> Sampler | None:
 
 
 def _idle(sampler: Sampler | None) -> dict[str, Any] | None:
-    """Return what the GPU draws when this process has not touched it yet."""
+    """Return idle power, clock and temperature, before this process uses the GPU."""
     if sampler is None:
         return None
     begin = time.perf_counter()

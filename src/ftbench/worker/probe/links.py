@@ -1,8 +1,8 @@
-"""Several GPUs: do they sum a tensor together without hanging, and how fast; how fast is each link.
+"""Test all-reduce over several GPUs and measure each link.
 
-NCCL can hang for ever where the path between two GPUs is broken (peer access over PCIe on some boards), and a hanging
-call cannot be ended from within. So the ranks are processes with a time limit, each in a group of its own, which are
-killed when it is over. `python -m ftbench.worker.probe.links BACKEND RANK WORLD MEETING_FILE OUT_FILE` is one rank.
+NCCL can hang if the path between two GPUs is broken (peer access over PCIe on some boards), and such a call cannot be
+cancelled. So each rank is a separate process with a time limit: `python -m ftbench.worker.probe.links BACKEND RANK
+WORLD MEETING_FILE OUT_FILE`.
 """
 
 import os
@@ -25,7 +25,7 @@ from ftbench.worker.child import end
 from ftbench.worker.measure.meters import CudaClock, meters
 from ftbench.worker.probe.timing import Budget, batch_size, faster_half, first_call, timed_batch
 
-MINIMUM_S = 8.0  # to import torch, to meet and to measure; with less, a healthy machine would seem to hang
+MINIMUM_S = 8.0  # enough to import torch, connect and measure on a healthy machine
 TIMEOUT_S = 20.0
 REDUCE_BYTES = {"nccl": 2**28, "gloo": 2**22}
 PEER_BYTES = 2**27
@@ -33,8 +33,8 @@ POLL_S = 0.05
 
 
 def self_test(world: int, backend: str, budget: Budget) -> tuple[dict[str, Any], list[str]]:
-    """Return the figures of all-reduce and links over `world` GPUs, and notes. Where that fails, once more without peer
-    access: the known way out, which it tells. The first try gets the larger part of the time."""
+    """Return the bandwidth of all-reduce and links over `world` GPUs, and notes. If the test fails, repeat it without
+    peer access, the known workaround."""
     figures, reason = attempt(world, backend, os.environ, min(TIMEOUT_S, max(MINIMUM_S, budget.left() * 0.6)))
     if not reason:
         return figures | {"peer_access": os.environ.get("NCCL_P2P_DISABLE", "0") == "0"}, []
@@ -42,16 +42,16 @@ def self_test(world: int, backend: str, budget: Budget) -> tuple[dict[str, Any],
     if backend == "nccl" and os.environ.get("NCCL_P2P_DISABLE", "0") == "0" and budget.left() >= MINIMUM_S * 0.8:
         figures, again = attempt(world, backend, {**os.environ, "NCCL_P2P_DISABLE": "1"}, budget.left())
         if not again:
-            notes.append("links: with NCCL_P2P_DISABLE=1 they work; set it for every run on several of these GPUs")
+            notes.append("links: with NCCL_P2P_DISABLE=1 they work; set it for all runs on several GPUs")
             return figures | {"peer_access": False}, notes
-        notes.append(f"links: with NCCL_P2P_DISABLE=1 the ranks {again}; train on one GPU, NCCL_DEBUG=INFO says more")
+        notes.append(f"links: with NCCL_P2P_DISABLE=1 the ranks {again}; use one GPU, and see NCCL_DEBUG=INFO")
     return figures, notes
 
 
 def attempt(
     world: int, backend: str, environment: Mapping[str, str], timeout_s: float
 ) -> tuple[dict[str, Any], str | None]:
-    """Run one self-test in processes of its own; return what was measured, and what went wrong."""
+    """Run one test in separate processes. Return the measurements and the reason of a failure."""
     with tempfile.TemporaryDirectory() as folder:
         out, meeting = Path(folder, "links.json"), Path(folder, "meeting")
         ranks = [
@@ -65,8 +65,8 @@ def attempt(
 def supervise(
     commands: Sequence[Sequence[str]], environment: Mapping[str, str], folder: Path, timeout_s: float
 ) -> str | None:
-    """Run the commands side by side; as soon as one fails or the time is over kill the others, with what they started.
-    None when all went well, else what happened, as the end of a sentence about them."""
+    """Run the commands in parallel. If one fails or the time is over, kill all and their children. Return the failure
+    as the end of a sentence, or None."""
     end = time.monotonic() + timeout_s
     logs = [folder / f"rank-{number}.log" for number in range(len(commands))]
     children: list[subprocess.Popen[bytes]] = []
@@ -93,7 +93,7 @@ def supervise(
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
         for child in left:
-            with suppress(subprocess.TimeoutExpired):  # one that waits in the kernel for a broken GPU outlives KILL
+            with suppress(subprocess.TimeoutExpired):  # a process that waits for a broken GPU survives SIGKILL
                 child.wait(timeout=2)
 
 
@@ -106,7 +106,7 @@ def _last_line(log: Path) -> str:
 
 
 def rank_main(backend: str, rank: int, world: int, meeting: str, out: str) -> None:
-    """Sum a tensor over the ranks, check the sum, time it; on rank 0 then time every link and write the figures."""
+    """Check and time an all-reduce. On rank 0, also measure each link and write the results."""
     cuda = backend == "nccl"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
@@ -129,8 +129,7 @@ def rank_main(backend: str, rank: int, world: int, meeting: str, out: str) -> No
 
 
 def _all_reduce(backend: str, world: int, device: torch.device) -> float:
-    """Return bus bandwidth in GB/s, as nccl-tests define it: 2 (n - 1) / n of the tensor's bytes cross each GPU's
-    link."""
+    """Return the bus bandwidth in GB/s as defined by nccl-tests: 2 (n - 1) / n times the tensor's bytes."""
     clock, _ = meters(device)
     data = torch.zeros(REDUCE_BYTES[backend] // 4, device=device)
 
@@ -138,7 +137,7 @@ def _all_reduce(backend: str, world: int, device: torch.device) -> float:
         return dist.all_reduce(data)
 
     first_call(reduce, clock)
-    # Every rank must make the same number of calls: rank 0's measure of one call decides for all.
+    # All ranks must make the same number of calls, so rank 0 decides.
     count = torch.tensor([batch_size(timed_batch(reduce, 3, clock))], device=device)
     dist.broadcast(count, 0)
     times = [timed_batch(reduce, int(count), clock) for _ in range(12)]
@@ -146,7 +145,7 @@ def _all_reduce(backend: str, world: int, device: torch.device) -> float:
 
 
 def _pairs(world: int) -> list[dict[str, Any]]:
-    """Return GB/s of a copy from one GPU to another, one pair at a time, and whether it goes directly (peer access)."""
+    """Return GB/s of a copy between each pair of GPUs, and whether it uses peer access."""
     pairs = []
     for source in range(world):
         for target in range(source + 1, world):
@@ -168,4 +167,4 @@ def _pairs(world: int) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     rank_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
-    end(0)  # NCCL's threads too
+    end(0)  # also ends NCCL's threads

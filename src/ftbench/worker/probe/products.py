@@ -1,6 +1,6 @@
-"""Rates of large matrix products by data type: the best over some sizes, and what lasts at that size.
+"""Measure the best and the sustained rate of large matrix products by data type.
 
-Inputs are random: a product of zeros flips no bits, draws less power and is faster than any in training.
+Inputs are random, because products of zeros need less power and are faster than in training.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ def _floats(dtype: torch.dtype) -> Operands:
 
 
 def _fp8(size: int, device: torch.device) -> Call:
-    """Return products of E4M3 with one scale a tensor and fast accumulation, as torchao's tensorwise recipe multiplies
-    forward. cuBLAS takes the right matrix by columns only."""
+    """Return an E4M3 product with one scale per tensor and fast accumulation, like the forward product of torchao's
+    tensorwise recipe. cuBLAS requires a column-major right matrix."""
     left, right = (
         torch.randn(size, size, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn) for _ in range(2)
     )
@@ -37,7 +37,7 @@ def _fp8(size: int, device: torch.device) -> Call:
 
 
 def _int8(size: int, device: torch.device) -> Call:
-    """Return products of 8-bit integers into 32-bit sums; by columns, as for fp8."""
+    """Return a product of 8-bit integers with 32-bit sums and a column-major right matrix."""
     left, right = (torch.randint(-127, 128, (size, size), device=device, dtype=torch.int8) for _ in range(2))
     turned = right.t()
     return lambda: torch._int_mm(left, turned)
@@ -45,8 +45,7 @@ def _int8(size: int, device: torch.device) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A data type of products: its operands, from which compute capability on the GPU has units for it, and torch's
-    setting for float32 products."""
+    """A data type: its operands, the minimum compute capability, and torch's precision of float32 products."""
 
     operands: Operands
     capability: tuple[int, int] = (0, 0)
@@ -64,47 +63,44 @@ KINDS = {
 }
 ON_CPU = ("bf16", "fp32")
 SIZES = {"cuda": (4096, 8192, 16384), "cpu": (512, 1024, 2048)}
-BEST_S = 0.6  # for each size
+BEST_S = 0.6  # per size
 LASTING_S = 2.5
-# Both matrices, the product and, while fp8 operands are made, their 16-bit originals: bytes an element at the most.
+# Maximum bytes per element: both matrices, the product, and 16-bit originals of fp8 operands.
 ELEMENT_BYTES = 12
 
 
 class Unsupported(Exception):
-    """This device has no units for a kind of product; the text says which has."""
+    """This device does not support a data type."""
 
 
 def supported(name: str, device: torch.device) -> None:
-    """Raise Unsupported for a kind that this GPU has no units for."""
+    """Raise Unsupported for a data type that this GPU does not support."""
     if device.type == "cpu":
         return
     have, need = torch.cuda.get_device_capability(device), KINDS[name].capability
     if have < need:
-        raise Unsupported(f"needs compute capability {need[0]}.{need[1]}, this GPU has {have[0]}.{have[1]}")
+        raise Unsupported(f"needs compute capability {need[0]}.{need[1]}, but this GPU has {have[0]}.{have[1]}")
 
 
 def measure(
     name: str, device: torch.device, clock: Clock, sampler: Sampler | None, budget: Budget, memory: float
 ) -> dict[str, Any]:
-    """Return the rates of one kind in TFLOP/s (10**12 multiplications and additions a second), `memory` bytes being
-    free.
-
-    Raise Unsupported, or RuntimeError where the library cannot multiply this kind.
-    """
+    """Return the rates of one data type in TFLOP/s, with at most `memory` bytes for operands. Raise Unsupported, or
+    RuntimeError if the library does not support it."""
     supported(name, device)
     kind = KINDS[name]
     sizes: list[dict[str, Any]] = []
     torch.set_float32_matmul_precision(kind.float32)
     estimate = 0.0
     for size in SIZES[device.type]:
-        # A product eight times as large takes about eight times as long: it must leave time for the rest.
+        # The next product takes about eight times as long.
         too_slow = estimate * 8 * (MINIMUM_BATCHES + 2) > min(BEST_S * 8, budget.left() - LASTING_S)
         if sizes and (too_slow or size * size * ELEMENT_BYTES > memory):
             break
         call = kind.operands(size, device)
         estimate = best(call, clock, BEST_S, first_call(call, clock))
         sizes.append({"size": size, "tflops": tflops(size, estimate)})
-        del call  # before the next, larger matrices are made
+        del call  # frees memory for the next, larger matrices
     top = max(sizes, key=lambda rate: rate["tflops"])
     return {
         "best_tflops": top["tflops"],
@@ -127,5 +123,5 @@ def _lasting(kind: Kind, size: int, device: torch.device, clock: Clock, sampler:
 
 
 def tflops(size: int, seconds: float) -> float:
-    """Return TFLOP/s: a product of two square matrices is size**3 multiplications and as many additions."""
+    """Return TFLOP/s of a product of two square matrices: 2 * size**3 FLOPs."""
     return 2 * size**3 / seconds / 1e12

@@ -1,5 +1,5 @@
-"""How a call is timed: in batches between device events, in short for the best rate and without a pause for the rate
-that lasts. The clock is that of the recorder (`worker/measure/meters.py`)."""
+"""Measure the best and the sustained time of a call, in batches between device events, with the recorder's clock
+(`worker/measure/meters.py`)."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ from typing import Any
 from ftbench.worker.measure.meters import Clock
 from ftbench.worker.measure.sampler import Sampler
 
-BATCH_S = 0.02  # long against the resolution of an event (0.5 µs) and the gap between two batches (tens of µs)
+BATCH_S = 0.02  # much longer than the resolution of an event (0.5 µs) and the gap between batches (tens of µs)
 MINIMUM_BATCHES = 5
 SAMPLE_S = 0.1
 
@@ -21,33 +21,37 @@ Call = Callable[[], object]
 
 
 class Budget:
-    """Wall seconds that may still be spent, counted from the start of the process that measures."""
+    """A time budget in wall-clock seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Return the seconds; negative once it is spent."""
+        """Return the remaining seconds, negative if it is used up."""
         return self._end - time.monotonic()
 
 
 def first_call(call: Call, clock: Clock) -> float:
-    """Return the seconds of the second call: the first loads kernels, and libraries choose among theirs."""
+    """Return the seconds of the second call. The first one loads and selects kernels."""
     call()
     return timed_batch(call, 1, clock)
 
 
 def best(call: Call, clock: Clock, seconds: float, estimate: float) -> float:
-    """Return the seconds of one call, from batches that together take about `seconds`; `estimate` is what one call
-    takes.
+    """Return the seconds of one call: the median of the faster half of the batches.
 
-    It is the median of the faster half of the batches. What disturbs a batch from outside (an interrupt, another
-    process, a clock that still rises) makes it longer and never shorter, so the slower half says more about the
-    disturbance than about the machine; the single fastest batch would be one lucky reading, and differs more between
-    two sittings than the middle of the faster half does."""
+    Interrupts, other processes and rising clocks only make batches slower, so the slower half is ignored. The single
+    fastest batch varies more between measurements than this median.
+
+    Args:
+        call: The call.
+        clock: The clock.
+        seconds: Total time of all batches.
+        estimate: Estimated seconds of one call.
+    """
     count = batch_size(estimate)
     end = time.perf_counter() + seconds / 3
-    while time.perf_counter() < end:  # clocks rise and caches fill
+    while time.perf_counter() < end:  # warm-up of clocks and caches
         timed_batch(call, count, clock)
     times: list[float] = []
     end = time.perf_counter() + seconds * 2 / 3
@@ -57,17 +61,17 @@ def best(call: Call, clock: Clock, seconds: float, estimate: float) -> float:
 
 
 def faster_half(times: list[float]) -> float:
-    """Return the median of the faster half, rounded up, of some times."""
+    """Return the median of the faster half (rounded up) of the times."""
     return statistics.median(sorted(times)[: math.ceil(len(times) / 2)])
 
 
 def batch_size(estimate: float) -> int:
-    """Return how many calls make a batch, when one takes `estimate` seconds."""
+    """Return the number of calls per batch if one takes `estimate` seconds."""
     return max(1, math.ceil(BATCH_S / max(estimate, 1e-7)))
 
 
 def timed_batch(call: Call, count: int, clock: Clock) -> float:
-    """Return the seconds of one of `count` calls, waiting for the device at the end."""
+    """Return the seconds per call of `count` calls, including the wait for the device."""
     begin = clock.mark()
     for _ in range(count):
         call()
@@ -78,7 +82,7 @@ def timed_batch(call: Call, count: int, clock: Clock) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Lasting:
-    """What a device keeps up: `seconds` of one call over a window from `begin` to `end` (perf_counter)."""
+    """A sustained rate: `seconds` per call over a window from `begin` to `end` (perf_counter)."""
 
     seconds: float
     begin: float
@@ -86,8 +90,8 @@ class Lasting:
 
 
 def lasting(call: Call, clock: Clock, seconds: float, estimate: float) -> Lasting:
-    """Return the mean over the last two thirds of `seconds` in which the device never waits: the next batch is queued
-    while one runs. Before that, clocks and power settle; a mean, since throttling is a part of what lasts."""
+    """Return the mean over the last two thirds of `seconds` under continuous load, after clocks and power have settled.
+    It is a mean because throttling belongs to the sustained rate."""
     count = batch_size(estimate)
     start = time.perf_counter()
     marks = [clock.mark()]
@@ -110,7 +114,7 @@ def lasting(call: Call, clock: Clock, seconds: float, estimate: float) -> Lastin
 
 @contextmanager
 def watching(sampler: Sampler | None) -> Iterator[None]:
-    """Read the driver's counters ten times a second within the block."""
+    """Sample the driver's counters ten times per second within the block."""
     stop = threading.Event()
 
     def watch() -> None:
@@ -127,7 +131,6 @@ def watching(sampler: Sampler | None) -> Iterator[None]:
 
 
 def during(sampler: Sampler | None, begin: float, end: float) -> dict[str, Any]:
-    """Return power (W), clock (MHz), heat (°C) and throttling between two moments; None where the driver does not
-    tell."""
+    """Return power (W), clock (MHz), temperature (°C) and throttle reasons between two times, None if unknown."""
     seen = sampler.over(begin, end) if sampler else {}
     return {name: seen.get(name) for name in ("power_w", "sm_clock_mhz", "temperature_c", "throttle")}
