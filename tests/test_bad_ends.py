@@ -1,7 +1,4 @@
-"""However a run ends, it ends: the right exit code, a state with its reason, the steps that were finished, no process.
-
-Real processes with real training, except where an exception alone tells the whole story.
-"""
+"""Runs that fail or are killed: exit code, state with reason, finished steps, no processes left."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ def assert_kept(command: Command, at_least: int) -> None:
 
 
 def assert_over(command: Command, code: int, state: str) -> None:
-    """Ended with this code and state, told the same on stdout, with no traceback, and left no process."""
+    """Check exit code, state, stdout, and that no traceback and no process is left."""
     assert command.code == code, command.stderr
     assert command.children() == []
     assert command.state()["state"] == state
@@ -83,9 +80,8 @@ def test_ctrl_c_before_training_ends_at_once(tmp_path, phase):
     assert command.phase() == phase
 
 
-def test_an_impatient_user_is_not_punished(tmp_path):
-    """However often Ctrl-C is pressed, the state and the summary are written. The last one may reach a Python that
-    has nothing left to do and dies of it, which a shell shows as the same 130."""
+def test_repeated_ctrl_c_keeps_the_results(tmp_path):
+    """State and summary are written. The last signal may kill Python at its exit, which also gives exit code 130."""
     with Command(write_spec(tmp_path, **ENDLESS), tmp_path / "out", cold=True) as command:
         command.wait_for_run()
         command.wait_until(lambda: command.phase() is not None)
@@ -101,7 +97,7 @@ def test_an_impatient_user_is_not_punished(tmp_path):
     assert "Traceback" not in command.stdout + command.stderr
 
 
-def test_a_training_process_that_is_asked_to_end_by_others_was_interrupted(tmp_path):
+def test_a_terminated_training_process_was_interrupted(tmp_path):
     """A batch system's TERM reaches every process of a job, and the training process may be the first to end."""
     with Command(write_spec(tmp_path, **LONG_PREPARATION), tmp_path / "out") as command:
         command.wait_for_phase("prepare_data")
@@ -124,7 +120,7 @@ def test_a_killed_training_process_is_an_error_that_names_the_signal(tmp_path):
     assert_kept(command, at_least=seen)
 
 
-def test_kill_9_of_ftbench_itself_leaves_no_process_and_a_run_that_can_be_reported(tmp_path):
+def test_kill_9_of_ftbench_leaves_no_process_and_a_readable_run(tmp_path):
     with Command(write_spec(tmp_path, **ENDLESS), tmp_path / "out") as command:
         command.wait_for_steps(20)
         seen = len(command.steps())
@@ -146,7 +142,7 @@ def test_kill_9_of_ftbench_itself_leaves_no_process_and_a_run_that_can_be_report
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_timeout_is_a_state_of_its_own(tmp_path):
+def test_a_timeout_is_a_separate_state(tmp_path):
     with Command(write_spec(tmp_path, **ENDLESS, launch={"timeout_s": 2}), tmp_path / "out") as command:
         command.finish()
     assert_over(command, 1, "timeout")
@@ -160,7 +156,7 @@ def allow_little_memory() -> None:
 
 
 def test_running_out_of_host_memory_is_a_result(tmp_path):
-    """The limit leaves room for a small run and not for what a quarter of a million tokens take."""
+    """The limit is enough for a small run, but not for 250,000 tokens."""
     spec = write_spec(
         tmp_path,
         dataset={"name": "synthetic", "samples": 256, "length": 1024},
@@ -201,7 +197,7 @@ def fill(folder: Path) -> None:
     os.close(file)
 
 
-def test_a_disk_that_fills_up_ends_the_run_with_a_sentence(tmp_path, small_disk):
+def test_a_full_disk_ends_the_run_with_an_error_message(tmp_path, small_disk):
     with Command(write_spec(tmp_path, **ENDLESS), small_disk) as command:
         command.wait_for_steps(20)
         seen = len(command.steps())
@@ -217,7 +213,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_a_sentence(tmp_path, small_disk)
     assert command.summary()["steps"]["total"] == len(command.steps())
 
 
-def test_a_disk_that_is_nearly_full_or_read_only_is_refused_before_anything_is_loaded(tmp_path, small_disk):
+def test_a_nearly_full_or_read_only_disk_is_refused_at_the_start(tmp_path, small_disk):
     (small_disk / "filler").write_bytes(b"\0" * 20 * 2**20)
     with Command(write_spec(tmp_path), small_disk / "out") as command:
         command.finish()
@@ -233,7 +229,7 @@ def test_a_disk_that_is_nearly_full_or_read_only_is_refused_before_anything_is_l
 # --- bad data --------------------------------------------------------------------------------------------------------
 
 
-def test_a_broken_line_in_a_data_file_is_named(tmp_path):
+def test_broken_lines_of_a_data_file_are_named(tmp_path):
     good = '{"instruction": "Say yes.", "output": "Yes."}\n'
     data = tmp_path / "data.jsonl"
     data.write_text(good * 3 + '{"instruction": "Say\n' + good * 3)
@@ -276,7 +272,7 @@ def test_a_data_file_that_cannot_be_used_names_file_and_line(tmp_path, name, con
     assert of_exception(raised.value, "prepare_data", None)["exit_code"] == 2
 
 
-# --- what an exception says ------------------------------------------------------------------------------------------
+# --- exceptions ------------------------------------------------------------------------------------------------------
 
 
 def real(message: str) -> BaseException:
@@ -296,14 +292,14 @@ def real(message: str) -> BaseException:
         (MemoryError(), "host", None),
     ],
 )  # fmt: skip
-def test_running_out_of_memory_is_told_with_where_and_how_much(error, kind, asked):
+def test_out_of_memory_errors_contain_phase_and_size(error, kind, asked):
     found = of_exception(error, "backward", 7)
     assert found["state"] == "oom"
     assert found["oom"] == {"kind": kind, "bytes_requested": asked, "phase": "backward", "step": 7}
     assert found["reason"].startswith(f"out of memory ({kind}) in backward of step 7")
 
 
-def test_torch_s_own_words_for_a_full_host_are_recognised():
+def test_torch_errors_for_host_memory_are_recognized():
     with pytest.raises(RuntimeError) as raised:
         torch.empty(2**60, dtype=torch.uint8)
     found = of_exception(raised.value, "load", None)
@@ -329,7 +325,7 @@ def test_other_failures_are_not_out_of_memory(error):
 
 
 @pytest.mark.parametrize("error", [DataError("data.csv, line 3: bad"), MissingError("no GPU"), NotAppliedError("fp8")])
-def test_an_error_meant_for_the_user_keeps_its_words_and_its_exit_code(error):
+def test_user_errors_keep_message_and_exit_code(error):
     assert of_exception(error, "load", None) == {
         "state": "error", "reason": str(error), "exit_code": error.exit_code,
     }  # fmt: skip
@@ -342,7 +338,7 @@ def test_a_signal_is_an_interruption(error):
     }  # fmt: skip
 
 
-def test_the_columns_of_a_torn_line_are_never_guessed(tmp_path):
+def test_incomplete_lines_are_dropped(tmp_path):
     """What `kill -9` in the middle of a write leaves."""
     path = tmp_path / "steps.csv"
     path.write_text(",".join(COLUMNS) + "\n1,0.1,0.5" + "," * (len(COLUMNS) - 3) + "\n2,0.2,1.2")

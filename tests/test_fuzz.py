@@ -1,4 +1,4 @@
-"""Hostile inputs of every kind, the same each time; `scripts/fuzz` tries others for as long as it is told to."""
+"""Run `scripts/fuzz` with a fixed seed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cases", [8, pytest.param(20, marks=pytest.mark.exhaustive)])
-def test_hostile_inputs_of_every_kind_end_in_a_sentence(tmp_path, cases):
-    """Each is given as long as only a hang takes, on any machine."""
+def test_broken_inputs_give_error_messages(tmp_path, cases):
     command = [sys.executable, ROOT / "scripts" / "fuzz", "--rounds", "1", "--cases", str(cases), "--limit", "60"]
     done = subprocess.run([*command, "--seed", "1", "--keep", tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

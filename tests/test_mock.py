@@ -22,7 +22,7 @@ LATER = {"timeout_s": 240}  # no test waits for longer
 
 @pytest.fixture
 def pretend(tmp_path):
-    """Carries out one run of a mock in a process of its own; a second one with the same name replaces the first."""
+    """Return a function that executes a mock run. A second run with the same name replaces the first."""
     reader, writer = os.pipe()
 
     def run(behaviour, batch=2, method="lora", train=None, measure=None, **launch):
@@ -49,7 +49,7 @@ def pretend(tmp_path):
     os.close(writer)
 
 
-def test_ok_leaves_what_a_run_leaves_and_says_mock_everywhere(pretend):
+def test_ok_writes_all_files_and_is_marked_as_mock(pretend):
     result = pretend("ok")
     run, summary = result.run, result.summary
     assert (result.exit_code, summary.state, summary.gpu) == (0, "ok", "mock (no GPU)")
@@ -68,7 +68,7 @@ def test_ok_leaves_what_a_run_leaves_and_says_mock_everywhere(pretend):
     assert summary.dataset["samples"] == 64
 
 
-def test_figures_follow_from_the_spec_and_grow_with_the_batch(pretend):
+def test_mock_results_depend_on_the_spec(pretend):
     four, again, eight = (pretend("ok", batch=batch).summary for batch in (4, 4, 8))
     qlora = pretend("ok", batch=4, method="qlora").summary
     assert (four.step_time_s, four.memory_gb, four.loss) == (again.step_time_s, again.memory_gb, again.loss)
@@ -78,7 +78,7 @@ def test_figures_follow_from_the_spec_and_grow_with_the_batch(pretend):
     assert qlora.step_time_s["median"] > four.step_time_s["median"]
 
 
-def test_steps_and_accumulation_are_those_of_the_spec(pretend):
+def test_steps_and_accumulation_follow_the_spec(pretend):
     summary = pretend("ok", train={"max_steps": 3, "gradient_accumulation_steps": 2}).summary
     assert summary.steps["total"] == 3
     assert summary.gradient_accumulation_steps == 2
@@ -92,7 +92,7 @@ def test_oom_is_out_of_memory_above_the_batch_that_fits(pretend, fits, batch, st
     assert (peak <= first_gpu(read_json(result.run.machine))["memory_gb"]) == (state == "ok")
 
 
-def test_oom_says_where_and_how_much_was_asked_for(pretend):
+def test_oom_contains_phase_and_size(pretend):
     summary = pretend("oom", batch=8, mock_fits=4).summary
     assert summary.oom == {"kind": "allocator", "bytes_requested": 2 * 2**30, "phase": "forward", "step": 1}
     assert summary.reason == "out of memory (allocator) in forward of step 1, 2.00 GiB asked for"
@@ -107,19 +107,19 @@ def test_crash_is_an_error_with_the_last_line_of_the_log(pretend):
         assert "Traceback" in result.run.log.read_text()
 
 
-def test_flaky_fails_once_and_is_well_when_it_is_tried_again(pretend):
+def test_flaky_fails_once(pretend):
     states = [pretend("flaky").summary for _ in range(3)]
     assert [one.state for one in states] == ["error", "ok", "ok"]
     assert states[0].reason == "ended with exit code 1 and no word: RuntimeError: mock: flaky"
 
 
-def test_one_flaky_run_does_not_heal_another(pretend):
+def test_flaky_runs_are_independent(pretend):
     assert pretend("flaky", batch=1).summary.state == "error"
     assert pretend("flaky", batch=2).summary.state == "error"
     assert pretend("flaky", batch=1).summary.state == "ok"
 
 
-def test_slow_takes_a_second_a_step(pretend, monkeypatch):
+def test_slow_takes_one_second_per_step(pretend, monkeypatch):
     run = pretend("slow", train={"max_steps": 2}).run
     slept = []
     monkeypatch.setattr(mock, "time", types.SimpleNamespace(sleep=slept.append))
@@ -127,13 +127,13 @@ def test_slow_takes_a_second_a_step(pretend, monkeypatch):
     assert slept == [1.0, 1.0]
 
 
-def test_a_mock_that_outlives_its_time_is_ended(pretend):
+def test_a_mock_is_ended_after_the_timeout(pretend):
     result = pretend("slow", timeout_s=0.6)
     assert (result.summary.state, result.exit_code) == ("timeout", 1)
     assert result.summary.reason == "not done after launch.timeout_s = 0.6 seconds"
 
 
-def test_a_mock_imports_nothing_that_trains(pretend):
+def test_a_mock_imports_no_training_library(pretend):
     code = "import sys, ftbench.launch.mock; print({'torch', 'pandas', 'pydantic'} & {*sys.modules})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"
@@ -151,7 +151,7 @@ def test_a_mock_imports_nothing_that_trains(pretend):
         ("grad_norm", 9, "the gradient norm is not a number in 2 steps, first in step 9: lower train.learning_rate"),
     ],
 )
-def test_a_run_whose_loss_or_gradient_is_no_number_has_failed(pretend, monkeypatch, column, first, said):
+def test_a_run_with_nan_losses_or_gradients_has_failed(pretend, monkeypatch, column, first, said):
     """The command's exit code, the run's own files, a sweep and a report agree."""
     row = mock._row
 

@@ -1,4 +1,4 @@
-"""`ftbench probe` from the parent's side: what the child left becomes a document in the store, a table, a ceiling."""
+"""`ftbench probe` with a mock child process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def changed(**changes):
     return {**copy.deepcopy(MEASURED), **changes}
 
 
-def test_the_document_is_kept_under_the_gpu_and_its_uuid(child, tmp_path):
+def test_the_file_name_contains_gpu_and_uuid(child, tmp_path):
     child(MEASURED)
     document, path = probe.probe(tmp_path)
     assert path.parent == tmp_path / "probe"
@@ -77,7 +77,7 @@ def test_the_document_is_kept_under_the_gpu_and_its_uuid(child, tmp_path):
     assert first_gpu(document["machine"])["uuid"] == "GPU-1"
 
 
-def test_every_figure_has_its_place_and_is_null_where_it_was_not_measured(child, tmp_path):
+def test_missing_measurements_are_null(child, tmp_path):
     child({"notes": ["tf32: not measured: no time"], "doing": None, "products": {"bf16": PRODUCT}})
     document, _ = probe.probe(tmp_path)
     assert tuple(document["products"]) == probe.PRECISIONS
@@ -86,7 +86,7 @@ def test_every_figure_has_its_place_and_is_null_where_it_was_not_measured(child,
     assert document["notes"] == ["tf32: not measured: no time"]
 
 
-def test_another_card_of_the_kind_has_a_file_of_its_own():
+def test_each_card_has_a_separate_file():
     names = {probe.file_name({"gpu": {"name": "NVIDIA H200", "uuid": uuid}, "cpu": {}}) for uuid in ("GPU-1", "GPU-2")}
     assert len(names) == 2
 
@@ -111,20 +111,20 @@ def test_measurements_are_kept_if_the_child_is_killed(child, tmp_path, ended, re
 
 
 @pytest.mark.parametrize("left", [None, {"notes": [], "doing": "bf16", "products": {}}])
-def test_a_child_that_measured_nothing_is_an_error_with_its_last_words(child, tmp_path, left):
+def test_a_child_without_measurements_is_an_error_with_its_last_line(child, tmp_path, left):
     child(left, code=1, said="Traceback\nImportError: libcudart.so.13\n")
     with pytest.raises(FtbenchError, match=r"libcudart.so.13.*nothing was measured"):
         probe.probe(tmp_path)
     assert list((tmp_path / "probe").iterdir()) == []
 
 
-def test_a_gpu_that_torch_cannot_use_is_refused_in_the_childs_words(child, tmp_path):
+def test_the_childs_error_is_passed_on(child, tmp_path):
     child({"notes": [], "products": {}, "missing": "this machine has X and torch cannot use it"}, code=3)
     with pytest.raises(MissingError, match="torch cannot use it"):
         probe.probe(tmp_path)
 
 
-def test_a_child_that_goes_on_for_more_than_a_minute_is_stopped(monkeypatch, tmp_path):
+def test_a_child_is_stopped_after_a_minute(monkeypatch, tmp_path):
     clock = iter([100.0, 159.0, 161.0])
     monkeypatch.setattr(process.family, "end_orphans", lambda: None)
     monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
@@ -141,7 +141,7 @@ def test_a_child_that_goes_on_for_more_than_a_minute_is_stopped(monkeypatch, tmp
     assert seen[0] is None
 
 
-def test_a_signal_ends_it_as_interrupted(child, tmp_path):
+def test_a_signal_interrupts_the_probe(child, tmp_path):
     child(MEASURED, code=-15, state="interrupted")
     with pytest.raises(KeyboardInterrupt):
         probe.probe(tmp_path)
@@ -226,14 +226,14 @@ def rates(store, name):
     return ceilings.of(store, name).get("tflops", {})
 
 
-def test_the_ceiling_is_the_best_rate_of_a_gpu_of_that_name(tmp_path):
+def test_the_peak_rate_is_the_best_one_of_the_same_gpu(tmp_path):
     kept(tmp_path, file="a", bf16=790.0, fp8=1400.0)
     kept(tmp_path, file="b", bf16=805.5)
     kept(tmp_path, file="c", name="NVIDIA H200 NVL", bf16=900.0)
     assert rates(tmp_path, "NVIDIA H200") == {"bf16": 805.5, "fp8": 1400.0}
 
 
-def test_there_is_no_ceiling_where_nothing_was_measured(tmp_path):
+def test_without_measurements_there_is_no_peak_rate(tmp_path):
     assert rates(tmp_path, "NVIDIA H200") == {}
     kept(tmp_path, file="a", bf16=790.0)
     kept(tmp_path, file="cpu", kind="cpu", fp32=0.2)
@@ -258,7 +258,7 @@ def command(monkeypatch, capsys, tmp_path):
     return call
 
 
-def test_the_table_shows_every_figure_and_the_file(child, command):
+def test_the_table_shows_all_results_and_the_file(child, command):
     child(changed(links={"gpus": 2, "all_reduce_bus_gbs": 360.0, "pairs": [{"gbs": 380.0}, {"gbs": 250.0}]}))
     code, out, _ = command()
     assert code == 0
@@ -271,7 +271,7 @@ def test_the_table_shows_every_figure_and_the_file(child, command):
     assert "fp8" not in out
 
 
-def test_the_table_of_a_cpu_leaves_out_what_it_has_not(child, command):
+def test_the_table_of_a_cpu_has_no_gpu_rows(child, command):
     cpu = {"notes": ["launch_us: not measured: needs a GPU"], "device": {"kind": "cpu", "threads": 2},
            "products": {"fp32": {**PRODUCT, "best_tflops": 0.19, "sustained_tflops": 0.188, "power_w": None,
                                  "sm_clock_mhz": None}}}  # fmt: skip

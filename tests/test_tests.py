@@ -1,4 +1,4 @@
-"""What every test is held to: no assert reads a clock, and runs begin with their modules."""
+"""Rules for tests: no assert reads a clock, and runs are forked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLOCKS = {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_
 
 
 def reads_clock(node: ast.AST, timed: set[str]) -> bool:
-    """Whether an expression calls `time.<clock>()` or names a variable that holds such a reading."""
+    """Return whether an expression calls `time.<clock>()` or uses a variable with such a value."""
     for part in ast.walk(node):
         if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in CLOCKS:
             if isinstance(part.func.value, ast.Name) and part.func.value.id == "time":
@@ -27,7 +27,7 @@ def reads_clock(node: ast.AST, timed: set[str]) -> bool:
 
 
 def clock_asserts(tree: ast.Module) -> Iterator[int]:
-    """Yield the line of each assert that depends on a clock which its own function reads."""
+    """Yield the line of each assert that depends on a clock read in the same function."""
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
@@ -40,7 +40,7 @@ def clock_asserts(tree: ast.Module) -> Iterator[int]:
                 yield node.lineno
 
 
-def test_the_check_sees_a_clock_and_what_was_computed_from_one():
+def test_the_check_finds_clocks_and_derived_values():
     code = "def f():\n a = time.monotonic()\n b = time.time() - a\n assert b < 5\n assert g() == 1\n"
     assert list(clock_asserts(ast.parse(code))) == [4]
 
@@ -50,8 +50,7 @@ def test_no_assert_reads_a_clock(path):
     assert sorted(set(clock_asserts(ast.parse(path.read_text("utf-8"))))) == []
 
 
-def test_the_runs_of_a_warm_command_are_forked(tmp_path):
-    """Executed they would import for seconds, in every test that trains."""
+def test_runs_of_a_warm_command_are_forked(tmp_path):
     spec = write_sweep(tmp_path, launch={"mock": "slow"}, train={"max_steps": 1000})
     with Night(spec, tmp_path / "out") as night:
         night.until_training()

@@ -35,7 +35,7 @@ def mib(point):
     return {name: round(point[name] * GIB / MIB) for name in CATEGORIES if point[name]}
 
 
-def test_the_peak_is_told_by_what_it_is_for():
+def test_the_peak_is_split_into_categories():
     found = by_category(history())
     assert mib(found["peak"]) == {
         "weights": 100,
@@ -50,7 +50,7 @@ def test_the_peak_is_told_by_what_it_is_for():
     assert found["peak"]["total_gb"] * GIB / MIB == pytest.approx(193)
 
 
-def test_what_is_alive_there_has_its_maker():
+def test_live_blocks_name_their_allocating_line():
     alive = by_category(history())["alive"]
     assert [(each["category"], each["made_by"], round(each["gb"] * GIB / MIB)) for each in alive] == [
         ("weights", None, 100), ("temporary", "loss.py:2 loss", 50), ("activations", "modeling.py:1 forward", 30),
@@ -58,20 +58,20 @@ def test_what_is_alive_there_has_its_maker():
     ]  # fmt: skip
 
 
-def test_gradients_are_those_that_the_optimizer_found():
+def test_gradients_are_the_blocks_before_the_optimizer_step():
     timeline = by_category(history())["timeline"]
     at_update = [point for point in timeline if point["phase"] == "optimizer"]
     assert mib(at_update[0])["gradients"] == 4
     assert "gradients" not in mib(timeline[-1])
 
 
-def test_an_address_used_again_is_another_tensor():
+def test_a_reused_address_is_another_tensor():
     again = [Event(95, GRADIENT, 7 * MIB, "x.py:1 f")]
     found = by_category(history(events=[*history().events, *again]))
     assert mib(found["end"]) == {"weights": 100, "adapters": 4, "optimizer": 8, "temporary": 7}
 
 
-def test_the_categories_add_up_to_what_is_allocated_throughout():
+def test_categories_add_up_to_the_allocated_memory():
     found = by_category(history())
     for point in (found["start"], found["end"], found["peak"], *found["timeline"]):
         assert sum(point[name] for name in CATEGORIES) == pytest.approx(point["total_gb"])
@@ -79,19 +79,19 @@ def test_the_categories_add_up_to_what_is_allocated_throughout():
     assert mib(found["end"]) == {"weights": 100, "adapters": 4, "optimizer": 8}
 
 
-def test_another_moment_can_be_asked_for():
+def test_another_event_can_be_described():
     found = by_category(history(), at=4)  # just before the activations go
     assert mib(found["peak"]) == {"weights": 100, "adapters": 4, "optimizer": 8, "gradients": 4, "activations": 30}
 
 
-def test_what_a_forward_pass_holds_as_memory_runs_out_are_activations():
+def test_blocks_of_a_failed_forward_pass_are_activations():
     events = [Event(10, 21, 5 * MIB), Event(11, 22, 9 * MIB), Event(12, 22, -9 * MIB), Event(20, 21, -5 * MIB)]
     found = by_category(history(events=events, marks=[(5, "forward")], gradients=()), at=2)
     assert mib(found["peak"]) == {"weights": 100, "adapters": 4, "optimizer": 8, "activations": 5}
     assert [each["category"] for each in found["alive"]][1:3] == ["optimizer", "activations"]
 
 
-def test_each_forward_pass_keeps_what_its_own_backward_pass_needs():
+def test_activations_belong_to_their_forward_pass():
     events = [Event(10, 21, 5 * MIB), Event(50, 21, -5 * MIB), Event(110, 22, 6 * MIB), Event(120, 22, -6 * MIB)]
     marks = [(5, "forward"), (30, "backward"), (105, "forward"), (130, "backward")]
     found = by_category(history(events=events, marks=marks, gradients=()))
@@ -99,12 +99,12 @@ def test_each_forward_pass_keeps_what_its_own_backward_pass_needs():
     assert max(mib(point).get("temporary", 0) for point in found["timeline"]) == 6
 
 
-def test_a_step_that_allocates_nothing_has_what_it_holds():
+def test_a_step_without_allocations_shows_live_blocks():
     found = by_category(history(events=[], gradients=()))
     assert mib(found["peak"]) == {"weights": 100, "adapters": 4, "optimizer": 8}
 
 
-def test_many_events_become_few_points_and_none_is_higher():
+def test_the_timeline_has_few_points_and_keeps_the_maximum():
     events = [
         event
         for i in range(3000)

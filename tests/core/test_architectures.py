@@ -61,7 +61,7 @@ KINDS = {
 
 
 def kind_of(parameter):
-    """q and k norms of qwen3 stand under self_attn and count as norms, as in the description."""
+    """Count the q and k norms of qwen3, which are part of self_attn, as norms."""
     if "q_norm" in parameter or "k_norm" in parameter:
         return "norm"
     return next(kind for part, kind in KINDS.items() if part in parameter)
@@ -69,7 +69,7 @@ def kind_of(parameter):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("name", COMPARED)
-def test_the_count_of_each_kind_is_that_of_the_model_built_by_transformers(name):
+def test_parameter_counts_agree_with_transformers(name):
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     config, shape = dict(architectures()[name]), describe(architectures()[name])
@@ -91,7 +91,7 @@ def test_the_count_of_each_kind_is_that_of_the_model_built_by_transformers(name)
 @pytest.mark.parametrize(
     ("name", "bf16", "published"), [("openai/gpt-oss-20b", 39.0, 12.8), ("openai/gpt-oss-120b", 217.6, 60.8)]
 )
-def test_gpt_oss_takes_what_its_model_card_says(name, bf16, published):
+def test_gpt_oss_has_the_size_of_its_model_card(name, bf16, published):
     """Checkpoints of 12.8 and 60.8 GiB: OpenAI, gpt-oss model card, 2025-08."""
     assert describe(architectures()[name]).weight_bytes(2) / GIB == pytest.approx(bf16, abs=0.05)
     assert describe(architectures()[name]).weight_bytes(2, mxfp4=True) / GIB == pytest.approx(published, abs=0.05)

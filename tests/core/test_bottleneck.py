@@ -1,4 +1,4 @@
-"""What a run waits for, from the figures of its steps."""
+"""Bottlenecks of runs."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def window(times=(0.5,) * 10, **columns):
         ({"gpu_busy": 0.97, "throttle": "sw_thermal|sw_power_cap"}, 0.5, "thermally limited"),
     ],
 )
-def test_the_verdict_names_what_the_gpu_waits_for(columns, products, verdict):
+def test_the_verdict_names_the_bottleneck(columns, products, verdict):
     found = classify_bottleneck(window(**columns), True, products)
     assert found.verdict == verdict
     assert "%" in found.why
 
 
-def test_a_share_that_is_no_number_is_left_out():
+def test_nan_shares_are_ignored():
     assert classify_bottleneck(window(gpu_busy=[float("nan"), *[0.98] * 9]), True, 0.5).gpu_busy == pytest.approx(0.98)
 
 
-def test_a_wait_that_the_gpu_works_through_costs_nothing():
+def test_data_wait_does_not_count_if_the_gpu_is_busy():
     assert classify_bottleneck(window(gpu_busy=0.98, data_time_s=0.2), True, 0.5).verdict == "compute-bound"
 
 
-def test_a_wait_counts_where_nobody_knows_how_busy_the_gpu_was():
+def test_data_wait_counts_if_the_busy_share_is_unknown():
     assert classify_bottleneck(window(data_time_s=0.2), True, 0.5).verdict == "data-bound"
     assert classify_bottleneck(window(data_time_s=0.2), False, None).verdict == "data-bound"
 
@@ -61,7 +61,7 @@ def test_a_wait_counts_where_nobody_knows_how_busy_the_gpu_was():
         ({"gpu_busy": 0.99}, True, None, "ftbench probe"),
     ],
 )
-def test_what_is_not_known_gives_no_verdict_and_the_reason(columns, on_gpu, products, why):
+def test_unknown_values_give_no_verdict_but_a_reason(columns, on_gpu, products, why):
     found = classify_bottleneck(window(**columns), on_gpu, products)
     assert found.verdict is None
     assert why in found.why
@@ -71,7 +71,7 @@ def test_a_window_without_steps_gives_no_verdict():
     assert classify_bottleneck([], True, 0.5).verdict is None
 
 
-def test_the_power_limit_is_told_beside_what_the_gpu_is_busy_with():
+def test_the_power_limit_is_reported_in_addition():
     found = classify_bottleneck(
         window(gpu_busy=0.99, throttle=["sw_power_cap"] * 8 + ["none"] * 2, sm_clock_mhz=1650.0), True, 0.6
     )
@@ -80,7 +80,7 @@ def test_the_power_limit_is_told_beside_what_the_gpu_is_busy_with():
     assert found.sm_clock_mhz == pytest.approx(1650)
 
 
-def test_shares_are_of_the_time_and_not_of_the_steps():
+def test_shares_are_weighted_by_time():
     found = classify_bottleneck(window([1.0, 3.0], gpu_busy=[1.0, 0.5], data_time_s=[0.0, 0.4]), True, 0.5)
     assert found.gpu_busy == pytest.approx((1 * 1.0 + 3 * 0.5) / 4)
     assert found.data_wait == pytest.approx(0.1)
@@ -90,13 +90,13 @@ def test_steps_without_a_share_do_not_dilute_the_others():
     assert classify_bottleneck(window([1.0, 1.0], gpu_busy=[None, 0.8]), True, 0.5).gpu_busy == pytest.approx(0.8)
 
 
-def test_what_launches_keep_busy_is_no_work():
+def test_launches_do_not_count_as_busy():
     found = classify_bottleneck(window([0.1] * 4, gpu_busy=0.17, allocations=8000), True, 0.01)
     assert found.gpu_busy == pytest.approx(0.17 - 8000 * 1.1e-6 / 0.1)
     assert classify_bottleneck(window([0.1] * 4, gpu_busy=0.05, allocations=8000), True, 0.01).gpu_busy == 0
 
 
-def test_the_cheap_share_of_a_launch_bound_run_is_the_profilers_on_the_committed_runs():
+def test_busy_shares_of_committed_runs_agree_with_the_profiler():
     """Qwen3-0.6B, batch 1, 64 tokens on an H200: a run, and a profile of the same step (results/h200/launch-bound)."""
     folder = Path("results/h200/launch-bound")
     rows, _ = read_steps(folder / "qwen3-0.6b-lora-b1-dcc2630c0176-r1/steps.csv")

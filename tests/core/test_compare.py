@@ -1,4 +1,4 @@
-"""Ratios, intervals and break-even, against other ways to compute them and against what they promise."""
+"""Ratios, intervals and break-even points, compared with other formulas and simulations."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def keys(found):
     return [one.key for one in found]
 
 
-def test_the_same_recipe_has_no_differences():
+def test_equal_recipes_have_no_differences():
     assert differences(PROVEN | {"driver": "580"}, PROVEN | {"driver": "580"}) == []
 
 
-def test_what_differs_and_what_one_side_lacks_is_listed():
+def test_different_and_missing_settings_are_listed():
     found = differences(PROVEN | {"driver": "580", "x": "1"}, PROVEN | {"driver": "575"})
     assert [str(one) for one in found] == ["driver: 580 → 575", "x: 1 → unknown"]
 
 
-def test_without_the_tokens_hash_on_both_sides_nothing_is_proven():
+def test_missing_hashes_on_both_sides_count():
     assert keys(differences({}, {})) == ["dataset.hash", "dataset.order_hash"]
     assert keys(differences({"dataset.hash": "a"}, {"dataset.hash": "a"})) == ["dataset.order_hash"]
 
 
-def test_what_the_axis_implies_is_no_difference():
+def test_implied_settings_do_not_count():
     assert differences(PROVEN | {"gpu": "A"}, PROVEN | {"gpu": "B"}, lambda key: key == "gpu") == []
 
 
@@ -69,11 +69,11 @@ def test_what_the_axis_implies_is_no_difference():
         (0.95, 5, 2.015),
     ],
 )
-def test_quantiles_are_those_of_the_tables(p, freedom, quantile):
+def test_t_quantiles_agree_with_tables(p, freedom, quantile):
     assert t_quantile(p, freedom) == pytest.approx(quantile, abs=1e-3)
 
 
-def test_many_degrees_of_freedom_are_the_normal_distribution():
+def test_t_approaches_the_normal_distribution():
     assert t_quantile(0.975, 1e6) == pytest.approx(statistics.NormalDist().inv_cdf(0.975), abs=1e-4)
 
 
@@ -88,32 +88,32 @@ def test_welch_by_hand():
     assert (found.basis, found.runs, found.verdict) == ("runs", (3, 3), "higher")
 
 
-def test_one_run_a_side_has_no_interval_between_runs():
+def test_single_runs_give_no_interval():
     found = ratio_of_runs([2.0], [3.0])
     assert found.value == pytest.approx(1.5)
     assert (found.low, found.verdict) == (None, "unknown")
 
 
-def test_one_repeated_side_speaks_for_both():
+def test_one_repeated_side_gives_the_variance_of_both():
     found = ratio_of_runs([10.0], [11.0, 12.0, 13.0])
     spread = statistics.stdev(map(math.log, [11.0, 12.0, 13.0]))
     assert math.log(found.high / found.value) == pytest.approx(t_quantile(0.975, 2) * spread * math.sqrt(1 + 1 / 3))
     assert found.verdict == "not distinguishable"
 
 
-def test_runs_that_agree_to_the_last_digit_have_an_interval_without_width():
+def test_equal_runs_give_an_interval_of_width_zero():
     assert ratio_of_runs([2.0, 2.0], [2.0, 2.0]).verdict == "not distinguishable"
     assert ratio_of_runs([2.0, 2.0], [3.0, 3.0]).verdict == "higher"
 
 
 @pytest.mark.parametrize("values", [[], [0.0], [-1.0, 2.0]])
-def test_what_has_no_logarithm_has_no_ratio(values):
+def test_values_without_a_logarithm_give_no_ratio(values):
     assert geometric_mean(values) is None
     assert ratio_of_runs(values, [1.0]) is None
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=2, max_size=6), st.lists(st.floats(0.5, 2.0), min_size=2, max_size=6))
-def test_turned_around_the_ratio_is_its_inverse(baseline, candidate):
+def test_swapping_sides_inverts_the_ratio(baseline, candidate):
     there, back = ratio_of_runs(baseline, candidate), ratio_of_runs(candidate, baseline)
     assert there.value * back.value == pytest.approx(1)
     assert there.low * back.high == pytest.approx(1)
@@ -124,7 +124,7 @@ def covered(make, trials=400):
     return sum(found.low <= truth <= found.high for found, truth in (make(dice) for _ in range(trials))) / trials
 
 
-def test_the_interval_between_runs_holds_the_truth_in_95_of_100():
+def test_intervals_between_runs_cover_the_truth():
     def make(dice):
         sides = [[math.exp(dice.gauss(mean, 0.02)) for _ in range(3)] for mean in (0.0, 0.1)]
         return ratio_of_runs(*sides), math.exp(0.1)
@@ -132,7 +132,7 @@ def test_the_interval_between_runs_holds_the_truth_in_95_of_100():
     assert 0.92 <= covered(make) <= 0.99
 
 
-def test_what_is_known_of_like_runs_counts_as_one_run_more():
+def test_a_known_spread_counts_as_one_run():
     baseline, candidate = [10.0, 10.02], [11.0, 11.01, 11.02]
     found = ratio_of_runs(baseline, candidate, spread=0.002)
     variances = []
@@ -142,12 +142,12 @@ def test_what_is_known_of_like_runs_counts_as_one_run_more():
     half = t_quantile(0.975, 2) * math.sqrt(sum(variances))
     assert math.log(found.high / found.value) == pytest.approx(half)
     assert (found.verdict, found.basis) == ("higher", "runs")
-    # Two runs a side that happen to agree say no more than like runs do; and those that do not, are believed.
+    # The known spread widens the interval of two equal runs, but does not narrow that of two different ones.
     assert ratio_of_runs([2.0, 2.0], [2.001, 2.001], spread=0.002).verdict == "not distinguishable"
     assert ratio_of_runs([2.0, 3.0], [2.4, 3.3], spread=0.002).verdict == "not distinguishable"
 
 
-def test_a_side_that_ran_once_makes_an_answer_likely_at_most():
+def test_a_single_run_gives_at_most_likely():
     assert ratio_of_runs([10.0], [11.0, 11.02], spread=0.002).verdict == "likely higher"
     assert ratio_of_runs([10.0, 10.01], [11.0, 11.02], spread=0.002).verdict == "higher"
 
@@ -158,7 +158,7 @@ def test_a_side_that_ran_once_makes_an_answer_likely_at_most():
     [lambda dice: 0.0005, lambda dice: 0.0025, lambda dice: 0.005, lambda dice: 0.02, lambda dice: 0.1,
      lambda dice: dice.choice([0.0005, 0.002, 0.005, 0.02]), lambda dice: 0.0025 / abs(dice.gauss(0, 1))],
 )  # fmt: skip
-def test_however_far_runs_spread_an_interval_with_what_is_known_holds_the_truth(runs, deviation):
+def test_intervals_with_a_known_spread_cover_the_truth(runs, deviation):
     """A card at its power limit, a host that stalls, and specs that are unlike each other in this."""
 
     def make(dice):
@@ -169,9 +169,9 @@ def test_however_far_runs_spread_an_interval_with_what_is_known_holds_the_truth(
     assert covered(make) >= 0.93
 
 
-def test_the_spread_of_like_runs_is_what_the_committed_runs_say():
-    """The likelihood of the repeated specs' variances, which follow a scaled F distribution where variances follow a
-    scaled inverse χ², is hardly better anywhere than at what is shipped."""
+def test_the_typical_spread_agrees_with_committed_runs():
+    """No other constants give a much higher likelihood of the variances of the repeated specs, which follow a scaled F
+    distribution."""
     groups: dict[tuple[Path, str], list[float]] = {}
     for file in sorted(RESULTS.rglob("summary.json")):
         summary = json.loads(file.read_text("utf-8"))
@@ -199,7 +199,7 @@ def _log_f(x, d1, d2):
 # --- within runs -----------------------------------------------------------------------------------------------------
 
 
-def test_the_interval_within_runs_holds_the_ratio_of_the_medians_in_95_of_100():
+def test_intervals_within_runs_cover_the_ratio_of_medians():
     def make(dice):
         sides = [[math.exp(dice.gauss(mean, 0.05)) for _ in range(25)] for mean in (0.0, 0.1)]
         value = statistics.fmean(sides[1]) / statistics.fmean(sides[0])
@@ -208,7 +208,7 @@ def test_the_interval_within_runs_holds_the_ratio_of_the_medians_in_95_of_100():
     assert covered(make) >= 0.93
 
 
-def test_pairs_of_the_same_tokens_see_what_the_lengths_would_hide():
+def test_pairing_removes_the_variance_of_lengths():
     dice = random.Random(1)
     baseline = [dice.uniform(1, 3) for _ in range(40)]
     candidate = [1.02 * x * dice.uniform(0.999, 1.001) for x in baseline]
@@ -217,7 +217,7 @@ def test_pairs_of_the_same_tokens_see_what_the_lengths_would_hide():
     assert ratio_of_steps(value, baseline, candidate, paired=False).verdict == "not distinguishable"
 
 
-def test_the_interval_holds_the_ratio_and_grows_where_long_steps_pull_it_away():
+def test_long_steps_widen_the_interval():
     baseline = [1.0 + 0.001 * i for i in range(20)]
     candidate = [*baseline[:-2], 9.0, 9.0]
     value = statistics.fmean(candidate) / statistics.fmean(baseline)
@@ -227,11 +227,11 @@ def test_the_interval_holds_the_ratio_and_grows_where_long_steps_pull_it_away():
 
 
 @pytest.mark.parametrize("count", range(6))
-def test_fewer_than_six_steps_have_no_interval(count):
+def test_fewer_than_six_steps_give_no_interval(count):
     assert ratio_of_steps(1.2, [1.0] * count, [1.2] * 30, paired=False) == Ratio(1.2)
 
 
-def test_one_run_a_side_is_likely_at_most_and_never_surer_than_like_runs_agree():
+def test_single_runs_use_the_spread_between_runs():
     baseline, candidate = [1 + 0.001 * i for i in range(20)], [1.01 + 0.001 * i for i in range(20)]
     near = ratio_of_steps(1.01, baseline, candidate, paired=True, spread=0.0)
     assert (near.verdict, near.direction) == ("likely higher", "higher")
@@ -240,7 +240,7 @@ def test_one_run_a_side_is_likely_at_most_and_never_surer_than_like_runs_agree()
     assert math.log(far.high / near.high) == pytest.approx(1.96 * math.sqrt(2) * 0.01, rel=0.1)
 
 
-def test_of_like_runs_one_pair_in_twenty_is_told_apart():
+def test_five_percent_of_equal_pairs_differ():
     """Runs of one spec differ by more than their own steps do."""
     dice = random.Random(11)
 
@@ -257,7 +257,7 @@ def test_of_like_runs_one_pair_in_twenty_is_told_apart():
     assert told_apart(0.0025) <= 0.06
 
 
-def test_the_spread_between_like_runs_is_the_middle_one_of_those_repeated():
+def test_the_spread_is_the_median_over_groups():
     dice = random.Random(2)
     groups = [[math.exp(dice.gauss(0, 0.003)) for _ in range(count)] for count in (2, 3, 2, 4) * 100]
     assert spread_between(groups) == pytest.approx(0.003, rel=0.1)
@@ -265,8 +265,8 @@ def test_the_spread_between_like_runs_is_the_middle_one_of_those_repeated():
     assert spread_between([[1.0], []]) == TYPICAL_SPREAD
 
 
-def test_intervals_of_many_comparisons_hold_all_at_once():
-    """Twelve comparisons of like runs, three a side: in 95 of 100 such tables nothing is told apart."""
+def test_corrected_intervals_hold_simultaneously():
+    """In 95 of 100 tables of twelve comparisons of equal recipes, no comparison is significant."""
     dice = random.Random(4)
 
     def tables(comparisons):
@@ -280,14 +280,14 @@ def test_intervals_of_many_comparisons_hold_all_at_once():
     assert tables(12) <= 0.07
 
 
-def test_an_interval_that_says_nothing_is_called_vague():
+def test_a_wide_interval_is_vague():
     stalled = ratio_of_runs([1213.0, 1451.0], [15401.0, 15488.0])
     assert (stalled.vague, stalled.direction) == (True, "higher")
     assert not ratio_of_runs([9116.0, 9131.0], [16383.0, 16431.0]).vague
     assert math.isfinite(ratio_of_runs([1.0, 1e9], [1e9, 1.0], comparisons=100).high)
 
 
-def test_the_error_of_a_median_is_near_that_of_a_normal_sample():
+def test_the_error_of_a_median_is_near_the_theoretical_one():
     dice = random.Random(3)
     errors = [median_error([dice.gauss(0, 1) for _ in range(101)]) for _ in range(200)]
     assert statistics.fmean(errors) == pytest.approx(math.sqrt(math.pi / 2 / 101), rel=0.1)
@@ -309,14 +309,14 @@ def test_the_error_of_a_median_is_near_that_of_a_normal_sample():
         (Pace(0.1, 20, 4), Pace(0, 10, 4), "never", None),
     ],
 )
-def test_who_is_ahead_when(baseline, candidate, when, steps):
+def test_break_even_points(baseline, candidate, when, steps):
     found = break_even(baseline, candidate)
     assert found.when == when
     assert found.steps == (None if steps is None else pytest.approx(steps))
 
 
 @given(st.floats(0, 100), st.floats(0, 100), st.floats(0.1, 10), st.floats(0.1, 10), st.integers(1, 8))
-def test_at_the_break_even_both_have_taken_as_long(start, other, rate, faster, samples):
+def test_both_sides_take_equally_long_at_break_even(start, other, rate, faster, samples):
     baseline, candidate = Pace(start, rate, 4), Pace(other, faster, samples)
     found = break_even(baseline, candidate)
     if found.steps is not None:

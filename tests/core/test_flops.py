@@ -19,22 +19,22 @@ def shape(base=1000, base_trained=0, head=100, head_trained=0, adapters=0, width
     )
 
 
-def test_full_training_takes_six_flops_a_weight_and_token():
+def test_full_training_takes_six_flops_per_weight_and_token():
     assert linear_per_token(shape(base=1000, base_trained=1000)) == 6 * 1000
     assert head_per_token(shape(head=100, head_trained=100)) == 6 * 100
 
 
-def test_lora_takes_four_flops_a_frozen_weight_and_six_an_adapter_weight():
+def test_lora_takes_four_flops_per_frozen_and_six_per_adapter_weight():
     assert linear_per_token(shape(base=1000, adapters=10)) == 4 * 1000 + 6 * 10
     assert head_per_token(shape(head=100, adapters=10)) == 4 * 100
 
 
-def test_partly_trained_weights_lie_between():
+def test_partly_trained_weights_are_between():
     assert linear_per_token(shape(base=1000, base_trained=250)) == 4 * 1000 + 2 * 250
     assert head_per_token(shape(head=100, head_trained=25)) == 4 * 100 + 2 * 25
 
 
-def test_the_output_head_and_the_layers_are_counted_apart():
+def test_the_output_head_is_counted_separately():
     assert linear_per_token(shape(head=100, head_trained=100)) == linear_per_token(shape(head=0))
     assert head_per_token(shape(base=1000, base_trained=1000, adapters=10)) == head_per_token(shape(base=0))
 
@@ -44,14 +44,14 @@ def test_recomputation_is_one_forward_pass_without_the_output_head():
 
 
 def causal_attention(length, width, window):
-    """FLOPs of one layer's forward pass over one sequence, position by position: scores and values over all the keys
-    that a position sees. Half of its own key counts, as in the halved square."""
+    """Return the FLOPs of one layer's forward pass, summed over positions: scores and values for all visible keys. The
+    own key counts half, as in half of the square."""
     keys = sum(min(position, window or length) - 0.5 for position in range(1, length + 1))
     return 2 * 2 * width * keys
 
 
 @given(st.integers(1, 300), st.integers(1, 64), st.one_of(st.none(), st.integers(1, 400)))
-def test_attention_is_that_of_counting_keys(length, width, window):
+def test_attention_agrees_with_counting_keys(length, width, window):
     counted = attention_per_token(shape(widths=[width], windows=[window]), length, passes=1) * length
     reference = causal_attention(length, width, window)
     within_half_a_key = 2 * 2 * width * 0.5 * length
@@ -77,13 +77,13 @@ def test_layers_add_up():
     assert attention_per_token(two, 50) == pytest.approx(sum(apart))
 
 
-def test_model_flops_do_not_know_of_padding_or_recomputation():
+def test_model_flops_exclude_padding_and_recomputation():
     one = shape(adapters=10, widths=[8])
     layers = linear_per_token(one) + attention_per_token(one, 40)
     assert model_flops(one, 500, 200, 40) == 500 * layers + 200 * head_per_token(one)
 
 
-def test_logits_count_for_the_tokens_that_carry_loss_only():
+def test_logits_count_for_label_tokens_only():
     one = shape(widths=[8])
     assert model_flops(one, 500, 0, 40) == model_flops(shape(head=0, widths=[8]), 500, 500, 40)
     assert model_flops(one, 500, 3, 40) - model_flops(one, 500, 2, 40) == 4 * 100
@@ -96,7 +96,7 @@ def test_hardware_flops_count_recomputation_once():
     assert again - plain == 100 * (linear_recompute_per_token(one) + attention_per_token(one, 40, passes=1))
 
 
-def test_a_loss_over_chunks_makes_the_logits_a_second_time_forward():
+def test_a_chunked_loss_recomputes_the_logits():
     one = shape(head_trained=100, adapters=10, widths=[8])
     plain, again = (hardware_flops(one, 100, 30, 40, False, head_recompute=chunked) for chunked in (False, True))
     assert again - plain == 30 * 2 * 100
@@ -115,7 +115,7 @@ SHAPES = st.integers(0, 4).flatmap(
 
 
 @given(SHAPES, COUNTS, COUNTS, COUNTS, COUNTS, st.integers(1, 4096), st.integers(0, 4096), st.booleans(), st.booleans())
-def test_hardware_never_computes_less_than_the_model_needs(
+def test_hardware_flops_are_at_least_model_flops(
     one, tokens, padding, labels, other_logits, length, longer, recompute, head_recompute
 ):
     needed = model_flops(one, tokens, labels, length)
@@ -124,12 +124,12 @@ def test_hardware_never_computes_less_than_the_model_needs(
 
 
 @given(SHAPES, COUNTS, COUNTS, st.integers(1, 4096))
-def test_without_padding_and_recomputation_both_are_the_same(one, tokens, labels, length):
+def test_without_padding_and_recomputation_both_are_equal(one, tokens, labels, length):
     computed = hardware_flops(one, tokens, labels, length, recompute=False, head_recompute=False)
     assert computed == pytest.approx(model_flops(one, tokens, labels, length))
 
 
-def test_the_palm_formula_comes_out_for_a_dense_model():
+def test_a_dense_model_agrees_with_the_palm_formula():
     """PaLM, appendix B: 6 N + 12 L H Q T for a square; a causal product computes half of it."""
     layers, heads, head_dim, length, weights, head = 32, 16, 64, 2048, 10**9, 10**8
     one = shape(weights - head, weights - head, head, head, widths=[heads * head_dim] * layers)

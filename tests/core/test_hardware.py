@@ -35,7 +35,7 @@ from ftbench.core.hardware import find_gpu, gpus, gpus_called, supports_fp8
         ("Tesla V100-PCIE-32GB", "V100 PCIe 32GB"),
     ],
 )
-def test_a_name_as_the_driver_reports_it_finds_its_row(driver_name, row):
+def test_driver_names_find_their_row(driver_name, row):
     assert find_gpu(driver_name).name == row
 
 
@@ -61,12 +61,12 @@ def test_a_name_that_only_contains_a_known_one_is_unknown(driver_name):
         "NVIDIA GeForce RTX 5090 D",
     ],
 )
-def test_a_slice_or_a_lesser_card_does_not_get_the_peak_of_its_namesake(driver_name):
+def test_variants_of_a_card_are_unknown(driver_name):
     assert find_gpu(driver_name) is None
 
 
 @pytest.mark.parametrize("gpu", gpus(), ids=lambda gpu: gpu.name)
-def test_each_name_of_a_row_leads_to_that_row(gpu):
+def test_each_name_finds_its_row(gpu):
     assert all(find_gpu(f"NVIDIA {name.removeprefix('NVIDIA ')}") is gpu for name in gpu.match)
 
 
@@ -81,11 +81,11 @@ def test_a_row_is_plausible(gpu):
 
 
 @pytest.mark.parametrize("gpu", [gpu for gpu in gpus() if gpu.compute_capability], ids=lambda gpu: gpu.name)
-def test_a_peak_in_fp8_goes_with_a_capability_that_has_it(gpu):
+def test_rows_with_an_fp8_peak_support_fp8(gpu):
     assert (gpu.fp8 is not None) == supports_fp8(gpu.compute_capability)
 
 
-def test_peaks_are_known_by_precision_and_unknown_otherwise():
+def test_peaks_depend_on_the_precision():
     h200 = find_gpu("NVIDIA H200")
     assert h200.peak_tflops("bf16") == h200.peak_tflops("fp16") == 989
     assert h200.peak_tflops("fp8") == 1979
@@ -112,7 +112,7 @@ def test_a_gpu_without_bf16_has_the_peak_of_fp16_only():
         ("", []),
     ],
 )
-def test_words_of_a_name_find_the_cards_that_are_called_so(words, names):
+def test_parts_of_a_name_find_all_matching_cards(words, names):
     assert [gpu.name for gpu in gpus_called(words)] == names
 
 

@@ -1,4 +1,4 @@
-"""The verdict on learning: what follows, what does not, and what cannot be told."""
+"""Verdicts on what two runs learn."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def changed(steps, **values):
     [(1.005, 0.01, FOLLOWS), (1.02, 0.01, DIFFERS), (1.02, 0.05, FOLLOWS), (0.998, 0.001, DIFFERS)],
 )
 @pytest.mark.parametrize("paired", [True, False])
-def test_mean_losses_are_held_to_a_tolerance(factor, tolerance, verdict, paired):
+def test_mean_losses_are_compared_with_the_tolerance(factor, tolerance, verdict, paired):
     found = learning_verdict(losses(), losses(factor), tolerance, paired=paired)
     assert (found.verdict, found.tolerance) == (verdict, tolerance)
     assert found.change == pytest.approx(factor - 1)
     assert found.worst == (pytest.approx(abs(factor - 1)) if paired else None)
 
 
-def test_one_step_in_twenty_may_be_outside():
+def test_five_percent_of_steps_may_exceed_the_tolerance():
     found = learning_verdict(losses(), changed(losses(), step_7=2.3), 0.01, paired=True)
     assert (found.verdict, found.step) == (FOLLOWS, 7)
     swung = changed(losses(), step_7=2.3, step_8=1.94, step_9=2.0)
@@ -51,7 +51,7 @@ def test_one_step_in_twenty_may_be_outside():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_or_gradient_norm_that_is_no_number_is_a_failure(value):
+def test_nan_losses_and_gradient_norms_are_failures(value):
     found = learning_verdict(losses(), changed(losses(), step_7=value, step_9=value), 0.05, paired=True)
     assert (found.verdict, found.failed) == (NOT_FINITE, True)
     assert found.reason == "the loss is not a number in 2 steps, first in step 7"
@@ -59,17 +59,17 @@ def test_a_loss_or_gradient_norm_that_is_no_number_is_a_failure(value):
     assert (found.verdict, "gradient norm" in found.reason) == (NOT_FINITE, True)
 
 
-def test_a_baseline_that_went_wrong_is_nothing_to_be_held_against():
+def test_a_diverged_baseline_gives_no_verdict():
     found = learning_verdict(changed(losses(), step_1=math.nan), losses(), 0.05, paired=True)
     assert (found.verdict, found.failed) == (CANNOT_TELL, False)
 
 
-def test_without_a_step_of_both_nothing_is_told():
+def test_without_common_steps_there_is_no_verdict():
     assert learning_verdict(losses(), [], 0.01, paired=True).verdict == CANNOT_TELL
     assert learning_verdict(losses(count=3), losses(count=3), 0.01, paired=True).verdict == CANNOT_TELL
 
 
-# --- what a reference must have learned ------------------------------------------------------------------------------
+# --- progress of the reference ---------------------------------------------------------------------------------------
 
 
 def random_tokens(seed, slope=0.0, count=40):
@@ -83,8 +83,8 @@ def random_tokens(seed, slope=0.0, count=40):
 
 
 @pytest.mark.parametrize("slope", [0.0, 5e-6, -5e-6], ids=["learning rate 0", "gradient reversed", "trained"])
-def test_a_loss_that_does_not_fall_proves_nothing(slope):
-    """What was seen on random weights: a learning rate of 0 differed by 0.005 %, a reversed gradient by 0.011 %."""
+def test_a_constant_loss_gives_no_verdict(slope):
+    """With random weights, a learning rate of 0 differed by 0.005 %, a reversed gradient by 0.011 %."""
     found = learning_verdict(random_tokens(1, -2e-6), random_tokens(2, slope), 0.01, paired=True)
     assert abs(found.change) < 0.001
     assert (found.verdict, found.failed) == (CANNOT_TELL, False)
@@ -93,7 +93,7 @@ def test_a_loss_that_does_not_fall_proves_nothing(slope):
 
 @pytest.mark.parametrize("tolerance", [0.001, 0.01, 0.05])
 @pytest.mark.parametrize("seed", range(20))
-def test_where_a_verdict_is_given_a_run_that_learns_nothing_is_caught(tolerance, seed):
+def test_a_run_that_learns_nothing_is_caught(tolerance, seed):
     """The control of a learning rate of 0 on any curve: it stays at the level where the reference began."""
     dice = random.Random(seed)
     fall, shape, noise = dice.uniform(0, 0.2), dice.uniform(1, 30), 10 ** dice.uniform(-4, -1)
@@ -106,7 +106,7 @@ def test_where_a_verdict_is_given_a_run_that_learns_nothing_is_caught(tolerance,
     assert caught.verdict != FOLLOWS or told.verdict == CANNOT_TELL
 
 
-def test_noise_alone_is_rarely_taken_for_learning():
+def test_noise_is_rarely_taken_for_learning():
     dice = random.Random(5)
     taken = sum(
         (learned([TrainedStep(i, 4.0, 9.0, 2 + 0.2 * dice.gauss(0, 1)) for i in range(40)]) or 0) > 0
@@ -115,7 +115,7 @@ def test_noise_alone_is_rarely_taken_for_learning():
     assert taken < 50  # one side of a 95 % interval: one in forty
 
 
-def test_what_was_learned_is_what_a_run_at_rest_would_miss():
+def test_progress_is_the_difference_to_a_constant_loss():
     steps = [TrainedStep(i, 4.0, 9.0, 4.0 if i < 10 else 2.0) for i in range(100)]
     mean = 2.2
     assert learned(steps) == pytest.approx((4 - mean) / mean, rel=0.1)
@@ -127,7 +127,7 @@ SAMPLES = [(count, 4.0 + place % 3) for place, count in enumerate([3, 9, 30, 12,
 
 
 def in_steps(order, size, norm=1.0):
-    """The samples in this order, `size` a step, each with its mean loss a label token."""
+    """Return steps of `size` samples in this order, each with its mean loss per label token."""
     found = []
     for at in range(0, len(order), size):
         part = [SAMPLES[place] for place in order[at : at + size]]
@@ -138,13 +138,13 @@ def in_steps(order, size, norm=1.0):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_the_mean_over_the_same_samples_does_not_ask_for_their_order(size):
+def test_the_mean_does_not_depend_on_the_order(size):
     found = learning_verdict(in_steps(range(6), 2), in_steps([4, 0, 5, 2, 1, 3], size), 0.001, paired=False)
     assert (found.failed, found.step) == (False, None)
     assert found.change == pytest.approx(0, abs=1e-9)
 
 
-def test_a_mean_covers_as_many_samples_as_both_have_seen_in_whole_steps():
+def test_means_cover_the_common_samples():
     longer = [*in_steps(range(6), 2), TrainedStep(4, 2.0, 10.0, 99.0)]
     assert not learning_verdict(longer, in_steps(range(6), 3), 0.001, paired=False).failed
     halved = [TrainedStep(s.step, s.samples, s.labels, s.loss * 0.9) for s in in_steps(range(6), 6)]
@@ -153,11 +153,11 @@ def test_a_mean_covers_as_many_samples_as_both_have_seen_in_whole_steps():
 
 
 @pytest.mark.parametrize("other", [[], [TrainedStep(1, 100.0, 5.0, 1.0)], [TrainedStep(1, None, 5.0, 1.0)]])
-def test_without_a_whole_step_of_both_no_mean_is_compared(other):
+def test_without_common_samples_there_is_no_verdict(other):
     assert learning_verdict(in_steps(range(6), 2), other, 0.05, paired=False).verdict == CANNOT_TELL
 
 
-def test_gradient_norms_are_compared_where_steps_are_equally_large():
+def test_gradient_norms_are_compared_for_equal_step_sizes():
     plain = in_steps(range(6), 2)
     assert learning_verdict(plain, in_steps(range(6), 2, 0.99), 0.05, paired=True).grad_norm == pytest.approx(-0.01)
     assert learning_verdict(plain, in_steps(range(6), 3, 0.99), 0.05, paired=False).grad_norm is None

@@ -1,4 +1,4 @@
-"""Each term against what it must be: published rules, the parameters of real models, what an H200 allocated."""
+"""Memory terms, compared with published rules, real models, and measurements on an H200."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(name: str) -> ModelShape:
     return describe(architectures()[name])
 
 
-def test_the_rules_of_thumb_are_special_cases_of_the_terms() -> None:
+def test_rules_of_thumb_are_special_cases() -> None:
     """1600, 412 and 103 GB for 100 B parameters: float32 and AdamW in full, 1 % LoRA, 8-bit weights with 1 % LoRA."""
     n, adapted = 100 * 10**9, 10**9
 
@@ -48,7 +48,7 @@ def test_the_rules_of_thumb_are_special_cases_of_the_terms() -> None:
     assert n / GB + small == 103
 
 
-def test_weights_of_qwen3_8b_are_what_an_h200_held() -> None:
+def test_weights_of_qwen3_8b_agree_with_a_measurement() -> None:
     """results/h200/qwen3-8b-frontier: weights_gb_by_dtype of the applied.json files."""
     shape = model("Qwen/Qwen3-8B")
     assert weights.weights(shape, LORA) / GIB == pytest.approx(15.2564, abs=1e-4)
@@ -59,7 +59,7 @@ def test_weights_of_qwen3_8b_are_what_an_h200_held() -> None:
     assert adapter_parameters(shape, QLORA.targets, QLORA.rank) == 21_823_488
 
 
-def test_double_quantisation_saves_what_its_paper_says() -> None:
+def test_double_quantization_agrees_with_its_paper() -> None:
     """Dettmers et al. 2023: constants take 0.5 bits a parameter, and 0.127 quantised again."""
     n = 10**9
     assert (weights.four_bit(n, False) - n / 2) * 8 / n == pytest.approx(0.5)
@@ -78,7 +78,7 @@ def test_fused_experts_stay_in_16_bits(name: str) -> None:
     assert weights.weights(shape, quantised) > shape.parameters["experts"] * 2
 
 
-def test_experts_of_gpt_oss_stay_as_they_are_published() -> None:
+def test_experts_of_gpt_oss_keep_their_format() -> None:
     """docs/how-to/gpt-oss.md: 12.8 and 60.8 GiB, and the largest matrix of a layer written out: 1.0 and 4.0."""
     recipe = TrainingPlan(adapter=4, rank=8, quantised=True, mxfp4=True)
     for name, held, written in (("openai/gpt-oss-20b", 12.8, 1.0), ("openai/gpt-oss-120b", 60.8, 4.0)):
@@ -96,7 +96,7 @@ def test_frozen_weights_in_eight_bits_are_as_large_as_in_sixteen_and_smaller_tha
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_products_in_eight_bits_save_no_input_of_their_own(compiled: bool) -> None:
+def test_eight_bit_products_save_no_extra_input(compiled: bool) -> None:
     shape, batch = model("Qwen/Qwen3-8B"), BatchShape(4, 2048, 8188)
     given = {"adapter": 4, "rank": 8, "targets": EVERYWHERE, "compiled": compiled}
     first = shape.layers[0]
@@ -105,7 +105,7 @@ def test_products_in_eight_bits_save_no_input_of_their_own(compiled: bool) -> No
     )
 
 
-def test_checkpoints_in_host_memory_leave_two_on_the_device() -> None:
+def test_offloaded_checkpoints_leave_two_on_the_device() -> None:
     shape, batch = model("Qwen/Qwen3-8B"), BatchShape(4, 2048, 8188)
 
     def marks(checkpointing: str) -> float:
@@ -115,7 +115,7 @@ def test_checkpoints_in_host_memory_leave_two_on_the_device() -> None:
     assert marks("offload") * 18 == marks("full")
 
 
-def test_a_compiled_loss_over_chunks_holds_no_logits_in_float32() -> None:
+def test_a_compiled_chunked_loss_has_no_float32_logits() -> None:
     shape, batch = model("Qwen/Qwen3-8B"), BatchShape(4, 2048, 8188)
     eager, compiled, small = (loss.logits(shape, TrainingPlan(loss="chunked", **more), batch)  # type: ignore[arg-type]
                               for more in ({}, {"compiled": True}, {"chunk": 256}))  # fmt: skip
@@ -131,8 +131,8 @@ def test_unsloth_keeps_the_experts_of_gpt_oss_in_four_bits() -> None:
     assert weights.weights(shape, TrainingPlan(quantised=True)) / GIB > 200
 
 
-def test_a_layer_of_lora_saves_what_the_slope_of_the_frontier_says() -> None:
-    """GiB a sample of 2,048 tokens, between batch 2 and 7 of results/h200/qwen3-8b-frontier."""
+def test_activations_of_lora_agree_with_the_measured_slope() -> None:
+    """GiB per sample of 2,048 tokens, between batch 2 and 7 of results/h200/qwen3-8b-frontier."""
     shape = model("Qwen/Qwen3-8B")
 
     def slope(recipe: TrainingPlan) -> float:
@@ -160,7 +160,7 @@ def test_a_batch_of_fewer_tokens_than_a_chunk_has_fewer_logits() -> None:
     assert (4 * few, chunk) == (chunk, many)
 
 
-def test_optimizers_keep_what_they_say() -> None:
+def test_optimizer_states_have_their_documented_size() -> None:
     n = 10**6
     assert weights.optimizer_state("sgd", n, 2) == 0
     assert weights.optimizer_state("adamw_torch", n, 2) == 4 * n
@@ -188,8 +188,8 @@ def test_states_of_small_adapters_are_not_paged() -> None:
 
 
 @given(st.sampled_from(sorted(architectures())), st.integers(1, 64), st.integers(2, 8192))
-def test_every_saving_saves(name: str, rows: int, length: int) -> None:
-    """Checkpointing keeps less than half of the layers' activations, selective lies between, offloading below all."""
+def test_every_memory_optimization_saves_memory(name: str, rows: int, length: int) -> None:
+    """Checkpointing keeps less than half of the layers' activations, selective more, offloading less."""
     shape, batch = model(name), BatchShape(rows, length, rows * (length - 1))
 
     def acts(**options: object) -> float:
@@ -217,7 +217,7 @@ def test_a_larger_batch_never_needs_less(name: str, rows: int, length: int) -> N
         assert one <= longer
 
 
-def test_logits_are_there_for_one_chunk_and_not_for_the_whole_batch() -> None:
+def test_a_chunked_loss_has_the_logits_of_one_chunk() -> None:
     shape = model("Qwen/Qwen3-8B")
     small, large = BatchShape(1, 1024, 1023), BatchShape(64, 1024, 64 * 1023)
     assert loss.logits(shape, LORA, small) == loss.logits(shape, LORA, large) == 256 * 151936 * 16
@@ -258,7 +258,7 @@ def test_states_of_zero3_are_16_bytes_of_each_parameter_as_its_paper_says() -> N
     assert sum(parts.values()) - beside == pytest.approx(16 * 8_190_735_360 / 4 / GIB, rel=1e-3)
 
 
-def test_what_is_cast_for_a_step_is_divided_too() -> None:
+def test_casts_of_a_step_are_sharded() -> None:
     """Float32 weights under autocast: whole on one GPU, of a layer at a time where they are divided."""
     wide = {"weight": 4, "upcast": 4}
     assert states("ddp", 4, **wide)["forward"]["cast weights"] > 13
@@ -281,7 +281,7 @@ def test_what_is_cast_for_a_step_is_divided_too() -> None:
      ({"vision_config": {"hidden_size": "b"}}, "hidden_size"),
      ({"vision_config": {"hidden_size": 8}}, "num_hidden_layers")],
 )  # fmt: skip
-def test_a_config_that_cannot_be_is_told_by_its_key(change: dict[str, object], sentence: str) -> None:
+def test_an_invalid_config_is_an_error_that_names_the_key(change: dict[str, object], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         describe({**architectures()["Qwen/Qwen3-8B"], **change})
 
@@ -304,5 +304,5 @@ def test_a_mask_costs_its_square_in_every_layer() -> None:
     ("capability", "kib"),
     [((8, 0), 8320), ((8, 9), 8320), ((9, 0), 32768), ((10, 0), 32768), ((10, 3), 8320), ((12, 0), 8320)],
 )
-def test_cublas_takes_more_on_hopper_and_data_centre_blackwell_alone(capability, kib):
+def test_the_cublas_workspace_depends_on_the_gpu(capability, kib):
     assert cublas_workspace(capability) == kib * 1024

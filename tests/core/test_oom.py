@@ -50,12 +50,12 @@ MESSAGES = [
 
 
 @pytest.mark.parametrize(("message", "kind", "size"), MESSAGES, ids=[f"{kind}-{size}" for _, kind, size in MESSAGES])
-def test_out_of_memory_is_recognised_with_what_was_asked_for(message, kind, size):
+def test_out_of_memory_is_recognized_with_its_size(message, kind, size):
     assert recognise(message) == Oom(kind, size)
 
 
 @pytest.mark.parametrize(("message", "kind", "size"), MESSAGES, ids=[f"{kind}-{size}" for _, kind, size in MESSAGES])
-def test_it_is_recognised_at_the_end_of_a_long_log(message, kind, size):
+def test_out_of_memory_is_recognized_at_the_end_of_a_long_log(message, kind, size):
     log = "step 1\nloss 2.0\n" * 1000 + "Traceback (most recent call last):\n" + message + "\n"
     assert recognise(log) == Oom(kind, size)
 
@@ -77,12 +77,12 @@ def test_other_failures_are_not_out_of_memory(message):
     assert recognise(message) is None
 
 
-def test_a_later_failure_of_another_kind_is_what_ended_the_process():
+def test_a_later_cuda_error_is_not_out_of_memory():
     caught = "autotune: CUDA out of memory. Tried to allocate 1.00 GiB."
     assert recognise(f"{caught}\nRuntimeError: CUDA error: an illegal memory access was encountered") is None
     assert recognise(f"CUDA error: device-side assert triggered\n{caught}") == Oom("allocator", 1 << 30)
 
 
-def test_an_oom_tells_where_it_struck():
+def test_an_oom_contains_phase_and_step():
     told = asdict(Oom("allocator", 5, "train", 3))
     assert told == {"kind": "allocator", "bytes_requested": 5, "phase": "train", "step": 3}

@@ -17,7 +17,7 @@ texts = st.text(st.characters(codec="ascii", min_codepoint=32, max_codepoint=126
 
 
 def values_of(field: dataclasses.Field) -> st.SearchStrategy:
-    """What a run writes in a column."""
+    """Return a valid value of a column."""
     if str(field.type) == "int | None":
         return st.none() | st.integers(0, rows.MOST_STEPS - 1 if field.name == "step" else 10**12)
     if str(field.type) == "str | None":
@@ -36,7 +36,7 @@ def reread(line):
 
 @settings(max_examples=30)
 @given(any_row)
-def test_a_row_reads_back_as_it_was_written(row):
+def test_rows_survive_a_round_trip(row):
     line = rows.to_csv(row)
     assert line.count("\n") == 1
     assert reread(line) == row
@@ -56,7 +56,7 @@ def test_unknown_is_an_empty_field_and_zero_is_not():
     assert reread(rows.to_csv(StepRow(loss=0.0, samples=0))) == StepRow(loss=0.0, samples=0)
 
 
-def test_a_loss_that_is_no_number_survives():
+def test_a_nan_loss_is_kept():
     assert math.isnan(reread(rows.to_csv(StepRow(loss=math.nan))).loss)
     assert reread(rows.to_csv(StepRow(loss=math.inf))).loss == math.inf
 

@@ -11,7 +11,7 @@ from ftbench.core import stats
 times = st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=80)
 
 
-def test_nothing_is_steady_before_the_second_step():
+def test_the_first_step_is_never_steady():
     assert stats.warmup_steps([]) == 0
     assert stats.warmup_steps([3.0]) == 1
 
@@ -20,16 +20,16 @@ def test_the_first_step_is_warmup_even_when_it_is_not_slow():
     assert stats.warmup_steps([1.0] * 20) == 1
 
 
-def test_slow_steps_at_the_start_are_warmup_up_to_the_first_usual_one():
+def test_slow_steps_at_the_start_are_warmup():
     assert stats.warmup_steps([10.0, 3.0, 1.3, 1.0, 1.3, *[1.0] * 10]) == 3
 
 
-def test_steps_within_ten_percent_are_usual():
+def test_steps_within_ten_percent_are_not_warmup():
     assert stats.warmup_steps([1.0, 1.09, *[1.0] * 10]) == 1
     assert stats.warmup_steps([1.0, 1.11, *[1.0] * 10]) == 2
 
 
-def test_steps_of_uneven_length_are_not_taken_for_warmup():
+def test_steps_of_varying_length_are_not_warmup():
     assert stats.warmup_steps([9.0, *[2.0, 1.0, 3.0, 1.5] * 6]) == 1
 
 
@@ -46,11 +46,11 @@ def test_a_compilation_in_the_second_half_is_not_warmup():
     assert stats.warmup_steps([1.0] * 20, [*[0] * 15, 1, *[0] * 4]) == 1
 
 
-def test_a_far_slower_step_in_the_first_half_ends_the_warmup_later():
+def test_a_much_slower_step_in_the_first_half_extends_the_warmup():
     assert stats.warmup_steps([5.0, 1.0, 1.0, 4.0, *[1.0] * 16]) == 4
 
 
-def test_a_run_that_slows_down_later_is_not_cut_to_fit():
+def test_a_later_slowdown_is_not_warmup():
     assert stats.warmup_steps([1.0] * 10 + [5.0] * 10) == 1
 
 
@@ -60,12 +60,12 @@ def test_warmup_is_at_least_one_step_and_at_most_half(values, recompiles):
 
 
 @given(times, st.floats(0, 1))
-def test_quantile_is_that_of_numpy(values, q):
+def test_quantiles_agree_with_numpy(values, q):
     assert stats.quantile(values, q) == pytest.approx(np.quantile(values, q), rel=1e-9)
 
 
 @given(times)
-def test_the_interval_of_the_median_holds_the_median_and_is_ordered(values):
+def test_the_interval_contains_the_median(values):
     interval = stats.median_interval(values)
     if interval is not None:
         low, high = interval
@@ -83,12 +83,12 @@ def test_five_values_have_an_interval_of_lower_confidence():
 
 
 def covered(n, k):
-    """Probability that the median lies between the k-th smallest and the k-th largest of n values."""
+    """Return the probability that the median is between the k-th smallest and the k-th largest of n values."""
     return 1 - 2 * sum(math.comb(n, i) for i in range(k)) / 2**n
 
 
 @pytest.mark.parametrize("n", [6, 7, 8, 9, 15, 20, 25, 99, 100, 1000])
-def test_the_interval_is_the_narrowest_that_covers_95_percent(n):
+def test_the_interval_is_the_narrowest_with_95_percent_coverage(n):
     low, high = stats.median_interval(list(range(1, n + 1)))
     assert high == n + 1 - low
     assert covered(n, low) >= 0.95 > covered(n, low + 1)
@@ -101,14 +101,14 @@ def test_the_interval_of_many_values_is_the_exact_one_within_a_rank():
     assert covered(n, low - 1) >= 0.95 > covered(n, low + 2)
 
 
-def test_many_values_honour_the_confidence_asked_for():
+def test_intervals_of_many_values_have_the_given_confidence():
     values = list(range(4000))
     narrow, wide = stats.median_interval(values, 0.5), stats.median_interval(values, 0.99)
     assert wide[0] < narrow[0] < narrow[1] < wide[1]
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=2, max_size=60))
-def test_step_time_is_that_of_numpy(values):
+def test_step_time_agrees_with_numpy(values):
     found = stats.step_time(values)
     assert found["median"] == pytest.approx(np.median(values))
     assert found["mean"] == pytest.approx(np.mean(values))
@@ -125,7 +125,7 @@ def test_one_step_has_a_median_and_no_spread():
     assert (found["median"], found["cv"], found["ci95"]) == (2.0, None, None)
 
 
-def test_drift_is_the_last_third_against_the_first():
+def test_drift_compares_the_last_third_with_the_first():
     assert stats.drift([1.0] * 5 + [9.0] * 5 + [1.1] * 5) == pytest.approx(0.1)
     assert stats.drift([2.0] * 30) == 0
 

@@ -43,7 +43,7 @@ def test_a_difference_has_two_digits_and_no_exponent(share, text):
         (3_417_540, "39.6 days"),
     ],
 )
-def test_a_duration_has_the_unit_a_person_would_choose(value, text):
+def test_durations_use_a_suitable_unit(value, text):
     assert units.seconds(value) == text
 
 
@@ -58,7 +58,7 @@ def test_counts_have_thousands_separators(value, text):
 
 
 @pytest.mark.parametrize(("value", "text"), [(12345.6, "12,346"), (10, "10"), (3.14159, "3.14"), (0.01234, "0.0123")])
-def test_rates_are_whole_from_ten_up(value, text):
+def test_rates_are_integers_from_ten_up(value, text):
     assert units.rate(value) == text
 
 
@@ -73,12 +73,12 @@ def test_a_change_has_its_sign():
     assert units.change(None) == ""
 
 
-def test_one_thing_is_not_several():
+def test_one_is_singular():
     assert [units.some(number, "run") for number in (0, 1, 1200)] == ["0 runs", "1 run", "1,200 runs"]
     assert [units.some(number, "other process") for number in (1, 2)] == ["1 other process", "2 other processes"]
 
 
-def test_sentences_of_older_runs_are_shown_as_they_are_written_today():
+def test_sentences_of_older_runs_are_reworded():
     old = "1 steps were far slower than the others: step 6 (1.8 times the median, 1 graphs compiled)"
     assert units.reworded(old) == (
         "1 step was far slower than the others: step 6 (1.8 times the median, 1 graph compiled)"

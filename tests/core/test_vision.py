@@ -1,4 +1,4 @@
-"""What an image becomes, held against the processors of transformers and the published counts."""
+"""Tokens of images, compared with the processors of transformers and published counts."""
 
 import itertools
 import random
@@ -23,7 +23,7 @@ def vision(name):
 
 
 @pytest.mark.parametrize("size", PUBLISHED)
-def test_an_image_becomes_as_many_tokens_as_published(size):
+def test_images_have_the_published_number_of_tokens(size):
     tiled = vision("llava-hf/llava-v1.6-mistral-7b-hf").size(*size)
     of_qwen = [vision(f"Qwen/{name}").size(*size).tokens for name in ("Qwen2.5-VL-7B-Instruct", "Qwen3-VL-8B-Instruct")]
     assert (tiled.tokens, tiled.tiles, *of_qwen) == PUBLISHED[size]
@@ -56,7 +56,7 @@ def processed(name):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("name", MODELS)
-def test_an_image_of_any_size_becomes_what_the_processor_makes_of_it(name):
+def test_token_counts_agree_with_the_processor(name):
     pytest.importorskip("transformers")
     shape, tokens, dice = vision(name), processed(name), random.Random(1)
     sides = [*(2**power for power in range(3, 12)), *(dice.randint(20, 5000) for _ in range(100))]
@@ -68,6 +68,6 @@ def test_an_image_of_any_size_becomes_what_the_processor_makes_of_it(name):
         assert shape.size(height, width).tokens == tokens(height, width), (height, width)
 
 
-def test_an_image_that_no_processor_takes_is_refused():
+def test_unsupported_images_are_refused():
     with pytest.raises(ValueError, match="more elongated"):
         vision("tiny/qwen3-vl").size(10, 4000)

@@ -1,4 +1,4 @@
-"""The measuring child: rates from batches, what lasts, items that fail, and ranks that hang. On the CPU, for real."""
+"""The measuring process of `ftbench probe` on the CPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Metronome:
         return None
 
 
-def test_a_disturbed_batch_in_three_leaves_the_best_as_it_is():
+def test_one_slow_batch_in_three_does_not_change_the_best_rate():
     clock = Metronome(slow=3)
     assert timing.best(clock.call, clock, 0.03, 0.001) == pytest.approx(0.001)
 
@@ -72,11 +72,11 @@ def test_the_faster_half_is_not_its_single_fastest():
 
 
 @pytest.mark.parametrize(("estimate", "count"), [(0.001, 20), (1.0, 1), (0.0, 200_000)])
-def test_a_batch_is_long_against_the_clock(estimate, count):
+def test_a_batch_is_much_longer_than_the_resolution_of_the_clock(estimate, count):
     assert timing.batch_size(estimate) == pytest.approx(count, rel=0.01)
 
 
-def test_what_lasts_is_the_mean_of_all_that_was_done_after_settling(monkeypatch):
+def test_the_sustained_rate_is_a_mean_after_settling(monkeypatch):
     clock = Metronome(beat=0.002)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
 
@@ -90,7 +90,7 @@ def test_what_lasts_is_the_mean_of_all_that_was_done_after_settling(monkeypatch)
 
 
 @pytest.mark.parametrize("kind", products.ON_CPU)
-def test_products_have_a_best_size_and_a_rate_that_lasts(quick, kind, monkeypatch):
+def test_products_have_a_best_and_a_sustained_rate(quick, kind, monkeypatch):
     monkeypatch.setattr(products, "BEST_S", 0.5)  # long enough for the second size on a loaded machine
     found = products.measure(kind, CPU, HostClock(), None, Budget(3600), PLENTY)
     assert [entry["size"] for entry in found["sizes"]] == [64, 128]
@@ -100,12 +100,12 @@ def test_products_have_a_best_size_and_a_rate_that_lasts(quick, kind, monkeypatc
     assert found["power_w"] is found["sm_clock_mhz"] is None
 
 
-def test_matrices_that_do_not_fit_are_left_out(quick):
+def test_matrices_that_do_not_fit_are_skipped(quick):
     found = products.measure("fp32", CPU, HostClock(), None, Budget(3600), 64 * 64 * products.ELEMENT_BYTES)
     assert [entry["size"] for entry in found["sizes"]] == [64]
 
 
-def test_a_size_that_would_take_too_long_is_left_out(quick, monkeypatch):
+def test_slow_sizes_are_skipped(quick, monkeypatch):
     monkeypatch.setattr(products, "SIZES", {"cpu": (64, 65536)})
     found = products.measure("fp32", CPU, HostClock(), None, Budget(0), float("inf"))
     assert [entry["size"] for entry in found["sizes"]] == [64]
@@ -115,7 +115,7 @@ def test_a_rate_counts_multiplications_and_additions():
     assert products.tflops(1000, 0.002) == pytest.approx(1.0)
 
 
-def test_parent_and_child_name_the_same_kinds():
+def test_parent_and_child_use_the_same_data_types():
     assert tuple(products.KINDS) == command.PRECISIONS
     assert set(products.ON_CPU) <= set(products.KINDS)
 
@@ -124,7 +124,7 @@ def test_parent_and_child_name_the_same_kinds():
     ("capability", "without"),
     [((7, 0), {"bf16", "tf32", "fp8", "int8"}), ((8, 0), {"fp8"}), ((9, 0), set()), ((12, 0), set())],
 )
-def test_a_gpu_is_asked_only_for_what_it_has_units_for(monkeypatch, capability, without):
+def test_unsupported_data_types_are_skipped(monkeypatch, capability, without):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     for name in products.KINDS:
         refused = pytest.raises(products.Unsupported, match="needs compute capability")
@@ -133,7 +133,7 @@ def test_a_gpu_is_asked_only_for_what_it_has_units_for(monkeypatch, capability, 
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
-def test_eight_bit_products_multiply_by_columns(name):
+def test_eight_bit_products_use_column_major_matrices(name):
     """The same calls as on a GPU; a CPU can make them, slowly."""
     out = products.KINDS[name].operands(64, CPU)()
     assert out.shape == (64, 64)
@@ -156,7 +156,7 @@ def test_a_launch_takes_microseconds(monkeypatch):
 # --- the document ----------------------------------------------------------------------------------------------------
 
 
-def test_an_item_that_fails_leaves_a_note_and_the_others(tmp_path):
+def test_a_failed_item_gives_a_note(tmp_path):
     def fail():
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nmore")
 
@@ -166,13 +166,13 @@ def test_an_item_that_fails_leaves_a_note_and_the_others(tmp_path):
     assert document.figures["notes"] == ["fp8: not measured: CUBLAS_STATUS_NOT_SUPPORTED"]
 
 
-def test_an_item_without_time_left_is_not_begun(tmp_path):
+def test_items_without_time_left_are_skipped(tmp_path):
     document = Document(tmp_path / "out.json")
     assert document.item("memory", Budget(0.5), 3, lambda: pytest.fail("begun")) is None
     assert document.figures["notes"] == ["memory: not measured: no time left"]
 
 
-def test_the_file_says_what_is_under_way(tmp_path):
+def test_the_file_names_the_current_item(tmp_path):
     path = tmp_path / "out.json"
     document = Document(path)
     assert document.item("bf16", Budget(9), 1, lambda: rundir.read_json(path)["doing"]) == "bf16"
@@ -181,7 +181,7 @@ def test_the_file_says_what_is_under_way(tmp_path):
 # --- the driver's counters -------------------------------------------------------------------------------------------
 
 
-def test_clock_and_power_are_those_of_the_time_that_counts():
+def test_clock_and_power_cover_the_measured_window():
     sampler = types.SimpleNamespace(over=lambda begin, end: {"power_w": 690.0, "throttle": "none", "energy_j": 1.0})
     assert timing.during(sampler, 0, 1) == {
         "power_w": 690.0, "sm_clock_mhz": None, "temperature_c": None, "throttle": "none",
@@ -207,16 +207,16 @@ def run_ranks(tmp_path, *codes, timeout_s=240.0):
     return links.supervise(commands, os.environ, tmp_path, timeout_s)
 
 
-def test_ranks_that_end_well_leave_no_reason(tmp_path):
+def test_successful_ranks_give_no_reason(tmp_path):
     assert run_ranks(tmp_path, "pass", "pass") is None
 
 
-def test_a_rank_that_fails_ends_the_others_at_once(tmp_path):
+def test_a_failed_rank_ends_the_others(tmp_path):
     reason = run_ranks(tmp_path, "import time; time.sleep(600)", "print('no NCCL here'); raise SystemExit(7)")
     assert reason == "failed: rank 1 ended with exit code 7: no NCCL here"
 
 
-def test_ranks_that_hang_are_killed_with_what_they_started(tmp_path, monkeypatch):
+def test_hanging_ranks_are_killed_with_their_children(tmp_path, monkeypatch):
     """Their time is over once the hanging one has started something."""
     child = tmp_path / "child"
     over = types.SimpleNamespace(
@@ -247,14 +247,14 @@ def attempts(monkeypatch, *ends):
     return seen
 
 
-def test_a_healthy_machine_is_tried_once(monkeypatch):
+def test_a_healthy_machine_is_tested_once(monkeypatch):
     seen = attempts(monkeypatch, None)
     found, notes = links.self_test(2, "nccl", Budget(20))
     assert (seen, notes) == ([None], [])
     assert found["peer_access"] is True
 
 
-def test_a_hang_with_peer_access_is_tried_without_and_told(monkeypatch):
+def test_a_hang_is_repeated_without_peer_access(monkeypatch):
     seen = attempts(monkeypatch, "did not finish", None)
     found, notes = links.self_test(2, "nccl", Budget(20))
     assert seen == [None, "1"]
@@ -263,7 +263,7 @@ def test_a_hang_with_peer_access_is_tried_without_and_told(monkeypatch):
     assert "NCCL_P2P_DISABLE=1" in notes[1]
 
 
-def test_a_hang_either_way_leaves_no_figure_and_both_reasons(monkeypatch):
+def test_two_hangs_give_no_result_and_two_notes(monkeypatch):
     attempts(monkeypatch, "did not finish", "failed")
     found, notes = links.self_test(2, "nccl", Budget(20))
     assert found["all_reduce_bus_gbs"] is None
@@ -271,13 +271,13 @@ def test_a_hang_either_way_leaves_no_figure_and_both_reasons(monkeypatch):
     assert "use one GPU" in notes[1]
 
 
-def test_without_time_there_is_no_second_attempt(monkeypatch):
+def test_without_time_left_there_is_no_second_attempt(monkeypatch):
     seen = attempts(monkeypatch, "did not finish")
     assert len(links.self_test(2, "nccl", Budget(1))[1]) == len(seen) == 1
 
 
 @pytest.mark.slow
-def test_two_processes_sum_and_are_timed(monkeypatch):
+def test_two_processes_measure_an_all_reduce(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(links, "TIMEOUT_S", 240.0)  # two processes import torch, maybe on a loaded machine
     found, notes = links.self_test(2, "gloo", Budget(1000))
@@ -289,7 +289,7 @@ def test_two_processes_sum_and_are_timed(monkeypatch):
 # --- a machine with two GPUs, as far as one without can play it ------------------------------------------------------
 
 
-def test_each_item_of_two_gpus_has_its_place_and_those_that_fail_their_note(monkeypatch, tmp_path):
+def test_items_of_two_gpus_are_stored_with_notes_of_failures(monkeypatch, tmp_path):
     def measure(name, *_):
         if name == "int8":
             raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")

@@ -100,8 +100,8 @@ def learning_verdict(
     elif progress is None:
         verdict, reason = CANNOT_TELL, f"fewer than {FEWEST_STEPS} steps"
     elif progress <= tolerance:
-        amount = f"by only {progress * 100:.2g} % more than noise" if progress else "not more than noise"
-        verdict, reason = CANNOT_TELL, f"the baseline's loss fell {amount}; a difference of {allowed} is allowed"
+        fell = f"fell only {progress * 100:.2g} % beyond noise" if progress else "did not fall beyond noise"
+        verdict, reason = CANNOT_TELL, f"the baseline's loss {fell}; the tolerance is {allowed}"
     return Learning(verdict, reason, change, tolerance, progress, grad_norm_change(*sides), worst, step)
 
 
