@@ -591,7 +591,7 @@ def test_shares_that_wait_in_host_memory_want_a_gpu(tmp_path):
     with Command(write_spec(tmp_path, **parts), tmp_path / "out") as command:
         command.finish()
     assert command.code == 3
-    assert "under fsdp params go from host memory to a GPU and back" in command.stderr
+    assert "params with fsdp needs a GPU" in command.stderr
 
 
 def stuck(place: Path) -> None:

@@ -85,9 +85,9 @@ UNKNOWN = "model: {id: openai/gpt-oss-20b, weights: random}\n"
     ("model", "capability", "sets", "why"),
     [
         (MODEL, H200, [], None),
-        (MODEL, BLACKWELL, [], "measured on GPUs of compute capability 9.0 alone"),
-        (MODEL, AMPERE, [], "measured on GPUs of compute capability 9.0 alone"),
-        (UNKNOWN, H200, [], "know no layers of gpt_oss"),
+        (MODEL, BLACKWELL, [], "measured only on compute capability 9.0"),
+        (MODEL, AMPERE, [], "measured only on compute capability 9.0"),
+        (UNKNOWN, H200, [], "do not support the layers of gpt_oss"),
         (MODEL, H200, ["launch.gpus=2", "launch.strategy=fsdp", "optimizations.fused_lora=off"], "not tested with"),
     ],
 )
@@ -148,10 +148,10 @@ def test_recipes_are_an_axis_and_the_name_is_the_place_on_it(write):
     [
         ("extends: recipes/fastes.yaml\n", (), "extends: recipes/fastes.yaml: no such file"),
         ("recipe: fastes\n", (), "did you mean fastest?"),
-        ("recipe: [fastest]\n", (), "is the name of one recipe"),
+        ("recipe: [fastest]\n", (), "must be the name of a recipe"),
         ("recipe: other.yaml\n", (), "not model: use `extends:` for that"),
         ("", ("recipe=slowest",), "plain, fastest, fastest-fp8, fastest-full, fastest-qlora, fastest-small, "),
-        ("", ("recipe=",), "is the name of one recipe"),
+        ("", ("recipe=",), "must be the name of a recipe"),
         ("", ("recipe=.",), "Is a directory"),
     ],
 )

@@ -157,14 +157,14 @@ def test_nodes_that_take_no_task_are_named_and_the_task_that_waits_for_them_is_c
 
 @pytest.mark.parametrize(("settings", "said"), [
     ("partitoin: debug", ":1: partitoin: no such key; did you mean partition?"),
-    ("time: soon", ":1: time: 'soon' is no time limit"),
+    ("time: soon", ":1: time: 'soon' is not a time limit"),
     ("partition: [a, b]", ":1: partition: "),
     ("tasks: 0", ":1: tasks: 0: must be greater than or equal to 1"),
-    ("options: [-p debug]", "'-p debug' is no long option of sbatch"),
-    ("options: [--array=1-3]", "--array is for ftbench to say: use `tasks`"),
-    ("options: [--arra=1-3]", "--array is for ftbench to say: use `tasks`"),
-    ("options: [--wra=date]", "--wrap is for ftbench to say"),
-    ("options: [--partition=debug]", "--partition is for ftbench to say: use `partition`"),
+    ("options: [-p debug]", "'-p debug' is not a long option of sbatch"),
+    ("options: [--array=1-3]", "--array is set by ftbench: use `tasks`"),
+    ("options: [--arra=1-3]", "--array is set by ftbench: use `tasks`"),
+    ("options: [--wra=date]", "--wrap is set by ftbench"),
+    ("options: [--partition=debug]", "--partition is set by ftbench: use `partition`"),
     ("- debug", "slurm.yaml"), ("partition: {", "slurm.yaml"),
 ], ids=str)  # fmt: skip
 def test_settings_that_are_wrong_are_told_by_file_line_and_key(ftbench, tmp_path, settings, said):

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from conftest import spec_of
 from ftbench.errors import DataError
-from ftbench.spec.generate import Generate
+from ftbench.spec.experiment import Generate
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.store.summary import summarise

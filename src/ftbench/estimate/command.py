@@ -24,10 +24,10 @@ from ftbench.estimate.workload.sharding import STRATEGIES, on_gpus, problem
 from ftbench.spec import strategies
 from ftbench.spec.base import nearest
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.launch import MOST_GPUS
 from ftbench.spec.load import load
 from ftbench.spec.prices import load_prices
 from ftbench.spec.reading import read_config
-from ftbench.spec.strategies import MOST_GPUS
 from ftbench.store import machine
 
 ALL, _MOST_COMPARED = "all", 64  # of --strategy, of --gpus beside it

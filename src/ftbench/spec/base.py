@@ -1,5 +1,7 @@
-"""What every part of a spec shares: frozen, no unknown keys, no silent conversion of yes/no into numbers."""
+"""Types and messages that all sections of a spec share."""
 
+import difflib
+import unicodedata
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,13 +12,13 @@ if TYPE_CHECKING:
     from ftbench.spec.experiment import Launch as Launch
     from ftbench.spec.experiment import Model as Model
 else:
-    Experiment = Launch = Model = Any  # for the annotations of the parts that they are made of
+    Experiment = Launch = Model = Any  # for annotations in modules that experiment.py imports
 
-MAX_NUMBER = 2**63 - 1  # no count and no seed is larger
+MAX_NUMBER = 2**63 - 1
 
 
 class Part(BaseModel):
-    """A frozen section of a spec. Every field's type, default, bound and meaning stand in its one declaration."""
+    """Base class of the sections: frozen, without unknown keys."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
@@ -42,21 +44,18 @@ def _word(value: Any) -> Any:
 Int = Annotated[int, BeforeValidator(_number), Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 Float = Annotated[float, BeforeValidator(_number)]
 Switch = Annotated[bool, BeforeValidator(_switch)]
-Word = BeforeValidator(_word)  # YAML reads a bare off as false, and a bare on as true
+Word = BeforeValidator(_word)  # YAML reads `off` as false and `on` as true
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """Return `; did you mean x?` for the closest of `words`, whatever the case or width of letters, if one is close."""
-    import difflib
-    import unicodedata
-
+    """Return `; did you mean x?` for the most similar of `words`, ignoring case and width, or an empty text."""
     by_letters = {unicodedata.normalize("NFKC", each).casefold(): each for each in words}
     close = difflib.get_close_matches(unicodedata.normalize("NFKC", word).casefold(), by_letters, n=1)
     return f"; did you mean {by_letters[close[0]]}?" if close else ""
 
 
 def known(word: str, words: Iterable[str], kind: str) -> str:
-    """Return a word. Raise ValueError with all that is allowed and the nearest unless it is one of `words`."""
+    """Return a word. Raise ValueError with the allowed words if it is not one of them."""
     words = list(words)
     if word not in words:
         raise ValueError(f"{shown(word)} is no {kind}; allowed: {', '.join(words)}{nearest(word, words)}")
@@ -64,7 +63,7 @@ def known(word: str, words: Iterable[str], kind: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value as Python writes it, cut where it is long: a message does not repeat all of what was given."""
+    """Return the repr of a value, shortened to 80 characters."""
     return shortened(repr(value), 80)
 
 

@@ -1,6 +1,6 @@
-"""The lengths of synthetic samples, the order they are trained in, and what shares a row: lengths in tokens, no ids.
+"""Lengths of synthetic samples, sample order, and packing. The worker builds batches with it, and estimates count them.
 
-The worker makes its batches so, and an estimate counts them so.
+All lengths are in tokens.
 """
 
 import bisect
@@ -12,19 +12,19 @@ import numpy as np
 from ftbench.spec.datasets import DATASETS, Dataset
 
 SHORTEST = 2
-DEFAULT_SIGMA = 0.65  # spread of the log of the lengths of instruction data
-CAPTION = 40.0  # mean length of the text beside made pictures, where none is asked for
-# Sides of photographs (most cameras and phones 4:3 and 3:2, wide ones 16:9) and of scanned pages (A4, letter).
+DEFAULT_SIGMA = 0.65  # standard deviation of the log length of instruction data
+CAPTION = 40.0  # default mean text length of generated images
+# Aspect ratios of photographs (cameras 4:3 and 3:2, wide 16:9) and of scanned pages (A4, letter).
 _SHAPES = {
     "photographs": ((4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16)),
     "documents": ((210, 297), (17, 22), (297, 210)),
 }
-_SPREAD = {"photographs": 0.4, "documents": 0.2}  # of the logarithm of the area
-WINDOW = 50  # batches among which samples of like length are brought together (transformers' LengthGroupedSampler)
+_SPREAD = {"photographs": 0.4, "documents": 0.2}  # standard deviation of the log area
+WINDOW = 50  # batches that are sorted by length together (transformers' LengthGroupedSampler)
 
 
 def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
-    """Return lengths that are fixed, or log-normal with the mean asked for after cutting at `max_length`."""
+    """Return fixed or log-normal lengths. The mean is that of the lengths after truncation at `max_length`."""
     if dataset.length is not None:
         return [dataset.length] * count
     source = DATASETS[dataset.like] if dataset.like else None
@@ -38,17 +38,17 @@ def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
 
 
 def _scale(spread: Sequence[float], mean: float, sigma: float, longest: int) -> float:
-    """Return the least factor that brings the cut lengths of an ascending `spread` to their mean."""
+    """Return the smallest factor with which the truncated lengths of an ascending `spread` have this mean."""
     low, high = math.log(SHORTEST), math.log(longest) + 4 * sigma
     below, above = 0.0, math.inf
-    for _ in range(60):  # the mean of the cut lengths grows with the factor
+    for _ in range(60):  # bisection: the mean grows with the factor
         middle = (low + high) / 2
         total = _total(spread, math.exp(middle), longest)
         if total / len(spread) < mean:
             low, below = middle, total
         else:
             high, above = middle, total
-        if above - below <= 1:  # no two samples are left to tell apart
+        if above - below <= 1:  # the two bounds differ by one token at most
             break
     return math.exp(high)
 
@@ -61,7 +61,7 @@ def _total(spread: Sequence[float], scale: float, longest: int) -> int:
 
 
 def picture_sizes(dataset: Dataset, number: int) -> list[tuple[int, int]]:
-    """Return width and height of made pictures, of the size asked for or spread about it, the same for a seed."""
+    """Return width and height of generated images: one size, or random sizes around it."""
     assert dataset.image_size is not None
     if dataset.image_sizes == "fixed":
         return [dataset.image_size] * number
@@ -77,9 +77,12 @@ def picture_sizes(dataset: Dataset, number: int) -> list[tuple[int, int]]:
 
 
 def packed(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Return the places of the samples of each row of at most `max_length` tokens, rows in the order of their first
-    sample: each sample goes into the row with the least room that still takes it (best fit, longest first)."""
-    room: list[tuple[int, int]] = []  # what is left in each row, and which row; ascending
+    """Pack samples into rows of at most `max_length` tokens (best fit, longest first).
+
+    Returns:
+        The indices of the samples of each row. Rows are in the order of their first sample.
+    """
+    room: list[tuple[int, int]] = []  # free tokens and index of each row, ascending
     rows: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         at = bisect.bisect_left(room, (lengths[index], 0))
@@ -94,7 +97,7 @@ def packed(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 
 
 def length_windows(lengths: Sequence[int], batch_size: int) -> Iterator[list[list[int]]]:
-    """Yield the batches, as places of their samples, of each window of fifty batches that is sorted by length."""
+    """Yield the batches (sample indices) of each window of 50 batches, sorted by length within the window."""
     for start in range(0, len(lengths), WINDOW * batch_size):
         places = range(start, min(start + WINDOW * batch_size, len(lengths)))
         window = sorted(places, key=lengths.__getitem__, reverse=True)
@@ -102,8 +105,10 @@ def length_windows(lengths: Sequence[int], batch_size: int) -> Iterator[list[lis
 
 
 def grouped(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
-    """Return the places in an order in which batches hold samples of like length: the batches of each window are
-    shuffled, so that length does not follow the step; one that is not full comes last."""
+    """Return an order of the samples in which batches have similar lengths.
+
+    Batches are shuffled within each window, so that length does not depend on the step. Incomplete ones come last.
+    """
     random = np.random.default_rng(seed)
     result: list[int] = []
     for batches in length_windows(lengths, batch_size):
@@ -115,15 +120,14 @@ def grouped(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
 
 
 def bucketed(sizes: Sequence[int], batch_size: int, seed: int) -> list[int]:
-    """Return the places in an order in which batches hold samples of one size: full ones shuffled, so that size does
-    not follow the step, then what fills none, by size."""
+    """Return an order of the samples in which batches have one size: complete batches shuffled, then the rest."""
     buckets: dict[int, list[int]] = {size: [] for size in sorted(set(sizes))}
     for index, size in enumerate(sizes):
         buckets[size].append(index)
     full, others = list[list[int]](), list[int]()
     for places in buckets.values():
-        whole = len(places) // batch_size * batch_size
-        full += [places[at : at + batch_size] for at in range(0, whole, batch_size)]
-        others += places[whole:]
+        complete = len(places) // batch_size * batch_size
+        full += [places[at : at + batch_size] for at in range(0, complete, batch_size)]
+        others += places[complete:]
     order = np.random.default_rng(seed).permutation(len(full)).tolist()
     return [index for at in order for index in full[at]] + others

@@ -1,4 +1,4 @@
-"""A spec file → Experiment: `extends:` first, then `recipe:`, the file, and `--set`; every mistake told at once."""
+"""Load a spec file: merge `extends:`, `recipe:`, the file and `--set` in this order, and report all mistakes."""
 
 import os
 import re
@@ -14,24 +14,23 @@ from ftbench.errors import SpecError
 from ftbench.spec import recipes
 from ftbench.spec.base import shortened, shown
 from ftbench.spec.experiment import Experiment, experiment_name
-from ftbench.spec.generate import with_prompts
 from ftbench.spec.methods import METHODS
 from ftbench.spec.objectives import OBJECTIVES, absolute_reward
 from ftbench.spec.reading import location, parse_value, read_yaml, sentence
 
 SHORT_FORMS = {"model": "id", "method": "name", "objective": "name", "dataset": "name"}
-# Sections whose keys are those of the class that they name, the plain one first.
+# Sections that are a union of classes, chosen by their name; the default class is first.
 KINDS: dict[str, dict[str, Any]] = {"method": {"lora": METHODS["lora"], **METHODS}, "objective": {**OBJECTIVES}}
 PATHS = (("model", "path"), ("dataset", "path"))
-# A data set's own keys do not outlive another name further down the chain; these describe the training and do.
+# Keys that are kept when a later layer names another dataset; they describe the training and not the dataset.
 _DATASET_KEEPS = ("samples", "max_length", "seed", "eval_samples", "loss_on")
 MAX_EXTENDS = 8
-RESOLVED = "spec.json"  # of a run's directory
+RESOLVED = "spec.json"  # in the directory of a run
 
 
 @dataclass(frozen=True, slots=True)
 class SpecLayer:
-    """One source of keys: a file of the `extends:` chain, or one `--set`."""
+    """The keys of one source: a file of the `extends:` chain, or one `--set`."""
 
     origin: str
     data: dict[str, Any]
@@ -39,24 +38,23 @@ class SpecLayer:
 
 
 class ImpossibleError(SpecError):
-    """Every value is allowed, and together they cannot work."""
+    """Every value is allowed, but they do not work together."""
 
 
 def load(path: Path, sets: Sequence[str] = ()) -> Experiment:
-    """Return the resolved spec of a file. Raises SpecError with one sentence for each mistake, as `file:line: key:
-    what`. Its `sweep:` section is left to `spec.sweep`."""
+    """Return the spec of a file without its section `sweep:`. Raise SpecError with `file:line: key: problem` for each
+    mistake."""
     layers = read_layers(path, sets)
     return validated(merged(layers, path), layers)
 
 
 def read_layers(path: Path, sets: Sequence[str]) -> list[SpecLayer]:
-    """Return the files of the `extends:` chain from the base up, then each `--set`."""
+    """Return the files of the `extends:` chain, the base first, and then each `--set`."""
     return [*_chain(path, ()), *(set_layer(text) for text in sets)]
 
 
 def merged(layers: Iterable[SpecLayer], path: Path) -> dict[str, Any]:
-    """Return the keys of all layers, later ones winning; the name is the file's stem if none is given. Raises SpecError
-    where that cannot be one."""
+    """Return the merged keys of all layers; later layers win. The name defaults to the name of the file."""
     result: dict[str, Any] = {}
     for layer in layers:
         result = merge(result, layer.data)
@@ -66,14 +64,14 @@ def merged(layers: Iterable[SpecLayer], path: Path) -> dict[str, Any]:
         except ValueError as error:
             other = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem, flags=re.ASCII).strip("-._")[:80] or "my-run"
             raise SpecError(
-                f"{path}: an experiment without a name is called as its file, and a name {error}: rename the file, or "
-                f"write `name: {other}` into it"
+                f"{path}: the default name is the name of the file, and a name {error}: rename the file, or write "
+                f"`name: {other}` into it"
             ) from None
     return result
 
 
 def validated(values: dict[str, Any], layers: Sequence[SpecLayer]) -> Experiment:
-    """Return the spec of these keys. Raises SpecError as `load`, ImpossibleError where no single value is wrong."""
+    """Return the spec of these keys. Raise SpecError like `load`, and ImpossibleError if no single value is wrong."""
     try:
         spec = Experiment.model_validate({key: value for key, value in values.items() if key != "sweep"})
     except ValidationError as error:
@@ -82,11 +80,11 @@ def validated(values: dict[str, Any], layers: Sequence[SpecLayer]) -> Experiment
             for problem in error.errors(include_url=False)
         )
         raise (ImpossibleError if together else SpecError)(*_sentences(error, layers)) from None
-    if spec.measure.control != "off":  # or its speed and its recipe could be taken for those of a training
+    if spec.measure.control != "off":  # a broken training must not be mistaken for a normal run
         origin = _origin(("measure", "control"), layers)
         raise SpecError(
-            f"{origin}: measure.control: {spec.measure.control} spoils a training, and `ftbench parity` makes its "
-            "controls itself: leave it off"
+            f"{origin}: measure.control: {spec.measure.control} breaks the training, and `ftbench parity` sets it "
+            "itself: leave it off"
         )
     return spec
 
@@ -100,11 +98,11 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
     data = _read(path)
     base = data.pop("extends", None)
     if base is not None and (not isinstance(base, str) or not base):
-        raise SpecError(f"{location(path, ['extends'])}: extends: is the path of one file, not {shown(base)}")
+        raise SpecError(f"{location(path, ['extends'])}: extends: must be the path of one file, not {shown(base)}")
     with _at_key(path, "extends"):
         base_file = recipes.file_of(base, path.parent) if base else None
         if base_file and not os.path.isfile(base_file):
-            read_yaml(base_file)  # raises the sentence, which then says who names it
+            read_yaml(base_file)  # raises the error for a missing file
     below = _chain(base_file, (*seen, absolute)) if base_file else []
     if "recipe" in data:
         with _at_key(path, "recipe"):
@@ -114,7 +112,7 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the keys of a file. The spec.json of a run is a spec too, without what says how it came to be."""
+    """Return the keys of a file. The spec.json of a run is a spec with two more keys."""
     data = read_yaml(path)
     resolved = path.name == RESOLVED and "schema" in data and "set" in data
     return {key: value for key, value in data.items() if not resolved or key not in ("schema", "set")}
@@ -122,7 +120,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _at_key(path: Path, key: str) -> Iterator[None]:
-    """Raise mistakes with the line of the key that led to them."""
+    """Add the line of a key to the errors of the block."""
     try:
         yield
     except SpecError as error:
@@ -130,14 +128,14 @@ def _at_key(path: Path, key: str) -> Iterator[None]:
 
 
 def recipe(name: object, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the keys of a recipe, a shipped one or a file in `folder`. Raises SpecError for one that is not there,
-    or that says what a recipe does not."""
+    """Return the keys of a shipped recipe or a file in `folder`. Raise SpecError if it is missing or has other
+    sections than a recipe."""
     path, keys = recipes.named(name, folder), dict[str, Any]()
     for layer in _chain(path, seen):
         keys = merge(keys, layer.data)
     if others := [key for key in keys if key not in recipes.SECTIONS]:
         raise SpecError(
-            f"{path}: recipe: holds {', '.join(recipes.SECTIONS)}, and not {', '.join(others)}: use `extends:` for that"
+            f"{path}: recipe: has {', '.join(recipes.SECTIONS)}, not {', '.join(others)}: use `extends:` for that"
         )
     return keys
 
@@ -148,9 +146,9 @@ def set_layer(text: str) -> SpecLayer:
     if not equals or not all(parts):
         raise SpecError(f"{origin}: write it as key.sub=value, for example train.batch_size=8")
     if parts == ["extends"]:
-        raise SpecError(f"{origin}: `extends` stands in a file; name that file instead, or say recipe=fastest")
+        raise SpecError(f"{origin}: `extends` only works in a file: give that file instead, or set recipe=fastest")
     if parts[0] == "sweep":
-        raise SpecError(f"{origin}: axes of a sweep go with `ftbench sweep --axis key=value,value`")
+        raise SpecError(f"{origin}: axes of a sweep are set with `ftbench sweep --axis key=value,value`")
     written = parse_value(value)
     keys = recipe(written, Path()) if parts == ["recipe"] else expand(nested(parts, written), Path())
     return SpecLayer(origin, keys)
@@ -164,7 +162,7 @@ def nested(parts: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return short forms written out, and paths made absolute against the folder of the file that says them."""
+    """Return the keys without short forms, and with absolute paths. `folder` is that of the file."""
     data = {key: {SHORT_FORMS[key]: value} if key in SHORT_FORMS and isinstance(value, str) else value
             for key, value in data.items()}  # fmt: skip
     for part, key in PATHS:
@@ -180,15 +178,43 @@ def expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     return data
 
 
+def with_prompts(value: Any, folder: Path) -> Any:
+    """Return the value of `measure.generate` with its prompt files loaded. The spec's sampling settings win over a
+    file's. Raise SpecError for a file that cannot be read."""
+    if isinstance(value, str) and value != "off":
+        value = [value]
+    if isinstance(value, list):
+        value = {"prompts": value}
+    if not isinstance(value, dict) or "prompts" not in value:
+        return value
+    listed = value["prompts"]
+    settings: dict[str, Any] = {}
+    prompts: list[Any] = []
+    for entry in listed if isinstance(listed, list) else [listed]:
+        if not isinstance(entry, str):
+            prompts.append(entry)
+            continue
+        file = read_yaml(folder / os.path.expanduser(entry), "a prompt file", "`prompts:`, a list of {id, prompt}")
+        entries = file.pop("prompts", None)
+        if not isinstance(entries, list):
+            raise SpecError(f"{folder / entry}: needs `prompts`, a list of {{id, prompt}}")
+        prompts += entries
+        settings |= file
+    return settings | value | {"prompts": prompts}
+
+
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Lay `over` on `base`, section by section. Naming another method, data set or model keeps the options that
-    still mean something: rank 16 outlives a change from lora to qlora, double_quant does not outlive the way back."""
+    """Merge `over` into `base`, section by section.
+
+    If `over` names another method, dataset or model, only the keys that apply to both are kept: a change from lora to
+    qlora keeps `rank`, and a change back drops `double_quant`.
+    """
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
             result[key] = {**_surviving(key, old, value), **value}
-            if key == "measure" and isinstance(value.get("generate"), dict):  # other sampling, the same prompts
+            if key == "measure" and isinstance(value.get("generate"), dict):  # the same prompts with other sampling
                 result[key]["generate"] = {**(old.get("generate") or {}), **value["generate"]}
         else:
             result[key] = value
@@ -220,7 +246,7 @@ def _sentences(error: ValidationError, layers: Sequence[SpecLayer]) -> list[str]
 
 
 def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:
-    """Return pydantic's location without tags of unions: ('method', 'qlora', 'rank', 'int') → ('method', 'rank')."""
+    """Return pydantic's location without the tags of unions: ('method', 'qlora', 'rank') becomes ('method', 'rank')."""
     parts = [str(part) for part in loc if not isinstance(part, int)]
     if len(parts) > 1 and parts[1] in KINDS.get(parts[0], ()):
         del parts[1]
@@ -228,7 +254,7 @@ def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:
 
 
 def _origin(key: tuple[str, ...], layers: Sequence[SpecLayer]) -> str:
-    """Return where the key was last written: `file:line`, or the `--set`; the main file for what was never written."""
+    """Return where the key was set last: `file:line`, the `--set`, or the main file if it was not set."""
     for layer in reversed(layers):
         section: Any = layer.data
         for part in key:
@@ -242,8 +268,8 @@ _MISSING = object()
 
 
 def spec_keys() -> list[tuple[str, str, str]]:
-    """Return every dotted key a spec may hold, with its default and meaning; what only some methods or objectives have
-    says which, once for each default that it has."""
+    """Return every dotted key of a spec with its default and description. Keys that only some methods or objectives
+    have name them, and appear once per default."""
     rows: dict[tuple[str, ...], tuple[str, str, str]] = {}
     for section, info in Experiment.model_fields.items():
         model = info.annotation

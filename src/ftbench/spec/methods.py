@@ -1,4 +1,4 @@
-"""What is trained: one class a method, METHODS the table. The other half of a method is `worker/methods/<name>.py`.
+"""Training methods: one class each, listed in METHODS. Their code is in `worker/methods/<name>.py`.
 
 Defaults are the founding study's: rank 8, alpha 16, no dropout, no bias, the seven projections of each layer.
 """
@@ -17,14 +17,14 @@ from ftbench.families.vision import TRAINED
 from ftbench.spec.base import Experiment, Float, Int, Model, Part, Switch, Word
 from ftbench.spec.reading import read_config
 
-GPT_OSS = "gpt_oss"  # the family that is published in MXFP4 (docs/how-to/gpt-oss.md)
-GRANULE = 8  # columns of a factor of an expert's adapter: grouped products take rows of 16 bytes
+GPT_OSS = "gpt_oss"  # published in MXFP4 (docs/how-to/gpt-oss.md)
+GRANULE = 8  # rank of expert adapters: grouped products need rows of 16 bytes
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class _Method(Part):
     needs_gpu: ClassVar[bool] = False
-    adapters: ClassVar[bool] = False  # whether it trains adapters beside frozen weights
+    adapters: ClassVar[bool] = False  # whether it trains adapters on frozen weights
 
     @property
     def quantised(self) -> bool:
@@ -33,29 +33,26 @@ class _Method(Part):
 
     @property
     def mxfp4(self) -> bool:
-        """Whether the experts stay in the format in which gpt-oss is published."""
+        """Whether the experts stay in MXFP4, the format of gpt-oss."""
         return False
 
     def incompatibilities(self, spec: Experiment) -> Iterator[str]:
-        """Yield what in the spec excludes this method on any machine, each as a sentence with a way out."""
+        """Yield why the method cannot work with the rest of the spec, and how to fix it."""
         if spec.train.precision == "fp16" and self.quantised:
             yield (
-                "train.precision fp16 scales gradients, and trl keeps the adapters of a quantised model in bfloat16, "
-                "which cannot be scaled: set train.precision to bf16 or fp32"
+                "train.precision fp16 scales gradients, and trl keeps the adapters of a quantised model in bfloat16: "
+                "set train.precision to bf16 or fp32"
             )
 
     def machine_incompatibilities(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield why it cannot train on a GPU of this compute capability; None is a machine without one."""
+        """Yield why it cannot train on a GPU of this compute capability. None: no GPU."""
         if self.needs_gpu and capability is None:
-            yield (
-                f"method {spec.method.name} runs none of its own kernels without a GPU, and this machine has none: use "
-                "lora or qlora"
-            )
+            yield f"method {spec.method.name} needs a GPU for its kernels: use lora or qlora"
 
 
 def family(model: Model) -> str | None:
-    """Return the model_type of a model, from its config.json if `model.path` names one, else from the table of known
-    models. None means that neither is available."""
+    """Return the model_type of a model, from the config.json at `model.path` or from the table of known models.
+    None: neither is available."""
     if model.path:
         file = Path(model.path)
         file = file / "config.json" if file.is_dir() else file
@@ -74,19 +71,19 @@ def _model_type(file: Path, modified: int) -> str:
 
 
 def reads_images(model: Model) -> bool:
-    """Return whether a model may be trained on images; of one that is not in the table the worker knows."""
+    """Return whether a model may support images. The worker decides for unknown models."""
     return family(model) in (None, *TRAINED)
 
 
 class Full(_Method):
-    """Every weight of the model is trained."""
+    """Train every weight of the model."""
 
     name: Literal["full"] = "full"
 
     def incompatibilities(self, spec: Experiment) -> Iterator[str]:
         if spec.train.precision == "fp16" and spec.model.dtype in ("float16", "bfloat16"):
             yield (
-                "full fine-tuning with train.precision fp16 scales gradients, which 16-bit weights do not allow: "
+                "full fine-tuning with train.precision fp16 scales gradients, which needs 32-bit weights: "
                 "set model.dtype to float32"
             )
 
@@ -110,51 +107,51 @@ class _Adapters(_Method):
     bias: Literal["none", "all", "lora_only"] = Field("none", description="which biases are trained")
     targets: Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_targets)] = Field(
         PROJECTIONS,
-        description="names of the linear layers that get adapters, or all-linear; fused experts are none, whatever the "
-        "names",
+        description="names of the linear layers that get adapters, or all-linear; fused experts are not included",
     )
-    vision: Trained = Field("frozen", description="what is trained of an image model's encoder: nothing, adapters, all")
-    projector: Trained = Field("frozen", description="the same of what hands images to the language model")
+    vision: Trained = Field("frozen", description="how the vision encoder is trained: not, by adapters, or completely")
+    projector: Trained = Field("frozen", description="how the projector between encoder and language model is trained")
     experts: Switch = Field(
-        False, description="adapters on the fused expert weights of a mixture of experts too (peft target_parameters)"
+        False,
+        description="also train adapters on fused expert weights (peft target_parameters)",
     )
 
     def incompatibilities(self, spec: Experiment) -> Iterator[str]:
         yield from super().incompatibilities(spec)
         if any(target.rsplit(".", 1)[-1] == "lm_head" for target in self.targets):
-            yield "method.targets: lm_head cannot have an adapter under trl's chunked loss: leave it out"
+            yield "method.targets: lm_head cannot have an adapter with trl's chunked loss: leave it out"
         trained = {self.vision, self.projector}
         if trained != {"frozen"} and not reads_images(spec.model):
-            yield f"method.vision and method.projector: {spec.model.id} reads no images: leave them out"
+            yield f"method.vision and method.projector: {spec.model.id} is text-only: leave them out"
         if "full" in trained and spec.measure.save_adapter:
-            yield "measure.save_adapter keeps adapters alone: set method.vision and method.projector to frozen or lora"
+            yield "measure.save_adapter saves only adapters: set method.vision and method.projector to frozen or lora"
         if self.experts and self.dropout:
-            yield "method.experts goes with method.dropout 0: peft has no dropout for fused expert matrices"
+            yield "method.experts needs method.dropout 0: peft has no dropout for fused expert matrices"
 
 
 class Lora(_Adapters):
-    """Adapters on frozen 16-bit weights."""
+    """Train adapters on frozen 16-bit weights."""
 
     name: Literal["lora"] = "lora"
 
 
 class Qlora(_Adapters):
-    """Adapters on frozen weights quantised to 4 bits."""
+    """Train adapters on frozen 4-bit weights."""
 
     name: Literal["qlora"] = "qlora"
     quant_type: Literal["nf4", "fp4", "mxfp4"] = Field(
         "nf4",
-        description="4-bit data type of the frozen weights; mxfp4: gpt-oss as published, its experts in 4 bits and the "
-        "rest in 16 (docs/how-to/gpt-oss.md)",
+        description="4-bit type of the frozen weights; mxfp4: gpt-oss as published, experts in 4 bits and the rest in "
+        "16 (docs/how-to/gpt-oss.md)",
     )
-    double_quant: Switch = Field(True, description="quantise the block constants too (nf4 and fp4)")
+    double_quant: Switch = Field(True, description="also quantise the block constants (nf4 and fp4)")
     upcast: Switch = Field(
         True,
-        description="cast what is not quantised (embedding, norms, output head) to float32, as peft does; off keeps it "
-        "in model.dtype, for less memory",
+        description="cast the other weights (embedding, norms, output head) to float32 as peft does; off: keep them in "
+        "model.dtype to save memory",
     )
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="type that weights are dequantised to for a product; auto as for model.dtype"
+        "auto", description="type of dequantised weights in products; auto: like model.dtype"
     )
 
     @property
@@ -179,39 +176,37 @@ class Qlora(_Adapters):
         if family(model) not in (None, GPT_OSS):
             yield f"method.quant_type mxfp4 is the format of gpt-oss, and {model.id} is {family(model)}: use nf4"
         if not self.double_quant or self.compute_dtype not in ("auto", model.dtype):
-            yield (
-                "method.double_quant and method.compute_dtype are for nf4 and fp4: leave them out with quant_type mxfp4"
-            )
+            yield "method.double_quant and method.compute_dtype are for nf4 and fp4: leave them out with mxfp4"
         if model.dtype == "float16":
             yield "method.quant_type mxfp4 computes in bfloat16: leave model.dtype auto"
         if spec.optimizations.compile:
             yield (
-                "optimizations.compile with quant_type mxfp4: a layer whose experts are written out for each product "
-                "is no single graph: leave it off"
+                "optimizations.compile with quant_type mxfp4: a layer that dequantises its experts for each product is "
+                "not a single graph: set it to off"
             )
         if self.experts and self.rank % GRANULE:
-            yield f"method.experts with quant_type mxfp4 takes ranks that are multiples of {GRANULE}, not {self.rank}"
+            yield f"method.experts with quant_type mxfp4 needs a rank that is a multiple of {GRANULE}, not {self.rank}"
 
     def machine_incompatibilities(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
         if self.mxfp4 and capability is not None and (capability < (8, 0) or spec.model.dtype == "float32"):
             yield (
-                "method.quant_type mxfp4 multiplies in bfloat16 in groups, which needs a GPU of compute capability 8.0 "
-                "or higher and model.dtype auto: use nf4"
+                "method.quant_type mxfp4 uses grouped bfloat16 products, which need a GPU of compute capability 8.0 or "
+                "higher and model.dtype auto: use nf4"
             )
 
 
 class Unsloth(_Adapters):
-    """Adapters through unsloth's own kernels."""
+    """Train adapters with unsloth's kernels."""
 
     needs_gpu: ClassVar[bool] = True
 
     name: Literal["unsloth"] = "unsloth"
     load_in_4bit: Switch = Field(True, description="quantise the frozen weights to 4 bits")
     use_gradient_checkpointing: Annotated[Literal["unsloth", "on", "off"], Word] = Field(
-        "unsloth", description="unsloth's own, which moves layer inputs to host memory; on is torch's"
+        "unsloth", description="unsloth: keep layer inputs in host memory; on: torch's checkpointing"
     )
-    load_in_fp8: Switch = Field(False, description="quantise the frozen weights to 8-bit floats, a scale a row")
-    offload_layers: Int = Field(0, ge=0, le=1024, description="decoder layers that wait in host memory for their turn")
+    load_in_fp8: Switch = Field(False, description="quantise the frozen weights to 8-bit floats with one scale per row")
+    offload_layers: Int = Field(0, ge=0, le=1024, description="number of decoder layers that are kept in host memory")
     offload_embedding: Switch = Field(False, description="keep the embedding in host memory")
     tiled_mlp: Switch = Field(False, description="compute the MLP in tiles of the sequence: less memory, slower")
     random_state: Int = Field(3407, ge=0, description="unsloth's seed for the adapters")
@@ -223,21 +218,21 @@ class Unsloth(_Adapters):
     def incompatibilities(self, spec: Experiment) -> Iterator[str]:
         yield from super().incompatibilities(spec)
         if family(spec.model) in TRAINED:
-            yield from self.refusals_of_images(spec)
+            yield from self._of_images(spec)
         if self.load_in_fp8 and self.load_in_4bit:
             yield "method.load_in_fp8 and load_in_4bit exclude each other: set one to off"
         if self.offload_layers and self.use_gradient_checkpointing == "off":
             yield "method.offload_layers needs use_gradient_checkpointing: set it to unsloth or on"
 
-    def refusals_of_images(self, spec: Experiment) -> Iterator[str]:
-        """Yield what of a spec goes with models of text alone: unsloth's layout of rows, and where it keeps what."""
+    def _of_images(self, spec: Experiment) -> Iterator[str]:
+        """Yield the settings of unsloth that do not support images."""
         if "full" in (self.vision, self.projector):
-            yield "method.vision and method.projector: unsloth is asked for adapters alone: frozen or lora"
+            yield "method.vision and method.projector: unsloth trains only adapters: set them to frozen or lora"
         savers = ("load_in_fp8", "offload_layers", "offload_embedding", "tiled_mlp")
         keys = [f"method.{name}" for name in savers if getattr(self, name)]
         keys += [f"optimizations.{name}" for name in ("packing", "padding_free") if getattr(spec.optimizations, name)]
         yield from (
-            f"{key} with method unsloth is for text alone, and {spec.model.id} reads images: leave it off"
+            f"{key} with method unsloth supports only text, and {spec.model.id} reads images: set it to off"
             for key in keys
         )
 

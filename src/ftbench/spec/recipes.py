@@ -1,5 +1,8 @@
-"""The recipes that ship with ftbench (`recipes/*.yaml`): each states every optimization and the optimizer, so that it
-is the same recipe wherever it is laid, and says nothing about model, data and batch."""
+"""The shipped recipes (`recipes/*.yaml`).
+
+Each one sets every optimization and the optimizer, so that it does not depend on the spec it is added to. It does not
+set model, dataset or batch size.
+"""
 
 import os
 from functools import cache
@@ -14,37 +17,36 @@ SECTIONS = ("method", "train", "optimizations")
 
 @cache
 def recipes() -> dict[str, str]:
-    """Name → what it is, the file's first line; the plain one first."""
+    """Return the name and first comment line of each shipped recipe, the plain one first."""
     lines = {path.stem: path.read_text("utf-8").partition("\n")[0].removeprefix("# ") for path in FOLDER.glob("*.yaml")}
     return dict(sorted(lines.items(), key=lambda pair: (pair[0] != "plain", pair[0])))
 
 
 def file_of(name: str, folder: Path) -> Path:
-    """Return the file that `extends:` in `folder` means: one there, else a shipped one where it begins with
-    `recipes/`. Raises SpecError with the shipped ones for a recipe that there is not."""
-    beside = folder / name
+    """Return the file of `extends:`: a file in `folder`, or a shipped recipe if the name begins with `recipes/`."""
+    local = folder / name
     head, _, file = name.rpartition("/")
-    if head != "recipes" or os.path.exists(beside):
-        return beside
+    if head != "recipes" or os.path.exists(local):
+        return local
     if file.removesuffix(".yaml") not in recipes() or not file.endswith(".yaml"):
         files = [f"recipes/{known}.yaml" for known in recipes()]
         raise SpecError(
-            f"extends: {shortened(name)}: no such file in {folder}, and no recipe of ftbench{nearest(name, files)} "
+            f"extends: {shortened(name)}: no such file in {folder}, and no such recipe{nearest(name, files)} "
             f"(`ftbench list recipes`: {', '.join(files)})"
         )
     return FOLDER / file
 
 
 def named(name: object, folder: Path) -> Path:
-    """Return the file of `recipe: name`: a shipped one by its name, or a file in `folder`. Raises SpecError."""
+    """Return the file of `recipe: name`: a shipped recipe, or a file in `folder`."""
     if not isinstance(name, str) or not name:
-        raise SpecError(f"recipe: is the name of one recipe or a file, not {shown(name)} ({', '.join(recipes())})")
+        raise SpecError(f"recipe: must be the name of a recipe or a file, not {shown(name)} ({', '.join(recipes())})")
     if name in recipes():
         return FOLDER / f"{name}.yaml"
     path = file_of(name, folder)
     if not os.path.exists(path):
         raise SpecError(
-            f"recipe: {shown(name)} is no recipe and no file{nearest(name, recipes())} "
+            f"recipe: {shown(name)} is neither a recipe nor a file{nearest(name, recipes())} "
             f"(allowed: {', '.join(recipes())}, or a YAML file with method, train and optimizations)"
         )
     return path

@@ -1,4 +1,4 @@
-"""slurm.yaml: what a cell of a sweep asks of a Slurm cluster; every mistake a sentence."""
+"""slurm.yaml: the resources of each cell of a sweep on a Slurm cluster."""
 
 import re
 from pathlib import Path
@@ -13,7 +13,7 @@ from ftbench.spec.reading import in_file, read_yaml
 NAME = "slurm.yaml"
 # sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, and days before each.
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|UNLIMITED")
-# What ftbench says itself, with the key that says it where there is one.
+# sbatch options that ftbench sets itself, with the key of slurm.yaml that sets them.
 _OWN = {"partition": "partition", "time": "time", "gres": "gres", "array": "tasks", "job-name": "", "output": "",
         "error": "", "open-mode": "", "requeue": "", "no-requeue": "", "parsable": "", "wrap": "", "wait": "",
         "signal": ""}  # fmt: skip
@@ -24,21 +24,21 @@ def _text(value: Any) -> Any:
 
 
 class SlurmSettings(Part):
-    """What each cell asks for. What is left out is the cluster's default."""
+    """The resources of each cell. Missing keys keep the cluster's default."""
 
-    partition: str | None = Field(None, min_length=1, description="the partition whose nodes train")
-    time: Annotated[str | None, BeforeValidator(_text)] = Field(None, description="the time limit of a cell")
-    gres: str | None = Field(None, min_length=1, description="what a cell needs of a node, for example gpu:h200:1")
-    preamble: str = Field("", description="lines of shell before ftbench starts on a node")
-    options: tuple[str, ...] = Field((), description="further options of sbatch, for example --account=physics")
-    tasks: Int = Field(64, ge=1, le=1000, description="cells that wait or run at the same time")
-    python: str | None = Field(None, min_length=1, description="the nodes' Python; this one's path if left out")
+    partition: str | None = Field(None, min_length=1, description="partition of the nodes")
+    time: Annotated[str | None, BeforeValidator(_text)] = Field(None, description="time limit of a cell")
+    gres: str | None = Field(None, min_length=1, description="generic resources of a cell, for example gpu:h200:1")
+    preamble: str = Field("", description="shell commands before ftbench starts on a node")
+    options: tuple[str, ...] = Field((), description="more options of sbatch, for example --account=physics")
+    tasks: Int = Field(64, ge=1, le=1000, description="number of cells that are queued or running at the same time")
+    python: str | None = Field(None, min_length=1, description="Python on the nodes; default: the path of this one")
 
     @field_validator("time")
     @classmethod
     def _is_time(cls, value: str | None) -> str | None:
         if value is not None and not _TIME.fullmatch(value):
-            raise ValueError('is no time limit: write minutes, "hours:minutes:seconds" or "days-hours"')
+            raise ValueError('is not a time limit: write minutes, "hours:minutes:seconds" or "days-hours"')
         return value
 
     @field_validator("options")
@@ -47,15 +47,15 @@ class SlurmSettings(Part):
         for option in value:
             name = option.removeprefix("--").partition("=")[0]
             if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", option):
-                raise ValueError(f"{option!r} is no long option of sbatch with its value, for example --mem=64G")
-            # sbatch takes the beginning of a name for it: --arra is --array.
+                raise ValueError(f"{option!r} is not a long option of sbatch, for example --mem=64G")
+            # sbatch accepts prefixes: --arra is --array
             if own := name if name in _OWN else next((each for each in _OWN if each.startswith(name)), None):
-                raise ValueError(f"--{own} is for ftbench to say" + (f": use `{_OWN[own]}`" if _OWN[own] else ""))
+                raise ValueError(f"--{own} is set by ftbench" + (f": use `{_OWN[own]}`" if _OWN[own] else ""))
         return value
 
 
 def load_settings(path: Path) -> SlurmSettings:
-    """Return the settings in a file. Raise SpecError with one `file:line: key: sentence` for each mistake."""
+    """Return the settings in a file. Raise SpecError with `file:line: key: problem` for each mistake."""
     values = read_yaml(path, "a file for Slurm", "partition, time, gres or preamble (docs/how-to/cluster.md)")
     try:
         return SlurmSettings.model_validate(values)

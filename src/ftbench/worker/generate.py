@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from ftbench.spec.experiment import Experiment
-from ftbench.spec.generate import Generate
+from ftbench.spec.experiment import Experiment, Generate
 from ftbench.store.rundir import RunDir, write_json
 from ftbench.worker.data.tokens import template_errors, write
 from ftbench.worker.methods import unsloth

@@ -12,27 +12,26 @@ from ftbench.spec.optimizations.fp8 import DELAYED
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # whose layers' code the kernels were written after
-MEASURED = (9, 0)  # compute capability of the GPUs on which they were found faster
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # families whose layers the kernels implement
+MEASURED = (9, 0)  # compute capability of the GPUs where they were measured to be faster
 
 
 def left_out(spec: Experiment, capability: Capability) -> str | None:
-    """Return why `auto` is off here, in a sentence; None where it is on, or not asked for."""
+    """Return why `auto` is off; None if it is on, or if the setting is not auto."""
     if spec.optimizations.triton_kernels != "auto":
         return None
     why = [reason.partition(": ")[0] for reason in _incompatibilities(spec)]
     if capability != MEASURED:
-        why.append(f"the kernels were measured on GPUs of compute capability {'.'.join(map(str, MEASURED))} alone")
+        why.append(f"the kernels were measured only on compute capability {'.'.join(map(str, MEASURED))}")
     if spec.optimizations.liger or spec.method.name == "unsloth":
-        why.append("liger and unsloth have kernels of their own")
+        why.append("liger and unsloth have their own kernels")
     if (kind := family(spec.model)) not in FAMILIES:
-        why.append(f"they know no layers of {kind or spec.model.id}")
+        why.append(f"they do not support the layers of {kind or spec.model.id}")
     return f"optimizations.triton_kernels auto is off: {'; '.join(why)}" if why else None
 
 
 def ends(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what `auto` may make of the values of `optimizations:`, on or off: where the kernels are left out, so is
-    the cast of theirs."""
+    """Return the two possible results of `auto`, on and off. Without the kernels there is no delayed fp8 scaling."""
     if values.get("triton_kernels") != "auto":
         return [dict(values)]
     fp8 = "tensorwise" if values["fp8"] == DELAYED else values["fp8"]
@@ -40,7 +39,7 @@ def ends(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def decided(spec: Experiment, capability: Capability) -> dict[str, Any]:
-    """Return the changes that `auto` makes on a machine of this compute capability."""
+    """Return the changes of `auto` on a machine with this compute capability."""
     if spec.optimizations.triton_kernels != "auto":
         return {}
     on, off = ends({name: getattr(spec.optimizations, name) for name in ("triton_kernels", "fp8")})
