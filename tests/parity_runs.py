@@ -24,7 +24,7 @@ TASKS = {"name": "synthetic", "structure": "tasks", "mean_length": 24, "max_leng
 STEPS = 30
 
 
-def spec_of(model: Path, **sections) -> Experiment:
+def spec_of(model: Path, /, **sections) -> Experiment:
     """The spec of the tests with sections replaced key by key, resolved for a machine without a GPU."""
     values = {
         "name": "learning", "model": {"id": "learned", "path": str(model)}, "method": {"name": "lora"},
@@ -36,10 +36,12 @@ def spec_of(model: Path, **sections) -> Experiment:
     return resolve(Experiment.model_validate(values), None)
 
 
-def contender(model: Path, name: str, number: int = 0, **sections) -> Contender:
-    """A recipe. `number` makes its runs its own where the spec says nothing else than the reference's."""
-    spec = spec_of(model, **{**sections, "model": {"seed": number}})
-    return Contender(name, spec, _reference(spec_of(model), spec))
+def contender(model: Path, name: str, number: int = 0, seed: int = 1, **sections) -> Contender:
+    """A recipe on data and adapters of a seed. `number` tells its runs from the reference's if nothing else does."""
+    base = {"dataset": {"seed": seed}, "train": {"seed": seed}}
+    merged = {key: {**base.get(key, {}), **value} for key, value in {**base, **sections}.items()}
+    spec = spec_of(model, **{**merged, "model": {"seed": number}})
+    return Contender(name, spec, _reference(spec_of(model, **base), spec))
 
 
 def plan_of(folder: Path, *recipes: Contender, every_control: bool = False, seeds: int = 3) -> ParityPlan:
@@ -282,7 +284,10 @@ HONEST = {
 }
 
 
-def honest(model: Path) -> tuple[list[Contender], dict[str, str]]:
+def honest(model: Path, seed: int = 1) -> tuple[list[Contender], dict[str, str]]:
     """The honest variants as contenders, with what changes their process by name."""
-    recipes = [contender(model, name, at + 1, **sections) for at, (name, (sections, _)) in enumerate(HONEST.items())]
+    recipes = [
+        contender(model, name, number, seed, **sections)
+        for number, (name, (sections, _)) in enumerate(HONEST.items(), 1)
+    ]
     return recipes, {name: damage for name, (_, damage) in HONEST.items()}

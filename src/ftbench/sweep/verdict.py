@@ -50,7 +50,7 @@ BUDGETS = {
     ),
     "8-bit products": ErrorBudget(
         "twice what fp8 had on a learned model of 108M parameters on an H200: 0.042 nats, norm 0.133; E4M3 rounds each "
-        "value by up to 6 %, which a chain of products adds up to about a quarter", 0.085, 0.5, 0.27, 1.2,
+        "value by up to 6 %, and a chain of products adds this up to about a quarter", 0.085, 0.5, 0.27, 1.2,
     ),
     "8-bit optimizer states": ErrorBudget(
         "block-wise 8-bit states have a relative error of about 1 % (T. Dettmers et al., arXiv 2110.02861), which "
@@ -194,7 +194,7 @@ class _Limits:
 
 
 def _stated(names: Sequence[str], change: str, what: str) -> float | None:
-    """Return the stated budget of one tensor, the largest of those that apply; None compares with plain bfloat16."""
+    """Return the largest stated budget of one tensor; None compares with plain bfloat16."""
     field = "norm" if what == "norm" else "direction" if change == "gradient" else "update"
     stated = [getattr(BUDGETS[name], field) for name in names if change != "gradient" or name == names[0]]
     return max((each for each in stated if each is not None), default=None)

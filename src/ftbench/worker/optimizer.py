@@ -111,7 +111,7 @@ def attach(loop: Any, spec: Experiment) -> None:
 
     cast = spec.train.precision == "fp16" or spec.launch.ranks > 1  # scaled, or not whole
     kind = arguments(spec).get("optimizer_cls_and_kwargs", (object,))[0]
-    if issubclass(kind, _SteppedByKernel) and not cast and not spec.measure.gradients:
+    if issubclass(kind, _SteppedByKernel) and not cast:
         loop.accelerator.clip_grad_norm_ = clip_grad_norm
 
 

@@ -2,7 +2,7 @@
 
 For each recipe there is a reference, the plain recipe in float32 that trains the same tensors. Three kinds of runs are
 compared: short ones that record losses, gradients and weight changes at the weights of the reference's first run;
-trainings over several seeds; and controls, which are damaged on purpose and must fail."""
+trainings over several seeds; and controls: runs that are damaged on purpose and must fail."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +24,7 @@ from ftbench.sweep.plan.grid import Grid
 from ftbench.sweep.verdict import FAIL, INCONCLUSIVE, PASS, LevelResult
 
 STEPS = 3  # recorded at each point: Adam's betas and weight decay show in the second
-SAME_SIZE = 0.15  # share by which the samples of two trainings may differ
+SAME_SIZE = 0.15  # maximum relative difference of the number of samples in two trainings
 PENDING, UNPROVEN = "not run yet", "no verdict"
 
 
@@ -55,7 +55,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class ControlResult:
-    """Whether a control failed at its level; `level` is `any` for those of which one level has to fail."""
+    """The outcome of a control. With the level `any`, one failed level is enough."""
 
     name: str
     level: str
@@ -100,7 +100,7 @@ class ParityPlan(Grid):
                     yield self.train(recipe.reference, seed, None, name)
 
     def controls_of(self, recipe: Contender) -> list[tuple[str, str]]:
-        """Return the controls with the level at which each must fail, a subtle one for each level first."""
+        """Return the controls, each with the level at which it must fail; first one subtle control per level."""
         adapters, coarse = recipe.spec.method.adapters, verdict.kinds(recipe.spec)[0] == "8-bit products"
         forward = ("lora_scale_x1.5" if coarse else "lora_scale_x1.05") if adapters else "loss_over_padding"
         backward = "layer_gradient_reversed" if coarse else "gradient_entries_lost"
@@ -121,11 +121,11 @@ class ParityPlan(Grid):
         return with_changes(recipe.reference, changes)
 
     def train(self, spec: Experiment, seed: int, recipe: Contender | None = None, control: str = "off") -> Job:
-        """Return the run of a whole training; the first one of a reference keeps its weights."""
+        """Return a training run. The first one of a reference keeps its weights."""
         changes: dict[str, Any] = {"train.seed": spec.train.seed + seed, "measure.control": control}
-        if spec.method.name == "unsloth":  # which draws its adapters with a seed of its own
+        if spec.method.name == "unsloth":  # unsloth initialises adapters with this seed
             changes["method.random_state"] = spec.method.random_state + seed
-        if spec.method.name == "full":  # which has no adapters to draw: other data instead
+        if spec.method.name == "full":  # no adapters to initialise: change the data
             changes["dataset.seed"] = spec.dataset.seed + seed
         if recipe is None and not seed and control == "off":
             changes["measure.keep_weights"] = True
@@ -173,7 +173,7 @@ class ParityPlan(Grid):
         return all(each.verdict == PASS for each in self.judgements())
 
     def controls(self, recipe: Contender) -> list[ControlResult]:
-        """Return what each control of a recipe came to."""
+        """Return the outcome of each control of a recipe."""
         return [] if recipe.refused else [self._controlled(recipe, *each) for each in self.controls_of(recipe)]
 
     def _judged(self, recipe: Contender) -> Judgement:
@@ -257,8 +257,8 @@ class ParityPlan(Grid):
 
 
 def _same_samples(spec: Experiment) -> dict[str, Any]:
-    """Return the changes with which a step of packed rows trains about as many samples as one of padded rows, where
-    the lengths are known: fewer rows, and shorter ones if one row alone would hold more."""
+    """Return changes for packing, so that a step trains about as many samples as a padded one: fewer rows, and a
+    shorter maximum length if one row still holds more. Only synthetic data have known lengths."""
     if not spec.optimizations.packing or spec.dataset.name != "synthetic":
         return {}
     lengths = synthetic_lengths(spec.dataset, spec.dataset.samples or 1)
@@ -270,7 +270,7 @@ def _same_samples(spec: Experiment) -> dict[str, Any]:
 
 def _probe(spec: Experiment) -> Dataset:
     """Return the samples of a recording run: more than two batches, so that the last one is not full. Images are the
-    spec's own; text is the built-in tasks, which have prompts, unequal lengths and samples that would leak."""
+    spec's own. Text is the built-in tasks: prompts, unequal lengths, and samples that leak if masks are wrong."""
     count = max(9, 2 * spec.train.batch_size + 1)
     if spec.dataset.may_have_images and spec.dataset.has_images:
         return spec.dataset.model_copy(update={"samples": count, "eval_samples": 0})

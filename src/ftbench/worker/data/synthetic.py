@@ -1,5 +1,5 @@
-"""Made tokens of chosen lengths: deterministic, no tokenizer, no download. Random ones, which nothing can learn, or
-those of a sparse Markov chain, on which the loss of any model falls towards a known entropy."""
+"""Synthetic tokens of chosen lengths: deterministic, no tokenizer, no download. Random tokens cannot be learned. On a
+sparse Markov chain the loss of any model falls towards a known entropy. Tasks need attention, positions and masks."""
 
 import math
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from ftbench.worker.data.pictures import made
 from ftbench.worker.data.pixels import Pixels
 from ftbench.worker.data.tokens import IGNORE, Tokens
 
-ACTIVE = 16  # tokens of the vocabulary that a chain visits: few, so that a model soon learns which
-BRANCHES = (0.7, 0.2, 0.1)  # how probable the followers of each token are
+ACTIVE = 16  # tokens that a chain visits: few, so that a model learns them soon
+BRANCHES = (0.7, 0.2, 0.1)  # probabilities of the followers of each token
 ENTROPY_NATS = -sum(p * math.log(p) for p in BRANCHES)
 
 
@@ -31,8 +31,8 @@ def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
 
 
 def draw_pairs(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
-    """Return `count` pairs of sequences that begin alike: half of the shorter is the prompt. What is chosen goes on as
-    the structure says, what is rejected at random, so that of a chain it can be learned which is which."""
+    """Return `count` pairs with a common prompt, half of the shorter sequence. The chosen answer follows the
+    structure and the rejected one is random, so the preference can be learned on a Markov chain."""
     drawn = draw(dataset, 2 * count, vocab_size)
     noise = _random(np.random.default_rng(dataset.seed + 1), [len(each.ids) for each in drawn[1::2]], vocab_size)
     return [_pair(chosen.ids, rejected, vocab_size) for chosen, rejected in zip(drawn[::2], noise, strict=True)]
@@ -48,8 +48,8 @@ def _pair(chosen: list[int], rejected: list[int], vocab_size: int) -> Tokens:
 
 
 def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, special: set[int]) -> list[Tokens]:
-    """Return `count` samples of pictures, each followed by a token, and of text without `special` ids, whose every
-    token is a label. Raises SpecError where one does not fit `max_length`: images are not cut."""
+    """Return `count` samples of pictures, each followed by a token, and text without `special` ids. Every text token is
+    a label. Raises SpecError if a sample does not fit `max_length`, because images cannot be truncated."""
     samples, pictures, plain = [], iter(made(dataset, count)), next(i for i in range(vocab_size) if i not in special)
     for drawn in draw(dataset, count, vocab_size):
         shown = pixels.shown(list(islice(pictures, dataset.images_per_sample)))
@@ -66,8 +66,7 @@ def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, s
 
 
 def entropy_nats(dataset: Dataset) -> float | None:
-    """Return the entropy a token of a chain, which the loss cannot fall below but for the vocabulary's limit; None for
-    what is no chain.
+    """Return the entropy per token of a Markov chain, the lower limit of the loss; None for other data.
 
     Every active token i has the followers `order[(i + shift) % n]`, one a branch, with the same probabilities p in
     every row and, since each shift is a permutation, in every column: the chain stays uniform over its n tokens, and
@@ -76,8 +75,8 @@ def entropy_nats(dataset: Dataset) -> float | None:
 
 
 def mislabelled(samples: Sequence[Tokens], seed: int, vocab_size: int) -> list[Tokens]:
-    """Return the samples with a random token wherever they have a label (C. Zhang et al., ICLR 2017); the label of a
-    pair is which of the two is preferred."""
+    """Return the samples with random labels (C. Zhang et al., ICLR 2017). In pairs, chosen and rejected are swapped at
+    random."""
     generator = np.random.default_rng(seed)
     result = []
     for sample in samples:
@@ -150,7 +149,7 @@ def _random(generator: np.random.Generator, lengths: Sequence[int], vocab_size: 
 
 
 def _chain(generator: np.random.Generator, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
-    """Return walks through one chain, each from a token of its own; all take their steps side by side."""
+    """Return walks through one chain from random first tokens, computed in parallel."""
     active = min(ACTIVE, vocab_size)
     tokens = generator.choice(vocab_size, active, replace=False)
     order = generator.permutation(active)

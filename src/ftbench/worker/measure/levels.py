@@ -58,11 +58,12 @@ class Levels(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step % self._steps:
             return
-        norm = self._recording.grad_norm
-        unclip = max(1.0, float(norm) / args.max_grad_norm) if norm is not None and args.max_grad_norm else 1.0
+        norm, optimizer = self._recording.grad_norm, innermost(self._loop.optimizer)
+        in_place = norm is not None and args.max_grad_norm and getattr(optimizer, "factor", None) is None
+        unclip = max(1.0, float(norm) / args.max_grad_norm) if in_place else 1.0
         self._keep("gradient", {n: torch.zeros_like(p) if p.grad is None else p.grad * unclip
                                 for n, p in self._parameters.items()})  # fmt: skip
-        groups = innermost(self._loop.optimizer).param_groups
+        groups = optimizer.param_groups
         self._settings = {name: sorted({str(_plain(group.get(name))) for group in groups}) for name in SETTINGS}
 
     @torch.no_grad()
