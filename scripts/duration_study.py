@@ -235,8 +235,8 @@ def facts(rows: Sequence[LeftOut], terms: Mapping[str, Term]) -> str:
 
 
 _HEAD = """\
-# Coefficients of the time estimate: seconds = value x the seconds a term would take at the GPU's ceilings
-# (estimate/time/work.py, estimate/time/rates.py). Written by `scripts/duration-table --write`; `prior` and `why` are
-# by hand, and some priors were set with these runs in sight. `runs` of a coefficient: in how many it is a twentieth or
-# more. `error`: each step estimated without its own runs.
+# Coefficients of the time estimate: seconds = value x seconds of the term at the GPU's ceilings (estimate/time/work.py,
+# estimate/time/rates.py). Written by `scripts/duration-table --write`. `prior` and `why` are by hand, and some priors
+# were set with these runs in mind. `runs` of a coefficient: the runs in which it is at least a twentieth of the step.
+# `error`: each step estimated without its own runs.
 """

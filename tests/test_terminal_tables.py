@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.cells import cell_len
 
-from ftbench.estimate.recommend import command, text
+from ftbench.estimate.recommend import request, text
 
 SPEC = """
 model: {id: Qwen/Qwen3-8B, weights: random}
@@ -49,8 +49,8 @@ def test_what_the_doctor_says_fits(ftbench, monkeypatch):
 def test_every_line_of_a_recommendation_fits(monkeypatch, tmp_path):
     spec = tmp_path / "spec.yaml"
     spec.write_text(SPEC)
-    answer = command.run(
-        command.RecommendRequest(spec, gpu="H100 SXM5,H200 SXM", deadline="8h", samples=20_000, store=tmp_path)
+    answer = request.answer(
+        request.RecommendRequest(spec, gpu="H100 SXM5,H200 SXM", deadline="8h", samples=20_000, store=tmp_path)
     )
     for width in (80, 120, 160):
         monkeypatch.setenv("COLUMNS", str(width))

@@ -1,4 +1,4 @@
-"""The shipped estimator against the committed runs: it fails here before it misleads anybody."""
+"""Compare the memory estimate with the committed runs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import estimate_study as study
 
 RESULTS = Path("results")
-# Mean and worst relative error that hold on the committed runs. The worst reserved memory is that of models so small
-# that half a GiB is a fifth of it, and of batches of many lengths, which depends on the order in which they come.
+# Bounds of mean and worst relative error on the committed runs. Reserved memory is worst for small models, where
+# half a GiB is a fifth, and of batches with many lengths, where it depends on their order.
 BOUNDS = {"allocated": (0.01, 0.065), "reserved": (0.05, 0.22), "device": (0.05, 0.18)}
 
 
@@ -110,7 +110,7 @@ def test_families_with_the_narrow_band_are_those_that_runs_measured(runs: list[s
 
 
 def test_runs_with_images_are_within_a_hundredth(runs: list[study.Measured]) -> None:
-    """Packed rows of one image and of several, in 16 and 8 bits, and plain batches: all of them held out."""
+    """Packed rows with one or several images in 16 and 8 bits, and plain batches; all are held out of the fit."""
     rows = study.rows([run for run in runs if run.spec.dataset.has_images], constants())
     assert len(rows) >= 5
     assert all(study.held_out(row.run) for row in rows)

@@ -1,4 +1,4 @@
-"""The time estimate: what it counts is what runs did, it is as wrong as it says, and it says what it knows."""
+"""Compare the time estimate with committed runs: its counts, its errors and its explanations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ftbench.core import units
 from ftbench.core.architectures import architectures
 from ftbench.core.hardware import Gpu, find_gpu, gpus, limited_gpu
 from ftbench.errors import SpecError
-from ftbench.estimate import preflight
+from ftbench.estimate import api
 from ftbench.estimate.memory.weights import weights
 from ftbench.estimate.time.duration import (
     FLUSHES,
@@ -77,7 +77,7 @@ def store() -> RunHistory:
     return RunHistory(None, RUNS)
 
 
-# --- what is counted is what was trained -----------------------------------------------------------------------------
+# --- counts compared with runs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.run_id)
@@ -85,7 +85,7 @@ def test_a_model_by_its_config_has_the_matrices_that_the_worker_counted_on_the_l
     told = rundir.read_json(next(RESULTS.rglob(run.run_id.split("/")[1])) / "applied.json")["matmul_shape"]
     told = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
     counted = trainable_shape(run.spec).matmul
-    norms = 0.0001 * counted.base  # the worker counts by the number of dimensions, which says nothing of 4-bit weights
+    norms = 0.0001 * counted.base  # the worker counts by dimensions, which does not work for 4-bit weights
     assert {key: getattr(counted, key) for key in told if key != "base"} == {k: told[k] for k in told if k != "base"}
     assert abs(counted.base - told["base"]) <= norms
 
@@ -144,7 +144,7 @@ def test_a_head_in_8_bits_has_the_gradient_s_product_alone_and_a_copy_of_a_byte_
 
 
 def test_adapters_within_the_base_product_pass_less_over_the_activations():
-    """worker/adapter_products.py counts 91.5 passes of peft's, 35 of ours and 70 beside other products."""
+    """kernels/adapter_products.py counts 91.5 passes of peft, 35 of `augmented` and 70 of `separate`."""
     term = "elementwise.compiled"
     peft = _work(optimizations={"compile": True})[term]
     fused = _work(optimizations={"compile": True, "fused_lora": True})[term]
@@ -176,7 +176,7 @@ def test_experts_in_mxfp4_are_written_out_for_each_product():
 
 @pytest.mark.parametrize("again", [False, True])
 def test_gpt_oss_weighs_every_pair_of_positions_unless_told_otherwise(again):
-    """transformers has no sdpa for its sinks: `auto` is eager."""
+    """transformers does not support sdpa with sinks: `auto` is eager."""
     model = {"id": "openai/gpt-oss-20b", "weights": "random"}
 
     def work(length: int, attention: str) -> Any:
@@ -273,7 +273,7 @@ def test_what_others_published_on_other_gpus_lies_in_the_band_of_the_data_sheet(
     assert found.tokens / found.step_s.high <= tokens_per_s <= found.tokens / found.step_s.low
 
 
-# --- what it knows ---------------------------------------------------------------------------------------------------
+# --- basis and range -------------------------------------------------------------------------------------------------
 
 
 def test_a_step_that_was_measured_is_told_as_measured_and_as_it_was(store):
@@ -396,7 +396,7 @@ def test_lengths_come_from_runs_on_the_data_else_from_facts_else_are_an_upper_bo
 # --- what must hold for any ------------------------------------------------------------------------------------------
 
 
-_WITH_BF16 = [gpu.name for gpu in gpus() if gpu.bf16]  # older cards have none, and a sentence says so
+_WITH_BF16 = [gpu.name for gpu in gpus() if gpu.bf16]  # older cards do not support it
 
 
 @given(st.sampled_from(_WITH_BF16), st.sampled_from(["lora", "qlora", "full", "unsloth"]), st.integers(1, 65536),
@@ -475,19 +475,19 @@ def test_packed_rows_hold_as_many_samples_as_their_lengths_say(store):
     assert epochs_samples(spec, a_step) == 20 * a_step
     padded = spec_of(dataset=data, train=train)
     assert epochs_samples(padded, estimate_duration(padded, H200, store).samples) == 20 * 4
-    told = preflight.expectation(spec, {"name": "NVIDIA H200", "memory_gb": 140.4}, store)
+    told = api.expectation(spec, {"name": "NVIDIA H200", "memory_gb": 140.4}, RESULTS)
     seconds = estimate_duration(spec, H200, store).seconds_for(20 * a_step).expected
     assert told is not None
     assert f"about {units.seconds(seconds)} " in told
 
 
-# --- what run and sweep tell of it -----------------------------------------------------------------------------------
+# --- predictions of run and sweep -----------------------------------------------------------------------------------
 
 
 def test_a_run_begins_with_what_it_will_take(store):
     gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
     run = next(run for run in RUNS if run.run_id.endswith("78939b22-r1"))
-    told = preflight.expectation(run.spec, gpu, store)
+    told = api.expectation(run.spec, gpu, RESULTS)
     assert told is not None
     found = re.fullmatch(r"expected: ([\d.]+) GiB of 140.4, about ([\d.]+) s \(([\d.]+) s to .* s; (.*)\)", told)
     assert found is not None, told
@@ -495,8 +495,8 @@ def test_a_run_begins_with_what_it_will_take(store):
     assert float(found[2]) == pytest.approx(16 * run.step_s + 10, abs=10)
     assert re.fullmatch(MEASURED_ALIKE, found[4])
     mock = run.spec.model_copy(update={"launch": run.spec.launch.model_copy(update={"mock": "ok"})})
-    assert preflight.expectation(mock, gpu, store) is None
-    assert preflight.expectation(run.spec, None, store) is None
+    assert api.expectation(mock, gpu, RESULTS) is None
+    assert api.expectation(run.spec, None, RESULTS) is None
 
 
 def test_a_plan_says_what_is_an_estimate():
@@ -524,7 +524,7 @@ _STEPS = st.fixed_dictionaries({
 def test_a_board_of_less_power_is_not_faster_than_its_sibling_of_more(parts):
     def seconds(name: str) -> float:
         found = estimate(named(name), **parts)
-        return found.step_s.expected - found.parts.get(FLUSHES, 0.0)  # which a board of more memory has none of
+        return found.step_s.expected - found.parts.get(FLUSHES, 0.0)  # a GPU with more memory does not flush
 
     h100 = [seconds(f"H100 {kind}") for kind in ("SXM5", "NVL", "PCIe")]
     assert h100 == sorted(h100)
@@ -533,7 +533,7 @@ def test_a_board_of_less_power_is_not_faster_than_its_sibling_of_more(parts):
 
 def test_a_max_q_is_not_a_workstation():
     """The same chip with half the watts. Nobody has published its products; by unsloth's steps it is to an H100 as an
-    engineering blog measured it: 27,000 against 11,000 samples an hour, and 9,200 against 3,600."""
+    engineering blog measured it: 27,000 and 11,000 samples per hour, and 9,200 and 3,600."""
     max_q, workstation, h100 = (
         named(name) for name in ("RTX PRO 6000 Blackwell Max-Q", "RTX PRO 6000 Blackwell Workstation", "H100 SXM5")
     )

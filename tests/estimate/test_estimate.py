@@ -1,4 +1,4 @@
-"""`ftbench estimate` from a spec: what it says, what it refuses, how fast."""
+"""`ftbench estimate`: memory, verdicts, errors, and speed of the command."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from counting import calls_of
 from ftbench.core.architectures import architectures
 from ftbench.core.hardware import find_gpu, gpus
 from ftbench.errors import SpecError
-from ftbench.estimate import preflight
-from ftbench.estimate.command import EstimateRequest, estimate
+from ftbench.estimate import api
+from ftbench.estimate.estimates import EstimateRequest, estimate
 from ftbench.estimate.memory.capacity import capacity
 from ftbench.estimate.memory.constants import constants
 from ftbench.estimate.memory.estimate import Band, estimate_memory, verdict_of
-from ftbench.estimate.memory.memory_cache import largest_batch
+from ftbench.estimate.memory.largest_batch import largest_batch
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.rates import STATES, WEIGHTS, step
 from ftbench.estimate.time.work import StepWork
@@ -119,13 +119,13 @@ def test_an_mlp_of_our_kernels_between_8_bit_products_keeps_no_product_of_its_ga
 
 def test_our_kernels_are_estimated_for_the_layers_that_they_know() -> None:
     other = spec(model={"id": "openai/gpt-oss-20b", "weights": "random"}, optimizations={"triton_kernels": True})
-    with pytest.raises(SpecError, match=r"triton_kernels knows no layers of gpt_oss: set it to off"):
+    with pytest.raises(SpecError, match=r"triton_kernels does not support gpt_oss: set it to off"):
         estimate_memory(other, H200)
 
 
 # Of Qwen3-8B, by hand: q and o, k and v, gate, up and down of a layer; the words' table.
 MATRICES, WORDS = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288, 151_936 * 4096
-# What fused_lora copies of adapters of rank 8: A, B, and B block by block, where q, k, v and gate, up stand together.
+# Copies by fused_lora of adapters of rank 8: A, B, and B block by block for q, k, v and for gate, up.
 COPIES = 36 * 8 * (9 * 4096 + 38912 + (3 * 6144 + 4096 + 2 * 24576 + 4096)) * 2 / 2**30
 NF4 = (1 / 2 + 1 / 64) / 2**30  # GiB a weight: four bits, and a byte for 64 of them
 
@@ -173,8 +173,8 @@ def test_a_link_that_is_slower_than_the_layers_is_waited_for_and_a_faster_one_is
 def test_too_little_host_memory_is_a_sentence_before_the_run(tmp_path: Path) -> None:
     gpu = {"name": "NVIDIA H200", "memory_gb": 140.4, "compute_capability": [9, 0]}
     roomy, small = ({"gpus": [gpu], "cpu": {"memory_gb": gib}} for gib in (64.0, 16.0))
-    assert preflight.doubt(at_batch_4("smallest-exact"), roomy, tmp_path) is None
-    told = preflight.doubt(at_batch_4("smallest-exact"), small, tmp_path)
+    assert api.problem(at_batch_4("smallest-exact"), roomy, tmp_path) is None
+    told = api.problem(at_batch_4("smallest-exact"), small, tmp_path)
     assert "keeps about 19.4 GiB there, and this machine has 16.0" in str(told)
 
 
@@ -206,7 +206,7 @@ def test_the_parts_add_up_to_the_peak_and_the_bands_are_in_order() -> None:
 
 def test_the_largest_batch_is_the_last_whose_verdict_is_fits() -> None:
     largest = largest_batch(spec(), H200)
-    assert largest == 7  # what the frontier of results/h200 found: 7 fits and 8 does not
+    assert largest == 7  # the frontier of results/h200: 7 fits and 8 does not
 
     def verdict(batch: int) -> str:
         return estimate_memory(spec(train={"batch_size": batch}), H200).verdict
@@ -300,7 +300,7 @@ def test_an_unknown_model_says_how_to_give_its_shape(tmp_path: Path, file: Path)
      ({"memory_gb": 80.0, "gpu": "L4"}, "give one"), ({"gpu": "L4", "gpus": 0}, "from 1 to 1,024"),
      ({"memory_gb": 1e308}, "at most 1,000,000"), ({"gpu": "L4", "gpus": 10**20, "strategy": "ddp"}, "from 1 to 1,024"),
      ({"gpu": "L4", "gpus": 2}, "--strategy"), ({"gpu": "L4", "gpus": 2, "strategy": "none"}, "--strategy"),
-     ({"gpu": "L4", "gpus": 2, "strategy": "magic"}, "none of"),
+     ({"gpu": "L4", "gpus": 2, "strategy": "magic"}, "unknown; allowed"),
      ({"gpu": "L4", "config": Path("/nowhere/config.json")}, "no such file"),
      ({"gpu": "L4", "sets": ["train.batch_size=0"]}, "train.batch_size"),
      ({"gpu": "L4", "sets": ["dataset.length=-5"]}, "dataset.length")],
@@ -322,7 +322,7 @@ def test_a_config_that_is_none_is_a_sentence(tmp_path: Path, file: Path, text: s
     ("change", "sentence"),
     [({"model_type": ["qwen3"]}, "no formula describes model_type"),
      ({"mlp_only_layers": 5}, "mlp_only_layers must be a list"),
-     ({"layer_types": [["x"]] * 48}, "layer_types must be a list"), ({"num_hidden_layers": 10**9}, "no model has more"),
+     ({"layer_types": [["x"]] * 48}, "layer_types must be a list"), ({"num_hidden_layers": 10**9}, "at most 10,000"),
      ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0 and must be")],
 )  # fmt: skip
 def test_a_config_with_a_value_that_cannot_be_is_a_sentence(
@@ -349,27 +349,27 @@ def test_a_gpu_is_found_by_what_people_call_it(file: Path) -> None:
 
 def test_the_run_that_will_not_fit_is_told_before_it_starts(tmp_path: Path) -> None:
     gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
-    assert preflight.warning(spec(train={"batch_size": 4}), gpu, tmp_path) is None
-    told = preflight.warning(spec(train={"batch_size": 16}), gpu, tmp_path)
+    assert api.memory_problem(spec(train={"batch_size": 4}), gpu, tmp_path) is None
+    told = api.memory_problem(spec(train={"batch_size": 16}), gpu, tmp_path)
     assert told is not None
     assert "train.batch_size=7" in told
-    assert preflight.warning(spec(train={"batch_size": 16}), None, tmp_path) is None
-    assert preflight.warning(spec(train={"batch_size": 16}, launch={"mock": "ok"}), gpu, tmp_path) is None
-    assert preflight.first_trial(spec(), gpu, tmp_path, 4096) in (7, 8)
+    assert api.memory_problem(spec(train={"batch_size": 16}), None, tmp_path) is None
+    assert api.memory_problem(spec(train={"batch_size": 16}, launch={"mock": "ok"}), gpu, tmp_path) is None
+    assert api.first_trial(spec(), gpu, tmp_path, 4096) in (7, 8)
 
 
 def test_run_and_sweep_ask_the_probes_of_their_store_as_estimate_does(tmp_path: Path) -> None:
     gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
     batch_7 = spec(train={"batch_size": 7})
-    assert preflight.warning(batch_7, gpu, tmp_path) is None
+    assert api.memory_problem(batch_7, gpu, tmp_path) is None
     (tmp_path / "probe").mkdir()
     document = {"machine": {"gpus": [gpu]}, "device": {"kind": "cuda"}, "capacity": {"total_gb": 100.0}}
     (tmp_path / "probe" / "a.json").write_text(json.dumps(document))  # others hold the rest of the card
-    told = str(preflight.warning(batch_7, gpu, tmp_path))
+    told = str(api.memory_problem(batch_7, gpu, tmp_path))
     assert "100.0 for a process" in told
     assert "train.batch_size=5 would fit" in told
-    assert preflight.first_trial(spec(), gpu, tmp_path, 4096) == 5
-    memory = preflight.on_machine(batch_7, gpu, tmp_path)
+    assert api.first_trial(spec(), gpu, tmp_path, 4096) == 5
+    memory = api.memory_on_machine(batch_7, gpu, tmp_path)
     assert memory is not None
     assert memory.usable == pytest.approx(100.0, abs=0.01)
 
@@ -400,7 +400,7 @@ def test_an_estimate_of_all_gpus_is_little_work(file: Path) -> None:
 
 def test_the_command_loads_no_heavy_module(file: Path) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom ftbench.estimate.command import EstimateRequest, estimate\n"
+        "import sys\nfrom pathlib import Path\nfrom ftbench.estimate.estimates import EstimateRequest, estimate\n"
         f"print(estimate(EstimateRequest(Path({str(file)!r}), gpu='L4')).text)\n"
         "heavy = {'torch', 'pandas', 'transformers'} & set(sys.modules)\nassert not heavy, heavy"
     )
@@ -426,7 +426,7 @@ def test_a_24_gb_card_has_less_for_a_process() -> None:
 
 @pytest.mark.parametrize(("high", "verdict"), [(23.6, "fits"), (23.8, "uncertain"), (24.5, "uncertain")])
 def test_what_fits_fits_what_a_process_can_have(high: float, verdict: str) -> None:
-    """Device memory as NVML counts it holds 0.62 GiB of the driver's: 23.6 are 22.98 of a process, beside a screen."""
+    """NVML's device memory includes 0.62 GiB of the driver: 23.6 are 22.98 for a process, and 0.5 is for a display."""
     small = next(gpu for gpu in gpus() if gpu.name == "RTX 4090")
     assert verdict_of(Band(22.0, 23.0, high), capacity(small)) == verdict
     assert verdict_of(Band(23.7, 24.0, 24.5), capacity(small)) == "does not fit"
@@ -443,7 +443,7 @@ def test_a_card_says_which_batch_of_the_data_is_the_heaviest_and_which_is_the_la
 
 def test_a_card_says_both_counts_and_the_margin(file: Path) -> None:
     text = estimate(EstimateRequest(file, ["model.id=Qwen/Qwen3-0.6B"], gpu="RTX 4090")).text
-    assert "24.0 GiB as its driver counts (NVML), 23.6 for a process, less 0.500 for a display" in text
+    assert "24.0 GiB by its driver (NVML), 23.6 for a process, less 0.500 for a display" in text
     (row,) = json.loads(estimate(EstimateRequest(file, gpu="RTX 4090")).document)["gpus"]
     assert (row["usable"], row["margin"]) == (23.61, 0.5)
 
@@ -463,7 +463,7 @@ def test_what_a_probe_saw_of_a_card_is_what_a_process_can_have(file: Path, tmp_p
 @pytest.mark.parametrize(("method", "count"), [({"name": "lora"}, 6_684_672), ({"name": "full"}, 30_532_122_624),
                                                ({"name": "lora", "experts": True}, 321_257_472)])  # fmt: skip
 def test_memory_and_time_train_the_same_parameters_of_a_mixture_of_experts(method: object, count: int) -> None:
-    """Adapters of rank 8: on queries, keys, values and output alone, or on 128 experts of 48 layers too."""
+    """Adapters of rank 8: on queries, keys, values and output, or also on 128 experts of 48 layers."""
     one = spec(model={"id": "Qwen/Qwen3-30B-A3B", "weights": "random"}, method=method)
     shape = trainable_shape(one)
     weight = 2 if one.method.name == "full" else 4
@@ -508,6 +508,6 @@ def test_what_was_never_measured_of_unsloth_names_the_nearest_that_is_estimated(
     file: Path, sets: list[str], nearest: str
 ) -> None:
     request = EstimateRequest(file, ["method=unsloth", *sets], gpu="H200 SXM")
-    with pytest.raises(SpecError, match=f"was never measured: the nearest that is estimated is {nearest};"):
+    with pytest.raises(SpecError, match=f"was never measured: the most similar estimated spec has {nearest};"):
         estimate(request)
     assert estimate(replace(request, sets=[*request.sets, nearest.removeprefix("--set ")])).document

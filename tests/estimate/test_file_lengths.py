@@ -1,16 +1,17 @@
-"""How long the samples of a user's file are, before any run: counted where the file lies, not taken for the longest."""
+"""Count the sample lengths of a local file before any run."""
 
 from __future__ import annotations
 
 import json
 import random
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 
 from ftbench.core.hardware import find_gpu
-from ftbench.estimate.command import EstimateRequest, estimate
+from ftbench.estimate.estimates import EstimateRequest, estimate
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.workload.largest import largest
 from ftbench.estimate.workload.lengths import file_lengths, lengths_of
@@ -48,26 +49,26 @@ def test_rows_of_200_tokens_are_not_counted_as_2048_each(tmp_path):
     assert told["real_tokens_per_step"] / told["samples_per_step"] == pytest.approx(210, rel=0.15)
     assert told["samples"] == 20_000
     assert told["upper_bound"] is False
-    assert "4 bytes a token" in told["lengths"]
+    assert "4 bytes per token" in told["lengths"]
 
 
 def test_memory_is_for_the_files_own_longest_sample_and_bounded_by_its_bytes(tmp_path):
-    """8 letters and 800: at 4 bytes a token 210, of which none is less than a byte; two turns and a template around."""
+    """8 letters and 800: 210 tokens at 4 bytes per token, at least a byte each; with two turns and a template."""
     path = written(tmp_path / "data.jsonl", 5000, 160)
     heaviest = largest(spec_of(path))
     assert heaviest.expected.length == 212
     assert heaviest.most.length == 7 + 800 + 2 * 5 + 100
-    assert "the longest sample 212 tokens, at the most 917" in heaviest.basis
+    assert "the longest sample 212 tokens, at most 917" in heaviest.basis
     small = find_gpu("NVIDIA GeForce RTX 4090")
     assert estimate_memory(spec_of(path), small).verdict == "uncertain", "2,048 tokens would not fit"
     longer = json.dumps({"prompt": "Say it.", "completion": "word " * 3000}) + "\n"
     first, rest = path.read_text().split("\n", 1)
-    path.write_text(f"{first}\n{longer}{rest}")  # every second row is looked at, and this is none of them
+    path.write_text(f"{first}\n{longer}{rest}")  # only every second row is read, without this one
     assert largest(spec_of(path.rename(tmp_path / "other.jsonl"))).most.length == 2048
 
 
 def test_no_sample_is_longer_than_its_file_says_it_may_be(tmp_path):
-    """By the tokenizer that a model with random weights gets, on text that it knows nothing of."""
+    """Count with the tokenizer of a model with random weights, on text that it was not trained on."""
     pytest.importorskip("transformers", reason="training libraries are not installed")
     tokenizer = pytest.importorskip("ftbench.worker.model.tokenizer")
     prepare = pytest.importorskip("ftbench.worker.data.prepare")
@@ -85,7 +86,7 @@ CHAT, ALPACA = ("messages", "note"), ("instruction", "input", "output", "note")
 
 @pytest.mark.parametrize("columns", [CHAT, ALPACA], ids=["chat", "alpaca"])
 def test_of_many_rows_few_are_taken_apart_for_the_longest(tmp_path, monkeypatch, columns):
-    """The longest is found among rows that are looked at for nothing else, whatever lies beside their text."""
+    """The longest row is found although its length is not counted, whatever other columns it has."""
     dice = random.Random(0)
 
     def text() -> str:
@@ -174,8 +175,7 @@ def test_the_ratio_of_a_made_tokenizer_is_that_of_the_one_that_is_made(tmp_path,
         path = ROOT / "src" / "ftbench" / "facts" / "sample.jsonl"
         data = {"name": "sample"}
     else:
-        pages = (ROOT / "docs").rglob("*.md")
-        rows = [{"text": part} for page in pages for part in page.read_text().split("\n\n") if len(part) > 200]
+        rows = [{"text": part} for text in topics.values() for part in text.split("\n\n") if len(part) > 200]
         path.write_text("\n".join(map(json.dumps, rows)))
         data = {"name": "file", "path": str(path)}
     rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What `run` and `sweep` say of memory before anything is trained."""
+"""Predictions of `run` and `sweep` before training."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
-from ftbench.estimate import preflight
-from ftbench.estimate.memory.estimate import MemoryEstimate
+from ftbench.estimate import api
+from ftbench.estimate.memory import largest_batch
+from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.launch import runner
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
@@ -53,7 +54,7 @@ def test_a_run_warns_once_and_goes_on(
     with pytest.raises(Claimed):
         runner.run(
             spec, [], tmp_path,
-            on_checked=lambda spec, described: preflight.announce(
+            on_checked=lambda spec, described: api.announce(
                 spec, described, tmp_path, heard.append, lambda text: None
             ),
         )  # fmt: skip
@@ -75,23 +76,23 @@ def test_a_dry_run_lists_estimated_memory_and_what_does_not_fit(spec: Path, tmp_
 
 
 @pytest.mark.torch
-def test_cells_that_differ_in_how_they_learn_share_an_estimate(
+def test_cells_that_differ_only_in_learning_settings_share_an_estimate(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = ["model.dtype=bfloat16", "train.precision=bf16"]
     axes = ["train.batch_size=1,4", "train.learning_rate=1e-4,2e-4", "train.seed=1,2", "train.weight_decay=0,0.1"]
-    estimate, estimated = preflight.on_machine, list[Experiment]()
+    estimated = list[Experiment]()
 
-    def counted(spec: Experiment, gpu: dict[str, Any] | None, store: Path | None) -> MemoryEstimate | None:
+    def counted(spec: Experiment, *given: Any, **options: Any) -> MemoryEstimate:
         estimated.append(spec)
-        return estimate(spec, gpu, store)
+        return estimate_memory(spec, *given, **options)
 
-    monkeypatch.setattr(preflight, "on_machine", counted)
+    monkeypatch.setattr(largest_batch, "estimate_memory", counted)
     with ExitStack() as stack:
         ready = command.prepare(command.SweepRequest(spec, sets, tmp_path, axes=axes), stack)
     lines = dry_run(dataclasses.replace(ready, device=H200))
     assert len(estimated) == 2
-    each = [estimate(job.spec, H200, tmp_path) for job in ready.plan.standings]
+    each = [api.memory_on_machine(job.spec, H200, tmp_path) for job in ready.plan.standings]
     assert [line.peak_gb for line in lines] == [memory.reserved.expected for memory in each if memory]
     assert len(lines) == 16
 
@@ -106,7 +107,7 @@ def described(memory_gb: float, threads: int, *gpus: dict[str, object]) -> dict[
 @pytest.mark.parametrize(
     ("sets", "machine", "said"),
     [
-        ([], described(24.0, 2), "out of memory"), ([], described(2000.0, 2), "days at the least"),
+        ([], described(24.0, 2), "out of memory"), ([], described(2000.0, 2), "at least 39.7 days"),
         ([], described(24.0, 2, H200), None), ([], described(24.0, 2, SMALL), "out of memory"),
         (["model.id=Qwen/Qwen3-0.6B", "train.batch_size=1", "train.max_steps=5"], described(64.0, 16), None),
         (["launch.mock=ok"], described(1.0, 1), None),
@@ -117,7 +118,7 @@ def test_what_will_not_end_well_is_said_before(
 ) -> None:
     changes = ["train.max_steps=5000"] if machine["cpu"]["memory_gb"] == 2000.0 else []
     asked = resolve(load(spec, [*sets, *changes]), runner.capability(machine))
-    doubt = preflight.doubt(asked, machine, tmp_path)
+    doubt = api.problem(asked, machine, tmp_path)
     assert (doubt is None) == (said is None)
     assert (said or "") in (doubt or "")
 
@@ -125,11 +126,11 @@ def test_what_will_not_end_well_is_said_before(
 def test_where_no_batch_fits_the_nearest_way_that_does_is_named(spec: Path, tmp_path: Path) -> None:
     machine = described(64.0, 8, SMALL)
     asked = resolve(load(spec, ["train.batch_size=1"]), (8, 9))
-    doubt = preflight.doubt(asked, machine, tmp_path) or ""
+    doubt = api.problem(asked, machine, tmp_path) or ""
     sets = re.findall(r"--set=([^' ]+)", doubt)
     assert sets
     changed = resolve(load(spec, ["train.batch_size=1", *sets]), (8, 9))
-    assert preflight.doubt(changed, machine, tmp_path) is None
+    assert api.problem(changed, machine, tmp_path) is None
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 3), (None, 3)])
@@ -140,7 +141,7 @@ def test_a_terminal_is_asked_and_nobody_else(
         def isatty(self) -> bool:
             return True
 
-    monkeypatch.setattr(preflight, "doubt", lambda *_: "this will not end well")
+    monkeypatch.setattr(api, "problem", lambda *_: "this will not end well")
     if answer is not None:
         monkeypatch.setattr(sys, "stdin", Terminal(answer))
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
@@ -152,7 +153,7 @@ def test_a_terminal_is_asked_and_nobody_else(
 
 
 def test_with_yes_it_runs(ftbench: Any, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "doubt", lambda *_: "this will not end well")
+    monkeypatch.setattr(api, "problem", lambda *_: "this will not end well")
     assert ftbench("run", spec, "--set", "launch.mock=ok", "--out", tmp_path / "out", "--yes")[0] == 0
 
 

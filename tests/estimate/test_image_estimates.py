@@ -11,10 +11,10 @@ import pytest
 
 from ftbench.core.hardware import find_gpu
 from ftbench.errors import SpecError
-from ftbench.estimate import command
+from ftbench.estimate import estimates
 from ftbench.estimate.memory.estimate import estimate_memory
-from ftbench.estimate.memory.memory_cache import largest_batch
-from ftbench.estimate.recommend import command as recommend
+from ftbench.estimate.memory.largest_batch import largest_batch
+from ftbench.estimate.recommend import request as recommend
 from ftbench.estimate.recommend import text as recommend_text
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory
@@ -67,7 +67,7 @@ def test_memory_is_what_a_plain_script_took(
 
 
 def test_the_step_of_a_plain_script_lies_in_the_band() -> None:
-    """1.65 s at batch 4 with images processed in the step, 1.40 s with processes beside it (the same script)."""
+    """1.65 s at batch 4 with images processed in the step, 1.40 s with loader processes (the same script)."""
     for on, step in ({}, 1.65), ({"loader_processes": 8}, 1.40):
         band = estimate_duration(spec_of(train={"batch_size": 4}, optimizations=on), gpu()).step_s
         assert band.low < step < band.high
@@ -111,7 +111,7 @@ def test_larger_images_leave_room_for_fewer() -> None:
 
 @pytest.mark.parametrize("model", [LLAVA, QWEN, "Qwen/Qwen3-VL-8B-Instruct"])
 def test_more_tokens_of_images_take_longer(model: str) -> None:
-    """Asked with one store, which keeps what a step asks for."""
+    """Uses one history, which caches the work of a step."""
     store = RunHistory()
     sizes = {"image_size": [336, 336]}, {"image_size": [336, 336], "images_per_sample": 2}, {"image_size": [500, 500]}
     specs = [spec_of(model, MADE | {"max_length": 8192} | size) for size in sizes]
@@ -137,25 +137,23 @@ def test_the_images_of_a_file_are_looked_at(tmp_path: Path) -> None:
             (5, 200_000),
             (6, 100_000),
         ):  # more than once, and more than twice as many
-            with pytest.raises(
-                SpecError, match=r"rows\.jsonl, line 1: its image cannot be looked at .*compression bomb"
-            ):
+            with pytest.raises(SpecError, match=r"rows\.jsonl, line 1: its image cannot be read .*compression bomb"):
                 estimate_memory(spec_of(QWEN, data | {"seed": seed}), gpu())
     finally:
         pillow.MAX_IMAGE_PIXELS = most
     (tmp_path / "b.png").write_text("no image")
     with pytest.raises(
-        SpecError, match=r"rows\.jsonl, line 2: its image cannot be looked at .*cannot identify image file\)$"
+        SpecError, match=r"rows\.jsonl, line 2: its image cannot be read .*cannot identify image file\)$"
     ):
         estimate_memory(spec_of(QWEN, data | {"seed": 7}), gpu())
     (tmp_path / "b.png").unlink()
     os.mkfifo(tmp_path / "b.png")
-    with pytest.raises(SpecError, match=r"rows\.jsonl, line 2: its image cannot be looked at .*no plain file"):
+    with pytest.raises(SpecError, match=r"rows\.jsonl, line 2: its image cannot be read .*no plain file"):
         estimate_memory(spec_of(QWEN, data | {"seed": 8}), gpu())
 
 
 def test_a_file_is_estimated_on_what_it_is_trained_on(tmp_path: Path) -> None:
-    """An upright photograph of a camera that lay on its side; images by a name of the spec's, and in messages; texts of
+    """A photograph with an orientation tag; images by a name of the spec's, and in messages; texts of
     parts, and a caption."""
     image = pytest.importorskip("PIL.Image")
     exif = image.Exif()
@@ -189,7 +187,7 @@ def test_a_row_whose_turns_are_none_has_no_images(tmp_path: Path) -> None:
 
 def test_beans_are_known_and_other_sets_are_not_before_they_are_read() -> None:
     assert estimate_memory(spec_of(dataset={"name": "beans", "max_length": 4096}), gpu()).batch[1] > 2928
-    with pytest.raises(SpecError, match=r"how large the images of me/mine are is not known .*image_size"):
+    with pytest.raises(SpecError, match=r"image sizes of me/mine are not known: .*image_size"):
         estimate_memory(spec_of(dataset={"name": "me/mine", "max_length": 4096}), gpu())
 
 
@@ -199,13 +197,13 @@ def test_a_model_that_reads_images_is_estimated_on_text_too() -> None:
 
 
 def test_the_shipped_config_is_estimated_by_the_command() -> None:
-    answer = command.estimate(command.EstimateRequest(CONFIG, ["train.batch_size=4"], gpu="h200"))
-    assert "made pictures of 500 x 500 pixels" in answer.text
+    answer = estimates.estimate(estimates.EstimateRequest(CONFIG, ["train.batch_size=4"], gpu="h200"))
+    assert "synthetic pictures of 500 x 500 pixels" in answer.text
     assert "largest batch that fits" in answer.text
 
 
 def test_estimate_says_what_larger_images_leave() -> None:
-    answer = command.estimate(command.EstimateRequest(CONFIG, gpu="h200"))
+    answer = estimates.estimate(estimates.EstimateRequest(CONFIG, gpu="h200"))
     sizes = json.loads(answer.document)["gpus"][0]["by_image_size"]
     rows = {(each["width"], each["height"]): each for each in sizes}
     assert (rows[336, 336]["tokens"], rows[500, 500]["tokens"], rows[1920, 1080]["tokens"]) == (1176, 2928, 1948)
@@ -213,13 +211,13 @@ def test_estimate_says_what_larger_images_leave() -> None:
     for each in sizes:
         assert each["images_in_hours"] == pytest.approx(8 * 3600 * each["images_per_s"])
     assert "1920 x 1080" in answer.text
-    text = command.estimate(command.EstimateRequest(CONFIG.with_name("qwen3-8b-lora.yaml"), gpu="h200"))
+    text = estimates.estimate(estimates.EstimateRequest(CONFIG.with_name("qwen3-8b-lora.yaml"), gpu="h200"))
     assert "by_image_size" not in json.loads(text.document)["gpus"][0]
 
 
 def test_recommend_keeps_the_resolution_and_what_is_trained_and_waits_for_no_image(tmp_path: Path) -> None:
     sets = ["optimizations.image_size=336", "method.vision=lora"]
-    answer = recommend.run(recommend.RecommendRequest(CONFIG, sets, gpu="h200", samples=20_000, deadline="8h"))
+    answer = recommend.answer(recommend.RecommendRequest(CONFIG, sets, gpu="h200", samples=20_000, deadline="8h"))
     for option in answer.options:
         assert option.spec.optimizations.image_size == 336
         assert getattr(option.spec.method, "vision", None) == "lora"
@@ -230,4 +228,4 @@ def test_recommend_keeps_the_resolution_and_what_is_trained_and_waits_for_no_ima
 
 def test_a_recipe_for_images_is_no_way_to_train_on_text() -> None:
     request = recommend.RecommendRequest(CONFIG.with_name("qwen3-8b-recipes.yaml"), gpu="h200")
-    assert not any("image" in reason for reason in recommend.run(request).ruled_out)
+    assert not any("image" in reason for reason in recommend.answer(request).ruled_out)

@@ -26,7 +26,7 @@ def spec_of(folder: Path, rows: list[dict], more: str = "", model: str = "tiny/q
 
 
 def test_lengths_truncation_and_packing_are_those_of_the_rows(tmp_path):
-    """At 4 bytes a token and 5 tokens a turn: 40 characters a side are 10 + 5 tokens, so 30 a sample; 400 are 210."""
+    """4 bytes per token and 5 tokens per turn: 40 characters per side are 10 + 5 tokens, 30 per sample; 400 are 210."""
     short, long = [{"q": "a" * side, "a": "b" * side} for side in (40, 400)]
     spec = spec_of(tmp_path, [short, short, short, long], ", columns: {prompt: q, completion: a}")
     document = preview.preview(spec, [])
@@ -54,7 +54,7 @@ def test_with_the_model_s_own_tokenizer_they_are_counted_and_its_template_render
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     spec = spec_of(tmp_path, [{"question": "one two one", "answer": "two"}], model=f"{{path: {model}}}")
     document = preview.preview(spec, [])
-    assert document["tokens"]["max"] == 3 + 1 + 2 * 5  # words, and what a turn adds
+    assert document["tokens"]["max"] == 3 + 1 + 2 * 5  # words and turn tokens
     assert document["samples"] == [{"row": 1, "text": "<user>one two one<assistant>two"}]
     assert document["rendered_by"] == "the model's chat template"
 
@@ -149,13 +149,13 @@ def test_images_count_as_many_tokens_as_the_model_sees(tmp_path):
     assert 2928 + 40 / 4 < document["tokens"]["max"] < 2928 + 40
     assert document["truncated_samples"] == 0
     (tmp_path / "a.png").unlink()
-    with pytest.raises(SpecError, match=r"rows\.jsonl, line 1: its image cannot be looked at .*No such file"):
+    with pytest.raises(SpecError, match=r"rows\.jsonl, line 1: its image cannot be read .*No such file"):
         preview.preview(spec, ["dataset.max_length=4096", "dataset.seed=7"])
 
 
 @pytest.mark.parametrize(("columns", "answered"), [("question", True), ("messages", True), ("prompt", False)])
 def test_of_prompts_no_answer_is_counted_or_shown(tmp_path, columns, answered):
-    """20 letters at 4 bytes a token, with 5 tokens for the turn; the third prompt is longer than any may be."""
+    """20 letters at 4 bytes per token, with 5 tokens for the turn; the third prompt is too long."""
 
     def row(letters):
         turns = [{"role": "user", "content": "a" * letters}, *[{"role": "assistant", "content": "b" * 400}] * answered]
@@ -168,7 +168,7 @@ def test_of_prompts_no_answer_is_counted_or_shown(tmp_path, columns, answered):
     assert document["padding"] == pytest.approx(1 - 30 / 40), "of 10 and 20 tokens, two prompts a step"
     text = preview.as_text(document)
     assert "tokens a prompt: mean" in text
-    assert "longer than max_length 100: 33.3 % of the prompts, which are left out" in text
+    assert "longer than max_length 100: 33.3 % of the prompts, which are removed" in text
     assert "of a step's 2 prompts" in text
     assert "bbb" not in text
     assert "packing" not in text

@@ -1,4 +1,4 @@
-"""Estimates for several GPUs: what each holds, what it computes, what it waits for."""
+"""Estimates for several GPUs: memory, computation and communication of each."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ftbench.core.hardware import find_gpu, gpus
 from ftbench.core.rows import StepRow
 from ftbench.core.units import GIB
 from ftbench.errors import SpecError
-from ftbench.estimate.command import EstimateRequest, estimate
+from ftbench.estimate.api import memory_problem
+from ftbench.estimate.estimates import EstimateRequest, estimate
 from ftbench.estimate.memory.constants import constants
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.memory.phases import GATHERED, MemoryCase, peak, phases
 from ftbench.estimate.memory.share import gathered, share
-from ftbench.estimate.preflight import warning
-from ftbench.estimate.recommend import command as recommend
+from ftbench.estimate.recommend import request as recommend
 from ftbench.estimate.recommend import text as recommend_text
 from ftbench.estimate.recommend.nearest import Fit
 from ftbench.estimate.time.communication import traffic
@@ -57,7 +57,7 @@ SMALL = {
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
 
-# Parameters of Qwen3-8B: all, of its table of words, which its head has once more, and of a layer.
+# Parameters of Qwen3-8B: all, of the embedding (the head has as many), and of a layer.
 N, WORDS, LAYER = 8_190_735_360, 151_936 * 4096, 192_946_432
 
 
@@ -201,7 +201,7 @@ def test_a_gpu_of_expert_parallelism_holds_its_experts_and_the_whole_router(spar
     assert part.total - part.parameters["experts"] == rest
 
 
-# --- what they wait for -----------------------------------------------------------------------------------------------
+# --- communication ----------------------------------------------------------------------------------------------------
 
 
 def shared(strategy: str, gpus: int, **parts) -> Experiment:
@@ -284,14 +284,14 @@ def test_fsdp_casts_its_shares_of_float32_into_what_is_sent_and_copies_what_come
     ("zero2", "optimizer", 16), ("zero3", "optimizer", 16), ("zero3", "params", 18), ("fsdp", "params", 16),
 ])  # fmt: skip
 def test_what_waits_in_host_memory_is_what_deepspeeds_estimators_count(strategy: str, offload: str, each: int) -> None:
-    """16 bytes a parameter of the optimizer (stage_1_and_2.py, stage3.py: estimate_zero*_model_states_mem_needs), 18
+    """16 bytes per parameter of the optimizer (stage_1_and_2.py, stage3.py: estimate_zero*_model_states_mem_needs), 18
     with its weights, for all GPUs of a machine together. FSDP's float32 shares are its weights."""
     gpu = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
     run = on_gpus(shared(strategy, 2), 2, strategy, offload)
     here, waiting = (estimate_memory(on_gpus(run, 2, strategy, name), gpu).host for name in ("none", offload))
     assert (waiting - here) * GIB == pytest.approx(each * N, rel=1e-3)
     machine = {"name": "NVIDIA H200", "memory_gb": 140.4, "compute_capability": [9, 0]}
-    told = warning(run, machine, Path("no store"), host_gb=64.0)
+    told = memory_problem(run, machine, Path("no store"), host_gb=64.0)
     assert told is not None
     assert "this machine has 64.0" in told
     assert "launch.offload" in told
@@ -355,8 +355,8 @@ def test_a_spec_with_launch_is_estimated_as_such_without_options(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("gpus", "strategy", "why"), [
-    (3, "tp", "tp: 8 heads of keys do not divide by 3"), (2, "tp+fsdp", "2 GPUs are no mesh of 2 by two or more"),
-    (2, "ep", "ep divides experts, and qwen3 has none"),
+    (3, "tp", "tp: 8 key heads do not divide by 3"), (2, "tp+fsdp", "2 GPUs cannot form a mesh of 2 by two or more"),
+    (2, "ep", "ep needs experts, and qwen3 has none"),
 ])  # fmt: skip
 def test_what_cannot_be_divided_is_not_estimated(tmp_path: Path, gpus: int, strategy: str, why: str) -> None:
     path = tmp_path / "spec.yaml"
@@ -381,9 +381,9 @@ def test_every_strategy_side_by_side_for_one_to_eight_cards(tmp_path: Path) -> N
         assert sizes == sorted(sizes, reverse=True), strategy
     assert "experts" in records["ep", 2]["problems"][0]
     assert answer.code == 0
-    figures, _, refused = answer.text.partition("\nrefused:\n")
+    figures, _, refused = answer.text.partition("\nnot supported:\n")
     assert ["ulysses" in figures, "zero3" in figures, "zero3" in refused] == [False, True, False]
-    assert "ep: ep divides experts, and qwen3 has none\nulysses: launch.strategy: ulysses doubles gradients" in refused
+    assert "ep: ep needs experts, and qwen3 has none\nulysses: launch.strategy: ulysses doubles gradients" in refused
 
 
 def test_every_strategy_side_by_side_says_which_were_measured_and_how_far_the_others_may_be_off(tmp_path: Path) -> None:
@@ -394,7 +394,10 @@ def test_every_strategy_side_by_side_says_which_were_measured_and_how_far_the_ot
     measured = {key for key, row in rows.items() if row["basis"] == MEASURED}
     assert measured == {("none", 1), ("ddp", 2)}
     assert {key for key, row in rows.items() if row["memory_measured"]} == {*measured, ("fsdp", 2)}
-    assert "runs confirm ddp, fsdp; no run confirms zero1, zero2, zero3, tp, cp: they may take 15 % more" in answer.text
+    assert (
+        "confirmed by runs: ddp, fsdp; not confirmed by runs: zero1, zero2, zero3, tp, cp, which may take 15 % more"
+        in answer.text
+    )
     factor = rows["zero3", 2]["step_s"]["high"] / rows["zero3", 2]["step_s"]["expected"]
     said = " ".join(answer.text.split())
     assert "measured: none on 1 GPU, ddp on 2 GPUs; estimated within a factor of" in said
@@ -423,9 +426,9 @@ def test_a_spec_for_several_machines_has_a_way_that_fits_and_one_to_recommend(tm
                     "dataset: {name: synthetic, samples: 64, length: 2048}\n"
                     "train: {batch_size: 16}\nlaunch: {gpus: 4, nodes: 2, strategy: ddp}\n")  # fmt: skip
     answer = estimate(EstimateRequest(path, gpu="L40S"))
-    assert answer.text.startswith("Qwen/Qwen3-8B, lora, batch 16 a GPU, on 4 GPUs of 2 machines (ddp)\n")
+    assert answer.text.startswith("Qwen/Qwen3-8B, lora, batch 16 per GPU, on 4 GPUs of 2 machines (ddp)\n")
     assert "The nearest that fits takes" in answer.text
-    found = recommend.run(recommend.RecommendRequest(path, gpu="L40S", method="lora"))
+    found = recommend.answer(recommend.RecommendRequest(path, gpu="L40S", method="lora"))
     assert {(option.spec.launch.gpus, option.spec.launch.nodes) for option in found.options} <= {(1, 1), (2, 1), (4, 2)}
     assert found.options
 
@@ -445,7 +448,7 @@ def test_an_optimizer_on_the_host_is_waited_for_by_gpus_that_draw_less_and_is_no
 
 
 def test_every_strategy_offloads_what_the_spec_does_where_it_can(tmp_path: Path) -> None:
-    """As the estimate of the spec itself says."""
+    """The result equals the estimate of the spec itself."""
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: full\n"
                     "dataset: {name: synthetic, samples: 64, length: 512}\ntrain: {batch_size: 1}\n"
@@ -468,7 +471,7 @@ MESH, OFFLOADED = "{tp: 2, fsdp: 4}", "{gpus: 4, strategy: fsdp, offload: params
     ("{gpus: 4, nodes: 2, strategy: ddp}", 2, None, (2, "fsdp", "params")),
 ])  # fmt: skip
 def test_the_command_of_the_nearest_that_fits_can_be_read(tmp_path: Path, launch, gpus, strategy, found) -> None:
-    """Whatever the spec and the options say of how the GPUs share the work."""
+    """For any strategy in the spec and in the options."""
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-32B, weights: random}\nmethod: lora\n"
                     f"dataset: {{name: japanese-alpaca}}\ntrain: {{batch_size: 2}}\nlaunch: {launch}\n")  # fmt: skip
@@ -519,10 +522,10 @@ def test_every_strategy_takes_the_specs_number_of_gpus_and_refuses_what_it_would
     assert {row["gpus"] for row in json.loads(answer.document)["strategies"]} == {1, 2, 4}
     answer = estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=6, strategy="all"))
     assert {row["gpus"] for row in json.loads(answer.document)["strategies"]} == {1, 2, 4, 6}
-    assert "\ntp: 8 heads of keys do not divide by 6\n" in answer.text
-    with pytest.raises(SpecError, match="leave --samples and --hours out"):
+    assert "\ntp: 8 key heads do not divide by 6\n" in answer.text
+    with pytest.raises(SpecError, match="remove --samples and --hours"):
         estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all", samples=100, hours=4))
-    with pytest.raises(SpecError, match="on one kind of GPU: name one with --gpu, H100 SXM5 say"):
+    with pytest.raises(SpecError, match="on one kind of GPU: name one, such as H100 SXM5"):
         estimate(EstimateRequest(path, gpu="H100 SXM5,L40S", strategy="all"))
 
 
@@ -531,7 +534,7 @@ def test_what_refuses_a_strategy_on_any_number_of_gpus_is_said_once(tmp_path: Pa
     path.write_text("model: {id: tiny/qwen3, weights: random}\nmethod: lora\nobjective: dpo\n"
                     "dataset: {name: synthetic, samples: 64, length: 64}\n")  # fmt: skip
     refused = " ".join(
-        estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all")).text.split("refused:\n")[1].split()
+        estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all")).text.split("not supported:\n")[1].split()
     )
     assert "ddp, fsdp, zero1, zero2, zero3, tp, cp, ulysses: objective dpo supports one GPU" in refused
     assert refused.count("launch.gpus is") == 2  # 2, and of tp+fsdp, which begins there, 4
@@ -550,7 +553,7 @@ def test_what_a_spec_is_refused_for_is_not_estimated_either(tmp_path, strategy, 
 
 
 def test_what_a_strategy_refuses_beside_the_training_is_left_out_and_said(tmp_path: Path) -> None:
-    """An answer needs the whole model, which ddp and ZeRO-1 and 2 leave on each GPU."""
+    """Generation needs the full model, which ddp, ZeRO-1 and ZeRO-2 keep on each GPU."""
     path = tmp_path / "asks.yaml"
     path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: full\n"
                     "dataset: {name: synthetic, samples: 64, length: 512}\n"
@@ -561,24 +564,24 @@ def test_what_a_strategy_refuses_beside_the_training_is_left_out_and_said(tmp_pa
     refused = {name for name, keys in rows.items() if keys == "measure.generate"}
     assert refused == {"fsdp", "zero3", "tp", "cp"}
     assert {name for name, keys in rows.items() if not keys} == {"none", "ddp", "zero1", "zero2"}
-    assert "without measure.generate, which they refuse: fsdp, zero3, tp, cp" in answer.text
-    best = recommend.run(recommend.RecommendRequest(path, gpu="L40S", gpus=4, effective_batch="4"))
+    assert "without measure.generate: fsdp, zero3, tp, cp" in answer.text
+    best = recommend.answer(recommend.RecommendRequest(path, gpu="L40S", gpus=4, effective_batch="4"))
     spec = best.options[0].spec
     assert spec.launch.strategy in refused
     assert spec.measure.generate is None
-    words = f"he best is without measure.generate, which {spec.launch.strategy} refuses"
+    words = f"he best is without measure.generate, which {spec.launch.strategy} does not support"
     assert f"t{words}" in " ".join(recommend_text.as_text(best).split())
     assert f"# T{words}.\n" in recommend_text.as_yaml(best)
 
 
 def test_recommend_weighs_every_strategy_and_number_of_gpus(tmp_path: Path) -> None:
     """Of 32 billion parameters in 16 bits 64 GB do not fit one card of 45 GiB, unless they wait in host memory.
-    What the spec's own `launch` says is no more than one way."""
+    The spec's own `launch` is one of the options."""
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-32B, weights: random}\nmethod: lora\n"
                     "dataset: {name: synthetic, samples: 64, length: 512}\ntrain: {batch_size: 4}\n"
                     "launch: {tp: 2, fsdp: 2}\n")  # fmt: skip
-    answer = recommend.run(recommend.RecommendRequest(path, gpu="L40S", gpus=4, method="lora"))
+    answer = recommend.answer(recommend.RecommendRequest(path, gpu="L40S", gpus=4, method="lora"))
     assert answer.options
     for option in answer.options:
         launch, train = option.spec.launch, option.spec.train

@@ -1,4 +1,4 @@
-"""`ftbench estimate` and `ftbench recommend`: what a training needs, before it is one."""
+"""`ftbench estimate`, `ftbench data` and `ftbench recommend`: predictions before a training."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,39 +12,36 @@ from ftbench.cli.shared import Config, Json, Prices, Sets, Spec, Store, Wide, ap
 def estimate(
     spec: Spec,
     sets: Sets = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="NAME,NAME of `ftbench list gpus`, or all; this machine's if left out")
-    ] = None,
-    memory_gb: Annotated[float | None, typer.Option(help="GiB of a GPU that is in no table")] = None,
-    gpus: Annotated[int | None, typer.Option(help="how many GPUs share the work, if not the spec's")] = None,
+    gpu: Annotated[str | None, typer.Option(help="NAME,NAME or all (default: this machine's)")] = None,
+    memory_gb: Annotated[float | None, typer.Option(help="GiB of a GPU that is not in the table")] = None,
+    gpus: Annotated[int | None, typer.Option(help="number of GPUs (default: the spec's)")] = None,
     strategy: Annotated[
-        str | None, typer.Option(help="how they share it: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp; or all")
+        str | None, typer.Option(help="how they share the work: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp; or all")
     ] = None,
     config: Config = None,
     check: Annotated[
-        bool, typer.Option("--check", help="exit code 0 fits, 1 uncertain, 2 does not (of GPUs the best)")
+        bool, typer.Option("--check", help="exit with 0 if it fits, 1 if uncertain, 2 if not (best GPU)")
     ] = False,
-    samples: Annotated[float | None, typer.Option(help="how many to train on, if not the spec's")] = None,
-    hours: Annotated[float | None, typer.Option(help="how long a night is (8)")] = None,
+    samples: Annotated[float | None, typer.Option(help="number of samples to train on (default: the spec's)")] = None,
+    hours: Annotated[float | None, typer.Option(help="length of a night in hours (default: 8)")] = None,
     prices: Prices = None,
     store: Store = Path("results"),
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Say what memory and time a spec needs, and whether it fits. Nothing is trained."""
-    from ftbench.estimate import command
+    """Estimate the memory and time of a spec, and whether it fits. Nothing is trained."""
+    from ftbench.estimate import estimates
 
-    request = command.EstimateRequest(
+    answer = estimates.estimate(estimates.EstimateRequest(
         spec, sets or [], gpu, memory_gb, gpus, strategy, config, samples, hours, prices, store
-    )
-    answer = command.estimate(request)
+    ))  # fmt: skip
     emit(answer.document if as_json else answer.text)
     raise typer.Exit(answer.code if check else 0)
 
 
 @app.command()
 def data(spec: Spec, sets: Sets = None, as_json: Json = False) -> None:
-    """Show a spec's data set as a model would see it. Its lengths, what is cut, what packing brings, three samples."""
+    """Show a spec's data set as the model sees it: lengths, truncation, packing gain, three samples."""
     from ftbench.estimate import preview
 
     document = preview.preview(spec, sets or [])
@@ -55,33 +52,38 @@ def data(spec: Spec, sets: Sets = None, as_json: Json = False) -> None:
 def recommend(
     spec: Spec,
     sets: Sets = None,
-    gpu: Annotated[str | None, typer.Option(help="NAME,NAME or all; this machine's if left out")] = None,
-    gpus: Annotated[int | None, typer.Option(help="how many there are to share the work, if not the spec's")] = None,
-    samples: Annotated[int | None, typer.Option(help="how many to train on, if not the spec's")] = None,
-    deadline: Annotated[str | None, typer.Option(help="done within this time", metavar="8h")] = None,
-    max_cost: Annotated[float | None, typer.Option(help="for at most this much money, by --prices")] = None,
+    gpu: Annotated[str | None, typer.Option(help="NAME,NAME or all (default: this machine's)")] = None,
+    gpus: Annotated[int | None, typer.Option(help="largest number of GPUs (default: the spec's)")] = None,
+    samples: Annotated[int | None, typer.Option(help="number of samples to train on (default: the spec's)")] = None,
+    deadline: Annotated[str | None, typer.Option(help="time limit", metavar="8h")] = None,
+    max_cost: Annotated[float | None, typer.Option(help="cost limit, in the currency of --prices")] = None,
     prices: Prices = None,
-    goal: Annotated[str, typer.Option(help="what is best: speed, cost, energy or memory")] = "speed",
-    method: Annotated[str | None, typer.Option(help="lora,full: to choose from, if not the spec's kind")] = None,
+    goal: Annotated[str, typer.Option(help="rank by speed, cost, energy or memory")] = "speed",
+    method: Annotated[
+        str | None,
+        typer.Option(help="methods to compare, such as lora,full"),
+    ] = None,
     effective_batch: Annotated[
         str | None,
-        typer.Option(help="samples a step, held by accumulation: N or any; the spec's if left out"),
+        typer.Option(help="samples per step, reached by accumulation: N or any (default: the spec's)"),
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the best as a spec to run")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the best as a spec")] = None,
+    every: Annotated[bool, typer.Option("--all", help="list all ways, and the reasons against the others")] = False,
     config: Config = None,
     store: Store = Path("results"),
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Find the best method, batch and GPU for a time and a budget. And the optimizations; 1 if nothing is found."""
-    from ftbench.estimate.recommend import command
-    from ftbench.estimate.recommend import text as view
+    """Find the best method, optimizations, batch and GPU within a time and a budget; exit with 1 if there is none."""
+    from ftbench.estimate.recommend import request as requests
+    from ftbench.estimate.recommend import text
 
-    answer = command.run(command.RecommendRequest(
+    request = requests.RecommendRequest(
         spec, sets or [], gpu, gpus, samples, deadline, max_cost, prices, goal, method, effective_batch, store,
         output, config,
-    ))  # fmt: skip
-    emit(view.as_json(answer) if as_json else view.as_text(answer, output), end="")
+    )  # fmt: skip
+    answer = requests.answer(request)
+    emit(text.as_json(answer) if as_json else text.as_text(answer, requests.command_of(request, answer), every), end="")
     if output is not None and answer.options:
-        write_result(view.as_yaml(answer), output)
+        write_result(text.as_yaml(answer), output)
     raise typer.Exit(0 if answer.options else 1)

@@ -55,7 +55,6 @@ def profile(
 def _train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) -> FinishedRun:
     """Train a spec once and show the progress on stderr. Ask before starting a run that is likely to fail."""
     from ftbench.core.units import parse_seconds
-    from ftbench.estimate import preflight
     from ftbench.launch import nodes, runner
     from ftbench.spec.load import load
     from ftbench.spec.optimizations import triton_kernels
@@ -70,7 +69,7 @@ def _train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) ->
     def on_checked(resolved: Experiment, described: dict[str, Any]) -> None:
         if word := triton_kernels.left_out(load(spec, sets), runner.capability(described)):
             log(f"ftbench: note: {word}")
-        preflight.announce(resolved, described, out, lambda doubt: _confirm(doubt, yes), log)
+        _predict(resolved, described, out, yes)
         if resolved.launch.nodes > 1:
             nodes.number(resolved)  # raises before the message below
             log(f"waiting for the other machines of the run, {nodes.MEETING_S / 60:.0f} minutes at most")
@@ -79,6 +78,16 @@ def _train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) ->
     result = runner.run(spec, sets, out, lambda run: log(f"run {run.path}"), line.show, on_checked)
     line.clear()
     return result
+
+
+def _predict(spec: Experiment, described: dict[str, Any], out: Path, yes: bool) -> None:
+    """Show the prediction for a run. Ask before a run that is likely to fail."""
+    try:
+        from ftbench.estimate import api
+    except ImportError:
+        log("ftbench: note: no prediction: the package ftbench.estimate is not installed")
+        return
+    api.announce(spec, described, out, lambda problem: _confirm(problem, yes), log)
 
 
 def _confirm(doubt: str, yes: bool) -> None:

@@ -11,8 +11,6 @@ from ftbench.core.units import GIB, gibibytes
 from ftbench.doctor import abilities, gpu, host, stack
 from ftbench.doctor.facts import Facts, Finding, as_text, gather
 from ftbench.errors import FtbenchError
-from ftbench.estimate import preflight
-from ftbench.estimate.time.history import RunHistory
 from ftbench.families import describe
 from ftbench.launch import runner
 from ftbench.spec.experiment import Experiment, resolve
@@ -74,12 +72,22 @@ def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis
         findings += stack.check_environment(interpreter(spec.launch), facts.gpu != {})
     failures = [Finding(AREA, name, "fail", text) for name, text in obstacles(spec, facts, findings)]
     resolved = resolve(spec, facts.capability)
-    if doubt := preflight.doubt(resolved, facts.described, out):
-        failures.append(Finding(AREA, "memory and time", "fail", doubt))
+    predicted, problem = _prediction(resolved, facts.described, out)
+    if problem:
+        failures.append(Finding(AREA, "memory and time", "fail", problem))
     works = [Finding(AREA, spec.name, "ok", f"{spec.method.name} of {spec.model.id} can run on this machine")]
-    if expected := preflight.expectation(resolved, first_gpu(facts.described) or None, RunHistory.read(out)):
-        works.append(Finding(AREA, "memory and time", "ok", expected))
+    if predicted:
+        works.append(Finding(AREA, "memory and time", "ok", predicted))
     return Diagnosis([*findings, *(failures or works)], not failures, facts.described)
+
+
+def _prediction(spec: Experiment, described: dict[str, Any], out: Path) -> tuple[str | None, str | None]:
+    """Return the prediction for a run here, and the reason why it would fail."""
+    try:
+        from ftbench.estimate import api
+    except ImportError:
+        return None, None
+    return api.expectation(spec, first_gpu(described) or None, out), api.problem(spec, described, out)
 
 
 def obstacles(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> list[tuple[str, str]]:

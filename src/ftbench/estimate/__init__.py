@@ -1,1 +1,1 @@
-"""What a run will need, before anything is trained."""
+"""Predict the memory and time of a run before it starts."""

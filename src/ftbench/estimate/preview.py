@@ -1,4 +1,4 @@
-"""`ftbench data`: a spec's data set as a model would see it, before anything is trained and without a GPU."""
+"""`ftbench data`: show a spec's data set as the model sees it, without training and without a GPU."""
 
 import json
 import sys
@@ -27,18 +27,21 @@ from ftbench.store.rundir import open_plain_file, read_json
 
 _BAR, _LETTERS = 40, 600
 _EXPORT_S = 3600.0  # enough for gigabytes over a slow connection
-_PLAIN = "turns one after the other, as the model's chat template is not on this machine"
+_PLAIN = "concatenated turns, because the model's chat template is not on this machine"
 
 
 def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
-    """Return the lengths of the samples, what max_length cuts, what padding costs, what packing brings, and three
-    samples. Raise DataError for rows that cannot be used, MissingError where a set of the hub cannot be loaded."""
+    """Return the lengths of the samples, truncation, padding, packing gain, and three samples.
+
+    Raises:
+        DataError: The rows cannot be used.
+        MissingError: A data set of the hub cannot be loaded."""
     spec = load(spec_path, sets)
     dataset, images = spec.dataset, _with_images(spec)
     if dataset.is_made:
         known = lengths_of(dataset, pairs=spec.objective.pairs, prompts=spec.objective.prompts)
         values, source = (images.lengths, images.basis) if images else (known.values, known.source)
-        return _document(spec, values, source, dataset.samples or len(values), "made tokens", [], images=images)
+        return _document(spec, values, source, dataset.samples or len(values), "synthetic tokens", [], images=images)
     if dataset.path or dataset.name == "sample":
         return _of_file(spec, dataset, images)
     with tempfile.TemporaryDirectory() as folder:
@@ -49,16 +52,16 @@ def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_images(spec: Experiment) -> KnownSamples | None:
-    """Return the samples of a data set with images, as the model's family counts these; None without."""
+    """Return the samples of a data set with images, counted for the model's family; None without images."""
     try:
         vision = shape_of(spec.model).vision
-    except SpecError:  # a model whose shape is not known
+    except SpecError:  # unknown model
         return None
     return known_samples(spec, vision, fitting=False) if vision else None
 
 
 def _exported(dataset: Dataset, pairs: bool, out: Path) -> dict[str, Any]:
-    """Write rows of a hub data set to a file, by a child that may import what reads them."""
+    """Write rows of a hub data set to a file, in a child process that may import the datasets library."""
     command = [sys.executable, "-P", "-m", "ftbench.worker.data.export", dataset.model_dump_json(), str(out)]
     try:
         ended = run_program([*command, str(MOST_SAMPLES), *(["pairs"] if pairs else [])], _EXPORT_S)
@@ -66,7 +69,7 @@ def _exported(dataset: Dataset, pairs: bool, out: Path) -> dict[str, Any]:
         why = f"not read within {_EXPORT_S:g} s" if isinstance(error, TimeoutError) else f"its child {error.strerror}"
         raise MissingError(f"dataset {dataset.name}: {why}") from None
     if ended.returncode:
-        said = ended.stderr.strip().splitlines() or ["it ended without a word"]
+        said = ended.stderr.strip().splitlines() or ["it ended without a message"]
         raise MissingError(said[-1] if "Traceback" not in ended.stderr else f"dataset {dataset.name}: {said[-1]}")
     counted: dict[str, Any] = json.loads(out.with_suffix(".count").read_text())
     return counted
@@ -94,7 +97,7 @@ def _document(
     spec: Experiment, values: Sequence[int], source: str, rows: int, format_name: str, samples: list[dict[str, Any]],
     how: str = _PLAIN, images: KnownSamples | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what is shown; `values` are the lengths of samples in tokens before they are cut."""
+    """Return the document; `values` are sample lengths in tokens before truncation."""
     prompts, longest = spec.objective.prompts, spec.dataset.max_length
     batch = spec.global_batch // spec.objective.group if prompts else spec.train.batch_size * spec.objective.sequences
     kept = [min(value, longest) for value in values if not prompts or value <= longest] or [longest]
@@ -113,7 +116,7 @@ def _document(
 
 
 def _of_images(known: KnownSamples, longest: int) -> dict[str, Any]:
-    """Return what images become in a sample, means, and the share of samples whose images alone are too long."""
+    """Return the mean tokens and tiles of a sample's images, and the share of samples with too many image tokens."""
     count = len(known.samples)
     total = sum((sample.images for sample in known.samples), NOTHING)
     too_long = sum(sample.images.tokens >= longest for sample in known.samples)
@@ -121,7 +124,7 @@ def _of_images(known: KnownSamples, longest: int) -> dict[str, Any]:
 
 
 def _chat_template(model: Model) -> str | None:
-    """Return the chat template that lies beside the model's tokenizer; None where there is none."""
+    """Return the chat template next to the model's tokenizer, or None."""
     if (tokenizer := tokenizer_file(model)) is None:
         return None
     try:
@@ -133,13 +136,13 @@ def _chat_template(model: Model) -> str | None:
 
 
 def _all_rendered(examples: Sequence[Example], model: Model) -> tuple[list[str], str]:
-    """Return the text of each example, and in words by what: turns where the model's template cannot write them."""
+    """Return the text of each example, and how it was rendered: with the model's template if possible."""
     if template := _chat_template(model):
         try:
             return [_rendered(example, template) for example in examples], "the model's chat template"
         except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
             why = f"fails without the tokenizer ({type(error).__name__})"
-            how = f"turns one after the other, as the chat template of {model.id} {why}"
+            how = f"concatenated turns, because the chat template of {model.id} {why}"
     else:
         how = _PLAIN
     return [_rendered(example, None) for example in examples], how
@@ -166,7 +169,7 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def as_text(document: Mapping[str, Any]) -> str:
-    """Return a preview as lines: figures, a histogram of the lengths, and the samples."""
+    """Return the preview as text: figures, a histogram of lengths, and samples."""
     tokens, gain, prompts, packing = document["tokens"], document["packing_gain"], document["prompts"], ""
     if gain:
         fewer = f"computes {gain:.2f} times fewer (optimizations.packing)"
@@ -174,7 +177,7 @@ def as_text(document: Mapping[str, Any]) -> str:
     what, size = "prompt" if prompts else "sample" if gain else "sequence", document["batch_size"]
     lines = [
         f"{document['dataset']}: {units.some(document['rows'], 'row')}, {document['format']}",
-        f"tokens a {what}: mean {tokens['mean']:.0f}, half up to {tokens['p50']:.0f}, "
+        f"tokens per {what}: mean {tokens['mean']:.0f}, half up to {tokens['p50']:.0f}, "
         f"90 % up to {tokens['p90']:.0f}, longest {units.count(tokens['max'])} ({document['source']})",
         *_histogram(tokens["histogram"]),
         *_lines_of_images(document["images"]),
@@ -183,7 +186,7 @@ def as_text(document: Mapping[str, Any]) -> str:
         + (f"of a step's {units.some(size, 'prompt')}" if prompts else f"at batch {size}{packing}"),
     ]
     if document["samples"]:
-        lines += ["", f"samples, by {document['rendered_by']}:"]
+        lines += ["", f"samples, rendered with {document['rendered_by']}:"]
     for sample in document["samples"]:
         text = sample["text"]
         more = f" … ({units.some(len(text) - _LETTERS, 'character')} more)" if len(text) > _LETTERS else ""
@@ -192,20 +195,20 @@ def as_text(document: Mapping[str, Any]) -> str:
 
 
 def _beyond(document: Mapping[str, Any]) -> str:
-    """Return what max_length does: it cuts samples, and leaves prompts out."""
+    """Return the effect of max_length: it truncates samples, and removes prompts."""
     longest, share = units.count(document["max_length"]), units.percent(document["truncated_samples"])
     if document["prompts"]:
-        return f"longer than max_length {longest}: {share} of the prompts, which are left out"
+        return f"longer than max_length {longest}: {share} of the prompts, which are removed"
     tokens = units.percent(document["truncated_tokens"])
-    return f"cut at max_length {longest}: {share} of the samples, {tokens} of the tokens"
+    return f"truncated at max_length {longest}: {share} of the samples, {tokens} of the tokens"
 
 
 def _lines_of_images(images: Mapping[str, float] | None) -> list[str]:
     if not images:
         return []
-    left = f": {units.percent(images['left_out'])} of the samples are left out" if images["left_out"] else ""
+    left = f": {units.percent(images['left_out'])} of the samples are removed" if images["left_out"] else ""
     what = f"{images['tokens']:,.0f} tokens of images in {images['tiles']:,.3g} tiles a sample, on average"
-    return [f"{what}; images are never cut{left}"]
+    return [f"{what}; images are not truncated{left}"]
 
 
 def _histogram(histogram: Mapping[str, Sequence[int]]) -> list[str]:

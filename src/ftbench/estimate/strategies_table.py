@@ -1,5 +1,4 @@
-"""Every way in which several GPUs can share a spec's work, side by side: what each takes of one GPU's memory, and how
-fast all are together."""
+"""All strategies for a spec on several GPUs: memory per GPU, and speed together."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from ftbench.core.table import folded, text_table
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.constants import constants
 from ftbench.estimate.memory.estimate import SHARDED_SPREAD, MemoryEstimate, estimate_memory
-from ftbench.estimate.recommend.candidates import Way, left_out
+from ftbench.estimate.recommend.candidates import Way, switched_off
 from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.model import shape_of
@@ -26,14 +25,14 @@ _MARKS = {"fits": "", "uncertain": " ?", "does not fit": " no"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A strategy on so many GPUs: its memory and its time as far as they are known, why it cannot be run, and what of
-    `measure` it leaves out."""
+    """A strategy on a number of GPUs: memory and time as far as known, problems that prevent it, and disabled parts of
+    `measure`."""
 
     launch: Launch
     memory: MemoryEstimate | None
     time: DurationEstimate | None
     problems: tuple[str, ...]
-    left_out: str = ""
+    switched_off: str = ""
 
     @property
     def strategy(self) -> str:
@@ -51,13 +50,14 @@ class Row:
 def rows(
     spec: Experiment, gpu: Gpu | float, most: int, store: RunHistory, config: dict[str, Any] | None, total: float | None
 ) -> list[Row]:
-    """Return a row for one GPU, and for each strategy on twice as many, and so on, and on `most`;
-    with what the spec offloads where a strategy has that."""
+    """Return a row for one GPU, and for each strategy on 2, 4, ... and `most` GPUs.
+
+    The spec's offloading is kept if the strategy supports it."""
     pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts(most)[1:]
                             if strategy != "tp+fsdp" or count > (spec.launch.tp or MESH))]  # fmt: skip
-    alone = Way(on_gpus(spec, 1, "none"))
-    ways = (alone.on(on_gpus(spec, count, strategy, _offload(spec, strategy)).launch) for strategy, count in pairs)
-    return [replace(_row(way, gpu, store, config, total), left_out=left_out(spec, way.spec)) for way in ways]
+    single = Way(on_gpus(spec, 1, "none"))
+    ways = (single.on(on_gpus(spec, count, strategy, _offload(spec, strategy)).launch) for strategy, count in pairs)
+    return [replace(_row(way, gpu, store, config, total), switched_off=switched_off(spec, way.spec)) for way in ways]
 
 
 def _offload(spec: Experiment, strategy: str) -> str:
@@ -73,13 +73,13 @@ def _row(way: Way, gpu: Gpu | float, store: RunHistory, config: dict[str, Any] |
     if isinstance(gpu, Gpu):
         try:
             time = estimate_duration(spec, gpu, store, config=config)
-        except SpecError:  # the memory is known all the same
+        except SpecError:  # the memory is known
             time = None
     return Row(launch, memory, time, way.problems)
 
 
 def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
-    """Return two tables, a line a strategy and a column for each number of GPUs."""
+    """Return two tables, with one line per strategy and one column per number of GPUs."""
     columns = sorted({row.gpus for row in table})
     headings = ["strategy", *(f">{count} GPUs" if count > 1 else ">1 GPU" for count in columns)]
     known = [row for row in table if not row.problems]
@@ -88,7 +88,7 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     speeds = {(row.name, row.gpus): units.rate(row.time.tokens_per_s) for row in known if row.time}
     refused: dict[str, dict[str, None]] = {}
     fewest = {row.strategy: row for row in sorted(table, key=lambda row: -row.gpus) if row.problems}
-    for row in fewest.values():  # on more GPUs it is refused likewise
+    for row in fewest.values():  # the problem is the same on more GPUs
         for why in row.problems:
             refused.setdefault(why.removeprefix(f"{row.strategy}: "), {})[row.strategy] = None
 
@@ -97,28 +97,28 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
         return [[name, *(texts.get((name, count), "") for count in columns)] for name in names]
 
     lines = [
-        f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size} a GPU, on {name}",
-        "", "GiB of each GPU, expected (`?` may not fit, `no` does not)", text_table(headings, cells(memory)),
+        f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size} per GPU, on {name}",
+        "", "GiB per GPU, expected (`?` may not fit, `no` does not)", text_table(headings, cells(memory)),
         *_confirmed(dict.fromkeys(row.strategy for row in known if row.memory)),
-        *(["", "real tokens a second of all GPUs", text_table(headings, cells(speeds))] if speeds else []),
+        *(["", "real tokens per second of all GPUs", text_table(headings, cells(speeds))] if speeds else []),
         *_factors(table),
         *_without(known),
-        *(["", "refused:"] if refused else []),
+        *(["", "not supported:"] if refused else []),
         *(folded(f"{', '.join(names)}: {why}") for why, names in refused.items()),
     ]  # fmt: skip
     return "\n".join(lines)
 
 
 def _confirmed(names: Iterable[str]) -> list[str]:
-    """Return of which strategies runs confirm the memory, and how much more the others may take."""
+    """Return the strategies whose memory runs confirm, and the margin of the others."""
     seen = [name for name in names if name in constants().strategies]
     unseen = [name for name in names if name not in ("none", *seen)]
-    more = f"{', '.join(unseen)}: they may take {units.percent(SHARDED_SPREAD, 0)} more" if unseen else ""
-    return _sentence({"runs confirm ": ", ".join(seen), "no run confirms ": more})
+    more = f"{', '.join(unseen)}, which may take {units.percent(SHARDED_SPREAD, 0)} more" if unseen else ""
+    return _sentence({"confirmed by runs: ": ", ".join(seen), "not confirmed by runs: ": more})
 
 
 def _factors(table: Sequence[Row]) -> list[str]:
-    """Return which speeds were measured, and by what factor the others may be off: of each strategy by the largest."""
+    """Return which speeds were measured, and the largest factor between estimate and range of the others."""
     known = [(row, row.time) for row in table if row.time and not row.problems]
     measured = [f"{row.strategy} on {units.some(row.gpus, 'GPU')}" for row, time in known if time.basis == MEASURED]
     largest: dict[str, float] = {}
@@ -134,14 +134,14 @@ def _factors(table: Sequence[Row]) -> list[str]:
 
 
 def _without(known: Iterable[Row]) -> list[str]:
-    """Return which strategies do not do what the spec asks for beside the training."""
-    by_what = grouped_by((row for row in known if row.left_out), lambda row: row.left_out)
+    """Return which strategies do not support other parts of the spec."""
+    by_what = grouped_by((row for row in known if row.switched_off), lambda row: row.switched_off)
     names = {what: ", ".join(dict.fromkeys(row.strategy for row in rows)) for what, rows in by_what.items()}
-    return [line for what in names for line in _sentence({f"without {what}, which they refuse: ": names[what]})]
+    return [line for what in names for line in _sentence({f"without {what}: ": names[what]})]
 
 
 def _sentence(parts: Mapping[str, str]) -> list[str]:
-    """Return what there is of the parts behind their words, as a line or none."""
+    """Return the non-empty parts after their words, as one line."""
     return [folded(text)] if (text := "; ".join(words + what for words, what in parts.items() if what)) else []
 
 
@@ -150,7 +150,7 @@ def as_document(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     records = [
         {
             "strategy": row.strategy, "gpus": row.gpus, "offload": row.launch.offload, "problems": list(row.problems),
-            "left_out": row.left_out,
+            "left_out": row.switched_off,
             "device": None if row.memory is None else asdict(row.memory.device),
             "verdict": None if row.memory is None else row.memory.verdict,
             "parts": None if row.memory is None else row.memory.parts,

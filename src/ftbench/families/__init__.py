@@ -1,4 +1,4 @@
-"""What the layers of a family of models are, for the estimates and the worker alike."""
+"""The layers of model families, for the estimates and the worker."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,24 +7,27 @@ from ftbench.families import deepseek, dense, moe, qwen3_next, vision
 from ftbench.families.config import Config
 from ftbench.families.shape import Layer, ModelShape
 
-# What a family's configuration in transformers says where published files leave it out, and its layers.
+# The defaults of a family's configuration in transformers, and its layers.
 _FAMILIES: dict[str, tuple[dict[str, Any], Callable[[str, Config], tuple[Layer, ...]]]] = {
     **{name: (form.defaults, dense.layers) for name, form in dense.DENSE.items()},
     **{name: (defaults, moe.layers) for name, defaults in moe.DEFAULTS.items()},
     "deepseek_v3": (deepseek.DEFAULTS, deepseek.layers),
     "qwen3_next": (qwen3_next.DEFAULTS, qwen3_next.layers),
 }
-FAMILIES = tuple(_FAMILIES)  # whose layers are known
+FAMILIES = tuple(_FAMILIES)
 _WHOLE_IF_GIVEN = ("head_dim", "num_experts", "num_local_experts", "moe_intermediate_size", "sliding_window")
 
 
 class UnknownFamilyError(ValueError):
-    """A model whose layers are not described."""
+    """The family of a model is not described."""
 
 
 def describe(config: dict[str, Any]) -> ModelShape:
-    """Return the shape of the model of a config.json. Raises ValueError with a sentence for one that is not understood:
-    a key that is missing, a number that cannot be, or UnknownFamilyError for a family that is not described."""
+    """Return the shape of the model of a config.json.
+
+    Raises:
+        UnknownFamilyError: The family is not described.
+        ValueError: A key is missing or has an invalid value."""
     text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
     family = vision.FAMILIES.get(str(config.get("model_type")), text.get("model_type"))
     if not isinstance(family, str) or family not in _FAMILIES:

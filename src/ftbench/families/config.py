@@ -1,4 +1,4 @@
-"""A config.json whose values are checked as they are read."""
+"""Read and check the values of a config.json."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ LARGEST, MOST_LAYERS = 2**31 - 1, 10_000
 
 
 class Config:
-    """The values of a config.json over the defaults that transformers has for its family."""
+    """The values of a config.json, with the defaults of its family in transformers."""
 
     def __init__(self, values: dict[str, Any], defaults: dict[str, Any]) -> None:
         self._values = {**defaults, **values}
@@ -15,18 +15,18 @@ class Config:
         return self._values.get(key)
 
     def whole(self, key: str, otherwise: int | None = None) -> int:
-        """Return a whole number from 1 to `LARGEST`, `otherwise` for a missing key or null. Raises ValueError."""
+        """Return an integer from 1 to `LARGEST`, or `otherwise` for a missing key or null. Raise ValueError."""
         value = self.get(key)
         if value is None and otherwise is not None:
             return otherwise
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"config.json: {key} is {repr(value)[:80]} and must be a whole number of 1 or more")
         if value > (most := MOST_LAYERS if key == "num_hidden_layers" else LARGEST):
-            raise ValueError(f"config.json: {key} is {value:,}, and no model has more than {most:,}")
+            raise ValueError(f"config.json: {key} is {value:,}, and must be at most {most:,}")
         return value
 
     def count(self, key: str) -> int:
-        """Return a whole number of 0 or more, 0 for a key that is missing or null. Raises ValueError."""
+        """Return an integer from 0; 0 for a missing key or null. Raise ValueError."""
         return 0 if self.get(key) in (None, 0) else self.whole(key)
 
     @property
@@ -35,20 +35,22 @@ class Config:
 
     @property
     def head_dim(self) -> int:
-        """Width of one head. Raises ValueError where the hidden size has no room for the heads."""
+        """Width of one head. Raise ValueError if the hidden size does not divide into heads."""
         hidden, heads = self.whole("hidden_size"), self.whole("num_attention_heads")
         width = self.whole("head_dim") if self.get("head_dim") else hidden // heads
         if width < 1:
             raise ValueError(f"config.json: hidden_size {hidden} is too small for its num_attention_heads")
         if heads % (groups := self.whole("num_key_value_heads", heads)):
-            raise ValueError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
+            raise ValueError(f"config.json: num_attention_heads {heads} must divide by num_key_value_heads {groups}")
         if width % 2:
-            raise ValueError(f"config.json: a head is {width} wide, and positions turn pairs: head_dim is even")
+            raise ValueError(f"config.json: head_dim is {width} and must be even for rotary positions")
         return width
 
     def kinds(self, sliding: int | None) -> list[str]:
-        """Return the kind of attention of each layer: `layer_types`, else every one slides but each `sliding`-th
-        (0: all, None: none). Raises ValueError."""
+        """Return the kind of attention of each layer, from `layer_types` or `sliding`.
+
+        Without `layer_types`, each layer slides except every `sliding`-th. 0 makes all layers slide, and None makes
+        none. Raise ValueError."""
         kinds, layers = self.get("layer_types"), self.layers
         if kinds is None:
             full = range(layers) if sliding is None else range(sliding - 1, layers, sliding) if sliding else ()

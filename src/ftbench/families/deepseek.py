@@ -1,4 +1,4 @@
-"""deepseek_v3: queries, keys and values through latent vectors, routed and shared experts behind dense first layers."""
+"""deepseek_v3: queries, keys and values through latent vectors; dense first layers, then routed and shared experts."""
 
 import math
 
@@ -11,7 +11,7 @@ DEFAULTS = {"first_k_dense_replace": 3, "n_shared_experts": 1}
 
 
 def layers(family: str, config: Config) -> tuple[Layer, ...]:
-    """Return the layers. Raises ValueError for a value that cannot be."""
+    """Return the layers. Raise ValueError for an invalid value."""
     hidden, heads = config.whole("hidden_size"), config.whole("num_attention_heads")
     rotated, plain = config.whole("qk_rope_head_dim"), config.whole("qk_nope_head_dim")
     value, latent = config.whole("v_head_dim"), config.whole("kv_lora_rank")

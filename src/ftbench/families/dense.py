@@ -1,4 +1,4 @@
-"""Decoders with one gated MLP a layer: llama and what differs from it by a norm, a bias or a fused matrix."""
+"""Decoders with one gated MLP per layer: llama, and families that differ by a norm, a bias or a fused matrix."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -9,9 +9,11 @@ from ftbench.families.shape import Layer, Linear, Norm, NormKind
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """What tells a family from llama. `defaults` are those of its configuration in transformers where published files
-    leave them out. `norms`: before attention and MLP, after them, both, or one before both at once (`parallel`);
-    `qk_norm` those of queries and keys, by head or over all heads. `sliding`: see `Config.kinds`."""
+    """How a family differs from llama.
+
+    `defaults` are those of its configuration in transformers. `norms` are before attention and MLP, after them, both,
+    or one before both at once (`parallel`); `qk_norm` are those of queries and keys, by head or over all heads.
+    `sliding`: see `Config.kinds`."""
 
     defaults: dict[str, Any]
     norms: Literal["before", "after", "both", "parallel"] = "before"
@@ -47,13 +49,13 @@ DENSE = {
 
 
 def layers(family: str, config: Config) -> tuple[Layer, ...]:
-    """Return the layers of a dense model. Raises ValueError for a value that cannot be."""
+    """Return the layers of a dense model. Raise ValueError for an invalid value."""
     form = DENSE[family]
     hidden, heads, width = config.whole("hidden_size"), config.whole("num_attention_heads"), config.head_dim
     kv_heads, inner = config.whole("num_key_value_heads", heads), config.whole("intermediate_size")
     bias = form.qkv_bias or bool(config.get("attention_bias"))
     query, key = heads * width, kv_heads * width
-    # phi3 has no bias anywhere, glm4 and qwen2 none behind the attention
+    # phi3 has no biases, glm4 and qwen2 none after attention
     bias_out = bool(config.get("attention_bias")) and family not in ("qwen2", "glm4")
     linears = (
         *attention(hidden, query, key, bias, bias_out, fused=form.fused_qkv, copied=form.part_rotated),
@@ -73,9 +75,10 @@ def layers(family: str, config: Config) -> tuple[Layer, ...]:
 def attention(
     hidden: int, query: int, key: int, bias: bool, bias_out: bool, *, fused: bool = False, copied: bool = False
 ) -> tuple[Linear, ...]:
-    """Return the projections of grouped-query attention; `fused` is phi3's one matrix for queries, keys and values,
-    `copied` says that o_proj reads a copy of the attention's output: flash lays that out as the queries are, and those
-    that are rotated in part are joined head by head."""
+    """Return the projections of grouped-query attention.
+
+    `fused` is phi3's single matrix for queries, keys and values. If `copied`, o_proj reads a copy of attention's
+    output: flash returns the layout of the queries, and partly rotated heads are joined one by one."""
     out = Linear("o_proj", query, hidden, "attention copy" if copied else "attention", "attention", bias_out)
     if fused:
         return Linear("qkv_proj", hidden, query + 2 * key, "input", "attention", bias), out
@@ -86,8 +89,7 @@ def attention(
 def mlp(
     hidden: int, inner: int, bias: bool = False, fused: bool = False, *, parallel: bool = False
 ) -> tuple[Linear, ...]:
-    """Return the matrices of a gated MLP; `fused` is one for gate and up, `parallel` one that reads what the attention
-    reads."""
+    """Return the matrices of a gated MLP. `fused` joins gate and up; `parallel` reads the input of attention."""
     source = "input" if parallel else "mlp input"
     down = Linear("down_proj", inner, hidden, "product", "mlp", bias)
     if fused:

@@ -1,4 +1,4 @@
-"""Decoders whose layers have fused experts behind ordinary attention: qwen3_moe, mixtral and gpt_oss."""
+"""Decoders with fused experts after ordinary attention: qwen3_moe, mixtral and gpt_oss."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def layers(family: str, config: Config) -> tuple[Layer, ...]:
-    """Return the layers of a mixture of experts. Raises ValueError for a value that cannot be."""
+    """Return the layers of a mixture of experts. Raise ValueError for an invalid value."""
     hidden, heads, width = config.whole("hidden_size"), config.whole("num_attention_heads"), config.head_dim
     kv_heads, bias = config.whole("num_key_value_heads", heads), bool(config.get("attention_bias"))
     query, key = heads * width, kv_heads * width
@@ -38,7 +38,7 @@ def layers(family: str, config: Config) -> tuple[Layer, ...]:
 
 
 def experts(family: str, config: Config) -> Experts:
-    """Return the experts of one layer. Raises ValueError where a token visits more than there are."""
+    """Return the experts of one layer. Raise ValueError if a token visits more than there are."""
     count = config.whole("num_experts" if config.get("num_experts") else "num_local_experts")
     inner = config.whole("moe_intermediate_size", config.whole("intermediate_size"))
     active, hidden = visited(config, count), config.whole("hidden_size")
@@ -48,17 +48,17 @@ def experts(family: str, config: Config) -> Experts:
 
 
 def visited(config: Config, count: int) -> int:
-    """Return how many of `count` experts a token visits. Raises ValueError for more than there are."""
+    """Return the number of experts that a token visits. Raise ValueError if it is above `count`."""
     active = config.whole("num_experts_per_tok")
     if active > count:
-        raise ValueError(f"config.json: num_experts_per_tok is {active}, and there are {count} experts")
+        raise ValueError(f"config.json: num_experts_per_tok is {active} and must be at most {count}")
     return active
 
 
 def dense_layers(config: Config) -> set[int]:
-    """Return the layers of a Qwen mixture of experts that have an MLP instead."""
+    """Return the indices of layers with an MLP instead of experts in a Qwen mixture of experts."""
     step = config.whole("decoder_sparse_step", 1)
     named = config.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):
-        raise ValueError("config.json: mlp_only_layers must be a list of the layers' numbers")
+        raise ValueError("config.json: mlp_only_layers must be a list of layer indices")
     return set(named) | {index for index in range(config.layers) if (index + 1) % step}

@@ -1,4 +1,4 @@
-"""qwen3_next: three layers of linear attention to one of gated softmax attention, routed experts and a shared one."""
+"""qwen3_next: linear attention, every fourth layer gated softmax attention, routed experts and a shared one."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ DEFAULTS = {
 
 
 def layers(family: str, config: Config) -> tuple[Layer, ...]:
-    """Return the layers; without layer_types each fourth has full attention. Raises ValueError for what cannot be."""
+    """Return the layers. By default every fourth has full attention. Raise ValueError for an invalid value."""
     dense = dense_layers(config)
     return tuple(
         _with_mlp((_full if kind == "full_attention" else _linear)(config), config, index in dense)
@@ -24,7 +24,7 @@ def layers(family: str, config: Config) -> tuple[Layer, ...]:
 
 
 def _full(config: Config) -> Layer:
-    """Return a layer of softmax attention, whose q_proj makes the gate of its output too."""
+    """Return a layer of softmax attention. Its q_proj also computes the gate of its output."""
     hidden, heads, width = config.whole("hidden_size"), config.whole("num_attention_heads"), config.head_dim
     kv_heads, bias = config.whole("num_key_value_heads", heads), bool(config.get("attention_bias"))
     query, key = heads * width, kv_heads * width
@@ -46,7 +46,7 @@ def _linear(config: Config) -> Layer:
         Linear("out_proj", values * value, hidden, "normed attention", "attention"),
     )
     convolution = delta.convolved * delta.kernel
-    norm = value  # of what each head puts out: one weight for all
+    norm = value  # one weight for the outputs of all heads
     return Layer(
         hidden, 0, 0, 0, 0, 0, linears, (Norm(hidden), Norm(hidden)), "float", delta=delta,
         others=convolution + 2 * values + norm, matrices=convolution,

@@ -1,4 +1,4 @@
-"""What every user of a model's shape asks for: its layers, their linear layers, norms and experts, in elements."""
+"""The shape of a model: its layers with linear layers, norms and experts, in elements."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,10 +9,10 @@ from typing import Literal
 from ftbench.families.vision import VisionShape
 
 MXFP4_BITS = 4 + 8 / 32  # a value of 4 bits, and 8 bits of scale for 32 of them (OCP Microscaling 1.0)
-# plain: the weight multiplies what was normed in the input's type. float: in float32. centred: a LayerNorm in float32,
+# plain: the weight multiplies the normalized input in its type. float: in float32. centred: a LayerNorm in float32,
 # written out, so that its centred input is saved twice.
 NormKind = Literal["plain", "float", "centred"]
-# softmax: probabilities of all experts in float32. chosen: of the chosen ones alone. sigmoid: a score of each expert in
+# softmax: probabilities of all experts in float32. chosen: only of the chosen ones. sigmoid: a score of each expert in
 # float32, of a hidden state in float32.
 RouterKind = Literal["softmax", "chosen", "sigmoid"]
 PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head")
@@ -20,8 +20,9 @@ PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head")
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One `nn.Linear` of a decoder layer by the last part of its name. `reads` names its input: layers that read the
-    same tensor share what is saved of it."""
+    """One `nn.Linear` of a decoder layer, named by the last part of its name.
+
+    `reads` names its input. Layers with the same input share its saved copy."""
 
     name: str
     inputs: int
@@ -37,9 +38,10 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm of `width` elements of a token in `groups`, each with a scale of its own: heads share one weight.
-    `position` is what it reads: the residual stream; what a product put out, as it is or by `head`; or (`after`) what
-    the whole attention or MLP put out."""
+    """A norm over `width` elements per token in `groups`, each with its own scale. Heads share one weight.
+
+    `position` is its input: the residual stream, a product's output, each `head` of it, or (`after`) the output of
+    attention or MLP."""
 
     width: int
     groups: int = 1
@@ -52,9 +54,11 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Fused experts: `count` of them with gated products of `inner`, of which a token visits `active`. `clamped` is
-    gpt-oss's gate function; `float_weights` says that the experts' outputs are multiplied in float32, `shared_after`
-    that the shared expert comes after them; `biases` the biases of one expert, `router_biases` those of the router."""
+    """Fused experts: `count` with gated products of width `inner`, of which a token visits `active`.
+
+    `clamped` is gpt_oss's gate function. With `float_weights` the outputs are multiplied in float32, and with
+    `shared_after` the shared expert comes last. `biases` are those of one expert, `router_biases` those of the router.
+    """
 
     count: int
     active: int
@@ -69,7 +73,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """Linear attention by the gated delta rule: heads of keys and of values, and the width of its convolution."""
+    """Linear attention by the gated delta rule: heads of keys and values, and the width of its convolution."""
 
     key_heads: int
     value_heads: int
@@ -79,16 +83,18 @@ class DeltaNet:
 
     @property
     def convolved(self) -> int:
-        """Elements of a token that pass the convolution: queries, keys and values."""
+        """Elements per token in the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer. `inner` is the width of its gated MLP or of its shared expert, 0 without; `gated_heads` says
-    that a gate from q_proj multiplies the attention's output; `delta` replaces softmax attention. `fused_values` are
-    elements of a token that stay because values are a part of them. `others` counts parameters of the attention that
-    stand in no linear layer: sinks, convolutions, time steps; `matrices` those of them that multiply each token."""
+    """One decoder layer.
+
+    `inner` is the width of its gated MLP or shared expert, 0 without one. With `gated_heads` a gate from q_proj
+    multiplies attention's output. `delta` replaces softmax attention. `fused_values` are elements per token that stay
+    because the values are a part of them. `others` counts parameters of attention outside linear layers: sinks,
+    convolutions, time steps. `matrices` of them multiply each token."""
 
     hidden: int
     heads: int
@@ -127,7 +133,7 @@ class Layer:
 
     @cached_property
     def output(self) -> int:
-        """Width of what the attention of one token puts out."""
+        """Width of attention's output for one token."""
         return self.heads * self.value_dim
 
     @cached_property
@@ -153,7 +159,7 @@ class Layer:
 
     @property
     def expert_matrices(self) -> int:
-        """Parameters of the experts' matrices; their biases are none."""
+        """Parameters of the experts' matrices, without biases."""
         return 3 * self.hidden * self.experts.inner * self.experts.count if self.experts else 0
 
     @cached_property
@@ -161,7 +167,7 @@ class Layer:
         return {}
 
     def reached(self, targets: frozenset[str]) -> tuple[Linear, ...]:
-        """Return the linear layers that get adapters: those of a name in `targets`."""
+        """Return the linear layers with a name in `targets`, which get adapters."""
         if targets not in self._reached:
             self._reached[targets] = tuple(each for each in self.linears if each.name in targets)
         return self._reached[targets]
@@ -169,9 +175,10 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
-    """A decoder, equal only to itself: `layers` in order, `vocab` words, embedding and head `tied` or not; `vision` is
-    what reads images; `softcap` says that logits pass a tanh. The head is one of `head_parts`, where several GPUs
-    divide it."""
+    """A decoder with its `layers` in order. Compared by identity.
+
+    `vocab` is the size of the vocabulary. Embedding and head may share a weight (`tied`). `vision` is the image
+    encoder. With `softcap` the logits pass a tanh. The head is one of `head_parts` if several GPUs split it."""
 
     family: str
     hidden: int
@@ -184,16 +191,16 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> tuple[tuple[Layer, int], ...]:
-        """The different layers, and how many there are of each."""
+        """The distinct layers and the number of each."""
         return tuple(Counter(self.layers).items())
 
     def summed(self, count: Callable[[Layer], int]) -> int:
-        """Return something of all layers."""
+        """Return a sum over all layers."""
         return sum(layers * count(layer) for layer, layers in self.kinds)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Which of `kinds` each layer is."""
+        """The index into `kinds` of each layer."""
         indices = {layer: index for index, (layer, _) in enumerate(self.kinds)}
         return tuple(indices[layer] for layer in self.layers)
 
@@ -212,7 +219,7 @@ class ModelShape:
 
     @cached_property
     def linear_names(self) -> frozenset[str]:
-        """The names of the linear layers, which a method's targets are held against."""
+        """The names of the linear layers, which a method's targets are compared with."""
         return frozenset(linear.name for layer, _ in self.kinds for linear in layer.linears)
 
     @cached_property
@@ -225,7 +232,7 @@ class ModelShape:
 
     @cached_property
     def linear_parameters(self) -> int:
-        """Parameters of the linear layers' matrices, which 4-bit storage reaches: no biases, no fused experts."""
+        """Parameters of linear layers that 4-bit storage covers, without biases and fused experts."""
         return self.summed(lambda layer: sum(linear.inputs * linear.outputs for linear in layer.linears))
 
     @cached_property
@@ -238,7 +245,8 @@ class ModelShape:
         return max(sum(layer.parameters.values()) for layer, _ in self.kinds)
 
     def weight_bytes(self, width: float, mxfp4: bool = False) -> float:
-        """Return the bytes of all weights with `width` bytes each; with `mxfp4` the experts' matrices (not their
-        biases) take 4.25 bits a value, as gpt-oss is published."""
+        """Return the bytes of all weights with `width` bytes each.
+
+        With `mxfp4` the experts' matrices take 4.25 bits per value, as gpt-oss is published; their biases do not."""
         packed = self.expert_matrices if mxfp4 else 0
         return (self.total - packed) * width + packed * MXFP4_BITS / 8

@@ -1,4 +1,4 @@
-"""The parts of a model that read images: encoder and projector, and how many tokens an image becomes."""
+"""Image encoder and projector of a model, and the number of tokens of an image."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from typing import Any
 
 from ftbench.families.config import Config
 
-# Models of images and text: the family that their text part is one of.
+# Models of images and text, with the family of their text part.
 FAMILIES = {"llava": "mistral", "llava_next": "mistral", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
-TRAINED = ("llava_next", "qwen2_5_vl", "qwen3_vl")  # on images; of others encoder and projector are counted alone
+TRAINED = (
+    "llava_next",
+    "qwen2_5_vl",
+    "qwen3_vl",
+)  # can be trained; others are only counted
 # Fewest and most pixels that an image is scaled to (preprocessor_config.json of the published models).
 PIXELS = {"qwen2_5_vl": (56 * 56, 12_845_056), "qwen3_vl": (65_536, 16_777_216)}
-MOST_ELONGATED = 200  # width over height, or the other way: Qwen's processors refuse more
+MOST_ELONGATED = 200  # largest aspect ratio that Qwen's processors accept
 _CLIP_DEFAULTS = {"temporal_patch_size": 1, "image_size": 336}
 _QWEN_DEFAULTS = {"temporal_patch_size": 2, "spatial_merge_size": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSize:
-    """What an image of some size becomes: `tokens` of the language model, and `patches` (class tokens included) that
-    the encoder sees in `tiles`, which do not see each other."""
+    """The tokens and patches of an image.
+
+    There are `tokens` in the language model, and `patches` (with class tokens) in the encoder. Patches attend only
+    within their tile; there are `tiles` of them."""
 
     tokens: int
     tiles: int
@@ -36,13 +42,14 @@ NOTHING = ImageSize(0, 0, 0)
 
 @dataclass(frozen=True)
 class VisionShape:
-    """Encoder and projector in elements. `patch` is the side of a patch in pixels, `merge` the side in patches of what
-    becomes one token. `tile` is the side of a tile in pixels and `pinpoints` the sizes (height, width) that an image
-    is scaled into before it is cut; without tiles an image is scaled to between `pixels[0]` and `pixels[1]` pixels.
-    `windows` are the patches that a patch sees in each layer, None for all of its image; `values` the numbers of a
-    patch. `matrices` are inputs and outputs of a layer's matrices, `merging` those of the projector's, of what becomes
-    a token. A layer's MLP keeps `activations` tensors of `inner` a patch. `deep` layers of the decoder are handed
-    images too."""
+    """Encoder and projector, in elements.
+
+    `patch` is the side of a patch in pixels. `merge` patches in each direction become one token. `tile` is the side of
+    a tile in pixels, and `pinpoints` are the sizes (height, width) to which an image is scaled before tiling. Without
+    tiles an image is scaled to between `pixels[0]` and `pixels[1]` pixels. `windows` are the patches that a patch
+    attends to in each layer, None for its image. `values` are the numbers of a patch. `matrices` are inputs and outputs
+    of a layer's matrices, `merging` those of the projector per token. A layer's MLP keeps `activations` tensors of
+    width `inner`. `deep` decoder layers also get image features."""
 
     family: str
     layers: int
@@ -68,7 +75,7 @@ class VisionShape:
         return self.encoder + self.projector
 
     def size(self, height: int, width: int) -> ImageSize:
-        """Return what an image of this size in pixels becomes. Raises ValueError for one that no processor takes."""
+        """Return the size of an image in pixels for the model. Raise ValueError if no processor accepts it."""
         if self.tile:
             return self._tiled(height, width)
         if max(height, width) > MOST_ELONGATED * min(height, width):
@@ -77,12 +84,14 @@ class VisionShape:
         return ImageSize(rows * columns // self.merge**2, 1, rows * columns)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of patches of an image without tiles: its sides rounded to whole tokens, scaled
-        where that is too many pixels or too few (Qwen2-VL, arXiv 2409.12191, section 2.1)."""
+        """Return rows and columns of patches of an image without tiles.
+
+        Its sides are rounded to full tokens, and scaled if there are too many or too few pixels (Qwen2-VL, arXiv
+        2409.12191, section 2.1)."""
         unit, (fewest, most) = self.patch * self.merge, self.pixels
         rows, columns = round(height / unit), round(width / unit)
         pixels = rows * columns * unit**2
-        # Divided and multiplied in the order of the processor's: where a side comes out whole, another rounds it away.
+        # Use the processor's order of operations, because another order may round differently.
         if pixels > most:
             scale = math.sqrt(height * width / most)
             rows, columns = (max(1, math.floor(side / scale / unit)) for side in (height, width))
@@ -92,8 +101,9 @@ class VisionShape:
         return rows * self.merge, columns * self.merge
 
     def _tiled(self, height: int, width: int) -> ImageSize:
-        """Return the tokens of the whole image in one tile, and of the tiles: without what only fills them up, and
-        with a token at the end of each row (LLaVA-NeXT, llava-vl.github.io, 2024-01-30)."""
+        """Return the tokens of the image in one tile, and of its tiles.
+
+        Padding is removed, and each row ends with a token (LLaVA-NeXT, llava-vl.github.io, 2024-01-30)."""
         side = self.tile // self.patch
         high, wide = self.pinpoint(height, width)
         rows, columns = high // self.patch, wide // self.patch
@@ -105,7 +115,7 @@ class VisionShape:
         return ImageSize(side**2 + rows * (columns + 1), tiles, tiles * (side**2 + 1))
 
     def pinpoint(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size that keeps most of an image's pixels, of several the one that is filled up least."""
+        """Return the size that keeps most pixels of an image; of equal ones, the size with the least padding."""
 
         def kept(size: tuple[int, int]) -> tuple[int, int]:
             scale = min(size[0] / height, size[1] / width)
@@ -116,7 +126,7 @@ class VisionShape:
 
 
 def describe(family: str, config: dict[str, Any]) -> VisionShape:
-    """Return the parts of a config.json that read images. Raises ValueError for a value that cannot be."""
+    """Return the encoder and projector of a config.json. Raise ValueError for an invalid value."""
     return (_qwen if "depth" in config["vision_config"] else _clip)(family, config)
 
 
@@ -139,8 +149,10 @@ def _clip(family: str, config: dict[str, Any]) -> VisionShape:
 
 
 def _qwen(family: str, config: dict[str, Any]) -> VisionShape:
-    """Describe an encoder of patches in any number and a projector of what is merged into a token; qwen3_vl has one
-    more for each layer that the decoder is handed (transformers' Qwen2_5_VisionTransformer, Qwen3VLVisionModel)."""
+    """Describe an encoder of any number of patches, and a projector of merged patches.
+
+    qwen3_vl has a further projector for each decoder layer that gets features (transformers' Qwen2_5_VisionTransformer,
+    Qwen3VLVisionModel)."""
     vision = Config(config["vision_config"], _QWEN_DEFAULTS)
     hidden, layers, inner = vision.whole("hidden_size"), vision.whole("depth"), vision.whole("intermediate_size")
     patch, merge, out = vision.whole("patch_size"), vision.whole("spatial_merge_size"), vision.whole("out_hidden_size")

@@ -7,7 +7,6 @@ from ftbench.core.architectures import architectures
 from ftbench.core.hardware import Gpu, gpus
 from ftbench.core.table import text_table
 from ftbench.errors import SpecError
-from ftbench.estimate.memory.capacity import capacity
 from ftbench.families import describe
 from ftbench.spec.base import known
 from ftbench.spec.datasets import DATASETS
@@ -39,9 +38,11 @@ def _models() -> Rows:
 
 
 def _gpus() -> Rows:
+    from ftbench.estimate import api
+
     yield "GPU", ">bf16 TFLOP/s", ">memory GB", ">usable GiB", ">GB/s", ">W", "matmul rate"
     for gpu in gpus():
-        figures = (gpu.bf16, gpu.memory_gb, round(capacity(gpu).usable, 2), gpu.bandwidth, gpu.watts)
+        figures = (gpu.bf16, gpu.memory_gb, round(api.usable_gib(gpu), 2), gpu.bandwidth, gpu.watts)
         yield gpu.name, *("none" if figure is None else f"{figure:g}" for figure in figures), _rate_from(gpu)
 
 

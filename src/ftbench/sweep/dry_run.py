@@ -7,19 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.units import JOULES_PER_KWH, gibibytes, seconds
-from ftbench.estimate import preflight
-from ftbench.estimate.memory.estimate import MemoryEstimate
-from ftbench.estimate.time.duration import SHEET, DurationEstimate, epochs_samples
-from ftbench.estimate.time.history import RunHistory
-from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Prices, amount, load_prices
 from ftbench.sweep.command import Ready
 from ftbench.sweep.jobs import Job, Standing, command
 from ftbench.sweep.plan import frontier
 from ftbench.sweep.plan.search import Search, trial_of
 
-# Of a training, what its memory does not depend on.
-_LEARNING = ("learning_rate", "lr_scheduler", "warmup_steps", "weight_decay", "seed", "report_to")
+NO_ESTIMATOR = "no predictions: the package ftbench.estimate is not installed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,49 +42,40 @@ def dry_run(ready: Ready) -> list[Planned]:
     for job, standing in plan.standings.items():
         if standing.state == "ok":
             trials.setdefault(job.family, []).append(trial_of(job, standing))
-    store = RunHistory.read(ready.request.out) if ready.device else RunHistory()
-    known = dict[Any, MemoryEstimate | None]()
-    lines = [_planned(ready, store, job, standing, trials.get(job.family, []), known)
+    estimator = _estimator()
+    predictor = estimator.Predictor(ready.device, ready.request.out) if estimator and ready.device else None
+    lines = [_planned(ready, predictor, job, standing, trials.get(job.family, []))
              for job, standing in plan.standings.items()]  # fmt: skip
     return lines + [Planned(cell, "impossible", reason) for cell, reason in ready.impossible]
 
 
+def _estimator() -> Any | None:
+    try:
+        from ftbench.estimate import api
+    except ImportError:
+        return None
+    return api
+
+
 def _planned(
-    ready: Ready, store: RunHistory, job: Job, standing: Standing, trials: Sequence[frontier.Trial],
-    known: dict[Any, MemoryEstimate | None],
+    ready: Ready, predictor: Any, job: Job, standing: Standing, trials: Sequence[frontier.Trial]
 ) -> Planned:  # fmt: skip
     peak = frontier.peak_on_the_line(trials, job.spec.train.batch_size)
     expected = verdict = estimated = confidence = joules = None
     if not standing.done:
         expected = ready.plan.wall_times.at_most_s(job)
-        if memory := _memory(job.spec, ready, known):
-            verdict, peak = memory.verdict, memory.reserved.expected if peak is None else peak
-        time = preflight.time_on_machine(job.spec, ready.device, store)
-        if expected is None:
-            estimated, confidence = _estimated(job.spec, time)
-        if time and (lasts := expected or estimated):
-            joules = lasts * time.watts.expected
+        if predictor is not None:
+            predicted = predictor.predict(job.spec)
+            verdict, peak = predicted.verdict, predicted.reserved_gb if peak is None else peak
+            if expected is None:
+                estimated, confidence = predicted.seconds, predicted.confidence
+            if predicted.watts and (lasts := expected or estimated):
+                joules = lasts * predicted.watts
     state = "pending" if standing.state == "running" else standing.state
     return Planned(
         job.what, state, standing.reason, expected, peak, verdict, estimated, confidence, joules,
         command(ready.request.spec, job, ready.request.out),
     )  # fmt: skip
-
-
-def _memory(spec: Experiment, ready: Ready, known: dict[Any, MemoryEstimate | None]) -> MemoryEstimate | None:
-    """Return the estimate here; `known` keeps it for cells that share sections and differ in learning alone."""
-    sections = (spec.model, spec.method, spec.dataset, spec.optimizations, spec.measure, spec.launch)
-    key = (*map(id, sections), *(value for name, value in spec.train if name not in _LEARNING))
-    if key not in known:
-        known[key] = preflight.on_machine(spec, ready.device, ready.request.out)
-    return known[key]
-
-
-def _estimated(spec: Experiment, time: DurationEstimate | None) -> tuple[float | None, str | None]:
-    """Return wall seconds and how they are known; nothing by the data sheet alone, which would be a guess in a plan."""
-    if time is None or time.basis == SHEET or (samples := epochs_samples(spec, time.samples)) is None:
-        return None, None
-    return time.seconds_for(samples).expected, time.confidence
 
 
 def as_text(lines: Sequence[Planned], ready: Ready | None = None, prices: Path | None = None) -> str:
@@ -118,6 +103,7 @@ def _totals(pending: Sequence[Planned], ready: Ready | None, prices: Path | None
     count = f"{len(pending)} run{'s' * (len(pending) != 1)}"
     if not lasting:
         why = "no run like them has been measured on this GPU" if ready and ready.device else "there is no GPU here"
+        why = why if _estimator() else NO_ESTIMATOR
         return [f"\ntotal: {count}; how long they take is not known: {why}"]
     slots = len(ready.slots) if ready else 1
     total, joules = sum(lasting), sum(drawn)

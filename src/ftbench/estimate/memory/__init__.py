@@ -1,6 +1,5 @@
-"""The memory of a training step, term by term: a function a term, in bytes, from shapes alone.
+"""Formulas for the memory of a training step, one function per term, in bytes.
 
-What is saved for the backward pass was read from autograd itself (torch.autograd.graph.saved_tensors_hooks and a
-storage tracker on fake tensors, torch 2.13, transformers 5.17, peft 0.21, trl 1.14) and agrees with what an H200
-allocated; `docs/evidence/memory-estimates.md` has the table.
-"""
+The saved tensors were read from autograd (torch.autograd.graph.saved_tensors_hooks and a storage tracker on fake
+tensors, torch 2.13, transformers 5.17, peft 0.21, trl 1.14). They agree with an H200's allocations; see
+docs/evidence/memory-estimates.md."""

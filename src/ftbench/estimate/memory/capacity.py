@@ -1,4 +1,4 @@
-"""How much memory a GPU has, as its driver counts it, and how much of that a process can have."""
+"""The memory of a GPU as its driver counts it, and the part that a process can use."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,13 +9,14 @@ from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.core.units import GIB, gibibytes
 from ftbench.store import ceilings
 
-RESERVE = 0.62  # GiB that the driver keeps of a GPU of which nobody said it: the most of the GPU table, and an H200's
-DISPLAY = 0.5  # GiB left for a screen on cards that have sockets for one
+RESERVE = 0.62  # GiB that the driver keeps, if unknown: the maximum of the GPU table, and an H200's
+DISPLAY = 0.5  # GiB left for a display on cards with display outputs
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """GiB. `total` as the driver counts it (NVML, nvidia-smi), `usable` by processes, `margin` of that is left free."""
+    """GiB of a GPU: `total` as its driver counts (NVML, nvidia-smi), `usable` by processes, and the `margin` to leave
+    free."""
 
     total: float
     usable: float
@@ -23,14 +24,16 @@ class Capacity:
 
     @property
     def words(self) -> str:
-        """Both counts and the margin, for people."""
+        """The three numbers as text."""
         kept = f", less {gibibytes(self.margin)} for a display" if self.margin else ""
-        return f"{gibibytes(self.total)} GiB as its driver counts (NVML), {gibibytes(self.usable)} for a process{kept}"
+        return f"{gibibytes(self.total)} GiB by its driver (NVML), {gibibytes(self.usable)} for a process{kept}"
 
 
 def capacity(gpu: Gpu | float, total: float | None = None) -> Capacity:
-    """Return the capacity of a GPU of the table, or of one of so many GiB. `total` is what its driver says, where it
-    was asked; else the table's, or the data sheet's GB as 10**9 bytes, which is the careful reading."""
+    """Return the capacity of a GPU of the table, or of one with so many GiB.
+
+    `total` is the driver's number, if known. Otherwise it is the table's, or the data sheet's GB as 10**9 bytes, the
+    lower reading."""
     if not isinstance(gpu, Gpu):
         size = total or gpu
         return Capacity(size, max(0.0, size - RESERVE))
@@ -40,7 +43,7 @@ def capacity(gpu: Gpu | float, total: float | None = None) -> Capacity:
 
 
 def probed(gpu: Gpu, store: Path | None) -> Gpu:
-    """Return the GPU with what it gives processes as the store's probes measured it, where they did."""
+    """Return the GPU with the usable memory that a probe in the store measured, if there is one."""
     figures = ceilings.of(store, gpu.name) if store else {}
     if "usable_gb" not in figures:
         return gpu
@@ -49,6 +52,6 @@ def probed(gpu: Gpu, store: Path | None) -> Gpu:
 
 
 def machine_gpu(described: Mapping[str, Any], store: Path | None) -> Gpu | float:
-    """Return a GPU of a machine.json as the table and the store's probes know it, else the GiB that its driver says."""
+    """Return the GPU of a machine.json from the table and the store's probes, or its GiB."""
     gpu = limited_gpu(described)
     return probed(gpu, store) if gpu else float(described["memory_gb"])

@@ -1,4 +1,4 @@
-"""Constants of the memory estimate that no formula gives, with the runs to which they were fitted."""
+"""Fitted constants of the memory estimate."""
 
 from dataclasses import dataclass, fields
 from functools import cache
@@ -12,11 +12,10 @@ class Constants:
     """Constants of `facts/estimator.yaml`.
 
     `allocated_factor` multiplies the sum of the terms. `context_gib` is the memory of the driver and the CUDA context.
-    The others describe what the allocator's pool holds beyond the tensors: a share of the logits' blocks, GiB for
+    The others describe the unused part of the allocator's pool: a share of the logits' blocks, GiB for
     compiled graphs, a share of the activations if batches vary in shape, and a share of the optimizer's temporary
     tensors if its step takes as much as the backward pass. `runs` were used for the fit. Runs of `strategies` on
-    several GPUs agree with the estimate.
-    """
+    several GPUs agree with the estimate."""
 
     allocated_factor: float
     context_gib: float

@@ -1,7 +1,7 @@
-"""What the model's own answers to prompts take: transformers' `generate`, and what a reference makes of them. Bytes.
+"""Memory of generated completions: transformers' `generate`, and the reference that scores them. In bytes.
 
-Source: what is alive at the peaks of simulated generations, of trl 1.14 under transformers 5.17. Nothing is saved for a
-backward pass. Of one layer bytes are those of a position, unless said otherwise: h hidden, i width of the MLP.
+Source: tensors alive at the peaks of generation in trl 1.14 under transformers 5.17, on tensors without memory. Nothing
+is saved for a backward pass. Bytes of one layer are per position, unless noted otherwise: h hidden, i width of the MLP.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,14 @@ CACHE = "keys and values"
 
 
 def phases(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> dict[str, dict[str, float]]:
-    """Return the parts of the moments of a step before its first forward pass, by their name: prompts are read, the
-    last token is made, and the reference looks at as many completions as a forward pass does. None without prompts."""
+    """Return the parts of the phases before the first forward pass, by name; empty for objectives without generation.
+
+    First prompts are read, then tokens are generated (the last one needs the most memory), then the reference scores
+    the completions of one forward pass."""
     if (made := batch.generation) is None:
         return {}
     prompts = BatchShape(made.rows, made.prompt, 0)
-    whole = BatchShape(made.rows, made.prompt + made.tokens - 1, 0)  # the last token is nobody's past
+    whole = BatchShape(made.rows, made.prompt + made.tokens - 1, 0)  # the last token needs no cache
     kinds = [layer for layer, _ in model.kinds]
     kept, most = _words(model, plan, made.rows)
     read = max(_reading(each, plan, prompts) for each in kinds) + _masks(kinds, plan, prompts)
@@ -44,27 +46,29 @@ def phases(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> dict[str
 
 
 def tokens(made: Generation | None) -> float:
-    """Return the prompts and completions of a step, and their masks, which wait for their forward pass."""
+    """Return the prompts and completions of a step with their masks, which exist until their forward pass."""
     return float(2 * INDEX * made.rows * (made.prompt + made.tokens)) if made is not None else 0.0
 
 
 def _product(plan: TrainingPlan) -> int:
-    """Return the bytes of an element that a linear layer puts out. Autocast is the outermost module's, and with
-    adapters `generate` calls the one within."""
+    """Return bytes of an element that a linear layer returns.
+
+    Only the outermost module runs under autocast, and with adapters `generate` calls the inner one."""
     if plan.full and plan.autocast:
         return plan.compute
     return plan.stream if plan.quantised and not plan.mxfp4 else plan.weight
 
 
 def _turned(plan: TrainingPlan) -> int:
-    """Return the bytes of an element of the cache, which has the type of a turned key, and that is the wider one of the
-    product and of the table of the stream's type."""
+    """Return bytes of an element of the cache: the wider type of the product and of the rotation's table."""
     return max(_product(plan), plan.stream)
 
 
 def cache(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the keys and values of all layers: of a sliding window one position less than it has (transformers,
-    DynamicSlidingWindowLayer), of linear attention its state and what its convolution has yet to see."""
+    """Return the keys and values of all layers.
+
+    A sliding window keeps one position less than its width (transformers, DynamicSlidingWindowLayer). Linear attention
+    keeps its state and the inputs of its convolution."""
     return float(batch.rows * sum(count * _kept(layer, plan, batch.length) for layer, count in model.kinds))
 
 
@@ -76,9 +80,10 @@ def _kept(layer: Layer, plan: TrainingPlan, length: int) -> float:
 
 
 def _adding(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return what a layer of the whole batch needs as one more token is made: its keys are copied to where there is
-    room for another; or attention needs more. Of experts the weights are copied for each token that visits them
-    (transformers, batched_mm_experts_forward)."""
+    """Return the bytes that a layer needs for one more token of the batch.
+
+    A copy of its keys gets room for another token, unless attention needs more. The weights of experts are copied for
+    each token that visits them (transformers, batched_mm_experts_forward)."""
     if layer.delta is not None:
         needed = 0.0
     else:
@@ -89,9 +94,10 @@ def _adding(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def _attending(layer: Layer, plan: TrainingPlan, batch: BatchShape, queries: int) -> float:
-    """Return what attention needs for a position of the past, beside `queries` of each row. Keys and values are
-    repeated for each query head: always in eager mode, beside a mask, and where no kernel takes their type, which then
-    are scaled too; the plain formula holds scores, cast and as probabilities (with sinks in their own type)."""
+    """Return the bytes that attention needs per past position, with `queries` of each row.
+
+    Keys and values are repeated for each query head in eager mode, with a mask, and if no kernel supports their type,
+    which also scales them. The plain formula holds scores, cast and as probabilities (with sinks in their own type)."""
     each, by = _turned(plan), kernel(layer, plan, batch)
     grouped = layer.heads != layer.kv_heads
     spread, scores = each * (layer.query + layer.output) if grouped else 0, layer.heads * queries
@@ -107,14 +113,15 @@ def _attending(layer: Layer, plan: TrainingPlan, batch: BatchShape, queries: int
 
 
 def _reading(layer: Layer, plan: TrainingPlan, prompts: BatchShape) -> float:
-    """Return what a layer of the whole batch needs as prompts are read: what the model holds (embeddings, the residual
-    stream before and after attention, one of them normed, the tables that turn) with its attention, its MLP or its
-    experts, the widest of them."""
+    """Return the bytes that a layer of the batch needs while prompts are read.
+
+    The model holds embeddings, the residual stream before and after attention, one of them normalized, and the rotation
+    tables. The widest of attention, MLP and experts is added."""
     held = plan.stream * (4 * layer.hidden + 2 * layer.head_dim)
     attention = 0.0
     if layer.delta is None:
         attention = _product(plan) * layer.query + _attending(layer, plan, prompts, prompts.length)
-        attention -= plan.stream * layer.hidden  # after attention there is not yet
+        attention -= plan.stream * layer.hidden  # the stream after attention does not exist yet
     tokens = prompts.tokens
     mlp = _mlp(layer, plan)
     widest = max(tokens * attention, tokens * mlp, tokens * mlp / 2 + dequantised(layer, plan))
@@ -122,15 +129,16 @@ def _reading(layer: Layer, plan: TrainingPlan, prompts: BatchShape) -> float:
 
 
 def _masks(layers: Sequence[Layer], plan: TrainingPlan, prompts: BatchShape) -> float:
-    """Return the masks of all layers together: one of whole attention, one of each window."""
+    """Return the masks of all layers: one for full attention, and one for each window size."""
     widths = {"eager": _turned(plan), "masked": 1}
     each = {layer.window: widths.get(kernel(layer, plan, prompts), 0) for layer in layers if layer.delta is None}
     return float(prompts.tokens * prompts.length * sum(each.values()))
 
 
 def _mlp(layer: Layer, plan: TrainingPlan) -> float:
-    """Return what the MLP needs: the gate's activation, what up puts out, and their product; where up has adapters,
-    what these put out, scaled or added up, in the wider type, and their input where it is cast."""
+    """Return the bytes that the MLP needs: the gate's activation, up, and their product.
+
+    If up has adapters, their output, scaled or summed in the wider type, and their cast input are added."""
     p, a = _product(plan), plan.adapter
     if "up_proj" not in plan.targets:
         return 3.0 * p * layer.inner
@@ -138,15 +146,17 @@ def _mlp(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def _experts(layer: Layer, plan: TrainingPlan) -> float:
-    """Return what experts need: gate and up together, masked, and the inputs in their order, with indices."""
+    """Return the bytes that experts need: gate and up together, masked, and the ordered inputs with indices."""
     if (moe := layer.experts) is None:
         return 0.0
     return moe.active * (_product(plan) * (4 * moe.inner + layer.hidden) + 3 * INDEX)
 
 
 def _words(model: ModelShape, plan: TrainingPlan, rows: int) -> tuple[float, float]:
-    """Return what the logits of one token leave while the next is computed (a copy in float32, what temperature and a
-    least length make of it, and probabilities), and what they need at most: the logits, and noise, beside these."""
+    """Return the bytes of one token's logits that stay during the next token, and the most that they need.
+
+    A float32 copy, the logits after temperature and minimum length, and probabilities stay. At the peak the logits and
+    noise are added."""
     each = float(rows * model.vocab * FLOAT)
     made = FLOAT if plan.full and plan.autocast else _product(plan)
     return 3 * each, 4 * each + rows * model.vocab * made

@@ -1,9 +1,8 @@
-"""What encoder and projector of images hold in a step. Bytes of the whole batch, unless said otherwise.
+"""Memory of the image encoder and projector in a step. Bytes of the batch, unless noted otherwise.
 
-Counted for a patch or for a token of the projector. Notation: h hidden and i width of the encoder's MLP; s, c bytes of
-the encoder's residual stream and of what products are made in. What is saved was read from simulated steps of
-transformers 5.17's CLIP, Qwen2.5-VL and Qwen3-VL under peft 0.21 and autocast.
-"""
+Counted per patch or per token of the projector. Notation: h hidden and i width of the encoder's MLP; s, c bytes of an
+element of the encoder's residual stream and of the compute type. The saved tensors were read from steps of CLIP,
+Qwen2.5-VL and Qwen3-VL of transformers 5.17 under peft 0.21 and autocast, on tensors without memory."""
 
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan
@@ -15,13 +14,15 @@ FLOAT = 4
 
 
 def pixels(vision: VisionShape, batch: BatchShape) -> float:
-    """Return the pixels as the batch holds them, in float32."""
+    """Return the float32 pixels of the batch."""
     return float(FLOAT * vision.values * (batch.images.patches - _classes(vision, batch)))
 
 
 def shown(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return what stays until the forward pass ends, whoever trains: the features of the images, and the embeddings
-    with them among the text's; what each further layer of the decoder is handed, and Qwen3-VL's last hidden states."""
+    """Return the bytes that stay until the forward pass ends.
+
+    These are the features of the images, the embeddings with the features inserted, the features for further decoder
+    layers, and the last hidden states of Qwen3-VL."""
     if (vision := model.vision) is None:
         return 0.0
     features = (1 + 2 * vision.deep) if vision.deep else 1
@@ -30,38 +31,46 @@ def shown(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def saved(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return what is saved for the backward pass, where a gradient comes. Checkpointed layers keep their input."""
+    """Return the bytes saved for the backward pass if a gradient is needed. Checkpointed layers save their input."""
     encoder = 0.0
     if reached(vision, plan):
-        again, used = plan.checkpointing != "off", vision.layers - bool(vision.tile)  # LLaVA takes the last but one
+        again, used = (
+            plan.checkpointing != "off",
+            vision.layers - bool(vision.tile),
+        )  # LLaVA skips the last one
         encoder = used * (stream(vision, plan) * vision.hidden if again else _layer(vision, plan))
         encoder += _ends(vision, plan)
     return batch.images.patches * encoder + projector(vision, plan, batch)
 
 
 def reached(vision: VisionShape, plan: TrainingPlan) -> bool:
-    """Return whether the encoder gets a gradient: also a frozen one of CLIP under checkpoints, for which transformers
-    asks what CLIP makes of patches for one (enable_input_require_grads)."""
+    """Return whether the encoder gets a gradient.
+
+    A frozen CLIP encoder does with checkpoints, because transformers requires one for CLIP's patch embedding
+    (enable_input_require_grads)."""
     return plan.vision != "frozen" or (plan.checkpointing != "off" and bool(vision.tile))
 
 
 def _classes(vision: VisionShape, batch: BatchShape) -> int:
-    """Return the tokens of a class, one a tile in CLIP."""
+    """Return the number of class tokens, one per tile in CLIP."""
     return batch.images.tiles if vision.tile else 0
 
 
 def stream(vision: VisionShape, plan: TrainingPlan) -> int:
-    """Return bytes of an element of the residual stream: autocast makes float32 of what CLIP's first LayerNorm puts
-    out, and products' type of what Qwen's first product does."""
+    """Return bytes of an element of the residual stream.
+
+    Under autocast CLIP's first LayerNorm returns float32, and Qwen's first product returns the compute type."""
     if not plan.autocast:
         return plan.weight
     return FLOAT if vision.tile else plan.compute
 
 
 def _ends(vision: VisionShape, plan: TrainingPlan) -> float:
-    """Return what is saved of a patch beside the layers. Qwen's rotation keeps sines and cosines of a head. Trained
-    whole: the pixels as the first product reads them, and CLIP's first norm; with adapters the first layer's norm is
-    left out, but under checkpoints CLIP keeps what its first product put out and normed."""
+    """Return the bytes saved per patch outside the layers.
+
+    Qwen's rotation keeps sines and cosines per head. If the encoder is trained fully, the pixels as the first product
+    reads them and CLIP's first norm count. With adapters the first layer's norm saves nothing, but with checkpoints
+    CLIP keeps the output of its first product, and its norm."""
     rotation = 0 if vision.tile else 2 * FLOAT * (vision.hidden // vision.heads)
     norm = FLOAT * vision.hidden + 2 * FLOAT
     if plan.vision == "full":
@@ -72,12 +81,11 @@ def _ends(vision: VisionShape, plan: TrainingPlan) -> float:
 
 
 def _layer(vision: VisionShape, plan: TrainingPlan) -> float:
-    """Return what a layer saves of a patch.
+    """Return the bytes that a layer saves per patch.
 
-    Two norms: the input in float32, which in CLIP is the stream itself. The attention: queries, keys, values and
-    output, and a float32 number a head; Qwen's rotation keeps the product that queries and keys are parts of besides.
-    The MLP: what `activations` counts, the input of its last matrix among them. And the inputs of the other
-    matrices."""
+    Two norms: the float32 input, which in CLIP is the stream itself. Attention: queries, keys, values, output, and a
+    float32 number per head; Qwen's rotation also keeps the fused product of queries and keys. MLP: `activations`
+    tensors, including the input of its last matrix. The inputs of the other matrices count separately."""
     h, c = vision.hidden, plan.compute
     norms = 2 * (FLOAT * h + 2 * FLOAT)
     attention = c * (4 if vision.tile else 6) * h + FLOAT * vision.heads
@@ -85,9 +93,11 @@ def _layer(vision: VisionShape, plan: TrainingPlan) -> float:
 
 
 def _inputs(vision: VisionShape, plan: TrainingPlan) -> float:
-    """Return what matrices save of their inputs: adapters copy each for itself. Trained ones: CLIP casts for q, k, v
-    and fc1 and shares what the attention put out; Qwen joins what each window put out, and casts what a LayerNorm did,
-    or keeps what an RMSNorm normed before and after its weight."""
+    """Return the bytes that matrices save of their inputs.
+
+    Each adapter copies its input. Trained matrices: CLIP casts the input for q, k, v and fc1 and shares attention's
+    output; Qwen joins the outputs of windows, and casts a LayerNorm's output, or keeps an RMSNorm's output before and
+    after its weight."""
     if plan.vision == "frozen":
         return 0.0
     if plan.vision == "lora":
@@ -97,8 +107,9 @@ def _inputs(vision: VisionShape, plan: TrainingPlan) -> float:
 
 
 def projector(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return what the projector saves: of the function between its matrices what it reads, their inputs where they
-    learn, and Qwen's norms where the gradient goes through them."""
+    """Return the bytes that the projector saves: the activation's input, inputs of trained matrices, and Qwen's norms.
+
+    The norms count if the gradient passes through them."""
     if not (learns(plan) or reached(vision, plan)):
         return 0.0
     c, tokens = plan.compute, (batch.images.patches - _classes(vision, batch)) // vision.merge**2
@@ -114,9 +125,10 @@ def projector(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> flo
 
 
 def moment(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the most that the encoder needs for a moment. LLaVA asks for what all layers put out
-    (modeling_llava_next.py, output_hidden_states), and there is the MLP of one. Qwen keeps the pixels in the type of
-    the weights meanwhile, and rotates queries and keys in float32: eight tensors of that width."""
+    """Return the most that the encoder needs temporarily.
+
+    LLaVA requests the outputs of all layers (modeling_llava_next.py, output_hidden_states), and one MLP is active. Qwen
+    keeps the pixels in the weights' type, and rotates queries and keys in float32: eight tensors of that width."""
     h, c = vision.hidden, plan.compute
     if vision.tile:
         each = (vision.layers + 1) * stream(vision, plan) * h + c * vision.activations * vision.inner
@@ -126,6 +138,6 @@ def moment(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def remade(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return what a checkpointed layer of the encoder makes again."""
+    """Return the bytes that a checkpointed encoder layer recomputes."""
     again = reached(vision, plan) and plan.checkpointing != "off"
     return batch.images.patches * _layer(vision, plan) if again else 0.0

@@ -1,10 +1,9 @@
 """What one decoder layer saves for the backward pass.
 
-Counted for one position of the batch, in bytes, unless said otherwise. Notation: h hidden, q and k width of queries and
-of keys, i width of the MLP; s, p, c bytes of the residual stream, of a product and of the type products are made in.
-Source, unless another is named: what autograd saves in transformers 5.17's modules under peft 0.21 and autocast, read
-with torch.autograd.graph.saved_tensors_hooks.
-"""
+Bytes per position of the batch, unless noted otherwise. Notation: h hidden, q and k widths of queries and keys, i width
+of the MLP; s, p, c bytes of an element of the residual stream, of a product, and of the compute type. Source, unless
+another is given: what autograd saves in the modules of transformers 5.17 under peft 0.21 and autocast, read with
+torch.autograd.graph.saved_tensors_hooks."""
 
 from collections.abc import Sequence
 
@@ -16,16 +15,22 @@ from ftbench.families.shape import Layer, Linear, Norm
 
 FLOAT = 4
 INDEX = 8
-CHUNK = 64  # positions that torch's gated delta rule computes together
-_STREAM = ("input", "mlp input")  # what linear layers read of the residual stream, normed
+CHUNK = 64  # positions per chunk of torch's gated delta rule
+_STREAM = ("input", "mlp input")  # the normalized residual stream that linear layers read
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 
 
 def norms(layer: Layer, plan: TrainingPlan, of: Sequence[Norm] | None = None) -> float:
-    """Return what a layer's norms save (or some of them): each its input in float32 (4 h) and a scale (4); a trained
-    one what it normed, in the type that its weight is multiplied in. A LayerNorm written out saves its centred input
-    twice. Liger's saves the input as it is, which before the attention and the MLP is the residual stream itself
-    (LigerRMSNormFunction), and unsloth's likewise; our kernels make the scale again (kernels/rms_norm.py)."""
+    """Return the bytes that norms save: their input in float32 (4 h) and a scale (4).
+
+    A trained norm also saves its normalized input, in the type that its weight multiplies. A LayerNorm in Python saves
+    its centered input twice. Liger (LigerRMSNormFunction) and unsloth save the input as it is, which before attention
+    and MLP is the residual stream. Our kernels recompute the scale (kernels/rms_norm.py).
+
+    Args:
+        layer: The decoder layer.
+        plan: How it is trained.
+        of: The norms to count, by default all of the layer."""
     total = 0.0
     for norm in layer.norms if of is None else of:
         given = plan.product if norm.position == "head" else plan.stream
@@ -39,33 +44,37 @@ def norms(layer: Layer, plan: TrainingPlan, of: Sequence[Norm] | None = None) ->
 
 
 def saved_twice(layer: Layer, plan: TrainingPlan) -> float:
-    """Return what two operations of an eager norm save, its input in float32. trl's offloading moves what is saved
-    first and keeps on the GPU what is saved again (activation_offloading.py, the deduplication of storages)."""
+    """Return the bytes that two operations of an eager norm both save: its input in float32.
+
+    trl's activation offloading moves a tensor when it is saved first, and keeps it on the GPU when it is saved again
+    (activation_offloading.py, deduplication of storages)."""
     if plan.norms_keep_inputs or plan.compiled:
         return 0.0
     return float(FLOAT * sum(norm.width for norm in layer.norms))
 
 
 def adapter_input(plan: TrainingPlan, linear: Linear) -> float:
-    """Return what the adapters of one matrix save: their input, cast to the type of the product, and r numbers between
-    the two matrices. peft casts the input to the adapters' type and autocast casts it back, so each matrix saves a copy
-    of its own; only where the input has the adapters' type already (o under a quantised model) is it shared."""
+    """Return the bytes that the adapters of one matrix save: their input, and r numbers between both matrices.
+
+    peft casts the input to the adapters' type and autocast casts it back to the product's type, so each matrix saves
+    its own copy. The copy is shared only if the input already has the adapters' type (o under a quantized model)."""
     shared = linear.reads == "attention" and plan.adapter == plan.compute
     copy = 0 if shared or plan.casts_nothing else plan.compute * linear.inputs
     return copy + plan.compute * plan.rank
 
 
 def distinct(linears: Sequence[Linear]) -> int:
-    """Return the widths of the inputs of some linear layers, each counted once; the attention's output is saved by the
-    attention itself."""
+    """Return the widths of distinct inputs of linear layers. The attention itself saves its output."""
     return sum({each.reads: each.inputs for each in linears if each.reads != "attention"}.values())
 
 
 def linear_inputs(layer: Layer, plan: TrainingPlan) -> float:
-    """Return what the layer's matrices save of their inputs. Trained ones save it in the type of the product, shared by
-    those that read the same, unless autocast casts a float32 one for each; frozen ones save nothing but what adapters
-    save. unsloth saves one input for q, k, v and one for gate, up (LoRA_QKV, LoRA_MLP), and fused_lora likewise.
-    Products in 8 bits save none: their backward pass reads the turned weight alone."""
+    """Return the bytes that the layer's matrices save of their inputs.
+
+    Trained matrices save the input in the product's type. Matrices that read the same input share it, unless autocast
+    casts a float32 input for each. Frozen matrices save only what adapters save. unsloth saves one input for q, k, v
+    and one for gate, up (LoRA_QKV, LoRA_MLP), and so does fused_lora. Products in 8 bits save none, because their
+    backward pass reads only the transposed weight."""
     reached = layer.reached(plan.targets)
     if plan.unsloth:
         return plan.compute * (2 * layer.hidden + plan.rank * plan.adapted(layer))
@@ -81,9 +90,10 @@ def linear_inputs(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fused_inputs(layer: Layer, plan: TrainingPlan) -> float:
-    """Return what fused_lora saves of a group's input (kernels/adapter_products.py). `augmented`: a copy, and
-    beside it the product with A. `beside`: the input, cast where it has another type, and the product with A; the
-    attention's output, which is saved already, needs no copy."""
+    """Return the bytes that fused_lora saves of the inputs of its groups (kernels/adapter_products.py).
+
+    `augmented`: a copy of the input next to the product with A. `separate`: the input, cast if it has another type, and
+    the product with A. The attention's output is saved already and needs no copy."""
     if plan.fused == "augmented":
         return plan.compute * sum(group.inputs + group.columns for group in groups(plan, layer))
     widths = sum(group.inputs for group in groups(plan, layer) if group.reads != "attention")
@@ -91,11 +101,12 @@ def fused_inputs(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fused_outputs(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return what is kept because a group's outputs are parts of one buffer, beside those of them that are saved: of
-    gate and up the columns left free; of queries, keys and values those too, and queries and keys as they came, where
-    attention saves the values themselves. Repeated values are a copy: then the buffer stays only where a compiled norm
-    of heads saves queries and keys as they came, and the values in it come on top. Our kernel copies the values, too,
-    and always saves the buffer (kernels/rotary.py)."""
+    """Return the bytes that stay because the outputs of a group are parts of one buffer, besides the saved outputs.
+
+    For gate and up these are the unused columns. For queries, keys and values these are the unused columns, and queries
+    and keys before rotation if attention saves the values. If values are repeated for each query head, the buffer stays
+    only if a compiled head norm saves queries and keys before rotation; then its values count too. Our kernel copies
+    the values and always saves the buffer (kernels/rotary.py)."""
     if plan.fused != "augmented":
         return 0.0
     copied = plan.triton or repeats(layer, plan, batch)
@@ -110,33 +121,31 @@ def fused_outputs(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def kernel(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> Attention:
-    """Return what computes the layer's attention: a sliding window that is shorter than the rows is a mask for sdpa."""
+    """Return the attention kernel of a layer. sdpa gets a mask if a sliding window is shorter than the rows."""
     slides = layer.window is not None and batch.length > layer.window and not plan.unsloth
     return "masked" if plan.attention == "sdpa" and slides else plan.attention
 
 
 def repeats(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> bool:
-    """Return whether attention is given keys and values repeated for each query head."""
+    """Return whether keys and values are repeated for each query head before attention."""
     repeating = kernel(layer, plan, batch) in ("masked", "varlen") and layer.kv_heads != layer.heads
     return repeating and not layer.sinks  # kernels/sink_attention.py
 
 
 def attention(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return what the attention product saves: queries, keys, values and output, and a float32 number a head (flash
-    kernels).
+    """Return the bytes that attention saves: queries, keys, values, output, and a float32 number per head.
 
-    A mask makes sdpa repeat keys and values for each query head (transformers, use_gqa_in_sdpa) and save the mask in
-    the product's type, rows x length^2 a layer; torch 2.11's varlen repeats them too. Eager attention keeps the
-    weights, float32 and cast, for each head and pair of positions; gpt_oss keeps them once, with a sink, in the
-    product's type. unsloth rotates queries and keys into new tensors and keeps both. Values that are a part of a wider
-    product keep it whole, unless they are repeated.
-    """
+    With a mask, sdpa repeats keys and values for each query head (transformers, use_gqa_in_sdpa) and saves the mask in
+    the product's type, rows x length^2 per layer. varlen of torch 2.11 repeats them too. Eager attention keeps its
+    weights in float32 and cast, per head and pair of positions; gpt_oss keeps them once, with a sink, in the product's
+    type. unsloth rotates queries and keys into new tensors and keeps both. If values are part of a wider product, the
+    product stays, unless the values are repeated."""
     if layer.delta:
         return delta(layer, plan, batch)
     c, scores, by = plan.compute, float(layer.heads * batch.length), kernel(layer, plan, batch)
     gate = c * layer.output if layer.gated_heads else 0
     if by == "eager":
-        output = layer.output if plan.full or plan.adapter == c else 0  # only where o reads it as it is
+        output = layer.output if plan.full or plan.adapter == c else 0  # only if o reads it without a cast
         weights = c * (scores + layer.heads) + INDEX * layer.heads if layer.sinks else (FLOAT + c) * scores
         weights += 2 * c * scores if layer.softcap else 0
         return c * (layer.query + 2 * layer.output + output) + weights + gate
@@ -149,8 +158,9 @@ def attention(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def before_rotation(layer: Layer, plan: TrainingPlan) -> float:
-    """Return what is kept of queries and keys as they came, but in the buffers that `fused_outputs` counts: a compiled
-    norm of heads makes itself again from them; our kernel saves them always, and with them the values where the
+    """Return the bytes of queries and keys before rotation, outside the buffers that `fused_outputs` counts.
+
+    A compiled head norm recomputes itself from them. Our kernel always saves them, and also the values if the
     projections are one product."""
     together = plan.fused == "augmented" and plan.targets >= _PROJECTIONS
     if together or not (layer.head_norms or plan.triton):
@@ -159,13 +169,13 @@ def before_rotation(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def delta(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return what linear attention by the gated delta rule saves in torch's own chunks of 64 positions (transformers,
-    causal_conv1d_fn, torch_chunk_gated_delta_rule and the gated norm behind it); kernels of other packages keep less.
+    """Return the bytes that linear attention by the gated delta rule saves in torch's chunks of 64 positions.
 
-    Of queries and keys (a elements, of as many heads as values) and of values (b), in float32: queries and keys before
-    and after their norm, keys times beta, values as they came; both solutions of the triangular system. In the
-    products' type: what each chunk multiplies, the first and the last less. Squares of a chunk: decays, the system and
-    both products, one of them cast. States: one a chunk in float32 and cast twice."""
+    Kernels of other packages keep less. Source: transformers, causal_conv1d_fn, torch_chunk_gated_delta_rule and the
+    gated norm after it. a are the elements of queries and keys (as many heads as values), b those of values. In
+    float32: queries and keys before and after their norm, keys times beta, values, and both solutions of the triangular
+    system. In the product's type: the operands of each chunk, fewer for the first and the last. Squares of a chunk:
+    decays, the system and both products, one of them cast. States: one per chunk in float32 and cast twice."""
     net = layer.delta
     assert net is not None
     c, heads = plan.compute, net.value_heads
@@ -182,17 +192,20 @@ def delta(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def mlp(layer: Layer, plan: TrainingPlan) -> float:
-    """Return what a gated MLP saves: gate, its activation, and up, 3 i in the product's type; 2 i where Liger's SwiGLU,
-    unsloth's and ours make the activation again. A gate of the whole keeps what it multiplies."""
+    """Return the bytes that a gated MLP saves: gate, its activation and up, 3 i in the product's type.
+
+    Liger's SwiGLU, unsloth's and our kernels recompute the activation and save 2 i. A gate on the output keeps its
+    operands."""
     gated = plan.compute * (layer.hidden + 1) if layer.gated_expert else 0
     return plan.product * (2 if plan.norms_keep_inputs else 3) * layer.inner + gated
 
 
 def experts(layer: Layer, plan: TrainingPlan) -> float:
-    """Return what fused experts save through grouped products (transformers, grouped_mm_experts_forward), for each of
-    the `active` experts a token visits: gate and up together (2 i), what the gate function keeps (i of silu; 4 i of
-    gpt_oss's clamped one), the output (h) that the routing weight multiplies, and indices; where experts are trained
-    their inputs, h and i, too."""
+    """Return the bytes that fused experts save through grouped products (transformers, grouped_mm_experts_forward).
+
+    For each of the `active` experts of a token: gate and up (2 i), the gate function's operands (i of silu; 4 i of
+    gpt_oss's clamped one), the output (h) that the routing weight multiplies, and indices. Trained experts also save
+    their inputs, h and i."""
     moe = layer.experts
     if moe is None:
         return 0.0
@@ -202,8 +215,9 @@ def experts(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def router(layer: Layer, plan: TrainingPlan) -> float:
-    """Return what the router saves: probabilities of all experts in float32 (gpt_oss normalises the chosen ones alone),
-    the chosen ones' indices, and the input where the router is trained and nothing else saves it."""
+    """Return the bytes that the router saves: float32 probabilities of all experts and indices of the chosen ones.
+
+    gpt_oss normalizes only the chosen ones. A trained router also saves its input, if no other operation does."""
     moe = layer.experts
     if moe is None:
         return 0.0
@@ -213,34 +227,38 @@ def router(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def inside(layer: Layer, plan: TrainingPlan) -> float:
-    """Return what the second half of a layer saves: its MLP or its experts, and what chooses them."""
+    """Return the bytes that the second half of a layer saves: its MLP or its experts, and the router."""
     return (mlp(layer, plan) if layer.inner else 0.0) + experts(layer, plan) + router(layer, plan)
 
 
 def expert_copies(layer: Layer, plan: TrainingPlan) -> float:
-    """Return bytes of a layer, not of a position: peft adds the adapters' product to a copy of the experts' weights in
-    each forward pass (ParamWrapper), and autograd saves the copy and the adapters as they were cast."""
+    """Return bytes per layer, not per position: copies of the experts' weights.
+
+    peft adds the adapters' product to a copy of the weights in each forward pass (ParamWrapper). autograd saves the
+    copy and the cast adapters."""
     moe = layer.experts
     if moe is None or "experts" not in plan.targets:
         return 0.0
     adapters = plan.compute * plan.rank * expert_adapter(layer) * moe.count
-    if plan.mxfp4 or plan.fused != "off":  # two thin products beside the frozen one (kernels/expert_products.py)
+    if plan.mxfp4 or plan.fused != "off":  # two thin products next to the frozen one (kernels/expert_products.py)
         return adapters
     return plan.weight * layer.expert_matrices + adapters
 
 
 def compiled(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return what a compiled layer saves. Inductor's partitioner makes again what is cheap: norms, rotation, the
-    activation are made from what products put out (and our kernels keep no scales). Left are the two residual streams,
-    the two normed inputs, queries and keys before and after rotation, values, the attention's output as it is and as o
-    reads it (which with adapters `beside`, or in its type, is the same), gate, up and their product. A lean one makes
-    the normed inputs and that product again, too, but where they lie in the buffers of `augmented`."""
+    """Return the bytes that a compiled layer saves.
+
+    Inductor's partitioner recomputes norms, rotation and activation from products. It keeps both residual streams, both
+    normalized inputs, queries and keys before and after rotation, values, attention's output, the output as o reads it
+    (the same tensor with `separate` adapters or in their type), gate, up and their product. Our kernels keep no scales.
+    A lean layer also recomputes the normalized inputs and the product of gate and up, unless they are in the buffers of
+    `augmented`."""
     h, c = layer.hidden, plan.compute
     before = before_rotation(layer, plan)
     middle = c * 3 * layer.inner + experts(layer, plan) + router(layer, plan)
     scales = 0 if plan.triton else FLOAT * (2 + layer.heads + layer.kv_heads)
     between = float(c * plan.rank * plan.adapted(layer))
-    if plan.fused == "augmented":  # the inputs and outputs above, in buffers that are wider
+    if plan.fused == "augmented":  # the inputs and outputs above, in wider buffers
         between = c * sum(group.columns for group in groups(plan, layer)) + fused_outputs(layer, plan, batch)
     copied = plan.fused == "augmented" or (plan.fused == "off" and plan.adapter != c)
     out = c * layer.output if plan.targets and copied else 0
@@ -250,20 +268,20 @@ def compiled(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def saved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that one layer without checkpointing saves for the whole batch."""
+    """Return the bytes that one layer without checkpointing saves for the batch."""
     if plan.compiled:
         each = compiled(layer, plan, batch)
     else:
         each = norms(layer, plan) + linear_inputs(layer, plan) + attention(layer, plan, batch)
         each += inside(layer, plan) + fused_outputs(layer, plan, batch)
         each += before_rotation(layer, plan) if plan.triton and not layer.head_norms else 0
-    if plan.whole_mlp and not plan.lean:  # silu(gate) * up is made again (kernels/adapted_swiglu.py)
+    if plan.whole_mlp and not plan.lean:  # silu(gate) * up is recomputed (kernels/adapted_swiglu.py)
         each -= plan.compute * layer.inner
     return each * batch.tokens + expert_copies(layer, plan)
 
 
 def unsaved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that the first layer does not save beside a frozen embedding: none before its first adapter."""
+    """Return the bytes that the first layer does not save behind a frozen embedding: before its first adapter."""
     if plan.full or plan.checkpointing != "off" or plan.compiled:
         return 0.0
     reached = layer.reached(plan.targets)

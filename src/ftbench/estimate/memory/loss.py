@@ -1,7 +1,6 @@
-"""From the last hidden state to the loss: what is saved, and what logits need for a moment. Bytes of the whole batch.
+"""Memory from the last hidden state to the loss: saved tensors and transient logits. Bytes of the batch.
 
-Notation: T positions, h hidden, V words, n bytes of a normed hidden state.
-"""
+Notation: T positions, h hidden, V vocabulary, n bytes of a normalized hidden state."""
 
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan
@@ -9,42 +8,43 @@ from ftbench.families.shape import ModelShape
 
 FLOAT = 4
 TRL_CHUNK = 256  # label tokens (trl.trainer.sft_trainer, _CHUNKED_LM_HEAD_CHUNK_SIZE)
-UNSLOTH_ROWS = 1024  # whose logits unsloth's fused loss holds, fitted: unsloth 2026.10 sizes chunks by free memory
+UNSLOTH_ROWS = 1024  # rows per chunk of unsloth's fused loss, fitted: unsloth 2026.10 sizes chunks by free memory
 
 
 def tail(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return what is saved after the last layer: the final norm's input in float32 (and normed, where trained), and
-    the hidden states of the label positions, gathered. Kernels save the norm's input as it is; the losses of Liger and
-    unsloth save the gradient of the hidden states, which they make in the forward pass."""
+    """Return the bytes saved after the last layer: the final norm's input, and the hidden states of the labels.
+
+    The input is float32. A trained norm also saves its normalized input. Kernels save the norm's input as it is. The
+    losses of Liger and unsloth save the gradient of the hidden states, which they compute in the forward pass."""
     normed = plan.stream
     norm = plan.stream if plan.norms_keep_inputs else FLOAT + (plan.stream if plan.full else 0)
     return float((norm + normed) * model.hidden * batch.tokens)
 
 
 def final_norm_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return what the final norm's backward pass needs: five float32 copies, less the gathered ones that are freed."""
+    """Return the bytes of the final norm's backward pass: five float32 copies, minus the freed hidden states."""
     if plan.norms_keep_inputs:
         return 0.0
     return float((5 * FLOAT - plan.stream) * model.hidden * batch.tokens)
 
 
 def head_cast(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the copy of a frozen float32 head, cast for each use (autocast caches only what is trained)."""
+    """Return the copy of a frozen float32 head, which is cast for each use (autocast caches only trained weights)."""
     return model.vocab * model.hidden * plan.compute if plan.upcast > plan.compute and plan.autocast else 0.0
 
 
 def logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the transient peak of the logits.
 
-    trl: for a chunk, of 256 positions where there are so many, logits, log-probabilities, probabilities and their
-    product, 16 V bytes a token, and 4 V more where a tanh is saved (softcap). Ours: logits and their gradient, and in
-    eager mode log-probabilities and probabilities in float32; of one chunk at a time
-    (worker/optimizations/chunked_loss.py). Liger: chunks of T h / V tokens rounded up to a power of two, logits twice,
-    16-bit and float32. Of pairs the logits of all positions: as the head makes them and, under autocast, in float32
-    (accelerate), then their gradient, of which autograd makes a second copy without the last position; the reference's
-    stand beside the model's while trl computes its metrics of what is chosen. Of completions those of their positions
-    and the one before, in the same way; nothing of the reference is left then.
-    """
+    trl: for a chunk of up to 256 positions, logits, log-probabilities, probabilities and their product, 16 V bytes per
+    token, and 4 V more if a tanh is saved (softcap). Ours: logits and their gradient for one chunk, and in eager mode
+    log-probabilities and probabilities in float32 (worker/optimizations/chunked_loss.py). Liger: chunks of T h / V
+    tokens rounded up to a power of two, logits twice, 16-bit and float32.
+
+    Pairs: the logits of all positions as the head computes them, under autocast also in float32 (accelerate), then
+    their gradient, of which autograd makes a second copy without the last position. The reference's logits exist at the
+    same time while trl computes its metrics of the chosen answers. Completions: the logits of their positions and of
+    the one before, in the same way, but those of the reference are freed by then."""
     if plan.loss == "completions":
         return _completion_logits(model, plan, batch)
     if plan.loss == "pairs":
@@ -64,8 +64,8 @@ def logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
 def _pair_logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
     kept = FLOAT if plan.autocast else plan.compute
     made = kept + (plan.compute if plan.autocast else 0)
-    beside = kept + max(made, kept + kept * batch.labels / batch.tokens / 2) if plan.reference != "none" else 0
-    return float(batch.tokens * model.vocab * max(beside, made, 2 * kept))
+    both = kept + max(made, kept + kept * batch.labels / batch.tokens / 2) if plan.reference != "none" else 0
+    return float(batch.tokens * model.vocab * max(both, made, 2 * kept))
 
 
 def _completion_logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
@@ -76,9 +76,10 @@ def _completion_logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape)
 
 
 def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return what a trained head takes for its gradient: of trl's loss the gradients of two chunks and their sum are
-    alive together (autograd adds them up); of ours the sum and what a chunk adds, then the sum and what the backward
-    pass makes of it."""
+    """Return the temporary gradients of a trained head.
+
+    trl: the gradients of two chunks and their sum exist at the same time (autograd adds them). Ours: the sum and the
+    gradient of one chunk, then the sum and the gradient from the backward pass."""
     if not plan.full:
         return 0.0
     copies = 2 if plan.loss == "chunked" else 3 if plan.loss == "trl" and batch.labels > TRL_CHUNK else 1
@@ -86,15 +87,18 @@ def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> f
 
 
 def tied_gradients(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return, where embedding and head are one, the last thing of the backward pass: beside the gradient that is
-    kept, those of its two uses as they are added up."""
+    """Return the gradients at the end of the backward pass if embedding and head share a weight.
+
+    Besides the gradient that stays, those of both uses exist while they are added."""
     return 2.0 * model.vocab * model.hidden * plan.weight if plan.full and model.tied else 0.0
 
 
 def transient_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the most that the loss needs at once beyond what is saved: logits with the head's cast, or the head's
-    gradients, and one gradient or copy of the hidden states. Ours casts the head for a product, and computes
-    probabilities when that copy is gone; it adds up the head's gradient beside the logits."""
+    """Return the peak bytes of the loss beyond the saved tensors.
+
+    This is the logits with the head's cast, or the head's gradients, and one gradient or copy of the hidden states. Our
+    loss casts the head for a product and frees the copy before it computes probabilities. It adds up the head's
+    gradient while the logits exist."""
     hidden = plan.stream * model.hidden * batch.tokens
     chunk, cast, head = (logits(model, plan, batch), head_cast(model, plan), head_gradient(model, plan, batch))
     if plan.loss != "chunked":

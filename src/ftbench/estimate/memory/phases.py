@@ -1,4 +1,4 @@
-"""The moments of a run at which memory may peak, and the tensors alive at each: the peak is the largest, not the
+"""The moments of a run at which memory may peak, and the tensors alive at each. The peak is the largest moment, not the
 sum."""
 
 from dataclasses import dataclass
@@ -6,36 +6,37 @@ from dataclasses import dataclass
 from ftbench.estimate.memory import generation, images, layer, loss, share, transient, weights
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan
-from ftbench.estimate.workload.sharding import ALONE, Sharding
+from ftbench.estimate.workload.sharding import SINGLE, Sharding
 from ftbench.estimate.workload.vision import learns
 from ftbench.families.shape import ModelShape
 
 Parts = dict[str, float]
-GATHERED = "gathered layers"  # whole for a while, of weights that GPUs divide
+GATHERED = "gathered layers"  # full weights of sharded layers, for a while
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCase:
-    """One run on one GPU: `model` and `batch` are its part of them, where several GPUs divide the work (`sharding`).
-    `accumulates` says that gradients wait for further forward passes; `workspace` is what libraries keep in torch's
-    allocator, in bytes; batches that `vary` in shape leave blocks of many sizes in it."""
+    """One run on one GPU. `model` and `batch` are its part, if several GPUs share the work (`sharding`).
+
+    If it `accumulates`, gradients stay during further forward passes. `workspace` are bytes that libraries keep in
+    torch's allocator. Batches that vary in shape (`varies`) leave blocks of many sizes in the allocator."""
 
     model: ModelShape
     plan: TrainingPlan
     batch: BatchShape
     accumulates: bool = False
-    sharding: Sharding = ALONE
+    sharding: Sharding = SINGLE
     workspace: float = 0.0
     varies: bool = False
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients are there before the backward pass."""
+        """Whether gradients exist before the backward pass."""
         return self.accumulates or self.plan.graphed or share.share(self.sharding).holds_gradients
 
 
 def resident(case: MemoryCase) -> Parts:
-    """Return what stays from step to step: weights, adapters, optimizer state, workspaces of libraries."""
+    """Return the bytes that stay between steps: weights, adapters, optimizer state, workspaces of libraries."""
     part = share.share(case.sharding)
     model, plan = case.model, share.kept_as(case.plan, part)
     count, width = weights.trained(model, plan)
@@ -57,11 +58,12 @@ def resident(case: MemoryCase) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Activations:
-    """What the layers keep, in bytes: `kept` of those that save their activations, `marks` the checkpoints of the
-    others. At the layer where that and what is needed for a moment are most (the last one, unless another needs more)
-    `there` is kept, `again` made a second time and `peak` needed; `first_*` are those of the first layer. `away` is
-    what offloading has moved to the host when the loss is computed, `ungraded` what layers before the first adapter
-    need for a moment."""
+    """Bytes of the layers' activations.
+
+    `kept` are saved activations, and `marks` the checkpoints of checkpointed layers. At the layer with the largest sum,
+    `there` is kept, `again` recomputed and `peak` temporary; this is usually the last layer. `first_*` are those of the
+    first layer. `away` has been offloaded to the host before the loss. `ungraded` is temporary in layers before the
+    first adapter."""
 
     kept: float
     marks: float
@@ -86,7 +88,7 @@ def _activations(case: MemoryCase, plan: TrainingPlan) -> _Activations:
     keeps = [False] * frozen + _keeps(plan, len(model.layers))[frozen:]
     mark, shared = transient.checkpoint(model.hidden, plan, batch), _shared_input(model, plan, batch)
     marks, away = (len(keeps) - sum(keeps) - frozen) * mark, 0.0
-    if plan.checkpointing == "offload":  # one on its way out or in use, and the next
+    if plan.checkpointing == "offload":  # one that is copied or in use, and the next
         marks = min(2, len(keeps)) * mark
     kept = sum(saved[kind] for kind, keep in zip(model.order, keeps, strict=True) if keep)
     if plan.offload:
@@ -96,12 +98,12 @@ def _activations(case: MemoryCase, plan: TrainingPlan) -> _Activations:
     if not learns(plan):
         kept -= layer.unsaved(model.layers[frozen], plan, batch)
     there, again, peak, kind_at = kept, 0.0, 0.0, model.order[-1]
-    behind = 0.0
+    done = 0.0
     for kind, keep in list(zip(model.order, keeps, strict=True))[: frozen - 1 if frozen else None : -1]:
         remade = 0.0 if keep else saved[kind] - shared
-        if kept - behind + remade + peaks[keep][kind] > there + again + peak:
-            there, again, peak, kind_at = kept - behind, remade, peaks[keep][kind], kind
-        behind += saved[kind] if keep and not plan.offload else 0.0
+        if kept - done + remade + peaks[keep][kind] > there + again + peak:
+            there, again, peak, kind_at = kept - done, remade, peaks[keep][kind], kind
+        done += saved[kind] if keep and not plan.offload else 0.0
     first, keep = model.order[frozen], keeps[frozen]
     forward = transient.peak(model.kinds[kind_at][0], plan, batch, backward=False)
     if not all(keeps[frozen:]):
@@ -113,14 +115,16 @@ def _activations(case: MemoryCase, plan: TrainingPlan) -> _Activations:
 
 
 def checkpoints_on_host(case: MemoryCase) -> float:
-    """Return the checkpoints that wait in host memory."""
+    """Return the bytes of checkpoints in host memory."""
     there = case.plan.checkpointing in ("offload", "unsloth")
     return float(len(case.model.layers) * case.plan.stream * case.model.hidden * case.batch.tokens) if there else 0.0
 
 
 def _frozen(model: ModelShape, plan: TrainingPlan) -> int:
-    """Return how many layers come before the first with adapters: nobody asks for a gradient there, and nothing is
-    saved. With checkpoints the embedding's output asks for one (transformers, enable_input_require_grads)."""
+    """Return the number of layers before the first one with adapters, which save nothing.
+
+    With checkpoints the embedding's output requires a gradient (transformers, enable_input_require_grads), so it is 0.
+    """
     if plan.full or plan.checkpointing != "off" or learns(plan):
         return 0
     adapted = (index for index, each in enumerate(model.layers) if plan.adapted(each))
@@ -128,14 +132,14 @@ def _frozen(model: ModelShape, plan: TrainingPlan) -> int:
 
 
 def _keeps(plan: TrainingPlan, layers: int) -> list[bool]:
-    """Return whether each layer keeps its activations, or makes them again (selective: every second keeps)."""
+    """Return for each layer whether it keeps its activations. Selective checkpointing keeps every second layer."""
     if plan.checkpointing == "selective":
         return [index % 2 == 1 for index in range(layers)]
     return [plan.checkpointing == "off" or plan.offload] * layers
 
 
 def phases(case: MemoryCase) -> dict[str, Parts]:
-    """Return phase → bytes by part. Parts of a phase are alive together."""
+    """Return the bytes of each part by phase. All parts of a phase are allocated at the same time."""
     part = share.share(case.sharding)
     kept, plan = share.kept_as(case.plan, part), share.computed_as(case.plan, part)
     base, acts, model, batch = resident(case), _activations(case, plan), case.model, case.batch
@@ -154,9 +158,9 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
     gradients = {"gradients": base["gradients"] + made}
     left, step = share.update(model, kept, part)
     shown, encoded, read, remade = _of_images(case)
-    beside = share.gathered(model, kept, part)
-    back, end = base | {GATHERED: beside.backward}, base | {GATHERED: beside.end}
-    tensor = case.sharding.tensor > 1  # what is read as a share of matrices is dealt on once it is there
+    whole = share.gathered(model, kept, part)
+    back, end = base | {GATHERED: whole.backward}, base | {GATHERED: whole.end}
+    tensor = case.sharding.tensor > 1  # tensor parallelism reads full matrices before it splits them
     head = {"head": weights.fetched_head(model, kept)}
     held, first = held | {"images": encoded}, first | {"images": encoded}
     named = {
@@ -168,7 +172,7 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
         "forward, frozen layers": base | {"images": shown, "one layer": acts.ungraded},
         "forward": base | held | head | {"images": encoded + shown, "one layer": acts.forward_peak + stream},
         "loss": base | held | head | {
-            GATHERED: beside.loss, "activations": acts.kept - acts.away, "hidden states": tail, "logits": final,
+            GATHERED: whole.loss, "activations": acts.kept - acts.away, "hidden states": tail, "logits": final,
         },
         "backward, last layer": back | held | gradients | {"one layer": acts.again + acts.peak},
         "backward, first layer": end | first | grown | {"one layer": acts.first_again + acts.first_peak},
@@ -182,9 +186,10 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
 
 
 def _stepped_in_backward(case: MemoryCase, named: dict[str, Parts], held: Parts) -> dict[str, Parts]:
-    """Return the phases where each parameter is stepped as its gradient comes: one matrix has a gradient, and a head
-    that is the embedding until the end. Of states in host memory those of four parameters are on the device or on their
-    way (kernels/host_states.py)."""
+    """Return the phases if each parameter is updated as soon as its gradient is computed.
+
+    Only one matrix has a gradient, and a head that shares the embedding's weight keeps it until the end. If states are
+    in host memory, those of four parameters are on the device or being copied (kernels/host_states.py)."""
     model, plan = case.model, case.plan
     matrix, words = (max((each.inputs * each.outputs for layer, _ in model.kinds for each in layer.linears), default=0),
                      model.vocab * model.hidden) if plan.full else (0, 0)  # fmt: skip
@@ -206,21 +211,22 @@ def _stepped_in_backward(case: MemoryCase, named: dict[str, Parts], held: Parts)
 
 
 def _of_images(case: MemoryCase) -> tuple[float, float, float, float]:
-    """Return what images leave until the forward pass ends, what encoder and projector save, and what a layer of the
-    encoder needs for a moment, forward and backward."""
+    """Return four sizes for images: what stays until the forward pass ends, what encoder and projector save, and what
+    an encoder layer needs temporarily in the forward and in the backward pass."""
     vision, batch, plan = case.model.vision, case.batch, case.plan
     if vision is None or not batch.images.patches:
         return 0.0, 0.0, 0.0, 0.0
     saved = images.saved(vision, plan, batch)
-    if plan.checkpointing != "off":  # the embeddings as they are before the images
+    if plan.checkpointing != "off":  # the embeddings before image features are inserted
         saved += plan.stream * case.model.hidden * batch.tokens
     remade = images.remade(vision, plan, batch)
     return images.shown(case.model, plan, batch), saved, images.moment(vision, plan, batch), remade
 
 
 def _grown(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the part of all gradients that is there as the backward pass enters the first layer: not yet the
-    embedding's, nor those of that layer but for the last matrix of its MLP."""
+    """Return the share of all gradients that exist when the backward pass enters the first layer.
+
+    The embedding's gradient and most of that layer's are still missing."""
     if not plan.full:
         return 1.0
     first = sum(model.layers[0].parameters.values())
@@ -228,17 +234,17 @@ def _grown(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def _shared_input(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the float32 stream that the first norm saves: made again, it is the checkpoint itself."""
+    """Return the float32 stream that the first norm saves. In a recomputed layer it is the checkpoint itself."""
     return float(plan.stream * model.hidden * batch.tokens) if plan.stream == layer.FLOAT else 0.0
 
 
 def autocast_weights(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the bytes of trained float32 weights that torch.autocast's cache casts once for a step and saves so."""
+    """Return the bytes of trained float32 weights that autocast casts once per step and caches."""
     if not (plan.autocast and plan.full and plan.weight > plan.compute):
         return 0.0
     return float((model.total - model.parameters["embedding"] - model.parameters["norm"]) * plan.compute)
 
 
 def peak(phases: dict[str, Parts]) -> tuple[str, float]:
-    """Return the phase that needs most, and how many bytes."""
+    """Return the phase with the most bytes, and its bytes."""
     return max(((name, sum(parts.values())) for name, parts in phases.items()), key=lambda pair: pair[1])

@@ -1,9 +1,8 @@
-"""What one of several GPUs holds. All in bytes.
+"""Memory of one of several GPUs, in bytes.
 
-Sources: Rajbhandari et al. 2020 (ZeRO, sections 5 and 6); DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py and stage3.py,
-`step`, and their estimators of model states); torch's fully_shard (FSDP2) as accelerate 1.15 sets it up, which keeps
-what is trained in float32; DistributedDataParallel.
-"""
+Sources: Rajbhandari et al. 2020 (ZeRO, sections 5 and 6); DeepSpeed 0.19 (`step` in runtime/zero/stage_1_and_2.py and
+stage3.py, and its estimators of model states); torch's fully_shard (FSDP2) as accelerate 1.15 sets it up, which keeps
+trained weights in float32; DistributedDataParallel."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -14,14 +13,15 @@ from ftbench.estimate.workload.sharding import Sharding
 from ftbench.families.shape import ModelShape
 
 FLOAT = 4
-LIVE = 10**9  # elements that ZeRO-3 has gathered, where it fetches ahead by its default (stage3_max_live_parameters)
-SUB_GROUP = 10**9  # elements of a GPU's part beside which ZeRO-3 updates no more (DeepSpeed's default, sub_group_size)
+LIVE = 10**9  # elements that ZeRO-3 gathers with its default prefetching (stage3_max_live_parameters)
+SUB_GROUP = 10**9  # elements that ZeRO-3 updates at a time (DeepSpeed's default, sub_group_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The parts of weights, gradients and optimizer state that one GPU holds, 1 for all, 0 where they wait in host
-    memory. `keeper` is whose copies of them there are. `buckets` says that DDP copies gradients, too."""
+    """The shares of weights, gradients and optimizer state on one GPU: 1 for all, 0 if they are in host memory.
+
+    `keeper` is the library that keeps copies of them. With `buckets` DDP also copies gradients."""
 
     weights: float
     gradients: float
@@ -31,19 +31,20 @@ class Share:
 
     @property
     def gathered(self) -> bool:
-        """Whether a layer's weights are only whole while it computes."""
+        """Whether a layer has full weights only while it computes."""
         return self.weights < 1
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients have a place of their own that stays (DeepSpeed, grad_partitions_flat_buffer)."""
+        """Whether gradients have a permanent buffer (DeepSpeed, grad_partitions_flat_buffer)."""
         return self.gathered and self.keeper == "deepspeed"
 
 
 def share(sharding: Sharding) -> Share:
-    """Return what one GPU holds: ZeRO-1 divides the optimizer state, ZeRO-2 the gradients too, ZeRO-3 and FSDP the
-    weights too; DDP nothing. What is offloaded is in host memory: the optimizer's state with the gradients that it
-    waits for, and the weights too."""
+    """Return the shares that one GPU holds.
+
+    ZeRO-1 shards the optimizer state, ZeRO-2 also the gradients, ZeRO-3 and FSDP also the weights; DDP nothing.
+    Offloading moves the optimizer state with its gradients to host memory, and with `params` also the weights."""
     states, offload, part = sharding.states, sharding.offload, 1 / sharding.holders
     if states == "fsdp":
         return Share(0.0, 0.0, 0.0, "fsdp") if offload == "params" else Share(part, part, part, "fsdp")
@@ -57,8 +58,10 @@ def share(sharding: Sharding) -> Share:
 
 
 def kept_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
-    """Return the plan with the types in which the strategy keeps weights and adapters. DeepSpeed casts the whole
-    model to 16 bits where products are; accelerate casts what FSDP trains to float32, and gathers it in 16 bits."""
+    """Return the plan with the types in which the strategy stores weights and adapters.
+
+    DeepSpeed casts the model to 16 bits if products are. accelerate casts what FSDP trains to float32, and gathers it
+    in 16 bits."""
     if part.keeper == "torch" or not plan.autocast:
         return plan
     if part.keeper == "fsdp":
@@ -69,8 +72,9 @@ def kept_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
 
 
 def computed_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
-    """Return the plan with the types in which weights and adapters are while they compute: DeepSpeed's and what FSDP
-    gathers is in 16 bits, so no adapter casts its input."""
+    """Return the plan with the types of weights and adapters during computation.
+
+    Those of DeepSpeed and those that FSDP gathers are 16 bits, so adapters do not cast their input."""
     if part.keeper == "torch" or not plan.autocast:
         return plan
     narrow = plan.compute
@@ -79,12 +83,12 @@ def computed_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
 
 
 def _has_masters(plan: TrainingPlan, part: Share) -> bool:
-    """Return whether DeepSpeed trains float32 copies of weights of 16 bits."""
+    """Return whether DeepSpeed trains float32 copies of 16-bit weights."""
     return part.keeper == "deepspeed" and plan.autocast
 
 
 def optimizer_state(model: ModelShape, plan: TrainingPlan, part: Share) -> float:
-    """Return what the optimizer keeps on one GPU, its float32 copies included. `plan` is as `kept_as` made it."""
+    """Return the optimizer state on one GPU, including float32 copies. `plan` comes from `kept_as`."""
     name, count, width, embedding = weights.kept_by(model, plan)
     if not _has_masters(plan, part):
         return weights.optimizer_state(name, count, width, embedding) * part.optimizer
@@ -92,8 +96,10 @@ def optimizer_state(model: ModelShape, plan: TrainingPlan, part: Share) -> float
 
 
 def update(model: ModelShape, plan: TrainingPlan, part: Share) -> tuple[float, float]:
-    """Return the gradients that are there while the optimizer's step is at its most, and what it takes itself. Float32
-    copies get gradients in float32, made of the others, which go; in ZeRO-3 a sub-group at a time, and none go."""
+    """Return the gradients and the temporary memory at the peak of the optimizer's step.
+
+    Float32 copies need float32 gradients, which replace the others. ZeRO-3 does this for one sub-group at a time and
+    frees none."""
     count, width = weights.trained(model, plan)
     gradients = count * width * part.gradients
     if not _has_masters(plan, part):
@@ -107,8 +113,10 @@ def update(model: ModelShape, plan: TrainingPlan, part: Share) -> tuple[float, f
 
 
 def _sub_group(model: ModelShape, held: float) -> float:
-    """Return the elements of the largest sub-group: matrices in their order until they are SUB_GROUP or more
-    (stage3.py, _create_fp16_sub_groups), the last of which may be a large one: the head."""
+    """Return the elements of the largest sub-group of ZeRO-3.
+
+    A sub-group collects matrices in order until it has SUB_GROUP elements (stage3.py, _create_fp16_sub_groups). Its
+    last matrix may be large, such as the head."""
     if held <= SUB_GROUP:
         return held
     sizes = [model.parameters["embedding"]]
@@ -123,8 +131,7 @@ def _sub_group(model: ModelShape, held: float) -> float:
 
 
 class Gathered(NamedTuple):
-    """Weights that are whole for a while: beside a layer's forward pass, the loss, a layer's backward pass, the first
-    layer's and the embedding's."""
+    """Full weights during a layer's forward pass, the loss, a layer's backward pass, and its end."""
 
     forward: float
     loss: float
@@ -133,14 +140,14 @@ class Gathered(NamedTuple):
 
 
 def gathered(model: ModelShape, plan: TrainingPlan, part: Share) -> Gathered:
-    """Return what is gathered of weights that GPUs divide.
+    """Return the gathered weights of a sharded model.
 
-    FSDP2 as accelerate divides it (fsdp2_prepare_model): the embedding, each layer, and the head with the last norm are
-    units. In the forward pass a unit is there twice, in its place and as it was received, which is freed when the next
-    one comes or the pass ends; in the backward pass the next one comes meanwhile. So beside the loss there is the last
-    layer as received with a head that our loss gathers by itself, or the head twice. A head that is the embedding stays
-    from the first use to the end. Trained units are there as gradients, too, and as what is made of them to be
-    summed."""
+    FSDP2 as accelerate sets it up (fsdp2_prepare_model): the embedding, each layer, and the head with the last norm are
+    units. In the forward pass a unit exists twice, in its place and as received; the latter is freed when the next unit
+    arrives or the pass ends. In the backward pass the next unit arrives during computation. So the loss sees the
+    received last layer and a head that our loss gathers separately, or the head twice. A head that shares the
+    embedding's weight stays until the end. Trained units also exist as gradients and as the buffers that are reduced.
+    """
     if not part.gathered:
         return Gathered(0.0, 0.0, 0.0, 0.0)
     if part.keeper != "fsdp":
@@ -157,10 +164,12 @@ def gathered(model: ModelShape, plan: TrainingPlan, part: Share) -> Gathered:
 
 
 def _gathered_by_zero(model: ModelShape, plan: TrainingPlan) -> Gathered:
-    """Return what ZeRO-3 gathers (DeepSpeed 0.19, partitioned_param_coordinator.py; traces of its fetches on the CPU).
-    The head is there from the first, since TRL's loss takes it without its own forward pass, and to the last, since
-    what it makes has no gradient. Beside it are the layer at work and the next one, and in the end the embedding, where
-    layers are gathered at once (worker/parallel/zero.py); of others as much as DeepSpeed fetches ahead."""
+    """Return the gathered weights of ZeRO-3.
+
+    Source: DeepSpeed 0.19, partitioned_param_coordinator.py, and traces of its fetches on the CPU. The head stays from
+    the start, because TRL's loss uses it without its forward pass, until the end, because its output has no gradient.
+    In addition there are the current layer, the next one, and finally the embedding, if layers are gathered at once
+    (worker/parallel/zero.py). Otherwise it is as much as DeepSpeed prefetches."""
     largest, head = model.largest_layer, model.parameters["head"] or model.parameters["embedding"]
     embedding, c = 0 if model.tied else model.parameters["embedding"], float(plan.compute)
     there = head + 2 * largest if plan.checkpointing != "off" else max(head, min(LIVE, model.total))
@@ -168,19 +177,22 @@ def _gathered_by_zero(model: ModelShape, plan: TrainingPlan) -> Gathered:
 
 
 def offloaded(model: ModelShape, plan: TrainingPlan, sharding: Sharding) -> float:
-    """Return what all GPUs together keep in host memory of what they divide: of trained parameters float32 weights and
-    gradients with the optimizer's state; with `params` also weights in 16 bits, where those are others."""
+    """Return the bytes of offloaded states of all GPUs in host memory.
+
+    These are float32 weights and gradients of trained parameters and the optimizer state. With `params` also 16-bit
+    weights, if those are separate."""
     if sharding.offload == "none":
         return 0.0
     name, count, _, embedding = weights.kept_by(model, plan)
     states = 2 * FLOAT * count + weights.optimizer_state(name, count, FLOAT, embedding)
-    alone = sharding.offload == "optimizer" or (sharding.states == "fsdp" and plan.full)
-    return states + (0 if alone else model.weight_bytes(plan.compute))
+    only_states = sharding.offload == "optimizer" or (sharding.states == "fsdp" and plan.full)
+    return states + (0 if only_states else model.weight_bytes(plan.compute))
 
 
 def whole_gradient(model: ModelShape, plan: TrainingPlan, part: Share) -> float:
-    """Return the gradient of a gathered embedding before ZeRO-3 divides it: with its weight the 4 bytes of the largest
-    layer that DeepSpeed's estimator counts."""
+    """Return the gradient of a gathered embedding before ZeRO-3 shards it.
+
+    With its weight these are the 4 bytes per element of the largest layer in DeepSpeed's estimator."""
     there = plan.full and part.gathered and part.keeper == "deepspeed"
     return float(plan.compute * model.parameters["embedding"]) if there else 0.0
 

@@ -1,5 +1,5 @@
-"""What one decoder layer needs for a moment beyond what it saves, and what checkpoints keep of it. Notation and source
-are those of `layer.py`."""
+"""What one decoder layer needs temporarily, and the tensors that checkpoints keep. Notation and source:
+`layer.py`."""
 
 from ftbench.estimate.memory.layer import CHUNK, FLOAT, expert_copies, inside, kernel, mlp, norms, saved
 from ftbench.estimate.workload.largest import BatchShape
@@ -10,28 +10,30 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 
 
 def checkpoint(hidden: int, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that a checkpointed layer saves: its input (Chen et al. 2016). unsloth's own keeps it in host
-    memory; so does `offload`, of which `phases` counts the ones on their way."""
+    """Return the bytes that a checkpointed layer saves: its input (Chen et al. 2016).
+
+    unsloth's checkpointing and `offload` keep it in host memory. `phases` counts the inputs that `offload` is moving.
+    """
     return 0.0 if plan.checkpointing == "unsloth" else float(plan.stream * hidden * batch.tokens)
 
 
 def checkpoint_buffers(hidden: int, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes of all layers together: unsloth's own checkpointing copies inputs back into one of two buffers
-    on the GPU, which stay, and leaves the last layer's input where it is (unsloth_zoo, gradient_checkpointing.py:
-    GPU_BUFFERS, GPU_BUFFERS_B, LAST_GC_INDEX)."""
+    """Return the bytes of unsloth's checkpointing for all layers together.
+
+    It copies inputs back into one of two buffers on the GPU, which stay, and leaves the last layer's input on the GPU
+    (unsloth_zoo, gradient_checkpointing.py: GPU_BUFFERS, GPU_BUFFERS_B, LAST_GC_INDEX)."""
     return 3.0 * plan.stream * hidden * batch.tokens if plan.checkpointing == "unsloth" else 0.0
 
 
 def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
-    """Return the most that one layer's MLP needs at once beyond what is saved.
+    """Return the peak bytes of one layer's MLP beyond the saved tensors.
 
-    Full: gradients of the product, of the activation and of up, less the product that is freed, and the stream.
-    Float32 adapters: the product and its float32 copy as down reads it, and five times the stream's width. bfloat16
-    adapters on a float32 stream: the gradient through the base, through the adapters, and their sum, less the freed
-    input; forward the product and three of the stream's width, one of them cast. Compiled: the gradients alone (of
-    fused adapters less the product, whose part in theirs is done before), and forward what down puts out, as the rest
-    is saved; unsloth: two gradients, in place.
-    """
+    Full: gradients of the product, of the activation and of up, minus the freed product, and the stream. Float32
+    adapters: the product and its float32 copy for down, and five times the stream. bfloat16 adapters on a float32
+    stream: the gradient through the base, through the adapters, and their sum, minus the freed input; forward the
+    product and three times the stream, one of them cast. Compiled: only the gradients (with fused adapters minus the
+    product, whose part is finished before), and forward the output of down, because the rest is saved. unsloth: two
+    gradients, in place."""
     h, i, p, c = layer.hidden, layer.inner, plan.product, plan.compute
     if plan.unsloth:
         return c * (2 * i + 2 * h)
@@ -51,40 +53,44 @@ def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
 
 
 def unkept(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that the forward pass of a checkpointed layer needs at once, beside its input. Compiled: all
-    that it would save, which a graph hands over at its end, and what adapters put out for gate and up, or what it puts
-    out itself. Else the residual stream and its norm with the most of its MLP: gate, what up's base and its adapters
-    put out and their sum (peft adds out of place); bases, adapters and sums of both (`beside`); both in one buffer with
-    two tensors of the gate function (`augmented`); that, up and their product (no adapters, unsloth)."""
+    """Return the bytes that the forward pass of a checkpointed layer needs at once, besides its input.
+
+    Compiled: everything that the layer would save, because a graph returns it at its end, plus the adapters' outputs of
+    gate and up, or the layer's output. Otherwise the residual stream, its norm and the largest moment of the MLP. That
+    is gate, up's base, adapters and their sum (peft adds out of place); or bases, adapters and both sums (`separate`);
+    or both in one buffer with two tensors of the gate function (`augmented`); or gate, up and their product (no
+    adapters, unsloth)."""
     h, i = plan.stream * layer.hidden, plan.product * layer.inner
     adapted = "up_proj" in plan.targets and not plan.unsloth
     if plan.compiled:
-        beside = 2 * i if adapted and plan.fused != "augmented" else h
-        return saved(layer, plan, batch) + (beside - h) * batch.tokens
-    wide = {"off": 4, "beside": 6, "augmented": 4}[plan.fused] if adapted else 3
+        outputs = 2 * i if adapted and plan.fused != "augmented" else h
+        return saved(layer, plan, batch) + (outputs - h) * batch.tokens
+    wide = {"off": 4, "separate": 6, "augmented": 4}[plan.fused] if adapted else 3
     return float((wide * i + 2 * h) * batch.tokens)
 
 
 def experts_peak(layer: Layer, plan: TrainingPlan, backward: bool) -> float:
-    """Return the most that one layer's experts need at once beyond what is saved: for each visited expert the gradient
-    of the output spread out, and put back in order (3 h); gpt_oss's gate function needs 2 i besides. Where routing
-    weights are float32 that gradient is, and that of its factor, and it is cast. What a shared expert saved that comes
-    after them is gone by then."""
+    """Return the peak bytes of one layer's experts beyond the saved tensors.
+
+    For each expert of a token this is the gradient of its output, expanded and reordered (3 h). gpt_oss's gate function
+    adds 2 i. With float32 routing weights the gradients of output and factor are float32, and one is cast. What a later
+    shared expert saved is freed by then."""
     moe = layer.experts
     if moe is None:
         return 0.0
-    gone = mlp(layer, plan) if moe.shared_after and backward else 0.0
+    freed = mlp(layer, plan) if moe.shared_after and backward else 0.0
     if moe.float_weights and backward:
-        return (moe.active * (3 * FLOAT + plan.compute) + plan.compute) * layer.hidden - gone
-    return moe.active * plan.compute * (3 * layer.hidden + (2 * moe.inner if moe.clamped else 0)) - gone
+        return (moe.active * (3 * FLOAT + plan.compute) + plan.compute) * layer.hidden - freed
+    return moe.active * plan.compute * (3 * layer.hidden + (2 * moe.inner if moe.clamped else 0)) - freed
 
 
 def experts_again(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the same for a checkpointed layer. While its forward pass is done again there are the experts' inputs in
-    their order where nothing saves them, their weighted outputs, the residual stream, what was normed of it, and the
-    gradient that waits, which is spread out already (torch makes a layer again when a tensor of it is asked for first)
-    unless a shared expert adds to the sum, which is in float32 and cast. In the backward pass what was saved is gone
-    as soon as it is used."""
+    """Return the same for a checkpointed layer.
+
+    While its forward pass is recomputed there are the experts' ordered inputs if they are not saved, their weighted
+    outputs, the residual stream, its norm, and the waiting gradient. That gradient is expanded already (torch
+    recomputes a layer at the first access to one of its tensors), unless a shared expert adds to the sum, which is
+    float32 and cast. In the backward pass each saved tensor is freed after its use."""
     moe, c, h = layer.experts, plan.compute, layer.hidden
     assert moe is not None
     weighted, shared = FLOAT if moe.float_weights else c, mlp(layer, plan) if moe.shared_after else 0.0
@@ -96,9 +102,10 @@ def experts_again(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def attention_peak(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the most that one layer's attention needs at once beyond what is saved: gradients of queries, keys, values
-    and output, and for eager attention those of the weights (float32 twice, less the cast ones that are freed; gpt_oss
-    twice more in the product's type)."""
+    """Return the peak bytes of one layer's attention beyond the saved tensors.
+
+    These are gradients of queries, keys, values and output. Eager attention adds those of its weights: float32 twice,
+    minus the freed cast ones; gpt_oss twice more in the product's type."""
     c, scores, by = plan.compute, float(layer.heads * batch.length), kernel(layer, plan, batch)
     if by == "eager":
         return c * 2 * layer.query + scores * (2 * c if layer.sinks else 2 * FLOAT - c)
@@ -107,9 +114,11 @@ def attention_peak(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float
 
 
 def ungraded(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the most that linear attention needs of a position where nobody asks for its gradient: ten float32 tensors
-    of queries, keys and values, three squares of a chunk, the product that all are parts of, what is convolved, queries
-    and keys for each head, and the residual stream. Softmax attention needs less than the loss does: 0."""
+    """Return the bytes that linear attention needs per position if no gradient is computed.
+
+    These are ten float32 tensors of queries, keys and values, three squares of a chunk, the fused product, the input of
+    the convolution, queries and keys for each head, and the residual stream. Softmax attention needs less than the
+    loss: 0."""
     if (net := layer.delta) is None:
         return 0.0
     a, b = net.value_heads * net.key_dim, net.value_heads * net.value_dim
@@ -119,9 +128,10 @@ def ungraded(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def dequantised(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes of the largest matrix back in 16 bits: bitsandbytes dequantises it for its backward product
-    (MatMul4Bit.backward), unsloth into a buffer that it keeps (fast_dequantize); gate and up of all experts in MXFP4
-    (worker/model/mxfp4.py)."""
+    """Return the bytes of the largest matrix in 16 bits.
+
+    bitsandbytes dequantizes it for its backward product (MatMul4Bit.backward), unsloth into a buffer that stays
+    (fast_dequantize). With MXFP4 it is gate and up of all experts (worker/model/mxfp4.py)."""
     if plan.mxfp4 and layer.experts:
         return float(plan.compute * layer.experts.count * 2 * layer.experts.inner * layer.hidden)
     if not plan.quantised or plan.mxfp4:
@@ -130,27 +140,29 @@ def dequantised(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fp8_casts(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes of the widest input on its way to 8 bits: float32 twice, and itself
-    (kernels/small_products.py, `cast`); a compiled layer writes the 8 bits alone."""
+    """Return the bytes of the widest input during its cast to 8 bits: float32 twice, and the result.
+
+    Source: kernels/small_products.py, `cast`. A compiled layer writes only the 8 bits."""
     if not plan.fp8 or layer.experts:
         return 0.0
     return float((1 if plan.compiled else 2 * FLOAT + 1) * layer.inner * batch.tokens)
 
 
 def peak(layer: Layer, plan: TrainingPlan, batch: BatchShape, backward: bool, again: bool = False) -> float:
-    """Return the bytes that one layer needs at its worst moment, in the forward or in the backward pass, beyond what it
-    saves, or with `again` makes again: in its MLP, when a norm behind that saves nothing yet; in the backward pass of
-    that norm (five float32 copies of its input, less what it gave); or in its attention, which comes to its turn when
-    what the MLP saved is not there yet, or is gone."""
+    """Return the bytes that one layer needs at its largest moment, beyond its saved or (`again`) recomputed tensors.
+
+    The moment is one of three. In the MLP, a norm after it has saved nothing yet. In the backward pass of that norm
+    there are five float32 copies of its input, minus its output. In attention, what the MLP saves is not there yet, or
+    freed."""
     if layer.experts:
         second = experts_again(layer, plan) if again else experts_peak(layer, plan, backward)
     else:
         second = mlp_peak(layer, plan, backward)
-    if behind := [norm for norm in layer.norms if norm.position == "after"][-1:]:
-        alone = (5 * FLOAT - plan.stream) * layer.hidden
-        second = max(second, alone) if backward else second - norms(layer, plan, behind)
+    if after := [norm for norm in layer.norms if norm.position == "after"][-1:]:
+        norm_peak = (5 * FLOAT - plan.stream) * layer.hidden
+        second = max(second, norm_peak) if backward else second - norms(layer, plan, after)
     each = max(second, attention_peak(layer, plan, batch) - inside(layer, plan)) * batch.tokens
-    # the gradient of gate and up together, when the copy of down is gone
+    # the gradient of gate and up together, after the copy of down is freed
     copies = 0 if plan.mxfp4 or plan.fused != "off" else expert_copies(layer, plan) / 3
     bits = 0.0 if plan.unsloth else dequantised(layer, plan)
     return max(each, copies, each / 2 + max(bits, fp8_casts(layer, plan, batch)))  # in 16 bits, before sums

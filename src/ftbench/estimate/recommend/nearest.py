@@ -1,4 +1,4 @@
-"""The way nearest to a spec that fits a GPU: the fewest changes, with the samples a step that it asks for."""
+"""Find the most similar spec that fits a GPU: the fewest changes, with the same samples per step."""
 
 import json
 import math
@@ -10,39 +10,42 @@ from typing import Any
 
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import MemoryEstimate
-from ftbench.estimate.memory.memory_cache import MemoryCache
-from ftbench.estimate.recommend.candidates import Way, batches, completions, launches, own_kind, ways, with_batch
+from ftbench.estimate.memory.largest_batch import MemoryCache
+from ftbench.estimate.recommend.candidates import Way, launches, same_kind, ways, with_batch
 from ftbench.estimate.workload.sharding import on_gpus, sharding_of
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.incompatibilities import machine_incompatibilities
 
-# Distances, where a changed key is 1: of another method, which trains from other weights, of half the batch, and of
-# another way for the GPUs to share the work.
+# Distances between specs. A changed key counts 1; these are another method (with other weights), half the batch, and
+# another strategy of the GPUs.
 _METHOD, _HALVING, _STRATEGY = 2.5, 0.5, 0.5
 _MOST_GPUS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A spec that fits with the `--set` values that make it of the one asked about, and what it takes."""
+    """A spec that fits, the `--set` values that lead to it, and its memory."""
 
     spec: Experiment
     sets: tuple[str, ...]
     memory: MemoryEstimate
 
     def command(self, path: Path, before: Sequence[str], written: Experiment) -> str:
-        """Return the command to type; `before` are the `--set` values that were there before, with which the file at
-        `path` says what is `written`."""
-        sets = (*before, *_sets(written, self.spec))
-        return shlex.join(["ftbench", "run", str(path), *(f"--set={value}" for value in sets)])
+        """Return the command that runs it: `before` are the user's `--set` values, which give `written` from `path`."""
+        return run_command(path, (*before, *changed_keys(written, self.spec)))
+
+
+def run_command(path: Path, sets: Sequence[str]) -> str:
+    """Return `ftbench run PATH --set=KEY=VALUE ...`."""
+    return shlex.join(["ftbench", "run", str(path), *(f"--set={value}" for value in sets)])
 
 
 def nearest_fit(spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None = None) -> Fit | None:
-    """Return what fits with the fewest changes, if need be on twice as many GPUs, and so on; None for nothing."""
+    """Return the spec with the fewest changes that fits, if necessary on 2, 4, ... times as many GPUs."""
     memory_cache, count = MemoryCache(config=config), spec.launch.gpus
-    possible = [way for way in ways(on_gpus(spec, 1, "none"), own_kind(spec), True) if not way.problems]
+    possible = [way for way in ways(on_gpus(spec, 1, "none"), same_kind(spec), True) if not way.problems]
     while True:
-        shared = (alone.on(launch) for launch in launches(spec, count, config) for alone in possible)
+        shared = (single.on(launch) for launch in launches(spec, count, config) for single in possible)
         fits = filter(None, (_fit(way, spec, gpu, memory_cache) for way in shared if not way.problems))
         nearest = min(fits, key=lambda fit: _distance(spec, fit), default=None)
         if nearest or count == 1 or count >= _MOST_GPUS:
@@ -51,33 +54,23 @@ def nearest_fit(spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | Non
 
 
 def _fit(way: Way, spec: Experiment, gpu: Gpu | float, memory_cache: MemoryCache) -> Fit | None:
+    """Return the way with its largest batch that fits, or None."""
     capability = capability_of(gpu)
     if machine_incompatibilities(way.spec, capability):
         return None
-    if (samples := shared_samples(spec, way.spec.launch)) is None:
+    train, shares = spec.train, sharding_of(way.spec.launch).data
+    total = train.batch_size * train.gradient_accumulation_steps * sharding_of(spec.launch).data
+    if total % shares:
         return None
-    most = min(spec.train.batch_size, samples)
-    if way.spec.objective.prompts:
-        sizes = completions(way, gpu, samples, most, memory_cache)
-    else:
-        smallest = way.sized(1, 2 if samples > 1 else 1, capability)
-        sizes = batches(memory_cache.largest_batch(smallest, gpu, most=most) or 0, samples)
+    samples = total // shares
+    sizes = way.largest_batches(gpu, samples, min(train.batch_size, samples), memory_cache)
     if not sizes:
         return None
-    size, _ = sizes[0]
-    sized = way.sized(size, samples // size, capability)
-    memory = memory_cache.estimate(sized, gpu)
+    memory = memory_cache.estimate(way.sized(*sizes[0], capability), gpu)
     if memory.verdict != "fits":
         return None
-    chosen = with_batch(way.spec, size, samples // size)
-    return Fit(chosen, tuple(_sets(spec, chosen)), memory)
-
-
-def shared_samples(spec: Experiment, launch: Launch) -> int | None:
-    """Return how many samples of a step each share of the batch has under a launch; None where they do not divide."""
-    samples = spec.train.batch_size * spec.train.gradient_accumulation_steps * sharding_of(spec.launch).data
-    shares = sharding_of(launch).data
-    return samples // shares if samples % shares == 0 else None
+    chosen = with_batch(way.spec, *sizes[0])
+    return Fit(chosen, tuple(changed_keys(spec, chosen)), memory)
 
 
 def _distance(spec: Experiment, fit: Fit) -> float:
@@ -88,29 +81,28 @@ def _distance(spec: Experiment, fit: Fit) -> float:
     halvings = math.log2(spec.train.batch_size / fit.spec.train.batch_size)
     keys = len(changed) + (_METHOD if other else fit.spec.method != spec.method)
     launch, own = fit.spec.launch, spec.launch
-    return (
-        keys + _HALVING * halvings + _STRATEGY * ((launch.strategy != own.strategy) + (launch.offload != own.offload))
-    )
+    moved = (launch.strategy != own.strategy) + (launch.offload != own.offload)
+    return keys + _HALVING * halvings + _STRATEGY * moved
 
 
-def _sets(spec: Experiment, fit: Experiment) -> list[str]:
-    """Return the keys in which a spec differs from the one asked about, as `--set` takes them."""
+def changed_keys(spec: Experiment, other: Experiment) -> list[str]:
+    """Return the `--set` values that turn one spec into another, as far as a recommendation changes it."""
     sets = []
-    if fit.method != spec.method:
-        options = fit.method.model_dump(mode="json", exclude_defaults=True)
+    if other.method != spec.method:
+        options = other.method.model_dump(mode="json", exclude_defaults=True)
         options.pop("name", None)
-        name = fit.method.name
+        name = other.method.name
         sets.append(f"method={json.dumps({'name': name, **options})}" if options else f"method={name}")
     for section in ("train", "optimizations", "launch", "measure"):
-        old, new = (getattr(each, section).model_dump(mode="json") for each in (spec, fit))
+        old, new = (getattr(each, section).model_dump(mode="json") for each in (spec, other))
         changed = {key: value for key, value in new.items() if value != old[key]}
         if section == "launch" and changed and spec.launch.tp:
-            changed |= _of_mesh(fit.launch)
+            changed |= _mesh(other.launch)
         sets += [f"{section}.{key}={'off' if value is None else json.dumps(value)}" for key, value in changed.items()]
     return sets
 
 
-def _of_mesh(launch: Launch) -> dict[str, int]:
-    """Return what is to be said of a launch that takes the place of a mesh, which may be written as two numbers."""
+def _mesh(launch: Launch) -> dict[str, int]:
+    """Return the keys that replace those of a mesh, which may be written as two numbers."""
     numbers = {"tp": launch.tp, "fsdp": launch.gpus // launch.tp} if launch.tp else {}
     return {"gpus": launch.gpus, **numbers}

@@ -1,4 +1,4 @@
-"""The best way to train a spec within a time, a budget and the memory of a GPU: every way estimated, and ranked."""
+"""Find the best training variant of a spec within a time, a budget and the memory of a GPU, by estimating all ways."""
 
 import math
 from collections import Counter
@@ -11,9 +11,8 @@ from ftbench.core.hardware import Gpu, capability_of
 from ftbench.core.units import JOULES_PER_KWH
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
-from ftbench.estimate.memory.memory_cache import MemoryCache
-from ftbench.estimate.recommend import candidates
-from ftbench.estimate.recommend.candidates import Way
+from ftbench.estimate.memory.largest_batch import MemoryCache
+from ftbench.estimate.recommend.candidates import Way, launches, same_kind, ways, with_batch
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.time.rates import limits_of
@@ -26,17 +25,19 @@ from ftbench.store.summary import optimizations_on
 
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = ("speed", "cost", "energy", "memory")
-PACKED = 0.1  # how far the samples of a step of packed rows may be from the effective batch
-_NO_ROWS = "packing counts rows, and no number of them holds as many samples as a step has (--effective-batch)"
-_FREER = 1.25  # how many times better the best with another number of samples a step is, to be named
-_FEW_GPUS = 3  # of more only the two most promising batches of each way are weighed
+PACKED = 0.1  # relative difference allowed between the samples of a packed step and the effective batch
+_NO_ROWS = "no number of packed rows holds as many samples as a step has (--effective-batch)"
+_FREER = 1.25  # how many times better a way with other samples per step must be to be named
+_FEW_GPUS = 3  # with more GPUs only the two most promising batches of each way are estimated
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is asked for. `samples` to train on, `deadline_s` and `max_cost` (in the currency of the prices) where there
-    is a limit; `counts` of GPUs that may share the work; `effective_batch` samples a step, held by accumulation; None
-    where any will do."""
+    """The question: `samples` to train on, limits, and what to optimize.
+
+    `deadline_s` and `max_cost` (in the currency of the prices) are optional limits. `counts` are the numbers of GPUs
+    that may share the work. `effective_batch` is the number of samples per step, reached by accumulation; None for any.
+    """
 
     spec: Experiment
     gpus: tuple[Gpu, ...]
@@ -48,7 +49,7 @@ class Goal:
     objective: Objective = "speed"
     methods: tuple[str, ...] = ()
     effective_batch: int | None = None
-    store: RunHistory = field(default_factory=RunHistory)
+    history: RunHistory = field(default_factory=RunHistory)
     config: dict[str, Any] | None = None
 
 
@@ -66,49 +67,60 @@ class Option:
 
     @property
     def headroom(self) -> float:
-        """GiB between the expected device memory and what the GPU has."""
+        """GiB of the GPU minus the expected device memory."""
         return self.memory.total - self.memory.device.expected
 
     @property
     def kwh(self) -> float:
         return self.joules.expected / JOULES_PER_KWH
 
+    @property
+    def location(self) -> str:
+        """`H200 SXM`, `4 x H200 SXM (fsdp)`, or `4 x H200 SXM (fsdp, params offloaded)`."""
+        return _location(self.spec, self.gpu)
+
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """`options` meet every limit by what is expected, best first; what may miss the deadline comes last. Where none
-    does, `closest` fits a GPU and misses a limit by the least, and `missed` says which, or what comes closest to
-    fitting. `ruled_out` counts ways by the reason, of `weighed`. `freer` is the best with any number of samples a step,
-    where that is so much better that it is worth a word."""
+    """The ranked ways. `options` meet all limits by their expected values, best first.
+
+    Options that may miss the deadline come last. Without options, `closest` fits a GPU and misses a limit by the least,
+    and `missed` names the limit, or the way that almost fits. `ruled_out` counts the other ways of
+    `considered` by reason. `freer` is the best way with any number of samples per step, if it is much better."""
 
     goal: Goal
     options: tuple[Option, ...]
     closest: Option | None
     missed: str
     ruled_out: dict[str, int]
-    weighed: int
+    considered: int
     freer: Option | None = None
+
+    def best_per_gpu(self) -> list[Option]:
+        """Return the best option of each GPU, best first."""
+        best: dict[str, Option] = {}
+        for option in self.options:
+            best.setdefault(option.gpu.name, option)
+        return list(best.values())
 
 
 def recommend(goal: Goal) -> Recommendation:
-    """Raise SpecError for a spec that nothing is known of: a model without a shape, a precision in which no GPU has a
-    rate."""
+    """Return all ways that meet the goal, ranked. Raise SpecError if the model or all rates are unknown."""
     unrated = {gpu: why for gpu in goal.gpus if (why := _unrated(gpu, goal))}
     if len(unrated) == len(goal.gpus):
         raise SpecError(*unrated.values())
-    methods = goal.methods or candidates.own_kind(goal.spec)
-    equal = len(set(goal.store.lengths(goal.spec).values)) == 1
-    memory_cache, reasons, fitting, weighed = MemoryCache(config=goal.config), Counter[str](), list[Option](), 0
-    shared = [launch for count in goal.counts for launch in candidates.launches(goal.spec, count, goal.config)]
-    alone = on_gpus(goal.spec, 1, "none")
-    ways = (way.on(launch) for way in candidates.ways(alone, methods, equal, goal.config) for launch in shared)
+    methods = goal.methods or same_kind(goal.spec)
+    equal = len(set(goal.history.lengths(goal.spec).values)) == 1
+    memory_cache, reasons, fitting, considered = MemoryCache(config=goal.config), Counter[str](), list[Option](), 0
+    shared = [launch for count in goal.counts for launch in launches(goal.spec, count, goal.config)]
+    single = ways(on_gpus(goal.spec, 1, "none"), methods, equal, goal.config)
     seen = set[tuple[object, ...]]()
-    for way in ways:
+    for way in (each.on(launch) for each in single for launch in shared):
         for gpu in goal.gpus:
-            known, weighed = len(seen), weighed + 1
+            known, considered = len(seen), considered + 1
             on = way.sized(1, 1, capability_of(gpu))
             seen.add((gpu.name, on.method, on.optimizations, on.train, on.launch))
-            if len(seen) == known:  # an `auto` that is off here is another way's off
+            if len(seen) == known:  # resolving `auto` made it equal to another way
                 continue
             outcome = _refused(way, gpu, unrated) or _best_batch(way, gpu, goal, memory_cache)
             if isinstance(outcome, str):
@@ -119,13 +131,14 @@ def recommend(goal: Goal) -> Recommendation:
     kept = sorted((option for option in fitting if not _missed(option, goal)), key=lambda each: _rank(each, goal))
     closest, missed = _closest(fitting, goal) if fitting and not kept else (None, "")
     if not fitting:
-        missed = _least(goal, methods, memory_cache, unrated)
-    return Recommendation(goal, tuple(kept), closest, missed, dict(reasons.most_common()), weighed)
+        missed = _closest_to_fit(goal, methods, memory_cache, unrated)
+    return Recommendation(goal, tuple(kept), closest, missed, dict(reasons.most_common()), considered)
 
 
 def with_freer(answer: Recommendation) -> Recommendation:
-    """Return the answer with what would be far better on the best option's GPU if a step need not hold the samples that
-    it holds: rows that are packed hold so many that a small step has no room for one."""
+    """Return the answer with a much better way on the same GPU that changes the samples per step, if one exists.
+
+    A packed row holds so many samples that a small step may not have room for one."""
     goal = answer.goal
     if not answer.options or goal.effective_batch is None or _NO_ROWS not in answer.ruled_out:
         return answer
@@ -143,58 +156,53 @@ def _refused(way: Way, gpu: Gpu, unrated: Mapping[Gpu, str]) -> str | None:
 
 
 def _unrated(gpu: Gpu, goal: Goal) -> str | None:
-    """Return why of a GPU no rate is known in the precision asked for."""
+    """Return why the speed of a GPU in the spec's precision is not known."""
     try:
-        limits_of(gpu, resolve(goal.spec, capability_of(gpu)).train.precision, False, goal.store.path)
+        limits_of(gpu, resolve(goal.spec, capability_of(gpu)).train.precision, False, goal.history.path)
     except SpecError as error:
         return str(error)
     return None
 
 
 def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Option | str:
-    """Return the best batch of a way by the objective, of those that fit; the reason where none does."""
+    """Return a way with its best batch, or the reason why none fits."""
     capability = capability_of(gpu)
-    effective = _rows_a_step(way.sized(1, 1, capability), goal)
+    effective = _rows_per_step(way.sized(1, 1, capability), goal)
     if effective == 0:
         if not way.spec.optimizations.packing:
             return f"the samples of a step do not divide by {way.spec.launch.gpus} GPUs (--effective-batch)"
         return _NO_ROWS
-    smallest = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
-    shares = sharding_of(way.spec.launch).data
-    most = max(1, math.ceil(goal.samples / shares))  # the first step is a whole batch
-    most = min(most, effective or most)
-    if way.spec.objective.prompts:
-        pairs = candidates.completions(way, gpu, effective, most, memory_cache)
-    else:
-        pairs = candidates.batches(memory_cache.largest_batch(smallest, gpu, most=most) or 0, effective)
+    most = max(1, math.ceil(goal.samples / sharding_of(way.spec.launch).data))  # the first step has a full batch
+    pairs = way.largest_batches(gpu, effective, min(most, effective or most), memory_cache)
     if not pairs:
+        smallest = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
         uncertain = memory_cache.estimate(smallest, gpu).verdict == "uncertain"
-        return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {place_of(way.spec, gpu)}"
-    if len(goal.gpus) > _FEW_GPUS:  # a larger batch is rarely slower, and a smaller smallest needs less memory
+        return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {_location(way.spec, gpu)}"
+    if len(goal.gpus) > _FEW_GPUS:  # a larger batch is rarely slower, and the smallest needs the least memory
         pairs = pairs[-2:] if goal.objective == "memory" else pairs[:2]
     options = [_option(way.sized(*pair, capability), gpu, goal, memory_cache) for pair in pairs]
     within = [option for option in options if not _missed(option, goal)]
     best = min(within or options, key=lambda option: _rank(option, goal))
     train = best.spec.train
-    as_asked = candidates.with_batch(way.spec, train.batch_size, train.gradient_accumulation_steps)
-    return replace(best, spec=as_asked)
+    return replace(best, spec=with_batch(way.spec, train.batch_size, train.gradient_accumulation_steps))
 
 
-def _rows_a_step(smallest: Experiment, goal: Goal) -> int | None:
-    """Return how many rows of a GPU's batch make a step of the effective batch, which is None where any may be: of
-    packed rows as many as hold about that many samples (within PACKED), 0 where no number of rows does."""
+def _rows_per_step(smallest: Experiment, goal: Goal) -> int | None:
+    """Return how many rows of one GPU make a step of the effective batch: None for any, 0 if no number does.
+
+    For packed rows this is the number that holds about as many samples (within PACKED)."""
     shares = sharding_of(smallest.launch).data
     if goal.effective_batch is None:
         return None
     if not smallest.optimizations.packing:
         return 0 if goal.effective_batch % shares else goal.effective_batch // shares
-    samples = shares * per_step(smallest, batches_of(smallest, goal.store.lengths(smallest)), "samples")
+    samples = shares * per_step(smallest, batches_of(smallest, goal.history.lengths(smallest)), "samples")
     rows = round(goal.effective_batch / samples)
     return rows if abs(rows * samples / goal.effective_batch - 1) <= PACKED else 0
 
 
 def _option(spec: Experiment, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Option:
-    duration = estimate_duration(spec, gpu, goal.store, config=goal.config)
+    duration = estimate_duration(spec, gpu, goal.history, config=goal.config)
     seconds = duration.seconds_for(goal.samples)
     price = goal.prices.of(gpu.name) if goal.prices else None
     return Option(
@@ -203,21 +211,18 @@ def _option(spec: Experiment, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -
     )  # fmt: skip
 
 
-def place_of(spec: Experiment, gpu: Gpu) -> str:
-    """Return `H200 SXM`, `4 x H200 SXM (fsdp)`, `4 x H200 SXM (fsdp, params offloaded)`."""
+def _location(spec: Experiment, gpu: Gpu) -> str:
     launch = spec.launch
-    if launch.gpus == 1:
-        return gpu.name
-    return f"{launch.gpus} x {gpu.name} ({shared_how(launch)})"
+    return gpu.name if launch.gpus == 1 else f"{launch.gpus} x {gpu.name} ({shared_how(launch)})"
 
 
 def may_miss(option: Option, goal: Goal) -> bool:
-    """Return whether the slow end of an option's time lies beyond the deadline."""
+    """Return whether the slow end of an option's time is beyond the deadline."""
     return goal.deadline_s is not None and option.seconds.high > goal.deadline_s
 
 
 def _rank(option: Option, goal: Goal) -> tuple[bool, float, float]:
-    """Return what the options are sorted by: first those that keep the deadline also at the slow end of their time."""
+    """Return the sort key: options that keep the deadline even at their slow end come first, then the objective."""
     cost = math.inf if option.cost is None else option.cost.value
     first = {
         "speed": option.seconds.expected, "cost": cost, "energy": option.joules.expected,
@@ -232,42 +237,42 @@ def _missed(option: Option, goal: Goal) -> tuple[str, float] | None:
     if goal.deadline_s is not None and option.seconds.expected > goal.deadline_s:
         misses.append(("later than the deadline", option.seconds.expected / goal.deadline_s))
     if goal.max_cost is not None and option.cost is not None and option.cost.value > goal.max_cost:
-        misses.append(("dearer than --max-cost", option.cost.value / goal.max_cost))
+        misses.append(("above --max-cost", option.cost.value / goal.max_cost))
     return max(misses, key=lambda pair: pair[1], default=None)
 
 
 def _closest(fitting: Sequence[Option], goal: Goal) -> tuple[Option | None, str]:
-    """Return the option that misses its limit by the least, and the limit in words."""
+    """Return the option that misses its limit by the least, and the limit."""
     misses = [(missed, option) for option in fitting if (missed := _missed(option, goal))]
     (limit, factor), option = min(misses, key=lambda pair: pair[0][1])
     if limit.startswith("later"):
-        took = f"{units.seconds(option.seconds.expected)} where there are {units.seconds(goal.deadline_s)}"
+        compared = f"{units.seconds(option.seconds.expected)} instead of {units.seconds(goal.deadline_s)}"
     else:
         assert option.cost is not None
-        took = f"{option.cost} where there are {units.money(goal.max_cost, option.cost.currency)}"
-    return option, f"{limit}: {took}, {factor:,.2f} times"
+        compared = f"{option.cost} instead of {units.money(goal.max_cost, option.cost.currency)}"
+    return option, f"{limit}: {compared}, {factor:,.2f} times"
 
 
-def _least(goal: Goal, methods: Sequence[str], memory_cache: MemoryCache, unrated: Mapping[Gpu, str]) -> str:
-    """Return what comes closest to fitting a GPU, in words; nothing where every way was refused for another reason."""
+def _closest_to_fit(goal: Goal, methods: Sequence[str], memory_cache: MemoryCache, unrated: Mapping[Gpu, str]) -> str:
+    """Return the way that comes closest to fitting a GPU; empty if all were refused for another reason."""
     estimates = [
         (memory.device.high - memory.total, way.spec, gpu, memory)
-        for way in candidates.ways(goal.spec, methods, True, goal.config)
+        for way in ways(goal.spec, methods, True, goal.config)
         for gpu in goal.gpus if not _refused(way, gpu, unrated)
-        for memory in [memory_cache.estimate(candidates.with_batch(way.spec, 1, 1), gpu)]
+        for memory in [memory_cache.estimate(with_batch(way.spec, 1, 1), gpu)]
     ]  # fmt: skip
     if not estimates:
         return ""
     _, spec, gpu, memory = min(estimates, key=lambda each: each[0])
     on = ", ".join(optimizations_on(spec.optimizations.model_dump())) or "no optimization"
     return (
-        f"{spec.method.name} with {on} on {gpu.name}: to be sure of batch 1 it needs "
-        f"{units.gibibytes(memory.device.high)} GiB of {units.gibibytes(memory.total)}"
+        f"{spec.method.name} with {on} on {gpu.name}: batch 1 may need {units.gibibytes(memory.device.high)} of "
+        f"{units.gibibytes(memory.total)} GiB"
     )
 
 
 def as_runnable(option: Option, goal: Goal) -> Experiment:
-    """Return the spec that trains on as many samples as were asked for, runnable as it is."""
+    """Return the spec that trains on the requested number of samples."""
     spec = option.spec
     name = f"{goal.spec.name[:75]}-best"
     steps = max(1, math.ceil(goal.samples / option.duration.samples))

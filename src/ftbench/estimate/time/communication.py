@@ -1,8 +1,7 @@
-"""What the GPUs of one run send each other in a step, and how much of it they wait for.
+"""Communication between the GPUs of a run, and how much of it they wait for.
 
 Bytes are those that leave one GPU in rings of n: an all-reduce sends each byte 2 (n - 1) / n times, an all-gather or a
-reduce-scatter (n - 1) / n times (nccl-tests, PERFORMANCE.md).
-"""
+reduce-scatter (n - 1) / n times (nccl-tests, PERFORMANCE.md)."""
 
 from __future__ import annotations
 
@@ -18,24 +17,26 @@ from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.spec.experiment import Experiment
 
 COMMUNICATION, OFFLOADED = "communication", "offloaded"  # the names of the terms
-HALF, FLOAT = 2, 4  # bytes of what is gathered, and of activations; of what FSDP trains
-DDP_BUCKET = 25 * 2**20  # bytes of gradients that are sent together (torch, bucket_cap_mb): the last waits for no other
-CALL_S = 20e-6  # of a collective, however small
-# Share of the device's time that hides what is sent meanwhile: DDP sends in the backward pass alone, two thirds of it;
-# FSDP and ZeRO-3 fetch the next layer while one computes.
+HALF, FLOAT = 2, 4  # bytes of gathered weights and activations; of FSDP's trained weights
+DDP_BUCKET = 25 * 2**20  # bytes of gradients per message (torch, bucket_cap_mb); the last one does not overlap
+CALL_S = 20e-6  # seconds per collective
+# Share of the device's time that hides communication. DDP sends only in the backward pass, two thirds of the time; FSDP
+# and ZeRO-3 fetch the next layer during computation.
 _HIDES = {"ddp": 0.6}
 _HIDES_GATHERED = 0.85
-# NCCL's kernels take a part of the GPU from the work that they run beside; and all wait for the slowest GPU. Together
-# they leave two GPUs the 96 % of LoRA under DDP that Exxact published (RTX PRO 6000, 2025).
-_BESIDE, _SLOWEST = 0.15, 0.03
-_HOST_BYTES, _HOST_RATE = 28, 40e9  # AdamW in host memory: bytes of a parameter, and bytes a second of all GPUs' hosts
+# NCCL's kernels slow down concurrent work, and all GPUs wait for the slowest. Together this gives the 96 % of LoRA
+# under DDP on two GPUs that Exxact published (RTX PRO 6000, 2025).
+_CONCURRENT, _SLOWEST = 0.15, 0.03
+_HOST_BYTES, _HOST_RATE = 28, 40e9  # AdamW on the host: bytes per parameter, and bytes per second
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of an optimizer step that one GPU sends: `hidden` while it computes, as far as that lasts, `waited` for.
-    `calls` are the collectives that it waits for, `to_host` bytes of offloading, `on_host` bytes of the optimizer,
-    `copied` those that it reads and writes of its own memory to put what is sent in its place."""
+    """Bytes that one GPU sends per optimizer step.
+
+    `hidden` bytes overlap with computation as far as possible; the step waits for `waited` bytes and `calls`
+    collectives. `to_host` are bytes of offloading, `on_host` bytes of the optimizer on the host. `copied` are bytes
+    that the GPU reads and writes to move data in and out of communication buffers."""
 
     hidden: float = 0.0
     waited: float = 0.0
@@ -49,7 +50,9 @@ class Traffic:
 
 
 def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> Traffic:
-    """Return what one GPU sends in a step; `shape` and `batches` are its own part of the model and of the batch."""
+    """Return the bytes that one GPU sends per step.
+
+    `shape` and `batches` are its part of the model and of the batch."""
     sharding = sharding_of(spec.launch)
     if sharding.gpus == 1:
         return Traffic()
@@ -64,7 +67,7 @@ def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -
 
 
 def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, passes: int) -> Traffic:
-    """Return gradients, and what is gathered of divided weights."""
+    """Return gradients and gathered weights."""
     ring, states = (sharding.holders - 1) / sharding.holders, sharding.states
     if states == "none":
         return Traffic()
@@ -74,18 +77,19 @@ def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, pa
         return Traffic(gradients - last, last, 1)
     sixteen = ring * shape.trained * HALF
     host = _offloaded(sharding, shape, passes)
-    if states in ("zero1", "zero2"):  # one after the other: overlap_comm is off; ZeRO-2 reduces after each micro-batch
+    if states in ("zero1", "zero2"):  # overlap_comm is off; ZeRO-2 reduces after each micro-batch
         return host + Traffic(waited=sixteen * (1 + (passes if states == "zero2" else 1)), calls=2 * passes)
     weights, layers = ring * shape.model.weight_bytes(HALF), len(shape.model.layers)
-    first = weights / layers  # nothing computes while the first layer comes, forward and back
+    first = weights / layers  # nothing overlaps with the first layer, forward and backward
     copied = passes * _copied(sharding, plan, shape) if states == "fsdp" else 0.0
     return host + Traffic(passes * (2 * (weights - first) + sixteen), 2 * passes * first, 2 * passes, copied=copied)
 
 
 def _copied(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape) -> float:
-    """Return bytes that FSDP2 reads and writes beside its collectives (_fsdp_collectives.py): twice, each share is cast
-    into what is sent, and each unit copied out of what came; gradients are copied into what is sent, and what comes is
-    cast to the type of the share."""
+    """Return bytes that FSDP2 reads and writes for its collectives (_fsdp_collectives.py).
+
+    Twice, each shard is cast into the send buffer, and each unit copied out of the receive buffer. Gradients are copied
+    into the send buffer, and received ones are cast to the shard's type."""
     count, trained, part = shape.model.weight_bytes(HALF) / HALF, shape.trained, 1 / sharding.holders
     kept = FLOAT if plan.full else plan.weight
     gathered = count * (part * (kept + HALF) + 2 * HALF)
@@ -103,7 +107,7 @@ def _offloaded(sharding: Sharding, shape: TrainableShape, passes: int) -> Traffi
 def _of_layers(
     parts: int, calls: int, plan: TrainingPlan, shape: TrainableShape, positions: float, passes: int
 ) -> Traffic:
-    """Return the all-reduces of hidden states: forward, backward, and once more where a layer is made again."""
+    """Return the all-reduces of hidden states: forward, backward, and again for recomputed layers."""
     times = 2 + {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)
     each = 2 * (parts - 1) / parts * positions * shape.model.hidden * HALF
     return Traffic(waited=times * calls * each, calls=times * calls * passes)
@@ -112,9 +116,10 @@ def _of_layers(
 def _of_sequences(
     strategy: str, sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, positions: float, passes: int
 ) -> Traffic:
-    """Return what attention over divided sequences sends: in a ring of keys and values, which go round while the
-    attention of others' is computed (backward with their gradients); or (Ulysses) queries, keys, values and outputs
-    all to all."""
+    """Return the traffic of attention over split sequences.
+
+    A ring (`cp`) passes keys and values on while attention is computed, in the backward pass with their gradients.
+    Ulysses exchanges queries, keys, values and outputs all-to-all."""
     parts, layers = sharding.sequence, shape.model.layers
     if parts == 1:
         return Traffic()
@@ -131,16 +136,22 @@ def _of_sequences(
 def exposed_seconds(
     sent: Traffic, sharding: Sharding, limits: Ceilings, device_s: float, copying: float = 1.0
 ) -> float:
-    """Return the seconds of a step in which a GPU that computes for `device_s` waits for others, without what waits in
-    host memory; `copying` is how often as long as at the memory's bandwidth an eager copy takes."""
+    """Return the seconds per step in which a GPU waits for others, without offloading.
+
+    Args:
+        sent: Its traffic.
+        sharding: How the GPUs share the work.
+        limits: Rates of its links and memory.
+        device_s: Seconds of its computation.
+        copying: Time of an eager copy relative to the memory's bandwidth."""
     if sharding.gpus == 1:
         return 0.0
     hidden, room = sent.hidden / limits.network, _HIDES.get(sharding.states, _HIDES_GATHERED) * device_s
-    late, beside = max(0.0, hidden - room), _BESIDE * min(hidden, room) + _SLOWEST * device_s
+    late, slower = max(0.0, hidden - room), _CONCURRENT * min(hidden, room) + _SLOWEST * device_s
     waited = sent.waited / limits.network + sent.calls * CALL_S
-    return late + beside + waited + copying * sent.copied / limits.memory
+    return late + slower + waited + copying * sent.copied / limits.memory
 
 
 def offloaded_seconds(sent: Traffic, limits: Ceilings) -> float:
-    """Return the seconds of a step in which a GPU waits for what is in host memory, and for the optimizer there."""
+    """Return the seconds per step in which a GPU waits for host memory and for the optimizer on the host."""
     return sent.to_host / limits.link + sent.on_host / _HOST_RATE

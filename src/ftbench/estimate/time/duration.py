@@ -1,7 +1,6 @@
 """Estimate how long a spec trains on a GPU and how much power it draws.
 
-The estimate comes from runs of the same step, else it is scaled from similar runs, else it comes from the ceilings.
-"""
+The estimate comes from runs of the same step, otherwise from similar runs, otherwise from the ceilings."""
 
 import statistics
 from collections.abc import Sequence
@@ -58,8 +57,7 @@ class DurationEstimate:
     seconds until the first steady step, `watts` the power of one GPU. `parts` are the device's terms of the step in
     seconds. `exposed_s` of the step wait for other GPUs, and `generation_s` generate completions. `bound` is `GPU`,
     `host` (the GPU waits for Python) or `images` (for image processing). `basis` is MEASURED, SCALED, OTHER or SHEET,
-    and `confidence` explains it.
-    """
+    and `confidence` explains it."""
 
     step_s: Band
     samples: float
@@ -122,8 +120,7 @@ def estimate_duration(
         config: The model's config.json, if the shipped facts do not have it.
 
     Raises:
-        SpecError: The shape of the model or the rate of its precision is not known.
-    """
+        SpecError: The shape of the model or the rate of its precision is not known."""
     history = history or RunHistory()
     spec = resolve(spec, capability_of(gpu))
     check_modelled(spec)
@@ -137,7 +134,7 @@ def estimate_duration(
     sent = traffic(spec, shape, batches)
     exposed = exposed_seconds(sent, sharding, limits, modelled.device, history.coefficients["elementwise.eager"])
     same = history.same_step(spec, gpu)
-    unlike = shape.model.has_experts and not same  # runs of other steps say little about a mixture of experts
+    unlike = shape.model.has_experts and not same  # runs of other steps do not represent a mixture of experts
     near = None if same or unlike else history.correction(spec, gpu, modelled)
     seconds, basis, confidence = _judged(spec, gpu, same, near, real, modelled.seconds, limits, unlike)
     offloaded = offloaded_seconds(sent, limits)
@@ -151,7 +148,7 @@ def estimate_duration(
     spread = _spread(spec, basis, modelled.host_bound, unlike)
     waits = {COMMUNICATION: exposed, OFFLOADED: offloaded, FLUSHES: flushes}
     watts, source = _watts(spec, gpu, same, history.on(gpu), modelled, offloaded)
-    own = modelled.host_bound and modelled.seconds > exposed + offloaded  # else the GPU mostly waits for other GPUs
+    own = modelled.host_bound and modelled.seconds > exposed + offloaded  # not waiting for other GPUs
     bound = ("images" if modelled.by_images else "host") if own else "GPU"
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
@@ -194,8 +191,7 @@ def _lengths(spec: Experiment, lengths: Lengths) -> tuple[str, bool]:
 def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape, config: dict[str, Any] | None) -> float:
     """Return the seconds per step in which the allocator frees its cache on a GPU that is full.
 
-    In each step the optimizer's temporary tensors take the place of activations.
-    """
+    In each step the optimizer's temporary tensors take the place of activations."""
     if spec.method.name != "full":
         return 0.0
     part = share(sharding_of(spec.launch))
@@ -242,8 +238,7 @@ def _watts(spec: Experiment, gpu: Gpu, same: Sequence[TimedRun], runs: Sequence[
            offloaded: float) -> tuple[Band, str]:  # fmt: skip
     """Return the mean watts of steady steps and their source.
 
-    `runs` are the runs on such a GPU, `offloaded` the seconds per step in which it waits for the host's memory.
-    """
+    `runs` are the runs on such a GPU, `offloaded` the seconds per step in which it waits for the host's memory."""
     if measured := [run.watts for run in same if run.watts]:
         return _watts_band(statistics.median(measured), _WATTS_MEASURED, gpu), "measured"
     own = settings_of(spec) if runs and not offloaded else None
@@ -264,8 +259,7 @@ def _watts_band(expected: float, spread: float, gpu: Gpu) -> Band:
 def epochs_samples(spec: Experiment, per_step: float) -> float | None:
     """Return the samples that a spec trains on, with `per_step` samples per optimizer step.
 
-    Packed rows hold more samples than the batch size. None if the size of the data set is not known.
-    """
+    Packed rows hold more samples than the batch size. None if the size of the data set is not known."""
     if spec.train.max_steps is not None:
         return spec.train.max_steps * per_step
     samples = spec.dataset.samples

@@ -1,5 +1,6 @@
-"""The work of a step that begins with the model's own answers, by transformers' `generate`: prompts are read once, and
-then every token is a forward pass of its own, of as many positions as there are completions."""
+"""The work of a step that generates completions with transformers' `generate`.
+
+Prompts are processed once. Then every token is a forward pass with one position per completion."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,17 +16,17 @@ from ftbench.estimate.workload.plan import DTYPE_BYTES, TrainingPlan, plan_of
 from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.spec.experiment import Experiment
 
-_SIXTEEN_BITS = 2  # bytes of a weight as a product reads it, where it is kept in 4 bits
-_COPIED = 3  # times that the cache is read or written for a token: copied to where there is room, and attended to
-_TOKEN_OPS = 60  # operations of the host for a token beside its layers: temperature, drawing, ends, masks, positions
-_WORD = 28  # bytes a logit of a token, read and written: a copy in float32, its temperature, probabilities, noise
+_SIXTEEN_BITS = 2  # bytes of a 4-bit weight when a product reads it
+_COPIED = 3  # times that the cache is read or written per token: copied for more room, and read by attention
+_TOKEN_OPS = 60  # host operations per token outside the layers: temperature, sampling, stop tokens, masks, positions
+_WORD = 28  # bytes per logit, read and written: a float32 copy, temperature, probabilities, noise
 
 
 def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> StepWork:
-    """Return the work of an optimizer step, with its generation where it has one."""
-    alone = work.step_work(spec, shape, batches)
+    """Return the work of an optimizer step, including generation."""
+    training = work.step_work(spec, shape, batches)
     if not spec.objective.prompts:
-        return alone
+        return training
     plan, passes = plan_of(spec, shape.model), spec.train.gradient_accumulation_steps
     parts: list[tuple[float, Mapping[str, float]]] = []
     for batch in batches:
@@ -37,18 +38,18 @@ def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch])
         past = BatchShape(max(1, round(rows)), max(1, round(prompt + batch.made / 2)), 0)
         added["elementwise.eager"] += _COPIED * cache(shape.model, plan, past)
         parts.append((batch.weight * max(0.0, batch.made - 1), added))
-    return replace(alone, generation=tuple(parts))
+    return replace(training, generation=tuple(parts))
 
 
 def _forward(
     spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: Batch, words: float
 ) -> dict[str, float]:
-    """Return a forward pass of which nothing is learned, with the logits of so many positions."""
+    """Return the work of a forward pass without training, with the logits of `words` positions."""
     n, matmul, weight = batch.positions, shape.matmul, DTYPE_BYTES[spec.model.dtype]
     done: dict[str, float] = defaultdict(float)
     done["products"] = 2 * (n * (matmul.base + matmul.adapters) + words * matmul.head)
     pairs = 4 * batch.square * sum(matmul.attention_width)
-    if n == words:  # a query of each row
+    if n == words:  # one query per row
         done["attention.causal"] = pairs
     elif plan.attention == "eager":
         done["products"] += pairs
@@ -65,7 +66,7 @@ def _forward(
         done["dequantise.mxfp4"] = shape.model.expert_matrices * work.MXFP4_OUT
     elif plan.quantised:
         done["dequantise"] = shape.model.linear_parameters * work.DEQUANTISED
-    if shape.expert_matmul and n == words:  # the weights that a token visits are copied for it
+    if shape.expert_matmul and n == words:  # weights of visited experts are copied for each token
         done["experts"] = 3 * n * shape.expert_matmul * weight
     elif shape.expert_matmul:
         done["experts"] = shape.model.expert_matrices * weight

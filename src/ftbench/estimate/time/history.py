@@ -36,8 +36,7 @@ _MODELS_OWN, _FARTHEST = 0.3, 5.0
 class Observation:
     """A run with its work in seconds at the GPU's ceilings.
 
-    `miss` is the log of measured over modelled seconds. `share` is 1 divided by the number of runs of the same step.
-    """
+    `miss` is the log of measured over modelled seconds. `share` is 1 divided by the number of runs of the same step."""
 
     run: TimedRun
     ideal: StepWork
@@ -59,8 +58,7 @@ class RunHistory:
     """The runs of a results folder at `path`, without contended ones, which are only counted per GPU.
 
     The folder also holds probes. `coefficients` of the time model are the shipped ones unless given. Results are kept
-    between calls, because `recommend` asks for the same GPU and spec many times.
-    """
+    between calls, because `recommend` needs the same GPU and spec many times."""
 
     def __init__(
         self, path: Path | None = None, runs: Sequence[TimedRun] = (), coefficients: Mapping[str, float] | None = None
@@ -107,7 +105,7 @@ class RunHistory:
         return self._on[gpu]
 
     def lengths(self, spec: Experiment, config: dict[str, Any] | None = None) -> Lengths:
-        """Return the lengths of a spec's samples, from its runs if they know them."""
+        """Return the lengths of a spec's samples, from runs on the same data if possible."""
         objective = spec.objective
         key = (spec.dataset, spec.model, spec.optimizations.image_size, objective.name, id(config))
         if key not in self._lengths:

@@ -1,8 +1,7 @@
 """Turn the work of a step into seconds: each term at the GPU's ceiling, times a coefficient learned from runs.
 
-A ceiling comes from a probe in the results folder, else from published measurements, else from the data sheet. The
-coefficients are in facts/durations.yaml.
-"""
+A ceiling comes from a probe in the results folder, from published measurements, or from the data sheet. The
+coefficients are in facts/durations.yaml."""
 
 import math
 from collections import defaultdict
@@ -50,8 +49,7 @@ class Ceilings:
     """Highest rates of a GPU in FLOP/s and bytes/s; None if no source is known.
 
     `link` goes to the host and `from_host` back. `network` connects GPUs of this kind, 0 if unknown. `source` names the
-    origin of `products`.
-    """
+    origin of `products`."""
 
     products: float | None
     products_fp8: float | None
@@ -67,8 +65,7 @@ class Term:
     """A coefficient: seconds at the ceilings times `value` are seconds.
 
     `prior` is used if no run shows the term, for the reason `why`. `runs` counts the runs that show it, and `word` is
-    its name in a sentence.
-    """
+    its name in a sentence."""
 
     value: float
     prior: float
@@ -82,8 +79,7 @@ class Step:
     """Seconds of one optimizer step, `generation` of them before its first forward pass.
 
     `device` and `host` are the times of each by itself. `parts` by term add up to `device`. If `host_bound`, the GPU
-    waits for Python for most of the step, and if `by_images`, Python spends this time on images.
-    """
+    waits for Python for most of the step, and if `by_images`, Python spends this time on images."""
 
     seconds: float
     device: float
@@ -136,16 +132,14 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
 def _network(gpu: Gpu) -> float:
     """Return GB/s between two GPUs of this kind, as NCCL computes it from the data sheet.
 
-    It is half as much if the driver does not allow peer access, because every byte then goes through host memory.
-    """
+    It is half as much if the driver does not allow peer access, because every byte then goes through host memory."""
     return (gpu.link or 0.0) * _NCCL_SHARE * (1.0 if gpu.peer_access else 0.5)
 
 
 def _share_of_sheet(gpu: Gpu) -> float:
     """Return the share of its data sheet that a GPU reaches in large products.
 
-    It is the share of the measured GPU of its kind with the most similar watts per TFLOP/s, corrected for power.
-    """
+    It is the share of the measured GPU of its kind with the most similar watts per TFLOP/s, corrected for power."""
     measured = [other for other in gpus() if other.gemm_bf16 and other.bf16 and other.arch == gpu.arch]
     kind = [other for other in measured if other.compute_capability == gpu.compute_capability] or measured
     if not kind:

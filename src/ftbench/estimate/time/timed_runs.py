@@ -44,8 +44,7 @@ class TimedRun:
 
     `step_s` is the mean steady step in seconds; `samples` and real `tokens` are per step. `start_s` are the seconds
     before the first steady step, `watts` the mean power of one GPU, `described` the `dataset` section of the summary.
-    The speed of a `contended` run is not valid, because other processes used the machine.
-    """
+    The speed of a `contended` run is not valid, because other processes used the machine."""
 
     run_id: str
     spec: Experiment
@@ -90,11 +89,10 @@ def step_key(spec: Experiment) -> StepKey:
 
 
 def recorded_spec(run: RunDir) -> Experiment | None:
-    """Return the spec of a run if estimates can learn from it, else None.
+    """Return the spec of a run if estimates can learn from it, or None.
 
     They cannot learn from imported logs, mocks, shared GPUs, specs of another version, steps without a formula, and
-    runs of older code that computed the logits of a chunked loss twice.
-    """
+    runs of older code that computed the logits of a chunked loss twice."""
     values = rundir.read_json(run.spec_json)
     if "imported" in values or values.get("measure", {}).get("share_gpu"):
         return None

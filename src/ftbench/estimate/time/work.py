@@ -1,9 +1,4 @@
-"""What a step asks of a GPU, term by term: FLOPs, bytes and operations. Pure; how fast each is done is `speeds.py`'s.
-
-FLOPs as `core/flops.py` counts them. Bytes are what the operations of transformers' and peft's eager code read and
-write, counted by hand from their source (transformers 5.17, peft 0.21), bfloat16 activations; kernels that do several
-operations at once move fewer, which is the coefficient of their term.
-"""
+"""The work of a step by term: FLOPs, bytes and operations. `rates.py` turns it into seconds."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,41 +17,41 @@ from ftbench.families.vision import VisionShape
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations.fp8 import DELAYED
 
-# Bytes an element, forward. A norm upcasts, squares, averages, scales and casts back: 36; two of the hidden state and
-# one each of queries and keys. Residual sums 12. Rotary embedding 20 and a transposition 4. Silu 4 and its product 6.
+# Forward bytes per element. A norm upcasts, squares, averages, scales and casts back: 36; two for the hidden state and
+# one each for queries and keys. Residual sums 12. Rotary embedding 20 and a transposition 4. Silu 4 and its product 6.
 _HIDDEN, _HEADS, _INNER = 2 * 36 + 12, 36 + 20 + 4, 10
-_ADAPTER_IN, _ADAPTER_OUT = 14, 12  # input to float32 and back to 16 bits; scaled output and its sum with the base's
-_BACKWARD = 2.0  # of what the forward pass moves
+_ADAPTER_IN, _ADAPTER_OUT = 14, 12  # input to float32 and back to 16 bits; scaled output and sum with the base's
+_BACKWARD = 2.0  # times the bytes of the forward pass
 _ADAPTER_BACKWARD = 1.3
-# What is left of the adapters' passes and operations with fused_lora (kernels/adapter_products.py counts them).
-_FUSED_PASSES: dict[Fused, float] = {"off": 1.0, "augmented": 35 / 91.5, "beside": 70 / 91.5}
-_FUSED_OPS: dict[Fused, float] = {"off": 1.0, "augmented": 16 / 42, "beside": 33 / 42}
-# Bytes a logit: written in 16 bits, read and written in float32, and their gradient. Of our own loss by its passes, in
-# eager mode and compiled (worker/optimizations/chunked_loss.py).
+# Shares of the adapters' passes and operations that remain with fused_lora (see kernels/adapter_products.py).
+_FUSED_PASSES: dict[Fused, float] = {"off": 1.0, "augmented": 35 / 91.5, "separate": 70 / 91.5}
+_FUSED_OPS: dict[Fused, float] = {"off": 1.0, "augmented": 16 / 42, "separate": 33 / 42}
+# Bytes per logit: written in 16 bits, read and written in float32, and their gradient. For our loss by its passes,
+# eager and compiled (worker/optimizations/chunked_loss.py).
 _LOGIT, _OUR_LOGIT, _OUR_LOGIT_COMPILED = 20, 36, 12
-# Of pairs and of completions: written in 16 bits, cast, read by trl's kernel and its metrics, the gradient written,
-# copied and cast; of the reference written, cast and read.
+# Pairs and completions: written in 16 bits, cast, read by trl's kernel and its metrics, the gradient written, copied
+# and cast. The reference: written, cast and read.
 _PAIR_LOGIT, _REFERENCE_LOGIT = 44, 12
-# Bytes of an element on its way to 8 bits: read for the maximum, read, written; in eager mode by way of float32. With
-# the maximum of the step before it is read once.
+# Bytes per element of a cast to 8 bits: read for the maximum, read, written; eager mode casts to float32 first. With
+# the previous step's maximum it is read once.
 _CAST, _CAST_EAGER, _CAST_DELAYED = 5, 33, 3
-SCORE = 40  # bytes a score of eager attention, forward and backward
-DEQUANTISED = 2.5  # bytes of a weight that is read in 4 bits and written in 16 for each product
-MXFP4_OUT = 17 / 32 + 2  # bytes of a weight that is read in 4 bits with its scale and written in 16
-# Operations that the host starts for a layer, forward and backward, each some microseconds of Python and launch.
+SCORE = 40  # bytes per score of eager attention, forward and backward
+DEQUANTISED = 2.5  # bytes per weight that a product reads in 4 bits and writes in 16
+MXFP4_OUT = 17 / 32 + 2  # bytes per weight that is read in 4 bits with its scale and written in 16
+# Operations that the host starts per layer, forward and backward; each takes some microseconds of Python and launch.
 _LAYER_OPS, _ADAPTER_OPS, _QUANTISED_OPS, _MASK_OPS, _EXPERT_OPS = 320, 26, 36, 60, 120
-_ENCODER_OPS, _WINDOW_OPS = 40, 8  # forward, of a layer of an encoder and of a window that it attends to by itself
-_HOST_SHARE = {"eager": 1.0, "liger": 0.85, "compiled": 0.5, "unsloth": 0.45}  # of the operations that are left
-# Fitted to one run each, which therefore is no check of them (results/h200/headline): operations of a layer whose input
-# unsloth's own checkpointing takes to the host's memory and back, and the share where Python starts our 8-bit products.
+_ENCODER_OPS, _WINDOW_OPS = 40, 8  # forward, per encoder layer, and per attention window
+_HOST_SHARE = {"eager": 1.0, "liger": 0.85, "compiled": 0.5, "unsloth": 0.45}  # share of the operations that remain
+# Fitted to one run each (results/h200/headline): operations per layer of unsloth's checkpointing, which moves inputs to
+# host memory and back, and the share for our 8-bit products.
 _OFFLOADED_OPS, _EIGHT_BIT_SHARE = 450, 0.8
-# Of a pass that is one CUDA graph, and operations of a step outside of it, which no run has told so far: the batch is
-# copied, gradients are clipped, the optimizer steps.
+# Share of operations in a CUDA graph, and operations of a step outside of it (not measured): batch copy, clipping,
+# update.
 _REPLAYED, _OUTSIDE = 0.05, 600
-_RECOMPUTED = 1 / 3  # share of a layer's forward and backward that a second forward pass adds
+_RECOMPUTED = 1 / 3  # a second forward pass, as a share of a layer's forward and backward pass
 
-# Bytes of a moment of the optimizer's state, None for the type of the weights. AdamW reads and writes two, and for each
-# trained parameter the weight (r, w) and the gradient (r); clipping reads and scales the gradient.
+# Bytes per element of an optimizer moment, None for the weights' type. AdamW reads and writes two moments, and for each
+# trained parameter the weight (r, w) and the gradient (r). Clipping reads and scales the gradient.
 _MOMENT_BYTES = {
     "adamw_torch": None, "adamw_torch_fused": None, "adamw_bnb_8bit": 1.0, "paged_adamw_8bit": 1.0,
     "adamw_torchao_fp32": 4.0, "adamw_torchao_bf16": 2.0, "adamw_torchao_8bit": 1.0,
@@ -66,10 +61,12 @@ _OPTIMIZER_TERM = {"adamw_torch": "optimizer", "adamw_bnb_8bit": "optimizer.8bit
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """An optimizer step: `passes` micro-batches, of each group of like size its weight and its amounts by the name of
-    their term, and the update's, once; of `generation`, before, how often something is done and its amounts. FLOPs of
-    `products` and `attention` (8-bit ones in `products.fp8`), bytes over the link to the host in `offload`, operations
-    of the host in `host`, and bytes of the GPU's memory in the others."""
+    """The work of an optimizer step.
+
+    It has `passes` micro-batches. Each group of similar size has a weight and amounts by term. `update` happens once.
+    `generation` holds how often something is done before the first forward pass, and its amounts. Amounts are FLOPs for
+    `products` and `attention` (8-bit ones in `products.fp8`), bytes over the link to the host for `offload`, operations
+    of the host for `host`, and bytes of GPU memory for the others."""
 
     groups: tuple[tuple[float, Mapping[str, float]], ...]
     passes: int
@@ -78,21 +75,21 @@ class StepWork:
 
 
 def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> StepWork:
-    """Return the work of an optimizer step; a spec whose products have no known rate is for `ceilings.py` to refuse."""
+    """Return the work of an optimizer step without generation."""
     plan = plan_of(spec, shape.model)
     groups = tuple((batch.weight, _micro_step(spec, plan, shape, batch)) for batch in batches)
     return StepWork(groups, spec.train.gradient_accumulation_steps, update(spec, shape))
 
 
 def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: Batch) -> dict[str, float]:
-    """Return one forward and backward pass."""
+    """Return the work of one forward and backward pass."""
     again = {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)  # share of the layers
-    beside = _references(plan)
+    references = _references(plan)
     work = _products(spec, plan, shape, batch, again)
-    if plan.attention == "eager":  # products like those with weights, of all pairs
-        work["products"] += _whole_square(shape, batch, again + beside)
+    if plan.attention == "eager":  # products over all pairs
+        work["products"] += _whole_square(shape, batch, again + references)
     else:
-        work[f"attention.{'masked' if batch.masked else 'causal'}"] = _attention(shape, batch, again + beside)
+        work[f"attention.{'masked' if batch.masked else 'causal'}"] = _attention(shape, batch, again + references)
     work = {name: value for name, value in work.items() if value}
     work |= _moved(spec, plan, shape, batch, again)
     if plan.offload:
@@ -108,22 +105,23 @@ def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, bat
         work["offload.head"] = fetched_head(model, plan)
     if batch.patches and shape.model.vision:
         _add_images(work, spec, plan, shape.model.vision, batch)
-    started = operations(plan, shape, batch, again + beside)
+    started = operations(plan, shape, batch, again + references)
     work["host"] = work.get("host", 0.0) + (_REPLAYED * started + _OUTSIDE if plan.graphed else started)
     return work
 
 
 def _references(plan: TrainingPlan) -> int:
-    """Return how many forward passes of a reference, which learns nothing, a step has beside the model's."""
+    """Return the number of forward passes of a reference per step."""
     return int(plan.reference != "none")
 
 
 def _add_images(
     work: dict[str, float], spec: Experiment, plan: TrainingPlan, vision: VisionShape, batch: Batch
 ) -> None:
-    """Add what encoder and projector do with the patches of a micro-batch, and the pixels that the step itself makes of
-    images: a cache holds them, and processes beside the training make them among themselves. With `feature_cache` the
-    first epoch alone does it."""
+    """Add the work of encoder and projector, and the pixels that the step itself processes.
+
+    A cache or loader processes remove the pixels from the step. With `feature_cache` only the first epoch runs the
+    encoder."""
     on, windowed = spec.optimizations, sum(window is not None for window in vision.windows)
     work["images"] = 0.0 if on.image_cache or on.loader_processes else batch.patches * vision.values
     if on.feature_cache and not spec.train.max_steps:
@@ -143,19 +141,20 @@ def _add_images(
 def _products(
     spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: float
 ) -> dict[str, float]:
-    """Return FLOPs of the products with weights, in 16 and in 8 bits, and of those with experts' weights. Our loss and
-    Liger's take the gradient in the forward pass; the others make the logits again."""
+    """Return FLOPs of the products with weights in 16 and 8 bits, and with experts' weights.
+
+    Our loss and Liger's compute the gradient in the forward pass; other losses recompute the logits."""
     matmul, n = shape.matmul, batch.positions
-    beside = _references(plan)
+    references = _references(plan)
     layers = (
-        flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul) + beside * 2 * matmul.base
+        flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul) + references * 2 * matmul.base
     )
     once = spec.optimizations.liger or spec.optimizations.chunked_loss or plan.loss in ("pairs", "completions")
     heads = n if plan.loss == "pairs" else batch.labels
-    head = heads * (flops.head_per_token(matmul) + (beside if once else 1) * 2 * matmul.head)
-    experts = n * (4 + 2 * again + 2 * beside + 2 * plan.full) * shape.expert_matmul
+    head = heads * (flops.head_per_token(matmul) + (references if once else 1) * 2 * matmul.head)
+    experts = n * (4 + 2 * again + 2 * references + 2 * plan.full) * shape.expert_matmul
     fp8 = n * (4 + 2 * again) * (matmul.base - shape.expert_matmul) if plan.fp8 else 0.0
-    fp8 += heads * 2 * matmul.head if plan.fp8_head else 0.0  # the gradient's
+    fp8 += heads * 2 * matmul.head if plan.fp8_head else 0.0  # of the gradient
     return {"products": n * layers + head - fp8 - experts, "products.fp8": fp8, "products.experts": experts}
 
 
@@ -164,47 +163,48 @@ def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: B
     n, compiled = batch.positions, plan.compiled
     kind = "triton" if plan.triton else plan.kernels
     moved: dict[str, float] = defaultdict(float)
-    beside = _references(plan)
-    base, adapters = _elementwise(shape, again, beside)
+    references = _references(plan)
+    base, adapters = _elementwise(shape, again, references)
     adapters *= _FUSED_PASSES[plan.fused]
     moved[f"elementwise.{kind}"] += base * n
     moved["elementwise.eager" if kind == "liger" else f"elementwise.{kind}"] += adapters * n
-    if is_upcast(spec.method, shape.model):  # and so is the stream between the layers
+    if is_upcast(spec.method, shape.model):  # the residual stream is float32 too
         moved["elementwise.float32"] += (base + adapters) * n
     if plan.mxfp4:
-        moved["dequantise.mxfp4"] += (2 + again + beside) * shape.model.expert_matrices * MXFP4_OUT
+        moved["dequantise.mxfp4"] += (2 + again + references) * shape.model.expert_matrices * MXFP4_OUT
     elif plan.quantised:
-        moved["dequantise"] += (2 + again + beside) * shape.model.linear_parameters * DEQUANTISED
+        moved["dequantise"] += (2 + again + references) * shape.model.linear_parameters * DEQUANTISED
     if plan.fp8:
         each = shape.linears.inputs * (1 + again) + shape.linears.outputs
         delayed = spec.optimizations.fp8 == DELAYED
         moved["casts"] += each * n * (_CAST_DELAYED if delayed else _CAST if compiled else _CAST_EAGER)
     name, logits = _logits(spec, plan, batch)
     moved[name] += logits * shape.model.vocab
-    if plan.attention == "eager":  # scores are written, scaled, masked and normalised, forward and back
+    if plan.attention == "eager":  # scores are written, scaled, masked and normalized, forward and backward
         scores = batch.square * shape.heads
         moved["elementwise.eager"] += SCORE * scores * (1 + _RECOMPUTED * again)
-    if shape.expert_matmul:  # the weights of all experts that some token visits are read
+    if shape.expert_matmul:  # weights of all visited experts are read
         visited = min(1.0, n * shape.expert_matmul / shape.model.parameters["experts"])
         moved["experts"] += (
-            visited * shape.model.parameters["experts"] * DTYPE_BYTES[spec.model.dtype] * (2 + again + beside)
+            visited * shape.model.parameters["experts"] * DTYPE_BYTES[spec.model.dtype] * (2 + again + references)
         )
     return dict(moved)
 
 
 def _logits(spec: Experiment, plan: TrainingPlan, batch: Batch) -> tuple[str, float]:
-    """Return the term of the loss, and its bytes for each word of the vocabulary."""
+    """Return the term of the loss, and its bytes per word of the vocabulary."""
     if plan.loss in ("pairs", "completions"):
         count = batch.positions if plan.loss == "pairs" else batch.labels
         return "logits.chunked", count * (_PAIR_LOGIT + _references(plan) * _REFERENCE_LOGIT)
     bytes_ = (_OUR_LOGIT_COMPILED if plan.compiled else _OUR_LOGIT) if spec.optimizations.chunked_loss else _LOGIT
-    # trl's own loss computes entropy and accuracy too
+    # trl's loss also computes entropy and accuracy
     return f"logits.{'trl' if plan.loss == 'trl' else 'chunked'}", batch.labels * bytes_
 
 
 def _attention(shape: TrainableShape, batch: Batch, again: float) -> float:
-    """Return the work of attention, causal, or the whole square where a mask is given; `4 width` FLOPs a pair forward,
-    twice that backward."""
+    """Return the FLOPs of attention: causal, or the full square with a mask.
+
+    They are `4 width` per pair in the forward pass, and twice that in the backward pass."""
     if batch.masked:
         return _whole_square(shape, batch, again)
     return batch.positions * (3 + again) / 3 * flops.attention_per_token(shape.matmul, batch.square / batch.positions)
@@ -214,27 +214,28 @@ def _whole_square(shape: TrainableShape, batch: Batch, again: float) -> float:
     return (3 + again) * 4 * batch.square * sum(shape.matmul.attention_width)
 
 
-def _elementwise(shape: TrainableShape, again: float, beside: int) -> tuple[float, float]:
-    """Return bytes a position in all layers: the base model's and the adapters', backward included, and the base
-    model's of the passes `beside` it."""
+def _elementwise(shape: TrainableShape, again: float, references: int) -> tuple[float, float]:
+    """Return bytes per position over all layers, with the backward pass: of the base model and of the adapters.
+
+    The base model also has `references` forward passes."""
     base, adapters = forward_bytes(shape)
-    return base * (1 + _BACKWARD + again + beside), adapters * (1 + _ADAPTER_BACKWARD + again)
+    return base * (1 + _BACKWARD + again + references), adapters * (1 + _ADAPTER_BACKWARD + again)
 
 
 def forward_bytes(shape: TrainableShape) -> tuple[float, float]:
-    """Return bytes a position in all layers of a forward pass: the base model's, and the adapters'."""
+    """Return bytes per position of a forward pass over all layers: of the base model and of the adapters."""
     hidden = shape.model.hidden * len(shape.model.layers)
     base = _HIDDEN * hidden + _HEADS * shape.query_key + _INNER * shape.inner
     return base, _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs
 
 
 def _kept(shape: TrainableShape) -> float:
-    """Return bytes a position that the backward pass needs, in all layers: norms and products keep their inputs."""
+    """Return bytes per position that the backward pass needs: norms and products keep their inputs."""
     return 2 * (8 * shape.model.hidden * len(shape.model.layers) + 4 * shape.query_key + 4 * shape.inner)
 
 
 def operations(plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: float) -> float:
-    """Return the operations that the host starts for a forward and backward pass."""
+    """Return the number of operations that the host starts for a forward and backward pass."""
     each = _LAYER_OPS + (_MASK_OPS if batch.masked else 0)
     total = len(shape.model.layers) * each + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[plan.fused]
     total += _QUANTISED_OPS * shape.linears.count if plan.quantised and not plan.mxfp4 else 0
@@ -245,11 +246,11 @@ def operations(plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: f
 
 
 def update(spec: Experiment, shape: TrainableShape) -> dict[str, float]:
-    """Return the bytes of clipping and of the optimizer's update of what one GPU holds, once a step."""
+    """Return the bytes of clipping and of the optimizer's update on one GPU, once per step."""
     part = share(sharding_of(spec.launch))
     own = plan_of(spec, shape.model)
-    masters = part.keeper != "torch" and own.autocast  # what FSDP and ZeRO divide is trained in float32
-    weight = own.weight if own.full and not masters else FLOAT  # and so are adapters
+    masters = part.keeper != "torch" and own.autocast  # FSDP and ZeRO train shards in float32
+    weight = own.weight if own.full and not masters else FLOAT  # adapters too
     moment = _MOMENT_BYTES.get(spec.train.optimizer, 0.0)
     state = 4 * (weight if moment is None else moment)
     clipped = 3 * weight if spec.train.max_grad_norm else 0

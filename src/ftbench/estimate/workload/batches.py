@@ -1,4 +1,4 @@
-"""How samples become batches before the data is read: the mean micro-batches, which take the time."""
+"""Mean micro-batches of a spec before its data is read. They decide the time of a step."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,20 +11,27 @@ from ftbench.estimate.workload.lengths import Lengths
 from ftbench.spec.batches import length_windows, packed
 from ftbench.spec.experiment import Experiment
 
-CLASSES = 8  # groups of micro-batches of like size that are computed with: time is not proportional to size
-BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")  # know where a sample ends
+CLASSES = 8  # groups of micro-batches of similar size, because time is not proportional to size
+BOUNDARIES = (
+    "varlen",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flex_attention",
+)  # kernels that know sample ends
 
-Column: TypeAlias = tuple[int, ...]  # a figure of each row
-LaidOut: TypeAlias = tuple[int, int, int, int, bool]  # positions, samples, real tokens, pairs, whether they are masked
+Column: TypeAlias = tuple[int, ...]  # one value per row
+LaidOut: TypeAlias = tuple[int, int, int, int, bool]  # positions, samples, real tokens, pairs, masked
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a spec says of how samples become batches of `size` rows: laid end to end (`flat`), also so that they fill
-    the rows (`packing`), all of one shape (`fixed`), of samples of like length (`grouping`), in order of length
-    (`ordered`: the longest come first). `seen` are the samples that a limit on steps leaves. `boundaries` are told to
-    the attention kernel; `unmasked` kernels are given no mask of the padding. A sample is so many `sequences`, each a
-    row. Prompts are those that a whole step answers."""
+    """How samples become batches of `size` rows.
+
+    Rows are concatenated (`flat`), also until they are full (`packing`), or padded to one shape (`fixed`). Samples have
+    similar lengths (`grouping`) or are sorted by length, longest first (`ordered`). `seen` is the number of samples
+    that a limit on steps leaves. The attention kernel knows sample boundaries (`boundaries`), or gets no mask for
+    padding (`unmasked`). A sample has `sequences` rows. For objectives with prompts, the rows are all prompts of a
+    step."""
 
     size: int
     max_length: int
@@ -55,10 +62,11 @@ def layout_of(spec: Experiment) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Mean micro-batch of a group that is `weight` of all. `positions` are computed, padding included; `square` is the
-    number of query and key pairs of one layer without a window; `masked` says that attention computes all of them
-    with a mask, and not only the causal half. `patches` of images are seen by an encoder in `tiles`. Of each sample the
-    model itself has `made` positions, one after the other."""
+    """The mean micro-batch of a group with share `weight` of all micro-batches.
+
+    `positions` include padding. `square` is the number of query-key pairs per layer without a window. If `masked`,
+    attention computes all pairs with a mask instead of the causal half. An encoder reads `patches` of images in
+    `tiles`. Of each sample the model generates `made` positions one after the other."""
 
     weight: float
     samples: float
@@ -73,7 +81,7 @@ class Batch:
 
 
 def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
-    """Return the micro-batches of a spec in at most CLASSES groups of like size, which differ in weight."""
+    """Return the micro-batches of a spec in at most CLASSES groups of similar size."""
     groups = _batches(lengths, layout_of(spec))
     if spec.objective.prompts:
         return tuple(_answered(spec, prompts) for prompts in groups)
@@ -85,7 +93,7 @@ def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
 
 
 def _answered(spec: Experiment, prompts: Batch) -> Batch:
-    """Return the completions of a micro-batch, to prompts of which a step has all: each as long as it may get."""
+    """Return the completions of a micro-batch at their maximum length; `prompts` are those of a step."""
     objective: Any = spec.objective
     size, made = spec.train.batch_size, float(objective.max_completion_length)
     width, real = (each / prompts.samples + made for each in (prompts.positions, prompts.real))
@@ -94,7 +102,7 @@ def _answered(spec: Experiment, prompts: Batch) -> Batch:
 
 
 def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
-    """Return the mean of a field of the micro-batches, of all micro-batches of an optimizer step."""
+    """Return the sum of a field over all micro-batches of an optimizer step, on average."""
     passes = spec.train.gradient_accumulation_steps
     return passes * sum(batch.weight * float(getattr(batch, name)) for batch in batches)
 
@@ -102,7 +110,9 @@ def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
 def mean_batch(
     spec: Experiment, samples: float, positions: float, real: float, labels: float, of_a_token: float
 ) -> Batch:
-    """Return the micro-batch of a run, from its means; `of_a_token` is the mean length of the sample a token is in."""
+    """Return the micro-batch of a run from its means.
+
+    `of_a_token` is the mean length of a sample, weighted by tokens."""
     on, padded = spec.optimizations, positions > real * 1.0001
     if on.attention in BOUNDARIES:
         return Batch(1.0, samples, positions, real, labels, real * of_a_token, False)
@@ -110,7 +120,7 @@ def mean_batch(
         return Batch(1.0, samples, positions, real, labels, positions**2, padded or samples > 1)
     masked = padded and spec.method.name != "unsloth"
     square = positions**2 / (samples * spec.objective.sequences)
-    # of completions no less than the mean, and what a row has beyond the mean prompt
+    # completions: at least the mean, and the rest of a row after the mean prompt
     made = max(labels, positions - real + labels) / samples if spec.objective.prompts else 0.0
     return Batch(1.0, samples, positions, real, labels, square, masked, made=made)
 
@@ -119,19 +129,19 @@ def mean_batch(
 def _batches(lengths: Lengths, layout: Layout) -> tuple[Batch, ...]:
     totals, squares, counts = _rows(lengths, layout.packing, layout.size if layout.grouping else 0, layout.max_length)
     size, more = layout.size, -(-layout.size // len(totals))
-    if more > 1:  # what was drawn fills no whole batch of this size: it is drawn over and over
+    if more > 1:  # too few samples for a batch: repeat them
         totals, squares, counts = totals * more, squares * more, counts * more
-    whole = len(totals) // size
+    count = len(totals) // size
     longest = max(totals)
-    starts = range(0, whole * size, size)
+    starts = range(0, count * size, size)
     laid = [
         _laid_out(layout, totals[at : at + size], squares[at : at + size], counts[at : at + size], longest)
         for at in starts
     ]
     laid.sort(key=itemgetter(0))
-    classes = 1 if laid[0][0] == laid[-1][0] else min(CLASSES, whole)
-    edges = [-(-whole * index // classes) for index in range(classes + 1)]
-    return tuple(_mean(laid[a:b], (b - a) / whole, lengths.labels) for a, b in itertools.pairwise(edges))
+    classes = 1 if laid[0][0] == laid[-1][0] else min(CLASSES, count)
+    edges = [-(-count * index // classes) for index in range(classes + 1)]
+    return tuple(_mean(laid[a:b], (b - a) / count, lengths.labels) for a, b in itertools.pairwise(edges))
 
 
 def _mean(laid: Sequence[LaidOut], weight: float, labels: float) -> Batch:
@@ -141,8 +151,9 @@ def _mean(laid: Sequence[LaidOut], weight: float, labels: float) -> Batch:
 
 @lru_cache(maxsize=64)
 def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> tuple[Column, Column, Column]:
-    """Return of each row its tokens, the sum of its samples' squared lengths, and its samples; the rows of a batch
-    after one another. `grouping` is the size of the batches that hold samples of like length, 0 where they do not."""
+    """Return for each row its tokens, the sum of squared sample lengths, and its samples, in batch order.
+
+    `grouping` is the size of batches with samples of similar length, or 0."""
     values = lengths.values
     if packing:
         rows = [[values[index] for index in row] for row in packed(values, max_length)]
@@ -155,7 +166,7 @@ def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> tu
 
 
 def _laid_out(layout: Layout, totals: Column, squares: Column, counts: Column, longest: int) -> LaidOut:
-    """Return a batch as `worker/data/collate.py` lays it out."""
+    """Return the layout of a batch, as in `worker/data/collate.py`."""
     real, samples, wide = sum(totals), sum(counts), longest if layout.fixed else max(totals)
     positions = real if layout.flat and not layout.fixed else max(real, wide * layout.size)
     if layout.boundaries:

@@ -1,4 +1,4 @@
-"""Samples with images: how long they are and what their images become, by the rule of the model's family."""
+"""Lengths of samples with images, and the tokens and tiles of their images."""
 
 import warnings
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from ftbench.store.rundir import open_plain_file
 
 _COLUMNS = ("image", "images")
 _TURNS = ("messages", "conversations", "prompt", "completion")
-MOST_BYTES = 256 * 2**20  # of an image's file
+MOST_BYTES = 256 * 2**20  # of an image file
 Sides = tuple[int, int]  # width and height in pixels
 
 
 @dataclass(frozen=True, slots=True)
 class SampleWithImages:
-    """Tokens of a sample, those of them that carry loss, and what its images become."""
+    """Tokens of a sample, those with a label, and the size of its images."""
 
     length: int
     labels: int
@@ -34,8 +34,9 @@ class SampleWithImages:
 
 @dataclass(frozen=True, slots=True)
 class KnownSamples:
-    """Samples in the order in which they are trained on, or of a file as many as were looked at; where they come from
-    in words, and whether that is exact."""
+    """Samples in training order, or a part of a file's samples. `basis` describes their source.
+
+    If not `exact`, the training may see other samples."""
 
     samples: tuple[SampleWithImages, ...]
     basis: str
@@ -47,8 +48,10 @@ class KnownSamples:
 
 
 def known_samples(spec: Experiment, vision: VisionShape, fitting: bool = True) -> KnownSamples | None:
-    """Return what a spec trains on; None where that is text alone. Of a file those that fit max_length, or all. Raises
-    SpecError where nobody knows how large the images are before they are read."""
+    """Return the samples of a spec, or None if they have no images.
+
+    With `fitting`, only samples of a file that fit max_length are returned. Raise SpecError if image sizes are not
+    known before the images are read."""
     data = spec.dataset
     if not data.may_have_images:
         return None
@@ -62,7 +65,7 @@ def known_samples(spec: Experiment, vision: VisionShape, fitting: bool = True) -
 
 
 def lengths_with_images(spec: Experiment, vision: VisionShape) -> Lengths | None:
-    """Return the lengths of a spec's samples, images included; None for text alone. Raises as `known_samples`."""
+    """Return the lengths of a spec's samples including images; None without images. Raise like `known_samples`."""
     if (known := known_samples(spec, vision)) is None:
         return None
     samples = known.samples[:MOST_SAMPLES]
@@ -76,7 +79,7 @@ def lengths_with_images(spec: Experiment, vision: VisionShape) -> Lengths | None
 
 
 def _limited(spec: Experiment, vision: VisionShape) -> tuple[Sides, ...]:
-    """Return the sizes that images are cut into tiles at (worker/model/vision.py, `limited_pinpoints`)."""
+    """Return the tile sizes that the spec allows (worker/model/vision.py, `limited_pinpoints`)."""
     longest = int(spec.optimizations.image_size)
     fitting = tuple(size for size in vision.pinpoints if max(size) <= longest)
     return vision.pinpoints if not longest or not vision.tile else fitting or ((vision.tile, vision.tile),)
@@ -90,16 +93,15 @@ def _samples(dataset: Dataset, model: Any, vision: VisionShape, longest: int) ->
         texts = synthetic_lengths(dataset, count)
         groups = [sizes[at : at + shown] for at in range(0, len(sizes), shown)]
         made = [_sample(vision, group, text, longest, shown) for group, text in zip(groups, texts, strict=True)]
-        return _known(made[: dataset.samples], f"made pictures of {_pixels(sizes)} pixels", True)
+        return _known(made[: dataset.samples], f"synthetic pictures of {_pixels(sizes)} pixels", True)
     if dataset.source.image_size:
         sample = _sample(vision, [dataset.source.image_size], round(CAPTION), longest)
         count = min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES)
         return _known([sample] * count, f"photographs of {_pixels([dataset.source.image_size])} pixels", False)
     if dataset.path is None:
         raise SpecError(
-            f"dataset: how large the images of {dataset.name} are is not known before they are read: estimate with "
-            "--set 'dataset={name: images, samples: 100, image_size: [500, 500]}', or a copy on this machine by "
-            "dataset.name=file"
+            f"dataset: the image sizes of {dataset.name} are not known: estimate with --set 'dataset={{name: images, "
+            "samples: 100, image_size: [500, 500]}', or with a local copy (dataset.name=file)"
         )
     return _of_file(dataset, model, vision, longest)
 
@@ -113,27 +115,28 @@ def _pixels(sizes: Sequence[Sides]) -> str:
 
 
 def _sample(vision: VisionShape, sizes: Sequence[Sides], text: int, longest: int, heads: int = 0) -> SampleWithImages:
-    """Return a sample of images of these sizes and of `text` tokens that carry loss, with `heads` that do not (worker/
-    data/synthetic.py puts one behind each image)."""
+    """Return a sample with images of these sizes, `text` tokens with labels, and `heads` tokens without.
+
+    worker/data/synthetic.py puts one such token after each image."""
     images = sum((vision.size(*_scaled(size, longest)) for size in sizes), NOTHING)
     return SampleWithImages(images.tokens + heads + text, text, images)
 
 
 def _scaled(size: Sides, longest: int) -> tuple[int, int]:
-    """Return height and width of an image whose longest side is scaled to `longest` pixels at the most, 0: any."""
+    """Return height and width after scaling the longest side to at most `longest` pixels (0: no limit)."""
     scale = min(1.0, (longest or max(size)) / max(size))
     return max(1, round(size[1] * scale)), max(1, round(size[0] * scale))
 
 
 def _of_file(dataset: Dataset, model: Any, vision: VisionShape, longest: int) -> KnownSamples | None:
-    """Return the rows that `file_lengths` looks at; None for a file without images."""
+    """Return the rows that `file_lengths` reads; None for a file without images."""
     assert dataset.path is not None
     counted = file_lengths(dataset, model)
     if isinstance(counted, str):
         return None
     rows = read_file(Path(dataset.path))
-    looked_at = range(0, len(rows), -(-len(rows) // MOST_SAMPLES))
-    pairs = [(at, _images(rows[at], dataset), text) for at, text in zip(looked_at, counted.values, strict=True)]
+    positions = range(0, len(rows), -(-len(rows) // MOST_SAMPLES))
+    pairs = [(at, _images(rows[at], dataset), text) for at, text in zip(positions, counted.values, strict=True)]
     if not any(images for _, images, _ in pairs):
         return None
     samples = [_shown(rows, at, images, vision, text, longest) for at, images, text in pairs]
@@ -143,16 +146,16 @@ def _of_file(dataset: Dataset, model: Any, vision: VisionShape, longest: int) ->
 def _shown(
     rows: FileRows, at: int, images: Sequence[Any], vision: VisionShape, text: int, longest: int
 ) -> SampleWithImages:
-    """Return the sample of a row. Raises SpecError that names file and row."""
+    """Return the sample of a row. Raise SpecError with file and row."""
     try:
         return _sample(vision, [_size_of(image, rows.folder) for image in images], text, longest)
     except Exception as error:  # noqa: BLE001 - decoders of broken files raise anything
         why = image_problem(error)
-        raise SpecError(f"dataset: {rows.where(at)}: its image cannot be looked at ({why})") from None
+        raise SpecError(f"dataset: {rows.where(at)}: its image cannot be read ({why})") from None
 
 
 def _images(row: dict[str, Any], dataset: Dataset) -> list[Any]:
-    """Return what a row has for images: its column of them, and those that parts of its messages name."""
+    """Return the images of a row: its image column, and the images in its messages."""
     row = named_row(row, dataset)
     column: Any = next((row[name] for name in _COLUMNS if row.get(name) is not None), [])
     turns = (turn for name in _TURNS if isinstance(row.get(name), list) for turn in row[name] if isinstance(turn, dict))
@@ -163,13 +166,13 @@ def _images(row: dict[str, Any], dataset: Dataset) -> list[Any]:
 
 
 def _size_of(image: Any, folder: Path) -> Sides:
-    """Return the size that the head of an image's file says, held upright."""
+    """Return the upright size from the header of an image file."""
     from PIL import Image
 
     source = image.get("bytes") or image.get("path") if isinstance(image, dict) else image
     file = BytesIO(source) if isinstance(source, bytes) else open_plain_file(folder / str(source), MOST_BYTES)
     with file, warnings.catch_warnings():
-        warnings.simplefilter("error", Image.DecompressionBombWarning)  # as where it is trained on
+        warnings.simplefilter("error", Image.DecompressionBombWarning)  # as in training
         with Image.open(file) as opened:
             width, height = opened.size
             return (width, height) if orientation(opened) < 5 else (height, width)

@@ -1,5 +1,6 @@
-"""The largest batch of a spec, which takes the most memory, before the data is read: exact for synthetic data, a bound
-for real data."""
+"""The largest batch of a spec before its data is read. It decides the memory.
+
+It is exact for synthetic data and a bound for real data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +19,7 @@ from ftbench.spec.experiment import Experiment
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the model itself makes at the beginning of a step: `rows` completions of `tokens` each, to prompts of
-    `prompt` positions."""
+    """Generated completions of a step: `rows` of `tokens` each, after `prompt` positions."""
 
     rows: int
     prompt: int
@@ -28,8 +28,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The largest batch as the model sees it: `rows` of `length` positions, `labels` with loss, what images become, and
-    the generation that it is a part of."""
+    """The largest batch as the model sees it.
+
+    It has `rows` of `length` positions, `labels` with loss, and the size of its images. `generation` describes the
+    generated completions of the step, of which the batch is a part."""
 
     rows: int
     length: int
@@ -44,8 +46,10 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The batch that is expected to be the largest, and the largest that can be. `padded`: it holds padding, or several
-    samples in a row; `whole`: its rows are of one length and each one sample; `basis`: where lengths come from."""
+    """The batch that is expected to be the largest, and the largest possible one.
+
+    `padded`: it has padding, or rows with several samples. `whole`: all rows have one length and one sample. `basis` is
+    the source of the lengths."""
 
     expected: BatchShape
     most: BatchShape
@@ -55,7 +59,7 @@ class Largest:
 
 
 def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
-    """Return the batch with the most positions among those that the spec trains on; `vision` reads images."""
+    """Return the largest batch of a spec by positions; `vision` describes the model's image encoder."""
     file = _file(spec)
     if spec.objective.prompts:
         return _answered(spec, _largest(spec.dataset, layout_of(spec), file))
@@ -65,16 +69,15 @@ def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
 
 
 def _file(spec: Experiment) -> FileLengths | None:
-    """Return what is known of the file that a spec reads; None where it reads none, or none that can be read here."""
+    """Return the lengths of the spec's file, or None if there is no readable file."""
     if spec.dataset.name not in ("file", "sample"):
         return None
     counted = file_lengths(spec.dataset, spec.model, spec.objective.pairs, spec.objective.prompts)
-    return None if isinstance(counted, str) or max(counted.values) == SHORTEST else counted  # no text that is known
+    return None if isinstance(counted, str) or max(counted.values) == SHORTEST else counted  # no known text
 
 
 def _answered(spec: Experiment, prompts: Largest) -> Largest:
-    """Return the batch of completions to the prompts of a step, each padded to the longest of them all, and each as
-    long as it may get."""
+    """Return the batch of completions at their maximum length, padded to the longest prompt of the step."""
     objective: Any = spec.objective
     rows, tokens = spec.train.batch_size, objective.max_completion_length
 
@@ -89,7 +92,7 @@ def _answered(spec: Experiment, prompts: Largest) -> Largest:
 
 @lru_cache(maxsize=1024)
 def _largest_with_images(known: KnownSamples, layout: Layout, buckets: bool, seed: int) -> Largest:
-    """Return the batch of samples with images; where not all are known, the largest has each as long as the longest."""
+    """Return the largest batch of samples with images. If not all are known, each may be as long as the longest."""
     samples = known.samples * (1 if known.exact else -(-layout.size // len(known.samples)))
     lengths = [sample.length for sample in samples]
     rows = packed(lengths, layout.max_length) if layout.packing else [[index] for index in range(len(samples))]
@@ -116,8 +119,10 @@ def _largest_with_images(known: KnownSamples, layout: Layout, buckets: bool, see
 
 
 def _whole(layout: Layout, lengths: Sequence[int]) -> bool:
-    """Return whether attention sees rows of one length, each one sample: every sample has max_length tokens, or no two
-    fit a row together and each is filled up (worker/data/collate.py, `_laid_out`)."""
+    """Return whether attention sees rows of one length with one sample each.
+
+    Either every sample has max_length tokens, or no two fit in one row and each row is filled (worker/data/collate.py,
+    `_laid_out`)."""
     two = sum(sorted(lengths)[:2]) if len(lengths) > 1 else 2 * layout.max_length
     filled = layout.flat and layout.fixed and (not layout.packing or two > layout.max_length)
     return min(lengths) == layout.max_length or filled
@@ -145,9 +150,9 @@ def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) 
             longest = min(longest, file.most)
         most = BatchShape(1 if flat else rows, rows * longest if flat else longest, rows * (longest - 1))
     even = lengths is not None and min(lengths) == max(lengths)
-    alone = expected.rows == 1 and not flat and not layout.fixed
+    single = expected.rows == 1 and not flat and not layout.fixed
     whole = lengths is not None and _whole(layout, lengths)
-    return Largest(expected, most, not (even and not flat) and not alone, whole, basis)
+    return Largest(expected, most, not (even and not flat) and not single, whole, basis)
 
 
 @lru_cache(maxsize=32)
@@ -156,7 +161,7 @@ def _longest_first(dataset: Dataset, sequences: int) -> list[int]:
 
 
 def _trained(layout: Layout, lengths: Sequence[int]) -> list[Sequence[int]]:
-    """Return the batches that are trained on, as lengths; of samples ordered by length, the first."""
+    """Return the batches of a training as lengths; only the first if samples are sorted by length."""
     if layout.ordered:
         return [lengths[: layout.size]]
     seen = len(lengths) if layout.seen is None else min(len(lengths), layout.seen)
@@ -171,8 +176,9 @@ def _shape(layout: Layout, batch: Sequence[int], longest: int) -> BatchShape:
 
 
 def _packed(dataset: Dataset, layout: Layout, lengths: Sequence[int] | None) -> BatchShape:
-    """Return the rows filled to max_length, laid end to end; fewer where the data set is too small to fill them, which
-    a fixed shape fills with padding."""
+    """Return concatenated rows of max_length.
+
+    A small data set may not fill them; a fixed shape pads the rest."""
     room = layout.size * dataset.max_length
     tokens = min(room, sum(lengths)) if lengths else room
     laid = layout.size * min(dataset.max_length, tokens) if layout.fixed else tokens
@@ -180,8 +186,9 @@ def _packed(dataset: Dataset, layout: Layout, lengths: Sequence[int] | None) -> 
 
 
 def _unknown(dataset: Dataset, layout: Layout, file: FileLengths | None) -> BatchShape:
-    """Return the real data: the longest sample of a batch is as long as the longest of the data set is expected to be,
-    from its file, or from the mean that facts know of it, else max_length."""
+    """Return the expected largest batch of real data.
+
+    The longest sample comes from the file, otherwise from the data set's known mean, otherwise it is max_length."""
     source, size = DATASETS[dataset.like] if dataset.like else dataset.source, layout.size
     longest, mean = dataset.max_length, float(dataset.max_length)
     known = source.mean_tokens or dataset.mean_length

@@ -1,5 +1,7 @@
-"""How long the samples of a spec are: exactly for synthetic data, else from runs on the same data, else from the file's
-text (by the model's own tokenizer where it is on this machine), else from what is known of the data set."""
+"""Lengths of a spec's samples.
+
+They are exact for synthetic data. Otherwise they come from runs on the same data, from a local file (with the model's
+tokenizer if available), or from the known mean of the data set."""
 
 import math
 import os
@@ -20,21 +22,22 @@ from ftbench.spec.batches import SHORTEST, synthetic_lengths
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Model
 
-MOST_SAMPLES = 4096  # drawn for an estimate, or of a file every n-th; more change the mean of a batch by about 1 %
-DRAWN = 20_000  # samples whose lengths are drawn one by one; of more the longest is taken from the distribution
-# UTF-8 bytes for each token. Published tokenizers: Qwen's documentation has 3 to 4 English characters or 1.5 to 1.8
-# Chinese ones. That of a model with random weights is made of the shipped sample: 6.7 there and 2.6 on other text.
+MOST_SAMPLES = 4096  # samples of an estimate; more change the mean of a batch by about 1 %
+DRAWN = 20_000  # samples whose lengths are drawn; with more, the longest follows from the distribution
+# UTF-8 bytes per token. Qwen's documentation has 3 to 4 English or 1.5 to 1.8 Chinese characters. The tokenizer of a
+# model with random weights is trained on the shipped sample: 6.7 there and 2.6 on other text.
 _BYTES, _BYTES_RANDOM, _BYTES_SAMPLE = 4.0, 2.6, 6.7
-_TURN = 5  # tokens that a chat template adds to a turn: role, beginning and end
-_TEMPLATE = 100  # that it may begin with: gpt-oss's names date and channels, Qwen2.5's an assistant
+_TURN = 5  # tokens that a chat template adds per turn: role, start and end
+_TEMPLATE = 100  # tokens before the first turn: gpt-oss has date and channels, Qwen2.5 an assistant
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
-    """Lengths in tokens of samples as they are drawn, the share of tokens that carry loss, and where both come from.
-    `upper_bound` says that nothing is known but the longest that is allowed; `rows` is how many samples the data set
-    has, where it was read; `patches` and `tiles` are what the images of a sample become. Equal only to itself: batches
-    are kept by it."""
+    """Lengths of samples in tokens, the share of tokens with labels, and their source.
+
+    With `upper_bound`, only the maximum length is known. `rows` is the number of samples in the data set, if it was
+    read. `patches` and `tiles` are those of the images per sample. Compared by identity, because batches are cached by
+    it."""
 
     values: tuple[int, ...]
     labels: float
@@ -51,8 +54,10 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileLengths:
-    """Tokens of at most MOST_SAMPLES of a file's `rows` rows before they are cut, how they were counted in words, and
-    the `most` that any row may have: each token is a byte at the least. Equal only to itself, as `Lengths` are."""
+    """Tokens of at most MOST_SAMPLES of a file's `rows` rows before truncation, and how they were counted.
+
+    `most` is the largest number that any row may have: a token has at least one byte. Compared by identity, like
+    `Lengths`."""
 
     values: tuple[int, ...]
     rows: int
@@ -64,9 +69,14 @@ def lengths_of(
     dataset: Dataset, recorded: Iterable[tuple[Dataset, dict[str, Any]]] = (), model: Model | None = None,
     pairs: bool = False, prompts: bool = False,
 ) -> Lengths:  # fmt: skip
-    """Return the lengths of a data set for a model; `recorded` are data sets of earlier runs of the same objective with
-    the `dataset` section of their summaries. Of `pairs` they are those of both sequences, one after the other; of
-    `prompts` what is asked, as far as that is known apart from the answers."""
+    """Return the lengths of a data set for a model.
+
+    Args:
+        dataset: The data set.
+        recorded: Data sets of earlier runs of the same objective, with the `dataset` section of their summaries.
+        model: The model whose tokenizer counts a local file.
+        pairs: Count both sequences of a pair, one after the other.
+        prompts: Count prompts without answers, as far as known."""
     sequences = 2 if pairs else 1
     if dataset.name == "synthetic":
         count = min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES) * sequences
@@ -79,7 +89,7 @@ def lengths_of(
         like = Dataset(name="synthetic", like=dataset.name, samples=MOST_SAMPLES, max_length=dataset.max_length)
         drawn = _drawn(like, min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES))
         answers = ", answers included" if prompts else ""
-        return Lengths(drawn, 1.0, f"drawn to the mean length known of {dataset.name}{answers}", upper_bound=prompts)
+        return Lengths(drawn, 1.0, f"random, with the mean of {dataset.name}{answers}", upper_bound=prompts)
     why = f"the lengths of {dataset.name} are not known"
     if dataset.name in ("file", "sample") and model is not None:
         counted = file_lengths(dataset, model, pairs, prompts)
@@ -91,7 +101,7 @@ def lengths_of(
 
 
 def _of_file(dataset: Dataset, sequences: int, file: FileLengths) -> Lengths:
-    """Return the lengths in an order like that of training, as many as are trained on."""
+    """Return the lengths of a file in random order, as in training."""
     trained = max(1, min((dataset.samples or file.rows) * sequences, len(file.values)))
     shuffled = random.Random(dataset.seed).sample(file.values, trained)
     return Lengths(tuple(min(length, dataset.max_length) for length in shuffled), 1.0, file.source, rows=file.rows)
@@ -103,15 +113,15 @@ def _drawn(dataset: Dataset, count: int) -> tuple[int, ...]:
 
 
 def file_basis(dataset: Dataset, file: FileLengths) -> str:
-    """Return in words how long the longest sample of a file is, and how long it may be at the most."""
+    """Return the expected and largest possible sample of a file as text."""
     expected, most = (min(dataset.max_length, length) for length in (max(file.values), file.most))
-    return f"the longest sample {expected:,} tokens, at the most {most:,}: {file.source}"
+    return f"the longest sample {expected:,} tokens, at most {most:,}: {file.source}"
 
 
 def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[tuple[int, ...] | None, str]:
-    """Return all samples' lengths in tokens where known, of pairs both `sequences`', and in words what is known."""
+    """Return the lengths of all samples (of pairs, of all sequences) or None, and their source."""
     if dataset.name != "synthetic":
-        return None, f"no sample is longer than max_length {dataset.max_length:,}"
+        return None, f"at most max_length {dataset.max_length:,} per sample"
     count = ((dataset.samples or 0) + dataset.eval_samples) * sequences
     if dataset.length is not None:
         return (dataset.length,) * min(count, DRAWN), f"every sample has {dataset.length:,} tokens"
@@ -122,14 +132,14 @@ def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[tuple[int, ...
 
 
 def expected_longest(mean: float, sigma: float, count: int, longest: int) -> int:
-    """Return the median of the longest of `count` log-normal lengths with this mean (before the cut at `longest`)."""
-    # From the other end: the share that is shorter, 0.5 ** (1 / count), is 1 as a float from 10^16 on.
+    """Return the median of the longest of `count` log-normal lengths with this mean, at most `longest`."""
+    # Use the complement: 0.5 ** (1 / count) rounds to 1 from 10^16 on.
     quantile = -NormalDist().inv_cdf(-math.expm1(-math.log(2) / max(count, 1)))
     return max(SHORTEST, min(longest, round(math.exp(math.log(mean) - sigma * sigma / 2 + sigma * quantile))))
 
 
 def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | None:
-    """Return samples drawn evenly from the bins of a run's histogram of lengths before they were cut."""
+    """Return samples drawn evenly from the bins of a run's length histogram before truncation."""
     lengths = described.get("tokens_before_truncation") or {}
     histogram, mean = lengths.get("histogram") or {}, lengths.get("mean")
     counts, edges = histogram.get("counts"), histogram.get("edges")
@@ -140,7 +150,7 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
     size = min(sum(counts), MOST_SAMPLES)
     values = dice.choices(range(len(counts)), counts, k=size)
     spread = [edges[i] + dice.random() * (edges[i + 1] - edges[i]) for i in values]
-    scale = mean * size / sum(spread)  # a bin is wide beside short samples: the mean is what was measured
+    scale = mean * size / sum(spread)  # bins are wide for short samples, so scale to the measured mean
     cut = tuple(max(2, min(dataset.max_length, round(length * scale))) for length in spread)
     labels = min(1.0, (described.get("label_tokens") or total) / total) if dataset.loss_on != "all" else 1.0
     return Lengths(cut, labels, f"recorded by a run on {dataset.name}")
@@ -148,9 +158,10 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
 
 @lru_cache(maxsize=8)
 def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: bool = False) -> FileLengths | str:
-    """Return the lengths of a file's rows, of `pairs` of both sequences, of `prompts` of what is asked; a reason where
-    the file cannot be read here."""
-    from ftbench.spec.datasets import row_example, row_format  # most lengths are known without the file
+    """Return the lengths of a file's rows, or the reason why it cannot be read.
+
+    Count both sequences of `pairs`, and only the questions of `prompts`."""
+    from ftbench.spec.datasets import row_example, row_format  # rarely needed
 
     path = Path(dataset.path or SAMPLE)
 
@@ -176,7 +187,7 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
     else:
         ratio = _BYTES if model.weights != "random" else _BYTES_RANDOM if dataset.path else _BYTES_SAMPLE
         counts = [sum(len(turn.encode()) for turn in turns) / ratio for turns in texts]
-        how = f"{path.name} at {ratio:g} bytes a token, as the model's tokenizer is not on this machine"
+        how = f"{path.name} at {ratio:g} bytes per token, because the model's tokenizer is not on this machine"
     lengths = (round(count) + _TURN * len(turns) for count, turns in zip(counts, texts, strict=True))
     values = tuple(max(2, length) for length in lengths)
     whole = tokenizer is not None and len(rows) <= MOST_SAMPLES
@@ -186,8 +197,9 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
 def _most_bytes(
     rows: FileRows, turns_of: Callable[[int], list[list[str]]], shown: Mapping[int, list[list[str]]]
 ) -> int:
-    """Return the most bytes of a sequence of any row, those of its template included. Rows are taken by what they hold,
-    the largest first, until none can have more: what a format adds is the same for each, as the `shown` rows tell."""
+    """Return the most bytes of a sequence of any row, with its template.
+
+    Rows are rendered by decreasing size until no other row can be longer. `shown` rows show what a format adds."""
     held = [_bytes_held(rows[at]) for at in range(len(rows))]
     most = {at: max(map(_bytes_of, sequences)) for at, sequences in shown.items()}
     added, best = max(0, *(most[at] - held[at] for at in most)), max(most.values())
@@ -204,7 +216,7 @@ def _bytes_of(turns: Iterable[str]) -> int:
 
 
 def _bytes_held(value: Any) -> int:
-    """Return the bytes of all text in a row, and of the turns that it may be."""
+    """Return the bytes of all text in a row, with its possible turns."""
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple):
@@ -213,7 +225,7 @@ def _bytes_held(value: Any) -> int:
 
 
 def _sequences(row: Example, prompts: bool) -> Iterator[tuple[dict[str, Any], ...]]:
-    """Yield the messages of each sequence of a row: of a pair both, of `prompts` those without the answer."""
+    """Yield the messages of each sequence of a row: both of a pair, or the question of `prompts`."""
     if row.text is not None:
         yield ({"content": row.text},)
     elif prompts:
@@ -228,7 +240,7 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def tokenizer_file(model: Model) -> Path | None:
-    """Return the tokenizer.json in the model's directory or in the hub's cache."""
+    """Return the tokenizer.json of the model's directory or of the hub's cache."""
     if model.weights == "random":
         return None
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
@@ -238,7 +250,7 @@ def tokenizer_file(model: Model) -> Path | None:
 
 
 def _local_tokenizer(model: Model) -> Any | None:
-    """Return the model's tokenizer; None where it is not on this machine, or the tokenizers package is not."""
+    """Return the model's tokenizer, or None if it or the tokenizers package is missing."""
     path = tokenizer_file(model)
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""The shape of a spec's model: from facts, from its config.json on this disk, or from one that is given."""
+"""The shape of a spec's model, from the shipped facts, a local config.json, or a given one."""
 
 from functools import cache
 from pathlib import Path
@@ -14,14 +14,15 @@ from ftbench.spec.reading import read_config
 
 
 def check_modelled(spec: Experiment) -> None:
-    """Raise SpecError, with the nearest spec that is estimated, for one whose step no formula describes: a method that
-    trains neither every weight nor adapters; an objective that generates; another framework at its best; of unsloth
-    what was never measured."""
+    """Raise SpecError if no formula describes the step of a spec. The message names the most similar spec that has one.
+
+    This concerns other methods, other frameworks with their best settings, and settings of unsloth that were not
+    measured."""
     method, on = spec.method, spec.optimizations
     if spec.launch.settings == "best":
         raise SpecError(
-            f"what {spec.launch.framework} takes at its best no formula knows: estimate with --set "
-            "launch.settings=plain, or train a few steps with --set train.max_steps=5"
+            f"launch.settings best of {spec.launch.framework} has no formula: estimate with "
+            "--set launch.settings=plain, or train a few steps with --set train.max_steps=5"
         )
     if not method.adapters and method.name != "full":
         raise SpecError(
@@ -32,7 +33,7 @@ def check_modelled(spec: Experiment) -> None:
         return
     if shape_of(spec.model).vision:
         raise SpecError(
-            "what unsloth takes with images was never measured: estimate with --set "
+            "unsloth with images was never measured: estimate with --set "
             f"method={'qlora' if method.load_in_4bit else 'lora'}, or train a few steps with --set train.max_steps=5"
         )
     unmeasured = {
@@ -45,30 +46,34 @@ def check_modelled(spec: Experiment) -> None:
     }
     if what := {name: change for name, (given, change) in unmeasured.items() if given}:
         raise SpecError(
-            f"what unsloth takes with {' and '.join(what)} was never measured: the nearest that is estimated is "
+            f"unsloth with {' and '.join(what)} was never measured: the most similar estimated spec has "
             f"{' '.join(f'--set {change}' for change in what.values())}; or train a few steps with --set "
             "train.max_steps=5"
         )
 
 
 def is_rough(spec: Experiment) -> bool:
-    """Return whether a step is known in its order of size alone: of unsloth's own packing one run on a large model took
-    14 % more memory than rows of one sample would, and more than twice the time; other frameworks took 17 % more, and
-    with QLoRA 19 % less, than ftbench's own loop (headline-first/short-equal and frameworks in results/h200)."""
+    """Return whether a step is known only roughly.
+
+    unsloth's packing on a large model took 14 % more memory than rows of one sample, and more than twice the time.
+    Other frameworks took 17 % more, and with QLoRA 19 % less, than ftbench's own loop (headline-first/short-equal and
+    frameworks in results/h200)."""
     packed = isinstance(spec.method, Unsloth) and spec.optimizations.packing
     return packed or spec.launch.framework != "trl"
 
 
 def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
-    """Return the shape of a spec's model: by `config`, else model.path, else facts. Raises SpecError with a way out."""
+    """Return the shape of a spec's model from `config`, model.path, or the shipped facts.
+
+    Raise SpecError if it is unknown or its config.json is wrong."""
     if config is None and not model.path and model.id in architectures():
         return _known(model.id)
     values = config or (read_config(Path(model.path)) if model.path else None)
     if values is None:
-        folder = f" (a folder is written `model: {{path: {model.id}}}`)" if model.id.startswith((".", "/", "~")) else ""
+        folder = f" (write a folder as `model: {{path: {model.id}}}`)" if model.id.startswith((".", "/", "~")) else ""
         raise SpecError(
-            f"no shape is known for {model.id}{folder}: give --config FILE with its config.json, model.path, or one of "
-            "`ftbench list models`"
+            f"the shape of {model.id} is not known{folder}: give --config FILE with its config.json, set model.path, "
+            "or use a model of `ftbench list models`"
         )
     try:
         return describe(values)
@@ -78,7 +83,7 @@ def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         reason = f"config.json: {error} is missing" if isinstance(error, KeyError) else str(error)
-        raise SpecError(f"model {model.id}: {reason}: correct it, or take the one that was published") from None
+        raise SpecError(f"model {model.id}: {reason}: correct it, or use the published file") from None
 
 
 @cache

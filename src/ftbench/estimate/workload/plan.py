@@ -1,4 +1,4 @@
-"""A spec → what it trains and how, as far as memory and time depend on it."""
+"""How a spec trains its model, as far as memory and time depend on it."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -13,27 +13,29 @@ from ftbench.spec.optimizations.triton_kernels import FAMILIES as KERNEL_FAMILIE
 Loss = Literal["trl", "chunked", "liger", "unsloth", "pairs", "completions"]
 Attention = Literal["sdpa", "masked", "eager", "flash", "varlen"]
 Checkpointing = Literal["off", "full", "selective", "offload", "unsloth"]
-Fused = Literal["off", "augmented", "beside"]
+Fused = Literal["off", "augmented", "separate"]
 
 CHUNK = 2048  # label tokens (worker/optimizations/chunked_loss.py)
-_MLP, _MOST_COLUMNS = {"gate_proj", "up_proj", "down_proj"}, 32  # what a whole MLP has, and of gate and up together
+_MLP, _MOST_COLUMNS = (
+    {"gate_proj", "up_proj", "down_proj"},
+    32,
+)  # matrices of an MLP; largest rank of gate and up
 DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """How a model is trained, as far as its memory depends on it. Bytes are those of one element.
+    """How a model is trained, as far as memory and time depend on it. Bytes are per element.
 
-    weight: of the 16- or 32-bit weights as loaded; upcast: of embedding, head and norms once peft has prepared a
-    quantised model (float32); compute: of what products are made in; autocast: whether products cast their inputs.
-    adapter: of the adapters, 0 without. targets: the last parts of the names of the linear layers that have adapters,
-    and `experts` where the fused experts have. mxfp4: the experts stay in 4 bits as gpt-oss is published.
-    checkpointing: `offload` and `unsloth` keep layer inputs in host memory. chunk: label tokens of a chunk of our loss.
-    graphed: forward and backward pass are replayed, and gradients stay where they were recorded. fused: how fused_lora
-    multiplies adapters. lean: compiled layers make again what needs no product. triton: our own kernels are between the
-    products. whole_mlp: they keep no product of the gate. streamed: frozen weights wait on the host.
-    attention: `masked` is sdpa with a mask, made where rows hold padding or several samples. reference: what a step of
-    dpo, or of grpo, compares with."""
+    weight: of the weights as loaded; upcast: of embedding, head and norms after peft prepared a quantized model
+    (float32); compute: of products' operands; autocast: whether products cast their inputs. adapter: of the adapters, 0
+    without. targets: last parts of the names of adapted linear layers, and `experts` for fused experts. mxfp4: experts
+    stay in 4 bits as gpt-oss is published. checkpointing: `offload` and `unsloth` keep layer inputs in host memory.
+    chunk: label tokens per chunk of our loss. graphed: forward and backward pass are a CUDA graph, and gradients stay
+    in place. fused: how fused_lora multiplies adapters. lean: compiled layers recompute everything except products.
+    triton: our kernels run between the products. whole_mlp: they keep no product of the gate. streamed: frozen weights
+    are in host memory. attention: `masked` is sdpa with a mask, for padding or several samples per row. reference: the
+    reference of a dpo or grpo step."""
 
     full: bool = False
     quantised: bool = False
@@ -70,48 +72,54 @@ class TrainingPlan:
 
     @property
     def stream(self) -> int:
-        """Bytes of an element of the residual stream, which has the type of the embedding."""
+        """Bytes of an element of the residual stream, which has the embedding's type."""
         return self.upcast
 
     @property
     def product(self) -> int:
-        """Bytes of an element that a linear layer puts out: bitsandbytes gives back the type it was given, others
-        the type they compute in."""
+        """Bytes of an element that a linear layer returns.
+
+        bitsandbytes returns the input's type, other layers the compute type."""
         return self.stream if self.quantised and not self.mxfp4 else self.compute
 
     @property
     def casts_nothing(self) -> bool:
-        """Whether adapters read the very tensor that the layer reads."""
+        """Whether adapters read the same tensor as the layer."""
         return self.adapter == self.stream == self.compute
 
     @property
     def norms_keep_inputs(self) -> bool:
-        """Whether norms are kernels that save their input as it is, of which eager ones save a float32 copy."""
+        """Whether norms are kernels that save their input as it is; eager norms save a float32 copy."""
         return self.liger or self.unsloth or self.triton
 
     @property
     def joined(self) -> bool:
-        """Whether the projections of an input, adapters and all, are one product whose output our kernels read."""
-        return self.triton and (self.fused == "augmented" or (self.fused == "beside" and self.fp8))
+        """Whether the projections of an input and their adapters are one product, whose output our kernels read."""
+        return self.triton and (self.fused == "augmented" or (self.fused == "separate" and self.fp8))
 
     @property
     def kernels(self) -> Literal["eager", "liger", "compiled", "unsloth"]:
-        """Whose kernels do the elementwise work."""
+        """Which kernels do the elementwise work."""
         return "unsloth" if self.unsloth else "compiled" if self.compiled else "liger" if self.liger else "eager"
 
     def adapted(self, layer: Layer) -> int:
-        """Return how many matrices of a layer have adapters."""
+        """Return the number of adapted matrices of a layer."""
         return len(layer.reached(self.targets)) + ("experts" in self.targets and layer.experts is not None)
 
 
 def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bool = False) -> TrainingPlan:
-    """Return the plan of a resolved spec. `padded` says that some batch holds padding, or rows of several samples,
-    `whole` that rows are of one length, each one sample."""
+    """Return the plan of a resolved spec.
+
+    Args:
+        spec: The resolved experiment.
+        model: The shape of its model.
+        padded: Whether a batch has padding, or rows with several samples.
+        whole: Whether all rows have one length and one sample."""
     method, on = spec.method, spec.optimizations
     if on.triton_kernels and model.family not in KERNEL_FAMILIES:
-        raise SpecError(f"optimizations.triton_kernels knows no layers of {model.family}: set it to off")
+        raise SpecError(f"optimizations.triton_kernels does not support {model.family}: set it to off")
     if spec.objective.prompts and model.vision:
-        raise SpecError(f"objective {spec.objective.name} is given text alone, and {spec.model.id} reads images: take "
+        raise SpecError(f"objective {spec.objective.name} supports text only, and {spec.model.id} reads images: choose "
                         "another model")  # fmt: skip
     weight, autocast = DTYPE_BYTES[spec.model.dtype], spec.train.precision != "fp32"
     compute = 2 if autocast or weight == 2 else 4
@@ -154,32 +162,36 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
 def _whole_mlp(spec: Experiment, model: ModelShape) -> bool:
     """Return whether an MLP is one function (worker/optimizations/fused_lora.py, BesideGroup.gated)."""
     on, method = spec.optimizations, spec.method
-    delayed = on.triton_kernels and on.fp8 == DELAYED and fused(spec) == "beside"
+    delayed = on.triton_kernels and on.fp8 == DELAYED and fused(spec) == "separate"
     return delayed and targets(method, model) >= _MLP and 2 * getattr(method, "rank", 0) <= _MOST_COLUMNS
 
 
 def _adapter(method: Full | Lora | Qlora | Unsloth) -> int:
-    """Return an adapter parameter's bytes: peft keeps float32, trl makes those of a bitsandbytes model bfloat16."""
+    """Return the bytes of an adapter parameter: peft uses float32, trl bfloat16 on a bitsandbytes model."""
     return 0 if isinstance(method, Full) else 2 if isinstance(method, Qlora) and not method.mxfp4 else 4
 
 
 def is_upcast(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
-    """Return whether what is not quantised is cast to float32 (worker/methods/qlora.py, `adapt`)."""
+    """Return whether weights that are not quantized are cast to float32 (worker/methods/qlora.py, `adapt`)."""
     return isinstance(method, Qlora) and method.upcast and not model.has_experts
 
 
 def fused(spec: Experiment) -> Fused:
-    """Return how fused_lora multiplies: within a base product that is a plain one of its type and stays on the GPU."""
+    """Return how fused_lora multiplies adapters.
+
+    `augmented` needs a plain base product of the compute type, with weights on the GPU."""
     if not (on := spec.optimizations).fused_lora:
         return "off"
-    other = on.fp8 != "off" or on.weight_offload or (spec.method.quantised and not spec.method.mxfp4)
+    separate = on.fp8 != "off" or on.weight_offload or (spec.method.quantised and not spec.method.mxfp4)
     products = "bfloat16" if spec.train.precision == "bf16" else "float32"
-    return "beside" if other or spec.model.dtype != products else "augmented"
+    return "separate" if separate or spec.model.dtype != products else "augmented"
 
 
 def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozenset[str]:
-    """Return what gets adapters: the model's linear layers of the names asked for (all-linear: any), and fused experts
-    where `method.experts` says so: beside those no layer of an MLP has a name for peft (worker/methods/lora.py)."""
+    """Return the adapted linear layers of the model, and `experts` for adapted fused experts.
+
+    `all-linear` selects all linear layers. In models with fused experts, peft finds no layer of an MLP by name
+    (worker/methods/lora.py)."""
     if isinstance(method, Full):
         return frozenset()
     names = model.linear_names
@@ -197,7 +209,7 @@ def _checkpointing(spec: Experiment) -> Checkpointing:
 
 
 def is_eager(spec: Experiment, model: ModelShape) -> bool:
-    """Return whether attention writes a weight for each pair of positions: transformers has no sdpa for sinks."""
+    """Return whether attention stores a weight per pair of positions. transformers has no sdpa for sinks."""
     attention = spec.optimizations.attention
     return attention == "eager" or (attention == "auto" and model.has_sinks)
 

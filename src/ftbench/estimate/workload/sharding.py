@@ -1,4 +1,4 @@
-"""How several GPUs divide one training: what each of them computes of the model and of the batch."""
+"""How several GPUs share one training: the part of the model and of the batch on each."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,19 +12,20 @@ from ftbench.spec.experiment import Experiment, Launch
 
 STRATEGIES: tuple[str, ...] = get_args(Launch.model_fields["strategy"].annotation)
 
-# transformers' plans of tensor parallelism (base_model_tp_plan): these are cut by their outputs, those by their inputs.
+# transformers' tensor parallel plans (base_model_tp_plan): split by outputs, and split by inputs.
 _BY_OUTPUTS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 _BY_INPUTS = {"o_proj", "down_proj"}
-MESH = 2  # GPUs that share a matrix under tp+fsdp, where nothing says how many
-_SEQUENCE = {"cp": "fsdp", "ulysses": "zero3"}  # what divides the states of those that divide a sequence
+MESH = 2  # GPUs that share a matrix under tp+fsdp by default
+_SEQUENCE = {"cp": "fsdp", "ulysses": "zero3"}  # how strategies that split sequences shard states
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """`gpus` of one run, by the `name` of their strategy. `states` divides weights, gradients and the optimizer's state
-    over the `holders` (none, ddp, fsdp, zero1, zero2, zero3), and `offload` moves some of them to the host. The
-    products of each layer are divided into `tensor` parts, the experts into `experts`, each sequence into `sequence`;
-    `data` is how many different batches a step has."""
+    """How several GPUs share one training.
+
+    `states` shards weights, gradients and optimizer state over the `holders` (none, ddp, fsdp, zero1, zero2, zero3),
+    and `offload` moves some of them to the host. The products of each layer are split into `tensor` parts, the experts
+    into `experts`, and each sequence into `sequence`. `data` is the number of different batches per step."""
 
     gpus: int = 1
     name: str = "none"
@@ -40,18 +41,18 @@ class Sharding:
 
     @property
     def holders(self) -> int:
-        """How many GPUs divide the states of what one of them computes."""
+        """The number of GPUs that shard the states of one model part."""
         return self.gpus // (self.tensor * self.experts)
 
 
-ALONE = Sharding()
+SINGLE = Sharding()
 
 
 def sharding_of(launch: Launch) -> Sharding:
-    """Return what a strategy divides: `tp`, `ep`, `cp` and `ulysses` their own part, all others the batch."""
+    """Return what a strategy shards: `tp`, `ep`, `cp` and `ulysses` their own part, all others the batch."""
     gpus, strategy = launch.gpus, launch.strategy
     if gpus == 1:
-        return ALONE
+        return SINGLE
     if launch.tp is not None:
         return Sharding(gpus, strategy, "fsdp", tensor=launch.tp)
     if strategy in ("tp", "ep"):
@@ -61,8 +62,7 @@ def sharding_of(launch: Launch) -> Sharding:
 
 
 def on_gpus(spec: Experiment, gpus: int, strategy: str, offload: str = "none") -> Experiment:
-    """Return the spec on so many GPUs, fewer on as few of its machines as have them. Whether that can be launched its
-    refusals say."""
+    """Return the spec on this number of GPUs. Whether it can be launched is checked by `incompatibilities`."""
     tp = spec.launch.tp or MESH if strategy == "tp+fsdp" else None
     nodes = min(spec.launch.nodes, ceil(gpus / max(1, spec.launch.gpus_of_node)))
     parts = {"gpus": gpus, "nodes": nodes, "strategy": strategy, "tp": tp, "offload": offload}
@@ -75,29 +75,31 @@ def shared_how(launch: Launch) -> str:
 
 
 def counts(most: int) -> list[int]:
-    """Return how many GPUs may share the work where there are so many: all, and powers of two below."""
+    """Return the numbers of GPUs to consider: all, and powers of two below."""
     return sorted({most, *(2**power for power in range(most.bit_length()))})
 
 
 def problem(model: ModelShape, launch: Launch) -> str | None:
-    """Return why a model cannot be divided so."""
+    """Return why a model cannot be split like this, or None."""
     gpus, strategy = launch.tp or launch.gpus, launch.strategy
     if strategy == "ep" and not model.has_experts:
-        return f"ep divides experts, and {model.family} has none"
+        return f"ep needs experts, and {model.family} has none"
     if launch.tp and not launch.is_mesh:
-        return f"{strategy}: {launch.gpus} GPUs are no mesh of {gpus} by two or more"
+        return f"{strategy}: {launch.gpus} GPUs cannot form a mesh of {gpus} by two or more"
     keys = [layer.kv_heads for layer in model.layers]
     counts = {"tp": keys, "tp+fsdp": keys, "ulysses": [layer.heads for layer in model.layers],
               "ep": [layer.experts.count for layer in model.layers if layer.experts]}  # fmt: skip
     odd = [count for count in counts.get(strategy, []) if count % gpus]
-    word = {"ulysses": "heads", "ep": "experts"}.get(strategy, "heads of keys")
+    word = {"ulysses": "heads", "ep": "experts"}.get(strategy, "key heads")
     return f"{strategy}: {odd[0]} {word} do not divide by {gpus}" if odd else None
 
 
 @lru_cache(maxsize=64)
 def rank_model(model: ModelShape, sharding: Sharding) -> ModelShape:
-    """Return the model that one GPU computes: of each layer its heads, its columns and its experts; norms, embedding
-    and what the plan does not name are whole. The head is cut, and with it an embedding that is the same matrix."""
+    """Return the part of the model that one GPU computes: heads, columns and experts of each layer.
+
+    Norms, embedding and unlisted layers are complete. The head is split, and with it an embedding that shares its
+    weight."""
     if sharding.tensor == sharding.experts == 1:
         return model
     layers = {layer: _layer(layer, sharding) for layer, _ in model.kinds}
@@ -114,7 +116,7 @@ def _layer(layer: Layer, sharding: Sharding) -> Layer:
         norms=tuple(_norm(norm, parts) for norm in layer.norms), experts=local,
         fused_values=_part(layer.fused_values, parts),
     )  # fmt: skip
-    # every GPU chooses among all experts
+    # every GPU routes among all experts
     return replace(cut, others=cut.others + kept - (cut.parameters["router"] if moe else 0))
 
 
@@ -125,7 +127,7 @@ def _linear(linear: Linear, parts: int) -> Linear:
 
 
 def _norm(norm: Norm, parts: int) -> Norm:
-    """Return the norm of this GPU's heads: they share one weight, which every GPU has."""
+    """Return the norm of this GPU's heads. They share one weight, which every GPU has."""
     if norm.position != "head" or norm.groups == 1:
         return norm
     groups = _part(norm.groups, parts)
@@ -133,8 +135,9 @@ def _norm(norm: Norm, parts: int) -> Norm:
 
 
 def _experts(moe: Experts, sharding: Sharding) -> Experts:
-    """Return this GPU's experts. A token's rows for the experts of others stay in its tensors, masked out
-    (transformers, grouped_mm_experts_forward)."""
+    """Return this GPU's experts.
+
+    The rows of other GPUs' experts stay in its tensors, masked out (transformers, grouped_mm_experts_forward)."""
     return replace(moe, count=_part(moe.count, sharding.experts), inner=_part(moe.inner, sharding.tensor))
 
 
@@ -143,7 +146,7 @@ def _part(count: int, parts: int) -> int:
 
 
 def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
-    """Return what one GPU computes of a batch: its part of each sequence, which is padded to two equal halves a GPU."""
+    """Return what one GPU computes of a batch: its part of each sequence, padded to two equal halves per GPU."""
     if sharding.sequence == 1:
         return batch
     length = 2 * ceil(batch.length / (2 * sharding.sequence))

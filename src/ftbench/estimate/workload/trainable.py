@@ -1,4 +1,4 @@
-"""What a token passes through in a model with a method on it, and what is trained of it."""
+"""The products per token of a model with a method, and its trained parameters."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ftbench.spec.experiment import Experiment
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """Linear layers of a whole model as one token uses them: how many, and the sums of their widths."""
+    """Linear layers of a model as one token uses them: their number and the sums of their widths."""
 
     count: int
     inputs: int
@@ -24,10 +24,11 @@ class Linears:
 
 @dataclass(frozen=True, slots=True)
 class TrainableShape:
-    """A model with a method on it. `linears` are those of all layers, `adapters` the ones among them with adapters. A
-    token uses `expert_matmul` of the experts' parameters. `inner`, `heads` and `query_key` are sums over all layers:
-    the widths of the gated products a token passes, its attention heads, and its queries and keys; `moe_layers` have
-    experts."""
+    """A model with a method.
+
+    `linears` are all linear layers, `adapters` those with adapters. A token uses `expert_matmul` parameters of the
+    experts. `inner`, `heads` and `query_key` are sums over all layers: the widths of gated products per token,
+    attention heads, and queries and keys. `moe_layers` is the number of layers with experts."""
 
     model: ModelShape
     matmul: MatmulShape
@@ -42,9 +43,10 @@ class TrainableShape:
 
 
 def trainable_shape(spec: Experiment, config: dict[str, Any] | None = None) -> TrainableShape:
-    """Return what a token passes through in a model that is only known by its config.json, with a method on it: the
-    worker counts the same on the live model (`worker/measure/applied.py`), and a test holds the two against each other.
-    Of several GPUs it is the part of one. Raises SpecError for a model whose shape is not known."""
+    """Return the parameters that one GPU trains, and the products per token.
+
+    The worker counts the same on the live model (`worker/measure/applied.py`), and a test compares both. Raise
+    SpecError if the shape of the model is not known."""
     method, sharding = spec.method, sharding_of(spec.launch)
     model = rank_model(shape_of(spec.model, config), sharding)
     return _trainable(model, targets(method, model), getattr(method, "rank", 0), sharding)
@@ -52,7 +54,7 @@ def trainable_shape(spec: Experiment, config: dict[str, Any] | None = None) -> T
 
 @lru_cache(maxsize=256)
 def _trainable(model: ModelShape, names: frozenset[str], rank: int, sharding: Sharding) -> TrainableShape:
-    """Return what is trained; `rank` 0 trains every weight. A token finds its experts on several GPUs."""
+    """Return the trainable shape. `rank` 0 trains all weights. The experts of a token are spread over the GPUs."""
     full = not rank
     reached = _summed(model, lambda layer: _adapted(layer, names))
     experts = model.summed(
@@ -79,8 +81,9 @@ def _trainable(model: ModelShape, names: frozenset[str], rank: int, sharding: Sh
 
 
 def adapter_parameters(model: ModelShape, names: frozenset[str], rank: int) -> int:
-    """Return the trained parameters of LoRA: r (in + out) for each targeted matrix (Hu et al. 2021), of each expert for
-    gate and up together and for down."""
+    """Return the trained parameters of LoRA: r (in + out) for each targeted matrix (Hu et al. 2021).
+
+    Each expert has adapters for gate and up together, and for down."""
     return rank * model.summed(
         lambda layer: (
             sum(linear.inputs + linear.outputs for linear in layer.reached(names))
@@ -90,13 +93,13 @@ def adapter_parameters(model: ModelShape, names: frozenset[str], rank: int) -> i
 
 
 def expert_adapter(layer: Layer) -> int:
-    """Return the inputs and outputs of one expert's two fused matrices."""
+    """Return the sum of inputs and outputs of one expert's two fused matrices."""
     assert layer.experts is not None
     return (layer.hidden + 2 * layer.experts.inner) + (layer.experts.inner + layer.hidden)
 
 
 def _used(layer: Layer) -> list[tuple[int, int]]:
-    """Return inputs and outputs of a layer's matrices as a token uses them, those of its experts as one each."""
+    """Return inputs and outputs of a layer's matrices as a token uses them, with its experts as one."""
     inner = layer.experts.inner * layer.experts.active if layer.experts else 0
     gated = [(layer.hidden, inner), (layer.hidden, inner), (inner, layer.hidden)] if inner else []
     return [(linear.inputs, linear.outputs) for linear in layer.linears] + gated
@@ -111,7 +114,7 @@ def _adapted(layer: Layer, names: frozenset[str]) -> list[tuple[int, int]]:
 
 
 def _summed(model: ModelShape, matrices: Callable[[Layer], list[tuple[int, int]]]) -> Linears:
-    """Return some matrices of each layer, of the whole model."""
+    """Return the sums of some matrices over the model."""
     counted = [(count, matrices(layer)) for layer, count in model.kinds]
     inputs, outputs = (sum(count * sum(pair[side] for pair in pairs) for count, pairs in counted) for side in (0, 1))
     return Linears(sum(count * len(pairs) for count, pairs in counted), inputs, outputs)

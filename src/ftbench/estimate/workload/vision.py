@@ -1,4 +1,4 @@
-"""What is trained of the parts that read images, and what a patch passes through in them."""
+"""Trained parameters and products of the image encoder and projector."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from ftbench.families.vision import VisionShape
 
 
 def learns(plan: TrainingPlan) -> bool:
-    """Return whether the gradient reaches what images become."""
+    """Return whether encoder or projector are trained."""
     return (plan.vision, plan.projector) != ("frozen", "frozen")
 
 
@@ -19,13 +19,13 @@ def adapter_parameters(vision: VisionShape, plan: TrainingPlan) -> int:
 
 
 def trained_whole(vision: VisionShape, plan: TrainingPlan) -> int:
-    """Return the parameters of the parts whose every weight is trained."""
+    """Return the parameters of the fully trained parts."""
     encoder = vision.encoder if plan.vision == "full" else 0
     return encoder + (vision.projector if plan.projector == "full" else 0)
 
 
 def vision_matmul(vision: VisionShape, plan: TrainingPlan) -> VisionMatmulShape:
-    """Return what a patch passes through in encoder and projector, as the worker counts it on the live model."""
+    """Return the products per patch in encoder and projector, as the worker counts them on the live model."""
     share, layers = 1 / vision.merge**2, vision.layers
     encoder = vision.values * vision.hidden + layers * _weights(vision.matrices)
     projector = _weights(vision.merging) * share

@@ -3,11 +3,11 @@ grid (`plan/grid.py`)."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from ftbench.core.units import some
 from ftbench.errors import SpecError
-from ftbench.estimate import preflight
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import NOT_FINITE, first_gpu, read_json
@@ -53,7 +53,7 @@ class Search(Plan):
         for family in self.families:
             if effective and effective % (group := family.spec.objective.group):
                 raise SpecError(f"--effective-batch {effective}: a step holds groups of {group}: take a multiple of it")
-            family.seed = preflight.first_trial(family.spec, gpu, options.folder.parent, LARGEST_BATCH)
+            family.seed = _first_trial(family.spec, gpu, options.folder.parent)
             family.stopped = bool(family.refused)
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
@@ -164,6 +164,15 @@ class Search(Plan):
             family.values | {"train.batch_size": batch}, 1, self.options.folder, self.options.gpu,
         )  # fmt: skip
         return replace(made, family=identity.fingerprint_without_batch(spec, self.options.gpu))
+
+
+def _first_trial(spec: Experiment, gpu: dict[str, Any] | None, folder: Path) -> int | None:
+    """Return the batch that is expected to fit; None without the estimator."""
+    try:
+        from ftbench.estimate import api
+    except ImportError:
+        return None
+    return api.first_trial(spec, gpu, folder, LARGEST_BATCH)
 
 
 def _settings(spec: Experiment, changes: dict[str, dict[str, Any]]) -> list[str]:

@@ -1,5 +1,4 @@
-"""The largest batch that fits, and the memory of many specs on many GPUs: each is worked out once, since GPUs differ in
-how much they have."""
+"""Find the largest batch that fits, and cache memory estimates: GPUs differ only in their capacity."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,18 +14,18 @@ MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
 
 
 class MemoryCache:
-    """Estimates for the `config` and `total` of `estimate_memory`."""
+    """Memory estimates of many specs on many GPUs. `config` and `total` are those of `estimate_memory`."""
 
     def __init__(self, config: dict[str, Any] | None = None, total: float | None = None) -> None:
         self._config, self._total = config, total
         self._known: dict[Any, dict[int, MemoryEstimate]] = {}
 
     def estimate(self, spec: Experiment, gpu: Gpu | float) -> MemoryEstimate:
-        """Return what `estimate_memory` says."""
+        """Return the same as `estimate_memory`."""
         return self._of(self._curve(spec, gpu), spec, gpu, spec.train.batch_size)
 
     def _curve(self, spec: Experiment, gpu: Gpu | float) -> dict[int, MemoryEstimate]:
-        """Return what is known of a spec by its batch size."""
+        """Return the known estimates of a spec by batch size."""
         capability = capability_of(gpu)
         passes = spec.train.gradient_accumulation_steps
         together = passes if spec.objective.prompts else passes > 1
@@ -49,9 +48,10 @@ class MemoryCache:
     def largest_batch(
         self, spec: Experiment, gpu: Gpu | float, likely: bool = False, most: int = MOST_BATCH
     ) -> int | None:
-        """Return the largest train.batch_size whose verdict is `fits`, at most the samples that there are and `most`,
-        whole groups of them in a step; None where not even the smallest does. With `likely` the largest that is
-        expected to fit, with no margin: where a search may start."""
+        """Return the largest train.batch_size that fits, or None if the smallest does not.
+
+        It is at most the number of samples and `most`, and a step has full groups of completions. With `likely`, return
+        the largest that is expected to fit, without margins: the start of a search."""
         has, curve = capacity(gpu, self._total), self._curve(spec, gpu)
         group, passes = spec.objective.group, spec.train.gradient_accumulation_steps
         unit = group // math.gcd(group, passes)
@@ -72,13 +72,14 @@ class MemoryCache:
 
 
 def largest_batch(spec: Experiment, gpu: Gpu | float, *, likely: bool = False, **options: Any) -> int | None:
-    """Return the same of one spec; `options` are those of `MemoryCache`."""
+    """Return the largest batch of one spec; `options` are those of `MemoryCache`."""
     return MemoryCache(**options).largest_batch(spec, gpu, likely)
 
 
 def _largest_within(most: int, needed: Callable[[int], float], room: float, known: Mapping[int, float]) -> int | None:
-    """Return the largest batch, up to `most`, that needs no more than `room`, in few steps: memory is nearly a straight
-    line over the batch size. `known` is what some sizes need."""
+    """Return the largest batch up to `most` that needs at most `room`. `known` holds the needs of some sizes.
+
+    Memory is almost linear in the batch size, so few steps are enough."""
     known = {1: needed(1)} | {size: need for size, need in known.items() if size <= most}
     if known[1] > room:
         return None
@@ -92,7 +93,7 @@ def _largest_within(most: int, needed: Callable[[int], float], room: float, know
 
 
 def _between(fits: int, fails: int, known: Mapping[int, float], room: float) -> int:
-    """Return the next size to try: where the line through the two nearest meets `room`, else twice or half way."""
+    """Return the next size to try: on the line through the two nearest sizes, otherwise twice as large or half way."""
     other = fails if fails in known else max((size for size in known if size < fits), default=None)
     if other is None:
         return min(2 * fits, fails - 1)

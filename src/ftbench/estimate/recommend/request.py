@@ -1,6 +1,7 @@
-"""`ftbench recommend`: the command line → a goal; every mistake a sentence."""
+"""Turn the options of `ftbench recommend` into a goal, and check them."""
 
 import math
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,21 @@ from typing import cast
 from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.core.units import parse_seconds
 from ftbench.errors import SpecError
-from ftbench.estimate.command import listed
+from ftbench.estimate.estimates import MOST_SAMPLES
+from ftbench.estimate.gpu_selection import gpus_named
 from ftbench.estimate.memory.capacity import probed
-from ftbench.estimate.recommend.ranking import OBJECTIVES, Goal, Objective, Recommendation, recommend, with_freer
+from ftbench.estimate.recommend.nearest import changed_keys, run_command
+from ftbench.estimate.recommend.ranking import (
+    OBJECTIVES,
+    Goal,
+    Objective,
+    Recommendation,
+    as_runnable,
+    recommend,
+    with_freer,
+)
 from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.history import RunHistory
-from ftbench.estimate.time.text import MOST_SAMPLES
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.sharding import counts, sharding_of
 from ftbench.spec.base import known, shortened
@@ -27,12 +37,12 @@ from ftbench.store import machine
 from ftbench.store.output import output_file
 
 MOST_BATCH, MOST_GPUS = 65_536, 64
-ANY = "any"  # of --effective-batch: whatever is best
+ANY = "any"  # of --effective-batch
 
 
 @dataclass(frozen=True, slots=True)
 class RecommendRequest:
-    """What was asked for on the command line, as it was typed."""
+    """The options of `ftbench recommend`, as typed."""
 
     spec: Path
     sets: Sequence[str] = ()
@@ -50,8 +60,8 @@ class RecommendRequest:
     config: Path | None = None
 
 
-def run(request: RecommendRequest) -> Recommendation:
-    """Raise SpecError for each mistake."""
+def answer(request: RecommendRequest) -> Recommendation:
+    """Return the recommendation. Raise SpecError with all mistakes in the options."""
     spec = load(request.spec, request.sets)
     prices = load_prices(request.prices) if request.prices is not None else None
     gpus = tuple(probed(gpu, request.store) for gpu in _gpus(request.gpu))
@@ -59,40 +69,45 @@ def run(request: RecommendRequest) -> Recommendation:
     if problems:
         raise SpecError(*problems)
     deadline = parse_seconds(request.deadline) if request.deadline is not None else None
-    store = RunHistory.read(request.store)
-    spec = store.with_sample_count(spec)
-    answer = recommend(Goal(
-        spec, gpus, _samples(request, spec, store), deadline, request.max_cost, prices, _counts(request, spec),
-        cast(Objective, request.objective), _methods(request), _effective(request, spec, store), store,
+    history = RunHistory.read(request.store)
+    spec = history.with_sample_count(spec)
+    most = spec.launch.gpus if request.gpus is None else request.gpus
+    recommendation = recommend(Goal(
+        spec, gpus, _samples(request, spec, history), deadline, request.max_cost, prices, tuple(counts(most)),
+        cast(Objective, request.objective), _methods(request), _effective(request, spec, history), history,
         None if request.config is None else read_config(request.config),
     ))  # fmt: skip
-    return answer if request.effective_batch else with_freer(answer)
+    return recommendation if request.effective_batch else with_freer(recommendation)
+
+
+def command_of(request: RecommendRequest, recommendation: Recommendation) -> str:
+    """Return the command that trains the best way: with the file that `-o` writes, or with `--set` values."""
+    if not recommendation.options:
+        return ""
+    if request.output is not None:
+        return shlex.join(["ftbench", "run", str(request.output)])
+    best = as_runnable(recommendation.options[0], recommendation.goal)
+    return run_command(request.spec, (*request.sets, *changed_keys(load(request.spec, request.sets), best)))
 
 
 def _gpus(text: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs named, all of the table, or this machine's. Raise SpecError for one that is not in the table."""
+    """Return the GPUs of `--gpu`, or this machine's. Raise SpecError for one that is not in the table."""
     if text is None:
         described = machine.gpu()
         gpu = limited_gpu(described)
         if gpu is None:
-            raise SpecError("this machine has no GPU of the table: name some with --gpu (`ftbench list gpus`), or all")
+            raise SpecError("this machine has no known GPU: name one with --gpu (`ftbench list gpus`), or --gpu all")
         return (gpu,)
-    return tuple(listed(text))
-
-
-def _counts(request: RecommendRequest, spec: Experiment) -> tuple[int, ...]:
-    """Return how many GPUs may share the work: those that there are, and half as many, and so on."""
-    most = spec.launch.gpus if request.gpus is None else request.gpus
-    return tuple(counts(most))
+    return tuple(gpus_named(text))
 
 
 def _output(request: RecommendRequest) -> list[str]:
-    """Return why the output cannot be written: the spec that is asked about stays as it is."""
+    """Return why the output cannot be written: it must not replace the spec."""
     if request.output is None:
         return []
     target = output_file(request.output)
     if target.exists() and target.samefile(request.spec):
-        return [f"-o {request.output}: is the spec itself; write to another file"]
+        return [f"-o {request.output}: is the spec itself; choose another file"]
     return []
 
 
@@ -101,33 +116,33 @@ def _limits(request: RecommendRequest) -> list[str]:
     if request.deadline is not None and parse_seconds(request.deadline) is None:
         problems.append(f"--deadline {request.deadline}: write it as 8h, 90m or 1h30m")
     if request.gpus is not None and not 1 <= request.gpus <= MOST_GPUS:
-        problems.append(f"--gpus {request.gpus}: how many GPUs there are, from 1 to {MOST_GPUS}")
+        problems.append(f"--gpus {request.gpus}: must be from 1 to {MOST_GPUS}")
     if request.samples is not None and not 1 <= request.samples <= MOST_SAMPLES:
-        problems.append(f"--samples {request.samples}: how many samples to train on, from 1 to 10^15")
+        problems.append(f"--samples {request.samples}: must be from 1 to 10^15")
     if request.max_cost is not None and not (0 < request.max_cost < math.inf):
-        problems.append(f"--max-cost {request.max_cost:g}: an amount of money above 0, in the currency of --prices")
+        problems.append(f"--max-cost {request.max_cost:g}: must be above 0, in the currency of --prices")
     batch = request.effective_batch
     if batch not in (None, ANY) and not (batch.isdecimal() and len(batch) < 10 and 1 <= int(batch) <= MOST_BATCH):
-        problems.append(f"--effective-batch {shortened(batch)}: samples a step, from 1 to {MOST_BATCH:,}, or {ANY}")
+        problems.append(f"--effective-batch {shortened(batch)}: samples per step, from 1 to {MOST_BATCH:,}, or {ANY}")
     return problems
 
 
 def _prices(request: RecommendRequest, gpus: Sequence[Gpu], prices: Prices | None) -> list[str]:
-    """Return whether money can be compared where it has to be."""
+    """Return why costs cannot be compared although the options require it."""
     why = [f"--max-cost {request.max_cost:g}"] if request.max_cost is not None else []
     why += ["--goal cost"] if request.objective == "cost" else []
     if not why:
         return []
     if prices is None:
-        return [f"{' and '.join(why)}: needs --prices FILE with what an hour of the GPU costs"]
+        return [f"{' and '.join(why)}: needs --prices FILE with the price of an hour"]
     lacking = [gpu.name for gpu in gpus if prices.of(gpu.name) is None]
     if lacking:
-        return [f"{prices.path} has no price for {', '.join(lacking)}: add one, or leave them out of --gpu"]
+        return [f"{prices.path} has no price for {', '.join(lacking)}: add one, or remove the GPU from --gpu"]
     terms = [prices.by_gpu[gpu.name] for gpu in gpus]
     ways = [price.rent or price.owned for price in terms]
     currencies = sorted({way.currency for way in ways if way is not None})
     if len(currencies) > 1:
-        return [f"{prices.path} has prices in {' and '.join(currencies)}, which are not compared: ask for GPUs of one"]
+        return [f"{prices.path} has prices in {' and '.join(currencies)}: choose GPUs with prices in one currency"]
     return []
 
 
@@ -142,7 +157,7 @@ def _methods(request: RecommendRequest) -> tuple[str, ...]:
 
 
 def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[str]:
-    """Return a sentence with all that is allowed and the nearest, unless the word is one of them."""
+    """Return an error with the allowed words and the most similar one, unless the word is allowed."""
     try:
         known(word, words, kind)
     except ValueError as error:
@@ -150,25 +165,25 @@ def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[st
     return []
 
 
-def _effective(request: RecommendRequest, spec: Experiment, store: RunHistory) -> int | None:
-    """Return the samples a step that are held: the spec's own unless others are asked for, None for any."""
+def _effective(request: RecommendRequest, spec: Experiment, history: RunHistory) -> int | None:
+    """Return the samples per step: the spec's own unless `--effective-batch` is given, None for any."""
     if request.effective_batch == ANY:
         return None
     if request.effective_batch and int(request.effective_batch) % spec.objective.group:
         raise SpecError(
-            f"--effective-batch {request.effective_batch}: a step has whole groups of objective.num_generations "
-            f"{spec.objective.group} completions: ask for a multiple, or {ANY}"
+            f"--effective-batch {request.effective_batch}: must be a multiple of objective.num_generations "
+            f"{spec.objective.group}, or {ANY}"
         )
-    return int(request.effective_batch) if request.effective_batch else max(1, round(_a_step(spec, store)))
+    return int(request.effective_batch) if request.effective_batch else max(1, round(_samples_per_step(spec, history)))
 
 
-def _a_step(spec: Experiment, store: RunHistory) -> float:
-    """Return the samples of a step of all GPUs that the spec asks for."""
-    return sharding_of(spec.launch).data * per_step(spec, batches_of(spec, store.lengths(spec)), "samples")
+def _samples_per_step(spec: Experiment, history: RunHistory) -> float:
+    """Return the samples per step of the spec, over all GPUs."""
+    return sharding_of(spec.launch).data * per_step(spec, batches_of(spec, history.lengths(spec)), "samples")
 
 
-def _samples(request: RecommendRequest, spec: Experiment, store: RunHistory) -> float:
-    samples = request.samples or epochs_samples(spec, _a_step(spec, store))
+def _samples(request: RecommendRequest, spec: Experiment, history: RunHistory) -> float:
+    samples = request.samples or epochs_samples(spec, _samples_per_step(spec, history))
     if samples is None:
-        raise SpecError(f"--samples: say how many to train on; how many {spec.dataset.name} has is not known")
+        raise SpecError(f"--samples: required, because the size of {spec.dataset.name} is not known")
     return samples

@@ -1,0 +1,208 @@
+"""The functions through which the commands run, sweep, report, list and doctor use the estimator.
+
+Callers import this module inside functions and work without it: they then report that predictions are missing."""
+
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.hardware import Gpu, limited_gpu
+from ftbench.core.units import gibibytes, seconds
+from ftbench.errors import FtbenchError
+from ftbench.estimate.memory.capacity import capacity, machine_gpu
+from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
+from ftbench.estimate.memory.largest_batch import MemoryCache, largest_batch
+from ftbench.estimate.time.duration import SHEET, DurationEstimate, epochs_samples, estimate_duration
+from ftbench.estimate.time.history import RunHistory
+from ftbench.estimate.workload.batches import batches_of, per_step
+from ftbench.spec.experiment import Experiment
+from ftbench.store.rundir import first_gpu
+
+# A core's peak rate in float32: two units of 16 lanes that multiply and add, at 3.1 GHz (AVX-512).
+_CORE_FLOPS, _LONG_S = 2e11, 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The prediction for a run. Unknown values are None.
+
+    `reserved_gb` is the peak of the allocator's pool in GiB, `seconds` the wall time with its `confidence`, and `watts`
+    the mean power of a GPU. A time from the data sheet only is not given, because it would be a guess."""
+
+    verdict: str | None = None
+    reserved_gb: float | None = None
+    seconds: float | None = None
+    confidence: str | None = None
+    watts: float | None = None
+
+
+class Predictor:
+    """Predicts many specs for the GPU of a machine.json, by the runs and probes of a results folder."""
+
+    def __init__(self, gpu: dict[str, Any] | None, folder: Path) -> None:
+        self._gpu, self._history = gpu, RunHistory.read(folder) if gpu else RunHistory()
+        self._cache = MemoryCache(total=gpu["memory_gb"] if gpu else None)
+
+    def predict(self, spec: Experiment) -> Prediction:
+        memory, time = self._memory(spec), time_on_machine(spec, self._gpu, self._history)
+        samples = epochs_samples(spec, time.samples) if time and time.basis != SHEET else None
+        known = time is not None and samples is not None
+        return Prediction(
+            memory.verdict if memory else None,
+            memory.reserved.expected if memory else None,
+            time.seconds_for(samples).expected if time and samples is not None else None,
+            time.confidence if time and known else None,
+            time.watts.expected if time else None,
+        )
+
+    def _memory(self, spec: Experiment) -> MemoryEstimate | None:
+        if self._gpu is None or not self._gpu.get("memory_gb") or spec.launch.mock != "off":
+            return None
+        try:
+            return self._cache.estimate(spec, machine_gpu(self._gpu, self._history.path))
+        except FtbenchError:
+            return None
+
+
+def usable_gib(gpu: Gpu) -> float:
+    """Return the GiB of a GPU that processes can use."""
+    return capacity(gpu).usable
+
+
+def announce(
+    spec: Experiment,
+    described: dict[str, Any],
+    store: Path,
+    on_problem: Callable[[str], None],
+    on_expected: Callable[[str], None],
+) -> None:
+    """Call `on_problem` with the reason why a run will fail on this machine, or `on_expected` with its prediction."""
+    if (text := problem(spec, described, store)) is not None:
+        on_problem(text)
+    elif (text := expectation(spec, first_gpu(described) or None, store)) is not None:
+        on_expected(text)
+
+
+def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | None:
+    """Return why a run will fail on the machine of a machine.json: too little memory, or days without a GPU."""
+    cpu = described.get("cpu") or {}
+    if gpu := first_gpu(described):
+        return memory_problem(spec, gpu, store, cpu.get("memory_gb"))
+    if spec.launch.mock != "off" or not cpu.get("memory_gb"):
+        return None
+    try:
+        memory = estimate_memory(spec, cpu["memory_gb"], total=cpu["memory_gb"])
+        least_s = _cpu_seconds(spec, cpu["threads"])
+    except FtbenchError:
+        return None
+    if memory.allocated.low > cpu["memory_gb"]:
+        return (
+            f"this will run out of memory: it needs at least {gibibytes(memory.allocated.low)} GiB, and this machine "
+            f"has {gibibytes(cpu['memory_gb'])} GiB and no GPU; `ftbench estimate --gpu all` lists GPUs that fit"
+        )
+    if least_s > _LONG_S:
+        return (
+            f"this will take at least {seconds(least_s)}, because this machine has {cpu['threads']} threads and no "
+            "GPU; `ftbench estimate --gpu all` estimates the time on GPUs"
+        )
+    return None
+
+
+def _cpu_seconds(spec: Experiment, threads: int) -> float:
+    """Return the least seconds of a training's products on a CPU, or 0 if the number of steps is not known."""
+    history = RunHistory()
+    batches = batches_of(spec, history.lengths(spec))
+    samples_per_step = per_step(spec, batches, "samples")
+    samples = epochs_samples(spec, samples_per_step)
+    _, work = history.work(spec, batches, None)
+    flops = sum(
+        weight * amount for weight, amounts in work.groups for name, amount in amounts.items()
+        if name.startswith(("products", "attention"))
+    )  # fmt: skip
+    return (samples or 0.0) / samples_per_step * work.passes * flops / (threads * _CORE_FLOPS)
+
+
+def memory_on_machine(spec: Experiment, gpu: dict[str, Any] | None, store: Path | None) -> MemoryEstimate | None:
+    """Return the memory on the GPU of a machine.json; None without a GPU, for a mock, and for an unknown model."""
+    if gpu is None or not gpu.get("memory_gb") or spec.launch.mock != "off":
+        return None
+    try:
+        return estimate_memory(spec, machine_gpu(gpu, store), total=gpu["memory_gb"])
+    except FtbenchError:
+        return None
+
+
+def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, history: RunHistory) -> DurationEstimate | None:
+    """Return the time on the GPU of a machine.json; None without a known GPU, for a mock, and if it is not known."""
+    known = limited_gpu(gpu)
+    if known is None or spec.launch.mock != "off":
+        return None
+    try:
+        return estimate_duration(spec, known, history)
+    except FtbenchError:
+        return None
+
+
+def first_trial(spec: Experiment, gpu: dict[str, Any] | None, store: Path, most: int) -> int | None:
+    """Return the largest batch that is expected to fit, at most `most`, with which a search can start.
+
+    Trials have the longest samples first, and synthetic data as many samples as necessary."""
+    if gpu is None or memory_on_machine(spec, gpu, store) is None:
+        return None
+    changed: dict[str, Any] = {"longest_first": True}
+    if spec.dataset.is_made:
+        changed["samples"] = max(spec.dataset.samples or 0, most)
+    spec = spec.model_copy(update={"dataset": spec.dataset.model_copy(update=changed)})
+    return largest_batch(spec, machine_gpu(gpu, store), likely=True, total=gpu["memory_gb"])
+
+
+def memory_problem(
+    spec: Experiment, gpu: dict[str, Any] | None, store: Path, host_gb: float | None = None
+) -> str | None:
+    """Return why a run will not fit the GPU of a machine.json, or the host's memory."""
+    memory = memory_on_machine(spec, gpu, store)
+    if gpu is None or memory is None:
+        return None
+    if memory.verdict == "does not fit":
+        largest = largest_batch(spec, machine_gpu(gpu, store), total=gpu["memory_gb"])
+        solution = f"train.batch_size={largest} would fit" if largest else _nearest(spec, machine_gpu(gpu, store))
+        return (
+            f"this will run out of memory: it needs about {gibibytes(memory.device.expected)} GiB (at least "
+            f"{gibibytes(memory.device.low)}) and the GPU has {memory.capacity.words}; {solution}"
+        )
+    if not host_gb or memory.host <= host_gb:
+        return None
+    fewer = "use method qlora, whose weights are a quarter as large, or " if spec.method.name == "lora" else ""
+    return (
+        f"this will run out of host memory: it keeps about {gibibytes(memory.host)} GiB there, and this machine has "
+        f"{gibibytes(host_gb)}; {fewer}switch off offloading (optimizations.weight_offload, gradient_checkpointing "
+        "offload, launch.offload)"
+    )
+
+
+def _nearest(spec: Experiment, gpu: Gpu | float) -> str:
+    from ftbench.estimate.recommend.nearest import nearest_fit  # most runs fit
+
+    fit = nearest_fit(spec, gpu)
+    if fit is None or fit.spec.launch.gpus != spec.launch.gpus:
+        return "`ftbench estimate` lists the parts"
+    return f"{shlex.join(f'--set={value}' for value in fit.sets)} would fit"
+
+
+def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Path) -> str | None:
+    """Return the prediction in one line: `expected: 77.9 GiB of 140.4, about 4 min 05 s (...)`, or None."""
+    if gpu is None:
+        return None
+    history = RunHistory.read(store)
+    spec = history.with_sample_count(spec)
+    memory, time = memory_on_machine(spec, gpu, store), time_on_machine(spec, gpu, history)
+    parts = [f"{gibibytes(memory.device.expected)} GiB of {gibibytes(memory.total)}"] if memory else []
+    if time is not None:
+        samples = epochs_samples(spec, time.samples)
+        band = time.step_s if samples is None else time.seconds_for(samples)
+        each = " per step" if samples is None else ""
+        span = f"{seconds(band.low)} to {seconds(band.high)}"
+        parts.append(f"about {seconds(band.expected)}{each} ({span}; {time.confidence})")
+    return f"expected: {', '.join(parts)}" if parts else None

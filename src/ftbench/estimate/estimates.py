@@ -1,0 +1,251 @@
+"""Answer `ftbench estimate`: the memory and time of a spec on one or several GPUs."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.hardware import Gpu
+from ftbench.core.table import folded
+from ftbench.core.units import gibibytes
+from ftbench.errors import SpecError
+from ftbench.estimate import text
+from ftbench.estimate.gpu_selection import ALL, gpus_named
+from ftbench.estimate.memory.capacity import machine_gpu, probed
+from ftbench.estimate.memory.estimate import VERDICTS, estimate_memory
+from ftbench.estimate.memory.largest_batch import largest_batch
+from ftbench.estimate.text import GpuEstimate, Scope, SizeRow
+from ftbench.estimate.time.duration import estimate_duration
+from ftbench.estimate.time.history import RunHistory
+from ftbench.estimate.workload.largest import largest
+from ftbench.estimate.workload.model import shape_of
+from ftbench.estimate.workload.sharding import STRATEGIES, on_gpus, problem
+from ftbench.spec import strategies
+from ftbench.spec.datasets import Dataset
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.launch import MOST_GPUS
+from ftbench.spec.load import load
+from ftbench.spec.prices import load_prices
+from ftbench.spec.reading import read_config
+from ftbench.store import machine
+
+NIGHT_H = 8.0
+MOST_SAMPLES = 10**15
+IMAGE_SIZES = ((336, 336), (500, 500), (1024, 1024), (1920, 1080))
+_IMAGE_SAMPLES = 1024  # drawn for each size: more than any batch that fits a GPU
+_IMAGE_TEXT = 256  # tokens of room for the text of a sample
+_MOST_COMPARED, _USUAL_NODE = 64, 8  # GPUs of `--strategy all`
+_MOST_MEMORY_GB, _MOST_HOURS = 1_000_000, 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateRequest:
+    """The options of `ftbench estimate`. `gpus` and `strategy` replace the spec's `launch`."""
+
+    spec: Path
+    sets: Sequence[str] = ()
+    gpu: str | None = None
+    memory_gb: float | None = None
+    gpus: int | None = None
+    strategy: str | None = None
+    config: Path | None = None
+    samples: float | None = None
+    hours: float | None = None
+    prices: Path | None = None
+    store: Path = Path("results")
+
+    def model_config(self) -> dict[str, Any] | None:
+        return None if self.config is None else read_config(self.config)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The text, the JSON document, and the exit code of --check, which follows the best verdict."""
+
+    text: str
+    document: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A GPU of the table, or one with so many GiB. `total` is the memory that its driver reports, if known."""
+
+    name: str
+    gpu: Gpu | float
+    total: float | None = None
+
+
+def estimate(request: EstimateRequest) -> Answer:
+    """Return the answer. Raise SpecError if the request is wrong or something is not known."""
+    history = RunHistory.read(request.store)
+    if request.strategy == ALL:
+        return _compare_strategies(request, history)
+    spec = history.with_sample_count(launched(load(request.spec, request.sets), request.gpus, request.strategy))
+    scope, config = _scope(request), request.model_config()
+    if why := problem(shape_of(spec.model, config), spec.launch):
+        raise SpecError(f"launch.gpus: {why}: choose another number of GPUs or another strategy")
+    targets = _targets(request, history.path)
+    rows = [_estimated(spec, target, history, config) for target in targets]
+    best = min(VERDICTS.index(row.memory.verdict) for row in rows)
+    document = text.as_document(spec, rows, scope)
+    parts = [text.memory_text(spec, rows), "", text.time_text(spec, rows, scope)]
+    if len(rows) == 1 and (sizes := image_sizes(spec, targets[0].gpu, history, config, targets[0].total)):
+        document["gpus"][0]["by_image_size"] = [text.size_record(row, scope.hours) for row in sizes]
+        parts += ["", text.image_sizes_text(sizes, scope.hours)]
+    if any(row.memory.verdict == VERDICTS[-1] and row.time for row in rows):
+        parts.append(folded("If the spec does not fit, the times are those of such a GPU with more memory."))
+    if best:
+        closest = min(range(len(rows)), key=lambda at: rows[at].memory.device.high - rows[at].memory.usable)
+        sentence, document["gpus"][closest]["nearest"] = _nearest(spec, targets[closest], request, config)
+        parts.append(sentence)
+    return Answer("\n".join(parts), json.dumps(document), best)
+
+
+def _estimated(spec: Experiment, target: Target, history: RunHistory, config: dict[str, Any] | None) -> GpuEstimate:
+    """Return memory and time on one GPU. If the time is not known, `reason` explains it."""
+    memory = estimate_memory(spec, target.gpu, total=target.total, config=config)
+    most = largest_batch(spec, target.gpu, total=target.total, config=config)
+    row = GpuEstimate(target.name, target.gpu if isinstance(target.gpu, Gpu) else None, memory, most)
+    if row.gpu is None:
+        return replace(row, reason="not known for --memory-gb; name a GPU of `ftbench list gpus` with --gpu")
+    try:
+        return replace(row, time=estimate_duration(spec, row.gpu, history, config=config))
+    except SpecError as error:
+        reason = str(error)
+        fits = memory.verdict != VERDICTS[-1]
+        return replace(row, reason=reason if fits else f"{reason.partition(': ')[0]}, and the spec does not fit")
+
+
+def _scope(request: EstimateRequest) -> Scope:
+    """Return the number of samples, the hours and the prices of a request. Raise SpecError for impossible amounts."""
+    samples, hours = request.samples, request.hours
+    prices = None if request.prices is None else load_prices(request.prices)
+    if samples is not None and not 1 <= samples <= MOST_SAMPLES:
+        raise SpecError(f"--samples {samples:g}: must be from 1 to 10^15")
+    if samples is not None and samples % 1:
+        raise SpecError(f"--samples {samples:g}: must be a whole number, such as {math.ceil(samples)}")
+    if hours is not None and not 0 < hours <= _MOST_HOURS:
+        raise SpecError(f"--hours {hours:g}: must be above 0 and at most {_MOST_HOURS:,}")
+    return Scope(samples, NIGHT_H if hours is None else hours, prices)
+
+
+def _compare_strategies(request: EstimateRequest, history: RunHistory) -> Answer:
+    """Return a table of strategies and numbers of GPUs of one kind."""
+    from ftbench.estimate import strategies_table
+
+    given = {"--samples": request.samples, "--hours": request.hours, "--prices": request.prices}
+    if unused := [name for name, value in given.items() if value is not None]:
+        raise SpecError(
+            f"--strategy {ALL} compares memory and speed only: remove {' and '.join(unused)}, or name one strategy"
+        )
+    spec, config = history.with_sample_count(load(request.spec, request.sets)), request.model_config()
+    target, *others = _targets(request, history.path)
+    if others:
+        raise SpecError(f"--strategy {ALL} compares strategies on one kind of GPU: name one, such as {target.name}")
+    most = request.gpus or (spec.launch.gpus if spec.launch.gpus > 1 else _USUAL_NODE)
+    if not 2 <= most <= _MOST_COMPARED:
+        raise SpecError(f"--gpus {most}: --strategy {ALL} compares 2 to {_MOST_COMPARED} GPUs")
+    rows = strategies_table.rows(spec, target.gpu, most, history, config, target.total)
+    best = min(VERDICTS.index(row.memory.verdict) for row in rows if row.memory and not row.problems)
+    return Answer(
+        strategies_table.as_text(spec, target.name, rows), strategies_table.as_document(spec, target.name, rows), best
+    )
+
+
+def _nearest(
+    spec: Experiment, target: Target, request: EstimateRequest, config: dict[str, Any] | None
+) -> tuple[str, dict[str, Any] | None]:
+    """Return the most similar spec that fits, as a sentence with its command and as a record."""
+    from ftbench.estimate.recommend.nearest import nearest_fit  # most specs fit
+
+    fit = nearest_fit(spec, target.gpu, config)
+    if fit is None:
+        return "No batch, optimization or method of `ftbench recommend` is sure to fit.", None
+    where = "" if request.gpu is None or len(gpus_named(request.gpu)) == 1 else f" on {target.name}"
+    needed = f"{gibibytes(fit.memory.device.expected)} of {gibibytes(fit.memory.total)} GiB{where}"
+    command = fit.command(request.spec, request.sets, load(request.spec, request.sets))
+    record = {"set": fit.sets, "command": command, "device_gb": asdict(fit.memory.device)}
+    return f"The most similar spec that fits takes {needed}:\n  {command}", record
+
+
+def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experiment:
+    """Return the spec with this number of GPUs and this strategy; None keeps the spec's own."""
+    known = ", ".join([*strategies.STRATEGIES, ALL])
+    if gpus is not None and not 1 <= gpus <= MOST_GPUS:
+        raise SpecError(f"--gpus {gpus}: must be from 1 to {MOST_GPUS:,}")
+    if strategy is not None and strategy not in STRATEGIES:
+        raise SpecError(f"--strategy {strategy}: unknown; allowed: {known}")
+    count = spec.launch.gpus if gpus is None else gpus
+    how = strategy or ("none" if count == 1 else spec.launch.strategy)
+    if count > 1 and how == "none":
+        raise SpecError(f"--gpus {count}: add --strategy with one of {known}")
+    if how != "none" and count == 1:
+        raise SpecError(f"--strategy {how}: needs several GPUs: add --gpus 2, or remove it")
+    offload = spec.launch.offload if how == spec.launch.strategy else "none"
+    shared = on_gpus(spec, count, how, offload)
+    if refused := strategies.incompatibilities(shared):
+        raise SpecError(*refused)
+    return shared
+
+
+def _targets(request: EstimateRequest, store: Path | None) -> list[Target]:
+    """Return the requested GPUs, or this machine's GPU, with what the store's probes and the driver report."""
+    if request.memory_gb is not None:
+        if request.gpu is not None:
+            raise SpecError("--memory-gb and --gpu exclude each other: give one")
+        if not 0 < request.memory_gb <= _MOST_MEMORY_GB:
+            raise SpecError(f"--memory-gb {request.memory_gb:g}: must be above 0 and at most {_MOST_MEMORY_GB:,} GiB")
+        return [Target(f"a GPU of {request.memory_gb:g} GiB", request.memory_gb)]
+    if request.gpu is not None:
+        return [Target(gpu.name, probed(gpu, store)) for gpu in gpus_named(request.gpu)]
+    described = machine.gpu()
+    if described is None or not described.get("memory_gb"):
+        raise SpecError("this machine has no GPU: name one with --gpu (`ftbench list gpus`), or give --memory-gb")
+    return [Target(described["name"], machine_gpu(described, store), described["memory_gb"])]
+
+
+def image_sizes(
+    spec: Experiment, gpu: Gpu | float, history: RunHistory, config: dict[str, Any] | None = None,
+    total: float | None = None,
+) -> list[SizeRow]:  # fmt: skip
+    """Return tokens, largest batch and speed for several sizes of pictures; empty for a spec without images."""
+    if not spec.dataset.has_images or (vision := shape_of(spec.model, config).vision) is None:
+        return []
+    rows = []
+    for size in IMAGE_SIZES:
+        trial = _with_pictures(spec, size, spec.dataset.max_length)
+        sample = largest(_with_batch(trial, 1), vision).expected
+        trial = _with_pictures(spec, size, max(spec.dataset.max_length, sample.images.tokens + _IMAGE_TEXT))
+        sample = largest(_with_batch(trial, 1), vision).expected
+        batch = largest_batch(trial, gpu, total=total, config=config)
+        rate = _images_per_s(_with_batch(trial, batch), gpu, history, config) if batch else None
+        rows.append(SizeRow(*size, sample.images.tokens, sample.images.tiles, batch, rate))
+    return rows
+
+
+def _with_pictures(spec: Experiment, size: tuple[int, int], max_length: int) -> Experiment:
+    data = spec.dataset
+    pictures = Dataset.model_validate({
+        "name": "images", "samples": _IMAGE_SAMPLES, "image_size": size, "images_per_sample": data.images_per_sample,
+        "max_length": max_length, "length": data.length, "mean_length": data.mean_length,
+    })  # fmt: skip
+    return spec.model_copy(update={"dataset": pictures})
+
+
+def _with_batch(spec: Experiment, batch: int) -> Experiment:
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"batch_size": batch})})
+
+
+def _images_per_s(
+    spec: Experiment, gpu: Gpu | float, history: RunHistory, config: dict[str, Any] | None
+) -> float | None:
+    if not isinstance(gpu, Gpu):
+        return None
+    try:
+        duration = estimate_duration(spec, gpu, history, config=config)
+    except SpecError:
+        return None
+    return spec.dataset.images_per_sample * duration.samples / duration.step_s.expected
