@@ -136,14 +136,14 @@ def compiled_by_the_eager_backend(patch) -> None:
 def _after_assembly(patch, change) -> None:
     from ftbench.worker import train as module
 
-    original = module.assembled
+    original = module.build_trainer
 
-    def assembled(*args, **kwargs):
+    def build_trainer(*args, **kwargs):
         loop = original(*args, **kwargs)
         change(loop)
         return loop
 
-    patch.setattr(module, "assembled", assembled)
+    patch.setattr(module, "build_trainer", build_trainer)
 
 
 def one_projection_2_percent_too_large(patch) -> None:

@@ -26,7 +26,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
 from ftbench.store.steps import read_steps
 from ftbench.worker.data.prepare import prepare
-from ftbench.worker.measure.outcome import Terminated, of_exception
+from ftbench.worker.outcome import Terminated, of_exception
 from waiting import eventually
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("cache")]

@@ -20,7 +20,7 @@ from ftbench.store.steps import read_steps
 
 pytest.importorskip("torch", reason="training libraries are not installed")
 
-from ftbench.worker.measure import contention
+from ftbench.worker.measure import utilization
 
 pytestmark = pytest.mark.torch
 
@@ -171,13 +171,13 @@ class TestTheSameSpecTwice:
 
 def begin_slowly() -> None:
     """Let a run that imports nothing take as long to begin as others do: the kernel counts CPU time in ticks."""
-    init = contention.HostLoad.__init__
+    init = utilization.HostLoad.__init__
 
-    def wait(load: contention.HostLoad, *arguments: Any) -> None:
+    def wait(load: utilization.HostLoad, *arguments: Any) -> None:
         init(load, *arguments)
-        time.sleep(5 * contention.SHORTEST_S)
+        time.sleep(5 * utilization.SHORTEST_S)
 
-    contention.HostLoad.__init__ = wait
+    utilization.HostLoad.__init__ = wait
 
 
 @pytest.fixture(scope="session")

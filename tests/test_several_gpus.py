@@ -187,21 +187,22 @@ def test_tp_is_refused_of_the_families_that_transformers_has_no_plan_to_divide()
 SHOWN, TEXT = [SimpleNamespace(pictures=("a",))], [SimpleNamespace(pictures=())]
 
 
-@pytest.mark.parametrize(("train", "evaluation", "most", "said"), [
-    ([SHOWN] * 10, [], None, "10 rows to train .* multiple of 4, or train.max_steps to 2 or less"),
-    ([SHOWN] * 2, [], None, "2 rows to train on leave .* set dataset.samples to a multiple of 4$"),  # no step is whole
-    ([SHOWN] * 10, [], 3, "10 rows"),
+@pytest.mark.parametrize(("train", "evaluation", "most", "key"), [
+    ([SHOWN] * 10, [], None, "samples"),
+    ([SHOWN] * 2, [], None, "samples"),  # not even one step
+    ([SHOWN] * 10, [], 3, "samples"),
     ([SHOWN] * 10, [], 2, None),
-    ([SHOWN] * 11, [], None, None),  # both have some of the last four
-    ([SHOWN] * 8, [SHOWN] * 2, None, "2 rows to evaluate on leave .* set dataset.eval_samples to a multiple of 4$"),
+    ([SHOWN] * 11, [], None, None),  # both GPUs have images in the last batch
+    ([SHOWN] * 8, [SHOWN] * 2, None, "eval_samples"),
     ([SHOWN] * 8, [SHOWN] * 3, None, None),
-    ([SHOWN, SHOWN, TEXT, TEXT], [], None, "a batch of 2 rows to train on shows no picture, .* use ddp"),
+    ([SHOWN, SHOWN, TEXT, TEXT], [], None, "samples"),
     ([SHOWN, TEXT, TEXT, SHOWN], [], None, None),
 ])  # fmt: skip
-def test_pictures_that_leave_a_gpu_without_one_are_refused_where_weights_are_divided(train, evaluation, most, said):
+def test_batches_without_images_are_rejected_if_weights_are_sharded(train, evaluation, most, key):
     values = {"name": "a", **LLAVA, "train": {"batch_size": 2, "max_steps": most}}
     spec = Experiment.model_validate(values | {"launch": {"gpus": 2, "strategy": "fsdp"}})
-    with pytest.raises(SpecError, match=said) if said else nullcontext():
+    message = rf"a batch of dataset\.{key} has no image, .* multiple of 4, .* use ddp$"
+    with pytest.raises(SpecError, match=message) if key else nullcontext():
         trainer._check_pictures(spec, SimpleNamespace(train=train, evaluation=evaluation), 4)
 
 

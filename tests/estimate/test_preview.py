@@ -11,7 +11,7 @@ import pytest
 from ftbench.errors import DataError, MissingError, SpecError
 from ftbench.estimate import preview
 from ftbench.spec.datasets import Dataset
-from ftbench.worker.data import export
+from ftbench.worker.data import sources
 
 
 def spec_of(folder: Path, rows: list[dict], more: str = "", model: str = "tiny/qwen3") -> Path:
@@ -81,8 +81,8 @@ def test_rows_of_the_hub_become_messages_in_a_file(tmp_path, monkeypatch):
             return f"row {index + 1}"
 
     rows = Rows({"question": f"q{number}", "answer": "" if number == 2 else "a"} for number in range(6))
-    monkeypatch.setattr(export, "open_rows", lambda dataset: rows)
-    export.export(Dataset(name="owner/set"), tmp_path / "x.jsonl", 3)
+    monkeypatch.setattr(sources, "open_rows", lambda dataset: rows)
+    sources.export(Dataset(name="owner/set"), tmp_path / "x.jsonl", 3)
     written = [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()]
     assert [row["messages"][0]["content"] for row in written] == [
         "q0",

@@ -92,7 +92,7 @@ def test_the_documentation_has_the_table_of_the_declarations():
 def test_a_data_set_has_somewhere_to_come_from(name):
     source = DATASETS[name]
     own = {"sample": "facts/sample.jsonl", "file": "core/data_files.py", "synthetic": "worker/data/synthetic.py",
-           "images": "worker/data/pictures.py"}  # fmt: skip
+           "images": "worker/data/images.py"}  # fmt: skip
     assert bool(source.hub) != (name in own)
     assert source.meaning
     assert source.hub or (ROOT / own[name]).is_file()

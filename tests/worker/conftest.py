@@ -1,4 +1,4 @@
-"""Training in this process: a spec in, a run directory out."""
+"""Train specs in this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TINY: dict[str, Any] = {
 
 
 def spec_of(**changes: Any) -> Experiment:
-    """The tiny spec with sections replaced key by key, resolved for a machine without a GPU."""
+    """Return the tiny spec with changed sections, resolved for a machine without a GPU."""
     values = json.loads(json.dumps(TINY))
     for section, keys in changes.items():
         values[section] = {**values.get(section, {}), **keys}
@@ -37,7 +37,7 @@ def spec_of(**changes: Any) -> Experiment:
 
 
 def train_in(folder: Path, **changes: Any) -> RunDir:
-    """Trains the tiny spec with changes in this process, below `folder`; its directory."""
+    """Train the tiny spec with changes, and return the run's directory below `folder`."""
     spec = spec_of(**changes)
     directory = rundir.create(folder, "tests", spec.method.name)
     rundir.write_json(directory.spec_json, spec.model_dump(mode="json"))
@@ -50,13 +50,13 @@ def train_in(folder: Path, **changes: Any) -> RunDir:
 
 @pytest.fixture
 def train_here(tmp_path: Path, cache: Path) -> Callable[..., RunDir]:
-    """Trains a spec in this process and returns its directory."""
+    """Train a spec in this process and return the run's directory."""
     return lambda **changes: train_in(tmp_path, **changes)
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The compiler up to its graphs, which are run as they are; gives its counters."""
+    """Compile with the eager backend, and return the compiler's counters."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compile_layer, compile_function = torch.nn.Module.compile, torch.compile

@@ -1,4 +1,4 @@
-"""Small shapes of model families, as their config.json would say them."""
+"""Small shapes of model families, in the format of config.json."""
 
 from __future__ import annotations
 

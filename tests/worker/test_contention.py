@@ -1,4 +1,4 @@
-"""What others take of the machine: counted from the kernel's and the driver's own figures."""
+"""Load of other processes on the host and the GPU, from counters of the kernel and the driver."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import types
 
 import pytest
 
-from ftbench.worker.measure import contention
-from ftbench.worker.measure.contention import GpuLoad, HostLoad, own_processes
+from ftbench.worker.measure import utilization
 from ftbench.worker.measure.sampler import Sampler
+from ftbench.worker.measure.utilization import GpuLoad, HostLoad, own_processes
 
 TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """A HostLoad whose two CPUs, clock and own time a test moves: `host(busy, idle, own)` are seconds on each CPU."""
-    monkeypatch.setattr(contention.os, "sched_getaffinity", lambda _: {0, 1})
+    """A HostLoad with a simulated clock and two CPUs. `host(busy, idle, own)` advances by seconds per CPU."""
+    monkeypatch.setattr(utilization.os, "sched_getaffinity", lambda _: {0, 1})
     clock = types.SimpleNamespace(now=0.0, busy=0.0, idle=0.0, own=0.0)
-    monkeypatch.setattr(contention.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(utilization.time, "perf_counter", lambda: clock.now)
     path = tmp_path / "stat"
 
     def write():
         fields = f"{clock.busy / TICK:.0f} 0 0 {clock.idle / TICK:.0f} 0 0 0 0 0 0"
-        away = f"{clock.now * 1000 / TICK:.0f} 0 0 0 0 0 0 0 0 0"  # a CPU that this process may not use
+        away = f"{clock.now * 1000 / TICK:.0f} 0 0 0 0 0 0 0 0 0"  # a CPU outside the affinity mask
         path.write_text(f"cpu  {fields}\ncpu0 {fields}\ncpu1 {fields}\ncpu2 {away}\nintr 5\n")
 
     write()
@@ -41,30 +41,30 @@ def host(tmp_path, monkeypatch):
     return move
 
 
-def test_a_host_that_only_this_run_uses_is_quiet(host):
+def test_own_cpu_time_is_not_load_of_others(host):
     (interval,) = host(busy=0.5, idle=0.5, own=1.0)  # half of two CPUs
     assert interval.shares["host_cpu_by_others"] == pytest.approx(0.0)
     assert (interval.begin, interval.end) == (0.0, 1.0)
 
 
-def test_what_others_use_is_a_share_of_the_cpus_that_this_process_may_use(host):
+def test_load_of_others_is_a_share_of_available_cpus(host):
     (first,) = host(busy=0.9, idle=0.1, own=1.0)
     (second,) = host(busy=1.0, idle=0.0, own=0.0)
     assert first.shares["host_cpu_by_others"] == pytest.approx(0.4)
     assert second.shares["host_cpu_by_others"] == pytest.approx(1.0)
 
 
-def test_an_interval_too_short_to_count_in_is_kept_for_the_next(host):
+def test_short_interval_is_added_to_the_next(host):
     assert host(busy=0.05, idle=0.0, own=0.0) == []
     (interval,) = host(busy=0.15, idle=0.0, own=0.0)
     assert (interval.begin, interval.end) == (0.0, pytest.approx(0.2))
 
 
-def test_a_host_that_does_not_say_is_not_known(tmp_path):
+def test_unreadable_counters_leave_host_load_unknown(tmp_path):
     assert HostLoad(tmp_path / "missing", lambda: 0.0).read() == []
 
 
-def test_a_step_has_the_share_of_the_time_it_took(host):
+def test_share_of_a_step_is_weighted_by_overlap(host):
     meter = types.SimpleNamespace(read=lambda: [*host(0.5, 0.5, 0.0), *host(0.0, 1.0, 0.0)])
     sampler = Sampler(others=[meter])
     sampler.take()
@@ -72,9 +72,9 @@ def test_a_step_has_the_share_of_the_time_it_took(host):
     assert sampler.over(1.0, 2.0)["host_cpu_by_others"] == pytest.approx(0.0)
 
 
-def test_children_are_no_others(monkeypatch):
+def test_children_count_as_own_time(monkeypatch):
     program = "import sys; sys.stdin.read(1); sum(i * i for i in range(3_000_000)); print('done', flush=True); input()"
-    own = contention.OwnTime()
+    own = utilization.OwnTime()
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
@@ -82,7 +82,7 @@ def test_children_are_no_others(monkeypatch):
         child.stdin.write("g")
         child.stdin.flush()
         child.stdout.readline()
-        monkeypatch.setattr(contention, "CHILDREN_S", 0.0)
+        monkeypatch.setattr(utilization, "CHILDREN_S", 0.0)
         spent = own() - before
         child.kill()
     assert spent > 0.05
@@ -115,26 +115,26 @@ def sample(pid, share, later=1):
     return types.SimpleNamespace(pid=pid, smUtil=share, timeStamp=int(4e15) + later)  # the year 2096
 
 
-def test_kernels_of_others_are_a_share_of_the_time():
+def test_kernels_of_other_processes_are_a_share_of_time():
     load = GpuLoad(driver([sample(1, 90), sample(2, 20), sample(2, 40, later=2), sample(3, 5)]), None, own={1})
     assert load.read()[0].shares == {"gpu_by_others": pytest.approx(0.35)}
-    assert load.read()[0].shares == {"gpu_by_others": 0.0}  # none since
+    assert load.read()[0].shares == {"gpu_by_others": 0.0}  # no samples since
 
 
-def test_without_knowing_who_we_are_nobody_is_another():
+def test_gpu_load_is_unknown_without_own_process_ids():
     assert GpuLoad(driver([sample(2, 50)]), None, own=()).read() == []
 
 
-def test_a_driver_that_does_not_say_is_not_asked_again():
+def test_failing_driver_is_not_read_again():
     nvml = driver([])
     nvml.nvmlDeviceGetProcessUtilization = lambda *_: (_ for _ in ()).throw(Failure(3))
     load = GpuLoad(nvml, None, own={1})
     assert load.read() == load.read() == []
 
 
-def test_this_process_is_itself_where_the_driver_knows_its_number():
+def test_own_process_is_found_by_its_id():
     assert own_processes(driver([], pids=[7, os.getpid()]), None, before=()) == {os.getpid()}
 
 
-def test_in_a_container_this_process_is_the_one_that_came():
+def test_own_process_in_a_container_is_the_new_one():
     assert own_processes(driver([], pids=[7, 8]), None, before=[7]) == {8}

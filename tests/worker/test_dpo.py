@@ -1,8 +1,9 @@
-"""Pairs under objective dpo: what trl's own script trains, recorded as any other run."""
+"""Objective dpo: equal to a plain trl script, and recorded like any other run."""
 
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from datasets import Dataset
@@ -12,6 +13,7 @@ from trl import DPOConfig, DPOTrainer
 
 from conftest import spec_of
 from ftbench.core.hardware import find_gpu
+from ftbench.errors import DataError, NotAppliedError
 from ftbench.estimate.memory.constants import constants
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.time.history import RunHistory
@@ -22,8 +24,12 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store.flop_rates import of_steps
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
-from ftbench.worker import methods
+from ftbench.store.summary import summarise
+from ftbench.worker import dpo, methods
+from ftbench.worker.data.prepare import prepare
+from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.model import loading
+from ftbench.worker.model.tokenizer import build_tokenizer
 from ftbench.worker.train import prepared
 
 DPO = {"name": "dpo", "beta": 0.3}
@@ -50,8 +56,7 @@ def pairs_file(folder, rows=PAIRS):
 
 
 def of_plain_trl(spec, folder):
-    """The losses and gradient norms of a script that knows nothing of ftbench: the same pairs as dialogues, trl's own
-    tokens, collator, reference and loop."""
+    """Return losses and gradient norms of a plain script with trl's own tokens, collator, reference and loop."""
     source = loading.source_of(spec.model, spec.method)
     tokenizer, data = prepared(spec, source)
     by_ids = {tuple(_written(tokenizer, row, "chosen")): row for row in PAIRS}
@@ -93,9 +98,166 @@ def _written(tokenizer, row, side):
     return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
 
 
+@pytest.mark.parametrize(
+    ("method", "objective"), [("full", DPO), ("lora", COMPUTED)], ids=["full in step", "lora computed"]
+)
+def test_losses_equal_those_of_a_plain_trl_script(train_here, tmp_path, method, objective):
+    changes = {"method": {"name": method}, "objective": objective, "train": SGD, "dataset": pairs_file(tmp_path)}
+    ours = [(row.loss, row.grad_norm) for row in trained(train_here(**changes))]
+    assert ours[0][0] == pytest.approx(math.log(2), rel=1e-5)  # model and reference are equal
+    assert ours[0][0] - ours[-1][0] > 1e-3
+    for mine, theirs in zip(ours, of_plain_trl(spec_of(**changes), tmp_path / "trl"), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "objective"), [("full", DPO), ("full", COMPUTED), ("lora", DPO), ("qlora", COMPUTED)], ids=str
+)
+def test_kind_and_place_of_the_reference_are_recorded(train_here, method, objective):
+    run = train_here(method={"name": method}, objective=objective, dataset={"eval_samples": 2})
+    kinds = {"full": "second model", "lora": "weights under the adapters", "qlora": "weights under the adapters"}
+    in_step = objective is DPO
+    applied, phases = read_json(run.applied), [phase["name"] for phase in read_json(run.phases)["phases"]]
+    assert applied["reference"] == {
+        "kind": kinds[method] if in_step else "computed before training",
+        "in_step": in_step,
+    }
+    assert ("reference" in phases) != in_step
+    assert applied["loss"] == "sigmoid"
+    assert applied["parameters"]["trainable"] == (applied["parameters"]["total"] if method == "full" else 19_456)
+    assert trained(run)[0].loss == pytest.approx(math.log(2), rel=1e-3)
+    assert summarise(run).loss["eval"] is not None
+
+
+def test_pair_is_one_sample_with_two_sequences(train_here, monkeypatch):
+    seen, inner = [], dpo.DpoTrainer.compute_loss
+
+    def spy(self, model, inputs, *args, **kwargs):
+        mask, answers = inputs["attention_mask"], inputs["completion_mask"]
+        seen.append((int(mask.sum()), mask.numel(), int(answers[:, 1:].sum()), mask.shape[0] // 2, mask.shape[1]))
+        return inner(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(dpo.DpoTrainer, "compute_loss", spy)
+    run = train_here(objective=DPO, dataset={"samples": 11})
+    rows = trained(run)
+    counted = [(r.real_tokens, r.padded_tokens, r.label_tokens, r.samples, r.longest_sequence) for r in rows]
+    assert counted == seen
+    assert [row.samples for row in rows] == [2, 2, 2, 2, 2, 1]
+    described = read_json(run.applied)["dataset"]
+    assert (described["samples"], described["tokens"]["count"]) == (11, 22)
+    assert described["tokens"]["total"] == sum(row.real_tokens for row in rows)
+    assert described["label_tokens"] == sum(row.label_tokens for row in rows)
+
+
+def test_rewards_show_whether_a_preference_is_learned(train_here):
+    made = {
+        "objective": DPO, "dataset": {"samples": 48, "structure": "markov"}, "method": {"name": "full"},
+        "train": {"batch_size": 8, "learning_rate": 3e-3},
+    }  # fmt: skip
+    run = train_here(**made)
+    rows = trained(run)
+    assert (rows[0].reward_accuracy, rows[0].reward_margin) == (0, 0)
+    assert rows[-1].reward_accuracy > 0.8
+    assert rows[-1].reward_margin > 0.1
+    last = summarise(run).loss
+    assert (last["reward_accuracy"], last["reward_margin"]) == (rows[-1].reward_accuracy, rows[-1].reward_margin)
+    spoiled = trained(train_here(**made, measure={"control": "random_labels"}))
+    assert spoiled[-1].reward_margin < rows[-1].reward_margin / 2
+
+
+SWITCHES = [
+    ({}, COMPUTED),
+    ({"gradient_checkpointing": True}, DPO),
+    ({"attention": "eager"}, DPO),
+    ({"compile": True}, DPO),
+    ({"fused_lora": True}, COMPUTED),
+    ({"loader_processes": 1}, DPO),
+    ({"length_grouping": True}, DPO),
+]
+
+
+@pytest.mark.parametrize(("switches", "objective"), SWITCHES, ids=[str(on) for on, _ in SWITCHES])
+def test_optimizations_do_not_change_dpo(train_here, compiler, switches, objective):
+    fixed = {"length": 16, "mean_length": None, "samples": 4} if "compile" in switches else {}  # one graph per layer
+    changes = {"train": SGD, "dataset": {"samples": 6, "max_length": 32} | fixed}
+    plain = trained(train_here(**changes, objective=DPO))
+    switched = trained(train_here(**changes, objective=objective, optimizations=switches))
+    if "length_grouping" in switches:  # different order
+        assert sum(row.real_tokens for row in plain) == sum(row.real_tokens for row in switched)
+        assert sum(row.padded_tokens for row in plain) > sum(row.padded_tokens for row in switched)
+        return
+    for mine, theirs in zip(switched, plain, strict=True):
+        assert (mine.loss, mine.grad_norm) == pytest.approx((theirs.loss, theirs.grad_norm), rel=1e-4)
+    assert plain[0].loss != pytest.approx(plain[-1].loss, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "objective", "message"),
+    [
+        (
+            [{"prompt": "a", "completion": "b"}],
+            DPO,
+            "objective dpo learns from pairs.*dataset.columns=.*objective",
+        ),
+        (PAIRS, {"name": "sft"}, "the rows are pairs.*set objective to dpo.*completion: chosen"),
+        ([*PAIRS, PAIRS[0] | {"rejected": PAIRS[0]["chosen"]}], DPO, "line 13.*are the same.*nothing is preferred"),
+        ([*PAIRS, {"prompt": "a", "chosen": "b", "rejected": None}], DPO, "line 13.*`rejected` is missing"),
+        ([PAIRS[0] | {"chosen": [{"role": "user", "content": "q"}]}], DPO, "no message of the assistant"),
+    ],
+    ids=["no pairs", "pairs for sft", "the same answers", "a missing answer", "no answer"],
+)
+def test_rows_without_pairs_are_an_error_with_a_fix(tmp_path, cache, rows, objective, message):
+    spec = spec_of(objective=objective, dataset=pairs_file(tmp_path, rows))
+    with pytest.raises(DataError, match=message):
+        prepare(spec, build_tokenizer(2048), 2048)
+
+
+def test_all_published_formats_of_pairs_are_read(tmp_path, cache):
+    plain = {"prompt": "two?", "chosen": "2", "rejected": "3"}
+    asked, chosen, rejected = (
+        [{"role": role, "content": plain[key]}]
+        for role, key in (("user", "prompt"), ("assistant", "chosen"), ("assistant", "rejected"))
+    )
+    rows = [
+        plain,
+        {"prompt": asked, "chosen": chosen, "rejected": rejected},
+        {"prompt": "two?", "chosen": chosen, "rejected": rejected},
+        {"prompt": "two?", "chosen": asked + chosen, "rejected": asked + rejected},
+        {"prompt": None, "chosen": asked + chosen, "rejected": asked + rejected},
+    ]
+    tokenizer = build_tokenizer(2048)
+    made = prepare(spec_of(objective=DPO, dataset=pairs_file(tmp_path, rows)), tokenizer, 2048).train
+    assert len({tuple(tuple(side.ids + side.labels) for side in pair) for pair in made}) == 1
+    chosen_side, rejected_side = made[0]
+    answer = [token for token in chosen_side.labels if token != IGNORE]
+    assert tokenizer.decode(answer).startswith("2")
+    assert "two?" not in tokenizer.decode(answer)
+    assert chosen_side.labels.count(IGNORE) == rejected_side.labels.count(IGNORE)
+    renamed = [{"q": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in rows[:1]]
+    named = pairs_file(tmp_path, renamed) | {"columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}}
+    assert prepare(spec_of(objective=DPO, dataset=named), tokenizer, 2048).train[0][0].ids == chosen_side.ids
+
+
+def test_synthetic_pairs_share_a_prompt_and_differ(cache):
+    spec = spec_of(objective=DPO, dataset={"samples": 50, "mean_length": 4})
+    first, again = (prepare(spec, build_tokenizer(2048), 2048).train for _ in range(2))
+    assert first == again
+    for chosen, rejected in first:
+        prompt = min(len(chosen.ids), len(rejected.ids)) // 2
+        assert chosen.ids[:prompt] == rejected.ids[:prompt]
+        assert chosen.ids != rejected.ids
+        assert chosen.labels == [IGNORE] * prompt + chosen.ids[prompt:]
+
+
+def test_wrong_reference_fails_the_run(train_here, monkeypatch):
+    monkeypatch.setattr(dpo.DpoTrainer, "forget_copy", lambda self: None)
+    with pytest.raises(NotAppliedError, match="the reference is a copy of the adapters"):
+        train_here(objective=DPO)
+
+
 @pytest.mark.parametrize(("method", "objective", "gib"), [("full", DPO, 0.17171), ("lora", COMPUTED, 0.15428)])
-def test_estimate_of_memory_agrees_with_the_recorded_peak(method, objective, gib):
-    """GiB that the real trainer allocated on tensors without memory, with trl's kernel for the log-probabilities."""
+def test_memory_estimate_agrees_with_the_recorded_peak(method, objective, gib):
+    """The GiB were measured with the real trainer on fake tensors, with trl's kernel for log-probabilities."""
     spec = Experiment.model_validate({
         "name": "pairs", "model": {"id": "tiny/qwen3", "weights": "random"}, "method": {"name": method},
         "objective": objective, "train": {"batch_size": 8},
@@ -106,22 +268,21 @@ def test_estimate_of_memory_agrees_with_the_recorded_peak(method, objective, gib
     assert ("reference model" in parts) == (method == "full")
 
 
-def test_time_counts_both_sequences_and_the_reference_of_a_step():
+def test_work_includes_both_sequences_and_the_reference():
     def work(**changes):
         spec = spec_of(**changes)
-        return step_work(spec, trainable_shape(spec), batches_of(spec, RunHistory().lengths(spec))).groups[0][1][
-            "products"
-        ]
+        batches = batches_of(spec, RunHistory().lengths(spec))
+        return step_work(spec, trainable_shape(spec), batches).groups[0][1]["products"]
 
     even = {"dataset": {"length": 64, "mean_length": None}, "method": {"name": "full"}}
-    computed, held = (work(**even, objective=each) for each in (COMPUTED, DPO))
+    computed, in_step = (work(**even, objective=each) for each in (COMPUTED, DPO))
     layer, head, positions = 64 * (64 + 32 + 32 + 64) + 3 * 64 * 192, 2048 * 64, 2 * 2 * 64
-    assert computed == pytest.approx(6 * (2 * layer + head) * positions)  # of all positions, and two sequences a pair
-    assert held == pytest.approx(computed * 4 / 3)  # a forward pass beside forward and backward
+    assert computed == pytest.approx(6 * (2 * layer + head) * positions)  # all positions of two sequences per pair
+    assert in_step == pytest.approx(computed * 4 / 3)  # an additional forward pass
 
 
-def test_a_references_forward_pass_counts_where_it_runs_in_the_step(train_here):
-    """By hand for tiny/qwen3: 2 FLOPs a parameter and position, and scores and values of half the square."""
+def test_flops_include_the_reference_if_it_runs_in_the_step(train_here):
+    """By hand for tiny/qwen3: 2 FLOPs per parameter and position, plus causal attention."""
     run = train_here(objective=DPO, dataset={"length": 32, "mean_length": None}, method={"name": "full"})
     rows, applied = trained(run), read_json(run.applied)
     described, window = applied["dataset"], sum(row.step_time_s for row in rows)

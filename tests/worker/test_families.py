@@ -1,5 +1,4 @@
-"""Every family that is described trains: adapters where the estimates count them, samples apart in a row, and what a
-model of the library cannot do is a sentence."""
+"""Every family trains with the estimated parameters and isolated samples. Unsupported options are error messages."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ EXPERTS = ("mixtral", "deepseek_v3", "qwen3_next")
 
 @pytest.fixture
 def train_family(train_here, tmp_path):
-    """Trains a small model of a family, given by a config.json; applied.json of the run."""
+    """Train a small model of a family and return applied.json."""
 
     def train(family, config=None, **sections):
         path = tmp_path / "config.json"
@@ -35,7 +34,7 @@ def train_family(train_here, tmp_path):
 
 
 def counted(family, **method):
-    """The trained parameters that an estimate counts."""
+    """Return the trained parameters of the estimate."""
     from conftest import spec_of
 
     spec, model = spec_of(method=method), describe(config_of(family))
@@ -44,7 +43,7 @@ def counted(family, **method):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", SHAPES)
-def test_the_trained_parameters_are_those_that_an_estimate_counts(train_family, family):
+def test_estimate_counts_the_trained_parameters(train_family, family):
     optimizations = {"fused_lora": True, "gradient_checkpointing": True}
     applied = train_family(family, optimizations=optimizations)
     assert applied["parameters"]["trainable"] == counted(family)
@@ -63,7 +62,7 @@ def test_full_training_trains_every_parameter(train_family, family):
 
 
 @pytest.mark.parametrize("family", EXPERTS)
-def test_experts_get_the_adapters_that_an_estimate_counts(train_family, family):
+def test_estimate_counts_expert_adapters(train_family, family):
     kinds = train_family(family, method={"experts": True})["parameters"]["by_kind"]
     assert sum(kind["trainable"] for kind in kinds.values()) == counted(family, experts=True)
     assert kinds["experts"]["trainable"] > 0 == kinds["mlp"]["trainable"]
@@ -85,16 +84,16 @@ def test_packed_samples_do_not_see_each_other(family):
     samples = [torch.randint(4, 500, (length,)) for length in (9, 17, 40)]
     row, places = torch.cat(samples)[None], torch.cat([torch.arange(len(each)) for each in samples])[None]
     with torch.no_grad():
-        alone = model(input_ids=samples[1][None], use_cache=False).logits[0]
+        single = model(input_ids=samples[1][None], use_cache=False).logits[0]
         together = model(input_ids=row, position_ids=places, use_cache=False).logits[0, 9:26]
         unmarked = model(input_ids=row, use_cache=False).logits[0, 9:26]
-    rounding = 2 * 96 * torch.finfo(torch.float32).eps * alone.abs().max()  # layers of products that add up 96 terms
-    assert (together - alone).abs().max() < rounding
-    assert (unmarked - alone).abs().max() > 100 * rounding  # it would show
+    rounding = 2 * 96 * torch.finfo(torch.float32).eps * single.abs().max()  # layers with sums of 96 terms
+    assert (together - single).abs().max() < rounding
+    assert (unmarked - single).abs().max() > 100 * rounding  # without isolation the difference is visible
 
 
 @pytest.mark.parametrize("name", ["packing", "padding_free"])
-def test_linear_attention_keeps_no_samples_apart_and_says_so(train_family, name):
+def test_packing_rejects_linear_attention(train_family, name):
     with pytest.raises(SpecError, match=f"optimizations.{name}: Qwen3NextForCausalLM has layers of linear attention"):
         train_family("qwen3_next", optimizations={name: True})
 
@@ -102,12 +101,12 @@ def test_linear_attention_keeps_no_samples_apart_and_says_so(train_family, name)
 @pytest.mark.parametrize(
     ("family", "scale"), [("gemma2", {}), ("cohere2", {}), ("granite", {"logits_scaling": 8.0})], ids=str
 )
-def test_logits_that_are_scaled_are_not_computed_in_chunks(train_family, family, scale):
+def test_chunked_loss_rejects_scaled_logits(train_family, family, scale):
     with pytest.raises(SpecError, match="chunked_loss does not support how"):
         train_family(family, config_of(family) | scale, optimizations={"chunked_loss": True})
 
 
-def test_a_model_without_layers_is_a_sentence(train_family):
+def test_model_without_layers_is_an_error_message(train_family):
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 512, "n_positions": 128}
-    with pytest.raises(SpecError, match="GPT2LMHeadModel is no decoder whose layers ftbench finds"):
+    with pytest.raises(SpecError, match="does not find the layers of GPT2LMHeadModel"):
         train_family("gpt2", config, method={"targets": "all-linear"})

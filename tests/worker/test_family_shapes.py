@@ -1,5 +1,4 @@
-"""A family's description against the model that transformers builds of it, with the method applied by the worker's own
-code: parameters, what a token passes through, FLOPs."""
+"""A family's description equals transformers' model with the method applied: parameters, matrices and FLOPs."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from ftbench.families import FAMILIES, describe
 from ftbench.worker import methods
 from ftbench.worker.measure import applied
 
-TINY = {  # models that read images: test_image_counts.py
+TINY = {  # vision models: test_image_counts.py
     config["model_type"]: config
     for name, config in architectures().items()
     if name.startswith("tiny/") and config["model_type"] in FAMILIES
@@ -39,43 +38,43 @@ def built(family: str, **options: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[family]), **options)
 
 
-def test_every_family_has_a_shape_here() -> None:
+def test_every_family_has_a_test_shape() -> None:
     assert set(CONFIGS) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_description_and_live_model_count_the_same(family: str, method: str) -> None:
+def test_description_equals_the_live_model(family: str, method: str) -> None:
     spec, shape = spec_of(method=METHODS[method]), describe(CONFIGS[family])
     if method == "experts" and not shape.has_experts:
         pytest.skip("has no experts")
     with torch.device("meta"):
         model = methods.load(spec.method.name).adapt(built(family), spec)
-    told = trainable_shape(spec, CONFIGS[family])
+    estimate = trainable_shape(spec, CONFIGS[family])
     kinds = applied.parameters_by_kind(model)
-    adapters = 0 if method == "full" else told.trained
+    adapters = 0 if method == "full" else estimate.trained
     assert sum(kind["total"] for kind in kinds.values()) - adapters == shape.total
-    assert sum(kind["trainable"] for kind in kinds.values()) == told.trained
-    assert applied.matmul_shape(model) == told.matmul
+    assert sum(kind["trainable"] for kind in kinds.values()) == estimate.trained
+    assert applied.matmul_shape(model) == estimate.matmul
     assert kinds["other"]["total"] == 0
 
 
-def test_a_dense_model_has_no_experts_to_train() -> None:
-    with torch.device("meta"), pytest.raises(SpecError, match="no fused expert matrices"):
+def test_dense_model_rejects_expert_adapters() -> None:
+    with torch.device("meta"), pytest.raises(SpecError, match="lacks fused expert matrices"):
         methods.load("lora").adapt(built("phi3"), spec_of(method=METHODS["experts"]))
 
 
-# Linear attention computes in chunks what no length without chunks has; its products with weights are counted above.
+# Linear attention computes in chunks. Its products with weights are counted above.
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"qwen3_next"}))
-def test_flops_of_a_forward_pass_are_those_that_torch_counts(family: str) -> None:
+def test_forward_flops_equal_torchs_count(family: str) -> None:
     length = 24
     model = built(family, attn_implementation="eager", experts_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.randint(4, 100, (1, length)), use_cache=False)
     matmul = trainable_shape(spec_of(method={"name": "full"}), CONFIGS[family]).matmul
-    squares = 4 * sum(matmul.attention_width) * length**2  # eager attention multiplies every pair
+    squares = 4 * sum(matmul.attention_width) * length**2  # eager attention computes all pairs
     counts = {module: sum(by.values()) for module, by in counter.get_flop_counts().items()}
-    angles = sum(count for module, count in counts.items() if module.endswith("rotary_emb"))  # of positions, no product
+    angles = sum(count for module, count in counts.items() if module.endswith("rotary_emb"))  # not matrix products
     assert counts["Global"] - angles == 2 * length * (matmul.base + matmul.head) + squares
 
 

@@ -45,8 +45,8 @@ from ftbench.worker.data.tokens import Tokens
 from ftbench.worker.frameworks import hand_over, live, session
 from ftbench.worker.frameworks.adapters import draw_adapters
 from ftbench.worker.measure.batch_count import COUNT, padding_of
-from ftbench.worker.measure.outcome import of_exception
 from ftbench.worker.measure.phases import Phases
+from ftbench.worker.outcome import of_exception
 from ftbench.worker.training_run import TrainingRun
 
 LLAMA = {"framework": "llamafactory", "python": "/nowhere/bin/python"}
@@ -397,7 +397,7 @@ def test_a_framework_that_breaks_down_ends_the_run_with_what_it_said(framework_r
 
 @pytest.mark.parametrize(("values", "said"), [
     ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "lacks weights of"),
-    ({"intermediate_size": 48}, "in other shapes than"),
+    ({"intermediate_size": 48}, "have other shapes than"),
 ])  # fmt: skip
 def test_a_checkpoint_that_is_not_whole_is_trained_by_no_framework(framework_run, tmp_path, values, said):
     folder = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""Answers before and after training: they tell what training changed, and change nothing themselves."""
+"""Answers before and after training show the effect of training and do not change it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ftbench.worker.model.tokenizer import build_tokenizer
 from ftbench.worker.optimizations import chunked_loss
 from ftbench.worker.optimizations import compile as compiled
 
-ASKED = {
+PROMPTS = {
     "prompts": [
         {"id": "short", "prompt": "日本"},
         {"id": "long", "prompt": "GPUの記憶容量について、短く説明してください。"},
@@ -50,11 +50,11 @@ def samples(run):
     ],
     ids=["lora", "full-bf16", "qlora", "gpt-oss"],
 )
-def test_answers_change_nothing_in_the_training(train_here, changes):
-    silent, asked = train_here(**changes), train_here(**changes, measure={"generate": ASKED})
-    assert losses(silent) == losses(asked)
-    assert not silent.samples.exists()
-    found = samples(asked)
+def test_answers_do_not_change_training(train_here, changes):
+    plain, answered = train_here(**changes), train_here(**changes, measure={"generate": PROMPTS})
+    assert losses(plain) == losses(answered)
+    assert not plain.samples.exists()
+    found = samples(answered)
     assert [row["id"] for row in found["prompts"]] == ["short", "long"]
     assert all(row["before"] and row["after"] for row in found["prompts"])
     assert found["settings"]["top_k"] == 50
@@ -66,23 +66,23 @@ def test_answers_change_nothing_in_the_training(train_here, changes):
     ("lora", False), ("full", True),
     pytest.param("lora", True, marks=pytest.mark.exhaustive), pytest.param("full", False, marks=pytest.mark.exhaustive),
 ])  # fmt: skip
-def test_where_nothing_is_learned_the_answers_are_the_same(train_here, method, greedy):
+def test_answers_stay_the_same_without_learning(train_here, method, greedy):
     run = train_here(
         method={"name": method},
         train={"precision": "bf16", **NOTHING_LEARNED},
-        measure={"generate": {**ASKED, "greedy": greedy}},
+        measure={"generate": {**PROMPTS, "greedy": greedy}},
     )
     assert all(row["before"] == row["after"] for row in samples(run)["prompts"])
 
 
-def test_training_shows_in_the_answers(train_here):
-    run = train_here(train={"learning_rate": 0.05}, method={"name": "full"}, measure={"generate": ASKED})
+def test_training_changes_answers(train_here):
+    run = train_here(train={"learning_rate": 0.05}, method={"name": "full"}, measure={"generate": PROMPTS})
     assert any(row["before"] != row["after"] for row in samples(run)["prompts"])
 
 
-def test_sampling_follows_its_seed_and_greedy_needs_none(train_here):
+def test_sampling_depends_on_the_seed_and_greedy_does_not(train_here):
     def answers(**settings):
-        run = train_here(train={"max_steps": 1}, measure={"generate": ASKED | settings})
+        run = train_here(train={"max_steps": 1}, measure={"generate": PROMPTS | settings})
         return [row["before"] for row in samples(run)["prompts"]]
 
     sampled, greedy = answers(), answers(greedy=True)
@@ -90,28 +90,28 @@ def test_sampling_follows_its_seed_and_greedy_needs_none(train_here):
     assert greedy == answers(greedy=True, seed=1) != sampled
 
 
-def test_a_padded_prompt_is_answered_as_it_is_alone(train_here):
+def test_padding_does_not_change_an_answer(train_here):
     def answers(*prompts):
-        run = train_here(train={"max_steps": 1}, measure={"generate": {**ASKED, "prompts": prompts, "greedy": True}})
+        run = train_here(train={"max_steps": 1}, measure={"generate": {**PROMPTS, "prompts": prompts, "greedy": True}})
         return {row["id"]: row["before"] for row in samples(run)["prompts"]}
 
-    short, long = ASKED["prompts"]
+    short, long = PROMPTS["prompts"]
     assert answers(short, long) == answers(short) | answers(long)
 
 
-def test_length_and_time_are_limits_and_said_to_be(train_here):
-    run = train_here(train={"max_steps": 1}, measure={"generate": ASKED | {"greedy": True}})
+def test_stop_reason_is_length_or_time(train_here):
+    run = train_here(train={"max_steps": 1}, measure={"generate": PROMPTS | {"greedy": True}})
     row = samples(run)["prompts"][0]
     assert row["tokens"]["before"] == 12
     assert row["stop"]["before"] == "length"
     cut = {"max_new_tokens": 4000, "max_seconds": 0.2, "greedy": True}
-    row = samples(train_here(train={"max_steps": 1}, measure={"generate": ASKED | cut}))["prompts"][0]
+    row = samples(train_here(train={"max_steps": 1}, measure={"generate": PROMPTS | cut}))["prompts"][0]
     assert 0 < row["tokens"]["before"] < 4000
     assert row["stop"] == {"before": "time", "after": "time"}
 
 
-def test_answering_has_phases_of_its_own_and_its_memory_is_not_trainings(train_here):
-    run = train_here(measure={"generate": ASKED})
+def test_generation_has_separate_phases_and_memory(train_here):
+    run = train_here(measure={"generate": PROMPTS})
     phases = read_json(run.phases)["phases"]
     assert [phase["name"] for phase in phases][-5:] == ["setup", "generate", "train", "finish", "generate"]
     for phase in phases:
@@ -123,7 +123,7 @@ def test_answering_has_phases_of_its_own_and_its_memory_is_not_trainings(train_h
     assert summary.phases_s["generate"] > 0
 
 
-def test_compiled_layers_answer_uncompiled_and_stay_compiled(cache):
+def test_generation_uses_uncompiled_layers(cache):
     spec = spec_of(optimizations={"compile": True, "chunked_loss": True})
     source = loading.source_of(spec.model)
     model, tokenizer = loading.load_model(spec, source), loading.load_tokenizer(spec.model, source)
@@ -136,7 +136,7 @@ def test_compiled_layers_answer_uncompiled_and_stay_compiled(cache):
     assert graphs > 0
     with plain(model, spec):
         assert not any(module.training for module in model.modules())
-        assert answer(model, tokenizer, Generate.model_validate(ASKED))[1][0][1] > 0
+        assert answer(model, tokenizer, Generate.model_validate(PROMPTS))[1][0][1] > 0
     assert counters["stats"]["unique_graphs"] == graphs
     assert all(module.training for module in model.modules())
     assert chunked_loss.is_on(model)
@@ -145,18 +145,18 @@ def test_compiled_layers_answer_uncompiled_and_stay_compiled(cache):
     assert compiled.verify(model, spec) == []
 
 
-def test_attention_without_padding_makes_way_for_one_that_takes_it(cache):
+def test_generation_replaces_attention_without_padding(cache):
     spec = spec_of(optimizations={"attention": "varlen", "padding_free": True}, train={"precision": "bf16"})
     source = loading.source_of(spec.model)
     model, tokenizer = loading.load_model(spec, source), loading.load_tokenizer(spec.model, source)
     with plain(model, spec):
         assert model.config._attn_implementation == "sdpa"
-        assert answer(model, tokenizer, Generate.model_validate(ASKED))[0][0] > 0
+        assert answer(model, tokenizer, Generate.model_validate(PROMPTS))[0][0] > 0
     assert model.config._attn_implementation == "varlen"
 
 
-def test_a_failing_chat_template_is_an_error_that_names_measure_generate(monkeypatch):
+def test_a_failing_chat_template_is_an_error_message(monkeypatch):
     tokenizer = build_tokenizer(8192)
     monkeypatch.setattr(tokenizer, "chat_template", "{{ 1 // 0 }}")
-    with pytest.raises(DataError, match=r"^measure\.generate: .*refuses it .*division"):
-        generate._written(tokenizer, "Hi")
+    with pytest.raises(DataError, match=r"^measure.generate: .* failed .*division"):
+        generate._rendered(tokenizer, "Hi")

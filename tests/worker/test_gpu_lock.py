@@ -1,4 +1,4 @@
-"""Two runs on one GPU: the second waits until the first one's process has ended, however it ends."""
+"""Runs on one GPU take turns: the second waits until the process of the first has ended."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ time.sleep(600)
 
 @pytest.fixture
 def begin(tmp_path, monkeypatch):
-    """Starts a process that takes its turn on a GPU and keeps it; its directory."""
+    """Start a process that locks a GPU and keeps it."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     processes = []
 
@@ -67,7 +67,7 @@ def memory_before(directory: RunDir) -> float:
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_the_second_begins_when_the_first_has_ended(begin, end):
+def test_second_run_waits_for_the_first(begin, end):
     first, process = begin("first")
     until_phase(first, "load")
     second, _ = begin("second")
@@ -76,17 +76,17 @@ def test_the_second_begins_when_the_first_has_ended(begin, end):
     assert phase(second) == WAITING
     process.send_signal(end)
     until_phase(second, "load")
-    assert (memory_before(first), memory_before(second)) == (0.5, 0.5)  # as it was when they began
+    assert (memory_before(first), memory_before(second)) == (0.5, 0.5)  # the state when they started
 
 
 @pytest.fixture
-def alone(tmp_path, monkeypatch):
-    """Acquires a GPU of which the driver tells these used GiB one after the other; what machine.json says then."""
+def acquire(tmp_path, monkeypatch):
+    """Acquire a GPU whose used memory takes these values in GiB. Return machine.json's GPU and the phases."""
     monkeypatch.setattr(gpu_lock.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(gpu_lock, "_held", [])
     monkeypatch.setattr(gpu_lock, "_POLL_S", 0.0)
 
-    def acquire(*used: float) -> tuple[dict, list[str]]:
+    def run(*used: float) -> tuple[dict, list[str]]:
         readings = iter(used)
         last = used[-1]
 
@@ -102,36 +102,36 @@ def alone(tmp_path, monkeypatch):
         assert described["kept"] == 1
         return rundir.first_gpu(described), [p["name"] for p in rundir.read_json(directory.phases)["phases"]]
 
-    yield acquire
+    yield run
     for lock in gpu_lock._held:
         os.close(lock)
 
 
-def test_the_memory_of_a_run_that_has_ended_is_waited_for(alone):
-    """The parent of a run reads the GPU while the one before it ends: 70 of 72 runs of a grid began so."""
-    gpu, phases = alone(70.0, 41.0, 12.0, 0.5)
+def test_run_waits_for_the_memory_of_a_finished_run(acquire):
+    """The parent often reads the GPU while the previous run is still ending."""
+    gpu, phases = acquire(70.0, 41.0, 12.0, 0.5)
     assert (gpu["memory_used_before_gb"], gpu["foreign_processes"]) == (0.5, 0)
     assert phases == ["import", WAITING, "import"]
 
 
-def test_a_free_gpu_is_not_waited_for_and_written_as_it_is(alone):
-    gpu, phases = alone(0.4)
+def test_free_gpu_is_used_without_waiting(acquire):
+    gpu, phases = acquire(0.4)
     assert (gpu["memory_used_before_gb"], phases) == (0.4, ["import"])
 
 
-def test_memory_that_somebody_keeps_is_not_waited_for_long_and_told(alone, monkeypatch):
+def test_constant_foreign_memory_ends_the_wait(acquire, monkeypatch):
     monkeypatch.setattr(gpu_lock, "STILL_S", 0.2)
-    gpu, _ = alone(30.0, 20.0)
+    gpu, _ = acquire(30.0, 20.0)
     assert (gpu["memory_used_before_gb"], gpu["foreign_processes"]) == (20.0, 1)
 
 
-def test_memory_that_keeps_changing_is_not_waited_for_for_ever(alone, monkeypatch):
+def test_changing_foreign_memory_is_waited_for_with_a_limit(acquire, monkeypatch):
     monkeypatch.setattr(gpu_lock, "RETURN_S", 0.2)
-    gpu, _ = alone(*(20.0 + n % 2 for n in range(10**6)))
+    gpu, _ = acquire(*(20.0 + n % 2 for n in range(10**6)))
     assert gpu["foreign_processes"] == 1
 
 
-def test_a_probe_does_not_measure_beside_a_run(begin, tmp_path, monkeypatch):
+def test_probe_fails_during_a_run(begin, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_lock.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(gpu_lock, "_held", [])
     first, process = begin("first")
@@ -144,20 +144,20 @@ def test_a_probe_does_not_measure_beside_a_run(begin, tmp_path, monkeypatch):
     assert gpu_lock.try_acquire({"uuid": "GPU-1"})
 
 
-def test_another_gpu_is_not_waited_for(begin):
+def test_run_does_not_wait_for_another_gpu(begin):
     for name, uuid in (("first", "GPU-1"), ("second", "GPU-2")):
         directory, _ = begin(name, uuid)
         until_phase(directory, "load")
 
 
-def test_without_a_gpu_nobody_waits(tmp_path):
+def test_run_does_not_wait_without_a_gpu(tmp_path):
     directory = RunDir(tmp_path)
     rundir.write_json(directory.machine, {"gpu": None})
     gpu_lock.acquire(directory, Phases(directory, "import"))
     assert [phase["name"] for phase in rundir.read_json(directory.phases)["phases"]] == ["import"]
 
 
-def test_a_place_that_cannot_be_written_keeps_no_run_from_its_work(tmp_path, monkeypatch):
+def test_unwritable_lock_folder_disables_locking(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_lock.tempfile, "gettempdir", lambda: str(Path(tmp_path, "missing")))
     directory = RunDir(tmp_path)
     rundir.write_json(directory.machine, {"gpu": {"uuid": "GPU-1"}})

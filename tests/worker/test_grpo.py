@@ -1,4 +1,4 @@
-"""Prompts under objective grpo: what trl's own script trains, with generation recorded as a part of each step."""
+"""Objective grpo: equal to a plain trl script, with generation recorded as a part of each step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ftbench.report.card import card
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.store.summary import summarise
-from ftbench.worker import methods, policy
+from ftbench.worker import grpo, methods
 from ftbench.worker.data.prepare import prepare
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.meters import HostClock
@@ -45,8 +45,7 @@ def file_of(folder, rows, **more):
 
 
 def of_plain_trl(spec, folder):
-    """The losses, gradient norms and rewards of a script that knows nothing of ftbench: the same prompts as dialogues,
-    trl's own tokens, and its own count of even ones."""
+    """Return losses, gradient norms and rewards of a plain script with trl's own tokens and its own reward function."""
     source = loading.source_of(spec.model, spec.method)
     tokenizer, data = prepared(spec, source)
     dialogues = [[{"role": "user", "content": text}] for text in PROMPTS]
@@ -88,19 +87,19 @@ def of_plain_trl(spec, folder):
     ],
     ids=["full", "lora with a reference"],
 )
-def test_steps_are_those_of_a_plain_script_of_trl(train_here, tmp_path, method, train, objective):
+def test_steps_equal_those_of_a_plain_trl_script(train_here, tmp_path, method, train, objective):
     rows = file_of(tmp_path, [{"prompt": text} for text in PROMPTS])
     changes = {"method": {"name": method}, "objective": GRPO | objective, "train": SGD | train, "dataset": rows}
     ours = [(row.loss, row.grad_norm, row.reward) for row in trained(train_here(**changes))]
     theirs = of_plain_trl(spec_of(**changes), tmp_path / "trl")
     assert len({norm for _, norm, _ in ours}) == len(ours) > 2
     for mine, plain in zip(ours, theirs, strict=True):
-        assert mine == pytest.approx(plain, rel=1e-4, abs=1e-6)  # the loss of a step is nearly 0: its gradient is not
+        assert mine == pytest.approx(plain, rel=1e-4, abs=1e-6)  # the loss is nearly 0, its gradient is not
 
 
 @pytest.fixture
 def cut(monkeypatch):
-    """Ends completions at 1, 2, 3 … tokens, as a model does that learned to end; the prompts and what was left."""
+    """Truncate completions to 1, 2, 3 … tokens and return them with their prompts."""
     seen, inner = [], GRPOTrainer._generate_single_turn
 
     def single_turn(self, prompts, *args, **kwargs):
@@ -112,7 +111,7 @@ def cut(monkeypatch):
     return seen
 
 
-def test_what_is_counted_is_what_was_trained_on(train_here, monkeypatch, cut):
+def test_counts_equal_the_trained_batches(train_here, monkeypatch, cut):
     seen, inner = [], GRPOTrainer.compute_loss
 
     def spy(self, model, inputs, *args, **kwargs):
@@ -132,18 +131,18 @@ def test_what_is_counted_is_what_was_trained_on(train_here, monkeypatch, cut):
         assert row.reward == pytest.approx(sum(even) / len(even))
     described = read_json(run.applied)["dataset"]
     assert described["samples"] == 4
-    assert described["label_tokens"] == 0  # of the data, which are prompts
+    assert described["label_tokens"] == 0  # prompts have no labels
 
 
-def test_runs_share_the_order_of_their_tokens_where_they_generated_the_same(train_here):
+def test_order_hash_depends_on_generated_tokens(train_here):
     runs = (train_here(objective=GRPO, dataset=MADE, train={"batch_size": 8, "seed": seed}) for seed in (1, 1, 2))
     made = [read_json(run.applied)["dataset"] for run in runs]
     assert made[0]["order_hash"] == made[1]["order_hash"] != made[2]["order_hash"]
     assert made[0]["hash"] == made[2]["hash"]
 
 
-def test_parts_of_a_step_have_times_of_their_own_and_generation_keeps_its_keys_and_values(train_here, monkeypatch):
-    """By a clock that goes on only where it is told to: 5 s in generate, 3 in the reward, 2 in each loss."""
+def test_parts_of_a_step_are_timed_and_generation_uses_a_cache(train_here, monkeypatch):
+    """With a simulated clock: 5 s in generate, 3 s in the reward, 2 s in each loss."""
     now, widths, where = [100.0], [], []
     monkeypatch.setattr(HostClock, "mark", lambda self: now[0])
 
@@ -177,10 +176,10 @@ def test_parts_of_a_step_have_times_of_their_own_and_generation_keeps_its_keys_a
         parts = (row.generation_s, row.scoring_s, row.forward_backward_s, row.optimizer_s)
         assert parts == (5, 3, 4, 0)
         assert row.step_time_s == 12
-        assert row.label_tokens == row.generated_tokens == 8 * 6  # none ended before
+        assert row.label_tokens == row.generated_tokens == 8 * 6  # all have the full length
         assert 0 < row.generation_peak_gb <= row.peak_memory_gb
     assert where == ["generation", "scoring", "forward", "forward"] * 6
-    assert widths == [8, 1, 1, 1, 1, 1] * 6  # the prompt once, then a token at a time
+    assert widths == [8, 1, 1, 1, 1, 1] * 6  # the prompt, then one token at a time
     summary = summarise(run)
     assert summary.parts_s == {"generation": 5, "scoring": 3, "forward_backward": 4, "optimizer": 0}
     rates = {name: summary.tokens_per_s[name] for name in ("real", "generated", "trained")}
@@ -189,8 +188,8 @@ def test_parts_of_a_step_have_times_of_their_own_and_generation_keeps_its_keys_a
     shown = card(summary, run)
     assert "generation 5.00 s, scoring 3.00 s, forward_backward 4.00 s, optimizer 0" in shown
     assert "; 9.6 generated tokens/s while generating" in shown
-    assert "  loss " not in shown  # of a group's gains, which add up to nothing
-    assert (summary.model_tflops, summary.mfu) == (None, None)  # what generation computes nobody counts
+    assert "  loss " not in shown  # the advantages of a group sum to 0
+    assert (summary.model_tflops, summary.mfu) == (None, None)  # the FLOPs of generation are not counted
 
 
 LEARNS = {
@@ -200,21 +199,21 @@ LEARNS = {
 }  # fmt: skip
 
 
-def test_the_reward_is_learned_and_not_where_nothing_is_learned_or_nothing_is_better(train_here, monkeypatch):
+def test_reward_is_learned_only_by_a_learning_run(train_here, monkeypatch):
     run = train_here(**LEARNS)
     rewards = [row.reward for row in trained(run)]
     assert rewards[0] < 0.7
     assert rewards[-1] > 0.8
     figures = summarise(run).loss
     assert (figures["reward_first"], figures["reward_last"]) == (rewards[0], rewards[-1])
-    still = trained(train_here(**LEARNS, measure={"control": "learning_rate_0"}))
-    assert max(row.reward for row in still) < 0.7
-    monkeypatch.setattr(policy.rewards, "even_tokens", lambda completion_ids, **_: [0.5] * len(completion_ids))
+    frozen = trained(train_here(**LEARNS, measure={"control": "learning_rate_0"}))
+    assert max(row.reward for row in frozen) < 0.7
+    monkeypatch.setattr(grpo.rewards, "even_tokens", lambda completion_ids, **_: [0.5] * len(completion_ids))
     for row in trained(train_here(**LEARNS)):
         assert (row.loss, row.grad_norm, row.reward) == (0, 0, 0.5)
 
 
-def test_what_is_taken_beside_grpo_trains_what_plain_grpo_trains(train_here):
+def test_optimizations_do_not_change_grpo(train_here):
     made = {"objective": GRPO, "dataset": MADE, "train": SGD | {"batch_size": 4}}
     plain, *others = (
         trained(train_here(**made, optimizations=on))
@@ -226,32 +225,32 @@ def test_what_is_taken_beside_grpo_trains_what_plain_grpo_trains(train_here):
     assert len({row.grad_norm for row in plain}) == 4
 
 
-def test_the_reference_is_the_weights_under_the_adapters(train_here, monkeypatch):
+def test_reference_is_the_base_model(train_here, monkeypatch):
     made = {"objective": GRPO | {"beta": 0.1}, "dataset": MADE, "train": {"batch_size": 4}}
     applied = read_json(train_here(**made, method={"name": "qlora"}).applied)
     assert applied["reference"] == {"kind": "weights under the adapters", "in_step": True}
     assert applied["generation"] == {"by": "transformers generate", "reward": "share of even token ids"}
     assert (applied["loss"], applied["loss_normalisation"]) == ("dapo", "label tokens of the step")
     assert applied["parameters"]["trainable"] == 19_456
-    monkeypatch.setattr(policy.PolicyTrainer, "forget_copy", lambda self: None)
-    with pytest.raises(NotAppliedError, match="the reference is no weights under the adapters"):
+    monkeypatch.setattr(grpo.GrpoTrainer, "forget_copy", lambda self: None)
+    with pytest.raises(NotAppliedError, match="the reference is not the base weights under the adapters"):
         train_here(**made)
 
 
-def test_a_trainer_that_does_otherwise_is_told():
+def test_different_live_settings_are_reported():
     wanted = spec_of(objective=GRPO | {"fixed_length": True}, train={"batch_size": 4})
     live = SimpleNamespace(
         beta=0.0, num_generations=2, loss_type="dapo", has_copy=lambda: False, ref_model=None,
         generation_config=SimpleNamespace(max_new_tokens=6, temperature=1.0, min_new_tokens=None),
     )  # fmt: skip
-    told = policy.PolicyTrainer.verify(live, wanted)
-    assert told == [
+    problems = grpo.GrpoTrainer.verify(live, wanted)
+    assert problems == [
         "objective.num_generations is 4 and the trainer's is 2",
-        "objective.fixed_length is on and completions may end before",
+        "objective.fixed_length is on and completions may end earlier",
     ]
 
 
-def test_prompts_are_what_rows_of_every_form_ask(tmp_path, cache):
+def test_prompts_are_read_from_every_format(tmp_path, cache):
     asked = [{"role": "user", "content": "two?"}]
     answered = [*asked, {"role": "assistant", "content": "2"}]
     forms = {
@@ -269,27 +268,27 @@ def test_prompts_are_what_rows_of_every_form_ask(tmp_path, cache):
 
 
 @pytest.mark.parametrize(
-    ("rows", "more", "told"),
+    ("rows", "more", "message"),
     [
-        ([{"text": "a"}], {"format": None}, "no prompt to answer: set dataset.format=prompt"),
+        ([{"text": "a"}], {"format": None}, "it has no prompt: set dataset.format=prompt"),
         ([{"prompt": ""}], {}, "`prompt` is empty"),
-        ([{"prompt": []}], {}, "no prompt to answer"),
-        ([{"prompt": "long " * 50}], {"max_length": 8}, "no prompt ends within max_length 8: raise it"),
+        ([{"prompt": []}], {}, "it has no prompt"),
+        ([{"prompt": "long " * 50}], {"max_length": 8}, "end of every row is beyond max_length 8: raise"),
         ([{"question": "a"}], {}, "`prompt` is missing"),
     ],
     ids=["text", "empty", "no messages", "too long", "no such column"],
 )
-def test_rows_that_ask_nothing_are_told_with_a_way_out(tmp_path, cache, rows, more, told):
+def test_rows_without_prompts_are_an_error_with_a_fix(tmp_path, cache, rows, more, message):
     spec = spec_of(objective=GRPO, dataset=file_of(tmp_path, rows, **more), train={"batch_size": 4})
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         prepare(spec, build_tokenizer(2048), 2048)
 
 
-def test_prompts_that_fill_no_step_are_told(train_here, tmp_path):
+def test_unused_prompts_are_reported(train_here, tmp_path):
     rows = file_of(tmp_path, [{"prompt": text} for text in PROMPTS[:3]] + [{"prompt": "long " * 99}])
     made = {"objective": GRPO, "dataset": rows}
     applied = read_json(train_here(**made, train={"batch_size": 8}).applied)
-    assert "1 prompt at the end not trained on: too few for a step of 2" in applied["warnings"]
-    assert "left out: 1 row of file whose prompt's end lies beyond max_length 64" in applied["warnings"]
-    with pytest.raises(SpecError, match="3 prompts, and a step answers 4: lower"):
+    assert "1 prompt at the end unused: a step needs 2" in applied["warnings"]
+    assert "skipped 1 row of file with the prompt's end beyond max_length 64" in applied["warnings"]
+    with pytest.raises(SpecError, match="3 prompts, and a step needs 4: lower"):
         train_here(**made, train={"batch_size": 16})

@@ -1,4 +1,4 @@
-"""Images, tiles and their tokens are counted apart from text; the work of encoder and projector enters the FLOPs."""
+"""Images, tiles and their tokens are counted separately, and FLOPs include encoder and projector."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MADE = {"name": "images", "samples": 12, "image_size": [300, 200], "mean_length"
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_images_and_their_tokens_are_counted_apart(train_here, model):
+def test_images_and_their_tokens_are_counted_separately(train_here, model):
     run = train_here(model={"id": model}, dataset=MADE | {"images_per_sample": 2}, train={"max_steps": 6})
     size = describe(architectures()[model]).vision.size(200, 300)
     rows, _ = read_steps(run.steps)
@@ -45,8 +45,8 @@ def test_images_and_their_tokens_are_counted_apart(train_here, model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_time_of_a_forward_pass_is_told_by_its_parts(train_here, model):
-    """All parts lie within the step's forward and backward passes; features that are kept cost the encoder nothing."""
+def test_parts_of_the_forward_pass_are_timed(train_here, model):
+    """All parts are within the forward and backward passes. Cached features take no encoder time."""
     train = {"max_steps": 4, "gradient_accumulation_steps": 2, "batch_size": 2}
     run = train_here(model={"id": model}, dataset=MADE | {"samples": 8}, train=train,
                      optimizations={"feature_cache": True, "gradient_checkpointing": True})  # fmt: skip
@@ -61,7 +61,7 @@ def test_the_time_of_a_forward_pass_is_told_by_its_parts(train_here, model):
     assert summarise(run).forward_s["language"] == pytest.approx(mean)
 
 
-def test_a_run_of_text_has_no_counts_of_images(train_here):
+def test_text_run_has_no_image_counts(train_here):
     run = train_here(train={"max_steps": 2})
     assert all(
         row.images is row.image_tokens is row.text_tokens is row.tiles is None for row in read_steps(run.steps)[0]
@@ -72,7 +72,7 @@ def test_a_run_of_text_has_no_counts_of_images(train_here):
     assert "vision_shape" not in read_json(run.applied)
 
 
-def test_evaluation_sees_images_too(train_here):
+def test_evaluation_includes_images(train_here):
     run = train_here(model={"id": QWEN3}, dataset=MADE | {"eval_samples": 3}, train={"max_steps": 2})
     (row,) = [row for row in read_steps(run.steps)[0] if row.phase == "evaluate"]
     assert row.images == 3
@@ -81,7 +81,7 @@ def test_evaluation_sees_images_too(train_here):
 
 @pytest.fixture
 def wide(tmp_path):
-    """Writes the config.json of a narrow model with as many layers, and patches in a tile, as the published ones."""
+    """Write the config.json of a narrow model with the published number of layers and patches per tile."""
 
     def write(model):
         config = json.loads(json.dumps(architectures()[model]))
@@ -97,13 +97,12 @@ def wide(tmp_path):
 
 
 def parts(model, seen):
-    """FLOPs of encoder and projector of one image, forward and where something is trained backward, as torch counts
-    them."""
+    """Return torch's count of the FLOPs of encoder and projector for one image."""
     torch.manual_seed(0)
     image = {"pixel_values": torch.randn(seen["pixels"])} | {
         key: torch.tensor([seen[key]]) for key in seen if "image" in key
     }
-    applied.base_model(model).set_attn_implementation("eager")  # torch's counter knows no attention of a CPU
+    applied.base_model(model).set_attn_implementation("eager")  # torch does not count CPU attention
     base = applied.base_model(model).model
     with FlopCounterMode(display=False) as counter:
         out = base.get_image_features(**image, return_dict=True)
@@ -121,9 +120,8 @@ FROZEN, JOINED, LEARNING = ("frozen", "frozen"), ("frozen", "full"), ("full", "f
     *[pytest.param(model, parts, marks=pytest.mark.exhaustive)
       for model, parts in ((QWEN25, FROZEN), (QWEN3, FROZEN), (LLAVA, JOINED), (QWEN3, JOINED))],
 ], ids=lambda value: value if isinstance(value, str) else "+".join(value))  # fmt: skip
-def test_the_work_of_an_image_is_what_torch_counts(cache, wide, model, parts_trained):
-    """All but what is small: the class token passes no projector, LLaVA's last layer is computed and not used, and the
-    first product of what learns needs no gradient of its input."""
+def test_flops_of_an_image_equal_torchs_count(cache, wide, model, parts_trained):
+    """Up to small terms: LLaVA's class token and unused last layer, and the input gradient of the first product."""
     described, shape = wide(model)
     method = dict(zip(("vision", "projector"), parts_trained, strict=True))
     spec = spec_of(model=described, method=method)
@@ -139,7 +137,7 @@ def test_the_work_of_an_image_is_what_torch_counts(cache, wide, model, parts_tra
     assert counted == pytest.approx(parts(loaded, seen), rel=0.06)
 
 
-def test_the_work_of_images_enters_the_models_flops(train_here):
+def test_model_flops_include_images(train_here):
     run = train_here(model={"id": QWEN3}, dataset=MADE, train={"max_steps": 6})
     summary, facts = summarise(run), read_json(run.applied)
     rows = [row for row in read_steps(run.steps)[0] if row.phase == "train"][summary.steps["warmup"] :]

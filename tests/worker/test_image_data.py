@@ -1,5 +1,4 @@
-"""Images of data sets: read where they are, made from a seed, put into batches as trl does; what cannot be read is an
-error that names file and row."""
+"""Images of data sets are read, generated and batched like in trl. Unusable images are errors with file and row."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ from ftbench.core.data_formats import BadRow
 from ftbench.errors import DataError, SpecError
 from ftbench.launch.runner import check_needed
 from ftbench.worker.data.collate import Collator
-from ftbench.worker.data.pictures import read
+from ftbench.worker.data.images import read
 from ftbench.worker.data.tokens import IGNORE
-from ftbench.worker.measure.outcome import of_exception
 from ftbench.worker.model import loading
+from ftbench.worker.outcome import of_exception
 from ftbench.worker.train import prepared
 
 LLAVA, QWEN25, QWEN3 = MODELS = ["tiny/llava-next", "tiny/qwen2.5-vl", "tiny/qwen3-vl"]
@@ -48,7 +47,7 @@ def spec_with(dataset, model=QWEN3, **sections):
 
 @pytest.fixture
 def reads(cache):
-    """Prepares a data set for a model that reads images."""
+    """Prepare a data set for a vision model."""
 
     def prepare(dataset, model=QWEN3, **sections):
         spec = spec_with(dataset, model, **sections)
@@ -59,7 +58,7 @@ def reads(cache):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Writes rows beside three photographs, a.png, b.png and c.png; the folder."""
+    """Write rows and three photographs (a.png, b.png, c.png), and return the data set."""
 
     def write(*rows, name="metadata.jsonl"):
         for seed, letter in enumerate("abc"):
@@ -84,7 +83,7 @@ def batch_of(spec, data):
 
 
 def processor_of(model, tokenizer, pixels, patch):
-    """The processor of transformers that a user's script would have, but for videos, which need torchvision."""
+    """Return transformers' processor, without videos, which need torchvision."""
     import transformers
 
     images = pixels._processor
@@ -100,7 +99,7 @@ def processor_of(model, tokenizer, pixels, patch):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_batch_is_what_trls_own_collator_makes_of_the_same_rows(reads, folder, model, monkeypatch):
+def test_batch_equals_that_of_trls_collator(reads, folder, model, monkeypatch):
     from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
     rows = [
@@ -140,7 +139,7 @@ def test_a_batch_is_what_trls_own_collator_makes_of_the_same_rows(reads, folder,
         ]},
     ],
 )  # fmt: skip
-def test_images_are_found_in_every_way_that_data_sets_have_them(reads, folder, row):
+def test_images_are_read_from_every_format(reads, folder, row):
     tokenizer, data = reads(folder(row))
     ((shown,),) = images_of(data)
     assert shown == photo(0).tobytes()
@@ -149,8 +148,8 @@ def test_images_are_found_in_every_way_that_data_sets_have_them(reads, folder, r
     assert WORDS in tokenizer.decode([label for label in sample.labels if label != IGNORE])
 
 
-def test_a_picture_lies_as_its_camera_was_held(reads, tmp_path):
-    """As `datasets` hands it to a script."""
+def test_exif_orientation_is_applied(reads, tmp_path):
+    """The reference is `datasets`."""
     import datasets
 
     for held in range(1, 9):
@@ -166,7 +165,7 @@ def test_a_picture_lies_as_its_camera_was_held(reads, tmp_path):
     assert read(path.name, tmp_path).open().tobytes() == Image.open(path).tobytes()
 
 
-def test_a_picture_of_16_bits_keeps_its_shades(tmp_path):
+def test_16_bit_picture_keeps_its_shades(tmp_path):
     values = np.random.default_rng(0).integers(0, 2**16, (60, 90), dtype=np.uint16)
     for name in ("deep.png", "deep.tif"):
         Image.fromarray(values).save(tmp_path / name)
@@ -174,7 +173,7 @@ def test_a_picture_of_16_bits_keeps_its_shades(tmp_path):
         assert (shades == (values >> 8)[..., None]).all()
 
 
-def test_columns_can_be_named_and_a_question_given(reads, folder):
+def test_columns_and_question_can_be_set(reads, folder):
     row = {"photo": "b.png", "finding": WORDS, "text": "not this"}
     columns = {"columns": {"image": "photo", "answer": "finding"}, "prompt": "Which disease?"}
     tokenizer, data = reads(folder(row) | columns)
@@ -184,13 +183,13 @@ def test_columns_can_be_named_and_a_question_given(reads, folder):
     assert WORDS in text
 
 
-def test_a_sample_has_several_images_in_their_order(reads, folder):
+def test_several_images_keep_their_order(reads, folder):
     turns = [{"role": "user", "content": "<image>, <image> and <image>?"}, {"role": "assistant", "content": WORDS}]
     _, data = reads(folder({"images": ["c.png", "a.png", "b.png"], "messages": turns}))
     assert images_of(data) == [[photo(seed).tobytes() for seed in (2, 0, 1)]]
 
 
-def test_a_parquet_file_holds_the_bytes_of_images(reads, tmp_path):
+def test_images_are_read_from_parquet_bytes(reads, tmp_path):
     import pyarrow
     import pyarrow.parquet
 
@@ -201,8 +200,8 @@ def test_a_parquet_file_holds_the_bytes_of_images(reads, tmp_path):
     assert sorted(image for (image,) in images_of(data)) == sorted(photo(seed).tobytes() for seed in range(2))
 
 
-def test_a_set_of_the_hub_is_read_as_it_is_stored(reads, monkeypatch):
-    """As `beans`: images in a column of their kind, labels by their names."""
+def test_hub_data_set_with_images_is_read(reads, monkeypatch):
+    """Like `beans`: an image column and named labels."""
     import datasets
 
     features = datasets.Features({"image": datasets.Image(), "labels": datasets.ClassLabel(names=["rust", "healthy"])})
@@ -218,8 +217,8 @@ def test_a_set_of_the_hub_is_read_as_it_is_stored(reads, monkeypatch):
         assert {"rust", "healthy"} == {name for name in ("rust", "healthy") for text in texts if name in text}
 
 
-def test_a_folder_of_classes_is_trained_on_by_the_command(folder, tmp_path):
-    """As photographs of `beans` lie in their archive."""
+def test_folder_of_classes_is_a_data_set(folder, tmp_path):
+    """Like the archive of `beans`."""
     for letter, label in zip("ab", ("rust", "healthy"), strict=True):
         (tmp_path / "photos" / label).mkdir(parents=True)
         photo(ord(letter)).save(tmp_path / "photos" / label / f"{letter}.jpg")
@@ -236,7 +235,7 @@ def test_a_folder_of_classes_is_trained_on_by_the_command(folder, tmp_path):
 
 
 def bomb():
-    """A PNG of 70 bytes that says it has 400 million pixels."""
+    """Return a PNG of 70 bytes with 400 million pixels."""
     chunks = (
         (struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0), b"IHDR"),
         (zlib.compress(b""), b"IDAT"),
@@ -266,53 +265,53 @@ def broken(folder):
         ({"image": "text.png"}, "text.png cannot be decoded \\(cannot identify image file\\)"),
         ({"image": "torn.png"}, "torn.png cannot be decoded"),
         ({"image": "bomb.png"}, "bomb.png cannot be decoded .*decompression bomb"),
-        ({"image": "program.png"}, "PostScript is a program and no picture"),
+        ({"image": "program.png"}, "EPS files are not supported"),
         ({"image": "flat.png"}, "more elongated than 200 to 1"),
         ({"image": "float.tif"}, "float.tif cannot be decoded .its values have 32 bits"),
         ({"image": "missing.png"}, "missing.png cannot be read .No such file"),
         ({"image": "dir.png"}, "dir.png is no plain file"),
         ({"image": "pipe.png"}, "pipe.png is no plain file"),
-        ({"image": "https://a.b/c.png"}, "is an address: save it"),
-        ({"image": 7}, "an image is int"),
+        ({"image": "https://a.b/c.png"}, "is a URL: download it"),
+        ({"image": 7}, "an image must be a path or bytes, not int"),
         ({"image": None}, "has no image"),
         ({"image": ""}, "an image is empty"),
         ({"image": {"path": None, "bytes": None}}, "an image is empty"),
-        ({"image": {"path": 5}}, "an image is int"),
+        ({"image": {"path": 5}}, "an image must be a path or bytes, not int"),
         ({"images": []}, "has no image"),
         ({"image": "a.png", "question": "<image> or <image>?"}, "2 places for images, but the row has 1 image"),
         ({"images": ["a.png", "b.png"], "question": "<image>?"}, "1 place for images, but the row has 2 images"),
         ({"image": "a.png", "text": "an <image>"}, "an answer contains an image"),
     ],
 )
-def test_an_image_that_cannot_be_used_is_an_error_with_file_and_row(reads, folder, tmp_path, row, why):
+def test_unusable_image_is_an_error_with_file_and_row(reads, folder, tmp_path, row, why):
     broken(tmp_path)
     with pytest.raises(DataError, match=rf"metadata\.jsonl, line 2: .*{why}"):
         reads(folder({"image": "a.png", "text": WORDS}, {"text": WORDS, **row}))
 
 
-def test_a_marker_without_an_image_is_an_error_with_file_and_row(reads, tmp_path):
+def test_marker_without_an_image_is_an_error(reads, tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"instruction": "What is <image>?", "output": WORDS}))
     with pytest.raises(DataError, match=r"a\.jsonl, line 1: its text has 1 marker of images, and the row has 0 images"):
         reads({"name": "file", "path": str(path)})
 
 
-def test_a_model_that_reads_no_images_is_told_before_it_runs(reads, folder):
+def test_text_model_rejects_images(reads, folder):
     with pytest.raises(ValidationError, match="has images and tiny/qwen3 is text-only"):
         spec_of(dataset=MADE | {"mean_length": None})
-    with pytest.raises(SpecError, match="images, and the model reads none"):
+    with pytest.raises(SpecError, match="the model takes only text"):
         reads(folder({"image": "a.png", "text": WORDS}), "tiny/qwen3")
 
 
-def test_a_folder_needs_one_file_that_names_its_images(reads, folder):
+def test_folder_with_two_metadata_files_is_an_error(reads, folder):
     dataset = folder({"image": "a.png", "text": WORDS})
     folder({"image": "a.png", "text": WORDS}, name="other.jsonl")
-    with pytest.raises(DataError, match=r"one file that names its images, and holds metadata\.jsonl, other\.jsonl"):
+    with pytest.raises(DataError, match=r"several data files .metadata\.jsonl, other\.jsonl"):
         reads(dataset)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_made_pictures_are_the_same_for_a_seed_and_others_for_another(reads, model):
+def test_generated_pictures_depend_only_on_the_seed(reads, model):
     _, first = reads(MADE, model)
     _, again = reads(MADE, model)
     _, other = reads(MADE | {"seed": 7}, model)
@@ -325,7 +324,7 @@ def test_made_pictures_are_the_same_for_a_seed_and_others_for_another(reads, mod
     )
 
 
-def test_made_pictures_have_the_sizes_that_are_asked_for(reads):
+def test_generated_pictures_have_the_requested_sizes(reads):
     def shapes(kind):
         _, data = reads(MADE | {"samples": 60, "image_size": [600, 400], "image_sizes": kind, "images_per_sample": 2})
         return [(p.width, p.height) for row in data.train for p in row[0].pictures]
@@ -338,7 +337,7 @@ def test_made_pictures_have_the_sizes_that_are_asked_for(reads):
         assert np.mean([high > wide for wide, high in sizes]) == pytest.approx(upright, abs=0.15)
 
 
-def test_one_number_is_a_square_and_what_is_no_size_says_so():
+def test_image_size_is_one_or_two_numbers():
     size = {key: MADE[key] for key in ("name", "samples")}
     assert spec_with(size | {"image_size": 56}).dataset == spec_with(size | {"image_size": [56, 56]}).dataset
     for value in ("56", [56], [1, 2, 3], True):
@@ -346,14 +345,14 @@ def test_one_number_is_a_square_and_what_is_no_size_says_so():
             spec_with(size | {"image_size": value})
 
 
-def test_images_are_never_cut(reads, folder):
-    with pytest.raises(SpecError, match=r"of its images, and max_length is 32: raise dataset\.max_length"):
+def test_images_are_not_truncated(reads, folder):
+    with pytest.raises(SpecError, match=r"from its images, and max_length is 32: raise dataset\.max_length"):
         reads(MADE | {"image_size": [500, 500], "max_length": 32})
-    with pytest.raises(DataError, match=r"the images fill it\. Raise .* lower optimizations\.image_size"):
+    with pytest.raises(DataError, match=r"beyond max_length 12: raise .* lower optimizations\.image_size"):
         reads(folder({"image": "a.png", "text": WORDS}) | {"max_length": 12, "loss_on": "all"}, LLAVA)
 
 
-def test_a_file_that_is_torn_after_it_was_looked_at_is_named(tmp_path):
+def test_file_that_changes_after_the_first_read_is_an_error(tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(png(photo(0, (20, 10))))
     picture = read("a.png", tmp_path)
@@ -365,7 +364,7 @@ def test_a_file_that_is_torn_after_it_was_looked_at_is_named(tmp_path):
         picture.open()
 
 
-def test_the_reason_of_a_loader_process_is_the_run_s(tmp_path):
+def test_error_of_a_loader_process_is_the_runs_reason(tmp_path):
     text = "Caught BadRow in DataLoader worker process 0.\nOriginal Traceback:\nBadRow: image a.png"
     reason = of_exception(BadRow(text), "data", 3)["reason"]
     assert reason == "BadRow: image a.png (during data; see log.txt)"

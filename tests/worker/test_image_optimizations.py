@@ -22,7 +22,7 @@ from ftbench.spec.load import load
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker import optimizations, trainer
-from ftbench.worker.data import pixels
+from ftbench.worker.data import images
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers, vision_layers
@@ -275,7 +275,7 @@ def test_images_are_processed_once_for_all_runs_that_process_them_alike(train_he
     rows_of(train_here, QWEN3, **on)
     kept = {file: file.stat().st_mtime_ns for file in (cache / "images").iterdir()}
     assert len(kept) >= 8
-    monkeypatch.setattr(pixels.Pixels, "process", lambda *_: pytest.fail("an image was processed again"))
+    monkeypatch.setattr(images.Pixels, "process", lambda *_: pytest.fail("an image was processed again"))
     rows_of(train_here, QWEN3, **on)
     monkeypatch.undo()
     rows_of(train_here, QWEN3, optimizations={"image_cache": True, "image_size": 40})
@@ -288,7 +288,7 @@ def test_a_disk_without_room_is_a_sentence(train_here, cache, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pixels.np, "save", full)
+    monkeypatch.setattr(images.np, "save", full)
     with pytest.raises(MissingError, match="No space left on device; free some space or set FTBENCH_CACHE"):
         rows_of(train_here, QWEN3, MADE | {"seed": 99}, optimizations={"image_cache": True})
 
@@ -429,7 +429,7 @@ def orders_of(run):
 
 def test_batches_that_no_other_process_makes_are_not_taken_for_it(train_here, monkeypatch):
     monkeypatch.setattr(trainer.Trainer, "loaders", lambda self: [])
-    with pytest.raises(NotAppliedError, match="loader_processes is on and 0 processes make batches"):
+    with pytest.raises(NotAppliedError, match="loader_processes is on and the loader has 0 processes"):
         rows_of(train_here, QWEN3, optimizations={"loader_processes": True}, train={"max_steps": 1})
 
 

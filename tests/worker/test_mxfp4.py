@@ -29,7 +29,7 @@ IDS = torch.arange(5, 61).view(2, 28)
 
 
 def published(**method):
-    """A spec for weights that lie on the disk as they are published: bf16, experts in MXFP4."""
+    """Return a spec for weights in the published format: bf16 with experts in MXFP4."""
     made = spec_of(model={**GPT_OSS, "dtype": "bfloat16"}).model
     folder = materialise(made, "mxfp4")
     model = {"id": "my/gpt-oss", "path": str(folder), "dtype": "bfloat16"}
@@ -38,7 +38,7 @@ def published(**method):
 
 @pytest.fixture
 def both(cache):
-    """The same weights, and the same adapters on attention and experts: in MXFP4, and in 16 bits by the libraries."""
+    """Models with the same weights and adapters: ours in MXFP4, and the libraries' in 16 bits."""
 
     def build(module, **method):
         spec, folder = published(experts=True, **method)
@@ -56,32 +56,32 @@ def both(cache):
     return small, wide, spec
 
 
-def test_values_are_those_that_transformers_reads(cache):
+def test_dequantised_values_equal_those_of_transformers(cache):
     blocks = torch.randint(0, 256, (4, 48, 3, 16), dtype=torch.uint8)
     scales = torch.randint(90, 150, (4, 48, 3), dtype=torch.uint8)
     for dtype in (torch.bfloat16, torch.float32):
         theirs = convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2)
-        assert torch.equal(mxfp4.written_out(blocks, scales, dtype), theirs)
+        assert torch.equal(mxfp4.dequantise(blocks, scales, dtype), theirs)
 
 
-def test_the_lower_half_of_a_byte_comes_first_and_a_scale_is_a_power_of_two():
+def test_lower_half_of_a_byte_comes_first():
     blocks = torch.zeros(1, 1, 1, 16, dtype=torch.uint8)
     blocks[..., 0] = 0x7A  # 10 is -1, 7 is 6
-    values = mxfp4.written_out(blocks, torch.tensor([[[129]]], dtype=torch.uint8), torch.float32)
+    values = mxfp4.dequantise(blocks, torch.tensor([[[129]]], dtype=torch.uint8), torch.float32)
     assert values.flatten().tolist() == [-4.0, 24.0] + [0.0] * 30
 
 
-# What float32 may be away from exact arithmetic: two layers, each a chain of products that add up 64 terms.
+# Error bound of float32: two layers with sums of 64 terms.
 ROUNDING = 2 * 64 * torch.finfo(torch.float32).eps
 
 
 def exact(model):
-    """The 16-bit model in float64, its experts one after the other: the arithmetic itself, on every processor."""
+    """Return the 16-bit model in float64 with eager experts."""
     model.double().get_base_model().set_experts_implementation("eager")
     return model
 
 
-def test_answers_and_gradients_are_those_of_the_16_bit_model(both):
+def test_logits_and_gradients_equal_those_of_the_16_bit_model(both):
     small, wide = both[0].float(), exact(both[1])
     ours, theirs = (model(input_ids=IDS, labels=IDS) for model in (small, wide))
     torch.testing.assert_close(ours.logits.double(), theirs.logits, rtol=ROUNDING, atol=ROUNDING)
@@ -95,7 +95,7 @@ def test_answers_and_gradients_are_those_of_the_16_bit_model(both):
         assert (gradients[name] - gradient).norm() < ROUNDING * gradient.norm(), name
 
 
-def test_a_few_tokens_are_answered_as_many_are(both):
+def test_few_tokens_give_the_same_result_as_many(both):
     experts = both[0].float().get_base_model().model.layers[0].mlp.experts.get_base_layer()
     torch.manual_seed(1)
     rows = torch.randn(6, 64)
@@ -105,21 +105,21 @@ def test_a_few_tokens_are_answered_as_many_are(both):
     torch.testing.assert_close(experts(rows[:1], chosen[:1], weights[:1]), many[:1], rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_the_backward_pass_keeps_nothing_in_16_bits(both):
+def test_no_16_bit_matrix_is_saved_for_backward(both):
     small, _, _ = both
-    kept = []
+    saved = []
 
     def note(tensor):
         if tensor.dtype != torch.uint8:
-            kept.append(tensor.numel())
+            saved.append(tensor.numel())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         small.get_base_model().model(input_ids=IDS[:, :4])
-    assert max(kept) < 4 * 64 * 64  # the down matrix of the experts of one layer
+    assert max(saved) < 4 * 64 * 64  # the down matrix of the experts of one layer
 
 
-def test_weights_made_in_memory_are_those_of_the_files(cache):
+def test_weights_drawn_in_memory_equal_those_of_files(cache):
     spec, folder = published(**MXFP4)
     read = qlora.load(spec, folder)
     random = resolve(spec.model_copy(update={"model": spec_of(model={**GPT_OSS, "dtype": "bfloat16"}).model}), None)
@@ -129,7 +129,7 @@ def test_weights_made_in_memory_are_those_of_the_files(cache):
     assert made.training == read.training
     assert all(torch.equal(value, made.state_dict()[name]) for name, value in read.state_dict().items())
     assert all(torch.equal(a, b) for a, b in zip(read.buffers(), made.buffers(), strict=True))
-    expert = mxfp4.written_out(
+    expert = mxfp4.dequantise(
         made.model.layers[0].mlp.experts.down_proj_blocks, made.model.layers[0].mlp.experts.down_proj_scales,
         torch.float32,
     )  # fmt: skip
@@ -137,12 +137,12 @@ def test_weights_made_in_memory_are_those_of_the_files(cache):
 
 
 @pytest.mark.parametrize("experts", [False, True])
-def test_it_trains_and_says_what_it_is(train_here, experts):
+def test_mxfp4_model_trains_and_is_described(train_here, experts):
     method = {**MXFP4, "experts": experts}
     run = train_here(model=GPT_OSS, method=method, train={"learning_rate": 0.01, "epochs": 4})
     losses = [row.loss for row in read_steps(run.steps)[0]]
     learned = (sum(losses[:6]) - sum(losses[-6:])) / 6
-    assert learned > (0.3 if experts else 0.1)  # the same six batches, three epochs later
+    assert learned > (0.3 if experts else 0.1)  # on the same six batches
     found = read_json(run.applied)
     kinds = found["parameters"]["by_kind"]
     assert (kinds["experts"]["trainable"] > 0) == experts
@@ -155,7 +155,7 @@ def test_it_trains_and_says_what_it_is(train_here, experts):
 @pytest.mark.parametrize(
     "optimizations", [{"gradient_checkpointing": True}, {"chunked_loss": True, "padding_free": True}], ids=str
 )
-def test_optimizations_go_with_it(train_here, optimizations):
+def test_optimizations_do_not_change_losses(train_here, optimizations):
     def losses(**changes):
         run = train_here(model=GPT_OSS, method={**MXFP4, "experts": True}, **changes)
         return [row.loss for row in read_steps(run.steps)[0]]
@@ -163,17 +163,17 @@ def test_optimizations_go_with_it(train_here, optimizations):
     assert losses(optimizations=optimizations) == pytest.approx(losses(), rel=2e-3)
 
 
-def test_memory_is_that_of_the_format(cache):
+def test_memory_equals_the_size_of_the_format(cache):
     spec, folder = published(**MXFP4)
     model = qlora.load(spec, folder)
-    held = sum(p.untyped_storage().nbytes() for name, p in model.named_parameters() if p.dtype == torch.uint8)
-    assert held == 2 * 4 * 3 * 64 * 64 * (4 + 8 / 32) / 8
+    size = sum(p.untyped_storage().nbytes() for name, p in model.named_parameters() if p.dtype == torch.uint8)
+    assert size == 2 * 4 * 3 * 64 * 64 * (4 + 8 / 32) / 8
 
 
 @pytest.mark.parametrize(
     ("name", "gibibytes"), [("openai/gpt-oss-20b", 12.8), ("openai/gpt-oss-120b", 60.8)]
 )  # OpenAI, gpt-oss model card, 2025-08
-def test_the_published_sizes_are_met(name, gibibytes):
+def test_published_sizes_are_reproduced(name, gibibytes):
     config = AutoConfig.for_model(**architectures()[name])
     with torch.device("meta"), mxfp4.as_experts():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -184,7 +184,7 @@ def test_the_published_sizes_are_met(name, gibibytes):
     assert active.base + active.head == pytest.approx({"20b": 3.6e9, "120b": 5.1e9}[name.rpartition("-")[2]], rel=0.01)
 
 
-def test_saved_adapters_are_peft_s_and_load_on_the_16_bit_model(both, tmp_path):
+def test_saved_adapters_load_on_the_16_bit_model(both, tmp_path):
     small, wide, _ = both
     small.save_pretrained(tmp_path)
     _, folder = published(**MXFP4)
@@ -195,25 +195,25 @@ def test_saved_adapters_are_peft_s_and_load_on_the_16_bit_model(both, tmp_path):
     torch.testing.assert_close(ours.double(), theirs, rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_weights_in_16_bits_are_not_taken_for_mxfp4(cache):
+def test_16_bit_weights_are_rejected(cache):
     folder = materialise(spec_of(model=GPT_OSS).model)
     values = {"name": "a", "model": {"id": "my/gpt-oss", "path": str(folder)}, "method": MXFP4}
     spec = resolve(Experiment.model_validate(values), None)
-    with pytest.raises(SpecError, match="reads gpt-oss as it is published"):
+    with pytest.raises(SpecError, match="needs the published format of gpt-oss"):
         qlora.load(spec, str(folder))
 
 
-def test_experts_that_are_not_in_4_bits_are_told(cache):
+def test_16_bit_experts_are_reported(cache):
     spec, folder = published(**MXFP4)
     wide = lora.load(published(name="lora")[0], folder)
-    assert "no layer holds experts in MXFP4" in " ".join(mxfp4.problems(wide))
+    assert "the model lacks MXFP4 experts" in " ".join(mxfp4.problems(wide))
     small = qlora.load(spec, folder)
     assert mxfp4.problems(small) == []
     small.model.layers[0].mlp.experts = wide.model.layers[0].mlp.experts
     assert "layers.0.mlp.experts" in " ".join(mxfp4.problems(small))
 
 
-def test_transformers_is_as_it_was_afterwards():
+def test_transformers_is_restored():
     from transformers.models.gpt_oss import modeling_gpt_oss
 
     before = modeling_gpt_oss.GptOssExperts
@@ -222,7 +222,7 @@ def test_transformers_is_as_it_was_afterwards():
     assert modeling_gpt_oss.GptOssExperts is before is not mxfp4.Mxfp4Experts
 
 
-def test_every_code_is_drawn_as_often_as_any_other(cache):
+def test_codes_are_drawn_uniformly(cache):
     (file,) = materialise(spec_of(model={**GPT_OSS, "dtype": "bfloat16"}).model, "mxfp4").glob("*.safetensors")
     blocks = load_file(file)["model.layers.1.mlp.experts.gate_up_proj_blocks"]
     counts = torch.bincount(torch.cat([blocks & 15, blocks >> 4]).flatten().to(torch.int64), minlength=16)

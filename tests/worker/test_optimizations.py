@@ -27,7 +27,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.incompatibilities import machine_incompatibilities
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
-from ftbench.worker.data import collate, order
+from ftbench.worker.data import collate, prepare
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.tokens import IGNORE, Tokens
 from ftbench.worker.model.random_weights import materialise
@@ -169,7 +169,7 @@ def test_batches_of_another_kind_are_reported():
     assert collate.verify(fixed, {one, other}) == [
         "optimizations.fixed_shape is on and batches have shapes [(2, 32), (2, 64)]"
     ]
-    assert collate.verify(packed, {one}) == ["optimizations.packing is on and batches hold padding"]
+    assert collate.verify(packed, {one}) == ["optimizations.packing is on and batches have padding"]
 
 
 def test_fixed_shape_has_equally_many_bounds_in_each_batch():
@@ -280,7 +280,7 @@ def test_cache_state_of_graphs_is_reported(monkeypatch, hits, misses, word):
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=200))
 def test_packing_keeps_each_sample_once_and_within_a_row(lengths):
     made = [sample(length, seed) for seed, length in enumerate(lengths)]
-    rows = order.packed(made, 64)
+    rows = prepare.packed(made, 64)
     assert sorted(id(each) for part in rows for each in part) == sorted(map(id, made))
     assert max(sum(len(each.ids) for each in part) for part in rows) <= 64
     two = sorted(sum(len(each.ids) for each in part) for part in rows)[:2]
@@ -289,9 +289,9 @@ def test_packing_keeps_each_sample_once_and_within_a_row(lengths):
 
 def test_length_grouping_pads_less_and_keeps_all_samples():
     made = [sample(length, seed) for seed, length in enumerate(np.random.default_rng(1).integers(4, 64, 130))]
-    grouped = order.grouped(made, 4, seed=3)
+    grouped = prepare.grouped(made, 4, seed=3)
     assert sorted(map(id, grouped)) == sorted(map(id, made))
-    assert [len(each.ids) for each in grouped] == [len(each.ids) for each in order.grouped(made, 4, seed=3)]
+    assert [len(each.ids) for each in grouped] == [len(each.ids) for each in prepare.grouped(made, 4, seed=3)]
 
     def padding(samples):
         lengths = [len(each.ids) for each in samples]
@@ -511,7 +511,7 @@ def test_unsloth_excludes_optimizations_that_it_replaces(optimizations):
 
 def test_the_longest_samples_come_first_and_the_others_keep_their_order():
     made = [sample(length, seed) for seed, length in enumerate([5, 30, 7, 40, 9, 8])]
-    found = [len(each.ids) for each in order.longest_first(made, 2)]
+    found = [len(each.ids) for each in prepare.longest_first(made, 2)]
     assert found == [40, 30, 5, 7, 9, 8]
     assert all(a >= b for a, b in pairwise(found[:2]))
 
@@ -528,7 +528,7 @@ def test_unsloth_attention_must_read_the_sample_boundaries(name, monkeypatch):
     assert "packed_seq_lengths" not in Collator(spec_of(optimizations={name: True}), 0, 8, 4)(rows)
     module = importlib.import_module(f"ftbench.worker.optimizations.{name}")
     (told,) = module.verify(None, spec)
-    assert "was not told where samples begin" in told
+    assert "did not get the sample boundaries" in told
     monkeypatch.setitem(sys.modules, "unsloth.utils.packing", SimpleNamespace(_PACKED_INFO_CACHE={"cuda:0": {}}))
     assert module.verify(None, spec) == []
 

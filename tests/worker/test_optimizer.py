@@ -1,5 +1,4 @@
-"""torchao's optimizers: what their states are kept in, and weights in 16 bits that lose no small update. With the
-package where it is installed, else with a stand-in for what of it is called."""
+"""torchao's optimizers: dtypes of their state and stochastic rounding. Without torchao a fake replaces it."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ STATES = {"adamw_torchao_fp32": "float32", "adamw_torchao_bf16": "bfloat16"}
 
 
 class Adam(torch.optim.Optimizer):
-    """Keeps a moment in what `_new_buffer` makes and steps by the sign of the gradient, as Adam's first step does."""
+    """Keep one moment and step by the sign of the gradient, like Adam's first step."""
 
     def __init__(self, params, lr, bf16_stochastic_round=False, **options):
         super().__init__(params, {"lr": torch.tensor(lr), "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
@@ -42,7 +41,7 @@ class Adam(torch.optim.Optimizer):
 
 @pytest.fixture
 def torchao(monkeypatch):
-    """The package, or the stand-in."""
+    """Use torchao or the fake."""
     if not HAS_TORCHAO:
         package, optim = ModuleType("torchao"), ModuleType("torchao.optim")
         package.optim, optim._AdamW = optim, Adam
@@ -52,18 +51,18 @@ def torchao(monkeypatch):
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_run_keeps_its_state_in_the_type_that_was_asked_for(torchao, train_here, name):
+def test_state_has_the_requested_dtype(torchao, train_here, name):
     run = train_here(train={"optimizer": name}, method={"name": "full"}, model={"dtype": "bfloat16"})
     found = read_json(run.applied)["optimizer"]
     assert found["class"].startswith("torchao.optim")
-    assert {kept.rpartition(": ")[2] for kept in found["state"]} == {STATES[name]}
+    assert {entry.rpartition(": ")[2] for entry in found["state"]} == {STATES[name]}
     losses = [step.loss for step in read_steps(run.steps)[0] if step.phase == "train"]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
 
 
-def test_one_kernel_clips_and_steps_as_torch_does(torchao, train_here, monkeypatch):
-    """In 32 bits, where nothing is rounded at random; the gradients are clipped in every step."""
+def test_kernel_clips_and_steps_like_torch(torchao, train_here, monkeypatch):
+    """In float32 without stochastic rounding. Every step clips."""
     module("kernels.adamw")
     monkeypatch.setattr(optimizer, "_is_plain", lambda parameter: True)
     steps = {}
@@ -77,8 +76,8 @@ def test_one_kernel_clips_and_steps_as_torch_does(torchao, train_here, monkeypat
         assert (step.loss, step.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-4)
 
 
-def test_a_gradient_that_is_not_a_number_leaves_no_weights_that_are():
-    """Of a GPU's own, 0x7FFFFFFF: rounded at random as a number is, it would be -0, and the model would go on."""
+def test_nan_gradient_makes_weights_nan():
+    """A GPU's NaN is 0x7FFFFFFF. Stochastic rounding without a check would turn it into -0."""
     adamw_step = module("kernels.adamw").adamw_step
     weight, first, second = (torch.ones(3000, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
     gradient = torch.full((3000,), 0x7FFFFFFF, dtype=torch.int32, device=DEVICE).view(torch.float32)
@@ -87,8 +86,8 @@ def test_a_gradient_that_is_not_a_number_leaves_no_weights_that_are():
     assert all(part.isnan().all() for part in (weight, first, second))
 
 
-def test_the_learning_rate_stays_where_the_host_reads_it(torchao):
-    """A tensor that was loaded would be on the device: accelerate loads what it has moved there."""
+def test_learning_rate_stays_on_the_host(torchao):
+    """accelerate loads a state that it moved to the device."""
     weight = torch.nn.Parameter(torch.ones(4))
     kind, options = optimizer.arguments(spec_of(train={"optimizer": "adamw_torchao_fp32"}))["optimizer_cls_and_kwargs"]
     made = kind([weight], **options)
@@ -99,20 +98,23 @@ def test_the_learning_rate_stays_where_the_host_reads_it(torchao):
     assert rate == 0.5
 
 
-def test_weights_that_are_rounded_to_the_nearest_are_found_out(torchao, train_here, monkeypatch):
-    asked = optimizer.arguments
+def test_missing_stochastic_rounding_fails_the_run(torchao, train_here, monkeypatch):
+    arguments = optimizer.arguments
     monkeypatch.setattr(optimizer, "arguments", lambda spec: {
-        key: (kind, options | {"bf16_stochastic_round": False}) for key, (kind, options) in asked(spec).items()
+        key: (kind, options | {"bf16_stochastic_round": False}) for key, (kind, options) in arguments(spec).items()
     })  # fmt: skip
-    with pytest.raises(NotAppliedError, match="rounds weights to the nearest"):
+    with pytest.raises(NotAppliedError, match="does not use stochastic rounding"):
         train_here(train={"optimizer": "adamw_torchao_bf16"}, method={"name": "full"})
 
 
 @NEEDS_TORCHAO
 @pytest.mark.parametrize("name", [*STATES, "adamw_torchao_8bit"])
-def test_a_step_below_half_a_bit_moves_weights_by_as_much_on_average(torchao, name):
-    """Adam's first step is the learning rate. Below 1 two bfloat16 are 2^-8 apart: a step of 1e-4 is taken by one
-    weight in 39; the mean of n such choices has a deviation of sqrt(q (1 - q) / n) of that distance."""
+def test_stochastic_rounding_is_unbiased(torchao, name):
+    """Adam's first step is the learning rate.
+
+    Below 1 the distance of bfloat16 numbers is 2^-8, so one weight in 39 moves at a step of 1e-4. The mean of n choices
+    has a standard deviation of sqrt(q (1 - q) / n) distances.
+    """
     n, step, apart = 1 << 20, 1e-4, torch.finfo(torch.bfloat16).eps / 2
     weight = torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16))
     weight.grad = torch.ones_like(weight)
@@ -123,19 +125,19 @@ def test_a_step_below_half_a_bit_moves_weights_by_as_much_on_average(torchao, na
     share = step / apart
     moved = (1 - weight.double()).mean().item()
     assert moved == pytest.approx(step, abs=5 * apart * (share * (1 - share) / n) ** 0.5)
-    kept = {tensor.dtype for tensor in plain_tensors(made.state[weight]["exp_avg"])}
-    assert optimizer.STATES[name.rpartition("_")[2]][0] in kept
+    dtypes = {tensor.dtype for tensor in plain_tensors(made.state[weight]["exp_avg"])}
+    assert optimizer.STATES[name.rpartition("_")[2]][0] in dtypes
 
 
-def test_without_torchao_the_run_is_refused_with_what_to_install(monkeypatch):
+def test_missing_torchao_is_an_error_with_the_command(monkeypatch):
     monkeypatch.setattr(trl, "_installed", lambda name: name != "torchao")
     with pytest.raises(MissingError, match=r"needs torchao.*pip install 'ftbench\[torchao\]'"):
         trl.check_installed(spec_of(train={"optimizer": "adamw_torchao_8bit"}))
 
 
-def test_who_does_not_know_torchaos_optimizers_is_named():
-    asked = {"train": {"optimizer": "adamw_torchao_8bit"}, "method": {"name": "full"}}
-    assert incompatibilities(spec_of(**asked)) == []
+def test_strategy_without_torchao_support_is_rejected():
+    changes = {"train": {"optimizer": "adamw_torchao_8bit"}, "method": {"name": "full"}}
+    assert incompatibilities(spec_of(**changes)) == []
     launch = spec_of().launch.model_copy(update={"gpus": 2, "strategy": "zero2"})
-    told = incompatibilities(spec_of(**asked).model_copy(update={"launch": launch}))
-    assert "train.optimizer adamw_torchao_8bit is not supported by zero2: set it to adamw_torch_fused" in told
+    problems = incompatibilities(spec_of(**changes).model_copy(update={"launch": launch}))
+    assert "train.optimizer adamw_torchao_8bit is not supported by zero2: set it to adamw_torch_fused" in problems

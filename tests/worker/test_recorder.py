@@ -1,4 +1,4 @@
-"""The recorder and a loop of any kind: a bare one in torch, and a transformers.Trainer that ftbench has not built."""
+"""The recorder with a plain torch loop and with a plain transformers.Trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conftest import spec_of
 from ftbench.store.ranks import merge, read_ranks
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_columns, read_steps
-from ftbench.worker.measure import recording
+from ftbench.worker import training_run
 from ftbench.worker.measure.batch_count import BatchCount
 from ftbench.worker.measure.hf_adapter import HfRecording, count_of
 from ftbench.worker.measure.recorder import Recorder
@@ -32,7 +32,7 @@ def rows(tmp_path):
     return found
 
 
-def test_a_bare_loop_is_recorded(recorder, tmp_path):
+def test_plain_loop_is_recorded(recorder, tmp_path):
     model, optimizer_steps = torch.nn.Linear(4, 1), 5
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses, norms = [], []
@@ -63,7 +63,7 @@ def test_a_bare_loop_is_recorded(recorder, tmp_path):
     assert all(row.data_time_s + row.forward_backward_s + row.optimizer_s <= row.step_time_s for row in found)
 
 
-def test_a_loop_that_says_the_least_leaves_the_rest_unknown(recorder, tmp_path):
+def test_unreported_values_are_empty(recorder, tmp_path):
     recorder.start()
     recorder.begin_step()
     recorder.end_step()
@@ -76,7 +76,7 @@ def test_a_loop_that_says_the_least_leaves_the_rest_unknown(recorder, tmp_path):
 
 @pytest.mark.parametrize("as_tensor", [True, False])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_or_norm_that_is_no_number_is_recorded_as_it_is(recorder, tmp_path, value, as_tensor):
+def test_nan_and_inf_are_recorded(recorder, tmp_path, value, as_tensor):
     recorder.start()
     for loss, norm in ((1.0, value), (value, 1.0), (1.0, None)):
         recorder.begin_step()
@@ -88,7 +88,7 @@ def test_a_loss_or_norm_that_is_no_number_is_recorded_as_it_is(recorder, tmp_pat
     assert str(read_columns(tmp_path / "steps.csv", ["grad_norm"])["grad_norm"]) == f"[{value}, 1.0, None]"
 
 
-def test_where_a_step_stands_is_known_at_any_time(recorder):
+def test_position_follows_the_step(recorder):
     seen = []
     recorder.start()
     for call in (
@@ -101,12 +101,12 @@ def test_where_a_step_stands_is_known_at_any_time(recorder):
     assert seen == ["forward", "forward", "optimizer", "data", "evaluate", "data"]
 
 
-def test_each_rank_writes_a_file_of_its_own(tmp_path, monkeypatch):
+def test_each_rank_writes_its_own_file(tmp_path, monkeypatch):
     spec = spec_of()
-    spec = spec.model_copy(update={"launch": spec.launch.model_copy(update={"gpus": 2})})  # refused until it is built
+    spec = spec.model_copy(update={"launch": spec.launch.model_copy(update={"gpus": 2})})
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
-        made = recording.recorder_of(spec, RunDir(tmp_path, rank))
+        made = training_run.recorder_of(spec, RunDir(tmp_path, rank))
         made.start()
         made.begin_step()
         made.micro_batch(BatchCount(real=5, padded=8, labels=5, samples=1, longest=5), torch.tensor(1.0 + rank))
@@ -117,17 +117,17 @@ def test_each_rank_writes_a_file_of_its_own(tmp_path, monkeypatch):
     assert not RunDir(tmp_path).steps.exists()
 
 
-def test_the_recorder_knows_torch_and_no_trainer():
+def test_recorder_does_not_import_a_trainer():
     code = "import sys, ftbench.worker.measure.recorder; print({'transformers', 'trl', 'accelerate'} & {*sys.modules})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "set()\n"
 
 
-# --- a trainer that ftbench has not built ----------------------------------------------------------------------------
+# --- a plain transformers.Trainer ------------------------------------------------------------------------------------
 
 
 class Texts(torch.utils.data.Dataset):
-    """Eleven samples of 5 to 8 tokens, padded to 8; the first two tokens carry no loss."""
+    """Eleven samples of 5 to 8 tokens, padded to 8. The first two tokens have no loss."""
 
     def __len__(self):
         return 11
@@ -157,7 +157,7 @@ def trainer(tmp_path):
     return Trainer(model=model, args=arguments, train_dataset=Texts(), eval_dataset=Texts())
 
 
-def test_a_plain_trainer_is_recorded_from_outside(trainer, recorder, tmp_path):
+def test_plain_trainer_is_recorded(trainer, recorder, tmp_path):
     HfRecording(recorder).attach(trainer)
     trainer.train()
     recorder.finish()
@@ -174,17 +174,17 @@ def test_a_plain_trainer_is_recorded_from_outside(trainer, recorder, tmp_path):
     assert [row.padded_tokens for row in train] == [32, 32, 24, 32, 32, 24]
 
 
-def test_evaluations_of_a_plain_trainer_are_rows_of_their_own(trainer, recorder, tmp_path):
+def test_evaluations_are_separate_rows(trainer, recorder, tmp_path):
     HfRecording(recorder).attach(trainer)
     trainer.train()
     recorder.finish()
     evaluated = [row for row in rows(tmp_path) if row.phase == "evaluate"]
     assert [(row.step, row.samples) for row in evaluated] == [(3, 11), (6, 11)]
-    expected = trainer.predict(Texts()).metrics["test_loss"]  # all samples are nearly of one length
+    expected = trainer.predict(Texts()).metrics["test_loss"]  # all samples have nearly the same length
     assert evaluated[-1].loss == pytest.approx(expected, rel=0.02)
 
 
-def test_samples_end_to_end_in_a_row_are_not_counted_as_one():
+def test_concatenated_samples_are_not_counted_as_one():
     ids = torch.arange(6)[None]
     count = count_of({"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])})
     assert (count.real, count.padded, count.samples, count.longest) == (6, 6, None, None)

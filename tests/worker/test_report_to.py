@@ -1,4 +1,4 @@
-"""`train.report_to`: what was asked for is logged, row by row, and nothing that was not."""
+"""`train.report_to` logs each row to the requested services only."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ def installed(service: str) -> object:
 # --- the spec --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("written", "found"), [
+@pytest.mark.parametrize(("value", "services"), [
     (None, ()), (False, ()), ("none", ()), ([], ()), ("wandb", ("wandb",)),
     (["mlflow", "trackio"], ("mlflow", "trackio")),
 ])  # fmt: skip
-def test_one_name_is_a_list_of_one_and_nothing_is_the_default(written, found):
-    assert spec_with(written).train.report_to == found
+def test_report_to_accepts_a_name_or_a_list(value, services):
+    assert spec_with(value).train.report_to == services
     assert Experiment.model_validate({"name": "a", "model": MODEL}).train.report_to == ()
 
 
-def test_an_unknown_service_names_the_known_ones(tmp_path):
+def test_unknown_service_is_an_error_with_the_known_ones(tmp_path):
     with pytest.raises(SpecError) as refused:
         load(write_spec(tmp_path, train={"report_to": ["tensorbord"]}))
     assert "train.report_to: 'tensorbord' is not allowed; did you mean tensorboard?" in str(refused.value)
     assert all(name in str(refused.value) for name in SERVICES)
 
 
-def test_who_is_told_of_the_steps_does_not_change_the_result():
+def test_report_to_does_not_change_the_fingerprint():
     assert fingerprint(spec_with("wandb"), "NVIDIA H200") == fingerprint(spec_with(None), "NVIDIA H200")
 
 
-def test_a_missing_package_is_named_with_the_command(monkeypatch):
+def test_missing_package_is_an_error_with_the_command(monkeypatch):
     monkeypatch.setattr(trl.importlib.util, "find_spec", lambda name: None if name == "trackio" else name)
     with pytest.raises(MissingError) as raised:
         trl.check_installed(spec_with(["tensorboard", "trackio"]))
@@ -72,24 +72,24 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch):
     assert "pip install trackio, or leave it out" in str(raised.value)
 
 
-def test_the_environment_switches_no_service_on():
+def test_environment_does_not_enable_a_service():
     shell = {"WANDB_DISABLED": "false", "WANDB_MODE": "online", "DISABLE_MLFLOW_INTEGRATION": "FALSE"}
     off = trl.environment(shell, spec_with(None))
     assert (off["WANDB_DISABLED"], off["WANDB_MODE"], off["DISABLE_MLFLOW_INTEGRATION"]) == ("true", "disabled", "TRUE")
     assert trl.environment({}, spec_with(["tensorboard"]))["WANDB_MODE"] == "disabled"
 
 
-def test_a_service_that_was_asked_for_finds_the_shell_s_own_settings():
-    asked = trl.environment({"WANDB_MODE": "offline"}, spec_with(["wandb", "mlflow"]))
-    assert asked["WANDB_MODE"] == "offline"
-    assert "WANDB_DISABLED" not in asked
-    assert "DISABLE_MLFLOW_INTEGRATION" not in asked
+def test_requested_service_keeps_the_shells_settings():
+    environment = trl.environment({"WANDB_MODE": "offline"}, spec_with(["wandb", "mlflow"]))
+    assert environment["WANDB_MODE"] == "offline"
+    assert "WANDB_DISABLED" not in environment
+    assert "DISABLE_MLFLOW_INTEGRATION" not in environment
 
 
-# --- what a row becomes ----------------------------------------------------------------------------------------------
+# --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_row_is_logged_with_its_rates_and_without_the_unknown():
+def test_row_is_logged_with_rates_and_without_unknown_values():
     row = StepRow(step=3, phase="train", rank=0, step_time_s=0.5, real_tokens=100, samples=4, peak_memory_gb=1.5,
                   data_time_s=0.01, throttle="none")  # fmt: skip
     assert logs_of(row) == {
@@ -98,7 +98,7 @@ def test_a_row_is_logged_with_its_rates_and_without_the_unknown():
     }  # fmt: skip
 
 
-def test_an_evaluation_has_names_of_its_own():
+def test_evaluation_names_have_a_prefix():
     assert logs_of(StepRow(step=3, phase="evaluate", loss=2.0)) == {"eval_loss": 2.0}
 
 
@@ -106,72 +106,72 @@ def test_an_evaluation_has_names_of_its_own():
 
 
 class Service(reporter.TrainerCallback):
-    """Remembers what it was told, and in which thread; fails where it is asked to, and waits for `gate` at logs."""
+    """Record events and threads. Fail in the event `fails_in`, and wait for `gate` before logs."""
 
     def __init__(self, fails_in: str = "", gate: threading.Event | None = None) -> None:
-        self.told, self.threads, self.fails_in, self.gate = [], set(), fails_in, gate
+        self.events, self.threads, self.fails_in, self.gate = [], set(), fails_in, gate
 
-    def _hear(self, event, state, **told):
+    def _record(self, event, state, **values):
         self.threads.add(threading.get_ident())
         if self.gate and event == "on_log":
             assert self.gate.wait(300)
         if event == self.fails_in:
             raise ConnectionError("no route")
-        self.told.append((event, state.global_step, told.get("logs")))
+        self.events.append((event, state.global_step, values.get("logs")))
 
-    def on_train_begin(self, args, state, control, **told):
-        self._hear("on_train_begin", state, **told)
+    def on_train_begin(self, args, state, control, **values):
+        self._record("on_train_begin", state, **values)
 
-    def on_log(self, args, state, control, **told):
-        self._hear("on_log", state, **told)
+    def on_log(self, args, state, control, **values):
+        self._record("on_log", state, **values)
 
-    def on_train_end(self, args, state, control, **told):
-        self._hear("on_train_end", state, **told)
+    def on_train_end(self, args, state, control, **values):
+        self._record("on_train_end", state, **values)
 
 
 class State:
     global_step, epoch = 0, 0.0
 
 
-def begun(*services: Service) -> Reporter:
+def started(*services: Service) -> Reporter:
     found = Reporter(list(services), [f"service {i}" for i in range(len(services))])
     found.on_train_begin(None, State(), None)
     return found
 
 
-def test_rows_are_told_in_order_by_one_thread_with_the_step_they_belong_to():
+def test_rows_are_logged_in_order_by_one_thread():
     service = Service()
-    found = begun(service)
+    found = started(service)
     found.rows([StepRow(step=1, loss=3.0), StepRow(step=2, loss=2.0)])
     assert found.finish() == []
-    assert service.told == [("on_train_begin", 0, None), ("on_log", 1, {"loss": 3.0}), ("on_log", 2, {"loss": 2.0}),
+    assert service.events == [("on_train_begin", 0, None), ("on_log", 1, {"loss": 3.0}), ("on_log", 2, {"loss": 2.0}),
                             ("on_train_end", 0, None)]  # fmt: skip
     assert len(service.threads) == 1
     assert threading.get_ident() not in service.threads
 
 
-def test_a_slow_service_keeps_nobody_waiting():
+def test_slow_service_does_not_block():
     service = Service(gate=threading.Event())
-    found = begun(service)
-    found.rows([StepRow(step=i, loss=1.0) for i in range(1, 6)])  # returns though the service does not
-    assert [event for event, *_ in service.told] == ["on_train_begin"]
+    found = started(service)
+    found.rows([StepRow(step=i, loss=1.0) for i in range(1, 6)])  # returns while the service waits
+    assert [event for event, *_ in service.events] == ["on_train_begin"]
     service.gate.set()
     assert found.finish() == []
-    assert len(service.told) == 7
+    assert len(service.events) == 7
 
 
-def test_a_service_that_fails_is_a_warning_and_the_others_go_on():
+def test_failing_service_is_a_warning():
     broken, fine = Service(fails_in="on_log"), Service()
-    found = begun(broken, fine)
+    found = started(broken, fine)
     found.rows([StepRow(step=7, loss=1.0), StepRow(step=8, loss=1.0)])
     (problem,) = found.finish()
     assert problem == "train.report_to: service 0 failed after step 7 (ConnectionError: no route)"
-    assert [step for event, step, _ in fine.told if event == "on_log"] == [7, 8]
+    assert [step for event, step, _ in fine.events if event == "on_log"] == [7, 8]
 
 
-def test_a_service_that_does_not_start_ends_the_run_before_it_trains():
-    with pytest.raises(MissingError, match=r"service 0 did not start .* leave it out of train\.report_to"):
-        begun(Service(fails_in="on_train_begin"))
+def test_service_that_does_not_start_fails_the_run():
+    with pytest.raises(MissingError, match=r"service 0 did not start .* remove it from train\.report_to"):
+        started(Service(fails_in="on_train_begin"))
 
 
 # --- real ones -------------------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ TRAINS = {
 
 @pytest.fixture
 def trained(tmp_path, cache, monkeypatch):
-    """A run that reports, with the variables of its environment."""
+    """Run with services and environment variables."""
 
     def run(report_to, **variables):
         for name, value in variables.items():
@@ -200,7 +200,7 @@ def trained(tmp_path, cache, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_row_is_in_tensorboard_s_event_file(trained):
+def test_rows_are_in_tensorboards_event_file(trained):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = trained("tensorboard")
     (file,) = (run.path / "tensorboard").glob("events.out.tfevents.*")
@@ -220,7 +220,7 @@ def test_every_row_is_in_tensorboard_s_event_file(trained):
 
 
 @pytest.mark.slow
-def test_nothing_is_logged_unless_asked_for(trained, tmp_path):
+def test_nothing_is_logged_by_default(trained, tmp_path):
     run = trained([], TENSORBOARD_LOGGING_DIR=tmp_path / "tb", WANDB_MODE="online")
     assert read_json(run.spec_json)["train"]["report_to"] == []
     assert not (run.path / "tensorboard").exists()
@@ -233,7 +233,7 @@ def step_times(run):
 
 
 def wandb_records(path):
-    """The records of an offline run: a LevelDB log behind a header of seven bytes."""
+    """Yield the records of an offline run: a LevelDB log after a header of seven bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, place, begun = path.read_bytes(), 7, b""
@@ -243,14 +243,14 @@ def wandb_records(path):
             continue
         length, kind = struct.unpack_from("<HB", data, place + 4)
         begun, place = begun + data[place + 7 : place + 7 + length], place + 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
+        if kind in (1, 4):  # a complete record, or its last part
             yield Record.FromString(begun)
             begun = b""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("service", [installed("wandb")])
-def test_every_row_is_in_wandb_s_offline_run(trained, service):
+def test_rows_are_in_wandbs_offline_run(trained, service):
     run = trained(service, WANDB_MODE="offline")
     (file,) = run.path.glob("wandb/offline-run-*/*.wandb")
     items = [item for record in wandb_records(file) for item in record.history.item]
@@ -260,7 +260,7 @@ def test_every_row_is_in_wandb_s_offline_run(trained, service):
 
 @pytest.fixture
 def mlflow_server(tmp_path):
-    """The address of MLflow's own server on this machine, on a database of its own."""
+    """The address of a local MLflow server with a new database."""
     (port,) = free_ports(1)
     database = f"sqlite:///{tmp_path / 'mlflow.db'}"
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1",
@@ -285,7 +285,7 @@ def mlflow_server(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("service", [installed("mlflow")])
-def test_every_row_is_on_mlflow_s_server(trained, mlflow_server, service):
+def test_rows_are_on_mlflows_server(trained, mlflow_server, service):
     import mlflow
 
     run = trained(service, MLFLOW_TRACKING_URI=mlflow_server)
@@ -297,7 +297,7 @@ def test_every_row_is_on_mlflow_s_server(trained, mlflow_server, service):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("service", [installed("trackio")])
-def test_every_row_is_in_trackio_s_database(trained, tmp_path, service):
+def test_rows_are_in_trackios_database(trained, tmp_path, service):
     run = trained(service, TRACKIO_DIR=tmp_path / "trackio", HF_HUB_OFFLINE="1")
     (database,) = (tmp_path / "trackio").rglob("*.db")
     with closing(sqlite3.connect(database)) as connection:
@@ -305,5 +305,5 @@ def test_every_row_is_in_trackio_s_database(trained, tmp_path, service):
     assert [row["train/step_time_s"] for row in rows if "train/step_time_s" in row] == step_times(run)
 
 
-def test_the_run_s_own_record_of_the_spec_is_json(tmp_path):
+def test_report_to_is_serialized_as_a_list(tmp_path):
     assert json.loads(spec_with("wandb").model_dump_json())["train"]["report_to"] == ["wandb"]

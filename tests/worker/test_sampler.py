@@ -1,4 +1,4 @@
-"""The driver's samples joined to steps: energy between samples, throttle names, counters that are missing."""
+"""The driver's samples are joined to steps: energy, throttling, missing counters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NotSupported(Exception):
 
 
 def driver(**missing):
-    """A driver whose energy counter runs at 100 W on the test's clock."""
+    """A driver with an energy counter at 100 W and a simulated clock."""
 
     def refuse(*_):
         raise NotSupported
@@ -49,21 +49,21 @@ def sampled(monkeypatch):
     return take
 
 
-def test_energy_of_a_step_is_the_counter_between_its_ends(sampled):
+def test_energy_of_a_step_is_the_counters_difference(sampled):
     step = sampled().over(0.33, 0.97)
     assert step["energy_j"] == pytest.approx(64)
     assert step["power_w"] == 100
     assert step["device_memory_gb"] == 2
 
 
-def test_a_step_shorter_than_the_interval_takes_the_samples_around_it(sampled):
+def test_short_step_uses_the_samples_around_it(sampled):
     step = sampled().over(0.52, 0.55)
     assert step["energy_j"] == pytest.approx(3)
     assert step["sm_clock_mhz"] == 1500
 
 
-def test_no_step_draws_more_than_the_board_may_and_the_sum_stays(sampled):
-    """A counter that stands still for half a second, and then says all that was drawn meanwhile."""
+def test_energy_is_limited_by_the_power_limit_and_sums_are_exact(sampled):
+    """The counter updates every half second."""
     found = sampled(nvmlDeviceGetTotalEnergyConsumption=lambda _: clock.now // 0.5 * 50_000,
                     nvmlDeviceGetEnforcedPowerLimit=lambda _: 120_000)  # fmt: skip
     steps = [found.over(tick / 10, tick / 10 + 0.1)["energy_j"] for tick in range(1, 19)]
@@ -73,25 +73,25 @@ def test_no_step_draws_more_than_the_board_may_and_the_sum_stays(sampled):
     assert unlimited.over(0.45, 0.55)["energy_j"] > 120 * 0.1
 
 
-def test_energy_outside_of_the_samples_is_unknown(sampled):
+def test_energy_outside_the_samples_is_unknown(sampled):
     assert sampled().over(1.9, 2.5)["energy_j"] is None
 
 
-def test_throttling_is_named_for_the_steps_it_was_seen_in(sampled):
+def test_throttling_is_reported_per_step(sampled):
     found = sampled()
     assert found.over(0.1, 0.9)["throttle"] == "none"
     assert found.over(1.0, 1.9)["throttle"] == "sw_power_cap"
     assert throttle_names([0x1, 0x20, 0x40]) == "sw_thermal|hw_thermal"
 
 
-def test_a_counter_the_driver_lacks_is_empty_and_the_others_stay(sampled):
+def test_missing_counter_is_empty(sampled):
     step = sampled(nvmlDeviceGetTotalEnergyConsumption=True, nvmlDeviceGetMemoryInfo=True).over(0.1, 0.9)
     assert step["energy_j"] is None
     assert step["device_memory_gb"] is None
     assert step["power_w"] == 100
 
 
-def test_no_sample_no_columns():
+def test_no_samples_give_no_columns():
     assert Sampler(driver(), None).over(0.0, 1.0) == {}
 
 
@@ -103,7 +103,7 @@ class Nothing(NotSupported):
 
 
 def sampling(percents, supported=False):
-    """A driver that took a utilisation sample every 0.25 s on the test's clock; `percents` by the moment."""
+    """A driver with a utilisation sample every 0.25 s. `percents` is a function of time."""
 
     def samples(handle, kind, last):
         found = [
@@ -115,10 +115,10 @@ def sampling(percents, supported=False):
             raise Nothing
         return 1, found
 
-    def gpm(asked):
-        asked.metrics[0].value, asked.metrics[0].nvmlReturn = asked.sample2.at * 10, 0
-        asked.metrics[1].value, asked.metrics[1].nvmlReturn = 50.0, 0
-        asked.metrics[2].nvmlReturn = 3
+    def gpm(query):
+        query.metrics[0].value, query.metrics[0].nvmlReturn = query.sample2.at * 10, 0
+        query.metrics[1].value, query.metrics[1].nvmlReturn = 50.0, 0
+        query.metrics[2].nvmlReturn = 3
 
     def metrics():
         return types.SimpleNamespace(metrics=[types.SimpleNamespace(value=None) for _ in range(3)])
@@ -158,7 +158,7 @@ def watched(monkeypatch):
     return take
 
 
-def test_the_busy_share_of_a_step_is_that_of_the_samples_it_lies_in(watched):
+def test_busy_share_is_weighted_by_overlap(watched):
     found = watched(sampling(lambda t: 100 if t <= 2 else 20))
     assert found.busy_method == "NVML utilisation samples"
     assert found.over(0.6, 1.9)["gpu_busy"] == pytest.approx(1.0)
@@ -167,27 +167,27 @@ def test_the_busy_share_of_a_step_is_that_of_the_samples_it_lies_in(watched):
     assert found.over(1.0, 2.0)["tensor_busy"] is None
 
 
-def test_gpm_counters_are_taken_where_there_are_some(watched):
+def test_gpm_counters_are_preferred(watched):
     found = watched(sampling(lambda t: 0, supported=True))
     assert found.busy_method == "GPM counters"
-    step = found.over(1.0, 2.0)  # two intervals, which end at 1.5 and 2.0
+    step = found.over(1.0, 2.0)  # two intervals that end at 1.5 and 2.0
     assert step["gpu_busy"] == pytest.approx((0.15 + 0.20) / 2)
     assert (step["tensor_busy"], step["memory_busy"]) == (0.5, None)
 
 
-def test_counters_that_did_not_move_are_no_share(watched):
+def test_unchanged_gpm_counters_are_ignored(watched):
     nvml = sampling(lambda t: 0, supported=True)
-    told = nvml.nvmlGpmMetricsGet
+    read = nvml.nvmlGpmMetricsGet
 
-    def stands_still(asked):
-        told(asked)
-        asked.metrics[0].value = float("nan") if asked.sample2.at == 1.5 else asked.metrics[0].value
+    def unchanged(query):
+        read(query)
+        query.metrics[0].value = float("nan") if query.sample2.at == 1.5 else query.metrics[0].value
 
-    nvml.nvmlGpmMetricsGet = stands_still
+    nvml.nvmlGpmMetricsGet = unchanged
     assert watched(nvml).over(1.0, 2.0)["gpu_busy"] == pytest.approx(0.20)
 
 
-def test_a_driver_without_either_leaves_the_share_unknown(sampled):
+def test_busy_share_is_unknown_without_a_source(sampled):
     found = sampled()
     assert found.busy_method is None
     assert found.over(0.5, 1.0)["gpu_busy"] is None

@@ -62,7 +62,7 @@ def _with_images(spec: Experiment) -> KnownSamples | None:
 
 def _exported(dataset: Dataset, pairs: bool, out: Path) -> dict[str, Any]:
     """Write rows of a hub data set to a file, in a child process that may import the datasets library."""
-    command = [sys.executable, "-P", "-m", "ftbench.worker.data.export", dataset.model_dump_json(), str(out)]
+    command = [sys.executable, "-P", "-m", "ftbench.worker.data.sources", dataset.model_dump_json(), str(out)]
     try:
         ended = run_program([*command, str(MOST_SAMPLES), *(["pairs"] if pairs else [])], _EXPORT_S)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The child process: `python -m ftbench.worker RUN_DIRECTORY`. Reads spec.json, trains, writes how it ended."""
+"""The worker process: `python -m ftbench.worker RUN_DIRECTORY` reads spec.json, trains and writes the outcome."""
 
 import importlib
 import os
@@ -15,14 +15,13 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store.machine import cache_dir
 from ftbench.store.rundir import SCHEMA, RunDir, read_json, write_json
 from ftbench.worker import gpu_lock, parallel
-from ftbench.worker.child import end
-from ftbench.worker.measure.contention import HostLoad
-from ftbench.worker.measure.outcome import Terminated, of_exception
 from ftbench.worker.measure.phases import Phases
+from ftbench.worker.measure.utilization import HostLoad
+from ftbench.worker.outcome import Terminated, exit_now, of_exception
 
 
 def main(path: str, handed_over: bool = False) -> int:
-    """Train in a run's directory; `handed_over` in another framework's interpreter. Return the exit code."""
+    """Train in a run's directory and return the exit code. `handed_over` is set in another framework's interpreter."""
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
     directory, load = RunDir(Path(path), parallel.rank(), parallel.node()), HostLoad()
@@ -31,42 +30,42 @@ def main(path: str, handed_over: bool = False) -> int:
     outcome: dict[str, Any]
     try:
         spec = _spec(directory)
-        if spec.method.name == "unsloth":  # patches what the others import, and looks at the GPU at once
+        if spec.method.name == "unsloth":  # patches the other libraries and initializes the GPU when it is imported
             _acquire_gpu(spec, directory, phases)
             _import_unsloth()
         from ftbench.worker.training_run import TrainingRun
 
         train = _loop(spec, handed_over)
         run = TrainingRun(spec, directory, phases)
-        trains = handed_over or spec.launch.framework == "trl"  # what prepares for another interpreter needs no GPU
+        trains = handed_over or spec.launch.framework == "trl"  # preparing for another interpreter needs no GPU
         if trains and parallel.is_first_of_node():
             _acquire_gpu(spec, directory, phases)
             _write_load(directory, load)
         if spec.launch.ranks > 1:
-            _meet(run)
+            _join_ranks(run)
         train(run)
         outcome = {"state": "ok"}
-    except BaseException as error:  # noqa: BLE001 - whatever ends a run is its outcome
-        _hold_signals()
+    except BaseException as error:  # noqa: BLE001 - the outcome of the run
+        _ignore_signals()
         _log(error)
-        outcome = of_exception(_blamed(run, error), *(run.position() if run else (phases.current, None)))
+        outcome = of_exception(_explained(run, error), *(run.position() if run else (phases.current, None)))
         _rescue(run, error)
-    _end(directory, outcome)
+    _write_outcome(directory, outcome)
     phases.close()
     return 0 if outcome["state"] == "ok" else int(outcome.get("exit_code", 1))
 
 
-def _blamed(run: Any, error: BaseException) -> BaseException:
-    """Return the error, or what it says about the files of the user's model."""
+def _explained(run: Any, error: BaseException) -> BaseException:
+    """Return the error, or an explanation of it if the files of the user's model caused it."""
     if run is None:
         return error
-    from ftbench.worker.model.unusable import blame
+    from ftbench.worker.model.diagnosis import explain
 
-    return blame(run.spec.model, error)
+    return explain(run.spec.model, error)
 
 
 def _loop(spec: Experiment, handed_over: bool) -> Callable[[Any], None]:
-    """Return what trains: our own loop, or the half of another framework's run that belongs to this interpreter."""
+    """Return ftbench's training loop, or this interpreter's half of another framework's run."""
     if spec.launch.framework == "trl":
         module = "ftbench.worker.train"
     else:
@@ -74,16 +73,16 @@ def _loop(spec: Experiment, handed_over: bool) -> Callable[[Any], None]:
     return importlib.import_module(module).train
 
 
-def _end(directory: RunDir, outcome: dict[str, Any]) -> None:
+def _write_outcome(directory: RunDir, outcome: dict[str, Any]) -> None:
     write_json(directory.state, read_json(directory.state) | {"schema": SCHEMA} | outcome)
 
 
-def _meet(run: Any) -> None:
-    """Join the other ranks: the first of each node has its GPUs by then."""
+def _join_ranks(run: Any) -> None:
+    """Join the other ranks. The first rank of each node has acquired its GPUs by then."""
     from ftbench.worker.parallel.meeting import answer_when_told_to_end, meet
 
     def answer() -> None:
-        _end(run.directory, of_exception(Terminated(), *run.position()))
+        _write_outcome(run.directory, of_exception(Terminated(), *run.position()))
         if run.recorder:
             with suppress(FtbenchError):  # a full disk
                 run.recorder.drain(last=True)
@@ -103,45 +102,44 @@ def _acquire_gpu(spec: Experiment, directory: RunDir, phases: Phases) -> None:
 
 
 def _write_load(directory: RunDir, load: HostLoad) -> None:
-    """Add to machine.json what others used of the host while this process started."""
+    """Add the CPU load of other processes during startup to machine.json."""
     for interval in load.read():
         write_json(directory.machine, read_json(directory.machine) | interval.shares)
 
 
 def _import_unsloth() -> None:
-    """Import unsloth, which writes the modules it generates into a folder of its own, and would tell its makers."""
+    """Import unsloth without its telemetry, and with a folder for the modules that it generates."""
     os.environ["UNSLOTH_DISABLE_STATISTICS"] = "1"
     os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_dir() / "unsloth"))
     import unsloth  # noqa: F401
 
 
 def _rescue(run: Any, error: BaseException) -> None:
-    """Write the steps that were finished before an error, and what shows its reason."""
-    if run is None:
-        return
-    for save in (run.finish, lambda: run.failed(error)):
+    """Write the steps that finished before an error, and the profile while the objects of the step still exist."""
+    saves = [run.finish, *([lambda: run.profiler.failed(error)] if run.profiler else [])] if run else []
+    for save in saves:
         try:
             save()
-        except Exception as another:  # noqa: BLE001 - the first error is the one to tell
+        except Exception as another:  # noqa: BLE001 - the outcome reports the first error
             _log(another)
 
 
 def _log(error: BaseException) -> None:
-    with suppress(OSError):  # a full disk takes no log either, and the state is still to be written
+    with suppress(OSError):  # a full disk must not prevent the outcome from being written
         traceback.print_exception(error)
 
 
-def _hold_signals() -> None:
-    """Let what ends this process be told once: a second word must not stop the rows of finished steps."""
-    signal.signal(signal.SIGTERM, lambda *_: None)  # a handler still wakes the thread that answers
+def _ignore_signals() -> None:
+    """Ignore further signals, which must not interrupt writing the finished steps."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # unlike SIG_IGN this still wakes the thread that answers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _terminate(*_: object) -> None:
-    _hold_signals()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # what makes batches has the signal too: its end is no other error
+    _ignore_signals()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # data loaders get the signal too, and their exit is not an error
     raise Terminated
 
 
 if __name__ == "__main__":
-    end(main(sys.argv[1]))
+    exit_now(main(sys.argv[1]))

@@ -10,19 +10,18 @@ from ftbench.errors import MissingError
 
 
 def device() -> torch.device:
-    """Return the first visible GPU, that of its number to each rank of several; or the CPU."""
+    """Return this rank's GPU, or the CPU if torch sees no GPU."""
     number = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def sees_amd() -> bool:
-    """Return whether torch is built for ROCm and sees a GPU of AMD's, which it calls CUDA's too."""
+    """Return whether torch is a ROCm build and sees an AMD GPU, which it also calls `cuda`."""
     return bool(torch.version.hip) and torch.cuda.is_available()
 
 
 def check_device(gpu: dict[str, Any] | None) -> None:
-    """Raise MissingError where the driver shows a GPU that torch cannot use, and where torch would use one that nothing
-    here measures: the figures would be those of something else."""
+    """Raise MissingError if torch cannot use the GPU that the driver reports, or would use an AMD GPU."""
     if sees_amd():
         raise MissingError(rocm_refusal(torch.__version__))
     if gpu and not torch.cuda.is_available():

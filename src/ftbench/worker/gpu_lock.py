@@ -1,4 +1,4 @@
-"""Runs of ftbench on one GPU take turns: two at a time would spoil each other's figures."""
+"""Let runs of ftbench on one GPU take turns, because simultaneous runs would distort each other's figures."""
 
 import fcntl
 import os
@@ -12,19 +12,21 @@ from ftbench.store.run_warnings import FOREIGN_MEMORY_GB
 from ftbench.store.rundir import WAITING, RunDir, gpus_of, read_json, write_json
 from ftbench.worker.measure.phases import Phases
 
-RETURN_S = 30.0  # how long the memory of a process that has ended is waited for,
-STILL_S = 5.0  # and how long while nothing of it comes back: then somebody else is using it
+RETURN_S = 30.0  # longest wait until the memory of a finished process is free
+STILL_S = 5.0  # longest wait without a change: then another program is using it
 _POLL_S = 0.1
-_held: list[int] = []  # as long as this process lives; the kernel gives it back however that ends
+_held: list[int] = []  # until this process ends; the kernel then releases the locks
 
 
 def acquire(directory: RunDir, phases: Phases) -> None:
-    """Wait until no other run of ftbench has a GPU of machine.json and their memory is back, and have them from then
-    on. Write into machine.json what they are like now: what the parent saw may have been another run's."""
+    """Wait for other ftbench runs on the GPUs of machine.json, and for their memory, then lock the GPUs.
+
+    machine.json gets the GPUs' current state, because the parent may have read it during another run.
+    """
     gpus = [gpu for gpu in gpus_of(read_json(directory.machine)) if gpu.get("uuid")]
     if not gpus or _held:
         return
-    for gpu in sorted(gpus, key=lambda gpu: gpu["uuid"]):  # in one order, so that no two runs wait for each other
+    for gpu in sorted(gpus, key=lambda gpu: gpu["uuid"]):  # a fixed order prevents deadlocks
         if not try_acquire(gpu):
             with phases.within(WAITING):
                 fcntl.flock(_held[-1], fcntl.LOCK_EX)
@@ -37,10 +39,10 @@ def acquire(directory: RunDir, phases: Phases) -> None:
 
 
 def try_acquire(gpu: dict[str, Any] | None) -> bool:
-    """Return whether nobody else has the GPU; then this process has it."""
+    """Lock the GPU for this process if it is free, and return whether it was."""
     if not gpu or not gpu.get("uuid"):
         return True
-    if (lock := _opened(Path(tempfile.gettempdir()) / f"ftbench-{gpu['uuid']}.lock")) is None:
+    if (lock := _open(Path(tempfile.gettempdir()) / f"ftbench-{gpu['uuid']}.lock")) is None:
         return True
     _held.append(lock)
     try:
@@ -50,9 +52,9 @@ def try_acquire(gpu: dict[str, Any] | None) -> bool:
     return True
 
 
-def _opened(path: Path) -> int | None:
-    """Open a file that any user may lock; None where there is none to be had, and then nobody waits."""
-    for flags in (os.O_RDONLY, os.O_RDONLY | os.O_CREAT):  # another user's file in /tmp may be opened and not created
+def _open(path: Path) -> int | None:
+    """Open the lock file. Return None if that fails, which disables locking."""
+    for flags in (os.O_RDONLY, os.O_RDONLY | os.O_CREAT):  # /tmp forbids O_CREAT on another user's file
         try:
             return os.open(path, flags, 0o644)
         except OSError:
@@ -65,7 +67,7 @@ def _is_free(gpu: dict[str, Any]) -> bool:
 
 
 def _when_free(gpu: dict[str, Any]) -> dict[str, Any]:
-    """Return the GPU as it is once it is free, or once that is no longer to be expected."""
+    """Return the GPU's state once it is free, or after the longest wait."""
     begin = changed = time.monotonic()
     while not _is_free(gpu) and (now := time.monotonic()) < begin + RETURN_S and now < changed + STILL_S:
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""The optimizer of a run: one that transformers makes by its name, or torchao's, and what of it can be verified."""
+"""The optimizer of a run: one of transformers, or torchao's, and its verification."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker.measure.applied import innermost
 from ftbench.worker.model.parts import plain_tensors
 
-# The module and class that stand for each choice of train.optimizer.
+# Module and class of each choice of train.optimizer.
 OPTIMIZERS = {
     "adamw_torch": ("torch.optim", "AdamW"),
     "adamw_torch_fused": ("torch.optim", "AdamW"),
@@ -19,13 +19,12 @@ OPTIMIZERS = {
     "adamw_torchao_8bit": ("torchao.optim", "AdamW8bit"),
     "sgd": ("torch.optim", "SGD"),
 }
-# The type of a state and its bits, by what the name of an optimizer ends in.
+# Type and bits of the state, by the suffix of the optimizer's name.
 STATES = {"8bit": (torch.uint8, 8), "fp32": (torch.float32, 32), "bf16": (torch.bfloat16, 16)}
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return what the trainer's constructor is told of an optimizer that transformers has no name for: its class, and
-    what that is told beside transformers' groups of parameters."""
+    """Return the trainer's arguments for a torchao optimizer. transformers does not support them by name."""
     if "torchao" not in spec.train.optimizer:
         return {}
     options = {"lr": spec.train.learning_rate, "bf16_stochastic_round": True}
@@ -47,8 +46,10 @@ def _torchao(name: str) -> Any:
 
 
 class _RateOnHost:
-    """In front of torchao's classes, whose learning rate is a tensor: accelerate loads it to the GPU, and whoever reads
-    it waits for all that the GPU has still to do, of which the host could be a step ahead."""
+    """Mixin that keeps the learning rate of torchao's optimizers on the host.
+
+    It is a tensor that accelerate moves to the GPU, where every read would synchronize.
+    """
 
     def load_state_dict(self: Any, state: Any) -> None:
         rates = [group["lr"] for group in self.param_groups]
@@ -58,13 +59,15 @@ class _RateOnHost:
 
 
 class _SteppedByKernel(_RateOnHost):
-    """In front of torchao's class, whose step takes the host half a millisecond a parameter. `factor` is what gradients
-    are multiplied by, a number on the device."""
+    """Mixin that replaces torchao's step, which takes 0.5 ms of host time per parameter, by one kernel per parameter.
+
+    `factor` is a scalar on the device that scales the gradients (clipping).
+    """
 
     factor: torch.Tensor | None = None
 
     def is_by_kernel(self: Any) -> bool:
-        """Return whether our kernel takes every parameter: whole ones, on a GPU."""
+        """Return whether the kernel supports every parameter: unsharded, contiguous and on a GPU."""
         plain = all(_is_plain(p) for group in self.param_groups for p in group["params"])
         return plain and self.bf16_stochastic_round and not any(group.get("amsgrad") for group in self.param_groups)
 
@@ -93,12 +96,12 @@ class _SteppedByKernel(_RateOnHost):
 
 
 def _is_plain(parameter: torch.Tensor) -> bool:
-    whole = type(parameter) is torch.nn.Parameter and parameter.is_contiguous()
-    return whole and parameter.device.type == "cuda"
+    unsharded = type(parameter) is torch.nn.Parameter and parameter.is_contiguous()
+    return unsharded and parameter.device.type == "cuda"
 
 
 def attach(loop: Any, spec: Experiment) -> None:
-    """Let a trainer's clipping leave the gradients as they are to a step that multiplies them itself."""
+    """Clip gradients inside the optimizer kernel instead of in a separate pass."""
     original = loop.accelerator.clip_grad_norm_
 
     def clip_grad_norm(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -109,14 +112,14 @@ def attach(loop: Any, spec: Experiment) -> None:
         stepping.factor = (max_norm / (norm.float() + 1e-6)).clamp(max=1.0)
         return norm
 
-    cast = spec.train.precision == "fp16" or spec.launch.ranks > 1  # scaled, or not whole
+    cast = spec.train.precision == "fp16" or spec.launch.ranks > 1  # scaled or sharded gradients
     kind = arguments(spec).get("optimizer_cls_and_kwargs", (object,))[0]
     if issubclass(kind, _SteppedByKernel) and not cast:
         loop.accelerator.clip_grad_norm_ = clip_grad_norm
 
 
 def verify(optimizer: Any, spec: Experiment) -> list[str]:
-    """Return what of the optimizer, after its first step, is not as the spec says."""
+    """Return the settings that the optimizer does not have after its first step."""
     optimizer, setting, problems = innermost(optimizer), spec.train.optimizer, []
     name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     module, kind = OPTIMIZERS[setting]
@@ -125,13 +128,13 @@ def verify(optimizer: Any, spec: Experiment) -> list[str]:
     if setting == "adamw_torch_fused" and not optimizer.defaults.get("fused"):
         problems.append(f"train.optimizer is adamw_torch_fused and {name} is not fused")
     if "torchao" in setting and not optimizer.bf16_stochastic_round:
-        problems.append(f"train.optimizer is {setting} and {name} rounds weights to the nearest")
+        problems.append(f"train.optimizer is {setting} and {name} does not use stochastic rounding")
     wanted, bits = STATES.get(setting.rpartition("_")[2], (None, 0))
     values = (value for state in optimizer.state.values() for value in state.values())
-    kept = {tensor.dtype for value in values for tensor in plain_tensors(value) if tensor.numel() > 1}
-    if wanted and wanted not in kept:
+    dtypes = {tensor.dtype for value in values for tensor in plain_tensors(value) if tensor.numel() > 1}
+    if wanted and wanted not in dtypes:
         problems.append(
-            f"train.optimizer is {setting} and {name} keeps no state in {bits} bits "
-            "(tensors of fewer than 4,096 elements stay out of 8 bits)"
+            f"train.optimizer is {setting} and {name} has no {bits}-bit state "
+            "(tensors of fewer than 4,096 elements are never in 8 bits)"
         )
     return problems

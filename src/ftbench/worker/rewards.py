@@ -1,4 +1,4 @@
-"""Rewards of completions: that of ours, and functions of a user's own, whose file is executed here, in the child."""
+"""Rewards of completions: the built-in one, and functions in a user's file, which the worker executes."""
 
 import hashlib
 import inspect
@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +26,7 @@ _TAKEN = {
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A function of a user's: `name` is `file.py:function`, `sha256` that of the file as it was executed."""
+    """A user's reward function. `name` is `file.py:function`, and `sha256` is the hash of the executed file."""
 
     name: str
     sha256: str
@@ -35,39 +34,34 @@ class Reward:
     function: Callable[..., Any]
 
     def __call__(self, completions: Sequence[str], **given: Any) -> list[float]:
-        """Return a finite number for each completion. Raise SpecError for anything else, and for what the function
-        raises, with the line in its file."""
+        """Return a finite number per completion. Raise SpecError for other values and for errors of the function."""
         count = len(completions)
-        numbers = _blamed(self.name, self.file, partial(self._made, count, completions=completions, **given))
+        numbers = _call(self.name, self.file, partial(self._numbers, completions=completions, **given))
         if len(numbers) != count:
-            made = f"more than {some(count, 'number')}" if len(numbers) > count else some(len(numbers), "number")
-            raise self._wrong(f"gave {made} for {some(count, 'completion')}")
+            raise self._error(f"returned {some(len(numbers), 'number')} for {some(count, 'completion')}")
         for position, number in enumerate(numbers, 1):
             if not (isinstance(number, (int, float)) and abs(number) <= FLOAT32):
-                raise self._wrong(f"gave {shown(number)} for completion {position}: a finite number is asked for")
+                raise self._error(f"returned {shown(number)} for completion {position} instead of a finite number")
         return [float(number) for number in numbers]
 
-    def _made(self, count: int, **given: Any) -> list[Any]:
-        """Return what the function gives, of what does not end no more than one too many."""
-        made = self.function(**given)
-        made = made.tolist() if hasattr(made, "tolist") else made
-        if isinstance(made, (str, Mapping)) or not isinstance(made, Iterable):
-            raise self._wrong(f"gave {shown(made)}, and a list of numbers is asked for, one a completion")
-        return [each.item() if hasattr(each, "item") else each for each in islice(made, count + 1)]
+    def _numbers(self, **given: Any) -> list[Any]:
+        result = self.function(**given)
+        result = result.tolist() if hasattr(result, "tolist") else result
+        if isinstance(result, (str, Mapping)) or not isinstance(result, Iterable):
+            raise self._error(f"returned {shown(result)} instead of a list with one number per completion")
+        return [each.item() if hasattr(each, "item") else each for each in result]
 
-    def _wrong(self, what: str) -> SpecError:
-        return SpecError(f"objective.reward: {self.name} {what}")
+    def _error(self, problem: str) -> SpecError:
+        return SpecError(f"objective.reward: {self.name} {problem}")
 
 
 def even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """Return the share of even token ids in each completion: a reward that needs no other model, that any model can
-    learn, and that says nothing of how good an answer is."""
+    """Return the share of even token ids in each completion. Every model can learn this reward."""
     return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
 def load(reward: str) -> Reward:
-    """Execute a file and return its function. Raise SpecError for a file that ends by an error, for a function that it
-    has not, and for one that takes not what trl gives."""
+    """Execute a file and return its reward function. Raise SpecError if the file or the function is unusable."""
     file, function = reward_parts(reward)
     name = f"{file.name}:{function}"
     try:
@@ -77,23 +71,23 @@ def load(reward: str) -> Reward:
     sha256 = hashlib.sha256(source).hexdigest()
     module = ModuleType(f"reward_{sha256}")
     module.__file__ = str(file)
-    sys.modules[module.__name__] = module  # where dataclasses and pickle look for what it defines
-    _blamed(name, str(file), lambda: exec(compile(source, str(file), "exec"), module.__dict__))
-    judge = getattr(module, function, None)
-    if not callable(judge):
-        raise SpecError(f"objective.reward: {file} has no function {function}")
-    if inspect.iscoroutinefunction(judge):
-        raise SpecError(f"objective.reward: {name} is async, and completions are judged at once: make it a plain `def`")
-    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in inspect.signature(judge).parameters.values()):
+    sys.modules[module.__name__] = module  # dataclasses and pickle look definitions up here
+    _call(name, str(file), lambda: exec(compile(source, str(file), "exec"), module.__dict__))
+    reward_function = getattr(module, function, None)
+    if not callable(reward_function):
+        raise SpecError(f"objective.reward: {file} does not define {function}")
+    if inspect.iscoroutinefunction(reward_function):
+        raise SpecError(f"objective.reward: {name} is async: make it a plain `def`")
+    parameters = inspect.signature(reward_function).parameters.values()
+    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         raise SpecError(
-            f"objective.reward: {name} takes no `**columns`: write `def {function}(completions, **columns)`"
+            f"objective.reward: {name} does not accept `**columns`: write `def {function}(completions, **columns)`"
         )
-    return Reward(name, sha256, str(file), judge)
+    return Reward(name, sha256, str(file), reward_function)
 
 
-def _blamed(name: str, file: str, call: Callable[[], Any]) -> Any:
-    """Return what a call into a user's file returns. Raise SpecError with the line there for what it raises; memory
-    that has run out is no mistake of its."""
+def _call(name: str, file: str, call: Callable[[], Any]) -> Any:
+    """Call into a user's file. Turn its errors into SpecErrors with the line, except for out of memory."""
     try:
         return call()
     except (FtbenchError, MemoryError):
@@ -109,8 +103,7 @@ def _blamed(name: str, file: str, call: Callable[[], Any]) -> Any:
 
 
 def columns(rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return what a function is given of each prompt's row: all columns of any, None where a row has not one of them,
-    and none by which trl gives something else."""
+    """Return each row's columns for the reward functions, except those with names of trl's own arguments."""
     names = dict.fromkeys(str(name) for row in rows for name in row or {})
-    kept = [name for name in names if name not in _TAKEN]
-    return [{name: (row or {}).get(name) for name in kept} for row in rows]
+    free = [name for name in names if name not in _TAKEN]
+    return [{name: (row or {}).get(name) for name in free} for row in rows]

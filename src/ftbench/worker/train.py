@@ -1,7 +1,6 @@
-"""One training run, top to bottom: data, model, method, optimizations, trainer, train, evaluate, answer.
+"""One training run from top to bottom: data, model, method, optimizations, trainer, training, evaluation, answers.
 
-`train` names each stage in the order in which it happens; below it stand the stages, and last what a run keeps for its
-end. What is done in a stage is done by the module of its name.
+`train` lists the stages in order. Each stage is implemented in the module of its name.
 """
 
 import math
@@ -16,26 +15,27 @@ from transformers import TrainerCallback, set_seed
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import RunDir, first_gpu, read_json
 from ftbench.worker import methods, optimizations, parallel, trainer
-from ftbench.worker.data import order
+from ftbench.worker.data.collate import token_hash, verify_order
 from ftbench.worker.data.prepare import Prepared, prepare
 from ftbench.worker.device import check_device
 from ftbench.worker.generate import Answers
-from ftbench.worker.measure import applied, controls, forward_parts
+from ftbench.worker.measure import applied, controls
 from ftbench.worker.measure.batch_count import padding_of
 from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.measure.levels import Levels, Weights
 from ftbench.worker.measure.recorder import Recorder
-from ftbench.worker.measure.recording import recorder_of, watch_memory
 from ftbench.worker.measure.reporter import Reporter
 from ftbench.worker.model import loading
-from ftbench.worker.model.loading_report import require_complete
+from ftbench.worker.model.diagnosis import require_complete
+from ftbench.worker.model.parts import base_model, decoder
 from ftbench.worker.model.tokenizer import build_tokenizer
+from ftbench.worker.model.vision import reads_images
 from ftbench.worker.optimizations import cuda_graph
-from ftbench.worker.training_run import TrainingRun
+from ftbench.worker.training_run import TrainingRun, recorder_of, watch_memory
 
 
 def train(run: TrainingRun) -> None:
-    """Train the spec and leave applied.json and steps.csv. Raises what goes wrong."""
+    """Train the spec and write applied.json and steps.csv."""
     spec, phases = run.spec, run.phases
     check_device(first_gpu(read_json(run.directory.machine)))
     method, first = methods.load(spec.method.name), parallel.is_first()
@@ -47,23 +47,23 @@ def train(run: TrainingRun) -> None:
 
     phases.enter("load")
     watch_memory(phases)
-    with require_complete(spec.model) as weights_left_out:
+    with require_complete(spec.model) as checkpoint_warnings:
         model = method.load(spec, source)
         reference = method.load(spec, source) if spec.second_model else None
 
     phases.enter("setup")
     recorder = run.recorder = recorder_of(spec, run.directory)
-    loop = assembled(spec, run.directory, model, tokenizer, data, reference, phases.within)
+    loop = build_trainer(spec, run.directory, model, tokenizer, data, reference, phases.within)
     _attach(run, loop, recorder)
     facts = applied.of_model(loop.model, spec)
-    warnings = [*weights_left_out, *data.warnings, *applied.warnings(loop.model, spec, facts)]
+    warnings = [*checkpoint_warnings, *data.warnings, *applied.warnings(loop.model, spec, facts)]
     run.write_facts(**facts, **applied.of_trainer(loop, spec), dataset=data.description, warnings=warnings)
     run.require_applied(method.verify(loop.model, spec))
 
     answers = Answers(spec, run.directory, tokenizer)
     if spec.measure.generate is not None and first:
         phases.enter("generate")
-        answers.ask(loop.model, "before")
+        answers.generate(loop.model, "before")
 
     phases.enter("train")
     loop.train()
@@ -78,7 +78,7 @@ def train(run: TrainingRun) -> None:
     )  # fmt: skip
     if spec.measure.generate is not None and first:
         phases.enter("generate")
-        answers.ask(loop.accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False), "after")
+        answers.generate(loop.accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False), "after")
     if spec.measure.save_adapter:
         phases.enter("save")
         _save(run, loop)
@@ -87,8 +87,7 @@ def train(run: TrainingRun) -> None:
 
 
 def _save(run: TrainingRun, loop: Any) -> None:
-    """Save what was trained. Raise NotAppliedError where some of the adapters are not in the file: a library may leave
-    them out without a word."""
+    """Save the trained weights. Raise NotAppliedError if the library silently omitted some of the adapters."""
     loop.save_model(str(run.directory.adapter))
     if not (parallel.is_first() and run.spec.method.adapters):
         return
@@ -96,21 +95,20 @@ def _save(run: TrainingRun, loop: Any) -> None:
         saved = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     trained = run.facts["parameters"]["trainable"]
     if saved < trained:
-        run.require_applied([f"measure.save_adapter is on and {saved:,} of {trained:,} weights are saved"])
+        run.require_applied([f"measure.save_adapter is on and {saved:,} of {trained:,} weights were saved"])
 
 
 def _hash_of(run: TrainingRun, data: Prepared, recorder: Recorder) -> str:
-    """Return the hash of the tokens in the order of all ranks' batches. Raise NotAppliedError where this rank was not
-    trained on its share of them."""
+    """Return the hash of all ranks' tokens in order. Raise NotAppliedError if this rank did not train on its share."""
     spec, rank = run.spec, parallel.rank()
     if rank is None:
         return recorder.order_hash
-    run.require_applied(order.verify(data.train, spec, recorder.batches, recorder.order_hash, rank))
-    return order.token_hash(data.train, spec, recorder.batches * spec.launch.shares)
+    run.require_applied(verify_order(data.train, spec, recorder.batches, recorder.order_hash, rank))
+    return token_hash(data.train, spec, recorder.batches * spec.launch.shares)
 
 
-def prepared(spec: Experiment, source: loading.Source) -> tuple[Any, Prepared]:
-    """Return the tokenizer, and the data in the order in which they are trained on."""
+def prepared(spec: Experiment, source: str) -> tuple[Any, Prepared]:
+    """Return the tokenizer and the data in training order."""
     config = loading.load_config(spec.model, source)
     vocabulary = config.get_text_config().vocab_size
     synthetic = spec.dataset.name == "synthetic"
@@ -119,12 +117,14 @@ def prepared(spec: Experiment, source: loading.Source) -> tuple[Any, Prepared]:
     return tokenizer, prepare(spec, tokenizer, vocabulary, pixels)
 
 
-def assembled(
+def build_trainer(
     spec: Experiment, directory: RunDir, model: Any, tokenizer: Any, data: Prepared, reference: Any = None,
     within: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
 ) -> Any:  # fmt: skip
-    """Return the trainer, around the loaded model with what its method trains and with its optimizations; a second
-    model as `reference` has these too. `within` enters a phase of the run."""
+    """Return the trainer for a loaded model, after applying the method and the optimizations.
+
+    `reference` is the second model of DPO and gets the same optimizations. `within` enters a phase for a block.
+    """
     set_seed(spec.train.seed)
     model.config.use_cache = False
     model = methods.load(spec.method.name).adapt(model, spec)
@@ -132,13 +132,13 @@ def assembled(
     if reference is not None:
         optimizations.apply(reference.requires_grad_(False), spec)
     if spec.objective.pairs:
-        from ftbench.worker import preference
+        from ftbench.worker import dpo
 
-        loop = preference.build(spec, directory, model, tokenizer, data, reference, within)
+        loop = dpo.build(spec, directory, model, tokenizer, data, reference, within)
     elif spec.objective.prompts:
-        from ftbench.worker import policy
+        from ftbench.worker import grpo
 
-        loop = policy.build(spec, directory, model, tokenizer, data)
+        loop = grpo.build(spec, directory, model, tokenizer, data)
     else:
         loop = trainer.build(spec, directory, model, tokenizer, data)
     for callback in optimizations.callbacks(spec):
@@ -147,16 +147,15 @@ def assembled(
 
 
 def _attach(run: TrainingRun, loop: Any, recorder: Recorder) -> None:
-    """Attach to the trainer what reports, spoils, records, compares, verifies and profiles its steps: each hears of a
-    step before the next does."""
+    """Attach reporting services, controls, recorder, verification and profiler, in the order of their callbacks."""
     spec, directory, run.trainer = run.spec, run.directory, loop
-    run.reporter = Reporter.of(loop, directory, recorder)  # before the recorder: what starts up is not timed
+    run.reporter = Reporter.of(loop, directory, recorder)  # before the recorder, so that startup is not timed
     if spec.measure.control != "off":
         run.write_facts(control=controls.apply(loop, spec))
     weighed_by = "samples" if spec.objective.pairs else "labels"
     loop.recorder = recorder
     recording = HfRecording(recorder, run.phases, weighed_by).attach(loop)
-    forward_parts.watch(loop.model, recorder)
+    _mark_forward_parts(loop.model, recorder)
     if spec.measure.gradients:
         loop.add_callback(Levels(spec, directory, loop, recording))
     if spec.measure.keep_weights:
@@ -169,8 +168,22 @@ def _attach(run: TrainingRun, loop: Any, recorder: Recorder) -> None:
         loop.add_callback(run.profiler)
 
 
+def _mark_forward_parts(model: Any, recorder: Recorder) -> None:
+    """Time encoder, language model and loss of a vision model separately, with hooks."""
+    base = base_model(model)
+    if not reads_images(base.config):
+        return
+    inner = base.base_model
+    encoder = getattr(inner, "vision_tower", None) or inner.visual
+    projector = getattr(inner, "multi_modal_projector", encoder)  # Qwen's is part of its encoder
+    for first, last, name in ((encoder, projector, "vision_s"), (decoder(model), decoder(model), "language_s")):
+        first.register_forward_pre_hook(lambda *_: recorder.mark_part(None))
+        last.register_forward_hook(lambda *_, name=name: recorder.mark_part(name))
+    base.register_forward_hook(lambda *_: recorder.mark_part("loss_s"))
+
+
 class _AfterFirstStep(TrainerCallback):
-    """Verifies what was asked for once the first step is done: graphs are compiled, the optimizer has a state."""
+    """Verifies the settings after the first step, when graphs are compiled and the optimizer has a state."""
 
     def __init__(self, run: TrainingRun, loop: Any) -> None:
         self._run, self._loop = run, loop
@@ -181,7 +194,7 @@ class _AfterFirstStep(TrainerCallback):
         run, spec = self._run, self._run.spec
         run.write_facts(**applied.of_trainer(self._loop, spec))
         if "warm" in (run.facts["compile_cache"] or ""):
-            run.warn("graphs came from the compiler's cache on disk: where it is empty the first step takes longer")
+            run.warn("compiled graphs came from the disk cache: with an empty cache the first step takes longer")
         run.require_applied(optimizations.verify(self._loop.model, spec) + trainer.verify(self._loop, spec))
         if run.recorder:
-            run.recorder.restart()  # verifying is no part of the second step
+            run.recorder.restart()  # verification is not part of the second step

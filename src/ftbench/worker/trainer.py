@@ -1,4 +1,4 @@
-"""trl's SFTTrainer with a spec's recipe, and what of the recipe can be verified on it."""
+"""trl's SFTTrainer with a spec's settings, and their verification."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,26 +14,23 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import RunDir
 from ftbench.worker import optimizer, parallel
 from ftbench.worker.data import collate
-from ftbench.worker.data.collate import Collator
-from ftbench.worker.data.order import Row, filled
-from ftbench.worker.data.pictures import Picture
+from ftbench.worker.data.collate import Collator, filled
+from ftbench.worker.data.images import Picture
 from ftbench.worker.data.prepare import Prepared
+from ftbench.worker.data.tokens import Row
 from ftbench.worker.device import device
 from ftbench.worker.measure import applied
 from ftbench.worker.measure.batch_count import COUNT
 from ftbench.worker.model.vision import reads_images
 from ftbench.worker.optimizations import cuda_graph, feature_cache, gradient_checkpointing, optimizer_in_backward
 
-DEFAULT_PROCESSES = 4  # that make batches, where the spec says `on`
+DEFAULT_PROCESSES = 4  # data loader processes for `loader_processes: on`
 PRECISION = {"bf16": {"bf16": True}, "fp16": {"bf16": False, "fp16": True}, "fp32": {"bf16": False}}
-
-
-COPY = "ref"  # trl's name for the copy that it makes of an adapter
+COPY = "ref"  # trl's name for its copy of the adapters
 
 
 class Loop:
-    """What is ours in any of trl's trainers. `batches` are the shapes of those seen so far, and whether they held
-    padding."""
+    """ftbench's additions to every trainer of trl. `batches` are the shapes so far, with whether they had padding."""
 
     accelerator: Any
     model: Any
@@ -41,62 +38,66 @@ class Loop:
     batches: set[tuple[tuple[int, ...], bool]]
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return 0: the default walks over all parameters at each micro-batch."""
+        """Return 0. The default iterates over all parameters for every micro-batch."""
         return 0
 
     def loaders(self) -> list[Any]:
-        """Return the iterators whose processes make batches, of training first."""
-        kept = [getattr(loader, "base_dataloader", loader) for loader in self.accelerator._dataloaders]
-        return [iterator for loader in kept if (iterator := loader._iterator) is not None]
+        """Return the data loader iterators, training first."""
+        bases = [getattr(loader, "base_dataloader", loader) for loader in self.accelerator._dataloaders]
+        return [iterator for loader in bases if (iterator := loader._iterator) is not None]
 
     def end_loaders(self) -> None:
-        """End the processes that make batches."""
+        """Stop the data loader processes."""
         for iterator in self.loaders():
             iterator._shutdown_workers()
 
     def forget_copy(self) -> None:
-        """Leave the weights under the adapters as the reference: trl copies adapters that it is given, for those that
-        were trained before, and these begin at zero."""
+        """Delete trl's copy of the adapters, so that the base weights are the reference.
+
+        trl copies adapters because they may already be trained. New adapters start at zero.
+        """
         if self.has_copy():
             self.model.delete_adapter(COPY)
 
     def has_copy(self) -> bool:
-        """Return whether the reference is a copy of the adapters."""
+        """Return whether trl copied the adapters as the reference."""
         return COPY in getattr(self.model, "peft_config", {})
 
     def verify(self, spec: Experiment) -> list[str]:
-        """Return what of the objective is not as the spec says."""
+        """Return the settings of the objective that were not applied."""
         return []
 
     def facts(self) -> dict[str, Any]:
-        """Return what the objective tells applied.json."""
+        """Return the objective's facts for applied.json."""
         return {}
 
 
 class Trainer(Loop, SFTTrainer):
-    """Trains as trl does."""
+    """SFTTrainer with CUDA graphs, cached image features and losses without logits."""
 
     without_trls_metrics = False
-    shares: int | None = None  # of the batch, where the ranks of one have parts of its sequences
+    shares: int | None = None  # number of data shares if several ranks process parts of the same sequences
     features: feature_cache.Features | None = None
     graph: cuda_graph.GraphedStep | None = None
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        """Pass forward and backward as trl does, or replay how it did."""
+        """Run forward and backward, or replay the CUDA graph."""
         if self.graph is None:
             return super().training_step(model, inputs, num_items_in_batch)
         return self.graph(super().training_step, model, inputs, num_items_in_batch)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute trl's loss, with the entropy and accuracy that it adds; where the loss is ours or Liger's there are
-        no logits to compute them from, and transformers' does."""
+        """Compute trl's loss with its entropy and accuracy metrics.
+
+        Fused losses have no logits for the metrics and use transformers' method.
+        """
         count = inputs.pop(COUNT)
         if parallel.rank() is not None and not self.model.training:
-            # By the tokens of this rank's share: the recorder's rows are weighted by them.
+            # Normalize by this rank's tokens, with which the recorder weights the rows.
             kwargs["num_items_in_batch"] = self.shares and max(1, count.labels) * self.shares
         self.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
         if self.features is not None and self.features.show(count.pictures):
-            count.of_images = replace(count.of_images, patches=0)  # none that the encoder sees
+            count.of_images = replace(count.of_images, patches=0)  # the encoder processes none
         if not self.without_trls_metrics:
             return super().compute_loss(model, inputs, *args, **kwargs)
         inputs.pop("_prediction_loss_only", None)
@@ -104,8 +105,7 @@ class Trainer(Loop, SFTTrainer):
 
 
 def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared) -> Trainer:
-    """Return the trainer with the spec's recipe. Samples come in the order in which they were prepared, so that every
-    method sees the same tokens in the same order."""
+    """Return the trainer for the spec. It keeps the order of the samples, so that all methods see the same tokens."""
     most = data.most_parts(spec.train.batch_size, max(data.longest, spec.dataset.max_length))
     pictures: list[Picture] = []
     size = spec.train.batch_size * spec.launch.shares if spec.launch.shares > 1 else 1
@@ -123,8 +123,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         data_collator=collator,
         **optimizer.arguments(spec),
     )
-    # transformers says of Qwen's models with images that they take no count of a step's label tokens. Their losses do:
-    # without it micro-batches and ranks would count alike, however many tokens they have.
+    # transformers does not pass the number of label tokens to Qwen's vision models, although their losses accept it.
+    # Without it micro-batches and ranks get equal weights, whatever their number of tokens.
     loop.model_accepts_loss_kwargs |= reads_images(model.config)
     if spec.launch.ranks > 1 and hasattr(strategy := parallel.load(spec.launch.strategy), "attach"):
         strategy.attach(loop, spec)
@@ -137,49 +137,35 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
 
 
 def _check_pictures(spec: Experiment, data: Prepared, size: int) -> None:
-    """Raise SpecError where a batch of some rank would hold no picture: it would not gather the encoder's weights, for
-    which the others wait."""
+    """Raise SpecError if a rank would get a batch without images, which would not gather the encoder's weights."""
     train, step = spec.train, size * spec.train.gradient_accumulation_steps
-    steps = len(data.train) // step
-    seen = data.train if train.max_steps is None else data.train[: train.max_steps * step]
-    ways = {
-        "train": (seen, "dataset.samples", f", or train.max_steps to {steps} or less" if steps else ""),
-        "evaluate": (data.evaluation, "dataset.eval_samples", ""),
-    }
-    for what, (rows, key, way_out) in ways.items():
-        whole = filled(rows, size)
-        batches = (at for at in range(0, len(whole), train.batch_size))
-        alone = next((at for at in batches if not _show_some(whole[at : at + train.batch_size])), None)
-        if alone is None:
-            continue
-        strategy = f"launch.strategy {spec.launch.strategy}: "
-        if alone < len(rows):
-            raise SpecError(f"{strategy}a batch of {train.batch_size} rows to {what} on shows no picture, and the GPUs "
-                            "that have some would wait for it: use ddp, or rows that show one each")  # fmt: skip
-        raise SpecError(f"{strategy}{len(rows)} rows to {what} on leave a GPU without a picture in the last batch, and "
-                        f"the others would wait for it: set {key} to a multiple of {size}{way_out}")  # fmt: skip
-
-
-def _show_some(rows: list[Row]) -> bool:
-    return any(sample.pictures for row in rows for sample in row)
+    used = data.train[: train.max_steps and train.max_steps * step]
+    for key, rows in (("samples", used), ("eval_samples", data.evaluation)):
+        full = filled(rows, size)
+        for at in range(0, len(full), train.batch_size):
+            if not any(sample.pictures for row in full[at : at + train.batch_size] for sample in row):
+                raise SpecError(
+                    f"launch.strategy {spec.launch.strategy}: a batch of dataset.{key} has no image, and other GPUs "
+                    f"would wait for it: set it to a multiple of {size}, use an image in every row, or use ddp"
+                )
 
 
 def arguments(spec: Experiment, run: RunDir, model: Any) -> SFTConfig:
-    """Return the spec's recipe as SFTTrainer takes it."""
-    said = recipe(spec, run, model) | {"dataset_kwargs": {"skip_prepare_dataset": True}}
+    """Return the arguments of SFTTrainer."""
+    options = training_arguments(spec, run, model) | {"dataset_kwargs": {"skip_prepare_dataset": True}}
     if spec.optimizations.chunked_loss or spec.optimizations.liger:
-        said["loss_type"] = "nll"
+        options["loss_type"] = "nll"
     if spec.launch.ranks == 1:
-        return SFTConfig(**said)
+        return SFTConfig(**options)
     strategy = parallel.load(spec.launch.strategy)
-    made = SFTConfig(**said | strategy.arguments(spec))
+    config = SFTConfig(**options | strategy.arguments(spec))
     if hasattr(strategy, "prepare"):
-        strategy.prepare(made)
-    return made
+        strategy.prepare(config)
+    return config
 
 
-def recipe(spec: Experiment, run: RunDir, model: Any) -> dict[str, Any]:
-    """Return the spec's recipe in trl's words; what ftbench does itself (logging, saving, tokenising) is off."""
+def training_arguments(spec: Experiment, run: RunDir, model: Any) -> dict[str, Any]:
+    """Return the spec's settings as trl's arguments. Logging, saving and tokenizing are off: ftbench does them."""
     train, processes = spec.train, _loader_processes(spec)
     on_gpu = "cuda" in (next(model.parameters()).device.type, device().type)
     return dict(
@@ -205,20 +191,20 @@ def recipe(spec: Experiment, run: RunDir, model: Any) -> dict[str, Any]:
         dataloader_num_workers=processes,
         dataloader_persistent_workers=processes > 0,
         accelerator_config={
-            "non_blocking": on_gpu,  # else each copy waits for all that the device has still to do
-            # Else each GPU keeps whole gradients until the last batch of a step.
+            "non_blocking": on_gpu,  # otherwise each copy synchronizes with the device
+            # Otherwise each GPU keeps unsharded gradients until the last micro-batch of a step.
             "gradient_accumulation_kwargs": {"sync_each_batch": spec.launch.sharded},
         },
         train_sampling_strategy="sequential",
         max_length=None,
         remove_unused_columns=False,
         logging_strategy="no",
-        logging_nan_inf_filter=False,  # it waits for the device at every micro-batch
+        logging_nan_inf_filter=False,  # it synchronizes with the device in every micro-batch
         save_strategy="no",
         report_to=(list(train.report_to) if parallel.is_first() else []) or "none",
         run_name=run.run_id,
         project="ftbench",
-        router_aux_loss_coef=0.0,  # a loss in nats per token; trl would add each micro-batch's balancing loss undivided
+        router_aux_loss_coef=0.0,  # keeps the loss in nats per token
         disable_tqdm=True,
         **PRECISION[train.precision],
     )
@@ -230,8 +216,7 @@ def _loader_processes(spec: Experiment) -> int:
 
 
 def dataset(rows: list[Row], pictures: list[Picture]) -> Dataset:
-    """Return a row's samples end to end, how long each is, and the places of its images in `pictures`, where they are
-    added."""
+    """Return a data set of rows: concatenated samples, their lengths, and indexes of images, appended to `pictures`."""
     shown = [[picture for sample in row for picture in sample.pictures] for row in rows]
     starts = list(accumulate(map(len, shown), initial=len(pictures)))
     pictures += [picture for row in shown for picture in row]
@@ -245,14 +230,14 @@ def dataset(rows: list[Row], pictures: list[Picture]) -> Dataset:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return what of optimizer, precision and batches is not as the spec says, read from the live objects."""
+    """Return the settings of optimizer, precision and batches that the live objects do not have."""
     problems = [*trainer.verify(spec), *optimizer.verify(trainer.optimizer, spec)]
     if spec.optimizations.activation_offload and isinstance(trainer.maybe_activation_offload_context, nullcontext):
-        problems.append("optimizations.activation_offload is on and the trainer offloads nothing")
+        problems.append("optimizations.activation_offload is on and the trainer does not offload")
     problems += collate.verify(spec, trainer.batches)
     processes = sum(len(loader._workers) for loader in trainer.loaders()[:1])
     if processes != _loader_processes(spec):
-        problems.append(f"optimizations.loader_processes is on and {processes} processes make batches")
+        problems.append(f"optimizations.loader_processes is on and the loader has {processes} processes")
     autocast = applied.autocast(trainer)
     if autocast != {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}[spec.train.precision]:
         problems.append(f"train.precision is {spec.train.precision} and the trainer computes in {autocast}")
@@ -262,7 +247,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def _verify_mean(trainer: Trainer) -> list[str]:
-    """Return that ranks with more tokens would count as much as others, where the model takes no count of all."""
+    """Return a problem if ranks have equal weights in the loss whatever their number of tokens."""
     if trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs:
         return []
-    return [f"{type(trainer.model).__name__} divides its loss by the tokens of each rank, not by those of all"]
+    return [f"{type(trainer.model).__name__} divides its loss by the tokens of each rank, not by those of all ranks"]

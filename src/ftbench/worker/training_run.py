@@ -1,22 +1,33 @@
-"""What of a run its end needs to know, whatever ended it. Nothing here imports trl: a framework's own environment has
-another version of it."""
+"""The state and the recorder of a run, shared by all training loops.
+
+This module must not import trl, because another framework's environment has a different version of it.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ftbench.errors import NotAppliedError
 from ftbench.spec.experiment import Experiment
-from ftbench.store.rundir import RunDir, read_json, write_json
+from ftbench.store.machine import handle_of, nvml_module
+from ftbench.store.rundir import RunDir, gpus_of, read_json, write_json
+from ftbench.store.steps import StepsWriter
+from ftbench.worker import parallel
+from ftbench.worker.device import device
+from ftbench.worker.measure.meters import meters
 from ftbench.worker.measure.phases import Phases
 from ftbench.worker.measure.recorder import Recorder
+from ftbench.worker.measure.sampler import Sampler
+from ftbench.worker.measure.utilization import GpuLoad, HostLoad, own_processes
 
 if TYPE_CHECKING:
     from ftbench.worker.measure.reporter import Reporter
 
 
 class TrainingRun:
-    """The objects of a run that its end needs to know, whatever ended it."""
+    """The objects that are needed when a run ends, for any reason."""
 
     def __init__(self, spec: Experiment, directory: RunDir, phases: Phases) -> None:
         self.spec, self.directory, self.phases = spec, directory, phases
@@ -24,29 +35,23 @@ class TrainingRun:
         self.reporter: Reporter | None = None
         self.profiler: Any = None
         self.trainer: Any = None
-        kept = read_json(directory.applied).get("resolved")  # written by the parent
-        self.facts: dict[str, Any] = {"resolved": kept} if kept else {}
+        resolved = read_json(directory.applied).get("resolved")  # written by the parent
+        self.facts: dict[str, Any] = {"resolved": resolved} if resolved else {}
 
     def position(self) -> tuple[str, int | None]:
-        """Return where the run is: the phase, or within training the part of the step, and the step."""
+        """Return the current phase and None, or during training the part of the step and the step."""
         if self.phases.current == "train" and self.recorder and self.recorder.position:
             return self.recorder.position, self.recorder.step or None
         return self.phases.current, None
 
     def finish(self) -> None:
-        """End the processes that make batches, and write the last rows into steps.csv and to the services; what a
-        service did not take is a warning."""
+        """Stop the data loaders, write the last rows of steps.csv, and close the reporting services."""
         if self.trainer:
             self.trainer.end_loaders()
         if self.recorder:
             self.recorder.finish()
         if self.reporter:
             self.warn(*self.reporter.finish())
-
-    def failed(self, error: BaseException) -> None:
-        """Keep what shows why, while the objects of the failed step are still there."""
-        if self.profiler:
-            self.profiler.failed(error)
 
     def write_facts(self, **more: Any) -> None:
         """Add to applied.json."""
@@ -62,7 +67,35 @@ class TrainingRun:
             self.write_facts(warnings=[*self.facts.get("warnings", []), *warnings])
 
     def require_applied(self, problems: list[str]) -> None:
-        """Raise NotAppliedError for what was asked for and not applied, unless the spec allows it: then warn."""
+        """Raise NotAppliedError for settings that were not applied. With `measure.allow_fallback`, only warn."""
         if problems and not self.spec.measure.allow_fallback:
-            raise NotAppliedError("; ".join(problems) + " (measure.allow_fallback=on measures it all the same)")
+            raise NotAppliedError("; ".join(problems) + " (set measure.allow_fallback=on to measure anyway)")
         self.warn(*problems)
+
+
+def watch_memory(phases: Phases) -> None:
+    """Record the memory peak of each phase from now on."""
+    _, memory = meters(device())
+
+    def peaks() -> dict[str, float]:
+        values = memory.read()
+        memory.reset()
+        return {name: values[name] for name in ("peak_memory_gb", "peak_reserved_gb") if name in values}
+
+    phases.read_peaks = peaks
+
+
+def recorder_of(spec: Experiment, directory: RunDir) -> Recorder:
+    """Return the recorder of this process, with a sampler of the host and the training GPU."""
+    gpu, host = device(), HostLoad()
+    nvml = nvml_module() if gpu.type == "cuda" else None
+    handle = nvml and handle_of(nvml, f"GPU-{torch.cuda.get_device_properties(gpu).uuid}")
+    if handle is None:
+        sampler = Sampler(others=[host])
+    else:
+        before = gpus_of(read_json(directory.machine))[gpu.index].get("process_ids") or ()
+        sampler = Sampler(nvml, handle, [host, GpuLoad(nvml, handle, own_processes(nvml, handle, before))])
+    rank = parallel.rank()
+    share = None if rank is None else rank * spec.launch.shares // spec.launch.ranks
+    writer, count_graphs = StepsWriter(directory.steps), bool(spec.optimizations.compile)
+    return Recorder(writer, gpu, sampler, count_graphs, rank or 0, share)

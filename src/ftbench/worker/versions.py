@@ -1,29 +1,29 @@
-"""What only torch can tell, as one JSON object on stdout: `python -m ftbench.worker.versions`. Asked by the doctor.
+"""Print torch's versions and GPUs as JSON for `ftbench doctor`: `python -m ftbench.worker.versions`.
 
-torch, cuda        versions; cuda is null in a build for the CPU or for AMD's GPUs
-rocm               whether it sees a GPU of AMD's
-arch_list          what its kernels are compiled for: sm_90, sm_120, compute_120 …
-devices            the GPUs it sees: name, capability, integrated (memory shared with the host)
-works              whether a kernel ran on the first of them; null without one
-error              the first line of what went wrong, where it sees none or a kernel did not run
+torch, cuda        versions; cuda is null in a CPU or ROCm build
+rocm               whether torch sees an AMD GPU
+arch_list          targets of its kernels: sm_90, sm_120, compute_120 …
+devices            visible GPUs: name, capability, integrated (memory shared with the host)
+works              whether a kernel ran on the first GPU; null without a GPU
+error              the first line of the error if there is no GPU or the kernel failed
 """
 
 import json
 import warnings
 from typing import Any
 
-from ftbench.worker.child import end
+from ftbench.worker.outcome import exit_now
 
 
 def main() -> int:
-    """Print what torch says of itself."""
+    """Print the versions as JSON."""
     warnings.simplefilter("ignore")
     print(json.dumps(versions()))
     return 0
 
 
 def versions() -> dict[str, Any]:
-    """Return the versions, and what torch says of the GPU."""
+    """Return torch's versions and GPUs."""
     import torch
 
     from ftbench.worker.device import sees_amd
@@ -50,10 +50,10 @@ def versions() -> dict[str, Any]:
             })  # fmt: skip
         result["works"] = False
         result["works"] = float(torch.ones(2, device="cuda").sum()) == 2
-    except Exception as error:  # noqa: BLE001 - whatever torch raises is the answer
+    except Exception as error:  # noqa: BLE001 - the result reports it
         result["error"] = (str(error).strip() or type(error).__name__).splitlines()[0]
     return result
 
 
 if __name__ == "__main__":
-    end(main())
+    exit_now(main())

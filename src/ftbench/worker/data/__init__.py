@@ -1,1 +1,1 @@
-"""Data sets and formats → token ids; counts of real, padded and label tokens."""
+"""Data sets, tokenization and batches."""

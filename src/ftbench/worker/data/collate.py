@@ -1,6 +1,8 @@
-"""Rows of samples → a batch, counting what goes into it: padded on the right, or laid end to end in one row."""
+"""Build counted batches from rows: padded on the right, or concatenated in one row."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -8,28 +10,34 @@ import torch
 
 from ftbench.families.vision import NOTHING
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.data.pictures import Picture
-from ftbench.worker.data.pixels import Pixels
-from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.data.images import Picture, Pixels
+from ftbench.worker.data.tokens import IGNORE, Row
 from ftbench.worker.measure.batch_count import COUNT, BatchCount
 
 NO_TOKENS = (np.empty(0, dtype=np.int64),) * 2
-BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention that is told where samples begin
-# Of a part of a sequence, in 32 bits: torch's kernel pads what it returns to so many, and the ring adds those up.
+BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention that takes sequence boundaries
+# In float32 torch's attention kernel pads its output to a multiple of this, and ring attention adds the outputs up.
 ROWS_IN_32_BITS = 32
 
 
 class Collator:
-    """Makes batches as the spec's optimizations ask, each with its counts."""
+    """Makes batches as the spec's optimizations request, each with its counts."""
 
     def __init__(
         self, spec: Experiment, pad_token_id: int, longest: int, most: int | None, pixels: Pixels | None = None,
         pictures: Sequence[Picture] = (), labels: int = 0,
     ) -> None:  # fmt: skip
-        """`longest` is the length in tokens that `fixed_shape` pads a row to, `most` the samples of the fullest batch
-        with what fills its rows up, None where every row is one sample. `pixels` processes those of the `pictures`
-        whose places a row names in `shown`. Of `label_positions` there are at least as many as `labels`: where a batch
-        has fewer they go on with tokens that carry none."""
+        """Create a collator.
+
+        Args:
+            spec: The run.
+            pad_token_id: Id of padding tokens.
+            longest: Length in tokens to which `fixed_shape` pads rows.
+            most: Largest number of samples in a batch, with filler samples. None if every row is one sample.
+            pixels: The image processor.
+            pictures: The images of the data set. The column `shown` of a row has their indexes.
+            labels: Smallest length of `label_positions`, which are filled up with unlabeled positions.
+        """
         on = spec.optimizations
         self._flat = on.packing or on.padding_free
         self._parts = spec.launch.parts_of_sequence
@@ -48,7 +56,7 @@ class Collator:
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         samples = [sample for row in rows for sample in samples_of(row)]
-        batch = self._laid_out(samples) if self._flat else self._padded(samples)
+        batch = self._concatenated(samples) if self._flat else self._padded(samples)
         pictures = [self._pictures[index] for row in rows for index in row.get("shown", ())]
         if pictures and self._pixels:
             batch |= self._pixels.batch(pictures, batch, self._tiles)
@@ -65,15 +73,15 @@ class Collator:
         )
         if self._positions:
             labels = batch["labels"].copy()
-            labels[:, 0] = IGNORE  # nothing stands before it to predict it from
-            carrying = labels.reshape(-1) != IGNORE
-            missing = max(0, self._labels - int(carrying.sum()))
-            others = np.flatnonzero(~carrying)[:missing]
-            batch["label_positions"] = np.concatenate([np.flatnonzero(carrying), others])
-        made = {
+            labels[:, 0] = IGNORE  # nothing predicts the first token
+            labeled = labels.reshape(-1) != IGNORE
+            missing = max(0, self._labels - int(labeled.sum()))
+            others = np.flatnonzero(~labeled)[:missing]
+            batch["label_positions"] = np.concatenate([np.flatnonzero(labeled), others])
+        tensors = {
             key: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for key, value in batch.items()
         }
-        return made | {COUNT: count}
+        return tensors | {COUNT: count}
 
     def _padded(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
         longest = self._even(max((len(ids) for ids, _ in samples), default=1))
@@ -85,24 +93,26 @@ class Collator:
             input_ids[row, : len(ids)] = ids
             mask[row, : len(ids)] = 1
             targets[row, : len(ids)] = labels
-        mask[len(samples) :, 0] = 1  # rows that fill the last batch up: attention to nothing at all is not a number
+        mask[len(samples) :, 0] = 1  # filler rows of the last batch: a fully masked row would give NaN
         return {"input_ids": input_ids, "attention_mask": mask, "labels": targets}
 
     def _even(self, length: int) -> int:
-        """Return the length of a row that divides evenly among the GPUs that share it."""
+        """Round a row length up so that it divides evenly among the GPUs that share it."""
         return -(-length // self._parts) * self._parts
 
-    def _laid_out(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-        """Return one row. Positions begin at 0 in each sample, by which attention knows where it begins; its first
-        token is nobody's to predict. With a fixed shape the rest of the row is samples without labels, in the last
-        batch too, which has fewer samples. Where every row is one sample it is filled up itself, since no token sees
-        what comes after it: equal samples are a batch of rows for attention, which is faster."""
+    def _concatenated(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+        """Return one row of all samples.
+
+        Positions restart at 0 in each sample, so that attention finds its start. The first token of a sample is
+        not a target. With a fixed shape, unlabeled filler samples complete the row. If every row is one sample, samples
+        are padded instead. This is safe under a causal mask, and attention can use its faster batched form.
+        """
         if self._fixed and self._most is None:
             samples = [self._filled(sample, self._fixed) for sample in samples]
             samples += [self._filled(NO_TOKENS, self._fixed)] * (self._rows - len(samples))
         elif self._fixed:
             samples = [*samples, *self._filler(self._fixed * self._rows - sum(len(ids) for ids, _ in samples))]
-        samples = samples or self._filler(2)  # a batch that fills the last step of several ranks up
+        samples = samples or self._filler(2)  # an empty batch in the last step of several ranks
         lengths = [len(ids) for ids, _ in samples]
         targets = np.concatenate([labels for _, labels in samples])
         starts = np.cumsum([0, *lengths])
@@ -113,39 +123,38 @@ class Collator:
             "position_ids": np.concatenate([np.arange(length) for length in lengths])[None],
         }
         if self._for_unsloth:
-            batch["packed_seq_lengths"] = np.array(lengths, dtype=np.int32)  # as its own collator does
+            batch["packed_seq_lengths"] = np.array(lengths, dtype=np.int32)  # as in unsloth's collator
         if self._boundaries:
             bounds = self._bounds(starts)
-            # The same in every batch: a compiled graph is made for its value.
+            # Constant across batches, because compiled graphs are specialized on the value.
             longest = self._fixed if self._fixed and self._most is None else max(self._max_length, *lengths)
             batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             batch |= {"max_length_q": longest, "max_length_k": longest}
         return batch
 
     def _filled(self, sample: tuple[np.ndarray, np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a sample with padding behind it."""
+        """Return a sample padded to `length`."""
         ids, labels = (np.pad(part, (0, length - len(part)), constant_values=fill)
                        for part, fill in zip(sample, (self._pad, IGNORE), strict=True))  # fmt: skip
         return ids, labels
 
     def _filler(self, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return samples of padding, none longer than a sample may be."""
+        """Return `length` padding tokens as samples of at most the maximum length."""
         ids = np.full(length, self._pad, dtype=np.int64)
         cuts = range(self._max_length, length, self._max_length)
         return [(part, np.full_like(part, IGNORE)) for part in np.split(ids, cuts) if len(part)]
 
     def _bounds(self, starts: np.ndarray) -> np.ndarray:
-        """Return where the samples begin and the last ends. With a fixed shape there are as many bounds in every batch:
-        what follows the last sample is empty."""
+        """Return the sample boundaries. With a fixed shape, empty samples at the end keep their number constant."""
         missing = self._most + 1 - len(starts) if self._fixed and self._most else 0
         return np.concatenate([starts, np.full(max(missing, 0), starts[-1])]).astype(np.int32)
 
 
 def verify(spec: Experiment, batches: Iterable[tuple[tuple[int, ...], bool]]) -> list[str]:
-    """Return what was asked for and is not so in batches of these shapes, with padding or without; a sentence each."""
+    """Return the batch optimizations that were not applied, given each batch's shape and whether it had padding."""
     problems, on = [], spec.optimizations
     if (on.packing or on.padding_free) and any(padded for _, padded in batches) and not on.fixed_shape:
-        problems.append(f"optimizations.{'packing' if on.packing else 'padding_free'} is on and batches hold padding")
+        problems.append(f"optimizations.{'packing' if on.packing else 'padding_free'} is on and batches have padding")
     if on.fixed_shape and len(shapes := {shape for shape, _ in batches}) > 1:
         problems.append(f"optimizations.fixed_shape is on and batches have shapes {sorted(shapes)}")
     return problems
@@ -159,3 +168,32 @@ def samples_of(row: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
         return []
     cuts = np.cumsum(row["lengths"])[:-1]
     return list(zip(np.split(ids, cuts), np.split(labels, cuts), strict=True))
+
+
+def filled(rows: Sequence[Row], size: int) -> list[Row]:
+    """Append empty rows up to a multiple of `size`, so that all ranks get equally many batches without repetition."""
+    return [*rows, *([] for _ in range(-len(rows) % size))]
+
+
+def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice = slice(None)) -> str:
+    """Return the recorder's hash of `count` batches (repeating the data), or of a rank's slice `dealt` of them."""
+    size = spec.train.batch_size
+    full = filled(rows, size * spec.launch.shares)
+    batches = [full[at : at + size] for at in range(0, len(full), size)]
+    digest = hashlib.sha256()
+    for batch in islice(cycle(batches[dealt]), count):
+        samples = [sample for row in batch for sample in row]
+        for sample in samples:
+            digest.update(np.asarray(sample.ids, dtype=np.int64).tobytes())
+        for picture in (picture for sample in samples for picture in sample.pictures):
+            digest.update(picture.key.encode())
+    return digest.hexdigest()
+
+
+def verify_order(rows: Sequence[Row], spec: Experiment, count: int, order_hash: str, rank: int) -> list[str]:
+    """Return a problem if the `count` batches of a rank were not its share of the rows, in order."""
+    shares = spec.launch.shares
+    share = rank * shares // spec.launch.ranks
+    if order_hash == token_hash(rows, spec, count, slice(share, None, shares)):
+        return []
+    return [f"rank {rank} was not trained on share {share + 1} of {shares} of the data, in their order"]

@@ -1,4 +1,4 @@
-"""A spec's data set → tokenised samples in training order, with the statistics that go into the result."""
+"""Prepare a spec's data set: tokenize, order and describe its samples."""
 
 import hashlib
 import math
@@ -10,61 +10,52 @@ from typing import Any
 import numpy as np
 
 from ftbench.core import lengths
-from ftbench.core.data_formats import BadRow, Example
+from ftbench.core.data_formats import Example
 from ftbench.core.units import some
 from ftbench.errors import DataError, SpecError
+from ftbench.families.vision import NOTHING
+from ftbench.spec import batches
 from ftbench.spec.datasets import Dataset, row_example, row_format
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.data import order, synthetic
-from ftbench.worker.data.order import Row
-from ftbench.worker.data.pictures import read
-from ftbench.worker.data.pixels import Pixels
+from ftbench.worker.data import synthetic, tokens
+from ftbench.worker.data.images import Pixels, SampleImages, read
 from ftbench.worker.data.sources import Rows, open_rows
-from ftbench.worker.data.tokens import (
-    IGNORE,
-    ShownImages,
-    Tokens,
-    template_errors,
-    tokenise,
-    tokenise_pair,
-    tokenise_prompt,
-)
+from ftbench.worker.data.tokens import IGNORE, Row, Tokens
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows in the order they are trained on, those set aside for evaluation, and `description`: the `dataset` section
-    of the summary; `pixels` is what makes batches of their images. `longest` is the length in tokens of the longest
-    row."""
+    """The data of a run: rows in training order and held-out rows."""
 
     train: list[Row]
     evaluation: list[Row]
-    description: dict[str, Any]
+    description: dict[str, Any]  # the `dataset` section of the summary
     warnings: list[str]
     pixels: Pixels | None = None
 
     @cached_property
     def longest(self) -> int:
+        """Number of tokens of the longest row."""
         return max(_total([row]) for row in (*self.train, *self.evaluation))
 
     def most_parts(self, batch_size: int, max_length: int) -> int | None:
-        """Return how many samples the fullest batch of `batch_size` rows holds, with those that fill it up, which have
-        at most `max_length` tokens; None where every row is one sample."""
+        """Return the largest number of samples in a batch, with filler samples. None if every row is one sample."""
         if all(len(row) == 1 for row in (*self.train, *self.evaluation)):
             return None
         return max(
             sum(map(len, batch)) + math.ceil((batch_size * self.longest - _total(batch)) / max_length)
-            for rows in (self.train, self.evaluation)
-            for batch in (rows[at : at + batch_size] for at in range(0, len(rows), batch_size))
+            for batch in self._batches(batch_size)
         )
 
     def most_labels(self, batch_size: int) -> int:
-        """Return how many labels the batch of `batch_size` rows has that has most, or a few more."""
+        """Return an upper bound of the number of labels in a batch of `batch_size` rows."""
         return max(
-            sum(label != IGNORE for row in rows[at : at + batch_size] for sample in row for label in sample.labels)
-            for rows in (self.train, self.evaluation)
-            for at in range(0, len(rows), batch_size)
+            sum(label != IGNORE for row in batch for sample in row for label in sample.labels)
+            for batch in self._batches(batch_size)
         )
+
+    def _batches(self, size: int) -> list[list[Row]]:
+        return [rows[at : at + size] for rows in (self.train, self.evaluation) for at in range(0, len(rows), size)]
 
 
 def _total(rows: Sequence[Row]) -> int:
@@ -72,8 +63,10 @@ def _total(rows: Sequence[Row]) -> int:
 
 
 def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | None = None) -> Prepared:
-    """Read, draw, format, tokenise and order as the spec asks; `pixels` of a model that reads images. Raises DataError
-    for rows that cannot be used."""
+    """Read or generate the samples, tokenize them and order them as the spec requests.
+
+    Synthetic ids stay below `vocab_size`. A vision model needs `pixels`. Raise DataError for an unusable row.
+    """
     dataset, batch_size = spec.dataset, spec.train.batch_size
     count, warnings = (dataset.samples or 0) + dataset.eval_samples, list[str]()
     if dataset.name == "synthetic":
@@ -82,44 +75,77 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | 
         if spec.objective.prompts:
             samples = [replace(prompt, labels=[IGNORE] * len(prompt.ids)) for prompt in samples]
     elif dataset.name == "images":
-        special = {*tokenizer.all_special_ids, _reading(pixels, dataset).token}
-        samples = synthetic.draw_images(dataset, count, vocab_size, _reading(pixels, dataset), special)
+        special = {*tokenizer.all_special_ids, _require(pixels, dataset).token}
+        samples = synthetic.draw_images(dataset, count, vocab_size, _require(pixels, dataset), special)
     else:
         samples, warnings = _from_rows(spec, tokenizer, pixels)
         if not tokenizer.chat_template:
             warnings.append("the tokenizer has no chat template: turns are separated by empty lines")
     cut = len(samples) - dataset.eval_samples
-    train, evaluation = samples[:cut], samples[cut:]
-    if dataset.longest_first:
-        first = spec.global_batch // spec.objective.group if spec.objective.prompts else batch_size
-        train = order.longest_first(train, first)
-    if spec.optimizations.length_grouping:
-        train = order.grouped(train, batch_size, dataset.seed)
-    if spec.optimizations.tile_buckets:
-        train = order.bucketed(train, _reading(pixels, dataset), batch_size, dataset.seed)
+    train, evaluation = samples[:cut], [sample.sequences for sample in samples[cut:]]
+    train = _ordered(spec, train, pixels)
     if spec.measure.control == "random_labels":
         train = synthetic.mislabelled(train, dataset.seed, vocab_size)
-    rows = order.packed(train, dataset.max_length) if spec.optimizations.packing else order.rows(train)
+    rows = packed(train, dataset.max_length) if spec.optimizations.packing else [each.sequences for each in train]
     flat = [each for row in rows for each in row]
-    description = _describe(dataset, flat, evaluation, batch_size, spec.objective.sequences)
+    description = _describe(dataset, flat, len(evaluation), batch_size, spec.objective.sequences)
     if pixels and any(sample.pictures for sample in samples):
         description["images"] = _describe_images(train, pixels)
-        pixels.keep([picture for sample in samples for picture in sample.pictures])
-    return Prepared(rows, order.rows(evaluation), description, warnings, pixels)
+        pixels.fill_cache([picture for sample in samples for picture in sample.pictures])
+    return Prepared(rows, evaluation, description, warnings, pixels)
 
 
-def _reading(pixels: Pixels | None, dataset: Dataset) -> Pixels:
-    """Return `pixels`. Raises SpecError for a model that reads no images."""
+def _require(pixels: Pixels | None, dataset: Dataset) -> Pixels:
+    """Return `pixels`. Raise SpecError for a text-only model."""
     if pixels is None:
-        raise SpecError(f"dataset {dataset.name} holds images, and the model reads none: take one that does")
+        raise SpecError(f"dataset {dataset.name} has images, and the model takes only text: use a vision model")
     return pixels
 
 
-def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple[list[Tokens], list[str]]:
-    """Read as many rows as wanted, in the order of a seeded permutation (that of `datasets.Dataset.shuffle`).
+def _ordered(spec: Experiment, samples: list[Tokens], pixels: Pixels | None) -> list[Tokens]:
+    dataset, batch_size = spec.dataset, spec.train.batch_size
+    if dataset.longest_first:
+        first = spec.global_batch // spec.objective.group if spec.objective.prompts else batch_size
+        samples = longest_first(samples, first)
+    if spec.optimizations.length_grouping:
+        samples = grouped(samples, batch_size, dataset.seed)
+    if spec.optimizations.tile_buckets:
+        sizes = [[_require(pixels, dataset).size(picture) for picture in sample.pictures] for sample in samples]
+        patches = [sum(each, NOTHING).patches for each in sizes]  # equal patches are also equal tiles
+        samples = [samples[index] for index in batches.bucketed(patches, batch_size, dataset.seed)]
+    return samples
 
-    A row without text is an error in a file, and left out of a public data set. A sample whose answer lies beyond
-    max_length would carry no loss: it is left out and counted, and the next row takes its place.
+
+def packed(samples: Sequence[Tokens], max_length: int) -> list[Row]:
+    """Pack samples into rows of at most `max_length` tokens, in the order of each row's first sample."""
+    return [[samples[index] for index in row] for row in batches.packed(_lengths(samples), max_length)]
+
+
+def grouped(samples: Sequence[Tokens], batch_size: int, seed: int) -> list[Tokens]:
+    """Group samples of similar length into batches and shuffle the batches."""
+    return [samples[index] for index in batches.grouped(_lengths(samples), batch_size, seed)]
+
+
+def longest_first(samples: Sequence[Tokens], batch_size: int) -> list[Tokens]:
+    """Move the `batch_size` longest samples to the front. Raise SpecError if there are fewer samples."""
+    if len(samples) < batch_size:
+        raise SpecError(
+            f"dataset.longest_first needs at least train.batch_size {batch_size} samples, and there are "
+            f"{len(samples):,}: raise dataset.samples"
+        )
+    order = sorted(range(len(samples)), key=lambda index: -samples[index].longest)
+    return [samples[index] for index in (*order[:batch_size], *sorted(order[batch_size:]))]
+
+
+def _lengths(samples: Sequence[Tokens]) -> list[int]:
+    return [sample.longest for sample in samples]
+
+
+def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple[list[Tokens], list[str]]:
+    """Read the requested number of rows in the order of `datasets.Dataset.shuffle`, and return warnings about skips.
+
+    An unusable row is an error in a file and is skipped in a public data set. Samples whose answer is beyond
+    max_length would have no loss, so they are skipped too, and the next row replaces them.
     """
     dataset = spec.dataset
     rows = open_rows(dataset)
@@ -129,7 +155,7 @@ def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple
             row_example(dataset, rows[index], format_name, rows.where(index))
     wanted = len(rows) if dataset.samples is None else dataset.samples + dataset.eval_samples
     samples: list[Tokens] = []
-    empty, silent, of_images = 0, 0, False
+    empty, too_long, cut_images = 0, 0, False
     for index in np.random.default_rng(dataset.seed).permutation(len(rows)).tolist():
         if len(samples) == wanted:
             break
@@ -141,80 +167,75 @@ def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple
                 raise
             empty += 1
             continue
-        tokens = _tokens(rows, index, parsed, spec, tokenizer, images)
-        whole = images is None or tokens.ids.count(images.token) == sum(images.counts)
-        learns = tokens.full_length <= dataset.max_length if spec.objective.prompts else tokens.learns
-        if not whole or not learns:
-            of_images |= not whole
-            silent += 1
+        sample = _tokenised(rows, index, parsed, spec, tokenizer, images)
+        complete = images is None or sample.ids.count(images.token) == sum(images.counts)
+        learns = sample.full_length <= dataset.max_length if spec.objective.prompts else sample.learns
+        if not complete or not learns:
+            cut_images |= not complete
+            too_long += 1
             continue
-        samples.append(tokens)
-    _check_count(spec, len(rows), len(samples), silent, of_images)
-    left_out = [
+        samples.append(sample)
+    _check_count(spec, len(rows), len(samples), too_long, cut_images)
+    skipped = [
         (empty, "without text or a readable image"),
-        (silent, f"whose {_WHAT_IS_BEYOND[spec.objective.prompts]} lies beyond max_length {dataset.max_length}"),
+        (too_long, f"with the {_CUT[spec.objective.prompts]} beyond max_length {dataset.max_length}"),
     ]
-    return samples, [f"left out: {some(count, 'row')} of {dataset.name} {why}" for count, why in left_out if count]
+    return samples, [f"skipped {some(count, 'row')} of {dataset.name} {why}" for count, why in skipped if count]
 
 
-_WHAT_IS_BEYOND = {False: "answer", True: "prompt's end"}  # by whether the samples are prompts alone
+_CUT = {False: "answer", True: "prompt's end"}  # by whether the samples are prompts
 
 
-def _check_count(spec: Experiment, rows: int, usable: int, silent: int, of_images: bool) -> None:
-    dataset, what = spec.dataset, _WHAT_IS_BEYOND[spec.objective.prompts]
-    if not usable and spec.objective.prompts:
-        raise DataError(f"dataset {dataset.name}: no prompt ends within max_length {dataset.max_length}: raise it")
+def _check_count(spec: Experiment, rows: int, usable: int, too_long: int, cut_images: bool) -> None:
+    dataset, part = spec.dataset, _CUT[spec.objective.prompts]
     if not usable:
-        what, other = (
-            ("images", "lower optimizations.image_size") if of_images else ("prompts", "set dataset.loss_on=all")
-        )
+        other = "lower optimizations.image_size" if cut_images else "set dataset.loss_on=all"
+        hint = "" if spec.objective.prompts else f" or {other}"
         raise DataError(
-            f"dataset {dataset.name}: no token carries loss within max_length {dataset.max_length}: the {what} fill "
-            f"it. Raise dataset.max_length or {other}"
+            f"dataset {dataset.name}: the {part} of every row is beyond max_length {dataset.max_length}: "
+            f"raise dataset.max_length{hint}"
         )
     needed = (dataset.samples or 1) + dataset.eval_samples
     if usable < needed:
         raise SpecError(
             f"dataset: {dataset.name} has {some(rows, 'row')}"
-            + (f", {silent:,} of them with their {what} beyond max_length" if silent else "")
+            + (f", {too_long:,} of them with the {part} beyond max_length" if too_long else "")
             + f": too few for {some(dataset.samples or 1, 'sample')} and {dataset.eval_samples:,} to evaluate on. "
             "Lower dataset.samples or dataset.eval_samples"
         )
 
 
-def _images(rows: Rows, index: int, parsed: Example, dataset: Dataset, pixels: Pixels | None) -> ShownImages | None:
-    """Read the images of an example. Raises DataError that names image and row."""
+def _images(rows: Rows, index: int, parsed: Example, dataset: Dataset, pixels: Pixels | None) -> SampleImages | None:
+    """Read the images of an example. Raise DataError with the image and the row."""
     if pixels is None and not parsed.images:
         return None
-    try:
-        return _reading(pixels, dataset).shown([read(reference, rows.folder) for reference in parsed.images])
-    except BadRow as error:
-        raise DataError(f"{rows.where(index)}: {error}") from None
+    with tokens.name_errors(rows.where(index)):
+        return _require(pixels, dataset).of_sample([read(reference, rows.folder) for reference in parsed.images])
 
 
-def _tokens(
-    rows: Rows, index: int, parsed: Example, spec: Experiment, tokenizer: Any, images: ShownImages | None
+def _tokenised(
+    rows: Rows, index: int, parsed: Example, spec: Experiment, tokenizer: Any, images: SampleImages | None
 ) -> Tokens:
     dataset = spec.dataset
-    with template_errors(rows.where(index)):
+    with tokens.name_errors(rows.where(index)):
         if spec.objective.prompts:
-            return replace(tokenise_prompt(tokenizer, parsed), row=rows[index])
+            return replace(tokens.tokenise_prompt(tokenizer, parsed), row=rows[index])
         if parsed.rejected:
-            return tokenise_pair(tokenizer, parsed, dataset.max_length)
-        return tokenise(tokenizer, parsed, dataset.max_length, dataset.loss_on, images)
+            return tokens.tokenise_pair(tokenizer, parsed, dataset.max_length)
+        return tokens.tokenise(tokenizer, parsed, dataset.max_length, dataset.loss_on, images)
 
 
 def _describe(
-    dataset: Dataset, train: Sequence[Tokens], evaluation: Sequence[Tokens], batch_size: int, sequences: int
+    dataset: Dataset, train: Sequence[Tokens], evaluation: int, batch_size: int, sequences: int
 ) -> dict[str, Any]:
-    """Return the `dataset` section; `train` are the sequences in their order, so many of each sample."""
+    """Return the `dataset` section for the training sequences. Each sample has `sequences` of them."""
     real = [len(sample.ids) for sample in train]
     padding = lengths.padding_efficiency(real, batch_size * sequences)
     packing = lengths.packing_efficiency(real, max(dataset.max_length, max(real)))
     return {
         "name": dataset.name,
         "samples": len(train) // sequences,
-        "eval_samples": len(evaluation),
+        "eval_samples": evaluation,
         "max_length": dataset.max_length,
         "truncated": sum(len(sample.ids) < sample.full_length for sample in train),
         "tokens": lengths.describe(real),
@@ -228,7 +249,7 @@ def _describe(
 
 
 def _describe_images(samples: Sequence[Tokens], pixels: Pixels) -> dict[str, Any]:
-    """Return how many images there are and what they become; `patches` are those that see each other in the encoder."""
+    """Return the number of images and their sizes. `patches` is per tile, the range of the encoder's attention."""
     sizes = [pixels.size(picture) for sample in samples for picture in sample.pictures]
     return {
         "count": len(sizes),
@@ -239,7 +260,7 @@ def _describe_images(samples: Sequence[Tokens], pixels: Pixels) -> dict[str, Any
 
 
 def _hash(samples: Sequence[Tokens]) -> str:
-    """Return the SHA-256 of ids, labels and images in order: equal data sets have equal hashes."""
+    """Return the SHA-256 of ids, labels and images in order. Equal data sets have equal hashes."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(np.asarray([sample.ids, sample.labels], dtype=np.int64).tobytes())

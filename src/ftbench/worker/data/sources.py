@@ -1,16 +1,23 @@
-"""Where rows come from: the hub, the shipped sample, or a file of the user's."""
+"""Open the rows of a data set: from the hub, the shipped sample, or a file.
 
+`python -m ftbench.worker.data.sources SPEC OUT MOST [pairs]` exports rows of a hub data set to a file, for parents that
+cannot import `datasets`.
+"""
+
+import json
+import sys
 from pathlib import Path
 from typing import Any, Protocol
 
 from ftbench.core.data_files import read_file
-from ftbench.errors import MissingError
+from ftbench.core.data_formats import Example
+from ftbench.errors import DataError, FtbenchError, MissingError
 from ftbench.facts import SAMPLE
-from ftbench.spec.datasets import Dataset
+from ftbench.spec.datasets import Dataset, row_example, row_format
 
 
 class Rows(Protocol):
-    """A sequence of rows; `where` names a row for an error message, `folder` is where their paths begin."""
+    """A sequence of rows. `where` describes a row for error messages. `folder` is the base of relative paths."""
 
     @property
     def folder(self) -> Path | None: ...
@@ -20,7 +27,7 @@ class Rows(Protocol):
 
 
 class HubRows:
-    """Rows of a hub data set, read when asked for: images as they are stored, classes by their names."""
+    """Rows of a hub data set, read on demand, with undecoded images and the names of classes."""
 
     folder: Path | None = None
 
@@ -50,7 +57,12 @@ class HubRows:
 
 
 def open_rows(dataset: Dataset) -> Rows:
-    """Return the rows of a named data set or file. Raise DataError or MissingError with a way out."""
+    """Return the rows of a named data set or file.
+
+    Raises:
+        DataError: The file cannot be read.
+        MissingError: The hub cannot be reached.
+    """
     if dataset.name == "sample":
         return read_file(SAMPLE)
     if dataset.path:
@@ -67,9 +79,49 @@ def _hub(dataset: Dataset) -> HubRows:
             source.hub, source.config or dataset.subset, split=dataset.split, revision=dataset.revision
         )
     except Exception as error:  # noqa: BLE001 - the hub client's errors share no base class
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise MissingError(
             f"data set {dataset.name} ({source.hub}) cannot be loaded: {reason}. Load it once on a machine with access "
-            "to the hub, or take dataset=sample, or your own file with dataset.name=file and dataset.path"
+            "to the hub, or use dataset=sample, or your own file with dataset.name=file and dataset.path"
         ) from None
     return HubRows(dataset.name, data)
+
+
+def export(dataset: Dataset, out: Path, most: int, pairs: bool = False) -> None:
+    """Write evenly spaced rows, at most `most`, to `out` and the total number of rows next to it.
+
+    Unusable rows are skipped.
+    """
+    rows = open_rows(dataset)
+    format_name = row_format(dataset, rows[0], rows.where(0), pairs)
+    with out.open("w", encoding="utf-8") as file:
+        for index in range(0, len(rows), -(-len(rows) // most)):
+            try:
+                parsed = row_example(dataset, rows[index], format_name, rows.where(index))
+            except DataError:
+                continue
+            file.write(json.dumps(_exported(parsed), ensure_ascii=False) + "\n")
+    out.with_suffix(".count").write_text(json.dumps({"rows": len(rows), "format": format_name}))
+
+
+def _exported(parsed: Example) -> dict[str, Any]:
+    if parsed.text is not None:
+        return {"text": parsed.text}
+    if parsed.rejected:
+        return {"chosen": [*parsed.messages], "rejected": [*parsed.rejected]}
+    return {"messages": [*parsed.messages]}
+
+
+def main() -> int:
+    """Export the data set of the command line. Print errors to stderr."""
+    spec, out, most, *pairs = sys.argv[1:]
+    try:
+        export(Dataset.model_validate_json(spec), Path(out), int(most), bool(pairs))
+    except FtbenchError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

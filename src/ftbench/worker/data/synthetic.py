@@ -11,8 +11,7 @@ import numpy as np
 from ftbench.errors import SpecError
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.datasets import Dataset
-from ftbench.worker.data.pictures import made
-from ftbench.worker.data.pixels import Pixels
+from ftbench.worker.data.images import Pixels, generate
 from ftbench.worker.data.tokens import IGNORE, Tokens
 
 ACTIVE = 16  # tokens that a chain visits: few, so that a model learns them soon
@@ -21,7 +20,7 @@ ENTROPY_NATS = -sum(p * math.log(p) for p in BRANCHES)
 
 
 def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
-    """Return `count` samples with ids below `vocab_size`, every token a label."""
+    """Return `count` samples with ids below `vocab_size` and a label on every token."""
     lengths = synthetic_lengths(dataset, count)
     generator = np.random.default_rng(dataset.seed)
     if dataset.structure == "tasks":
@@ -41,7 +40,7 @@ def draw_pairs(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
 def _pair(chosen: list[int], rejected: list[int], vocab_size: int) -> Tokens:
     prompt = min(len(chosen), len(rejected)) // 2
     rejected = chosen[:prompt] + rejected[prompt:]
-    if rejected[prompt] == chosen[prompt]:  # they are never the same
+    if rejected[prompt] == chosen[prompt]:  # the two must differ
         rejected[prompt] = (chosen[prompt] + 1) % vocab_size
     pair = [Tokens(ids, [IGNORE] * prompt + ids[prompt:], len(ids)) for ids in (chosen, rejected)]
     return replace(pair[0], rejected=pair[1])
@@ -50,15 +49,15 @@ def _pair(chosen: list[int], rejected: list[int], vocab_size: int) -> Tokens:
 def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, special: set[int]) -> list[Tokens]:
     """Return `count` samples of pictures, each followed by a token, and text without `special` ids. Every text token is
     a label. Raises SpecError if a sample does not fit `max_length`, because images cannot be truncated."""
-    samples, pictures, plain = [], iter(made(dataset, count)), next(i for i in range(vocab_size) if i not in special)
+    samples, pictures, plain = [], iter(generate(dataset, count)), next(i for i in range(vocab_size) if i not in special)
     for drawn in draw(dataset, count, vocab_size):
-        shown = pixels.shown(list(islice(pictures, dataset.images_per_sample)))
+        shown = pixels.of_sample(list(islice(pictures, dataset.images_per_sample)))
         text = [plain if token in special else token for token in drawn.ids]
         head = [token for length in shown.counts for token in (*[shown.token] * length, text[0])]
         ids, labels = head + text, [IGNORE] * len(head) + text
         if len(ids) > dataset.max_length:
             raise SpecError(
-                f"dataset: a sample has {len(ids):,} tokens, {sum(shown.counts):,} of them of its images, and "
+                f"dataset: a sample has {len(ids):,} tokens, {sum(shown.counts):,} of them from its images, and "
                 f"max_length is {dataset.max_length:,}: raise dataset.max_length or lower dataset.image_size"
             )
         samples.append(Tokens(ids, labels, len(ids), shown.pictures))
@@ -68,9 +67,10 @@ def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, s
 def entropy_nats(dataset: Dataset) -> float | None:
     """Return the entropy per token of a Markov chain, the lower limit of the loss; None for other data.
 
-    Every active token i has the followers `order[(i + shift) % n]`, one a branch, with the same probabilities p in
-    every row and, since each shift is a permutation, in every column: the chain stays uniform over its n tokens, and
-    its entropy rate is -Σ p ln p (C. E. Shannon, Bell System Technical Journal 27, 1948, section 7)."""
+    Every active token i has the successors `order[(i + shift) % n]` with the same probabilities p. Each shift is a
+    permutation, so the columns of the transition matrix sum to 1 too and the chain stays uniform over its n tokens.
+    Its entropy rate is -Σ p ln p (C. E. Shannon, Bell System Technical Journal 27, 1948, section 7).
+    """
     return ENTROPY_NATS if dataset.is_made and dataset.structure == "markov" else None
 
 

@@ -23,6 +23,6 @@ def import_ftbench() -> None:
 if __name__ == "__main__":
     import_ftbench()
     from ftbench.worker.__main__ import main
-    from ftbench.worker.child import end
+    from ftbench.worker.outcome import exit_now
 
-    end(main(sys.argv[1], handed_over=True))
+    exit_now(main(sys.argv[1], handed_over=True))

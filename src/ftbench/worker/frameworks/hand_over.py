@@ -11,7 +11,7 @@ from datasets import Dataset, DatasetDict
 from ftbench.spec.frameworks import interpreter
 from ftbench.store.rundir import write_json
 from ftbench.worker import frameworks
-from ftbench.worker.data.order import Row
+from ftbench.worker.data.tokens import Row
 from ftbench.worker.frameworks import entry
 from ftbench.worker.model import loading
 from ftbench.worker.train import prepared

@@ -27,9 +27,8 @@ from ftbench.worker.frameworks.adapters import draw_adapters
 from ftbench.worker.measure import applied
 from ftbench.worker.measure.batch_count import COUNT, BatchCount, padding_of
 from ftbench.worker.measure.hf_adapter import HfRecording
-from ftbench.worker.measure.recording import recorder_of, watch_memory
-from ftbench.worker.model.loading_report import require_complete
-from ftbench.worker.training_run import TrainingRun
+from ftbench.worker.model.diagnosis import require_complete
+from ftbench.worker.training_run import TrainingRun, recorder_of, watch_memory
 
 
 class Trained(BaseException):

@@ -1,6 +1,7 @@
-"""What really runs, read back from the live objects: applied.json.
+"""Facts about what really runs, read from the live objects for applied.json.
 
-Optimizations and methods are imported where they are asked: another framework's environment has other libraries."""
+Optimizations and methods are imported lazily, because another framework's environment has other libraries.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ KINDS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head", "
 
 
 def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
-    """Return the sections of applied.json that the model alone can tell."""
+    """Return the sections of applied.json that depend only on the model."""
     kinds = parameters_by_kind(model)
     return {
         "schema": SCHEMA,
@@ -49,7 +50,7 @@ def _unsloth(model: Any) -> dict[str, Any]:
 
 
 def model_facts(model: Any) -> dict[str, Any]:
-    """Return what a model is made of."""
+    """Return class, attention, layers, weights and modules of a model."""
     return {
         "class": type(base_model(model)).__name__,
         "attention": model.config.get_text_config()._attn_implementation,
@@ -60,8 +61,11 @@ def model_facts(model: Any) -> dict[str, Any]:
 
 
 def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
-    """Return what the trainer made of its arguments: the optimizer's state, gradient checkpointing and compiled graphs
-    exist only once training has begun, so this is read again after the first step."""
+    """Return the effective settings of the trainer.
+
+    Optimizer state, gradient checkpointing and compiled graphs only exist after the first step, so the facts are read
+    again then.
+    """
     from ftbench.worker import optimizations
 
     precision = autocast(trainer)
@@ -78,7 +82,7 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def autocast(trainer: Any) -> str:
-    """Return the precision of the products in accelerate's words; DeepSpeed casts the weights instead."""
+    """Return the precision of matrix products as accelerate names it. DeepSpeed casts the weights instead."""
     engine = getattr(trainer, "deepspeed", None)
     if engine is None:
         return str(trainer.accelerator.mixed_precision)
@@ -86,11 +90,11 @@ def autocast(trainer: Any) -> str:
 
 
 def optimizer_facts(optimizer: Any) -> dict[str, Any]:
-    """Return class and dtypes of the state of an optimizer, which may not be there yet."""
+    """Return the class of an optimizer and the dtypes of its state, which may not exist yet."""
     state: Counter[str] = Counter()
     for values in (optimizer.state if optimizer is not None else {}).values():
         for name, value in values.items():
-            tensors = plain_tensors(value)[:1]  # what is beside codes of 8 bits is theirs
+            tensors = plain_tensors(value)[:1]  # the codes, without their scales
             state.update(f"{name}: {_dtype(tensor.dtype)}" for tensor in tensors if tensor.numel() > 1)
     return {
         "class": None if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__name__}",
@@ -100,12 +104,12 @@ def optimizer_facts(optimizer: Any) -> dict[str, Any]:
 
 
 def loss_normalisation(trainer: Any) -> str:
-    """Return by what a transformers.Trainer has the sum of the tokens' losses divided."""
+    """Return the divisor of the summed token losses in a transformers.Trainer."""
     return "label tokens of the step" if trainer.model_accepts_loss_kwargs else "label tokens of a micro-batch"
 
 
 def _loss(trainer: Any, spec: Experiment) -> str:
-    """Return who computes the loss: trl's word for its own, ours, or Liger's."""
+    """Return the implementation of the loss: trl's name for its own, ftbench's, or Liger's."""
     if spec.optimizations.chunked_loss:
         return "fused over chunks (ftbench)"
     if spec.optimizations.liger:
@@ -114,30 +118,28 @@ def _loss(trainer: Any, spec: Experiment) -> str:
 
 
 def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]:
-    """Return what a reader of the figures must know about what was trained."""
+    """Return warnings about the trained parameters for readers of the results."""
     from ftbench.worker.methods import lora
 
-    sentences = []
+    messages = []
     kinds = applied["parameters"]["by_kind"]
     if spec.measure.control != "off":
-        sentences.append(f"a control: trained with {spec.measure.control} on purpose, so that it cannot learn")
+        messages.append(f"a control: measure.control={spec.measure.control} prevents learning on purpose")
     if spec.method.adapters:
         if missing := lora.unmatched_targets(model, spec):
-            sentences.append(f"no layer is named {', '.join(missing)}: these targets train nothing")
-        silent = [k for k in ("attention", "mlp", "experts") if kinds[k]["total"] and not kinds[k]["trainable"]]
-        for kind in silent:
+            messages.append(f"no layer is named {', '.join(missing)}: these targets have no effect")
+        frozen = [k for k in ("attention", "mlp", "experts") if kinds[k]["total"] and not kinds[k]["trainable"]]
+        for kind in frozen:
             share = kinds[kind]["total"] / applied["parameters"]["total"]
-            way = "; method.experts=on trains adapters on them" if kind == "experts" else ""
-            sentences.append(f"{kind} ({percent(share, 0)} of the parameters) get no adapter{way}")
+            hint = "; method.experts=on adds adapters to them" if kind == "experts" else ""
+            messages.append(f"{kind} ({percent(share, 0)} of the parameters) get no adapter{hint}")
     if spec.method.quantised and not spec.method.mxfp4 and kinds["experts"]["total"]:
-        sentences.append(
-            "the experts are fused matrices, which bitsandbytes does not quantise: they stay as they were loaded"
-        )
-    return sentences
+        messages.append("the experts are fused matrices, which bitsandbytes does not quantise: they keep their dtype")
+    return messages
 
 
 def parameters_by_kind(model: Any) -> dict[str, dict[str, int]]:
-    """Return the parameters per module kind, `total` and `trainable`; quantised weights count what they stand for."""
+    """Return `total` and `trainable` parameters by module kind. Quantised weights count before packing."""
     kinds = {kind: {"total": 0, "trainable": 0} for kind in KINDS}
     for name, parameter in model.named_parameters():
         kind = kinds.setdefault(module_kind(name), {"total": 0, "trainable": 0})
@@ -147,8 +149,10 @@ def parameters_by_kind(model: Any) -> dict[str, dict[str, int]]:
 
 
 def module_kind(name: str) -> str:
-    """Return the kind of module that a parameter's dotted name belongs to, adapters with the module they adapt: one of
-    KINDS in a language model, else `vision` or `projector`."""
+    """Return the module kind of a parameter's dotted name: one of KINDS, `vision` or `projector`.
+
+    Adapters belong to the module that they adapt.
+    """
     if (part := part_of(name)) != "language":
         return part
     parts = [part for part in name.split(".") if not part.startswith("lora_")]
@@ -168,8 +172,7 @@ def module_kind(name: str) -> str:
 
 
 def numel(name: str, parameter: Any) -> int:
-    """Return the elements of a parameter, before quantisation packed them: two in a byte of MXFP4, whose scales are
-    none."""
+    """Return the number of elements of a parameter before quantisation. MXFP4 packs two per byte and adds scales."""
     if (shape := getattr(parameter, "_original_shape", None)) is not None:  # unsloth's experts in MXFP4
         return int(shape.numel())
     if parameter.dtype == torch.uint8 and name.endswith(("_blocks", "_scales")):
@@ -179,8 +182,7 @@ def numel(name: str, parameter: Any) -> int:
 
 
 def matmul_shape(model: Any) -> MatmulShape:
-    """Return what a token passes through: matrices of the base model and adapters, experts by the share a token
-    visits."""
+    """Return the sizes of the matrices that multiply a token. Experts count by the share that a token visits."""
     config, base = model.config.get_text_config(), base_model(model)
     visited = _visited_share(config)
     tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
@@ -199,13 +201,13 @@ def matmul_shape(model: Any) -> MatmulShape:
 
 
 def vision_shape(model: Any) -> VisionMatmulShape | None:
-    """Return what a patch of an image passes through; None in a model that reads none."""
+    """Return the sizes of the matrices that multiply an image patch. None for a text model."""
     if not reads_images(model.config):
         return None
     shape = families.describe(model.config.model_type, model.config.to_dict())
     counts: dict[str, Any] = {field.name: 0 for field in fields(VisionMatmulShape)}
     for name, kind, count, trained in _matrices(model):
-        is_table = "pos" in name.rsplit(".", 2)[-2]  # of the embeddings of positions
+        is_table = "pos" in name.rsplit(".", 2)[-2]  # position embeddings
         if is_table or kind not in ("vision", "projector"):
             continue
         part = "encoder" if kind == "vision" else "projector"
@@ -216,7 +218,7 @@ def vision_shape(model: Any) -> VisionMatmulShape | None:
 
 
 def _matrices(model: Any) -> Iterator[tuple[str, str, int, bool]]:
-    """Yield name, kind, parameters and whether they are trained of each matrix, quantised or not."""
+    """Yield name, kind, number of parameters and trainability of each matrix."""
     for name, parameter in model.named_parameters():
         state = getattr(parameter, "quant_state", None)
         if (parameter.ndim >= 2 or state is not None) and not name.endswith("bias"):
@@ -224,8 +226,10 @@ def _matrices(model: Any) -> Iterator[tuple[str, str, int, bool]]:
 
 
 def _attention(config: Any) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """Return width (heads x head_dim) and sliding window of each layer; layers of linear attention have no square to
-    count. Where queries are wider than values (latent attention), the mean of both."""
+    """Return attention width (heads x head_dim) and sliding window of each layer.
+
+    The width is 0 for linear attention. If queries are wider than values (latent attention), it is the mean of both.
+    """
     layers = config.num_hidden_layers
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if value := getattr(config, "v_head_dim", None):
@@ -261,14 +265,14 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer itself, under what accelerate wraps around it."""
+    """Return the optimizer without accelerate's wrappers."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _product_precision(spec: Experiment, autocast: str, model: Any) -> str:
-    """Return the precision of the large matrix products, as the GPU table names it."""
+    """Return the precision of the large matrix products, with the names of the GPU table."""
     from ftbench.worker.optimizations import fp8
 
     if fp8.layers(model):

@@ -1,6 +1,6 @@
-"""Gives a recorder what happens in a transformers.Trainer, whoever has built it: a callback and some wrapped methods.
+"""Record a transformers.Trainer with a callback and wrapped methods.
 
-The trainer is not subclassed, so that the loop of any framework on top of transformers can be recorded from outside.
+The trainer is not subclassed, so that the loop of any framework built on transformers can be recorded from outside.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from ftbench.worker.measure.phases import Phases
 
 
 class HfRecording(TrainerCallback):
-    """Tells `recorder` of one trainer's steps, `phases` of its evaluations. Batches that hold no counts are counted
-    on the device. `grad_norm` is that of the current step, before it is clipped, or None. `weighed_by` is what a
-    batch's loss is the mean over: its `labels`, or of pairs its `samples`."""
+    """Reports one trainer's steps to `recorder` and its evaluations to `phases`.
+
+    Batches without counts are counted on the device. `grad_norm` is the current step's norm before clipping, or None.
+    A batch's loss is the mean over its `weighed_by`: `labels`, or `samples` for pairs.
+    """
 
     def __init__(self, recorder: Any, phases: Phases | None = None, weighed_by: str = "labels") -> None:
         self._recorder, self._phases, self._weighed_by = recorder, phases, weighed_by
@@ -28,15 +30,15 @@ class HfRecording(TrainerCallback):
         self._evaluated: list[tuple[BatchCount, Any]] = []
 
     def attach(self, trainer: Any) -> HfRecording:
-        """Wrap the trainer's own methods, on this one object, and become one of its callbacks."""
+        """Wrap the methods of this trainer object and add the callback."""
         trainer.add_callback(self)
-        trainer.compute_loss = self._around_compute_loss(trainer, trainer.compute_loss)
-        trainer.training_step = self._around_training_step(trainer.training_step)
-        trainer.prediction_step = self._around_prediction_step(trainer.prediction_step)
-        trainer.evaluate = self._around_evaluate(trainer, trainer.evaluate)
-        trainer.accelerator.clip_grad_norm_ = self._around_clip(trainer.accelerator.clip_grad_norm_)
-        if hasattr(trainer, "_clip_grad_norm"):  # goes past accelerate where only some parameters are sharded
-            trainer._clip_grad_norm = self._around_clip(trainer._clip_grad_norm)
+        trainer.compute_loss = self._wrap_compute_loss(trainer, trainer.compute_loss)
+        trainer.training_step = self._wrap_training_step(trainer.training_step)
+        trainer.prediction_step = self._wrap_prediction_step(trainer.prediction_step)
+        trainer.evaluate = self._wrap_evaluate(trainer, trainer.evaluate)
+        trainer.accelerator.clip_grad_norm_ = self._wrap_clip(trainer.accelerator.clip_grad_norm_)
+        if hasattr(trainer, "_clip_grad_norm"):  # bypasses accelerate if only some parameters are sharded
+            trainer._clip_grad_norm = self._wrap_clip(trainer._clip_grad_norm)
         return self
 
     # --- hooks of the trainer, in the order of a step -----------------------------------------------------------------
@@ -57,7 +59,7 @@ class HfRecording(TrainerCallback):
 
     # --- wrapped methods ----------------------------------------------------------------------------------------------
 
-    def _around_compute_loss(self, trainer: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_compute_loss(self, trainer: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
         def compute_loss(*args: Any, **kwargs: Any) -> Any:
             result = compute(*args, **kwargs)
             if trainer.model.training:
@@ -66,7 +68,7 @@ class HfRecording(TrainerCallback):
 
         return compute_loss
 
-    def _around_training_step(self, train: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_training_step(self, train: Callable[..., Any]) -> Callable[..., Any]:
         def training_step(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             count = inputs.get(COUNT) or count_of(inputs)
             loss = train(model, inputs, *args, **kwargs)
@@ -75,7 +77,7 @@ class HfRecording(TrainerCallback):
 
         return training_step
 
-    def _around_prediction_step(self, predict: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_prediction_step(self, predict: Callable[..., Any]) -> Callable[..., Any]:
         def prediction_step(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             count = inputs.get(COUNT) or count_of(inputs)
             result = predict(model, inputs, *args, **kwargs)
@@ -84,7 +86,7 @@ class HfRecording(TrainerCallback):
 
         return prediction_step
 
-    def _around_evaluate(self, trainer: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_evaluate(self, trainer: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
         def evaluate(*args: Any, **kwargs: Any) -> Any:
             with self._phases.within("evaluate") if self._phases else nullcontext():
                 self._recorder.begin_evaluation()
@@ -99,7 +101,7 @@ class HfRecording(TrainerCallback):
 
         return evaluate
 
-    def _around_clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
         def clip_grad_norm(*args: Any, **kwargs: Any) -> Any:
             norm = clip(*args, **kwargs)
             self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
@@ -109,11 +111,11 @@ class HfRecording(TrainerCallback):
 
 
 def count_of(inputs: dict[str, Any]) -> BatchCount:
-    """Count a batch on the device that it is on, without waiting for it."""
+    """Count a batch on its device, without synchronizing."""
     ids, mask, labels = inputs.get("input_ids"), inputs.get("attention_mask"), inputs.get("labels")
     if ids is None:
         return BatchCount()
-    flat = "position_ids" in inputs or "cu_seq_lens_q" in inputs  # samples end to end in one row
+    flat = "position_ids" in inputs or "cu_seq_lens_q" in inputs  # concatenated samples
     return BatchCount(
         real=mask.sum() if mask is not None and mask.shape == ids.shape else ids.numel(),
         padded=ids.numel(),
@@ -124,8 +126,10 @@ def count_of(inputs: dict[str, Any]) -> BatchCount:
 
 
 def mean_loss(evaluated: list[tuple[BatchCount, Any]], weighed_by: str) -> float | None:
-    """Return the mean loss of a label token, or of a pair. The trainer's own `eval_loss` weights batches by samples, so
-    that of tokens it depends on the batch size."""
+    """Return the mean loss per label token, or per pair.
+
+    The trainer's own `eval_loss` weights batches by samples, so for tokens it depends on the batch size.
+    """
     weights = [(float(getattr(count, weighed_by)), loss) for count, loss in evaluated if loss is not None]
     pairs = [(weight, float(loss)) for weight, loss in weights if weight]
     return sum(n * loss for n, loss in pairs) / sum(n for n, _ in pairs) if pairs else None

@@ -1,5 +1,4 @@
-"""What the process was doing when: contiguous phases from the process's start, written to phases.json as they change,
-so that a killed run tells how far it came."""
+"""The phases of a run: contiguous from the process's start, written to phases.json whenever they change."""
 
 import os
 import time
@@ -14,15 +13,17 @@ SCHEMA = 1
 
 
 class Phases:
-    """A list of `{name, start_s, end_s, peak_memory_gb, peak_reserved_gb}`; the last one is open while it runs.
-    `resumed` by a process that another interpreter has taken over, the list goes on."""
+    """A list of `{name, start_s, end_s, peak_memory_gb, peak_reserved_gb}`. The last phase is open.
+
+    With `resumed`, the list of a process that another interpreter replaced is continued.
+    """
 
     def __init__(self, run: RunDir, first: str, resumed: bool = False) -> None:
         self._run = run
         self._origin = time.monotonic() - _process_age_s()
         before = read_json(run.phases).get("phases") if resumed else None
         self._list: list[dict[str, Any]] = before or [{"name": first, "start_s": 0.0}]
-        self.read_peaks: Callable[[], dict[str, float]] = dict  # set once there is a device to ask
+        self.read_peaks: Callable[[], dict[str, float]] = dict  # replaced when the device is known
         self._write()
 
     @property
@@ -30,14 +31,14 @@ class Phases:
         return str(self._list[-1]["name"])
 
     def enter(self, name: str) -> None:
-        """End the current phase and begin another at the same instant."""
+        """End the current phase and start another one."""
         self._end()
         self._list.append({"name": name, "start_s": self._list[-1]["end_s"]})
         self._write()
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Enter another phase for the length of a block, then the phase before it again."""
+        """Enter another phase for a block, then return to the current one."""
         before = self.current
         self.enter(name)
         try:
@@ -58,8 +59,8 @@ class Phases:
 
 
 def _process_age_s() -> float:
-    """Return the seconds since this process began: the interpreter's own start belongs to the first phase."""
-    begun = process_start(os.getpid())
-    if begun is None:
+    """Return the seconds since this process started, so that the first phase includes the interpreter's startup."""
+    started = process_start(os.getpid())
+    if started is None:
         return 0.0
-    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun / os.sysconf("SC_CLK_TCK"))
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK"))

@@ -1,12 +1,12 @@
-"""Records every optimizer step of a training loop into steps.csv: time, memory, tokens, loss, energy.
+"""Record every optimizer step of a training loop in steps.csv: time, memory, tokens, loss and energy.
 
-Any loop can be recorded: it says where a step begins, when a micro-batch is done, when the optimizer begins and when
-the step ends. Nothing here waits for the device inside a step, and at its end only for one that is two steps back.
-Marks are events in the stream, the loss and the gradient norm are copied to the host asynchronously, and a thread reads
-twice a second what has passed, joins it with the driver's samples and appends whole lines. A killed run therefore keeps
-all but the last moments.
+Any loop can be recorded. It reports the begin of a step, each finished micro-batch, the begin of the optimizer, and the
+end of the step. The recorder never synchronizes inside a step. At the end of a step it only waits for the step before
+the previous one. Marks are events in the stream, and loss and gradient norm are copied to the host asynchronously. A
+thread reads finished steps twice a second, joins them with the driver's samples and appends complete lines. A killed
+run therefore loses only its last moments.
 
-Standard library and torch only: a framework's own environment can run it.
+This module only needs the standard library and torch, so that it runs in the environments of other frameworks.
 """
 
 import hashlib
@@ -28,34 +28,34 @@ from ftbench.worker.measure.batch_count import BEFORE_FORWARD, BatchCount, Shape
 from ftbench.worker.measure.meters import meters, resident_gb
 from ftbench.worker.measure.sampler import Sampler
 
-TICK_S = 0.5  # each tick takes the interpreter lock from a training thread that may be waiting to launch kernels
-_AHEAD = 2  # steps that the host may be ahead of the device, so that its clock tells when they end
-_IN_FLIGHT = 16384  # steps whose values are on their way to the host; the thread reads them within a tick
+TICK_S = 0.5  # each tick holds the GIL, which delays kernel launches of the training thread
+_AHEAD = 2  # largest lead of the host over the device, in steps
+_IN_FLIGHT = 16384  # steps whose values are being copied to the host; the thread reads them within a tick
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A finished step whose device events may not have passed yet, and its values on their way, by column."""
+    """A finished step, its device events and the values that are being copied to the host."""
 
     row: StepRow
-    marks: tuple[Any, Any, Any, Any] | None = None  # the step before, begin, optimizer, end
+    marks: tuple[Any, Any, Any, Any] | None = None  # end of the previous step, begin, optimizer, end
     names: tuple[str, ...] = ()
     values: torch.Tensor | None = None
     parts: tuple[tuple[str | None, Any], ...] = ()
 
 
 class Recorder:
-    """Records the steps of one process. `position` is where in a step an error would strike."""
+    """Records the steps of one process. `position` is the current part of the step, for error messages."""
 
     def __init__(
         self, writer: StepsWriter, device: torch.device, sampler: Sampler | None = None, count_graphs: bool = False,
         rank: int = 0, data_rank: int | None = None,
     ) -> None:  # fmt: skip
-        """`data_rank` tells ranks apart that train on different tokens; ranks that share a batch have the same."""
+        """Create a recorder. Ranks that process the same batch have the same `data_rank`."""
         self._writer, self._device, self._sampler, self._count_graphs = writer, device, sampler, count_graphs
         self._rank, self._data_rank = rank, data_rank
         self.clock, self.memory = meters(device)
-        self.on_rows: Callable[[list[StepRow]], None] | None = None  # gets rows once they are in steps.csv
+        self.on_rows: Callable[[list[StepRow]], None] | None = None  # called with rows after they are written
         self.position: str | None = None
         self.step = self.batches = 0
         self._planned: int | None = None
@@ -72,10 +72,10 @@ class Recorder:
         self._graphs = 0
         self._finished = False
 
-    # --- told by the loop, in the order of a step ---------------------------------------------------------------------
+    # --- called by the loop, in the order of a step -------------------------------------------------------------------
 
     def start(self, planned_steps: int | None = None) -> None:
-        """Begin to record: the first step is timed from here. `planned_steps` makes the progress known."""
+        """Start recording. The first step is timed from here. `planned_steps` is used for the progress."""
         self._planned = planned_steps
         if self._device.type == "cuda":
             self._slots = torch.empty((_IN_FLIGHT, 4), dtype=torch.float32, pin_memory=True)
@@ -90,7 +90,7 @@ class Recorder:
         self._thread.start()
 
     def begin_step(self) -> None:
-        """Mark that the batches of the next step are there."""
+        """Mark that the batches of the next step are available."""
         self._data_time = time.perf_counter() - self._host_mark
         self._begin, self._update = self.clock.mark(), None
         self._count, self._loss, self._parts = BatchCount(), None, []
@@ -98,7 +98,7 @@ class Recorder:
         self.position = "forward"
 
     def micro_batch(self, count: BatchCount | None, loss: torch.Tensor | None) -> None:
-        """Add one forward and backward pass: what its batch held, and its share of the step's loss."""
+        """Add one forward and backward pass: the counts of its batch and its share of the step's loss."""
         if count is not None:
             self._count.add(count)
             self.batches += 1
@@ -110,14 +110,18 @@ class Recorder:
         self.position = "forward"
 
     def mark_part(self, column: str | None, then: str = "forward") -> None:
-        """Mark that a part of the forward pass, or of what is before it, ends, whose time goes into a column, or with
-        None that one begins. `then` is where an error would strike from here on."""
+        """Mark the end of a part of the forward pass or of the generation before it.
+
+        Args:
+            column: Gets the time since the previous mark. None only marks the begin of a part.
+            then: The next `position`.
+        """
         if self.position in ("forward", *BEFORE_FORWARD):
             self._parts.append((column, self.clock.mark()))
             self.position = then
 
     def begin_optimizer(self) -> None:
-        """Mark that the gradients are ready: what follows in this step is the optimizer's update."""
+        """Mark that the gradients are complete and the optimizer starts."""
         self._update = self.clock.mark()
         self.position = "optimizer"
 
@@ -125,12 +129,12 @@ class Recorder:
         self, grad_norm: torch.Tensor | float | None = None, learning_rate: float | None = None,
         epoch: float | None = None,
     ) -> None:  # fmt: skip
-        """Mark that the update is done. Raises what has kept earlier steps from being written."""
-        known = {"loss": self._loss, "grad_norm": grad_norm, **self._count.columns()}
-        tensors = {name: value for name, value in known.items() if torch.is_tensor(value)}
+        """Mark that the update is done. Raise the error that prevented earlier steps from being written, if any."""
+        columns = {"loss": self._loss, "grad_norm": grad_norm, **self._count.columns()}
+        tensors = {name: value for name, value in columns.items() if torch.is_tensor(value)}
         on_device = {name: value for name, value in tensors.items() if value.device.type == self._device.type}
-        values = self._on_the_way(list(on_device.values()))
-        end = self.clock.mark()  # once it has passed, the values have arrived
+        values = self._copy_to_host(list(on_device.values()))
+        end = self.clock.mark()  # after the copies
         if len(self._ends) == _AHEAD:
             self.clock.wait(self._ends[0])
         self._ends.append(end)
@@ -144,7 +148,7 @@ class Recorder:
             data_time_s=self._data_time,
             learning_rate=learning_rate,
             recompiles=self._new_graphs(),
-            **numbers({name: value for name, value in known.items() if name not in on_device}),
+            **numbers({name: value for name, value in columns.items() if name not in on_device}),
             **self._state(),
         )
         self.memory.reset()
@@ -157,14 +161,14 @@ class Recorder:
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
-        """Mark that an evaluation begins. It waits for the device itself, so it is timed by the host."""
+        """Mark the begin of an evaluation. It synchronizes anyway, so the host's clock times it."""
         self.clock.wait()
         self.memory.reset()
         self._evaluation_begin = time.perf_counter()
         self.position = "evaluate"
 
     def end_evaluation(self, count: BatchCount, loss: float | None, epoch: float | None = None) -> None:
-        """Record an evaluation over the samples of `count`; the next step is timed from here."""
+        """Record an evaluation. The next step is timed from here."""
         self.clock.wait()
         now = time.perf_counter()
         row = StepRow(
@@ -177,17 +181,17 @@ class Recorder:
         self.position = "data"
 
     def restart(self) -> None:
-        """Time the next step from here: what was done since the last one is not part of it."""
+        """Time the next step from here, without the time since the last step."""
         self._mark, self._host_mark = self.clock.mark(), time.perf_counter()
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Wait for the device, write what is left and close the file, once. Raises what could not be written."""
+        """Wait for the device, write the remaining steps and close the file. Later calls do nothing."""
         if self._finished:
             return
         self._finished = True
-        with suppress(RuntimeError):  # a broken context has already raised where it broke
+        with suppress(RuntimeError):  # a broken CUDA context has already raised
             self.clock.wait()
         self._stop.set()
         if self._thread:
@@ -200,8 +204,10 @@ class Recorder:
         self._raise_failure()
 
     def drain(self, last: bool = False) -> None:
-        """Write the steps whose events have passed and, unless it is the `last` time, that a sample of the sampler
-        follows. Any thread may: it does not wait for a device, which may hang."""
+        """Write the steps whose events have passed, without synchronizing. Any thread can call it.
+
+        Unless it is the `last` call, steps wait for a later sample of the sampler.
+        """
         done = []
         with self._draining:
             while self._pending and (not (marks := self._pending[0].marks) or self.clock.done(marks[3])):
@@ -215,22 +221,22 @@ class Recorder:
 
     @property
     def order_hash(self) -> str:
-        """SHA-256 of the real tokens in the order in which they were trained on, padding and batch borders left out."""
+        """SHA-256 of the real tokens in training order, without padding and batch boundaries."""
         return self._order.hexdigest()
 
     @property
     def busy_method(self) -> str | None:
-        """Where the shares of gpu_busy come from; None where nothing tells them."""
+        """Source of `gpu_busy`, or None."""
         return self._sampler.busy_method if self._sampler else None
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Return the columns of the process as it is now."""
+        """Return the columns of the process's current state."""
         return {"rank": self._rank, "data_rank": self._data_rank, "host_memory_gb": resident_gb(), **self.memory.read()}
 
-    def _on_the_way(self, values: list[torch.Tensor]) -> torch.Tensor | None:
-        """Send values to the host; on a GPU into pinned memory, without waiting."""
+    def _copy_to_host(self, values: list[torch.Tensor]) -> torch.Tensor | None:
+        """Start copying values to the host. On a GPU the copy into pinned memory is asynchronous."""
         if not values:
             return None
         sent = torch.stack([value.detach().float().reshape(()) for value in values])
@@ -252,7 +258,7 @@ class Recorder:
         while not self._stop.wait(TICK_S):
             try:
                 self._tick()
-            except Exception as error:  # noqa: BLE001 - handed to the training thread, which raises it
+            except Exception as error:  # noqa: BLE001 - the training thread raises it
                 self._failure = error
                 return
 
@@ -262,7 +268,7 @@ class Recorder:
         self.drain()
 
     def _host_time(self, step: _Pending) -> float:
-        """Return when a step ended on the host's clock: the device's own time since training began."""
+        """Return the end of a step on the host's clock, from the device's time since the start."""
         if step.marks is None:
             return self._origin + (step.row.elapsed_time_sec or 0.0)
         return self._origin + self.clock.seconds(self._origin_mark, step.marks[3])

@@ -1,23 +1,21 @@
-"""What driver and kernel say beside the steps, at most ten times a second: the GPU's power, energy, clock, heat,
-throttling, memory and load, and what other processes use.
+"""Sample the GPU's power, energy, clock, temperature, throttling, memory and load, and the load of other processes.
 
-Standard library, psutil and NVML only. A counter that the driver does not have stays None in every sample.
+It only needs the standard library, psutil and NVML. A counter that the driver does not have is None in every sample.
 """
 
 import math
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
 from ftbench.core.units import GIB
-from ftbench.worker.measure.contention import GpuLoad, HostLoad
-from ftbench.worker.measure.gpu_utilization import COLUMNS, BusyMeter, Interval
+from ftbench.worker.measure.utilization import COLUMNS, BusyMeter, GpuLoad, HostLoad, Interval
 
-# nvml.h, nvmlClocksEventReasons; idle (0x1) and the display's own clock (0x100) say nothing about a training run.
+# nvml.h, nvmlClocksEventReasons. Idle (0x1) and the display clock (0x100) do not matter for training.
 THROTTLE = {
     0x02: "application_clocks", 0x04: "sw_power_cap", 0x08: "hw_slowdown", 0x10: "sync_boost",
     0x20: "sw_thermal", 0x40: "hw_thermal", 0x80: "hw_power_brake",
@@ -26,19 +24,19 @@ THROTTLE = {
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading at `time` (perf_counter seconds). Watts, joules since the driver was loaded, MHz, °C, GiB."""
+    """One reading at `time` (perf_counter seconds), in W, J since the driver was loaded, MHz, °C and GiB."""
 
     time: float
-    power_w: float | None
-    energy_j: float | None
-    sm_clock_mhz: float | None
-    temperature_c: float | None
-    throttle: int | None
-    memory_gb: float | None
+    power_w: float | None = None
+    energy_j: float | None = None
+    sm_clock_mhz: float | None = None
+    temperature_c: float | None = None
+    throttle: int | None = None
+    memory_gb: float | None = None
 
 
 class Sampler:
-    """Keeps the samples of a run; `take` is called by the recorder's thread. Without `nvml` only `others` are read."""
+    """Keeps the samples of a run. The recorder's thread calls `take`. Without `nvml` it only reads `others`."""
 
     def __init__(self, nvml: Any = None, handle: Any = None, others: Sequence[HostLoad | GpuLoad] = ()) -> None:
         self._times: list[float] = []
@@ -64,10 +62,8 @@ class Sampler:
         }
 
     def take(self) -> None:
-        """Read every counter once; one that fails is not asked again."""
-        values: dict[str, Any] = dict.fromkeys(
-            ("power_w", "energy_j", "sm_clock_mhz", "temperature_c", "throttle", "memory_gb")
-        )
+        """Read every counter once. A counter that fails is not read again."""
+        values: dict[str, Any] = {}
         for name, read in list(self._readers.items()):
             try:
                 values[name] = read()
@@ -81,17 +77,19 @@ class Sampler:
 
     @property
     def busy_method(self) -> str | None:
-        """Where the shares of gpu_busy come from."""
+        """Source of `gpu_busy`."""
         return self._busy.method if self._busy else None
 
     @property
     def latest(self) -> float:
-        """When the last sample was taken; minus infinity before the first."""
+        """Time of the last sample, or minus infinity."""
         return self._times[-1] if self._times else float("-inf")
 
     def over(self, begin: float, end: float) -> dict[str, Any]:
-        """Return the columns of steps.csv for a step from `begin` to `end` (perf_counter seconds), which comes after
-        those that were asked for before. A step shorter than the sampling interval takes the two samples around it."""
+        """Return the columns of steps.csv for a step from `begin` to `end` (perf_counter seconds).
+
+        Steps must be passed in order. A step that is shorter than the sampling interval uses the samples around it.
+        """
         inside = self._samples[bisect_left(self._times, begin) : bisect_right(self._times, end)]
         if not inside:
             at = bisect_left(self._times, begin)
@@ -100,9 +98,9 @@ class Sampler:
             return {}
         reasons = [s.throttle for s in inside if s.throttle is not None]
         return {
-            "power_w": _mean([s.power_w for s in inside]),
+            "power_w": _mean((1.0, s.power_w) for s in inside),
             "energy_j": self._energy(begin, end),
-            "sm_clock_mhz": _mean([s.sm_clock_mhz for s in inside]),
+            "sm_clock_mhz": _mean((1.0, s.sm_clock_mhz) for s in inside),
             "temperature_c": max((s.temperature_c for s in inside if s.temperature_c is not None), default=None),
             "throttle": throttle_names(reasons) if reasons else None,
             "device_memory_gb": max((s.memory_gb for s in inside if s.memory_gb is not None), default=None),
@@ -110,19 +108,21 @@ class Sampler:
         }
 
     def _shares(self, begin: float, end: float) -> dict[str, float | None]:
-        """Return the shares of a step: the mean of the intervals it lies in, each for the time they have in common."""
+        """Return the shares of a step: the mean of the overlapping intervals, weighted by the overlap."""
         pairs: dict[str, list[tuple[float, float | None]]] = {name: [] for name in COLUMNS}
         for intervals in self._intervals:
             first = bisect_left(intervals, begin, key=lambda interval: interval.end)
             for interval in takewhile(lambda interval: interval.begin < end, intervals[first:]):
-                common = min(end, interval.end) - max(begin, interval.begin)
+                overlap = min(end, interval.end) - max(begin, interval.begin)
                 for name, share in interval.shares.items():
-                    pairs.setdefault(name, []).append((common, share))
-        return {name: _weighted(values) for name, values in pairs.items()}
+                    pairs.setdefault(name, []).append((overlap, share))
+        return {name: _mean(values) for name, values in pairs.items()}
 
     def _energy(self, begin: float, end: float) -> float | None:
-        """Return the joules of a step, no more than the board may draw: the counter is read in steps of its own, and
-        what it says beyond that counts for the steps that follow, so that sums stay what they are."""
+        """Return the joules of a step, limited by the board's power limit.
+
+        The counter has its own update interval. The excess is carried over to the next steps, so that sums are exact.
+        """
         first, last = self._counter(begin), self._counter(end)
         if first is None or last is None:
             return None
@@ -132,7 +132,7 @@ class Sampler:
         return joules
 
     def _counter(self, when: float) -> float | None:
-        """Return the energy counter at a moment, linear between the samples around it; None outside of them."""
+        """Interpolate the energy counter linearly. Return None outside the samples."""
         after = bisect_left(self._times, when)
         if after == 0 or after == len(self._times):
             return None
@@ -143,19 +143,15 @@ class Sampler:
 
 
 def throttle_names(masks: list[int]) -> str:
-    """Return the reasons in any of the bit masks, joined by |, or `none`."""
+    """Return the reasons in the bit masks, joined by |, or `none`."""
     together = 0
     for mask in masks:
         together |= mask
     return "|".join(name for bit, name in THROTTLE.items() if together & bit) or "none"
 
 
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-def _weighted(pairs: list[tuple[float, float | None]]) -> float | None:
+def _mean(pairs: Iterable[tuple[float, float | None]]) -> float | None:
+    """Return the mean of the known values, weighted by the first element of each pair."""
     known = [(weight, value) for weight, value in pairs if value is not None and weight > 0]
     total = sum(weight for weight, _ in known)
     return sum(weight * value for weight, value in known) / total if total else None

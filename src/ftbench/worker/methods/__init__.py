@@ -1,8 +1,8 @@
-"""The heavy half of each method, in a module of its name:
+"""The implementation of each method, in a module of its name.
 
-load(spec, source) → the model with its weights on the device
-adapt(model, spec) → the model with what is trained marked as trainable
-verify(model, spec) → sentences on what was asked for and is not there; empty when all is well
+load(spec, source)     Return the model with its weights on the device.
+adapt(model, spec)     Return the model with its trainable parameters marked.
+verify(model, spec)    Return messages about settings that were not applied.
 """
 
 import importlib
@@ -10,5 +10,5 @@ from types import ModuleType
 
 
 def load(name: str) -> ModuleType:
-    """Return the module of a method; `spec.methods.METHODS` says which there are."""
+    """Return the module of a method in `spec.methods.METHODS`."""
     return importlib.import_module(f"ftbench.worker.methods.{name}")

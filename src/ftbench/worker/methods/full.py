@@ -1,4 +1,4 @@
-"""Full fine-tuning: every weight is trained in the dtype it was loaded in."""
+"""Full fine-tuning: all weights are trained in the dtype of the model."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker.model import loading
 
 
-def load(spec: Experiment, source: loading.Source) -> Any:
+def load(spec: Experiment, source: str) -> Any:
     return loading.load_model(spec, source)
 
 
@@ -18,4 +18,4 @@ def adapt(model: Any, spec: Experiment) -> Any:
 
 def verify(model: Any, spec: Experiment) -> list[str]:
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    return [f"method full, and not trained: {listed(frozen, 1)}"] if frozen else []
+    return [f"method full does not train {listed(frozen, 1)}"] if frozen else []

@@ -1,4 +1,4 @@
-"""LoRA: adapters on frozen 16-bit weights, through peft."""
+"""LoRA: adapters on frozen 16-bit weights, with peft."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from ftbench.worker.model.parts import part_of
 from ftbench.worker.model.vision import reads_images
 
 
-def load(spec: Experiment, source: loading.Source) -> Any:
+def load(spec: Experiment, source: str) -> Any:
     return loading.load_model(spec, source)
 
 
 def adapt(model: Any, spec: Experiment) -> Any:
-    """Return the model with adapters. Raises SpecError where no layer has a name that was asked for."""
+    """Return the model with adapters. Raise SpecError for targets without a layer."""
     method: Any = spec.method
     config = LoraConfig(
         r=method.rank,
@@ -35,24 +35,25 @@ def adapt(model: Any, spec: Experiment) -> Any:
     except ValueError as error:
         raise SpecError(f"method {method.name}: {str(error).strip().splitlines()[0]}") from None
     for name, parameter in model.named_parameters():
-        if (part := getattr(method, part_of(name), "")) in ("full", "frozen"):  # peft trains biases wherever they are
+        if (part := getattr(method, part_of(name), "")) in ("full", "frozen"):  # peft trains the biases of all parts
             parameter.requires_grad_(part == "full")
     return model
 
 
 def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
-    """Return the names by which peft finds the linear layers that `targets` reach: every `nn.Linear` of such a name, or
-    with all-linear every one but the output head. Raises SpecError where that is none.
+    """Return peft's names of the linear layers in `targets`. `all-linear` means all but the output head.
 
-    Fused experts are no linear layers: they get adapters by `experts` alone, of the method's rank. peft takes
-    gate_proj, up_proj and down_proj (mixtral: w1, w2, w3) for the experts of models that had them by these names before
-    they were fused (qwen3_moe, qwen3_next, deepseek_v3, mixtral …), and adapts them whatever else was said; it has no
-    name there for a dense layer's or a shared expert's. So these names are left out."""
+    Fused experts only get adapters with `method.experts`. For models whose experts were fused (qwen3_moe, qwen3_next,
+    deepseek_v3, mixtral …), peft translates gate_proj, up_proj and down_proj (mixtral: w1, w2, w3) into the experts and
+    always adapts them. It then cannot address a dense layer or a shared expert of that name, so these names are
+    dropped.
+
+    Raises:
+        SpecError: No layer matches.
+    """
     method: Any = spec.method
     if reads_images(model.config):
         return _targets_by_part(model, method)
-    if {method.vision, method.projector} != {"frozen"}:
-        raise SpecError(f"method.vision and method.projector: {spec.model.id} reads no images: leave them out")
     given = method.targets if isinstance(method.targets, str) else list(method.targets)
     config = LoraConfig(target_modules=given)
     try:
@@ -63,15 +64,17 @@ def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
         return given
     if not config.target_modules and not method.experts:
         raise SpecError(
-            f"method {method.name}: the targets {', '.join(given)} name fused experts alone: set method.experts to on, "
-            "or name other layers"
+            f"method {method.name}: the targets {', '.join(given)} are only fused experts: set method.experts to on, "
+            "or use other targets"
         )
     return sorted(config.target_modules)
 
 
 def _targets_by_part(model: Any, method: Any) -> list[str]:
-    """Return the full names of the linear layers that get adapters in a model with several parts, which share names:
-    in the language model those of the targets, in encoder and projector every one where they are to have some."""
+    """Return the full names of the adapted linear layers of a vision model, whose parts use the same names.
+
+    These are the targets in the language model, and all layers of encoder and projector if they get adapters.
+    """
     names = []
     for name, module in model.named_modules():
         part, own = part_of(name), name.rpartition(".")[2]
@@ -85,49 +88,49 @@ def _targets_by_part(model: Any, method: Any) -> list[str]:
 
 
 def expert_parameters(model: Any) -> list[str]:
-    """Return the names of the fused expert matrices (three-dimensional parameters: expert x out x in), as peft wants
-    them."""
+    """Return peft's names of the fused expert matrices (parameters of shape expert x out x in)."""
     names = {
         ".".join(name.split(".")[-3:])
         for name, p in model.named_parameters()
         if "experts" in name and p.ndim == 3 and p.is_floating_point()
     }
     if not names:
-        raise SpecError("method.experts is on, and this model has no fused expert matrices: set it to off")
+        raise SpecError("method.experts is on and this model lacks fused expert matrices: set it to off")
     return sorted(names)
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Check that adapters of the rank asked for are there, and only they (and biases, if asked) are trained. Target
-    names that match nothing are warnings: `unmatched_targets`."""
+    """Check that only adapters of the spec's rank (and requested biases) are trained.
+
+    Targets without a layer are only warnings: `unmatched_targets`.
+    """
     method: Any = spec.method
-    sentences = []
+    problems = []
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     adapters = [name for name in trained if "lora_" in name]
     if not adapters:
-        sentences.append(f"method {method.name}: no adapter is trained")
-    whole = [part for part in ("vision", "projector") if getattr(method, part) == "full"]
-    others = [n for n in trained if "lora_" not in n and not n.endswith("bias") and part_of(n) not in whole]
-    sentences += [
-        f"method.{part} is {getattr(method, part)} and nothing of it is trained"
+        problems.append(f"method {method.name}: adapters are not trained")
+    full = [part for part in ("vision", "projector") if getattr(method, part) == "full"]
+    others = [n for n in trained if "lora_" not in n and not n.endswith("bias") and part_of(n) not in full]
+    problems += [
+        f"method.{part} is {getattr(method, part)} and its parameters are frozen"
         for part in ("vision", "projector")
         if getattr(method, part) != "frozen" and not any(part_of(name) == part for name in trained)
     ]
     if others:
-        sentences.append(f"method {method.name}, and of the base trained: {listed(others, 1)}")
+        problems.append(f"method {method.name} trains weights of the base model: {listed(others, 1)}")
     for name, module in model.named_modules():
         rank = getattr(module, "r", None)
         if isinstance(rank, dict) and rank and set(rank.values()) != {method.rank}:
-            sentences.append(f"method {method.name}: {name} has rank {set(rank.values())}, not {method.rank}")
+            problems.append(f"method {method.name}: {name} has rank {set(rank.values())}, not {method.rank}")
             break
     if method.experts and not any(".experts." in name for name in adapters):
-        sentences.append(f"method {method.name}: method.experts is on and no expert has an adapter")
-    return sentences
+        problems.append(f"method {method.name}: method.experts is on and the experts lack adapters")
+    return problems
 
 
 def unmatched_targets(model: Any, spec: Experiment) -> list[str]:
-    """Return target names that no adapted layer has: the founding study's surprise, gate_proj and its like on
-    gpt-oss."""
+    """Return the target names without an adapted layer, such as gate_proj in gpt-oss."""
     method: Any = spec.method
     if isinstance(method.targets, str):
         return []

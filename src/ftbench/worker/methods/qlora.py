@@ -1,4 +1,4 @@
-"""QLoRA: adapters on frozen weights in 4 bits: by bitsandbytes, or as gpt-oss is published (worker/model/mxfp4.py)."""
+"""QLoRA: adapters on frozen 4-bit weights, of bitsandbytes or in gpt-oss's published MXFP4 (model/mxfp4.py)."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from ftbench.spec.methods import GPT_OSS
 from ftbench.worker.device import device
 from ftbench.worker.methods import lora
 from ftbench.worker.model import loading, mxfp4, random_weights
-from ftbench.worker.model.parts import BESIDE_LANGUAGE
+from ftbench.worker.model.parts import VISION_MODULES
 from ftbench.worker.model.vision import reads_images
 
 
-def load(spec: Experiment, source: loading.Source) -> Any:
+def load(spec: Experiment, source: str) -> Any:
     method: Any = spec.method
     if method.mxfp4:
         return _load_mxfp4(spec, source)
@@ -26,19 +26,19 @@ def load(spec: Experiment, source: loading.Source) -> Any:
         bnb_4bit_quant_type=method.quant_type,
         bnb_4bit_use_double_quant=method.double_quant,
         bnb_4bit_compute_dtype=getattr(torch, method.compute_dtype),
-        llm_int8_skip_modules=[BESIDE_LANGUAGE, "lm_head"] if reads_images(config) else None,
+        llm_int8_skip_modules=[VISION_MODULES, "lm_head"] if reads_images(config) else None,
     )
     return loading.load_model(spec, source, quantised)
 
 
-def _load_mxfp4(spec: Experiment, source: loading.Source) -> Any:
-    """Load gpt-oss with its experts as published. Raises SpecError for weights that are not."""
+def _load_mxfp4(spec: Experiment, source: str) -> Any:
+    """Load gpt-oss with its published experts. Raise SpecError for other models."""
     config = loading.load_config(spec.model, source)
     kind = getattr(config, "quantization_config", None) or {}
     if config.model_type != GPT_OSS or str(kind.get("quant_method")) != "mxfp4":
         raise SpecError(
-            f"method.quant_type mxfp4 reads gpt-oss as it is published, and {spec.model.path or spec.model.id} is not: "
-            "use nf4 for 16-bit weights"
+            f"method.quant_type mxfp4 needs the published format of gpt-oss, and {spec.model.path or spec.model.id} is "
+            "different: use nf4 for 16-bit weights"
         )
     del config.quantization_config  # transformers' own MXFP4 does not train
     with mxfp4.as_experts():
@@ -52,9 +52,11 @@ def _load_mxfp4(spec: Experiment, source: loading.Source) -> Any:
 
 
 def adapt(model: Any, spec: Experiment) -> Any:
-    """Return the quantised model with adapters. peft's preparation casts all that is not quantised to float32; the
-    fused experts of a mixture of experts are not, and would double, so such a model is only frozen, and so is one
-    that is to stay as it is."""
+    """Return the quantised model with adapters.
+
+    peft's preparation casts all unquantised weights to float32. It would double the memory of fused experts, so a
+    model that has some is only frozen, as is every model with `upcast` off.
+    """
     method: Any = spec.method
     if method.mxfp4:
         model.requires_grad_(False)
@@ -70,29 +72,29 @@ def adapt(model: Any, spec: Experiment) -> Any:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Check the adapters of LoRA, on layers that hold 4-bit weights of the type asked for."""
+    """Check the adapters, and the 4-bit type of the layers."""
     method: Any = spec.method
-    sentences = lora.verify(model, spec)
+    problems = lora.verify(model, spec)
     if method.mxfp4:
-        return sentences + mxfp4.problems(model)
+        return problems + mxfp4.problems(model)
     from bitsandbytes.nn import Linear4bit
 
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, Linear4bit)]
     if not layers:
-        return [*sentences, "method qlora: no layer holds 4-bit weights"]
+        return [*problems, "method qlora: the model lacks 4-bit layers"]
     embedding = model.get_input_embeddings().weight.dtype
     if not method.upcast and embedding != getattr(torch, spec.model.dtype):
-        sentences.append(f"method qlora: upcast is off and the embedding is {embedding}")
+        problems.append(f"method qlora: upcast is off and the embedding is {embedding}")
     for name, layer in layers:
         state = layer.weight.quant_state
         if state is None:
-            return [*sentences, f"method qlora: {name} was not quantised"]
+            return [*problems, f"method qlora: {name} was not quantised"]
         if state.quant_type != method.quant_type:
-            sentences.append(f"method qlora: {name} holds {state.quant_type}, not {method.quant_type}")
+            problems.append(f"method qlora: {name} has type {state.quant_type}, not {method.quant_type}")
         if bool(state.nested) != method.double_quant:
-            sentences.append(f"method qlora: {name} has double_quant {bool(state.nested)}, not {method.double_quant}")
+            problems.append(f"method qlora: {name} has double_quant {bool(state.nested)}, not {method.double_quant}")
         if layer.compute_dtype != getattr(torch, method.compute_dtype):
-            sentences.append(f"method qlora: {name} computes in {layer.compute_dtype}, not {method.compute_dtype}")
-        if sentences:
+            problems.append(f"method qlora: {name} computes in {layer.compute_dtype}, not {method.compute_dtype}")
+        if problems:
             break
-    return sentences
+    return problems

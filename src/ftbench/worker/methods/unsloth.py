@@ -1,7 +1,7 @@
-"""Adapters through unsloth: its model classes, its fused autograd functions, its gradient checkpointing.
+"""Adapters with unsloth: its model classes, fused autograd functions and gradient checkpointing.
 
-unsloth patches transformers, peft and trl as it is imported, so it comes before them (`worker/__main__.py`) and only in
-a process whose method it is.
+unsloth patches transformers, peft and trl when it is imported. `worker/__main__.py` imports it before them, and only in
+runs with this method.
 """
 
 import sys
@@ -17,16 +17,13 @@ from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.model.vision import reads_images
 
-PACKED = "Mxfp4ExpertParam"  # how unsloth holds the experts of gpt-oss, published in MXFP4
+PACKED = "Mxfp4ExpertParam"  # unsloth's class for MXFP4 experts of gpt-oss
 
 
 def load(spec: Experiment, source: str) -> Any:
-    """Load the model as unsloth loads it, in 4, 8 or 16 bits. Raises SpecError for what does not go with images."""
+    """Load the model with unsloth in 4, 8 or 16 bits."""
     method: Any = spec.method
-    config = loading.load_config(spec.model, source)
-    if reads_images(config) and (sentences := [*method.refusals_of_images(spec)]):
-        raise SpecError(sentences[0])
-    loader = _loader(config)
+    loader = _loader(loading.load_config(spec.model, source))
     model, _ = loading.reach(
         spec.model,
         lambda: loader.from_pretrained(
@@ -38,7 +35,7 @@ def load(spec: Experiment, source: str) -> Any:
             use_gradient_checkpointing=_checkpointing(method),
             random_state=method.random_state,
             fix_tokenizer=False,
-            use_exact_model_name=True,  # what is measured is what was asked for, not a 4-bit copy of it on the hub
+            use_exact_model_name=True,  # not the 4-bit copy of the model on the hub
             **_memory_savers(method),
             **loading.hub_arguments(spec.model),
         ),
@@ -47,14 +44,14 @@ def load(spec: Experiment, source: str) -> Any:
 
 
 def _loader(config: Any) -> Any:
-    """Return unsloth's functions for models of such a configuration: of text, or of text and images."""
+    """Return unsloth's class for text or vision models."""
     import unsloth
 
     return unsloth.FastVisionModel if reads_images(config) else unsloth.FastLanguageModel
 
 
 def _memory_savers(method: Any) -> dict[str, Any]:
-    """Return what is asked for of what only later versions of unsloth take."""
+    """Return the requested arguments that only later versions of unsloth support."""
     names = {
         "offload_layers": "offload_layers",
         "offload_embedding": "offload_embedding",
@@ -69,8 +66,7 @@ def _checkpointing(method: Any) -> bool | str:
 
 
 def adapt(model: Any, spec: Experiment) -> Any:
-    """Return the model with adapters and unsloth's fused functions. Raises SpecError where no layer has a name asked
-    for."""
+    """Return the model with adapters and unsloth's fused functions. Raise SpecError for targets without a layer."""
     method: Any = spec.method
     experts = {"target_parameters": lora.expert_parameters(model)} if method.experts else {}
     try:
@@ -90,62 +86,63 @@ def adapt(model: Any, spec: Experiment) -> Any:
         raise SpecError(f"method unsloth: {str(error).strip().splitlines()[0]}") from None
 
 
-def answering(model: Any, spec: Experiment, undo: ExitStack) -> None:
-    """Make a model ready to answer in unsloth's own way; `undo` makes it ready to train again."""
+def prepare_generation(model: Any, spec: Experiment, undo: ExitStack) -> None:
+    """Prepare the model for generation with unsloth's method. `undo` prepares it for training again."""
     loader = _loader(model.config)
     loader.for_inference(model)
     undo.callback(loader.for_training, model, use_gradient_checkpointing=_checkpointing(spec.method))
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Check the adapters of LoRA, 4-bit weights if asked for, and unsloth's own functions in the layers."""
+    """Check the adapters, the quantisation, and unsloth's functions in the layers."""
     method: Any = spec.method
-    sentences = lora.verify(model, spec)
+    problems = lora.verify(model, spec)
     kinds = {type(module).__name__ for module in model.modules()}
     in_4_bits = "Linear4bit" in kinds or any(type(p).__name__ == PACKED for p in model.parameters())
     if method.load_in_4bit and not in_4_bits:
-        sentences.append("method unsloth: load_in_4bit is on and no layer holds 4-bit weights")
+        problems.append("method unsloth: load_in_4bit is on and the model lacks 4-bit layers")
     if not method.load_in_4bit and in_4_bits:
-        sentences.append("method unsloth: load_in_4bit is off and layers hold 4-bit weights")
+        problems.append("method unsloth: load_in_4bit is off and layers have 4-bit weights")
     if method.load_in_fp8 and not any(map(_in_fp8, model.parameters())):
-        sentences.append("method unsloth: load_in_fp8 is on and no layer holds 8-bit weights")
-    sentences += _memory_not_saved(model, method)
+        problems.append("method unsloth: load_in_fp8 is on and the model lacks 8-bit layers")
+    problems += _memory_not_saved(model, method)
     facts = applied(model)
     if not facts["fused_attention"] and not facts["fused_mlp"] and not facts["compiled_modules"]:
-        sentences.append("method unsloth: no layer uses unsloth's functions")
-    return sentences
+        problems.append("method unsloth: no layer uses unsloth's functions")
+    return problems
 
 
 def _memory_not_saved(model: Any, method: Any) -> list[str]:
-    sentences = []
+    problems = []
     if method.offload_layers and not any(hasattr(module, "_unsloth_block_swap") for module in model.modules()):
-        sentences.append("method unsloth: offload_layers is on and no layer waits in host memory")
+        problems.append("method unsloth: offload_layers is on and all layers are on the GPU")
     if method.offload_embedding and model.get_input_embeddings().weight.device.type != "cpu":
-        sentences.append("method unsloth: offload_embedding is on and the embedding is on the GPU")
+        problems.append("method unsloth: offload_embedding is on and the embedding is on the GPU")
     if method.tiled_mlp and not all("tiled" in _function(layer, "mlp", "forward") for layer in decoder_layers(model)):
-        sentences.append("method unsloth: tiled_mlp is on and an MLP computes its sequence as a whole")
-    return sentences
+        problems.append("method unsloth: tiled_mlp is on and an MLP is not tiled")
+    return problems
 
 
 def _in_fp8(parameter: Any) -> bool:
-    return parameter.dtype == torch.float8_e4m3fn or type(parameter).__name__ == "Float8Tensor"  # plain, or torchao's
+    return parameter.dtype == torch.float8_e4m3fn or type(parameter).__name__ == "Float8Tensor"  # torch's or torchao's
 
 
 def unread_boundaries(spec: Experiment, optimization: str) -> list[str]:
-    """Return what of an optimization that lays samples end to end is not there: unsloth tells them apart in its own
-    way, and keeps what it was told in a step."""
+    """Return a problem if unsloth's attention did not get the boundaries of concatenated samples in a step."""
     read = getattr(sys.modules.get("unsloth.utils.packing"), "_PACKED_INFO_CACHE", None)
     if not getattr(spec.optimizations, optimization) or spec.method.name != "unsloth" or read:
         return []
-    return [f"optimizations.{optimization} is on and unsloth's attention was not told where samples begin"]
+    return [f"optimizations.{optimization} is on and unsloth's attention did not get the sample boundaries"]
 
 
 def applied(model: Any) -> dict[str, Any]:
-    """Return for applied.json how many layers run unsloth's fused functions or its rewritten modules, and what
-    computes attention. On Blackwell the published wheels of xformers may have no kernel, and it falls back to SDPA."""
+    """Return the numbers of layers with unsloth's functions and modules, and its attention, for applied.json.
+
+    On Blackwell published wheels of xformers may lack kernels, and unsloth falls back to SDPA.
+    """
     import unsloth
 
-    dispatch = sys.modules.get("unsloth.utils.attention_dispatch")  # unsloth itself has loaded it where there is a GPU
+    dispatch = sys.modules.get("unsloth.utils.attention_dispatch")  # loaded by unsloth if there is a GPU
     layers = decoder_layers(model)
     return {
         "version": unsloth.__version__,

@@ -1,8 +1,8 @@
-"""A spec's model → loaded weights and tokenizer, published or random, through the same from_pretrained."""
+"""Load the weights and the tokenizer of a spec's model, published or random, with from_pretrained."""
 
 from contextlib import nullcontext
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -13,7 +13,7 @@ from ftbench.errors import FtbenchError, MissingError, SpecError
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.store.machine import cache_dir
 from ftbench.worker import parallel
-from ftbench.worker.data.pixels import Pixels
+from ftbench.worker.data.images import Pixels
 from ftbench.worker.device import device
 from ftbench.worker.model import vision
 from ftbench.worker.model.random_weights import is_gpt_oss, materialise
@@ -21,106 +21,86 @@ from ftbench.worker.optimizations import weight_offload
 from ftbench.worker.optimizations.attention import CUDNN, VARLEN, register
 
 
-class UnreadModel(Protocol):
-    """In place of what from_pretrained is given: a configuration, and a model of it whose weights were never read."""
-
-    config: Any
-
-    def load(self, arguments: dict[str, Any]) -> Any: ...
-    def tokenizer(self) -> Any: ...
-    def processor(self) -> Any: ...
-
-
-Source = str | UnreadModel
-
-
 def source_of(model: Model, method: Any = None, drawn: bool = False) -> str:
-    """Return what from_pretrained is given: a directory, or an id on the hub. A method that keeps experts in MXFP4
-    makes random weights in memory: of gpt-oss-120b they would be 61 GiB of files; so do ranks that shard them as they
-    are `drawn`. unsloth finds files as published."""
+    """Return the argument of from_pretrained: a directory or a hub id. Random weights are written first.
+
+    Random weights are created in memory instead for methods with MXFP4 experts (61 GiB for gpt-oss-120b), and for ranks
+    that shard them while they are `drawn`. unsloth always gets files in the published format.
+    """
     if model.weights == "random":
-        kept = method is not None and method.mxfp4
-        layout = "mxfp4" if is_gpt_oss(model) and (kept or getattr(method, "name", "") == "unsloth") else None
-        return str(materialise(model, layout, weights=not kept and not drawn))
+        mxfp4 = method is not None and method.mxfp4
+        layout = "mxfp4" if is_gpt_oss(model) and (mxfp4 or getattr(method, "name", "") == "unsloth") else None
+        return str(materialise(model, layout, weights=not mxfp4 and not drawn))
     return model.path or model.id
 
 
 def are_drawn(spec: Experiment) -> bool:
-    """Return whether the ranks of a run draw random weights while they shard them, and nobody reads them."""
+    """Return whether ranks draw random weights while they shard the model, without files."""
     strategy: Any = parallel.load(spec.launch.strategy) if spec.launch.ranks > 1 else None
     return spec.model.weights == "random" and hasattr(strategy, "reads") and not strategy.reads(spec)
 
 
-def load_config(model: Model, source: Source) -> Any:
-    """Return the model's configuration. Raises MissingError where it cannot be reached."""
-    if not isinstance(source, str):
-        return source.config
+def load_config(model: Model, source: str) -> Any:
+    """Return the model's configuration. Raise MissingError if it cannot be loaded."""
     return reach_description(model, lambda: AutoConfig.from_pretrained(source, **hub_arguments(model)))
 
 
-def load_tokenizer(model: Model, source: Source) -> Any:
+def load_tokenizer(model: Model, source: str) -> Any:
     """Return the model's tokenizer, with a padding token."""
-    if not isinstance(source, str):
-        return source.tokenizer()
     tokenizer = reach_description(model, lambda: AutoTokenizer.from_pretrained(source, **hub_arguments(model)))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load_pixels(spec: Experiment, source: Source, config: Any, tokenizer: Any) -> Pixels | None:
-    """Return what processes a model's images; None for one that reads none. The chat template may be kept with the
-    processor alone: then it is given to the tokenizer."""
+def load_pixels(spec: Experiment, source: str, config: Any, tokenizer: Any) -> Pixels | None:
+    """Return the image processor of a vision model, otherwise None. The tokenizer gets a missing chat template."""
     model, longest = spec.model, int(spec.optimizations.image_size)
     if not vision.reads_images(config):
         return None
     kind = vision.processor_class(config.model_type)
-    processor = reach_description(
-        model,
-        lambda: kind.from_pretrained(source, **hub_arguments(model)) if isinstance(source, str) else source.processor(),
-    )
-    if not tokenizer.chat_template and isinstance(source, str):
+    processor = reach_description(model, lambda: kind.from_pretrained(source, **hub_arguments(model)))
+    if not tokenizer.chat_template:
         described = reach_description(model, lambda: ProcessorMixin.get_processor_dict(source, **hub_arguments(model)))
         tokenizer.chat_template = described[0].get("chat_template")
     if longest and hasattr(processor, "image_grid_pinpoints"):
         processor.image_grid_pinpoints = vision.limited_pinpoints(config, longest)
-    cache = cache_dir() / "images" if spec.optimizations.image_cache and isinstance(source, str) else None
+    cache = cache_dir() / "images" if spec.optimizations.image_cache else None
     return Pixels(vision.shape_of(config, processor), config.image_token_id, processor, longest, cache)
 
 
-def load_model(spec: Experiment, source: Source, quantization_config: Any = None) -> Any:
+def load_model(spec: Experiment, source: str, quantization_config: Any = None) -> Any:
     """Load the weights on the device, in the spec's dtype and with its attention implementation."""
     quantised = _quantised(spec, source) or quantization_config
     return read(spec, source, **({} if quantised is None else {"quantization_config": quantised}))
 
 
-def read(spec: Experiment, source: Source, **more: Any) -> Any:
-    """Call from_pretrained with what the spec says, and `more`: onto the device, or into the host's memory what no
-    device will hold as a whole, or what is to wait there."""
+def read(spec: Experiment, source: str, **more: Any) -> Any:
+    """Call from_pretrained with the spec's arguments and `more`. Sharded or offloaded weights stay in host memory."""
     arguments = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model), **attention_of(spec), **more}
-    waits = spec.optimizations.weight_offload
+    offload = spec.optimizations.weight_offload
     if device().type == "cuda" and not spec.launch.sharded:
-        arguments["device_map"] = {"": torch.device("cpu") if waits else device()}
+        arguments["device_map"] = {"": torch.device("cpu") if offload else device()}
     strategy: Any = parallel.load(spec.launch.strategy) if spec.launch.ranks > 1 else None
     if hasattr(strategy, "loading"):
         arguments |= strategy.loading(spec, load_config(spec.model, source))
     config = more.get("config") or load_config(spec.model, source)
-    if vision.reads_images(config) and "attn_implementation" in arguments:  # the encoder's attention is not causal
+    if vision.reads_images(config) and "attn_implementation" in arguments:  # the encoder keeps its default
         arguments["attn_implementation"] = {"text_config": arguments["attn_implementation"]}
-    if not isinstance(source, str):
-        return reach(spec.model, lambda: source.load(arguments))
     kind = vision.auto_class(config)
     if hasattr(strategy, "reads") and not strategy.reads(spec):
         return reach(spec.model, lambda: skeleton(kind, config, spec))
-    with weight_offload.quantised_on(device()) if waits and spec.method.quantised else nullcontext():
+    with weight_offload.quantised_on(device()) if offload and spec.method.quantised else nullcontext():
         model = reach(spec.model, lambda: kind.from_pretrained(source, **arguments))
-    return weight_offload.keep_on_host(model, spec, device()) if waits else model
+    return weight_offload.keep_on_host(model, spec, device()) if offload else model
 
 
 def skeleton(kind: Any, config: Any, spec: Experiment) -> Any:
-    """Return a model whose weights nobody has read, and which get their values as it is sharded: no more than its
-    buffers is in memory, the host gives a page once somebody writes to it. What is trained beside 16-bit products is
-    in 32 bits, as accelerate would make it."""
+    """Return a model without values, which it gets while it is sharded.
+
+    Only its buffers take memory, because the host allocates a page when it is written first. Weights that mixed
+    precision trains are in float32, as accelerate would convert them.
+    """
     full = spec.method.name == "full" and spec.train.precision != "fp32"
     dtype = torch.float32 if full else getattr(torch, spec.model.dtype)
     with torch.device("meta"):
@@ -129,21 +109,20 @@ def skeleton(kind: Any, config: Any, spec: Experiment) -> Any:
     model.tie_weights()
     for part in (*model.parameters(), *model.modules()):
         part._is_hf_initialized = isinstance(part, torch.nn.Parameter)
-    model.initialize_weights()  # of what is in no file
+    model.initialize_weights()  # buffers that are not in the files
     return model.eval()
 
 
 def attention_of(spec: Experiment) -> dict[str, str]:
-    """Return the attention implementation in transformers' words; nothing for its own choice."""
+    """Return the attention argument of from_pretrained. `auto` leaves it to transformers."""
     attention = spec.optimizations.attention
     if attention in (VARLEN, CUDNN):
         register()
     return {} if attention == "auto" else {"attn_implementation": attention}
 
 
-def _quantised(spec: Experiment, source: Source) -> Any:
-    """Return how to load weights that were published quantised (gpt-oss: MXFP4): in 16 bits, so that they can be
-    trained on. Raises SpecError for a method that would quantise them again."""
+def _quantised(spec: Experiment, source: str) -> Any:
+    """Return the config that loads published MXFP4 weights in 16 bits. Raise SpecError for quantising methods."""
     config = getattr(load_config(spec.model, source), "quantization_config", None)
     if config is None:
         return None
@@ -157,22 +136,21 @@ def _quantised(spec: Experiment, source: Source) -> Any:
 
 
 def hub_arguments(model: Model) -> dict[str, Any]:
-    """Return what from_pretrained is told about where a model comes from and what of it may run."""
+    """Return the arguments of from_pretrained about the source of a model and its remote code."""
     if model.path or model.weights == "random":
         return {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
     arguments = {"revision": model.revision or "main", "trust_remote_code": model.trust_remote_code}
-    # The pin holds for code that a model takes from another repository too: there it names no commit, and fails.
+    # The revision also pins code from another repository, which then fails because it lacks that commit.
     return arguments | ({"code_revision": model.revision} if model.trust_remote_code else {})
 
 
 def reach(model: Model, load: Any) -> Any:
-    """Turn the ways in which a model cannot be reached or used into a sentence. What else goes wrong goes on up:
-    running out of memory is a result, not a missing model."""
+    """Call `load` and turn errors about an unavailable or unusable model into error messages."""
     name = model.path or model.id
     try:
         return load()
     except ImportError as error:
-        raise MissingError(f"model {model.id} needs a package that is not here: {_line(error)}") from None
+        raise MissingError(f"model {model.id} needs a package that is not installed: {_line(error)}") from None
     except OSError as error:
         raise MissingError(
             f"model {name} cannot be loaded: {_line(error)} Check the name, give model.path, log in or go "
@@ -183,12 +161,12 @@ def reach(model: Model, load: Any) -> Any:
     except (SafetensorError, UnpicklingError, EOFError) as error:
         kind = type(error).__name__
         raise MissingError(
-            f"model {name}: its weights are damaged ({kind}): get them again, or set model.weights=random"
+            f"model {name}: its weights are damaged ({kind}): download them again, or set model.weights=random"
         ) from None
 
 
 def reach_description(model: Model, load: Any) -> Any:
-    """Call `load` as `reach` does, for files that describe a model: whatever a library says of these is their fault."""
+    """Call `load` like `reach`, for configuration, tokenizer and processor. Every error is attributed to the files."""
     try:
         return reach(model, load)
     except (FtbenchError, MemoryError):
@@ -196,7 +174,7 @@ def reach_description(model: Model, load: Any) -> Any:
     except Exception as error:  # noqa: BLE001 - parsers of broken files raise anything
         raise SpecError(
             f"model {model.path or model.id}: its configuration, tokenizer or processor cannot be used "
-            f"({type(error).__name__}: {_line(error)}): get the files again"
+            f"({type(error).__name__}: {_line(error)}): download the files again"
         ) from None
 
 

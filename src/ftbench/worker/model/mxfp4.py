@@ -1,13 +1,11 @@
-"""Experts of a mixture of experts in MXFP4, as gpt-oss is published: frozen, kept in 4 bits, written out in 16 bits one
-matrix at a time for as long as a product takes.
+"""Train gpt-oss with its experts in MXFP4, as published: frozen in 4 bits, dequantised one matrix at a time.
 
-transformers' own MXFP4 experts answer and do not train: their kernel has no backward pass. Here the backward pass
-writes the matrix out again, so that nothing in 16 bits is kept between the two, and no gradient of a frozen matrix is
-computed. Adapters of experts are two thin products beside the frozen one; peft's would add them up to a whole matrix
-and compute its gradient.
+The kernel of transformers' own MXFP4 experts has no backward pass. Here the backward pass dequantises the matrix again,
+so that no 16-bit copy stays in memory, and frozen matrices get no gradient. Adapters of experts are two low-rank
+products. peft would materialize the full update matrix and its gradient.
 
-The format (OCP Microscaling Formats 1.0): 32 values share one scale, a power of two (E8M0: 2^(byte - 127)); a value is
-four bits (E2M1), two of them in a byte, the lower half first.
+Format (OCP Microscaling Formats 1.0): 32 values share one scale, a power of two (E8M0: 2^(byte - 127)). A value has
+four bits (E2M1), with two values per byte, the lower half first.
 """
 
 import math
@@ -24,19 +22,27 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from ftbench.kernels.expert_products import ExpertAdapter, GroupedExperts, grouped
 
-SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1, each with either sign
+SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # absolute values of E2M1
 BLOCK = 32  # values that share a scale
 
 
 def scale_for(std: float) -> int:
-    """Return the byte of the power of two that brings the spread of codes drawn evenly nearest to `std`."""
+    """Return the scale byte for which uniformly drawn codes have the standard deviation nearest to `std`."""
     spread = math.sqrt(sum(size * size for size in SIZES) / len(SIZES))
     return 127 + round(math.log2(std / spread))
 
 
-def written_out(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the matrices that `blocks` (experts x out x in / 32 x 16, uint8) and `scales` (experts x out x in / 32,
-    uint8) stand for: experts x out x in, in `dtype`."""
+def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Dequantise expert matrices.
+
+    Args:
+        blocks: Codes, experts x out x in / 32 x 16, uint8.
+        scales: experts x out x in / 32, uint8.
+        dtype: Type of the result.
+
+    Returns:
+        Matrices of shape experts x out x in.
+    """
     rows, powers = blocks.view(-1, BLOCK // 2), scales.view(-1)
     decode = fused() if blocks.is_cuda else decoded
     for tensor in (rows, powers):
@@ -45,9 +51,11 @@ def written_out(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
 
 
 def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return rows of 32 values for rows of 16 bytes with a scale each. All is made from bits, so that it is exact: a
-    float32 has its sign in bit 31, its exponent (127 is 2^0) from bit 23 and its first digit after the point in bit
-    22. A scale of 0 (2^-127) becomes zero."""
+    """Return rows of 32 values for rows of 16 bytes and one scale each.
+
+    The values are assembled from bits and exact: float32 has the sign in bit 31, the exponent (127 is 2^0) from bit 23,
+    and the first fraction digit in bit 22. A scale of 0 (2^-127) becomes zero.
+    """
     places = 4 * torch.arange(2, dtype=torch.int32, device=blocks.device)
     codes = (blocks.to(torch.int32).unsqueeze(-1) >> places) & 15
     size = codes & 7  # two bits of exponent, one digit after the point
@@ -59,31 +67,30 @@ def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
 
 @cache
 def fused() -> Any:
-    """Return one kernel that reads half a byte a value and writes two: step by step it would move twenty times as
-    much."""
+    """Return `decoded` as one kernel, which moves a twentieth of the memory of the eager operations."""
     return torch.compile(decoded)
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """`grouped` with matrices in MXFP4. Keeps for the backward pass what is there anyway."""
+    """`grouped` with matrices in MXFP4. It saves only the codes and scales for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, ends: torch.Tensor) -> Any:
         ctx.save_for_backward(blocks, scales, ends)
-        return grouped(rows, written_out(blocks, scales, rows.dtype).transpose(-2, -1), ends)
+        return grouped(rows, dequantise(blocks, scales, rows.dtype).transpose(-2, -1), ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         blocks, scales, ends = ctx.saved_tensors
         (gradient,) = gradients
-        return grouped(gradient.contiguous(), written_out(blocks, scales, gradient.dtype), ends), None, None, None
+        return grouped(gradient.contiguous(), dequantise(blocks, scales, gradient.dtype), ends), None, None, None
 
 
 class Mxfp4Experts(GroupedExperts, nn.Module):
-    """Takes the place of transformers' GptOssExperts, with weights under the names of the published checkpoint."""
+    """Replaces transformers' GptOssExperts, with the weight names of the published checkpoint."""
 
     has_bias = True
-    is_transposed = True  # for peft: the matrix that `declared` tells of is experts x in x out
+    is_transposed = True  # for peft: the placeholders of `declared` are experts x in x out
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -94,31 +101,33 @@ class Mxfp4Experts(GroupedExperts, nn.Module):
         for name, (into, out) in self.shapes.items():
             groups = (self.num_experts, out, into // BLOCK)
             for suffix, shape in (("blocks", (*groups, BLOCK // 2)), ("scales", groups)):
-                held = nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
-                self.register_parameter(f"{name}_{suffix}", held)
+                codes = nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
+                self.register_parameter(f"{name}_{suffix}", codes)
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(self.num_experts, out)))
 
     _apply_gate = modeling_gpt_oss.GptOssExperts._apply_gate
 
     def frozen(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         blocks, scales = getattr(self, f"{name}_blocks"), getattr(self, f"{name}_scales")
-        if 2 * len(rows) <= self.num_experts:  # an answer grows by a token: only the experts it visits are written out
+        if 2 * len(rows) <= self.num_experts:  # generation: dequantise only the visited experts
             blocks, scales = blocks[experts], scales[experts]
             ends = torch.arange(1, len(rows) + 1, dtype=torch.int32, device=rows.device)
-        made: torch.Tensor = _FrozenProduct.apply(rows, blocks, scales, ends)
-        return made
+        product: torch.Tensor = _FrozenProduct.apply(rows, blocks, scales, ends)
+        return product
 
 
 @contextmanager
 def declared(model: Any) -> Iterator[None]:
-    """Make the experts seem to have their matrices for the length of a block, in which peft makes adapters: one
-    number each, seen as all of them. Afterwards their adapters are ours."""
+    """Give the experts placeholder matrices (one expanded scalar each) in a block, so that peft can add adapters.
+
+    Afterwards ftbench's `ExpertAdapter` replaces peft's wrappers.
+    """
     experts = [module for module in model.modules() if isinstance(module, Mxfp4Experts)]
     for module in experts:
         for name, (into, out) in module.shapes.items():
             zero = torch.zeros((), dtype=module.gate_up_proj_bias.dtype, device=module.gate_up_proj_bias.device)
-            seen = nn.Parameter(zero.expand(module.num_experts, into, out), requires_grad=False)
-            module.register_parameter(name, seen)
+            placeholder = nn.Parameter(zero.expand(module.num_experts, into, out), requires_grad=False)
+            module.register_parameter(name, placeholder)
     try:
         yield
     finally:
@@ -130,9 +139,8 @@ def declared(model: Any) -> Iterator[None]:
             module.__class__ = ExpertAdapter
 
 
-class _Instead:
-    """What transformers' model code finds under the name of its experts; it asks too whether a module is one, to
-    initialise weights, and ours are none."""
+class _Factory:
+    """Replaces the class GptOssExperts. The new experts are no instances, so transformers does not initialize them."""
 
     def __new__(cls, config: Any) -> Any:
         return Mxfp4Experts(config)
@@ -140,9 +148,9 @@ class _Instead:
 
 @contextmanager
 def as_experts() -> Iterator[None]:
-    """Build a gpt-oss model within with its experts in MXFP4, and weights that nobody has set yet."""
+    """Build gpt-oss models in a block with experts in MXFP4 and uninitialized weights."""
     theirs = modeling_gpt_oss.GptOssExperts
-    modeling_gpt_oss.GptOssExperts = _Instead
+    modeling_gpt_oss.GptOssExperts = _Factory
     try:
         with initialization.no_init_weights():
             yield
@@ -151,10 +159,10 @@ def as_experts() -> Iterator[None]:
 
 
 def problems(model: Any) -> list[str]:
-    """Return what of the experts is not in 4 bits, as sentences, empty when all are."""
+    """Return a problem if experts are not in 4 bits."""
     experts = [module for module in model.modules() if isinstance(module, Mxfp4Experts)]
     wide = [name for name, p in model.named_parameters()
             if ".experts." in name and "lora_" not in name and p.ndim > 2 and p.dtype != torch.uint8]  # fmt: skip
     if not experts:
-        return ["method qlora: no layer holds experts in MXFP4"]
-    return [f"method qlora: {wide[0]} is held in {len(wide)} matrices of 16 bits"] if wide else []
+        return ["method qlora: the model lacks MXFP4 experts"]
+    return [f"method qlora: {wide[0]} and {len(wide) - 1} other expert matrices are in 16 bits"] if wide else []

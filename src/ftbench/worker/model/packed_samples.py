@@ -1,8 +1,8 @@
-"""Rows that hold several samples, for models whose code does not see where one ends.
+"""Isolate the samples of a row in models whose code would let them attend to each other.
 
-transformers tells samples in a row apart by positions that start again, and makes its masks so; gpt-oss's code (5.17)
-makes its masks without the positions, and a sample would see those before it. Qwen2.5-VL's makes them with positions
-that stand beside those to rotate by, and takes others for the latter alone.
+transformers recognizes samples by positions that restart, and builds masks from them. gpt-oss (transformers 5.17)
+builds masks without positions, so a sample would see the previous ones. Qwen2.5-VL takes an extra row of positions for
+the masks, and treats three rows as those of the rotary embedding only.
 """
 
 from typing import Any
@@ -17,13 +17,16 @@ _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_slid
 
 
 def isolate_packed_samples(model: Any, name: str) -> None:
-    """Give a model that makes its masks without the positions masks that are made with them. Raises SpecError, with the
-    `name` of the optimization, for layers without masks: their state goes on from sample to sample."""
+    """Make gpt-oss and Qwen2.5-VL build their masks from positions, for the optimization `name`.
+
+    Raises:
+        SpecError: The model has linear attention, whose state continues from sample to sample.
+    """
     base = base_model(model)
     if "linear_attention" in (getattr(base.config.get_text_config(), "layer_types", None) or ()):
         raise SpecError(
             f"optimizations.{name}: {type(base).__name__} has layers of linear attention, in which a sample would see "
-            "those before it in its row: set it to off"
+            "the previous ones of its row: set it to off"
         )
     if base.config.get_text_config().model_type == GPT_OSS:
         decoder(model).register_forward_pre_hook(_with_masks, with_kwargs=True)
@@ -32,7 +35,7 @@ def isolate_packed_samples(model: Any, name: str) -> None:
 
 
 def _with_both_positions(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the positions of text both as the place in the sample and as time, row and column."""
+    """Expand text positions to the index in the sample plus time, row and column."""
     positions = kwargs.get("position_ids")
     if positions is None or positions.ndim != 2:
         return None
@@ -43,7 +46,7 @@ def _with_masks(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     positions = kwargs.get("position_ids")
     if positions is None or kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
         return None
-    shape = decoder.embed_tokens.weight.new_empty((*positions.shape, 1))  # masks ask it for shape, type and device
+    shape = decoder.embed_tokens.weight.new_empty((*positions.shape, 1))  # only its shape, dtype and device matter
     inputs = {"config": decoder.config, "inputs_embeds": shape, "attention_mask": None, "past_key_values": None}
     masks = {name: make(**inputs, position_ids=positions) for name, make in _MASKS.items()}
     return args, kwargs | {"attention_mask": masks}

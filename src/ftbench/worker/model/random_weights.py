@@ -1,7 +1,7 @@
-"""Models with random weights: made from a seed shard by shard, saved once, loaded like any other.
+"""Create models with random weights: drawn from a seed shard by shard, saved once and loaded like any other.
 
-Each tensor has a generator of its own, seeded by the model's seed and the tensor's name, so that shards can be made in
-parallel and the same spec gives the same weights on every machine.
+The generator of each tensor is seeded with the model's seed and the tensor's name. Shards can therefore be drawn in
+parallel, and the same spec gives the same weights on every machine.
 """
 
 import fcntl
@@ -29,10 +29,10 @@ from ftbench.store.machine import cache_dir, cache_error
 from ftbench.worker.model import mxfp4, vision
 from ftbench.worker.model.tokenizer import save_tokenizer
 
-FORMAT = 1  # part of the cache key: change it when the same spec would give other weights
+FORMAT = 1  # part of the cache key: increase it when the same spec gives other weights
 SHARD_BYTES = 4 * 10**9
 _IN_16_BITS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]  # as published
-_CHUNK = 64 * 2**20  # elements drawn by one generator: bounds memory and lets large tensors use several cores
+_CHUNK = 64 * 2**20  # elements per generator: bounds memory and lets large tensors use several cores
 
 
 def is_gpt_oss(model: Model) -> bool:
@@ -40,9 +40,11 @@ def is_gpt_oss(model: Model) -> bool:
 
 
 def materialise(model: Model, layout: str | None = None, weights: bool = True) -> Path:
-    """Return the directory with the random weights, made if it is not there yet; with `layout` mxfp4 the experts of
-    gpt-oss as they are published; without `weights` only what describes the model, for `fill`. Raises SpecError for
-    a shape that transformers does not know, MissingError where the cache takes none."""
+    """Return the directory with the random weights, which is created if needed.
+
+    With `layout="mxfp4"`, the experts of gpt-oss have the published format. Without `weights`, only configuration and
+    tokenizer are written, for `fill`. Raise MissingError if the cache cannot be written.
+    """
     config = configuration(model)
     special = [*([layout] if layout else []), *([] if weights else ["no weights"])]
     parts = [FORMAT, _shape(model), model.dtype, model.seed, *special]
@@ -62,7 +64,7 @@ def materialise(model: Model, layout: str | None = None, weights: bool = True) -
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process makes this model, which may then be there. A dead process holds no lock (flock)."""
+    """Wait until no other process creates this model. The kernel releases the lock of a dead process."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -70,7 +72,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path, config: Any, model: Model, layout: str | None, weights: bool) -> None:
-    """Write beside the folder and rename: what a killed process left is removed first, and never seen."""
+    """Write to a temporary folder and rename it. Remains of a killed process are deleted first."""
     unfinished = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -84,12 +86,12 @@ def _make(folder: Path, config: Any, model: Model, layout: str | None, weights: 
 
 
 def _shape(model: Model) -> dict[str, Any]:
-    """Return the configuration as plain data: of the table, or of the user's config.json."""
+    """Return the configuration as a dictionary, from the table or the user's config.json."""
     return read_config(Path(model.path)) if model.path else architectures()[model.id]
 
 
 def configuration(model: Model) -> Any:
-    """Return the shape as transformers' configuration. Raises SpecError for one that it does not know."""
+    """Return transformers' configuration. Raise SpecError if it does not support the shape."""
     shape = dict(_shape(model))
     for key in ("quantization_config", "torch_dtype", "dtype", "auto_map"):
         shape.pop(key, None)
@@ -114,22 +116,21 @@ def _describe(folder: Path, config: Any, model: Model, layout: str | None) -> No
 
 
 def fill(module: Any, seed: int, std: float) -> None:
-    """Draw every weight of a model that has none yet: the same as `materialise` would have written."""
-    held = module.state_dict()
+    """Draw every weight of an uninitialized model, with the same values as `materialise`."""
+    state = module.state_dict()
     with ThreadPoolExecutor(os.cpu_count()) as pool, torch.no_grad():
-        for names in _shards({name: each.nbytes for name, each in held.items()}):
-            for name, drawn in _draw(pool, {name: held[name] for name in names}, std, seed).items():
-                held[name].copy_(drawn)
+        for names in _shards({name: each.nbytes for name, each in state.items()}):
+            for name, drawn in _draw(pool, {name: state[name] for name in names}, std, seed).items():
+                state[name].copy_(drawn)
 
 
 def deviation(config: Any) -> float:
-    """Return the standard deviation of the weights of a new model."""
+    """Return the standard deviation of new weights."""
     return float(getattr(config.get_text_config(), "initializer_range", 0.02))
 
 
 class Drawn(Mapping[str, torch.Tensor]):
-    """The state of a model whose random weights are not there: each is drawn when it is asked for, some layers ahead,
-    and is what `materialise` would have written; adapters are as they are."""
+    """A model's state that draws the weights of `materialise` on access, some layers ahead. Adapters are unchanged."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], model: Model) -> None:
         config = configuration(model)
@@ -157,7 +158,7 @@ class Drawn(Mapping[str, torch.Tensor]):
 
 
 def _tensors(config: Any, model: Model, layout: str | None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors of a model, without memory, and the names of those that are others."""
+    """Return a model's tensors on the meta device, and its tied names."""
     with torch.device("meta"), mxfp4.as_experts() if layout else nullcontext():
         skeleton = vision.auto_class(config).from_config(config, dtype=getattr(torch, model.dtype))
     tied = dict(getattr(skeleton, "_tied_weights_keys", None) or {}) if config.tie_word_embeddings else {}
@@ -175,10 +176,10 @@ def _write(folder: Path, config: Any, model: Model, layout: str | None) -> None:
         written: Future[None] | None = None
         for number, names in enumerate(shards, start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            made = _draw(pool, {name: tensors[name] for name in names}, std, model.seed)
+            shard = _draw(pool, {name: tensors[name] for name in names}, std, model.seed)
             if written:
-                written.result()  # two shards in memory and no more
-            written = writer.submit(save_file, made, folder / file, {"format": "pt"})
+                written.result()  # at most two shards in memory
+            written = writer.submit(save_file, shard, folder / file, {"format": "pt"})
             index |= dict.fromkeys(names, file)
         if written:
             written.result()
@@ -191,7 +192,7 @@ def _check_space(folder: Path, needed: int) -> None:
     if needed * 1.02 > free:
         raise MissingError(
             f"{folder.parent}: the random weights take {needed / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free; "
-            "set FTBENCH_CACHE to a larger place"
+            "set FTBENCH_CACHE to a larger disk"
         )
 
 
@@ -208,13 +209,15 @@ def _shards(sizes: dict[str, int]) -> Iterator[list[str]]:
 
 
 def _draw(pool: ThreadPoolExecutor, like: dict[str, torch.Tensor], std: float, seed: int) -> dict[str, torch.Tensor]:
-    """Draw tensors with the names, shapes and types of `like` in the host's memory, drawn at the same time. Norms
-    are ones and biases zeros, as transformers initialises them; everything else is normal with `std`. In MXFP4 every
-    code is as likely as any other, and one scale for all brings the spread near `std`."""
-    made: dict[str, torch.Tensor] = {}
+    """Draw tensors with the names, shapes and types of `like` in host memory, in parallel.
+
+    Norms are ones and biases zeros, as transformers initializes them. Other weights are normal with `std`. MXFP4 codes
+    are uniform, with one common scale for which their deviation is near `std`.
+    """
+    tensors: dict[str, torch.Tensor] = {}
     pieces: list[tuple[str, torch.Tensor]] = []
     for name, each in like.items():
-        out = made[name] = torch.empty(each.shape, dtype=each.dtype)
+        out = tensors[name] = torch.empty(each.shape, dtype=each.dtype)
         if each.ndim == 1 and name.endswith(".weight"):
             out.fill_(1)
         elif name.endswith("bias"):
@@ -226,13 +229,13 @@ def _draw(pool: ThreadPoolExecutor, like: dict[str, torch.Tensor], std: float, s
             pieces += [(f"{seed}/{name}/{start}", out.view(-1)[start : start + _CHUNK]) for start in starts]
     for future in [pool.submit(_normal, name, piece, std) for name, piece in pieces]:
         future.result()
-    return made
+    return tensors
 
 
 def _normal(name: str, piece: torch.Tensor, std: float) -> None:
     seed = hashlib.sha256(name.encode()).digest()[:8]
     generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
     if piece.dtype == torch.uint8:
-        piece.view(torch.int64).random_(-(2**63), None, generator=generator)  # eight bytes in one draw
+        piece.view(torch.int64).random_(-(2**63), None, generator=generator)  # eight bytes per draw
     else:
         piece.copy_(torch.empty(piece.shape, dtype=torch.float32).normal_(0, std, generator=generator))

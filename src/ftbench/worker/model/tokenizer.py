@@ -1,4 +1,4 @@
-"""A tokenizer for models with random weights: trained on the shipped sample in a second, nothing downloaded."""
+"""A tokenizer for models with random weights, trained on the shipped sample in a second without a download."""
 
 import json
 from functools import cache
@@ -22,15 +22,17 @@ _PARTS = (
 
 
 def save_tokenizer(folder: Path, vocab_size: int, reads_images: bool = False) -> Any:
-    """Save the tokenizer beside a model of `vocab_size` in `folder`, and return it."""
+    """Save a tokenizer for a model of `vocab_size` in `folder`, and return it."""
     tokenizer = build_tokenizer(vocab_size, reads_images)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
 def build_tokenizer(vocab_size: int, reads_images: bool = False) -> Any:
-    """Train a byte-level BPE on the sample data set. The same text gives the same tokenizer; ids stay below
-    `vocab_size`. One that `reads_images` knows a token for them."""
+    """Train a byte-level BPE on the sample data set, with ids below `vocab_size`. The result is deterministic.
+
+    With `reads_images` it has an image token.
+    """
     from transformers import PreTrainedTokenizerFast
 
     template = CHAT_TEMPLATE.replace("{{ message['content'] }}", _PARTS) if reads_images else CHAT_TEMPLATE

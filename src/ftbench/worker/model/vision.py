@@ -1,4 +1,4 @@
-"""What a model that reads images has beside its language model: its class, its token for an image, its processor."""
+"""The class, image token and image processor of vision models."""
 
 import importlib
 import importlib.util
@@ -16,7 +16,7 @@ from ftbench.families import vision as families
 from ftbench.families.vision import PIXELS, TRAINED, VisionShape
 from ftbench.worker.model.tokenizer import IMAGE
 
-# The module and class that process a family's images: with Pillow alone, or faster where torchvision is.
+# Module and class of a family's image processor. It uses Pillow, or the faster torchvision if installed.
 _PROCESSORS = {
     "llava_next": ("llava_next", "LlavaNextImageProcessor"),
     "qwen2_5_vl": ("qwen2_vl", "Qwen2VLImageProcessor"),
@@ -25,17 +25,17 @@ _PROCESSORS = {
 
 
 def reads_images(config: Any) -> bool:
-    """Return whether a model of this configuration is trained on images here."""
+    """Return whether ftbench trains models of this configuration on images."""
     return config.model_type in TRAINED
 
 
 def auto_class(config: Any) -> Any:
-    """Return the class whose from_pretrained and from_config make a model of this configuration."""
+    """Return the auto class for this configuration."""
     return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
 
 
 def architecture(config: Any) -> str:
-    """Return the name of the model's class, as a config.json has it."""
+    """Return the model's class name for config.json."""
     images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     names = images if reads_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return str(names[config.model_type])
@@ -50,7 +50,7 @@ def processor_class(model_type: str) -> Any:
 
 
 def shape_of(config: Any, processor: Any) -> VisionShape:
-    """Return the parts of a configuration that read images, with the sizes that its processor scales them to."""
+    """Return the shape of the vision encoder, with the image sizes of the processor."""
     shape = families.describe(config.model_type, config.to_dict())
     if shape.tile:
         return replace(shape, pinpoints=tuple((high, wide) for high, wide in processor.image_grid_pinpoints))
@@ -58,20 +58,19 @@ def shape_of(config: Any, processor: Any) -> VisionShape:
 
 
 def limited_pinpoints(config: Any, longest: int) -> list[list[int]]:
-    """Return the sizes that images are cut into tiles at which have no longer side; if none, that of one tile."""
+    """Return the tile grids (height, width) up to the longest side, or a single tile."""
     tile = config.vision_config.image_size
     return [list(size) for size in config.image_grid_pinpoints if max(size) <= longest] or [[tile, tile]]
 
 
 def describe(folder: Path, config: Any, tokenizer: Any) -> None:
-    """Write the processor of a model with random weights, and set the token of its tokenizer that stands for an
-    image."""
+    """Write the processor of a model with random weights, and set its image token."""
     config.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE)
     processor_of(config).save_pretrained(folder)
 
 
 def processor_of(config: Any) -> Any:
-    """Return the image processor of a configuration, as it is published with models of its family."""
+    """Return the image processor of a configuration, with the published defaults of its family."""
     vision = config.vision_config
     if config.model_type in PIXELS:
         fewest, most = PIXELS[config.model_type]

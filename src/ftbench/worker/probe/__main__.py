@@ -17,8 +17,8 @@ from ftbench.errors import MissingError
 from ftbench.store import machine
 from ftbench.store.rundir import write_json
 from ftbench.worker import gpu_lock
-from ftbench.worker.child import end
 from ftbench.worker.measure.sampler import Sampler
+from ftbench.worker.outcome import exit_now
 from ftbench.worker.probe.timing import SAMPLE_S, Budget, during
 
 IDLE_S = 1.2  # NVML averages the power over one second
@@ -166,4 +166,4 @@ def _idle(sampler: Sampler | None) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
-    end(main(Path(sys.argv[1]), float(sys.argv[2])))
+    exit_now(main(Path(sys.argv[1]), float(sys.argv[2])))

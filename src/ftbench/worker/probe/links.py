@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from ftbench.store.rundir import read_json, write_json
-from ftbench.worker.child import end
 from ftbench.worker.measure.meters import CudaClock, meters
+from ftbench.worker.outcome import exit_now
 from ftbench.worker.probe.timing import Budget, batch_size, faster_half, first_call, timed_batch
 
 MINIMUM_S = 8.0  # enough to import torch, connect and measure on a healthy machine
@@ -167,4 +167,4 @@ def _pairs(world: int) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     rank_main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
-    end(0)  # also ends NCCL's threads
+    exit_now(0)  # also ends NCCL's threads

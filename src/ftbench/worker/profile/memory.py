@@ -13,8 +13,8 @@ from ftbench.core.phases import OPTIMIZER, PREFIX
 from ftbench.core.units import GIB
 from ftbench.store.rundir import MEMORY, OOM_MEMORY, write_json
 from ftbench.worker.measure.applied import innermost
-from ftbench.worker.measure.outcome import of_exception
 from ftbench.worker.model.parts import kept_tensors
+from ftbench.worker.outcome import of_exception
 from ftbench.worker.profile.ranges import Ranges
 
 SCHEMA = 1

@@ -1,5 +1,8 @@
-"""trl's GRPOTrainer on the prompts of a spec, without an engine for rollouts: the model that is trained answers them by
-transformers' `generate`, once in each step, and generation is recorded as a part of its own."""
+"""trl's GRPOTrainer on the prompts of a spec.
+
+The trained model generates the completions itself with transformers' `generate`, once per step. Generation is timed as
+a separate part of the step.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,35 +19,35 @@ from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.measure.batch_count import COUNT, BatchCount
 from ftbench.worker.model.parts import base_model
 from ftbench.worker.model.vision import reads_images
-from ftbench.worker.trainer import Loop, dataset, recipe
+from ftbench.worker.trainer import Loop, dataset, training_arguments
 
-NORMALISATION = {  # of trl's losses: by what the sum of the tokens' is divided
+NORMALISATION = {  # divisor of the summed token losses, by trl's loss type
     "dapo": "label tokens of the step", "dr_grpo": "completions x max_completion_length",
     "bnpo": "label tokens of a micro-batch", "grpo": "tokens of each completion",
 }  # fmt: skip
 
 
-class PolicyTrainer(Loop, GRPOTrainer):
-    """Trains as trl does, on prompts that are tokenised already."""
+class GrpoTrainer(Loop, GRPOTrainer):
+    """GRPOTrainer on tokenized prompts."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.forget_copy()
         self.data_collator = _collated
-        self.columns: list[dict[str, Any]] = []  # of each prompt's row
+        self.columns: list[dict[str, Any]] = []  # by prompt
         self._completions = BatchCount()
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
         return [ids.tolist() for ids in prompts], None, {}
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """Answer the prompts, in a part of the step of its own."""
+        """Generate completions, timed as a separate part of the step."""
         self.recorder.mark_part(None, "generation")
-        made = super()._generate(prompts)
+        result = super()._generate(prompts)
         self.recorder.mark_part("generation_s", "scoring")
-        self._completions = _count(*made[:2])
+        self._completions = _count(*result[:2])
         self._completions.generation["generation_peak_gb"] = self.recorder.memory.peak_gb()
-        return made
+        return result
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         scored: dict[str, Any] = super()._generate_and_score_completions(inputs)
@@ -53,14 +56,13 @@ class PolicyTrainer(Loop, GRPOTrainer):
         return scored
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> Any:
-        """Judge completions, by functions that are given texts, and the columns of the prompts' rows."""
+        """Compute rewards with functions that get texts and the columns of the prompts' rows."""
         texts = self.processing_class.batch_decode([ids.tolist() for ids in prompts], skip_special_tokens=True)
         rows = [self.columns[int(each["number"])] for each in inputs]
         return super()._calculate_rewards(rows, texts, completions, completion_ids)
 
     def _prepare_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a micro-batch of completions. The host knows the lengths of all of a step together, as they were
-        before trl shuffled them, so the first micro-batch counts them all."""
+        """Return a micro-batch of completions. The first one counts all of the step, before trl shuffles them."""
         inputs: dict[str, Any] = super()._prepare_inputs(batch["prompts"])
         if self._step % self.args.steps_per_generation == 0:
             batch[COUNT].add(self._completions)
@@ -72,7 +74,7 @@ class PolicyTrainer(Loop, GRPOTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def verify(self, spec: Experiment) -> list[str]:
-        """Return what of generation and reference is not as the spec says, read from the live objects."""
+        """Return the settings of generation and reference that the live objects do not have."""
         wanted: Any = spec.objective
         live = {name: getattr(self, name) for name in ("beta", "num_generations", "loss_type")}
         live |= {"max_completion_length": self.generation_config.max_new_tokens,
@@ -82,9 +84,9 @@ class PolicyTrainer(Loop, GRPOTrainer):
             for name, value in live.items() if getattr(wanted, name) != value
         ]  # fmt: skip
         if wanted.fixed_length and self.generation_config.min_new_tokens != wanted.max_completion_length:
-            problems.append("objective.fixed_length is on and completions may end before")
+            problems.append("objective.fixed_length is on and completions may end earlier")
         if self.has_copy() or self.ref_model is not None:
-            problems.append("objective grpo: the reference is no weights under the adapters")
+            problems.append("objective grpo: the reference is not the base weights under the adapters")
         return problems
 
     def facts(self) -> dict[str, Any]:
@@ -102,12 +104,12 @@ class PolicyTrainer(Loop, GRPOTrainer):
 
 
 def _collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the prompts of a generation, and an empty count, which is filled once they are answered."""
+    """Return the prompts of a step and an empty count, which `_prepare_inputs` fills after generation."""
     return {"prompts": [{"prompt": row["input_ids"], "number": row["number"]} for row in rows], COUNT: BatchCount()}
 
 
 def _count(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> BatchCount:
-    """Count completions with their prompts: each prompt padded to the longest of them, and so each completion."""
+    """Count completions with their prompts. trl pads prompts and completions to the longest of each."""
     both = list(zip(prompts, completions, strict=True))
     generated = sum(map(len, completions))
     return BatchCount(
@@ -119,25 +121,25 @@ def _count(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]
     )  # fmt: skip
 
 
-def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared) -> PolicyTrainer:
-    """Return the trainer with the spec's recipe; prompts come in the order in which they were prepared. Raises
-    SpecError where they are too few for a step, and for a model that reads images."""
+def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared) -> GrpoTrainer:
+    """Return the trainer for the spec. It keeps the order of the prompts."""
     objective: Any = spec.objective
     needed = spec.global_batch // objective.group
     if reads_images(base_model(model).config):
-        raise SpecError(f"objective grpo is given text alone, and {spec.model.id} reads images: take another model")
+        raise SpecError(f"objective grpo supports text models only, and {spec.model.id} is a vision model")
     if len(data.train) < needed:
         raise SpecError(
-            f"dataset: {some(len(data.train), 'prompt')}, and a step answers {needed}: lower train.batch_size"
+            f"dataset: {some(len(data.train), 'prompt')}, and a step needs {needed}: lower train.batch_size"
         )
     if left := len(data.train) % needed:
-        data.warnings.append(f"{some(left, 'prompt')} at the end not trained on: too few for a step of {needed}")
-    said = {name: value for name, value in recipe(spec, run, model).items() if name in GRPOConfig.__dataclass_fields__}
-    loop = PolicyTrainer(
+        data.warnings.append(f"{some(left, 'prompt')} at the end unused: a step needs {needed}")
+    known = GRPOConfig.__dataclass_fields__
+    options = {name: value for name, value in training_arguments(spec, run, model).items() if name in known}
+    loop = GrpoTrainer(
         model=model,
         reward_funcs=[rewards.load(each) for each in objective.reward or ()] or rewards.even_tokens,
         args=GRPOConfig(
-            **said,
+            **options,
             **{name: getattr(objective, name) for name in (
                 "num_generations", "max_completion_length", "temperature", "beta", "loss_type")},
             generation_kwargs={"min_new_tokens": objective.max_completion_length} if objective.fixed_length else None,

@@ -1,5 +1,7 @@
-"""trl's DPOTrainer on the pairs of a spec, and its reference: computed once before training, the weights under the
-adapters, or a second model."""
+"""trl's DPOTrainer on the preference pairs of a spec.
+
+The reference is computed once before training, or is the base weights under the adapters, or a second model.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -14,13 +16,13 @@ from ftbench.worker.data.collate import Collator, samples_of
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.batch_count import COUNT
-from ftbench.worker.trainer import Loop, dataset, recipe
+from ftbench.worker.trainer import Loop, dataset, training_arguments
 
-REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # columns of a data set whose reference was computed
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # columns of a data set with a precomputed reference
 
 
-class PairTrainer(Loop, DPOTrainer):
-    """Trains as trl does, on pairs that are tokenised already. `within` enters a phase of the run."""
+class DpoTrainer(Loop, DPOTrainer):
+    """DPOTrainer on tokenized pairs. `within` enters a phase of the run."""
 
     def __init__(self, within: Callable[[str], AbstractContextManager[None]], **options: Any) -> None:
         self._within = within
@@ -32,18 +34,17 @@ class PairTrainer(Loop, DPOTrainer):
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         self.forget_copy()
-        self.model.train()  # as in a step: bitsandbytes rewrites weights for a CPU that only infers
+        self.model.train()  # on a CPU bitsandbytes repacks weights for inference in eval mode
         with self._within("reference"):
             return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Compute the reference in the precision that is trained in: the model is not wrapped for it before
-        training."""
+        """Compute the reference in the training precision. Before training the model is not wrapped for autocast."""
         with self.accelerator.autocast():
             return super().compute_ref_log_probs(model, {key: inputs[key] for key in inputs if key != COUNT})
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute trl's loss with its metrics, and add what they say of the batch to its counts."""
+        """Compute trl's loss, and add its reward metrics to the batch's counts."""
         count = inputs.pop(COUNT)
         self.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
         result = super().compute_loss(model, inputs, *args, **kwargs)
@@ -52,19 +53,20 @@ class PairTrainer(Loop, DPOTrainer):
         return result
 
     def verify(self, spec: Experiment) -> list[str]:
-        """Return what of the reference is not as the spec says, read from the live objects."""
+        """Return the settings of the reference that the live objects do not have."""
         wanted: Any = spec.objective
         problems = []
         if self.beta != wanted.beta:
             problems.append(f"objective.beta is {wanted.beta} and the trainer's is {self.beta}")
         computed = set(REFERENCE) <= set(self.train_dataset.column_names)
         if computed != wanted.precompute_ref_log_probs:
-            said = "on" if wanted.precompute_ref_log_probs else "off"
-            problems.append(f"objective.precompute_ref_log_probs is {said} and the data say otherwise")
+            setting = "on" if wanted.precompute_ref_log_probs else "off"
+            verb = "have" if computed else "lack"
+            problems.append(f"objective.precompute_ref_log_probs is {setting} and the data {verb} its columns")
         if (self.ref_model is not None) != spec.second_model:
-            problems.append(f"objective dpo: the reference is {'no' if spec.second_model else 'a'} second model")
+            problems.append(f"objective dpo: the reference is {'not a' if spec.second_model else 'a'} second model")
         if self.has_copy():
-            problems.append("objective dpo: the reference is a copy of the adapters, and not the weights under them")
+            problems.append("objective dpo: the reference is a copy of the adapters, not the base weights")
         return problems
 
     def facts(self) -> dict[str, Any]:
@@ -75,7 +77,7 @@ class PairTrainer(Loop, DPOTrainer):
 
 
 class PairCollator(Collator):
-    """Pads pairs as trl's collator does: first what is chosen, then what is rejected."""
+    """Pads pairs as trl's collator does: all chosen sequences, then all rejected ones."""
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         pairs = [samples_of(row) for row in rows]
@@ -93,16 +95,15 @@ class PairCollator(Collator):
 def build(
     spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared, reference: Any,
     within: Callable[[str], AbstractContextManager[None]],
-) -> PairTrainer:  # fmt: skip
-    """Return the trainer with the spec's recipe; pairs come in the order in which they were prepared. `reference` is
-    the second model, where there is one."""
+) -> DpoTrainer:  # fmt: skip
+    """Return the trainer for the spec. It keeps the order of the pairs. `reference` is the optional second model."""
     objective: Any = spec.objective
-    said = recipe(spec, run, model) | {"disable_dropout": True, "beta": objective.beta}
-    loop = PairTrainer(
+    options = training_arguments(spec, run, model) | {"disable_dropout": True, "beta": objective.beta}
+    loop = DpoTrainer(
         within,
         model=model,
         ref_model=reference,
-        args=DPOConfig(**said, precompute_ref_log_probs=objective.precompute_ref_log_probs),
+        args=DPOConfig(**options, precompute_ref_log_probs=objective.precompute_ref_log_probs),
         processing_class=tokenizer,
         train_dataset=dataset(data.train, []),
         eval_dataset=dataset(data.evaluation, []) if data.evaluation else None,

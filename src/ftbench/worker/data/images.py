@@ -1,0 +1,240 @@
+"""Read the images of samples and convert them to the model's pixel inputs with its family's processor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ftbench.core.data_files import image_problem, orientation
+from ftbench.core.data_formats import BadRow
+from ftbench.families.vision import ImageSize, VisionShape
+from ftbench.spec.batches import picture_sizes
+from ftbench.spec.datasets import Dataset
+from ftbench.store.machine import cache_error
+from ftbench.store.rundir import open_plain_file
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_BYTES = 256 * 2**20  # of an image file
+_BLOCKS = 8  # a generated picture has this many colors per side, interpolated
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image of `width` x `height` pixels that is decoded on demand. `key` identifies its content."""
+
+    width: int
+    height: int
+    source: Path | bytes | int  # a path, the bytes of a file, or the seed of a generated picture
+    key: str
+
+    def open(self) -> Image:
+        """Decode the image as upright RGB. Raise BadRow if the file changed since it was read first."""
+        if isinstance(self.source, int):
+            from PIL.Image import fromarray  # Pillow is only needed for images
+
+            blocks = np.random.default_rng(self.source).integers(0, 256, (_BLOCKS, _BLOCKS, 3), dtype=np.uint8)
+            return fromarray(blocks).resize((self.width, self.height))
+        try:
+            return _decode(self.source.read_bytes() if isinstance(self.source, Path) else self.source)
+        except Exception as error:  # noqa: BLE001 - as in `read`
+            raise BadRow(f"image {self.source!s:.200} cannot be read any more ({image_problem(error)})") from None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleImages:
+    """The pictures of one sample, the number of tokens of each, and the id of the image token."""
+
+    token: int
+    pictures: tuple[Picture, ...]
+    counts: tuple[int, ...]
+
+
+def read(reference: Any, folder: Path | None) -> Picture:
+    """Return the image at a path (relative to `folder`), in bytes, or in a dictionary with either (of `datasets`).
+
+    Raises:
+        BadRow: The image cannot be read.
+    """
+    source: Any = reference
+    if isinstance(reference, dict):
+        source = reference.get("bytes") or reference.get("path")
+    if source in ("", b"") or (source is None and reference):
+        raise BadRow("an image is empty: it has neither a path nor bytes")
+    if isinstance(source, str):
+        if "://" in source or source.startswith("data:"):
+            raise BadRow(f"image {source[:60]!r} is a URL: download it and use its path")
+        source = (folder or Path()) / source
+    if not isinstance(source, (Path, bytes)):
+        raise BadRow(f"an image must be a path or bytes, not {type(source).__name__}")
+    name = f"image {source}" if isinstance(source, Path) else "an image"
+    data = _read_file(source, name) if isinstance(source, Path) else source
+    try:
+        image = _decode(data)
+    except Exception as error:  # noqa: BLE001 - decoders of broken files raise anything
+        raise BadRow(f"{name} cannot be decoded ({image_problem(error)})") from None
+    return Picture(*image.size, source, hashlib.sha256(data).hexdigest())
+
+
+def _read_file(path: Path, name: str) -> bytes:
+    try:
+        with open_plain_file(path, MAX_BYTES) as file:
+            return file.read()
+    except OSError as error:
+        raise BadRow(f"{name} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise BadRow(f"{name} {error}") from None
+
+
+def _decode(data: bytes) -> Image:
+    from PIL import Image, ImageOps
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        image: Image.Image = Image.open(BytesIO(data))
+        if image.format == "EPS":  # Pillow would execute it with Ghostscript
+            raise ValueError("EPS files are not supported")
+        if image.mode in ("I", "F"):
+            raise ValueError("its values have 32 bits and an unknown range: convert it to 8 or 16 bits")
+        if orientation(image) > 1:
+            image = ImageOps.exif_transpose(image)
+        if image.mode.startswith("I;16"):  # Pillow would clip each value at 255
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        return image.convert("RGB")
+
+
+def generate(dataset: Dataset, count: int) -> list[Picture]:
+    """Return generated pictures for `count` samples, with the sizes of the spec. A seed gives the same pictures."""
+    number = count * dataset.images_per_sample
+    sizes, seeds = picture_sizes(dataset, number), range(dataset.seed * 2**32, dataset.seed * 2**32 + number)
+    return [Picture(*size, seed, f"made {seed} {size}") for seed, size in zip(seeds, sizes, strict=True)]
+
+
+class Pixels:
+    """Processes the images of one model."""
+
+    def __init__(
+        self, shape: VisionShape, token: int, processor: Any, longest: int = 0, cache: Path | None = None
+    ) -> None:
+        """Process images with a family's `processor` for an encoder of `shape`. `token` is the id of the image token.
+
+        Images are scaled down to the `longest` side in pixels (0: not scaled), and stored in the folder `cache`.
+        """
+        self.shape, self.token = shape, token
+        self._processor, self._longest, self._cache = processor, longest, cache
+        described = json.dumps([type(processor).__name__, longest, processor.to_dict()], sort_keys=True, default=str)
+        self._settings = hashlib.sha256(described.encode()).hexdigest()
+
+    def side(self, picture: Picture) -> tuple[int, int]:
+        """Return height and width after scaling."""
+        scale = min(1.0, (self._longest or math.inf) / max(picture.height, picture.width))
+        return max(1, round(picture.height * scale)), max(1, round(picture.width * scale))
+
+    def size(self, picture: Picture) -> ImageSize:
+        """Return the tiles, patches and tokens of a picture. Raise BadRow if its shape is not supported."""
+        try:
+            return self.shape.size(*self.side(picture))
+        except ValueError as error:
+            raise BadRow(f"an image cannot be used: {error}") from None
+
+    def of_sample(self, pictures: Sequence[Picture]) -> SampleImages:
+        """Return the pictures of a sample with their token counts."""
+        return SampleImages(self.token, tuple(pictures), tuple(self.size(each).tokens for each in pictures))
+
+    def process(self, picture: Picture) -> np.ndarray:
+        """Return the pixels of one picture: tiles x 3 x height x width, or patches x values."""
+        height, width = self.side(picture)
+        image = picture.open()
+        if image.size != (width, height):
+            image = image.resize((width, height))
+        pixels = np.asarray(self._processor(images=[image])["pixel_values"], dtype=np.float32)
+        return pixels[0] if self.shape.tile else pixels
+
+    def fill_cache(self, pictures: Sequence[Picture]) -> None:
+        """Process the pictures that are not in the cache. Raise MissingError if the cache cannot be written."""
+        if self._cache is None:
+            return
+        try:
+            self._cache.mkdir(parents=True, exist_ok=True)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(self._write, pictures))
+        except OSError as error:
+            raise cache_error(self._cache, error) from None
+
+    def _write(self, picture: Picture) -> None:
+        path = self._path(picture)
+        if not path.exists():
+            with NamedTemporaryFile(dir=path.parent, suffix=".partial") as file:
+                np.save(file, self.process(picture))
+                file.flush()
+                with suppress(FileExistsError):  # another process was faster
+                    os.link(file.name, path)
+
+    def _path(self, picture: Picture) -> Path:
+        assert self._cache is not None
+        return self._cache / f"{hashlib.sha256(f'{self._settings} {picture.key}'.encode()).hexdigest()}.npy"
+
+    def _pixels(self, picture: Picture) -> np.ndarray:
+        if self._cache is None:
+            return self.process(picture)
+        return np.load(self._path(picture), mmap_mode="r")
+
+    def batch(self, pictures: Sequence[Picture], rows: Mapping[str, np.ndarray], tiles: int = 0) -> dict[str, Any]:
+        """Return the image inputs for a batch of token `rows`, padded to at least `tiles` tiles per image.
+
+        Rows that concatenate samples also get new `position_ids`.
+        """
+        batch = self._inputs(pictures, rows["input_ids"], tiles)
+        if "position_ids" in rows and not self.shape.tile:
+            batch["position_ids"] = self._positions(pictures, rows)
+        return batch
+
+    def _inputs(self, pictures: Sequence[Picture], input_ids: np.ndarray, tiles: int) -> dict[str, Any]:
+        arrays = [self._pixels(picture) for picture in pictures]
+        if self.shape.tile:
+            pixels = np.zeros((len(arrays), max(tiles, *map(len, arrays), 0), *arrays[0].shape[1:]), dtype=np.float32)
+            for row, tiled in zip(pixels, arrays, strict=True):
+                row[: len(tiled)] = tiled
+            # Python numbers: the model reads sizes one by one and would synchronize with the device for a tensor.
+            return {"pixel_values": pixels, "image_sizes": [self.side(picture) for picture in pictures]}
+        grids = [(1, *self.shape.grid(*self.side(picture))) for picture in pictures]
+        return {
+            "pixel_values": np.concatenate(arrays),
+            "image_grid_thw": np.array(grids),
+            "mm_token_type_ids": (input_ids == self.token).astype(np.int64),
+        }
+
+    def _positions(self, pictures: Sequence[Picture], rows: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return positions of shape 4 x 1 x tokens: the index in the sample, then time, row and column for the rotary
+        embedding.
+
+        Text increments all three. An image keeps one time, and its tokens add their row and column. The next text
+        continues after the largest of the three (Qwen2-VL, arXiv 2409.12191, section 2.1).
+        """
+        (ids,), (positions,) = rows["input_ids"], rows["position_ids"]
+        rotary, images = np.empty((3, len(ids)), dtype=np.int64), iter(pictures)
+        at = start = 0
+        while at < len(ids):
+            start = 0 if positions[at] == 0 else start
+            if ids[at] == self.token:
+                high, wide = (side // self.shape.merge for side in self.shape.grid(*self.side(next(images))))
+                rotary[:, at : at + high * wide] = start + np.indices((1, high, wide)).reshape(3, -1)
+                at, start = at + high * wide, start + max(high, wide)
+            else:
+                rotary[:, at] = start
+                at, start = at + 1, start + 1
+        return np.concatenate([positions[None], rotary])[:, None]

@@ -1,0 +1,136 @@
+"""Errors about the files of a user's model: incomplete checkpoints and unusable configurations."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ftbench.core.architectures import architectures
+from ftbench.errors import MissingError, SpecError
+from ftbench.spec.experiment import Model
+from ftbench.store.summary import summarise
+from ftbench.worker.model import loading
+from ftbench.worker.model.diagnosis import explain
+from ftbench.worker.model.random_weights import materialise
+
+INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00001.safetensors"
+LOST = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def train_from(train_here, tmp_path):
+    """Train one step from a local checkpoint after `change(weights)`, with `values` replaced in config.json."""
+
+    def train(change, method="lora", values=None):
+        folder = tmp_path / "model"
+        source = materialise(Model(id="tiny/qwen3", weights="random", dtype="float32"))
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        weights = load_file(folder / SHARD)
+        change(weights)
+        save_file(weights, folder / SHARD, {"format": "pt"})
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(weights, SHARD)}))
+        config = json.loads((folder / "config.json").read_text()) | (values or {})
+        (folder / "config.json").write_text(json.dumps(config))
+        pretrained = {"path": str(folder), "weights": "pretrained", "dtype": "float32"}
+        return train_here(model=pretrained, method={"name": method}, train={"max_steps": 1})
+
+    return train
+
+
+@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+def test_missing_weight_fails_with_its_name(train_from, method):
+    with pytest.raises(MissingError, match=rf"lacks weights .*{LOST}\..*model\.weights=random"):
+        train_from(lambda weights: weights.pop(LOST), method)
+
+
+def test_file_with_other_weights_is_not_a_checkpoint(train_from):
+    def replace(weights):
+        weights.clear()
+        weights["x"] = torch.zeros(2)
+
+    with pytest.raises(MissingError, match=r"lacks weights .* and \d+ more"):
+        train_from(replace)
+
+
+def test_weight_of_another_shape_fails_with_both_shapes(train_from):
+    with pytest.raises(MissingError, match=r"down_proj\.weight \(\[64, 192\], not \[64, 80\]\)"):
+        train_from(lambda weights: None, values={"intermediate_size": 80})
+
+
+def test_unused_weights_are_a_warning_with_their_names(train_from):
+    run = train_from(lambda weights: weights.update({"x": torch.zeros(2)}))
+    assert any("ignores these weights of the checkpoint: x" in warning for warning in summarise(run).warnings)
+
+
+def test_output_head_can_only_be_missing_if_it_is_tied(train_from):
+    with pytest.raises(MissingError, match=r"lacks weights .*: lm_head\.weight\."):
+        train_from(lambda weights: weights.pop("lm_head.weight", None), values={"tie_word_embeddings": False})
+    run = train_from(lambda weights: weights.pop("lm_head.weight", None), values={"tie_word_embeddings": True})
+    assert not any("checkpoint" in warning for warning in summarise(run).warnings)
+
+
+def test_inconsistent_configuration_is_an_error_message(train_from):
+    with pytest.raises(SpecError, match=r"model: ValueError: `num_hidden_layers` \(3\) must be equal"):
+        train_from(lambda weights: None, values={"num_hidden_layers": 3, "layer_types": ["full_attention"] * 2})
+
+
+@pytest.mark.parametrize("content", [b"", b"noise"])
+def test_damaged_pickle_file_is_an_error_message(tmp_path, content):
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(MissingError, match="its weights are damaged"):
+        loading.reach(Model(id="mine", path=str(tmp_path)), lambda: torch.load(tmp_path / "pytorch_model.bin"))
+
+
+def test_parser_error_in_a_model_description_is_an_error_message():
+    def parse():
+        raise KeyError("rope_type")
+
+    with pytest.raises(
+        SpecError, match=r"model mine: its configuration.* \(KeyError: 'rope_type'\): download the files again"
+    ):
+        loading.reach_description(Model(id="mine"), parse)
+
+
+# --- unusable configurations -----------------------------------------------------------------------------------------
+
+
+def forward(config):
+    """Build the model and run one forward pass."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    return model(torch.zeros(1, 4, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rope_parameters": {"rope_type": "abc", "rope_theta": 1e4}}, "KeyError: 'abc'"),
+        ({"hidden_act": "nonsense"}, "KeyError: "),
+        ({"num_key_value_heads": 0}, "ZeroDivisionError"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "Error: "),
+        ({"pad_token_id": 10**6}, "AssertionError: Padding_idx must be within num_embeddings"),
+        ({"layer_types": ["nonsense", "nonsense"]}, "`layer_types` entries must be in"),
+        ({"rms_norm_eps": "x"}, "'rms_norm_eps' expected float, got str"),
+        ({"attention_dropout": 7.0}, "dropout probability has to be between 0 and 1, but got 7"),
+    ],
+)
+def test_error_of_transformers_is_attributed_to_config_json(tmp_path, changes, reason):
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - depends on the library
+        forward(architectures()["tiny/qwen3"] | changes)
+    error = explain(Model(id="my/own", path=str(tmp_path), weights="random"), raised.value)
+    assert isinstance(error, SpecError)
+    assert str(error).startswith(f"model {tmp_path}: transformers cannot build or run the model of its config.json (")
+    assert reason in str(error)
+
+
+def test_other_errors_are_not_attributed_to_config_json(tmp_path):
+    mine = Model(id="my/own", path=str(tmp_path), weights="random")
+    for error in (KeyError("other"), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: lost")):
+        assert explain(mine, error) is error
+    with pytest.raises(KeyError) as raised:
+        forward(architectures()["tiny/qwen3"] | {"hidden_act": "nonsense"})
+    assert explain(Model(id="tiny/qwen3", weights="random"), raised.value) is raised.value
