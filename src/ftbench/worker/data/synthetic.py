@@ -49,11 +49,8 @@ def _pair(chosen: list[int], rejected: list[int], vocab_size: int) -> Tokens:
 def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, special: set[int]) -> list[Tokens]:
     """Return `count` samples of pictures, each followed by a token, and text without `special` ids. Every text token is
     a label. Raises SpecError if a sample does not fit `max_length`, because images cannot be truncated."""
-    samples, pictures, plain = (
-        [],
-        iter(generate(dataset, count)),
-        next(i for i in range(vocab_size) if i not in special),
-    )
+    samples, pictures = list[Tokens](), iter(generate(dataset, count))
+    plain = next(i for i in range(vocab_size) if i not in special)
     for drawn in draw(dataset, count, vocab_size):
         shown = pixels.of_sample(list(islice(pictures, dataset.images_per_sample)))
         text = [plain if token in special else token for token in drawn.ids]
