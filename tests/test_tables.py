@@ -117,35 +117,23 @@ def test_out_of_memory_is_shortened_to_oom():
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def data(*datasets):
+@pytest.mark.parametrize(
+    ("datasets", "label"),
+    [
+        ([KNOWN], "alpaca ~110"),
+        ([{"name": "alpaca"}, KNOWN, {"name": "alpaca", "tokens": {}}], "alpaca ~110"),
+        ([KNOWN, {"name": "alpaca"}, {"name": "alpaca", "tokens": {"mean": 60.0}}],
+         ["alpaca ~110", "alpaca", "alpaca ~60"]),
+        ([KNOWN, {"name": "sample"}], ["alpaca ~110", "sample"]),
+        ([{"name": "alpaca"}, {"name": "alpaca"}], "alpaca"),
+        ([KNOWN, {}], ["alpaca ~110", "unknown"]),
+        ([{}, {}], "unknown"),
+    ],
+    ids=["known", "of others", "others differ", "another data set", "unknown length", "missing", "all missing"],
+)  # fmt: skip
+def test_data_label_has_name_and_mean_length(datasets, label):
     found = table(*(a_run(f"a-r{i}", dataset=each) for i, each in enumerate(datasets)))
-    return column(found, "data") if "data" in found.headings else found.context["data"]
-
-
-def test_data_label_has_name_and_mean_length():
-    assert data(KNOWN) == "alpaca ~110"
-
-
-def test_early_failure_takes_the_length_of_the_others():
-    assert data({"name": "alpaca"}, KNOWN, {"name": "alpaca", "tokens": {}}) == "alpaca ~110"
-
-
-def test_early_failure_has_no_length_if_the_others_differ():
-    other = {"name": "alpaca", "tokens": {"mean": 60.0}}
-    assert data(KNOWN, {"name": "alpaca"}, other) == ["alpaca ~110", "alpaca", "alpaca ~60"]
-
-
-def test_length_is_not_taken_from_another_data_set():
-    assert data(KNOWN, {"name": "sample"}) == ["alpaca ~110", "sample"]
-
-
-def test_data_label_without_length_is_the_name():
-    assert data({"name": "alpaca"}, {"name": "alpaca"}) == "alpaca"
-
-
-def test_missing_data_set_is_unknown():
-    assert data(KNOWN, {}) == ["alpaca ~110", "unknown"]
-    assert data({}, {}) == "unknown"
+    assert (column(found, "data") if "data" in found.headings else found.context["data"]) == label
 
 
 # --- notes -----------------------------------------------------------------------------------------------------------
@@ -175,10 +163,12 @@ def test_note_names_at_most_four_runs():
     assert table(a_run("b-r1"), *warned).notes == ["a-r1, a-r2, a-r3, a-r4 and 2 more: hot"]
 
 
-def test_note_on_all_runs_names_no_run():
-    assert table(a_run("a-r1", warnings=["hot"]), a_run("a-r2", warnings=["hot"])).notes == ["hot"]
-    assert table(a_run("a-r1", warnings=["hot"])).notes == ["a-r1: hot"]
-
-
-def test_warnings_are_notes():
-    assert table(a_run(warnings=["hot", "shared host"])).notes == ["a-r1: hot", "a-r1: shared host"]
+@pytest.mark.parametrize(
+    ("warnings", "notes"),
+    [
+        ({"a-r1": ["hot"], "a-r2": ["hot"]}, ["hot"]), ({"a-r1": ["hot"]}, ["a-r1: hot"]),
+        ({"a-r1": ["hot", "shared host"]}, ["a-r1: hot", "a-r1: shared host"]),
+    ],
+)  # fmt: skip
+def test_warnings_are_notes(warnings, notes):
+    assert table(*(a_run(run_id, warnings=each) for run_id, each in warnings.items())).notes == notes

@@ -38,7 +38,7 @@ def test_finish_writes_the_profile(run):
     found = files.load(run.profile)
     assert found["step_ms"]["before"] == pytest.approx(0.5)
     assert found["busy_share_unprofiled"] == pytest.approx(0.88, abs=0.01)
-    assert found["trace"]["complete"]
+    assert found["trace"]["file"] == "trace.json.gz"
 
 
 def test_run_without_a_trace_is_unchanged(run):

@@ -1,7 +1,6 @@
 """The files of `profile/` in a run's directory: analyse the traces of the worker, and load the results."""
 
 import gzip
-import json
 import shutil
 import statistics
 from collections.abc import Sequence
@@ -11,14 +10,13 @@ from typing import Any
 from ftbench.errors import SpecError
 from ftbench.profile.analyse import analyse
 from ftbench.profile.communication import communication
-from ftbench.profile.trace import Trace, TraceError, each_event, read
+from ftbench.profile.trace import TraceError, read
 from ftbench.profile.work import work_of
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
 
 KERNELS, PACKED = rundir.KERNELS, "trace.json.gz"
-MOST_TRACE_BYTES = 128 * 2**20  # of JSON, the most that a browser opens
 
 
 def finish(run: RunDir) -> None:
@@ -48,7 +46,7 @@ def _finish(run: RunDir, ranks: int, others: Sequence[str]) -> list[str]:
     document = analyse(trace, work, step_before(run)) | {"warnings": [*own, *([] if run.rank else others)]}
     network = (rundir.read_json(run.machine).get("ceilings") or {}).get("network_gbs")
     document["communication"] = communication(trace, work, ranks, network)
-    document["trace"] = pack(raw, run.profile / PACKED, trace)
+    document["trace"] = pack(raw, run.profile / PACKED)
     try:
         rundir.write_json(run.profile / KERNELS, document)
         raw.unlink()
@@ -66,41 +64,15 @@ def step_before(run: RunDir) -> float | None:
     return statistics.median(known) if known else None
 
 
-def pack(raw: Path, packed: Path, trace: Trace, limit: int = MOST_TRACE_BYTES) -> dict[str, Any]:
-    """Write a compressed trace. If it is larger than `limit` bytes, keep the first steps or a part of the first step.
-
-    Returns:
-        `file`, `bytes`, `complete`, and `kept_ms` since the first step.
-    """
-    size, window = raw.stat().st_size, trace.window[1]
-    kept = window
+def pack(raw: Path, packed: Path) -> dict[str, Any]:
+    """Write a trace compressed. Return its file name and size in bytes."""
     try:
-        if size <= limit:
-            with raw.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
-                shutil.copyfileobj(source, target, 1 << 20)
-        else:
-            share = window * limit / size
-            kept = max((end for _, end in trace.steps if end <= share), default=share)
-            _write_part(raw, packed, trace.origin + kept)
-        return {"file": PACKED, "bytes": packed.stat().st_size, "complete": kept == window, "kept_ms": kept}
+        with raw.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+        return {"file": packed.name, "bytes": packed.stat().st_size}
     except OSError as error:
         packed.unlink(missing_ok=True)
         raise rundir.disk_error(packed, error) from None
-
-
-def _write_part(raw: Path, packed: Path, until_ms: float) -> None:
-    events: list[dict[str, Any]] = []
-
-    def take(event: dict[str, Any]) -> None:
-        if event["ph"] == "M" or float(event.get("ts", 0.0)) / 1e3 <= until_ms:
-            events.append(event)
-
-    head = each_event(raw, take)
-    with gzip.open(packed, "wt", compresslevel=6, encoding="utf-8") as target:
-        json.dump(head | {"traceEvents": events}, target)
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def load(folder: Path) -> dict[str, Any]:

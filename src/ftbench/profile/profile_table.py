@@ -132,6 +132,5 @@ def _memory(folder: Path) -> str:
 
 def _below(document: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
     trace = document.get("trace") or {}
-    cut = f"; it holds the first {trace['kept_ms']:.0f} ms of {document['window_ms']:.0f}"
-    where = f"{folder / trace['file']}{'' if trace.get('complete', True) else cut}" if trace else "none"
+    where = str(folder / trace["file"]) if trace else "none"
     return [("trace   ", where), ("", "open it in ui.perfetto.dev")]

@@ -10,7 +10,7 @@ import gzip
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -82,7 +82,6 @@ class Trace:
 
     gpu: str | None = None
     lost: str | None = None  # warning about kernels that the profiler lost
-    origin: float = 0.0  # begin of the first step on the file's clock
     kernels: list[Span] = field(default_factory=list)
     threads: dict[Any, list[Span]] = field(default_factory=dict)
     steps: list[tuple[float, float]] = field(default_factory=list)
@@ -102,8 +101,7 @@ def read(path: Path) -> Trace:
     collecting = gc.isenabled()
     gc.disable()  # looking for cycles among a million spans takes a third of the time
     try:
-        head = each_event(path, lambda event: _keep(trace, event))
-        gpus = head.get("deviceProperties") or [{}]
+        gpus = _read_events(path, trace).get("deviceProperties") or [{}]
         trace.gpu = gpus[0].get("name")
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise TraceError(f"{path}: cannot be read as a trace ({error}); profile again") from None
@@ -117,20 +115,13 @@ def read(path: Path) -> Trace:
     return trace
 
 
-def each_event(path: Path, take: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Call `take` with every event of a trace while reading, so that events are not kept in memory.
-
-    Returns:
-        The document without its events.
-
-    Raises:
-        TraceError: the trace is larger than MOST_BYTES.
-    """
+def _read_events(path: Path, trace: Trace) -> dict[str, Any]:
+    """Add each event to the trace while parsing, so that the events are not kept. Return the rest of the document."""
 
     def keep(value: dict[str, Any]) -> dict[str, Any] | None:
         if "ph" not in value:
             return value
-        take(value)
+        _keep(trace, value)
         return None
 
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -227,7 +218,7 @@ def _settle(trace: Trace) -> None:
         known = trace.gloo_widths.get(each.elements, set())
         each.width = each.width or (next(iter(known)) if len(known) == 1 else None)
     trace.steps.sort()
-    origin = trace.origin = trace.steps[0][0]
+    origin = trace.steps[0][0]
     trace.steps = [(begin - origin, end - origin) for begin, end in trace.steps]
     trace.phases = sorted((begin - origin, end - origin, name) for begin, end, name in trace.phases)
     for span in chain(trace.kernels, *trace.threads.values()):

@@ -4,7 +4,7 @@ import csv
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -146,28 +146,16 @@ def _harmless(value: Any) -> Any:
 
 
 def _json(report: Report) -> str:
-    """Return `{schema, runs, <section>: {title, records, text, notes}}`, one line per record; null is unknown."""
-    parts = [f'"schema": {SCHEMA}']
+    """Return `{schema, runs, <section>: {title, records, text, notes}}`. Unknown values are null."""
+    document: dict[str, Any] = {"schema": SCHEMA}
     if report.runs:
-        parts.append(f'"runs": {_lines(named_paths(report.records))}')
+        document["runs"] = named_paths(report.records)
     for section in report.sections:
         notes = section.table.notes if section.table else []
-        parts.append(
-            f'{_document(section.key)}: {{"title": {_document(section.title)}, "records": {_lines(section.records)}, '
-            f'"text": {_document(list(section.paragraphs))}, "notes": {_document(list(notes))}}}'
-        )
-    return "{" + ",\n".join(parts) + "}\n"
-
-
-def _lines(records: Iterable[Record]) -> str:
-    return "[" + ",\n".join(map(_document, records)) + "]"
-
-
-def _document(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+        document[section.key] = {
+            "title": section.title, "records": section.records, "text": section.paragraphs, "notes": notes,
+        }  # fmt: skip
+    return json.dumps(_finite(document), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:
