@@ -375,14 +375,13 @@ def test_the_tightest_limit_of_all_parent_groups_counts(groups):
 
 
 def test_limits_of_a_container_are_read_at_the_root(groups):
-    where = groups("0::/\n", memory_max="4096\n", cpu_max="150000 100000\n")
+    where = groups("0::/\n", memory_max="4096\n")
     assert host.memory_limit(*where) == 4096
-    assert host.processor_limit(*where) == 1.5
 
 
 def test_missing_limits_are_none(groups, tmp_path):
-    where = groups(a__memory_max="max\n", a__cpu_max="max 100000\n")
-    assert host.memory_limit(*where) is host.processor_limit(*where) is None
+    where = groups(a__memory_max="max\n")
+    assert host.memory_limit(*where) is None
     assert host.memory_limit(tmp_path / "none", tmp_path / "none") is None
 
 
@@ -575,7 +574,7 @@ def test_equal_findings_of_one_optimization_are_merged():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("module", ["ftbench.doctor.diagnosis", "ftbench.probe.command"])
+@pytest.mark.parametrize("module", ["ftbench.doctor.diagnosis", "ftbench.probe.probing"])
 def test_no_training_library_is_imported(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'pandas'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ import pytest
 from ftbench import cli
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.launch import process
-from ftbench.probe import command as probe
+from ftbench.probe import probing as probe
 from ftbench.store import ceilings, machine, rundir
 from ftbench.store.rundir import first_gpu
 

@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="training libraries are not installed")
 
 import torch
 
-from ftbench.probe import command
+from ftbench.probe import probing
 from ftbench.store import rundir
 from ftbench.store.process_identity import process_start
 from ftbench.worker.measure.meters import HostClock
@@ -116,7 +116,7 @@ def test_a_rate_counts_multiplications_and_additions():
 
 
 def test_parent_and_child_use_the_same_data_types():
-    assert tuple(products.KINDS) == command.PRECISIONS
+    assert tuple(products.KINDS) == probing.PRECISIONS
     assert set(products.ON_CPU) <= set(products.KINDS)
 
 

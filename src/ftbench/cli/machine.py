@@ -12,12 +12,11 @@ from ftbench.errors import MissingError, SpecError
 @app.command()
 def probe(out: Out = Path("results"), as_json: Json = False) -> None:
     """Measure this machine's peak rates, in at most a minute. Matrix products, memory, links, power."""
-    from ftbench.probe import command
-    from ftbench.probe.text import as_text
+    from ftbench.probe import probing
 
-    log(f"probing this machine, {command.LIMIT_S:.0f} s at most")
-    document, path = command.probe(out)
-    emit(document if as_json else f"{as_text(document)}\nfile        {path}")
+    log(f"probing this machine, {probing.LIMIT_S:.0f} s at most")
+    document, path = probing.probe(out)
+    emit(document if as_json else f"{probing.as_text(document)}\nfile        {path}")
 
 
 @app.command()

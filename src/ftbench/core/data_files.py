@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 from ftbench.core.units import some
 from ftbench.errors import DataError, MissingError, file_problem, json_problem
@@ -198,8 +198,8 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         part = table.slice(number - 1, _ROWS)
         try:
             rows = part.to_pylist()
-        except Exception:  # noqa: BLE001 - values of broken files raise anything
-            _raise_for_row(path, part, number)
+        except Exception as error:  # noqa: BLE001 - values of broken files raise anything
+            raise DataError(f"{path}, row {number} or later: cannot be read ({error})") from None
         try:
             named = [
                 row | {key: names[row[key]] for key, names in classes.items() if row.get(key) is not None}
@@ -217,18 +217,6 @@ def _class_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
         return {key: [*each["names"]] for key, each in features.items() if each.get("_type") == "ClassLabel"}
     except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return {}
-
-
-def _raise_for_row(path: Path, table: Any, first: int) -> NoReturn:
-    """Raise DataError for the first value that Python cannot represent (invalid UTF-8, a date out of range), or for
-    duplicate column names."""
-    for index in range(table.num_rows):
-        for name, column in zip(table.column_names, table.columns, strict=True):
-            try:
-                column[index].as_py()
-            except Exception as error:  # noqa: BLE001 - as above
-                raise DataError(f"{path}, row {first + index}: {name} cannot be read ({error})") from None
-    raise DataError(f"{path}: the column names {', '.join(table.column_names)} are not unique")
 
 
 _READERS: dict[str, tuple[Callable[[Path], Iterator[tuple[int, dict[str, Any]]]], str]] = {

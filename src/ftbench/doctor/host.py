@@ -51,7 +51,6 @@ def check(out: Path, environment: Mapping[str, str]) -> list[Finding]:
         Finding(AREA, "disk for weights", *disk(weights, "set FTBENCH_CACHE to a larger disk", ROOM_GB, "warn")),
         Finding(AREA, "disk for the hub", *disk(cache, "set HF_HOME to a larger disk", ROOM_GB, "warn")),
         Finding(AREA, "memory", *_memory()),
-        Finding(AREA, "processors", *_processors()),
         *(Finding(AREA, "environment", *answer) for answer in debug_variables(environment)),
         Finding(AREA, "hub", *hub(environment)),
     ]
@@ -104,16 +103,6 @@ def memory_limit(entry: Path, root: Path) -> int | None:
     return min((int(text) for path in limits if (text := _read(path)).isdigit()), default=None)
 
 
-def processor_limit(entry: Path, root: Path) -> float | None:
-    """Return how many processors this process's control group or a parent may use, or None."""
-    limits = []
-    for folder in _groups(entry, root):
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
-        if quota.isdigit() and period.isdigit():
-            limits.append(int(quota) / int(period))
-    return min(limits, default=None)
-
-
 def _groups(entry: Path, root: Path) -> list[Path]:
     """Return the folders of this process's control group and its parents."""
     line = next((line for line in _read(entry).splitlines() if line.startswith("0::/")), "0::/")
@@ -126,22 +115,6 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-def _processors() -> Answer:
-    present, usable = os.cpu_count() or 1, len(os.sched_getaffinity(0))
-    limit = processor_limit(*CGROUP)
-    if limit is not None and limit < usable:
-        return "warn", (
-            f"this container may use {limit:g} of {present}: raise the limit (docker run --cpus, CPUQuota=), "
-            "otherwise kernel launches and data loading may slow the GPU down"
-        )
-    if usable < present:
-        return "warn", (
-            f"this process may use {usable} of {present} (affinity): start it without taskset or numactl, or publish "
-            "this with your results"
-        )
-    return "ok", f"{present}"
 
 
 def debug_variables(environment: Mapping[str, str]) -> list[Answer]:
