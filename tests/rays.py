@@ -1,7 +1,7 @@
-"""A real Ray cluster of two nodes on loopback: two `ray start`, each with a session, a raylet and a store of its own.
+"""A real Ray cluster of two nodes on loopback, each with a separate session.
 
-Every process is found by a mark in its environment or by its session, and ended by its id. Ray's servers listen on
-all interfaces and run code for whoever asks, so the cluster has a token."""
+Its processes are found by a variable in their environment or by their session. Ray's servers listen on all interfaces
+and run code for any client, so the cluster has a token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
-    # Of a node that is lost nobody answers, which is told at once; one that is slow to answer is busy.
+    # A lost node refuses connections at once; a slow node is only busy.
     "RAY_health_check_timeout_ms": "20000",
     "RAY_health_check_failure_threshold": "3",
     "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120",  # on a busy machine a client's server starts slowly
@@ -37,7 +37,7 @@ SETTINGS = {
 
 
 class Cluster(Holder):
-    """A context. `environment` is what a driver needs, `client` another address for `--on`."""
+    """Context manager. `environment` is for a driver, `client` another address for `--on`."""
 
     on = "ray"
 
@@ -88,7 +88,7 @@ class Cluster(Holder):
         return eventually(written, f"node {node} did not start in time: see {output}")
 
     def processes(self, node: int | None = None) -> list[psutil.Process]:
-        """What runs of this cluster, or of one of its nodes, with what the nodes' tasks have started."""
+        """Return the processes of this cluster or of one node."""
         sessions = {process.pid for name, process in self.nodes.items() if node in (None, name)}
         found = []
         for process in psutil.process_iter():
@@ -99,14 +99,14 @@ class Cluster(Holder):
         return found
 
     def settings(self, folder: Path, text: str = "") -> None:
-        """Write what a sweep needs beside its spec: nothing."""
+        """Do nothing: Ray needs no settings."""
 
     def runs(self) -> list[psutil.Process]:
         """Return the processes that train, on both nodes."""
         return training(self.processes())
 
     def workers(self) -> list[psutil.Process]:
-        """Return Ray's own processes that see to the training ones, on both nodes."""
+        """Return Ray's worker processes on both nodes."""
         found = []
         for process in self.processes():
             with suppress(psutil.Error):
@@ -114,7 +114,7 @@ class Cluster(Holder):
         return found
 
     def lose(self, node: int, everything: bool = True) -> None:
-        """At once, as by a power cut; or its raylet alone, which a node that begins has only after a while."""
+        """Kill all processes of a node, or only its raylet."""
 
         def struck() -> bool:
             killed = False

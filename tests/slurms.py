@@ -1,6 +1,4 @@
-"""A real Slurm of two nodes on loopback: munged, slurmctld and two slurmd, started by hand in a folder of their own.
-
-The nodes offer no GPU: a mock run, or one on the CPU, is all that is trained here."""
+"""A real Slurm of two nodes on loopback: munged, slurmctld and two slurmd. The nodes offer no GPU."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=2
 
 
 class Cluster(Holder):
-    """A context. `environment` is what Slurm's commands need."""
+    """Context manager. `environment` is for Slurm's commands."""
 
     on = client = "slurm"
 
@@ -115,14 +113,16 @@ class Cluster(Holder):
             )  # fmt: skip
 
     def settings(self, folder: Path, text: str = "partition: debug\ntime: 5\noptions: [--exclusive]\n") -> None:
-        """Write slurm.yaml beside a sweep's spec: a cell takes a node unless `text` says otherwise."""
+        """Write slurm.yaml into the folder of a spec. By default a cell uses a node exclusively."""
         words = " ".join(f'{name}="{value}"' for name, value in self.holding().items())
         preamble = "" if "preamble" in text else f"preamble: {json.dumps(f'export {words}')}\n"
         (folder / "slurm.yaml").write_text(text + preamble)
 
     def settle(self) -> None:
-        """Wait until the queue is empty and both nodes take tasks. A controller that was killed before it wrote down
-        what it had just begun begins it again, and drains the node that says so (Duplicate jobid)."""
+        """Wait until the queue is empty and both nodes are idle.
+
+        A controller that was killed may start a job twice and drain the node (Duplicate jobid).
+        """
         self.said("scancel", "--me")
 
         def are_idle() -> bool:
@@ -142,7 +142,7 @@ class Cluster(Holder):
         return training([process for node in NODES for process in self.steps(node)])
 
     def lose(self, node: int) -> None:
-        """At once, as by a power cut; somebody has seen it and says so, where the controller would wait."""
+        """Kill all processes of a node, and set it down without waiting for the controller's timeout."""
         self.kill(NODES[node], everything=True)
         self.said("scontrol", "update", f"NodeName={NODES[node]}", "State=DOWN", "Reason=lost")
 
@@ -151,8 +151,7 @@ class Cluster(Holder):
         self._run(name, *(["slurmctld", "-D", "-i"] if name == "slurmctld" else ["slurmd", "-D", "-N", name]))
 
     def kill(self, name: str, everything: bool = False) -> None:
-        """Kill the controller or a node's slurmd with -9; with `everything` what its jobs run too, as by a power
-        cut."""
+        """Kill the controller or a node's slurmd with -9; with `everything` also the processes of its jobs."""
         process = self._processes[name]
         process.kill()
         process.wait()
@@ -161,7 +160,7 @@ class Cluster(Holder):
                 other.kill()
 
     def steps(self, node: str) -> list[psutil.Process]:
-        """Return what the jobs on a node run, below the slurmstepd of each."""
+        """Return the processes of the jobs on a node."""
         found = []
         for process in psutil.process_iter(["name"]):
             with suppress(psutil.Error):
@@ -172,7 +171,7 @@ class Cluster(Holder):
         return found
 
     def said(self, *command: str) -> str:
-        """Return what one of Slurm's commands prints."""
+        """Return the output of a Slurm command."""
         environment = {**os.environ, **self.environment}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
 
@@ -184,7 +183,7 @@ class Cluster(Holder):
         for process in reversed(self._processes.values()):
             process.send_signal(signal.SIGKILL)
             process.wait()
-        for process in psutil.process_iter(["name"]):  # those whose job is over, and that wait for their slurmd
+        for process in psutil.process_iter(["name"]):  # steps of finished jobs that wait for their slurmd
             with suppress(psutil.Error):
                 if process.info["name"] == "slurmstepd" and any(
                     file.path.startswith(str(self.folder)) for file in process.open_files()

@@ -1,4 +1,4 @@
-"""`ftbench sweep` as a user runs it: in a process of its own, with mock runs unless a test says otherwise."""
+"""Run `ftbench sweep` in a separate process, with mock runs by default."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
-from ftbench.sweep.execute.journal import JOURNAL
+from ftbench.sweep.journal import JOURNAL
 from waiting import eventually, processes_about, without_supervisors
 from warm import Warm
 
@@ -31,7 +31,7 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "2
 
 
 def write_sweep(folder: Path, axes: dict[str, Any] | None = None, **parts: Any) -> Path:
-    """A spec file of mock runs with the axes of a sweep; `parts` add to its sections."""
+    """Write a spec of mock runs with the axes of a sweep. `parts` add to its sections."""
     folder.mkdir(parents=True, exist_ok=True)
     values: dict[str, Any] = {**MOCK, "launch": {"mock": "ok"}}
     for key, value in parts.items():
@@ -42,7 +42,7 @@ def write_sweep(folder: Path, axes: dict[str, Any] | None = None, **parts: Any) 
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a journal; leave out a line that cannot be read."""
+    """Return the events of a journal without unreadable lines."""
     try:
         lines = path.read_text("utf-8", errors="replace").split("\n")
     except OSError:
@@ -59,7 +59,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
 
 
 class Folder:
-    """What sweeps leave in `out`: the runs, the journal and the tables of the one experiment in it."""
+    """The runs, journal and tables of the experiment in `out`."""
 
     def __init__(self, out: Path, experiment: str = "night-mock") -> None:
         self.out, self.path = out, out / experiment
@@ -68,11 +68,11 @@ class Folder:
         return rundir.find_runs(self.path)
 
     def states(self) -> dict[str, str]:
-        """State of each run as its file says, by the name of its directory."""
+        """Return the state of each run by the name of its directory."""
         return {run.run_id: rundir.read_json(run.state).get("state", "") for run in self.runs()}
 
     def told(self) -> list[str]:
-        """The states without the names, sorted."""
+        """Return the sorted states."""
         return sorted(self.states().values())
 
     def superseded(self) -> list[RunDir]:
@@ -83,22 +83,22 @@ class Folder:
         return [event for event in found if not names or event["event"] in names]
 
     def started(self) -> list[str]:
-        """The runs that were started, in order."""
+        """Return the started runs in order."""
         return [event["run"] for event in self.events("start")]
 
     def table(self) -> str:
         return (self.path / "summary.md").read_text()
 
     def children(self) -> list[psutil.Process]:
-        """The processes of the runs that are on, and their supervisors."""
+        """Return the processes of running runs with their supervisors."""
         return processes_about(self.path.resolve())
 
     def workers(self) -> list[psutil.Process]:
-        """The processes of the runs that are on."""
+        """Return the processes of running runs."""
         return without_supervisors(self.children())
 
     def content(self) -> dict[str, tuple[int, bytes, bytes]]:
-        """Of each run that ended with a result: its directory's inode, state.json and steps.csv."""
+        """Return inode, state.json and steps.csv of each run with a result."""
         found = {}
         for run in self.runs():
             if rundir.read_json(run.state).get("state") in ("ok", "oom"):
@@ -108,8 +108,7 @@ class Folder:
 
 
 def held(folder: Path, *names: str) -> None:
-    """Have each mock run with one of `names` in its own wait after its first step, until it is `released`; `before` a
-    sweep. A test need not be quicker than the run then."""
+    """Let mock runs whose name contains one of `names` wait after their first step until they are `released`."""
     sleep, slept = time.sleep, []
 
     def wait(seconds: float) -> None:
@@ -125,14 +124,14 @@ def held(folder: Path, *names: str) -> None:
 
 
 def released(folder: Path, run: RunDir) -> None:
-    """Let a run go on that was `held`."""
+    """Continue a run that was `held`."""
     (folder / run.run_id).touch()
 
 
 def started(
     arguments: list[str], env: dict[str, str], before: Callable[[], None] | None = None
 ) -> Warm | subprocess.Popen[str]:
-    """Start the command; where `env` changes what Python imports, from nothing."""
+    """Start the command; in a new interpreter if `env` sets PYTHONPATH."""
     if "PYTHONPATH" not in env:
         return Warm(arguments, os.environ | ENVIRONMENT | env, before=before)
     return subprocess.Popen(
@@ -146,7 +145,7 @@ def started(
 
 
 class Night(Folder):
-    """One `ftbench sweep` in a process of its own; a context that leaves no process behind."""
+    """One `ftbench sweep` in a separate process. Leaving the context ends all processes."""
 
     code: int
     stdout: str
@@ -165,7 +164,7 @@ class Night(Folder):
 
     def __exit__(self, *_: object) -> None:
         for process in (self.process, *self.children()):
-            with suppress(psutil.NoSuchProcess):  # gone with what had started it
+            with suppress(psutil.NoSuchProcess):  # already ended
                 process.kill()
         self.process.communicate()
 
@@ -178,7 +177,7 @@ class Night(Folder):
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """`kill -9`, and nothing of it is left."""
+        """Kill with -9, and check that no process is left."""
         self.process.kill()
         self.process.communicate()
         eventually(lambda: not self.children(), "a process has outlived its sweep")
@@ -193,7 +192,7 @@ class Night(Folder):
         eventually(going)
 
     def until_training(self, steps: int = 1) -> RunDir:
-        """Until a run has made `steps`; returns it."""
+        """Wait until a run has made `steps` steps, and return it."""
 
         def training() -> list[RunDir]:
             running = [run for run in self.runs() if rundir.read_json(run.state).get("state") == "running"]
@@ -204,7 +203,7 @@ class Night(Folder):
 
 
 def sweep(spec: Path | None, out: Path, *arguments: str, within: float = 300.0, **more: Any) -> Night:
-    """A sweep from its start to its end."""
+    """Run a sweep to its end."""
     with Night(spec, out, *arguments, **more) as night:
         night.finish(within)
     assert "Traceback" not in night.stderr, night.stderr

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from ftbench.launch import mock, process, runner
+from ftbench.launch import checks, mock, process, runner
 from ftbench.report.data.collect import collect
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
@@ -15,7 +15,7 @@ from ftbench.store import rundir
 from ftbench.store.documents import read_documents
 from ftbench.store.rundir import RunDir, first_gpu, read_json
 from ftbench.store.steps import read_steps
-from ftbench.sweep.jobs import on_resume, read_standing
+from ftbench.sweep.plan.base import on_resume, read_standing
 
 LATER = {"timeout_s": 240}  # no test waits for longer
 
@@ -41,8 +41,8 @@ def pretend(tmp_path):
         path = tmp_path / runner.experiment(spec) / f"{identity.slug(spec, runner.gpu_name(described))}-r1"
         if path.exists():
             rundir.archive(RunDir(path))
-        order = runner.Order(resolve(spec, runner.capability(described)), b"model: tiny/qwen3\n", ())
-        return runner.carry_out(rundir.create_at(path), order, described, reader)
+        order = runner.Order(resolve(spec, checks.capability(described)), b"model: tiny/qwen3\n", ())
+        return runner.execute(rundir.create_at(path), order, described, reader)
 
     yield run
     os.close(reader)
@@ -54,7 +54,7 @@ def test_ok_writes_all_files_and_is_marked_as_mock(pretend):
     run, summary = result.run, result.summary
     assert (result.exit_code, summary.state, summary.gpu) == (0, "ok", "mock (no GPU)")
     assert run.path.parent.name == "exp-mock"
-    assert summary.warnings[0] == "mock: nothing was trained, the figures are made up"
+    assert summary.warnings[0] == "mock: nothing was trained, the figures are invented"
     assert {path.name for path in run.path.iterdir()} == {
         "spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json",
         "digest.json", "state.json", "log.txt",
@@ -103,14 +103,14 @@ def test_crash_is_an_error_with_the_last_line_of_the_log(pretend):
     for _ in range(2):
         result = pretend("crash")
         assert (result.summary.state, result.exit_code) == ("error", 1)
-        assert result.summary.reason == "ended with exit code 1 and no word: RuntimeError: mock: crash"
+        assert result.summary.reason == "exit code 1 without a result: RuntimeError: mock: crash"
         assert "Traceback" in result.run.log.read_text()
 
 
 def test_flaky_fails_once(pretend):
     states = [pretend("flaky").summary for _ in range(3)]
     assert [one.state for one in states] == ["error", "ok", "ok"]
-    assert states[0].reason == "ended with exit code 1 and no word: RuntimeError: mock: flaky"
+    assert states[0].reason == "exit code 1 without a result: RuntimeError: mock: flaky"
 
 
 def test_flaky_runs_are_independent(pretend):
@@ -130,7 +130,7 @@ def test_slow_takes_one_second_per_step(pretend, monkeypatch):
 def test_a_mock_is_ended_after_the_timeout(pretend):
     result = pretend("slow", timeout_s=0.6)
     assert (result.summary.state, result.exit_code) == ("timeout", 1)
-    assert result.summary.reason == "not done after launch.timeout_s = 0.6 seconds"
+    assert result.summary.reason == "not finished after launch.timeout_s = 0.6 seconds"
 
 
 def test_a_mock_imports_no_training_library(pretend):

@@ -1,4 +1,4 @@
-"""`launch.framework`: what is refused before anything starts, in a sentence with a way out. Needs no framework."""
+"""`launch.framework`: checks before a run starts, with stand-ins for the frameworks' interpreters."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ftbench.doctor import environment
 from ftbench.errors import MissingError
 from ftbench.launch import frameworks
 from ftbench.spec.experiment import resolve
+from ftbench.spec.frameworks import FRAMEWORKS
 from ftbench.spec.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +24,19 @@ SPEC = """model: {id: tiny/qwen3, weights: random}
 dataset: {name: sample, samples: 8, max_length: 128}
 train: {max_steps: 2}
 """
+
+
+AXOLOTL = FRAMEWORKS["axolotl"]
+COMPLETE = {"versions": AXOLOTL.versions, "torch": {"version": "2.13.0+cpu", "works": False}, "problem": None}
+ANSWERS = '[ "$#" -gt 3 ] && exec echo 5; [ "$3" = axolotl ] && exec echo 0.19.0; exit 1'  # the version, then garbage
+
+
+def interpreter(folder, script):
+    """Write a stand-in for an interpreter."""
+    folder.mkdir(exist_ok=True)
+    (folder / "python").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "python").chmod(0o755)
+    return str(folder / "python")
 
 
 def run(tmp_path, *changes):
@@ -39,7 +53,7 @@ SWIFT = "launch.framework=ms-swift"
     ("changes", "code", "said"),
     [
         (["launch.framework=axolotl"], 2, "needs launch.python"),
-        (["launch.framework=axolotl"], 2, "`ftbench env create axolotl DIR` creates one"),
+        (["launch.framework=axolotl"], 2, "other-frameworks.md"),
         (["launch.python=/usr/bin/python3"], 2, "launch.python is the interpreter of another framework: leave it out"),
         ([SWIFT, PYTHON, "optimizations.packing=on"], 2, "optimizations.packing is not supported by"),
         ([SWIFT, PYTHON, "measure.save_adapter=on"], 2, "measure.save_adapter needs trl"),
@@ -49,7 +63,7 @@ SWIFT = "launch.framework=ms-swift"
         (["launch.framework=llamafactory", PYTHON, "method=unsloth"], 2, "trains lora, qlora"),
     ],
 )  # fmt: skip
-def test_what_does_not_reach_the_framework_is_refused(tmp_path, changes, code, said):
+def test_unsupported_settings_are_refused(tmp_path, changes, code, said):
     ended = run(tmp_path, *changes)
     assert ended.returncode == code, ended.stderr
     assert said in " ".join(ended.stderr.split())
@@ -61,29 +75,27 @@ def test_what_does_not_reach_the_framework_is_refused(tmp_path, changes, code, s
     ("python", "said"),
     [("/nowhere/bin/python", "no such interpreter"), (sys.executable, "does not have axolotl")],
 )
-def test_an_environment_without_the_framework_is_named_with_the_command_that_makes_one(tmp_path, python, said):
+def test_missing_framework_is_reported(tmp_path, python, said):
     ended = run(tmp_path, "launch.framework=axolotl", f"launch.python={python}")
     assert ended.returncode == 3, ended.stderr
     assert said in " ".join(ended.stderr.split())
-    assert "ftbench env create axolotl DIR" in " ".join(ended.stderr.split())
+    assert "other-frameworks.md" in ended.stderr
 
 
 @pytest.mark.torch
-def test_another_version_than_the_one_that_was_tried_is_named(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 0.1.0\n")
-    python.chmod(0o755)
+def test_other_version_is_reported(tmp_path):
+    python = interpreter(tmp_path, "echo 0.1.0")
     ended = run(tmp_path, "launch.framework=axolotl", f"launch.python={python}")
     assert ended.returncode == 3, ended.stderr
-    assert "has axolotl 0.1.0, and 0.19.0 is what was tried" in " ".join(ended.stderr.split())
+    assert "has axolotl 0.1.0, but 0.19.0 was tested" in " ".join(ended.stderr.split())
 
 
-def test_the_best_of_a_framework_is_refused_without_a_gpu(tmp_path):
+def test_best_settings_need_a_gpu(tmp_path):
     (tmp_path / "spec.yaml").write_text(SPEC)
     spec = load(tmp_path / "spec.yaml", [SWIFT, PYTHON, "launch.settings=best"])
     assert frameworks.refusals(resolve(spec, (9, 0)), (9, 0)) == []
     (sentence,) = frameworks.refusals(resolve(spec, None), None)
-    assert sentence == "launch.settings best: the kernels need a GPU, and there is none: take plain"
+    assert sentence == "launch.settings best: its kernels need a GPU, and this machine has none: use plain"
 
 
 @pytest.mark.torch
@@ -98,10 +110,8 @@ def test_the_best_of_a_framework_is_refused_without_a_gpu(tmp_path):
         ),
     ],
 )
-def test_a_package_that_the_environment_lacks_is_named_with_what_wants_it(tmp_path, sets, package):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\n[ "$3" = axolotl ] && exec echo 0.19.0; exit 1\n')
-    python.chmod(0o755)
+def test_missing_package_is_named_with_its_setting(tmp_path, sets, package):
+    python = interpreter(tmp_path, ANSWERS)
     (tmp_path / "spec.yaml").write_text(SPEC)
     spec = load(tmp_path / "spec.yaml", ["launch.framework=axolotl", f"launch.python={python}", *sets])
     with pytest.raises(MissingError) as told:
@@ -110,10 +120,8 @@ def test_a_package_that_the_environment_lacks_is_named_with_what_wants_it(tmp_pa
 
 
 @pytest.mark.torch
-def test_what_records_a_run_on_a_gpu_is_needed_beside_a_gpu_alone(tmp_path, monkeypatch):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\n[ "$3" = axolotl ] && exec echo 0.19.0; exit 1\n')
-    python.chmod(0o755)
+def test_nvidia_ml_is_needed_only_with_a_gpu(tmp_path, monkeypatch):
+    python = interpreter(tmp_path, ANSWERS)
     (tmp_path / "spec.yaml").write_text(SPEC)
     spec = resolve(load(tmp_path / "spec.yaml", ["launch.framework=axolotl", f"launch.python={python}"]), None)
     monkeypatch.setattr(frameworks.machine, "gpu", lambda: None)
@@ -124,11 +132,8 @@ def test_what_records_a_run_on_a_gpu_is_needed_beside_a_gpu_alone(tmp_path, monk
 
 
 @pytest.mark.torch
-def test_a_framework_that_cannot_be_imported_ends_as_an_error_with_a_state(tmp_path):
-    """A stand-in that answers for its version, and then is a plain Python without the framework."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo 0.9.5; else exec {sys.executable} "$@"; fi\n')
-    python.chmod(0o755)
+def test_framework_that_cannot_be_imported_is_an_error(tmp_path):
+    python = interpreter(tmp_path, f'if [ "$1" = -c ]; then echo 0.9.5; else exec {sys.executable} "$@"; fi')
     ended = run(tmp_path, "launch.framework=llamafactory", f"launch.python={python}")
     assert ended.returncode == 1, ended.stderr
     (state,) = (tmp_path / "out").glob("*/*/state.json")
@@ -140,49 +145,58 @@ def test_a_framework_that_cannot_be_imported_ends_as_an_error_with_a_state(tmp_p
     assert configuration["tokenized_path"] == "data/train"
 
 
+def test_interpreter_that_hangs_or_prints_no_version_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(frameworks, "_LIMIT_S", 0.5)
+    for script, version in (("exec sleep 60", "?"), ("printf '\\377'", "\ufffd"), ("exit 1", "")):
+        python = interpreter(tmp_path / version, script)
+        assert frameworks._version(str(python), "axolotl") == version
+    (finding,) = [
+        each for each in environment.check(interpreter(tmp_path / "x", ANSWERS), True) if each.name == "trainer"
+    ]
+    assert (finding.verdict, "does not answer like Python" in finding.text) == ("fail", True)
+
+
 @pytest.mark.parametrize(
-    ("script", "said", "limit_s"),
+    ("contents", "version", "code", "words"),
     [
-        ("sleep 60 & sleep 60", "?", 0.5), ("setsid sleep 60 & echo 1.0", "1.0", 60),
-        ("printf '\\377\\376'", "\ufffd\ufffd", 60), ("echo 1.2", "1.2", 60), ("exit 1", "", 60),
+        (COMPLETE, "0.19.0", 0, ["0.19.0", "can be imported"]),
+        (COMPLETE | {"versions": AXOLOTL.versions | {"axolotl": "0.21.0"}}, "0.21.0", 0, ["0.21.0"]),
+        (COMPLETE | {"versions": {"axolotl": "0.19.0", "trl": "1.15.0"}}, "0.19.0", 0, ["accelerate missing (1.13.0)"]),
+        (COMPLETE | {"problem": "ImportError: no triton"}, "0.19.0", 3, ["cannot be imported: ImportError: no triton"]),
     ],
 )  # fmt: skip
-def test_an_interpreter_that_hangs_or_prints_what_is_no_version_is_not_waited_for(
-    tmp_path, monkeypatch, script, said, limit_s
-):
-    monkeypatch.setattr(frameworks, "_LIMIT_S", limit_s)
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{script}\n")
-    python.chmod(0o755)
-    assert frameworks._version(str(python), "axolotl") == said
+def test_doctor_checks_an_environment(ftbench, tmp_path, contents, version, code, words):
+    (tmp_path / "contents.json").write_text(json.dumps(contents))
+    script = f'[ "$#" -gt 3 ] && exec cat {tmp_path}/contents.json; [ "$3" = axolotl ] && exec echo {version}; exit 1'
+    ended, out, err = ftbench("doctor", "--python", interpreter(tmp_path, script), "--wide")
+    assert ended == code, out + err
+    text = " ".join(out.split())
+    assert all(word in text for word in words), text
 
 
-@pytest.mark.parametrize("said", ["5", "[5]", '{"versions": [5], "torch": "x", "problem": 5}', "[" * 90_000,
-                                  '{"versions": {"x": 5}, "torch": null, "problem": null}',
-                                  '{"versions": {}, "torch": {}, "problem": null}'])  # fmt: skip
-def test_an_interpreter_that_says_what_no_python_does_is_told(tmp_path, said):
-    (tmp_path / "said").write_text(said)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nif [ "$4" ]; then cat {tmp_path}/said; else echo 0.0.1; fi\n')
-    python.chmod(0o755)
-    (finding,) = [each for each in environment.check(str(python), True) if each.name == "trainer"]
-    assert (finding.verdict, "does not answer as Python does" in finding.text) == ("fail", True)
+@pytest.mark.parametrize(
+    ("python", "message"), [("/nowhere/bin/python", "no such interpreter"), (sys.executable, "none of axolotl")]
+)
+def test_doctor_names_the_guide_for_a_missing_environment(ftbench, python, message):
+    code, out, _ = ftbench("doctor", "--python", python, "--wide")
+    assert code == 3
+    assert message in out
+    assert "other-frameworks.md" in out
 
 
-def test_an_interpreter_that_hangs_is_asked_once_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(frameworks, "_LIMIT_S", 0.2)
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\necho asked >> {tmp_path}/asked\nsleep 60\n")
-    python.chmod(0o755)
-    assert frameworks.framework_of(str(python)) is None
-    assert len((tmp_path / "asked").read_text().split()) <= 1
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_environment_has_the_packages_that_record_a_run(name):
+    needed = {"nvidia-ml-py", "psutil", "pydantic", "pyyaml", "numpy", "datasets", "transformers", "peft"}
+    assert needed <= FRAMEWORKS[name].versions.keys()
 
 
-def test_an_interpreter_that_prints_without_end_is_read_no_further(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nyes\n")
-    python.chmod(0o755)
-    assert frameworks._version(str(python), "axolotl") == "?"
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_page_has_the_tested_versions(name):
+    framework = FRAMEWORKS[name]
+    page = (ROOT / "docs/how-to/other-frameworks.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+    versions = [f"{package} {framework.versions[package]}" for package in ("transformers", "trl", "peft", "datasets")]
+    assert row == f"| `{name}` | {framework.version} | {', '.join(versions)} |"
 
 
 def committed_runs():

@@ -1,4 +1,4 @@
-"""What is read of a run on several ranks: one real profile over gloo, for many tests."""
+"""Profile and summary of one real run on two ranks over gloo."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def profiled(tmp_path_factory):
     return command.run
 
 
-def test_the_gradients_that_are_summed_are_those_of_what_is_trained(profiled):
-    """Float32 adapters: 4 bytes each, once a step, on both ranks."""
+def test_all_reduce_sums_the_trained_gradients(profiled):
+    """Float32 adapters: 4 bytes per parameter and step, on both ranks."""
     trained = rundir.read_json(profiled.applied)["parameters"]["trainable"]
     for rank in (profiled, profiled.of_rank(1)):
         document = files.load(rank.profile)
@@ -39,13 +39,13 @@ def test_the_gradients_that_are_summed_are_those_of_what_is_trained(profiled):
         assert sent["ranks"] == 2
 
 
-def test_a_profile_tells_of_each_rank(profiled):
+def test_profile_shows_all_ranks(profiled):
     text = profile_table.as_text(files.load(profiled.profile), profiled.profile)
     assert "waited for" in text
     assert [line.split()[0] for line in text.splitlines() if "all-reduce of" in line] == ["0", "1"]
 
 
-def test_memory_and_skew_of_the_ranks_are_in_the_summary(profiled):
+def test_summary_has_memory_and_skew_of_the_ranks(profiled):
     ranks, _ = read_ranks(profiled)
     summary = rundir.read_json(profiled.summary)["ranks"]
     assert summary["count"] == 2

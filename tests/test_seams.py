@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from ftbench import cli
+from ftbench.cluster.ray import RaySlot
 from ftbench.core.architectures import architectures
 from ftbench.errors import FtbenchError
 from ftbench.families import FAMILIES, describe, vision
 from ftbench.launch.launchers import LAUNCHERS, Launcher, launcher_of
 from ftbench.report.formats import FORMATS, format_of
 from ftbench.spec.experiment import Experiment, Launch, resolve
-from ftbench.sweep.execute.gpu_slots import GpuSlot, LocalSlot
-from ftbench.sweep.execute.ray_slots import RaySlot
+from ftbench.sweep.gpu_slots import GpuSlot, LocalSlot
 
 SOURCE = Path(cli.__file__).parents[1]
 SPEC = {"name": "a", "model": {"id": "tiny/qwen3", "weights": "random"}}

@@ -1,4 +1,4 @@
-"""Waiting for what another process or thread does: with a limit that only a hang reaches, also on a loaded machine."""
+"""Wait for other processes and threads, with a limit that only a hang reaches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT_S = 240.0
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Return ports that nobody has, below those that Linux deals out (ip(7)): nobody is dealt one before it is used."""
+    """Return free ports below the range that Linux assigns automatically (ip(7))."""
 
     def is_free(port: int) -> bool:
         with suppress(OSError), socket.socket() as probe:
@@ -31,7 +31,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def processes_about(folder: Path) -> list[psutil.Process]:
-    """Every process that writes to a run's log in `folder`: supervisors, what trains under them and what it started."""
+    """Return all processes that write to the log of a run in `folder`: supervisors, workers and their descendants."""
     found = []
     for process in psutil.process_iter(["ppid"]):
         with suppress(OSError):
@@ -40,13 +40,13 @@ def processes_about(folder: Path) -> list[psutil.Process]:
 
 
 def without_supervisors(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that train: those below the two supervisors, one of which started the other."""
+    """Return the processes below the supervisor."""
     parents = {process.pid: process.info["ppid"] for process in processes}
-    return [process for process in processes if parents.get(parents[process.pid]) in parents]
+    return [process for process in processes if parents[process.pid] in parents]
 
 
 def training(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Return those of some processes that pretend to train."""
+    """Return the processes of mock runs."""
     found = []
     for process in processes:
         with suppress(psutil.Error):
@@ -55,12 +55,12 @@ def training(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 class Holder:
-    """A cluster on whose nodes mock runs wait in their first step between `hold` and `release` (tests/held)."""
+    """A cluster whose mock runs wait in their first step between `hold` and `release` (tests/held)."""
 
     folder: Path
 
     def holding(self) -> dict[str, str]:
-        """Return the variables that a run's environment must have for that."""
+        """Return the environment variables of a run that can wait."""
         path = f"{Path(__file__).parent / 'held'}:{os.environ.get('PYTHONPATH', '')}"
         return {"PYTHONPATH": path.rstrip(":"), "FTBENCH_TEST_HELD": str(self.folder / "held")}
 
@@ -72,8 +72,10 @@ class Holder:
 
 
 def eventually(holds: Callable[[], Any], what: str = "waited too long") -> Any:
-    """Return the first true value of `holds`; fail the test with `what` if there is none in LIMIT_S. Looking takes a
-    quarter of the time at most: what is waited for needs the processor."""
+    """Return the first true value of `holds`, or fail the test with `what` after LIMIT_S seconds.
+
+    Calls take at most a quarter of the time, so that other processes can run.
+    """
     limit = time.monotonic() + LIMIT_S
     while True:
         begin = time.monotonic()

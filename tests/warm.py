@@ -1,5 +1,4 @@
-"""Commands, and the runs that they start, in processes of their own that have their modules already: forked from a
-server that imported them once. What ends such a process, and what it leaves, is as real as of one that began cold."""
+"""Run commands and their runs in processes that are forked from a server with all modules imported, to save time."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ftbench.launch import supervisor
+from ftbench.launch import process_tree
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload([
-    "ftbench.cli", "ftbench.sweep.command", "ftbench.sweep.execute.loop", "ftbench.report.build",
+    "ftbench.cli", "ftbench.sweep.sweep", "ftbench.sweep.loop", "ftbench.report.build",
     "ftbench.launch.mock", "ftbench.worker.train", "ftbench.worker.training_run", "ftbench.worker.gpu_lock",
     "ftbench.worker.optimizations.fused_lora", "deepspeed",
 ])  # fmt: skip
@@ -33,34 +32,35 @@ RUNS = ("ftbench.worker", "ftbench.launch.mock", "ftbench.launch.ranks")
 
 
 class ForkingPopen(subprocess.Popen):
-    """A child that is forked instead of executed where its command is a run of ftbench under a supervisor, or one of
-    the ranks of such a run."""
+    """Fork supervised runs of ftbench and their ranks instead of executing a new interpreter."""
 
     def _execute_child(self, args: Sequence[str], *options: Any) -> None:
-        supervised = args[3:4] == [supervisor.__file__]
-        command = list(args)[5 if supervised else 0 :]
+        supervised = args[3:4] == [process_tree.__file__]
+        command = list(args)[4 if supervised else 0 :]
         if command[:1] != [sys.executable] or not {*command[3:4]} & {*RUNS}:
             super()._execute_child(args, *options)
             return
-        _, _, _, kept, cwd, env, _, _, _, read_in, _, _, write_out, _, write_err, *_, new_session, _ = options
+        _, prepare, _, kept, cwd, env, _, _, _, read_in, _, _, write_out, _, write_err, *_, new_session, _ = options
         self.pid = os.fork()
         self._child_created = True
         if self.pid == 0 and supervised:
             files = {0: read_in, 1: write_out, 2: write_err}
-            _leave(lambda: _supervise(args[4], command, env, cwd, files, new_session))
+            _leave(lambda: _supervise(command, env, cwd, files, new_session))
         elif self.pid == 0:
+            if prepare:
+                prepare()
             _leave(lambda: _become_rank(command, env, kept))
 
 
 def _leave(function: Callable[[], object]) -> None:
-    """End this process with what the function does; nothing of what is below it on the stack goes on."""
+    """Call the function and end this process."""
     code = 1
     try:
         function()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001 - as the interpreter does with what nobody catches
+    except BaseException:  # noqa: BLE001 - like the interpreter
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -68,9 +68,9 @@ def _leave(function: Callable[[], object]) -> None:
 
 
 def _supervise(
-    group: str, command: list[str], env: Mapping[str, str], cwd: str | None, files: dict[int, int], new_session: bool
+    command: list[str], env: Mapping[str, str], cwd: str | None, files: dict[int, int], new_session: bool
 ) -> None:
-    """Become the supervisor of a run that it forks too."""
+    """Become the supervisor of a run."""
     if new_session:
         os.setsid()
     for number, file in files.items():
@@ -80,17 +80,17 @@ def _supervise(
     _enter(env, command)
     _forget_parent()
     os.execvp = lambda _, command: _become(list(command))
-    supervisor.main(group, command)
+    process_tree.main(command)
 
 
 def _become_rank(command: list[str], env: Mapping[str, str], kept: Iterable[int]) -> None:
-    """Become a rank, which inherits the streams and the descriptors that are `kept`."""
+    """Become a rank that inherits the descriptors in `kept`."""
     _enter(env, command)
     _become(command, kept)
 
 
 def _become(command: list[str], kept: Iterable[int] = ()) -> None:
-    """Become the process that executing `python -P -m MODULE ARGUMENTS` would have made."""
+    """Become the process of `python -P -m MODULE ARGUMENTS`."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     _forget_parent(kept)
     sys.argv = command[3:]
@@ -98,7 +98,7 @@ def _become(command: list[str], kept: Iterable[int] = ()) -> None:
 
 
 def _forget_parent(kept: Iterable[int] = ()) -> None:
-    """Do without what executing a program takes away: files, locks and pipes (their numbers stay taken), handlers."""
+    """Drop files, locks, pipes and signal handlers, as execve does."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in kept:
@@ -110,7 +110,7 @@ def _forget_parent(kept: Iterable[int] = ()) -> None:
 
 
 def _enter(env: Mapping[str, str], arguments: Sequence[str]) -> None:
-    """Have the environment, arguments and streams of a process that has just begun."""
+    """Set environment, arguments and streams as in a new process."""
     tempfile.tempdir = None
     os.environ.clear()
     os.environ.update(env)
@@ -119,8 +119,7 @@ def _enter(env: Mapping[str, str], arguments: Sequence[str]) -> None:
 
 
 def _begin() -> None:
-    """Fork the runs that this process starts, and keep collections from looking at all that the server has imported.
-    Processes of multiprocessing begin as everywhere: the server's are forked from a server, which is for it alone."""
+    """Fork the runs that this process starts. multiprocessing uses its default start method."""
     subprocess.Popen = ForkingPopen  # type: ignore[misc]
     multiprocessing.set_start_method(None, force=True)
     gc.freeze()
@@ -146,8 +145,7 @@ def _command(
 
 
 class Warm:
-    """One command, with the methods of `subprocess.Popen` that tests use. What a function of a module does `before` it
-    begins all processes of its run inherit."""
+    """One command, with the interface of `subprocess.Popen`. `before` is called first; its changes are inherited."""
 
     def __init__(
         self, arguments: list[str], env: dict[str, str], cwd: Path | None = None,
@@ -190,7 +188,7 @@ class Warm:
 
 
 def run(arguments: Iterable[object], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Return what a command has printed when it has ended."""
+    """Run a command to its end and return its output."""
     process = Warm([str(argument) for argument in arguments], env)
     output, errors = process.communicate(300)
     return subprocess.CompletedProcess("ftbench", process.returncode, output, errors)
@@ -200,12 +198,12 @@ def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any
     _begin()
     try:
         pipe.send((True, function(*arguments)))
-    except Exception as error:  # noqa: BLE001 - raised again where it was asked for
+    except Exception as error:  # noqa: BLE001 - raised again by `returned`
         pipe.send((False, error))
 
 
 def returned(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of a module in a process of its own; return what it returns, raise what it raises."""
+    """Call a function in a separate process. Return its result or raise its error."""
     reader, writer = _SERVER.Pipe(duplex=False)
     process = _SERVER.Process(target=_answer, args=(writer, function, arguments))
     process.start()
@@ -225,12 +223,12 @@ def _each(function: Callable[..., Any], calls: Sequence[Sequence[Any]]) -> list[
 
 
 def each(function: Callable[..., Any], calls: Sequence[Sequence[Any]]) -> list[Any]:
-    """Call a function of a module with each of the arguments, all in one process of its own; return what it returns."""
+    """Call a function with each of the arguments in one separate process. Return the results."""
     return returned(_each, function, calls)
 
 
 def _script(name: str, arguments: tuple[str, ...]) -> str:
-    """Run a script as a program; return what it printed. Raise RuntimeError where it does not end with 0."""
+    """Run a script and return its output. Raise RuntimeError if it fails."""
     sys.argv, printed = [name, *arguments], io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
@@ -242,5 +240,5 @@ def _script(name: str, arguments: tuple[str, ...]) -> str:
 
 
 def script(name: str, *arguments: object) -> str:
-    """Run `scripts/NAME ARGUMENTS` in a process of its own, which must end well; return what it printed."""
+    """Run `scripts/NAME ARGUMENTS` in a separate process and return its output."""
     return returned(_script, name, tuple(map(str, arguments)))

@@ -16,10 +16,10 @@ import yaml
 from ftbench.estimate import api
 from ftbench.estimate.memory import largest_batch
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
-from ftbench.launch import runner
+from ftbench.launch import checks, runner
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
-from ftbench.sweep import command
+from ftbench.sweep import sweep as command
 from ftbench.sweep.dry_run import Planned, as_text, dry_run
 
 H200 = {"name": "NVIDIA H200", "memory_gb": 140.4, "compute_capability": [9, 0]}
@@ -49,7 +49,7 @@ def test_a_run_warns_once_and_goes_on(
 
     monkeypatch.setattr(runner.machine, "gpus", lambda visible, count: [gpu])
     monkeypatch.setattr(runner.rundir, "create", create)
-    monkeypatch.setattr(runner, "check", lambda *_: None)
+    monkeypatch.setattr(checks, "check", lambda *_: None)
     heard: list[str] = []
     with pytest.raises(Claimed):
         runner.run(
@@ -117,7 +117,7 @@ def test_what_will_not_end_well_is_said_before(
     spec: Path, tmp_path: Path, sets: list[str], machine: dict[str, Any], said: str | None
 ) -> None:
     changes = ["train.max_steps=5000"] if machine["cpu"]["memory_gb"] == 2000.0 else []
-    asked = resolve(load(spec, [*sets, *changes]), runner.capability(machine))
+    asked = resolve(load(spec, [*sets, *changes]), checks.capability(machine))
     doubt = api.problem(asked, machine, tmp_path)
     assert (doubt is None) == (said is None)
     assert (said or "") in (doubt or "")
@@ -171,6 +171,6 @@ def test_a_dry_run_ends_with_runs_time_energy_and_money(spec: Path, tmp_path: Pa
             command.prepare(command.SweepRequest(spec, ["launch.mock=ok"], tmp_path), stack), device=H200
         )
     total = as_text(lines, ready, prices).splitlines()[-1]
-    assert total == "total: 3 runs, about 1 h 30 min, 0.75 kWh of the GPU, 5.40 USD (rent), known of 2 of them"
+    assert total == "total: 3 runs, about 1 h 30 min, 0.75 kWh of the GPU, 5.40 USD (rent), times known for 2 of 3 runs"
     unknown = as_text([Planned("d", "pending", None)], ready).splitlines()[-1]
-    assert unknown == "total: 1 run; how long they take is not known: no run like them has been measured on this GPU"
+    assert unknown == "total: 1 run; time unknown: no similar run was measured on this GPU"

@@ -1,5 +1,4 @@
-"""On PYTHONPATH this has each mock run wait in its first step while the file FTBENCH_TEST_HELD is there: those on the
-nodes of a cluster, which inherit nothing from a test."""
+"""On PYTHONPATH, this makes mock runs on cluster nodes wait while the file FTBENCH_TEST_HELD exists."""
 
 from __future__ import annotations
 

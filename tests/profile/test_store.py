@@ -7,7 +7,7 @@ from gpu_traces import training
 from ftbench.core.allocations import CATEGORIES
 from ftbench.core.rows import StepRow
 from ftbench.errors import MissingError
-from ftbench.launch import runner
+from ftbench.launch import outcome
 from ftbench.profile import files
 from ftbench.profile.profile_table import as_text
 from ftbench.profile.trace import TraceError
@@ -52,7 +52,7 @@ def test_unreadable_trace_fails_the_run(run, text):
     (run.profile / "trace.json").write_text(text)
     with pytest.raises(TraceError):
         files.finish(run)
-    state = runner._profile(run)
+    state = outcome._finish_profile(run)
     assert state["state"] == "error"
     assert state["reason"].endswith("profile again")
 

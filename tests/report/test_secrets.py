@@ -12,7 +12,7 @@ from page_runs import made
 
 from ftbench import cli
 from ftbench.core.redact import REDACTED
-from ftbench.launch import runner
+from ftbench.launch import outcome
 from ftbench.store import digests, rundir, summary
 from ftbench.store.bundle import unpack
 from ftbench.store.rundir import RunDir
@@ -67,11 +67,11 @@ def test_the_log_of_a_run_contains_no_secret(tmp_path, capsys, monkeypatch):
 
 
 def test_long_logs_are_redacted_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "_PIECE", 10)
+    monkeypatch.setattr(outcome, "_CHUNK", 10)
     monkeypatch.setenv("APP_DSN", PASSWORD)
     text = "line \r\n" * 40 + f"{PASSWORD}\n" * 3 + "end \udcff"
     (tmp_path / "log.txt").write_bytes(text.encode("utf-8", "surrogateescape"))
-    runner._redact_logs(RunDir(tmp_path))
+    outcome._redact_logs(RunDir(tmp_path))
     left = (tmp_path / "log.txt").read_bytes()
     assert left == text.replace(PASSWORD, REDACTED).encode("utf-8", "surrogateescape")
     assert [path.name for path in tmp_path.iterdir()] == ["log.txt"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ftbench.errors import DataError, SpecError
-from ftbench.launch import runner
+from ftbench.launch import checks
 from ftbench.spec.datasets import Dataset, check_file, row_example, row_format
 from ftbench.spec.load import load
 
@@ -46,7 +46,7 @@ def test_rows_that_cannot_be_used_are_found_before_anything_starts(tmp_path):
     spec = tmp_path / "spec.yaml"
     spec.write_text(f"model: tiny/qwen3\nmethod: lora\ndataset: {{name: file, path: {data}}}\n")
     with pytest.raises(DataError, match=r"rows.jsonl, line 2: `answer` is empty"):
-        runner.check_needed(load(spec, []))
+        checks.check_needed(load(spec, []))
 
 
 def test_of_a_large_file_the_first_rows_are_looked_at(tmp_path):

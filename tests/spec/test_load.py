@@ -1,7 +1,6 @@
 import pytest
 
 from ftbench.errors import SpecError
-from ftbench.launch.ranks import too_many
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.load import load
@@ -619,18 +618,6 @@ def test_what_does_not_go_with_a_strategy_is_refused_with_a_way_out(problems, st
 @pytest.mark.parametrize("section", ["gpus: 0", "gpus: on", "strategy: zero4", "offload: all", "framework: torchtune"])
 def test_a_launch_of_other_words_is_refused(problems, section):
     assert problems(f"{MODEL}launch: {{{section}}}\n")
-
-
-@pytest.mark.parametrize(("ranks", "memory", "mock", "said"), [
-    (64, 24.0, "off", "64 processes run on the CPU and take 32 GiB"), (2, 24.0, "off", ""), (64, 24.0, "ok", ""),
-    (64, None, "off", ""),
-])  # fmt: skip
-def test_no_more_processes_are_started_on_a_cpu_than_its_memory_takes(ranks, memory, mock, said):
-    spec = Experiment.model_validate(
-        {"name": "a", "model": {"id": "tiny/qwen3"}, "launch": {"gpus": ranks, "strategy": "ddp", "mock": mock}}
-    )
-    assert said in " ".join(too_many(spec, {"gpus": [], "cpu": {"memory_gb": memory}}))
-    assert bool(said) == bool(too_many(spec, {"gpus": [], "cpu": {"memory_gb": memory}}))
 
 
 def test_a_file_whose_name_can_be_no_folder_needs_a_name(tmp_path):

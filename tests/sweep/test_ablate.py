@@ -1,5 +1,4 @@
-"""`ftbench ablate`: what is run in which order, what is put together, and what is said about it. The logic with runs
-that are written as a worker would, the command with mock runs and once for real."""
+"""`ftbench ablate`: order of runs, selection and tables, with written runs, mock runs and one real ablation."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ import pytest
 
 import warm
 from ftbench.core.rows import StepRow
-from ftbench.errors import SpecError
 from ftbench.spec import ablation
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.incompatibilities import incompatibilities
@@ -50,8 +48,10 @@ def on(each):
 
 
 def leave(each, loss=lambda step: 2.0, state="ok", step_s=STEP_S, norm=1.0, others=0.0):
-    """The directory of a run whose speed and peak follow from what is on; repeats differ by a thousandth. `others` is
-    the share of the host that other processes took."""
+    """Write a run whose speed and peak follow from its optimizations. Repeats differ by 0.1 %.
+
+    `others` is the share of the host used by other processes.
+    """
     run = create_at(each.run.path)
     write_json(run.spec_json, each.spec.model_dump(mode="json"))
     write_json(run.machine, {"gpu": GPU})
@@ -74,7 +74,7 @@ def leave(each, loss=lambda step: 2.0, state="ok", step_s=STEP_S, norm=1.0, othe
 
 @pytest.fixture
 def ablated(tmp_path):
-    """Runs the ablation of some optimizations to its end; returns its plan and what was started, by variant."""
+    """Run an ablation to its end. Return the plan and the started runs."""
 
     def run(*only, outcome=lambda each: {}, objective="speed", repeats=2, **sections):
         plan = made(tmp_path, *only, objective=objective, repeats=repeats, **sections)
@@ -101,17 +101,17 @@ def table(plan, folder):
     return AblationTables(plan, list(plan.refused.items()))
 
 
-# --- what is run, and in which order ---------------------------------------------------------------------------------
+# --- order and selection ---------------------------------------------------------------------------------------------
 
 
-def test_every_variant_runs_once_before_any_runs_twice_and_combinations_come_last(ablated):
+def test_repeats_are_interleaved_and_combinations_come_last(ablated):
     _, started = ablated("compile", "chunked_loss")
     alone = ("plain", "chunked loss", "compile", "compile dynamic")
     assert started[:8] == [f"{name} {repeat}" for repeat in (1, 2) for name in alone]
-    assert started[8:] == ["compile + chunked loss 1", "compile + chunked loss 2"]  # dynamic says no more than on
+    assert started[8:] == ["compile + chunked loss 1", "compile + chunked loss 2"]  # dynamic is a value of compile
 
 
-def test_what_helps_is_put_together_the_most_helpful_first_and_the_rest_left_out(ablated):
+def test_helpful_variants_are_combined_best_first(ablated):
     plan, _ = ablated("packing", "chunked_loss", "fp8", "liger", "gradient_checkpointing")
     assert ablation.label(plan.best) == "packing + compile + fp8 tensorwise + chunked loss"
     kept = [each.name for each in plan.combinations if each.kept]
@@ -119,30 +119,30 @@ def test_what_helps_is_put_together_the_most_helpful_first_and_the_rest_left_out
         "packing", "packing + compile + fp8 tensorwise", "packing + compile + fp8 tensorwise + chunked loss",
     ]  # fmt: skip
     tried = {each.variant.key for each in plan.combinations}
-    assert "liger" not in tried  # nothing that can be told from noise
+    assert "liger" not in tried  # within noise
     assert "gradient_checkpointing" not in tried  # slower
 
 
-def test_the_smallest_is_asked_for_by_its_own_word(ablated):
+def test_objective_memory_selects_the_smallest_peak(ablated):
     plan, _ = ablated("packing", "chunked_loss", "liger", "gradient_checkpointing selective", objective="memory")
     assert ablation.label(plan.best) == "gradient checkpointing selective + liger + chunked loss"
 
 
-def test_one_run_of_each_is_enough_for_a_peak_and_for_a_speed_whose_steps_tell_it(ablated):
+def test_single_runs_are_compared_by_their_steps(ablated):
     plan, started = ablated("chunked_loss", "liger", repeats=1)
     assert started == ["plain 1", "chunked loss 1", "liger 1"]
     assert ablation.label(plan.best) == "chunked loss"
     assert plan.pair(plan.best, {}).speed.basis == "steps"
 
 
-def test_what_cannot_go_on_top_of_what_was_kept_is_told_and_not_run(ablated):
+def test_incompatible_combination_is_not_run(ablated):
     plan, started = ablated("packing", "padding_free")
-    (told,) = [each for each in plan.combinations if each.variant.key == "padding_free"]
-    assert "set padding_free to off" in told.reason
+    (skipped,) = [each for each in plan.combinations if each.variant.key == "padding_free"]
+    assert "set padding_free to off" in skipped.reason
     assert not [name for name in started if "packing + padding" in name]
 
 
-def test_what_helps_only_on_top_of_something_that_was_kept_later_gets_a_second_try(ablated):
+def test_variant_is_tested_again_after_later_gains(ablated):
     def outcome(each):
         both = on(each).keys() >= {"packing", "chunked_loss", "compile"}
         bad = {"packing", "compile"} <= on(each).keys() and not both
@@ -153,12 +153,12 @@ def test_what_helps_only_on_top_of_something_that_was_kept_later_gets_a_second_t
     assert set(plan.best) == {f"optimizations.{name}" for name in ("packing", "chunked_loss", "compile")}
 
 
-def test_a_companion_alone_is_taken_where_the_variant_adds_nothing_to_it(ablated):
+def test_required_setting_is_kept_without_a_useless_variant(ablated):
     plan, _ = ablated("fixed_shape")
     assert ablation.label(plan.best) == "compile"
 
 
-def test_a_failing_optimization_is_a_row_with_its_reason_and_is_not_tried_again(ablated, tmp_path):
+def test_failing_variant_is_a_row_and_is_not_retried(ablated, tmp_path):
     plan, started = ablated(
         "liger", "chunked_loss", "fp8", outcome=lambda each: {"state": "error"} if "chunked_loss" in on(each) else {}
     )
@@ -170,7 +170,7 @@ def test_a_failing_optimization_is_a_row_with_its_reason_and_is_not_tried_again(
     assert again.next(lambda each: pytest.fail(f"{each.what} is run again")) is None
 
 
-def test_what_does_not_learn_the_same_is_flagged_and_not_taken(ablated, tmp_path):
+def test_variant_with_another_loss_is_flagged_and_not_kept(ablated, tmp_path):
     def outcome(each):
         return {"loss": lambda step: 2.1} if "chunked_loss" in on(each) else {}
 
@@ -178,7 +178,7 @@ def test_what_does_not_learn_the_same_is_flagged_and_not_taken(ablated, tmp_path
     assert "optimizations.chunked_loss" not in plan.best
     found = table(plan, tmp_path / "exp")
     assert "DOES NOT FOLLOW (+5 %, allowed 1 %)" in found.markdown()
-    assert "chunked loss does not learn what the plain recipe does" in " ".join(found.variants().notes)
+    assert "chunked loss does not learn the same as the plain recipe" in " ".join(found.variants().notes)
     (record,) = [each for each in found.document()["variants"] if each["name"] == "chunked loss"]
     assert (record["learning"], record["loss_tolerance"]) == ("does not follow", 0.01)
 
@@ -195,7 +195,7 @@ def test_what_does_not_learn_the_same_is_flagged_and_not_taken(ablated, tmp_path
     ],
 )
 @pytest.mark.parametrize("objective", ["speed", "memory"])
-def test_nan_and_infinity_are_told_and_kept_out_of_the_best(ablated, tmp_path, broken, said, objective):
+def test_variant_with_nan_is_not_kept(ablated, tmp_path, broken, said, objective):
     plan, _ = ablated("liger", "chunked_loss", outcome=lambda each: broken if "chunked_loss" in on(each) else {},
                       objective=objective)  # fmt: skip
     assert "optimizations.chunked_loss" not in plan.best
@@ -205,42 +205,32 @@ def test_nan_and_infinity_are_told_and_kept_out_of_the_best(ablated, tmp_path, b
     assert record["learning"] == "not finite"
 
 
-def test_one_repeat_of_three_that_breaks_is_enough(ablated):
-    def outcome(each):
-        return {"norm": math.inf} if "chunked_loss" in on(each) and each.repeat == 2 else {}
-
-    plan, _ = ablated("chunked_loss", outcome=outcome, repeats=3)
-    assert plan.best == {}
-
-
-def test_a_plain_recipe_that_breaks_has_nothing_held_against_it(ablated, tmp_path):
+def test_plain_recipe_with_nan_gives_no_comparison(ablated, tmp_path):
     plan, _ = ablated("chunked_loss", outcome=lambda each: {} if on(each) else {"loss": lambda step: math.nan})
     assert (plan.best, plan.combinations) == ({}, [])
     assert "not finite" in table(plan, tmp_path / "exp").verdict("{}")[0]
 
 
-def test_samples_in_another_order_count_by_their_mean(ablated, tmp_path):
-    """Packed rows hold the samples in another order: no step of one is a step of the other."""
+def test_reordered_samples_are_compared_by_their_mean_loss(ablated, tmp_path):
     plan, _ = ablated("packing", outcome=lambda each: {"loss": lambda step: 2.5} if on(each) else {})
     assert plan.best == {}
-    assert "packing does not learn what the plain recipe does" in " ".join(
+    assert "packing does not learn the same as the plain recipe" in " ".join(
         table(plan, tmp_path / "exp").variants().notes
     )
 
 
 @pytest.mark.parametrize("busy", ["plain", "chunked loss"])
-def test_a_run_beside_other_work_brings_nothing_and_is_marked(ablated, tmp_path, busy):
+def test_contended_run_is_marked_and_not_kept(ablated, tmp_path, busy):
     plan, _ = ablated("chunked_loss", outcome=lambda each: {"others": 0.8} if each.values["variant"] == busy else {})
     assert plan.best == {}
     text = table(plan, tmp_path / "exp").markdown()
     assert f"| {busy} |" in text
     assert ", contended" in next(line for line in text.splitlines() if line.startswith(f"| {busy} |"))
     smallest, _ = ablated("chunked_loss", objective="memory")
-    assert smallest.best  # nobody else's work changes a peak
+    assert smallest.best  # contention does not change a peak
 
 
-def test_many_variants_are_read_together(ablated):
-    """A gain that one comparison alone would show is not told from chance among twenty."""
+def test_intervals_are_corrected_for_the_number_of_variants(ablated):
     noisy = {"plain": 1.0, "chunked loss": 0.98}
 
     def outcome(each):
@@ -256,37 +246,37 @@ def test_many_variants_are_read_together(ablated):
     assert wider.high - wider.low > 1.5 * (width.high - width.low)
 
 
-def test_one_run_a_side_makes_a_gain_likely_and_no_more(ablated, tmp_path):
+def test_gain_of_single_runs_is_likely(ablated, tmp_path):
     plan, _ = ablated("chunked_loss", repeats=1)
     text = table(plan, tmp_path / "exp").markdown()
     assert "likely +11.1 % [" in text
-    assert "(likely: one run a side; --repeats 3 tells more)" in text
+    assert "(likely: one run per side; use --repeats 3)" in text
 
 
-def test_without_figures_of_the_plain_recipe_nothing_is_put_together(ablated, tmp_path):
+def test_no_combination_without_a_plain_result(ablated, tmp_path):
     plan, _ = ablated("chunked_loss", outcome=lambda each: {"state": "oom"} if not on(each) else {})
     assert (plan.best, plan.combinations) == ({}, [])
     assert "the kernel broke" in table(plan, tmp_path / "exp").verdict("{}")[0]
 
 
-def test_resumed_it_starts_nothing_again_and_finds_the_same(ablated, tmp_path):
+def test_resumed_ablation_repeats_no_run(ablated, tmp_path):
     first, _ = ablated("packing", "chunked_loss", "compile")
     again = made(tmp_path, "packing", "chunked_loss", "compile")
     assert again.next(lambda each: pytest.fail(f"{each.what} is run again")) is None
     assert (again.best, again.combinations) == (first.best, first.combinations)
 
 
-def test_no_combination_before_every_variant_has_run(tmp_path):
+def test_combinations_wait_for_all_variants(tmp_path):
     plan = made(tmp_path, "chunked_loss")
     first = plan.next(lambda each: True)
     leave(first)
     plan.ended(first)
-    assert plan.next(lambda each: False) is None  # there is no time for more
+    assert plan.next(lambda each: False) is None  # the time budget is used up
     assert plan.combinations == []
-    assert "3 runs still to come before anything is put together" in table(plan, tmp_path / "exp").markdown()
+    assert "3 runs left before combinations are tested" in table(plan, tmp_path / "exp").markdown()
 
 
-def test_a_variant_that_cannot_work_is_told_and_not_run(ablated, tmp_path):
+def test_impossible_variant_is_listed_and_not_run(ablated, tmp_path):
     plan, started = ablated("fp8", "chunked_loss", method={"name": "qlora"})
     assert not [name for name in started if "fp8" in name]
     assert "use lora" in plan.refused["compile + fp8 tensorwise"]
@@ -296,7 +286,7 @@ def test_a_variant_that_cannot_work_is_told_and_not_run(ablated, tmp_path):
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def test_each_row_says_what_the_optimization_brought(ablated, tmp_path):
+def test_row_of_a_variant(ablated, tmp_path):
     plan, _ = ablated("compile", "liger")
     rows = {row[0]: dict(zip(found.headings, row, strict=True)) for found in [table(plan, tmp_path / "exp").variants()]
             for row in found.rows}  # fmt: skip
@@ -308,7 +298,7 @@ def test_each_row_says_what_the_optimization_brought(ablated, tmp_path):
     assert rows["liger"]["Δ loss"] == "cannot tell (0 %), gradient norm 0 %"
 
 
-def test_the_best_is_a_spec_that_gives_the_run_it_was(ablated, tmp_path):
+def test_best_combination_is_written_as_a_spec(ablated, tmp_path):
     plan, _ = ablated("packing", "chunked_loss", "optimizer", optimizations={"liger": True})
     source, best = tmp_path / "spec.yaml", tmp_path / "deep" / "best.yaml"
     best.parent.mkdir()
@@ -323,16 +313,6 @@ def test_the_best_is_a_spec_that_gives_the_run_it_was(ablated, tmp_path):
     assert sorted(said) == sorted([*on, *off * ("optimizations.liger" not in plan.best)])
 
 
-def test_where_nothing_is_better_the_spec_says_no_more_than_the_optimizer(ablated, tmp_path):
-    plan, _ = ablated("chunked_loss", outcome=lambda each: {"step_s": {"chunked_loss": 2.0}})
-    source, best = tmp_path / "spec.yaml", tmp_path / "best.yaml"
-    source.write_text("name: exp\nmodel: {id: tiny/qwen3, weights: random}\n")
-    ablate.write_best(ablate.AblationRequest(source, []), table(plan, tmp_path / "exp"), best)
-    assert plan.best == {}
-    assert best.read_text().splitlines()[1:] == ["extends: spec.yaml", "train:", "  optimizer: adamw_torch"]
-    assert load(best, ["name=exp"]).optimizations == Optimizations()
-
-
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
@@ -342,7 +322,7 @@ def command(*arguments):
     return done
 
 
-def test_the_command_runs_resumes_tells_and_writes_the_best(tmp_path):
+def test_command_runs_resumes_and_writes_the_best(tmp_path):
     path, out, best = write_sweep(tmp_path), tmp_path / "out", tmp_path / "best.yaml"
     asked = (path, "--out", out, "--only", "liger,chunked_loss,fp8", "--repeats", 1, "--steps", 8, "-o", best)
     planned = command(*asked, "--dry-run", "--json")
@@ -366,12 +346,12 @@ def test_the_command_runs_resumes_tells_and_writes_the_best(tmp_path):
     assert f"{len(runs)} ok" in told.stdout
 
 
-def test_an_optimization_that_crashes_does_not_stop_the_rest(tmp_path):
+def test_crash_does_not_stop_the_ablation(tmp_path):
     path, out = write_sweep(tmp_path, launch={"mock": "flaky"}), tmp_path / "out"
     done = command(path, "--out", out, "--only", "liger", "--repeats", 2)
     assert done.returncode == 1
-    assert sorted(Folder(out).told()) == ["error", "error"]  # repeat 2 of neither is tried
-    assert "The plain recipe has no figures (error" in done.stdout
+    assert sorted(Folder(out).told()) == ["error", "error"]  # repeat 2 is skipped
+    assert "The plain recipe has no result (error" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -385,37 +365,23 @@ def test_an_optimization_that_crashes_does_not_stop_the_rest(tmp_path):
         (["--steps", "many"], "--steps"),
         (["--time-budget", "soon"], "write it as 8h"),
         (["-o", "."], "-o .: is a directory"),
-        (["-o", "nowhere/best.yaml"], "its folder does not exist"),
+        (["-o", "nowhere/best.yaml"], "the folder does not exist"),
         (["-o", "SPEC"], "is the spec itself"),
         (["--set", "optimizations.compile=sometimes"], "must be on, off, dynamic or lean"),
         (["--set", "method=unslot"], "did you mean unsloth?"),
     ],
 )
-def test_a_mistake_is_a_sentence_before_anything_is_run(tmp_path, arguments, said):
+def test_invalid_arguments_create_nothing(ftbench, tmp_path, arguments, said):
     path = write_sweep(tmp_path)
-    done = command(path, "--out", tmp_path / "out", *(str(path) if a == "SPEC" else a for a in arguments))
-    assert done.returncode == 2
-    assert said in done.stderr
+    values = (str(path) if value == "SPEC" else value for value in arguments)
+    code, _, err = ftbench("ablate", path, "--out", tmp_path / "out", *values)
+    assert (code, said in err) == (2, True), err
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", ["missing.yaml", "."])
-def test_a_spec_that_is_none_is_a_sentence(tmp_path, name):
-    done = command(tmp_path / name)
-    assert done.returncode == 2
-    assert done.stderr.startswith("ftbench: ")
-
-
-def test_check_output_takes_a_new_file(tmp_path):
-    path = write_sweep(tmp_path)
-    ablate.check_output(ablate.AblationRequest(path), tmp_path / "best.yaml")
-    with pytest.raises(SpecError):
-        ablate.check_output(ablate.AblationRequest(path), path)
 
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_a_real_ablation_on_the_cpu(tmp_path, cache):
+def test_real_ablation_on_the_cpu(tmp_path, cache):
     path = write_sweep(tmp_path, launch={"mock": "off"})
     done = command(path, "--out", tmp_path / "out", "--only", "chunked_loss", "--repeats", 1, "--steps", 20, "--json")
     assert done.returncode == 0, done.stderr

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.sweep.jobs import job
-from ftbench.sweep.plan.budget import WallTimes, coarse_to_fine, duration
+from ftbench.sweep.plan.base import WallTimes, duration, job
+from ftbench.sweep.plan.grid import coarse_to_fine
 
 
 def a_job(batch=1, repeat=1, values=None, method="lora", **train):
@@ -35,7 +35,7 @@ def a_job(batch=1, repeat=1, values=None, method="lora", **train):
         ("1h1s", 3601), ("0h10m", 600), ("100h", 360000),
     ],
 )  # fmt: skip
-def test_a_duration_is_written_in_hours_minutes_and_seconds(text, seconds):
+def test_duration(text, seconds):
     assert duration(text) == seconds
 
 
@@ -44,15 +44,10 @@ def test_a_duration_is_written_in_hours_minutes_and_seconds(text, seconds):
     ["", " ", "8", "h", "0h", "0s", "-1h", "8h-", "30m1h", "1h1h", "1d", "eight hours", "1:30", "1e3s", "1.h", ".5h",
      "8hours", "inf", "nan"],
 )  # fmt: skip
-def test_what_is_no_duration_says_how_to_write_one(text):
+def test_invalid_duration_is_reported(text):
     with pytest.raises(SpecError) as caught:
         duration(text)
     assert str(caught.value) == f"--time-budget {text}: write it as 8h, 90m or 1h30m"
-
-
-@given(st.integers(0, 99), st.integers(0, 99), st.integers(1, 99))
-def test_the_parts_of_a_duration_are_added(hours, minutes, seconds):
-    assert duration(f"{hours}h{minutes}m{seconds}s") == hours * 3600 + minutes * 60 + seconds
 
 
 # --- how long a run will take at most --------------------------------------------------------------------------------
@@ -65,53 +60,53 @@ def history(*ended):
     return made
 
 
-def test_before_a_run_has_ended_nothing_is_known():
+def test_unknown_before_the_first_run():
     assert history().at_most_s(a_job()) is None
     assert history().remaining_s([a_job()], 1) is None
 
 
-def test_another_repeat_takes_little_more_than_the_slowest_of_its_cell():
+def test_repeat_takes_as_long_as_the_slowest_of_its_cell():
     made = history((a_job(4, 1), 100.0), (a_job(4, 2), 120.0), (a_job(4, 3), 90.0), (a_job(8), 999.0))
     assert made.at_most_s(a_job(4, 4)) == pytest.approx(132.0)
 
 
-def test_with_a_fixed_number_of_steps_a_larger_batch_takes_in_proportion_longer():
+def test_fixed_steps_scale_with_a_larger_batch():
     made = history((a_job(4), 100.0))
     assert made.at_most_s(a_job(8)) == pytest.approx(220.0)
     assert made.at_most_s(a_job(8, gradient_accumulation_steps=2)) == pytest.approx(440.0)
 
 
-def test_with_a_fixed_number_of_steps_a_smaller_batch_is_not_counted_on_to_be_faster():
+def test_fixed_steps_do_not_scale_with_a_smaller_batch():
     assert history((a_job(4), 100.0)).at_most_s(a_job(1)) == pytest.approx(110.0)
 
 
-def test_with_a_fixed_number_of_epochs_a_smaller_batch_takes_in_proportion_longer():
+def test_fixed_epochs_scale_with_a_smaller_batch():
     epochs = {"max_steps": None}
     made = history((a_job(4, **epochs), 100.0))
     assert made.at_most_s(a_job(1, **epochs)) == pytest.approx(440.0)
     assert made.at_most_s(a_job(8, **epochs)) == pytest.approx(110.0)
 
 
-def test_the_nearest_batch_of_the_family_speaks():
+def test_nearest_batch_of_the_family_is_used():
     made = history((a_job(1), 10.0), (a_job(16), 100.0), (a_job(4, method="qlora"), 5000.0))
     assert made.at_most_s(a_job(32)) == pytest.approx(220.0)
     assert made.at_most_s(a_job(2)) == pytest.approx(22.0)
 
 
-def test_where_no_relative_has_ended_the_slowest_of_all_speaks():
+def test_slowest_run_bounds_other_families():
     made = history((a_job(2), 50.0), (a_job(4, method="qlora"), 100.0))
     assert made.at_most_s(a_job(8, method="full")) == pytest.approx(220.0)
     assert made.at_most_s(a_job(4, method="full")) == pytest.approx(110.0)
 
 
-def test_the_batch_of_another_recipe_s_packed_rows_says_nothing_of_eight_samples():
+def test_packed_rows_bound_unpacked_batches():
     """A row counts as one sample and takes as long as all of them."""
     made = history((a_job(1, method="lora"), 60.0), (a_job(8, method="qlora"), 55.0))
     assert made.at_most_s(a_job(8, method="full")) == pytest.approx(66.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.floats(0.1, 1e5)), min_size=1), st.integers(1, 64))
-def test_where_time_grows_at_most_as_the_batch_the_bound_holds(ended, batch):
+def test_bound_is_never_too_low(ended, batch):
     """A machine whose runs take between a constant and in proportion to the batch."""
     slope = min(wall / size for size, wall in ended)
     made = history(*((a_job(size), slope * size) for size, _ in ended))
@@ -121,7 +116,7 @@ def test_where_time_grows_at_most_as_the_batch_the_bound_holds(ended, batch):
 # --- how long all of it will take ------------------------------------------------------------------------------------
 
 
-def test_what_remains_is_what_the_middling_jobs_of_each_family_took():
+def test_remaining_time_uses_the_median_of_the_family():
     made = history((a_job(1), 10.0), (a_job(2), 20.0), (a_job(4), 90.0), (a_job(1, method="qlora"), 50.0))
     assert made.remaining_s([a_job(8), a_job(16)], 1) == pytest.approx(40.0)
     assert made.remaining_s([a_job(8), a_job(2, method="qlora")], 1) == pytest.approx(70.0)
@@ -130,15 +125,11 @@ def test_what_remains_is_what_the_middling_jobs_of_each_family_took():
     assert made.remaining_s([a_job(16)], 1, [(a_job(8), 95.0)]) == pytest.approx(20.0)
 
 
-def test_a_family_of_which_none_has_ended_takes_what_a_middling_job_took():
+def test_remaining_time_of_an_unknown_family_uses_the_overall_median():
     made = history((a_job(1), 10.0), (a_job(2), 20.0), (a_job(4), 90.0))
     assert made.remaining_s([a_job(1, method="qlora")], 1) == pytest.approx(20.0)
     made.add(a_job(8), 100.0)
     assert made.remaining_s([a_job(1, method="qlora")], 1) == pytest.approx(55.0)
-
-
-def test_where_nothing_is_left_nothing_remains():
-    assert history((a_job(1), 10.0)).remaining_s([], 2) == 0
 
 
 # --- which runs tell most --------------------------------------------------------------------------------------------
@@ -148,24 +139,17 @@ def batches(jobs):
     return [each.spec.train.batch_size for each in jobs]
 
 
-def test_the_ends_of_an_axis_come_before_its_middle_and_the_middle_before_the_quarters():
+def test_axis_is_ordered_from_coarse_to_fine():
     ordered = batches(coarse_to_fine([a_job(batch) for batch in range(1, 10)]))
     assert (ordered[:2], ordered[2], set(ordered[3:5])) == ([1, 9], 5, {3, 7})
 
 
-@pytest.mark.parametrize("sizes", [[1], [1, 2], [8, 1, 4]])
-def test_a_short_axis_has_its_ends_first(sizes):
-    ordered = batches(coarse_to_fine([a_job(batch) for batch in sizes]))
-    assert set(ordered[:2]) == {min(sizes), max(sizes)}
-    assert sorted(ordered) == sorted(sizes)
-
-
-def test_first_repeats_come_before_second_ones():
+def test_first_repeats_come_first():
     jobs = [a_job(batch, repeat) for batch in (1, 2, 4) for repeat in (1, 2)]
     assert [each.repeat for each in coarse_to_fine(jobs)] == [1, 1, 1, 2, 2, 2]
 
 
-def test_every_method_is_at_its_ends_before_any_is_in_the_middle():
+def test_ends_of_all_methods_come_first():
     jobs = [
         a_job(batch, values={"method": method, "train.batch_size": batch}, method=method)
         for method in ("lora", "qlora") for batch in (1, 2, 4)
@@ -174,27 +158,12 @@ def test_every_method_is_at_its_ends_before_any_is_in_the_middle():
     assert found == [("lora", 1), ("lora", 4), ("qlora", 1), ("qlora", 4), ("lora", 2), ("qlora", 2)]
 
 
-def test_text_and_switches_have_no_ends():
-    values = [
-        {"method": {"name": "lora"}},
-        {"method": "full"},
-        {"optimizations.compile": True},
-        {"train.max_steps": None},
-    ]
-    jobs = [a_job(place, values=each) for place, each in enumerate(values, start=1)]
-    assert coarse_to_fine(jobs) == jobs
-
-
-def test_no_jobs_are_no_trouble():
-    assert coarse_to_fine([]) == []
-
-
 @given(
     st.sets(st.integers(1, 40), min_size=1, max_size=8),
     st.sets(st.floats(1e-6, 1.0), min_size=1, max_size=4),
     st.integers(1, 2),
 )
-def test_every_job_is_kept_and_of_each_repeat_the_corners_come_first(sizes, rates, repeats):
+def test_corners_come_first_and_no_job_is_lost(sizes, rates, repeats):
     jobs = [
         a_job(size, repeat, {"train.batch_size": size, "train.learning_rate": rate}, learning_rate=rate)
         for size, rate, repeat in itertools.product(sizes, rates, range(1, repeats + 1))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftbench.sweep.plan.frontier import Trial, edge, knee, next_batch, peak_on_the_line
+from ftbench.sweep.plan.search import Trial, edge, knee, next_batch
 
 EVERY = list(range(1, 257))
 
@@ -52,9 +52,7 @@ PEAKS = st.one_of(
 
 
 @given(candidates=CANDIDATES, limit=st.integers(0, 6000), peak=PEAKS, capacity_gb=st.floats(1, 200))
-def test_a_search_ends_at_the_largest_that_fits_and_the_next_larger_one_that_fails(
-    candidates, limit, peak, capacity_gb
-):
+def test_search_finds_the_largest_batch_and_the_first_that_fails(candidates, limit, peak, capacity_gb):
     def tried(batch):
         known = {"peak_gb": peak(batch), "capacity_gb": capacity_gb} if peak else {}
         return Trial(batch, batch <= limit, **known)
@@ -70,7 +68,7 @@ def test_a_search_ends_at_the_largest_that_fits_and_the_next_larger_one_that_fai
 
 
 @given(candidates=CANDIDATES, limit=st.integers(0, 6000), data=st.data())
-def test_a_search_that_was_cut_short_goes_on_where_it_stopped(candidates, limit, data):
+def test_interrupted_search_resumes(candidates, limit, data):
     whole = searched(candidates, fits_up_to(limit))
     cut = data.draw(st.integers(0, len(whole)))
     known = sorted(whole[:cut], key=lambda trial: trial.batch)  # directories tell no order
@@ -80,28 +78,19 @@ def test_a_search_that_was_cut_short_goes_on_where_it_stopped(candidates, limit,
     assert order(rest) == order(whole)[cut:]
 
 
-def test_batches_are_doubled_until_one_fails_and_halved_between_the_two():
+def test_batch_doubles_and_then_bisects():
     assert order(searched(EVERY, fits_up_to(21))) == [1, 2, 4, 8, 16, 32, 24, 20, 22, 21]
 
 
-def test_the_first_that_fails_is_the_end_of_it():
-    assert order(searched(EVERY, fits_up_to(0))) == [1]
-
-
-def test_the_last_candidate_is_tried_even_where_it_is_no_doubling():
+def test_last_candidate_is_tried():
     assert order(searched(list(range(1, 11)), fits_up_to(99))) == [1, 2, 4, 8, 10]
-
-
-def test_one_candidate_is_one_trial():
-    assert order(searched([7], fits_up_to(99))) == [7]
-    assert order(searched([7], fits_up_to(3))) == [7]
 
 
 def test_only_candidates_are_tried():
     assert order(searched([1, 2, 3, 4, 6, 8, 12, 16, 24, 48], fits_up_to(13))) == [1, 2, 4, 8, 16, 12]
 
 
-def test_trials_made_with_other_candidates_count():
+def test_trials_of_other_candidates_count():
     assert next_batch([Trial(64, False)], [1, 2, 4, 8]) in (2, 4)
     assert next_batch([Trial(3, True), Trial(5, False)], [1, 2, 4, 8]) == 4
 
@@ -109,46 +98,41 @@ def test_trials_made_with_other_candidates_count():
 # --- the line through the measured peaks -----------------------------------------------------------------------------
 
 
-def test_where_memory_grows_as_a_line_two_guesses_find_the_edge():
+def test_two_guesses_suffice_for_linear_memory():
     assert order(searched(EVERY, on_a_line(90.5))) == [1, 2, 4, 8, 16, 32, 64, 128, 88, 89]
 
 
-def test_what_the_device_holds_beside_the_pool_is_not_free():
+def test_memory_outside_of_the_pool_is_not_free():
     assert order(searched(EVERY, on_a_line(90.5, beside_gb=10.0)))[-2:] == [78, 79]
 
 
-def test_a_guess_below_all_that_is_left_takes_the_smallest():
+def test_low_guess_takes_the_smallest_candidate():
     trials = [Trial(8, True, peak_gb=8.0, capacity_gb=16.0), Trial(16, True, peak_gb=15.9, capacity_gb=16.0)]
     assert next_batch([*trials, Trial(1, True), Trial(32, False)], EVERY) == 17
 
 
-def test_a_guess_above_all_that_is_left_takes_the_largest():
+def test_high_guess_takes_the_largest_candidate():
     trials = [Trial(1, True, peak_gb=1.0, capacity_gb=99.0), Trial(2, True, peak_gb=1.1, capacity_gb=99.0)]
     assert next_batch([*trials, Trial(16, False)], EVERY) == 15
 
 
-def test_a_line_that_misleads_twice_is_not_followed_further():
+def test_bisection_follows_two_wrong_guesses():
     trials = searched(EVERY, lambda batch: Trial(batch, batch <= 129, peak_gb=0.001 * batch, capacity_gb=80.0))
     assert order(trials)[:11] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 255, 254]
     assert order(trials)[11] == 191
 
 
 @pytest.mark.parametrize("peaks", [(5.0, 5.0), (5.0, 4.0), (None, 5.0), (None, None)])
-def test_without_a_rising_line_the_middle_is_tried(peaks):
+def test_bisection_without_a_rising_line(peaks):
     trials = [Trial(b, True, peak_gb=gb, capacity_gb=80.0) for b, gb in zip((16, 32), peaks, strict=True)]
     assert next_batch([*trials, Trial(64, False)], EVERY) == 48
-
-
-def test_without_the_size_of_the_device_the_middle_is_tried():
-    trials = [Trial(16, True, peak_gb=1.0), Trial(32, True, peak_gb=2.0), Trial(64, False)]
-    assert next_batch(trials, EVERY) == 48
 
 
 # --- trials that failed otherwise ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("others", [[], [Trial(1, True)], [Trial(1, True), Trial(4, False)]])
-def test_a_trial_that_failed_for_another_reason_stops_the_search(others):
+def test_failed_trial_stops_the_search(others):
     trials = [*others, Trial(2, None, reason="killed by signal 11")]
     assert next_batch(trials, EVERY) is None
     assert edge(trials, EVERY, "the end").note == "stopped at batch 2: killed by signal 11"
@@ -157,26 +141,20 @@ def test_a_trial_that_failed_for_another_reason_stops_the_search(others):
 # --- what is known of an edge ----------------------------------------------------------------------------------------
 
 
-def test_a_finished_search_has_nothing_left_to_say():
+def test_finished_search_has_no_note():
     found = edge(searched(EVERY, fits_up_to(5)), EVERY, "the end")
     assert (found.largest.batch, found.first_failing.batch, found.note) == (5, 6, "")
 
 
-def test_an_edge_that_was_not_reached_says_what_ended_it():
+def test_note_names_the_limit_of_the_candidates():
     found = edge(searched([1, 2, 4], fits_up_to(99)), [1, 2, 4], "the data set has 4 samples")
     assert (found.largest.batch, found.first_failing) == (4, None)
     assert found.note == "not reached: the data set has 4 samples"
 
 
 @pytest.mark.parametrize("trials", [[], [Trial(1, True)], [Trial(1, True), Trial(2, True), Trial(4, False)]])
-def test_a_search_that_goes_on_is_not_finished(trials):
+def test_note_of_an_unfinished_search(trials):
     assert edge(trials, EVERY, "the end").note == "not finished"
-
-
-def test_nothing_fits():
-    found = edge([Trial(1, False, oom={"phase": "load"})], EVERY, "the end")
-    assert (found.largest, found.knee, found.note) == (None, None, "")
-    assert found.first_failing.oom == {"phase": "load"}
 
 
 # --- the knee --------------------------------------------------------------------------------------------------------
@@ -199,42 +177,19 @@ def test_nothing_fits():
         ({}, None),
     ],
 )
-def test_the_knee_is_the_smallest_batch_after_which_none_is_five_percent_faster(speeds, expected):
+def test_knee(speeds, expected):
     assert knee([Trial(batch, True, speed=speed) for batch, speed in speeds.items()]) == expected
 
 
 @given(st.dictionaries(st.integers(1, 500), st.floats(0.1, 1e6), min_size=2, max_size=12))
-def test_after_the_knee_nothing_is_five_percent_faster_and_before_it_something_is(speeds):
+def test_knee_of_random_speeds(speeds):
     found = knee([Trial(batch, True, speed=speed) for batch, speed in speeds.items()])
     assert all(later < 1.05 * speeds[found] for batch, later in speeds.items() if batch > found)
     for early in (batch for batch in speeds if batch < found):
         assert any(later >= 1.05 * speeds[early] for batch, later in speeds.items() if batch > early)
 
 
-# --- what a batch is expected to need --------------------------------------------------------------------------------
-
-
-def test_a_measured_peak_is_its_own():
-    assert peak_on_the_line([Trial(1, True, peak_gb=3.0), Trial(4, True, peak_gb=50.0)], 4) == 50.0
-    assert peak_on_the_line([Trial(4, True, peak_gb=50.0)], 4) == 50.0
-
-
-@given(st.lists(st.integers(1, 500), min_size=2, max_size=9, unique=True), st.integers(1, 999))
-def test_on_a_line_any_batch_is_expected_to_need_what_it_needs(batches, wanted):
-    trials = [Trial(batch, True, peak_gb=2.0 + 0.5 * batch) for batch in batches]
-    assert peak_on_the_line(trials, wanted) == pytest.approx(2.0 + 0.5 * wanted)
-
-
-def test_the_two_nearest_measured_make_the_line():
-    peaks = {1: 10.0, 2: 11.0, 8: 100.0, 10: 110.0}
-    trials = [Trial(batch, True, peak_gb=peak) for batch, peak in peaks.items()]
-    assert peak_on_the_line(trials, 3) == pytest.approx(12.0)
-    assert peak_on_the_line(trials, 12) == pytest.approx(120.0)
-
-
-@pytest.mark.parametrize("trials", [[], [Trial(1, True)], [Trial(1, True, peak_gb=3.0), Trial(2, False)]])
-def test_fewer_than_two_measured_peaks_expect_nothing(trials):
-    assert peak_on_the_line(trials, 5) is None
+# --- with an estimate ------------------------------------------------------------------------------------------------
 
 
 def seeded(candidates, tried, seed):
@@ -246,13 +201,13 @@ def seeded(candidates, tried, seed):
 
 
 @given(st.integers(0, 256), st.integers(1, 256))
-def test_an_estimate_that_is_wrong_leads_to_the_same_frontier(limit, seed):
+def test_wrong_estimate_gives_the_same_result(limit, seed):
     trials = seeded(EVERY, fits_up_to(limit), seed)
     assert max((trial.batch for trial in trials if trial.fits), default=0) == limit
     assert len(trials) <= 2 * len(searched(EVERY, fits_up_to(limit)))
 
 
-def test_an_estimate_that_is_right_ends_the_search_with_one_trial_that_does_not_fit():
+def test_correct_estimate_needs_one_failing_trial():
     assert order(seeded(EVERY, fits_up_to(23), 23)) == [1, 2, 4, 8, 16, 23, 24]
     assert order(seeded(EVERY, fits_up_to(24), 23)) == [1, 2, 4, 8, 16, 23, 24, 26, 25]
     assert edge(seeded(EVERY, fits_up_to(23), 23), EVERY, "", 23).note == ""

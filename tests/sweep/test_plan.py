@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,17 +13,15 @@ from ftbench.spec.sweep import cells
 from ftbench.store import rundir
 from ftbench.store.rundir import create_at, write_json
 from ftbench.store.steps import StepsWriter
-from ftbench.sweep.jobs import Standing
-from ftbench.sweep.output import view
-from ftbench.sweep.plan.base import Options
-from ftbench.sweep.plan.budget import coarse_to_fine
-from ftbench.sweep.plan.frontier import next_batch
+from ftbench.sweep.loop import Session
+from ftbench.sweep.output import live as view
+from ftbench.sweep.plan.base import Options, Standing
 from ftbench.sweep.plan.grid import Grid, first_jobs, with_repeats
-from ftbench.sweep.plan.search import Family, Search
+from ftbench.sweep.plan.search import Family, Search, next_batch
 
 GPU = {"name": "a GPU", "memory_gb": 80.0, "memory_used_before_gb": 0.4, "foreign_processes": 0}
 MODEL = {"id": "tiny/qwen3", "weights": "random"}
-ELSEWHERE = "another process"  # a run that one has that is not this sweep
+ELSEWHERE = "another process"  # state of a run that another process executes
 
 
 def spec(**sections):
@@ -31,7 +30,7 @@ def spec(**sections):
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(rundir.os, "fsync", lambda file: None)  # no power cut here
+    monkeypatch.setattr(rundir.os, "fsync", lambda file: None)
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def options(tmp_path):
 
 @pytest.fixture
 def jobs(tmp_path, options):
-    """The jobs of one text of a spec, with the names they go by here: `lora1`, and `lora1'` for its second repeat."""
+    """Return the jobs of a spec. Tests call them `lora1`, and `lora1'` for the second repeat."""
 
     def read(text="", *axes):
         (tmp_path / "spec.yaml").write_text(f"model: {json.dumps(MODEL)}\n{text}", "utf-8")
@@ -61,7 +60,7 @@ def names(found):
 
 
 def leave(each, state="ok", gpu=GPU, samples=200, peak_gb=None, **more):
-    """The directory of a run that ended so."""
+    """Write the directory of a finished run."""
     if each.run.path.exists():
         rundir.archive(each.run)
     run = create_at(each.run.path)
@@ -83,14 +82,14 @@ def leave(each, state="ok", gpu=GPU, samples=200, peak_gb=None, **more):
 
 
 def drain(plan, outcome=lambda each: "ok", fits=lambda each: True, **more):
-    """Runs a plan to its end, one job at a time; returns the jobs in the order in which they were started."""
+    """Run a plan to its end, one job at a time. Return the jobs in the order of their starts."""
     started = []
     while (each := plan.next(fits)) is not None:
         assert plan.standings[each].state == "running"
         started.append(each)
         leave(each, outcome(each), **more)
         plan.ended(each)
-        assert len(started) < 200, "without end"
+        assert len(started) < 200, "endless plan"
     return started
 
 
@@ -103,7 +102,7 @@ def skipped(plan):
 TWO_METHODS = "measure: {repeats: 2}\nsweep: {axes: {method: [lora, qlora], train.batch_size: [1, 2]}}\n"
 
 
-def test_every_cell_is_run_once_before_any_is_run_twice(jobs):
+def test_repeats_are_interleaved(jobs):
     assert names(jobs(TWO_METHODS)) == "lora1 lora2 qlora1 qlora2 lora1' lora2' qlora1' qlora2'"
 
 
@@ -114,22 +113,22 @@ def test_repeats_may_differ_between_cells(jobs):
     assert names(found) == "lora4 full4 lora4' lora4''"
 
 
-def test_cells_that_turn_out_to_be_the_same_spec_are_one_job(jobs):
+def test_equal_cells_are_one_job(jobs):
     assert names(jobs("", "train.precision=auto,fp32", "method=lora,full")) == "lora4 full4"
 
 
-def test_cells_that_cannot_work_are_no_jobs(jobs):
+def test_impossible_cells_are_not_jobs(jobs):
     assert names(jobs("", "method=lora,qlora", "optimizations.fp8=off,rowwise")) == "lora4 lora4 qlora4"
 
 
-def test_a_job_knows_what_makes_it_of_the_spec_file(jobs, tmp_path):
+def test_sets_of_a_job_reproduce_its_spec(jobs, tmp_path):
     for each in jobs(TWO_METHODS):
         again = resolve(load(tmp_path / "spec.yaml", each.sets), None)
         assert again == each.spec
         assert each.run.run_id == f"{identity.slug(again, GPU['name'])}-r{each.repeat}"
 
 
-def test_jobs_of_one_family_differ_in_their_batch_alone(jobs):
+def test_family_differs_only_in_the_batch(jobs):
     found = jobs("", "method=lora,qlora", "train.batch_size=1,2", "train.gradient_accumulation_steps=1,2")
     assert len(found) == 8
     assert len({each.cell for each in found}) == 8
@@ -137,16 +136,10 @@ def test_jobs_of_one_family_differ_in_their_batch_alone(jobs):
     assert len({each.family for each in found}) == 2
 
 
-def test_a_learning_rate_without_a_dot_has_ends_like_any_number(jobs):
-    text = "sweep: {axes: {train.learning_rate: [1e-5, 1e-4, 2e-4, 1e-3]}}"
-    ordered = coarse_to_fine(jobs(text))
-    assert {each.spec.train.learning_rate for each in ordered[:2]} == {1e-5, 1e-3}
+# --- a grid: order and resume ----------------------------------------------------------------------------------------
 
 
-# --- a grid: what is started -----------------------------------------------------------------------------------------
-
-
-def test_a_grid_starts_every_job_in_its_order_and_then_nothing(jobs, options):
+def test_grid_starts_all_jobs_in_order(jobs, options):
     found = jobs(TWO_METHODS)
     plan = Grid(found, {}, options)
     assert list(plan.standings) == found
@@ -157,14 +150,7 @@ def test_a_grid_starts_every_job_in_its_order_and_then_nothing(jobs, options):
     assert plan.next(lambda each: True) is None
 
 
-def test_several_slots_get_different_jobs(jobs, options):
-    found = jobs(TWO_METHODS)
-    plan = Grid(found, {}, options)
-    assert [plan.next(lambda each: True) for _ in found] == found
-    assert plan.next(lambda each: True) is None
-
-
-def test_what_is_done_is_not_done_again(jobs, options):
+def test_finished_jobs_are_not_repeated(jobs, options):
     found = jobs("", "train.batch_size=1,2,4,8,16,32")
     for each, state in zip(found, ("ok", "timeout", "error", "ok", "ok", "oom"), strict=True):
         leave(each, state)
@@ -174,7 +160,7 @@ def test_what_is_done_is_not_done_again(jobs, options):
     assert plan.wall_times.at_most_s(found[0]) == pytest.approx(66.0)
 
 
-def test_a_sweep_that_was_killed_goes_on_where_it_stopped(jobs, options):
+def test_killed_sweep_resumes(jobs, options):
     found = jobs(TWO_METHODS)
     for cut in range(len(found) + 1):
         for each in found[:cut]:
@@ -182,7 +168,7 @@ def test_a_sweep_that_was_killed_goes_on_where_it_stopped(jobs, options):
         assert names(drain(Grid(found, {}, options), lambda each: "interrupted")) == names(found[cut:])
 
 
-def test_what_was_cut_short_is_run_again(jobs, options):
+def test_interrupted_jobs_run_again(jobs, options):
     interrupted, killed, unreadable, ownerless, done = found = jobs("", "train.batch_size=1,2,4,8,16")
     leave(interrupted, "interrupted")
     leave(killed, "running", owner={"pid": 1, "boot": "another boot"})
@@ -192,21 +178,21 @@ def test_what_was_cut_short_is_run_again(jobs, options):
     assert drain(Grid(found, {}, options)) == [interrupted, killed, unreadable, ownerless]
 
 
-def test_what_failed_for_what_the_machine_lacked_is_run_again(jobs, options):
+def test_jobs_that_failed_for_a_missing_package_run_again(jobs, options):
     found = jobs("", "train.batch_size=1,2")
     leave(found[0], "error", exit_code=3)
     leave(found[1], "error", exit_code=1)
     assert drain(Grid(found, {}, options)) == found[:1]
 
 
-def test_what_failed_of_itself_is_run_again_where_that_is_asked_for(jobs, options):
+def test_retry_failed_runs_failed_jobs_again(jobs, options):
     found = jobs("", "train.batch_size=1,2,4,8")
     for each, state in zip(found, ("error", "timeout", "ok", "oom"), strict=True):
         leave(each, state)
     assert drain(Grid(found, {}, replace(options, retry_failed=True))) == found[:2]
 
 
-def test_with_force_everything_is_run_again_once(jobs, options):
+def test_force_runs_all_jobs_again(jobs, options):
     found = jobs("", "train.batch_size=1,2,4,8")
     for each, state in zip(found, ("error", "ok", "oom", "interrupted"), strict=True):
         leave(each, state)
@@ -214,7 +200,7 @@ def test_with_force_everything_is_run_again_once(jobs, options):
 
 
 @pytest.mark.parametrize("asked", [{}, {"retry_failed": True}, {"force": True}], ids=str)
-def test_a_run_that_another_process_has_going_is_left_alone(jobs, options, asked):
+def test_job_of_another_process_is_not_started(jobs, options, asked):
     found = jobs("", "train.batch_size=1,2")
     leave(found[0], ELSEWHERE)
     plan = Grid(found, {}, replace(options, **asked))
@@ -222,7 +208,7 @@ def test_a_run_that_another_process_has_going_is_left_alone(jobs, options, asked
     assert plan.standings[found[0]].state == "running"
 
 
-def test_a_run_that_was_cut_short_now_is_left_for_the_next_sitting(jobs, options):
+def test_interrupted_job_waits_for_the_next_session(jobs, options):
     found = jobs("", "train.batch_size=1,2")
     plan = Grid(found, {}, options)
     assert drain(plan, lambda each: "interrupted") == found
@@ -230,7 +216,7 @@ def test_a_run_that_was_cut_short_now_is_left_for_the_next_sitting(jobs, options
     assert drain(Grid(found, {}, options)) == found
 
 
-def test_what_this_machine_refuses_is_skipped_with_the_reason(jobs, options):
+def test_refused_job_is_skipped_with_the_reason(jobs, options):
     found = jobs("", "train.batch_size=1,2")
     plan = Grid(found, {found[0]: "needs a GPU"}, options)
     assert skipped(plan) == {"lora1": "needs a GPU"}
@@ -238,7 +224,7 @@ def test_what_this_machine_refuses_is_skipped_with_the_reason(jobs, options):
     assert drain(plan) == found[1:]
 
 
-def test_a_job_for_which_there_is_no_time_waits_and_others_go_on(jobs, options):
+def test_job_without_time_waits(jobs, options):
     found = jobs("", "train.batch_size=1,8,2")
     plan = Grid(found, {}, options)
     assert names(drain(plan, fits=lambda each: each.spec.train.batch_size < 8)) == "lora1 lora2"
@@ -248,14 +234,14 @@ def test_a_job_for_which_there_is_no_time_waits_and_others_go_on(jobs, options):
 
 
 @pytest.mark.parametrize("state", ["oom", "error"])
-def test_a_run_that_ended_early_does_not_bound_how_long_one_takes(jobs, options, state):
+def test_failed_run_does_not_bound_the_time(jobs, options, state):
     found = jobs("", "train.max_steps=10", "train.batch_size=1,16,12")
     leave(found[0], wall_s=600.0)
     leave(found[1], state, wall_s=5.0)
     assert Grid(found, {}, options).wall_times.at_most_s(found[2]) >= 600.0
 
 
-# --- a grid: batches that cannot fit ---------------------------------------------------------------------------------
+# --- a grid: out of memory -------------------------------------------------------------------------------------------
 
 BATCHES = "sweep: {axes: {method: [lora, qlora], train.batch_size: [1, 2, 4, 8]}}\n"
 
@@ -264,30 +250,30 @@ def no_more_than(limits):
     return lambda each: "oom" if each.spec.train.batch_size > limits[each.spec.method.name] else "ok"
 
 
-def test_after_running_out_of_memory_larger_batches_of_the_family_are_skipped(jobs, options):
+def test_oom_skips_larger_batches_of_the_family(jobs, options):
     plan = Grid(jobs(BATCHES), {}, options)
     assert names(drain(plan, no_more_than({"lora": 1, "qlora": 4}))) == "lora1 lora2 qlora1 qlora2 qlora4 qlora8"
     assert skipped(plan) == {"lora4": "oom at batch 2", "lora8": "oom at batch 2"}
 
 
-def test_the_order_of_batches_does_not_matter(jobs, options):
+def test_oom_skips_larger_batches_in_any_order(jobs, options):
     plan = Grid(jobs("", "train.batch_size=4,8,1,2,16"), {}, options)
     assert names(drain(plan, no_more_than({"lora": 1}))) == "lora4 lora1 lora2"
     assert skipped(plan) == {"lora8": "oom at batch 4", "lora16": "oom at batch 4"}
 
 
-def test_other_repeats_of_a_batch_that_ran_out_of_memory_are_skipped(jobs, options):
+def test_oom_skips_other_repeats(jobs, options):
     plan = Grid(jobs("measure: {repeats: 3}", "train.batch_size=1,2"), {}, options)
     assert names(drain(plan, no_more_than({"lora": 1}))) == "lora1 lora2 lora1' lora1''"
     assert skipped(plan) == {"lora2'": "oom at batch 2", "lora2''": "oom at batch 2"}
 
 
-def test_memory_is_that_of_a_forward_pass_however_many_make_a_step(jobs, options):
+def test_accumulation_does_not_change_the_memory_limit(jobs, options):
     plan = Grid(jobs("", "train.gradient_accumulation_steps=1,4", "train.batch_size=1,2,4"), {}, options)
     assert names(drain(plan, no_more_than({"lora": 1}))) == "lora1 lora2 lora1"
 
 
-def test_what_ran_out_of_memory_in_an_earlier_sitting_counts(jobs, options):
+def test_oom_of_an_earlier_session_counts(jobs, options):
     found = jobs(BATCHES)
     leave(found[1], "oom")
     plan = Grid(found, {}, options)
@@ -295,20 +281,14 @@ def test_what_ran_out_of_memory_in_an_earlier_sitting_counts(jobs, options):
     assert names(plan.pending()) == "lora1 qlora1 qlora2 qlora4 qlora8"
 
 
-def test_with_force_what_ran_out_of_memory_earlier_does_not_count(jobs, options):
-    found = jobs(BATCHES)
-    leave(found[1], "oom")
-    assert drain(Grid(found, {}, replace(options, force=True))) == found
-
-
 @pytest.mark.parametrize("shared", [{"foreign_processes": 1}, {"memory_used_before_gb": 20.0}], ids=str)
-def test_running_out_of_memory_beside_others_says_nothing_of_larger_batches(jobs, options, shared):
+def test_oom_on_a_shared_gpu_skips_nothing(jobs, options, shared):
     plan = Grid(jobs("", "train.batch_size=1,2,4"), {}, options)
     assert names(drain(plan, no_more_than({"lora": 1}), gpu=GPU | shared)) == "lora1 lora2 lora4"
     assert skipped(plan) == {}
 
 
-def test_what_has_run_already_keeps_its_result_beside_a_smaller_batch_that_did_not(jobs, options):
+def test_finished_larger_batch_keeps_its_result(jobs, options):
     found = jobs("", "train.batch_size=2,4,8")
     leave(found[0], "oom")
     leave(found[1])
@@ -321,15 +301,15 @@ def test_what_has_run_already_keeps_its_result_beside_a_smaller_batch_that_did_n
 
 @pytest.fixture
 def search(options):
-    """A search over methods of a tiny model; the same directories each time."""
+    """Return a function that builds a search over methods of a tiny model."""
 
-    def build(*methods, effective=None, refused=None, steps=6, asked=None, **sections):
+    def build(*methods, effective=None, refused=None, asked=None, **sections):
         families = [
             Family(spec(method={"name": method}, **sections), (f"method={method}",), {"method": method},
                    (refused or {}).get(method))
             for method in methods or ("lora",)
         ]  # fmt: skip
-        return Search(families, replace(options, **(asked or {})), steps, effective)
+        return Search(families, replace(options, **(asked or {})), effective)
 
     return build
 
@@ -343,7 +323,7 @@ def edges(found):
     }  # fmt: skip
 
 
-def test_a_search_finds_the_edge_of_each_family(search):
+def test_search_of_two_families(search):
     plan = search("lora", "qlora")
     started = drain(plan, no_more_than({"lora": 5, "qlora": 77}))
     assert edges(plan) == {"lora": (5, 6, ""), "qlora": (77, 78, "")}
@@ -351,19 +331,19 @@ def test_a_search_finds_the_edge_of_each_family(search):
     assert plan.next(lambda each: True) is None
 
 
-def test_one_family_has_one_trial_at_a_time(search):
+def test_family_runs_one_trial_at_a_time(search):
     plan = search("lora", "qlora")
     assert names([plan.next(lambda each: True), plan.next(lambda each: True)]) == "lora1 qlora1"
     assert plan.next(lambda each: True) is None
 
 
-def test_a_trial_is_short_begins_with_the_longest_and_evaluates_nothing(search):
+def test_settings_of_a_trial(search):
     plan = search(
         dataset={"name": "sample", "eval_samples": 8},
         measure={"eval": "epoch", "repeats": 3, "generate": {"prompts": [{"id": "a", "prompt": "b"}]}},
     )
     each = plan.next(lambda each: True)
-    assert (each.spec.train.max_steps, each.spec.dataset.longest_first, each.spec.measure.eval) == (6, True, "off")
+    assert (each.spec.train.max_steps, each.spec.dataset.longest_first, each.spec.measure.eval) == (7, True, "off")
     assert (each.spec.measure.repeats, each.spec.measure.generate, each.repeat) == (1, None, 1)
     assert "measure.generate=off" in each.sets
     assert each.values == {"method": "lora", "train.batch_size": 1}
@@ -373,22 +353,14 @@ def test_a_trial_is_short_begins_with_the_longest_and_evaluates_nothing(search):
     ("dataset", "effective"),
     [({"name": "sample"}, None), ({"name": "sample"}, 12), ({"name": "synthetic", "samples": 3, "length": 64}, None)],
 )
-def test_the_sets_of_a_trial_make_it_of_the_spec_file(search, tmp_path, dataset, effective):
+def test_sets_of_a_trial_reproduce_its_spec(search, tmp_path, dataset, effective):
     (tmp_path / "exp.yaml").write_text(json.dumps({"model": MODEL, "dataset": dataset}))
     for each in drain(search(dataset=dataset, effective=effective), no_more_than({"lora": 5})):
         again = resolve(load(tmp_path / "exp.yaml", each.sets), None)
         assert identity.slug(again, GPU["name"]) == each.cell
 
 
-def test_a_search_goes_on_where_it_was_cut_short(search):
-    whole = names(drain(search("lora", "qlora"), no_more_than({"lora": 5, "qlora": 20}))).split()
-    found = search("lora", "qlora")
-    assert drain(found) == []
-    assert edges(found) == {"lora": (5, 6, ""), "qlora": (20, 21, "")}
-    assert sorted(map(name, found.standings)) == sorted(whole)
-
-
-def test_a_search_goes_on_after_any_of_its_trials(search, tmp_path):
+def test_search_resumes_after_any_trial(search, tmp_path):
     outcome = no_more_than({"lora": 21})
     first = search()
     whole = drain(first, outcome)
@@ -400,7 +372,7 @@ def test_a_search_goes_on_after_any_of_its_trials(search, tmp_path):
         assert edges(again) == {"lora": (21, 22, "")}
 
 
-def test_a_trial_that_was_cut_short_is_made_again(search):
+def test_interrupted_trial_runs_again(search):
     plan = search()
     assert names(drain(plan, lambda each: "interrupted" if each.spec.train.batch_size == 4 else "ok")) == (
         "lora1 lora2 lora4"
@@ -420,7 +392,7 @@ def test_a_trial_that_was_cut_short_is_made_again(search):
         ({}, {"force": True}, "all"),
     ],
 )
-def test_a_trial_that_failed_stops_its_family_and_is_made_again_as_in_a_grid(search, more, asked, again):
+def test_failed_trial_stops_its_family(search, more, asked, again):
     plan = search("lora", "qlora")
     fails = lambda each: "error" if name(each) == "lora2" else no_more_than({"lora": 2, "qlora": 2})(each)  # noqa: E731
     while (each := plan.next(lambda each: True)) is not None:
@@ -433,14 +405,14 @@ def test_a_trial_that_failed_stops_its_family_and_is_made_again_as_in_a_grid(sea
 
 
 @pytest.mark.parametrize("asked", [{}, {"retry_failed": True}, {"force": True}], ids=str)
-def test_a_trial_that_another_process_has_going_is_left_alone(search, asked):
+def test_trial_of_another_process_is_not_started(search, asked):
     plan = search()
     first = plan.next(lambda each: True)
     leave(first, ELSEWHERE)
     assert search(asked=asked).next(lambda each: True) is None
 
 
-def test_a_trial_that_ran_out_of_memory_beside_others_is_no_edge(search):
+def test_oom_on_a_shared_gpu_is_not_the_limit(search):
     plan = search()
     while (each := plan.next(lambda each: True)) is not None:
         crowded = each.spec.train.batch_size == 4
@@ -449,7 +421,7 @@ def test_a_trial_that_ran_out_of_memory_beside_others_is_no_edge(search):
     assert edges(plan) == {"lora": (2, None, "stopped at batch 4: out of memory while others used the GPU")}
 
 
-def test_a_trial_that_does_not_fit_into_the_time_is_not_started_and_others_are(search):
+def test_trial_without_time_is_not_started(search):
     plan = search("lora", "qlora")
     assert names(drain(plan, no_more_than({"lora": 9, "qlora": 1}), fits=lambda each: name(each) != "lora4")) == (
         "lora1 lora2 qlora1 qlora2"
@@ -457,16 +429,16 @@ def test_a_trial_that_does_not_fit_into_the_time_is_not_started_and_others_are(s
     assert edges(plan) == {"lora": (2, None, "not finished"), "qlora": (1, 2, "")}
 
 
-def test_a_refused_family_is_not_searched_and_says_why(search):
+def test_refused_family_is_not_searched(search):
     plan = search("lora", "full", refused={"full": "needs a GPU"})
     assert {each.spec.method.name for each in drain(plan, no_more_than({"lora": 2}))} == {"lora"}
     assert edges(plan) == {"lora": (2, 3, ""), "full": (None, None, "needs a GPU")}
 
 
-# --- how far a search may go -----------------------------------------------------------------------------------------
+# --- limits of the search --------------------------------------------------------------------------------------------
 
 
-def test_no_batch_is_larger_than_the_data_set(search):
+def test_data_set_limits_the_batch(search):
     plan = search(dataset={"name": "sample"})
     assert names(drain(plan, samples=20)) == "lora1 lora2 lora4 lora8 lora16 lora20"
     assert edges(plan) == {"lora": (20, None, "not reached: the data set has 20 samples")}
@@ -475,32 +447,21 @@ def test_no_batch_is_larger_than_the_data_set(search):
     assert edges(again) == edges(plan)
 
 
-def test_no_batch_is_larger_than_the_samples_that_were_asked_for(search):
-    plan = search(dataset={"name": "sample", "samples": 6})
-    assert names(drain(plan, samples=None)) == "lora1 lora2 lora4 lora6"
-    assert edges(plan) == {"lora": (6, None, "not reached: the data set has 6 samples")}
-
-
-def test_of_synthetic_samples_there_are_always_enough(search):
+def test_synthetic_data_does_not_limit_the_batch(search):
     plan = search(dataset={"name": "synthetic", "samples": 3, "length": 64})
     started = drain(plan, no_more_than({"lora": 9}), samples=3)
     assert edges(plan) == {"lora": (9, 10, "")}
     assert all(each.spec.dataset.samples == max(3, each.spec.train.batch_size) for each in started)
 
 
-def test_trials_of_one_synthetic_data_set_are_one_family(search):
-    started = drain(search(dataset={"name": "synthetic", "samples": 3, "length": 64}), no_more_than({"lora": 9}))
-    assert len({each.family for each in started}) == 1
-
-
-def test_a_search_ends_at_the_largest_batch_that_is_tried(search):
+def test_search_ends_at_the_largest_batch_size(search):
     plan = search(dataset={"name": "synthetic", "samples": 3, "length": 64})
     started = drain(plan)
     assert started[-1].spec.train.batch_size == 4096
     assert edges(plan) == {"lora": (4096, None, "not reached: 4,096 is the largest batch tried")}
 
 
-def test_a_held_effective_batch_is_made_of_its_divisors(search):
+def test_effective_batch_uses_its_divisors(search):
     plan = search(effective=24)
     started = drain(plan, no_more_than({"lora": 7}))
     assert all(each.spec.train.batch_size * each.spec.train.gradient_accumulation_steps == 24 for each in started)
@@ -510,7 +471,7 @@ def test_a_held_effective_batch_is_made_of_its_divisors(search):
     assert edges(whole) == {"lora": (24, None, "not reached: 24 is the largest batch tried")}
 
 
-def test_batches_are_whole_groups_where_samples_are_trained_in_groups(search):
+def test_steps_contain_complete_groups(search):
     grpo = {
         "objective": {"name": "grpo", "num_generations": 4},
         "dataset": {"name": "synthetic", "samples": 9, "length": 8},
@@ -520,25 +481,14 @@ def test_batches_are_whole_groups_where_samples_are_trained_in_groups(search):
     twice = search(**grpo, train={"batch_size": 2, "gradient_accumulation_steps": 2})
     assert all(each.spec.global_batch % 4 == 0 for each in drain(twice, no_more_than({"lora": 5})))
     assert edges(twice) == {"lora": (4, 6, "")}
-    with pytest.raises(SpecError, match="a step holds groups of 4: take a multiple"):
+    with pytest.raises(SpecError, match="must be a multiple of the group size 4"):
         search(**grpo, train={"batch_size": 4}, effective=10)
 
 
-def test_an_effective_batch_that_is_larger_than_the_data_set_says_so(search):
-    plan = search(effective=64)
-    assert names(drain(plan, samples=40)) == "lora1 lora2 lora4 lora8 lora16 lora32"
-    assert edges(plan) == {"lora": (32, None, "not reached: the data set has 40 samples")}
+# --- results of trials -----------------------------------------------------------------------------------------------
 
 
-def test_an_accumulation_of_the_spec_stays_where_no_effective_batch_is_held(search):
-    started = drain(search(train={"gradient_accumulation_steps": 3}), no_more_than({"lora": 2}))
-    assert {each.spec.train.gradient_accumulation_steps for each in started} == {3}
-
-
-# --- what a trial says -----------------------------------------------------------------------------------------------
-
-
-def test_a_trial_that_fits_has_its_speed_and_memory(search):
+def test_trial_has_speed_and_memory(search):
     plan = search()
     drain(plan, no_more_than({"lora": 2}))
     ((_, trials, edge),) = plan.edges()
@@ -549,22 +499,13 @@ def test_a_trial_that_fits_has_its_speed_and_memory(search):
     assert edge.knee == 2
 
 
-def test_a_trial_that_ran_out_of_memory_says_where(search):
-    plan = search()
-    each = plan.next(lambda each: True)
-    leave(each, "oom", oom={"phase": "load", "step": None, "bytes_requested": 2**30})
-    plan.ended(each)
-    assert plan.edges()[0][2].first_failing.oom["phase"] == "load"
-    assert plan.next(lambda each: True) is None
-
-
-def test_trials_follow_the_line_through_their_peaks(search):
+def test_search_follows_the_memory_line(search):
     plan = search(dataset={"name": "synthetic", "samples": 1, "length": 64})
-    started = drain(plan, no_more_than({"lora": 77}))  # 80 GiB hold 2.5 and one more for each sample
+    started = drain(plan, no_more_than({"lora": 77}))  # 80 GiB fit 2.5 GiB and 1 GiB per sample
     assert names(started) == "lora1 lora2 lora4 lora8 lora16 lora32 lora64 lora128 lora77 lora78"
 
 
-def test_what_is_known_of_the_edges_can_be_written_to_a_file(search, tmp_path):
+def test_result_can_be_written_as_json(search, tmp_path):
     plan = search("lora", "full", refused={"full": "needs a GPU"})
     drain(plan, no_more_than({"lora": 2}))
     write_json(tmp_path / "frontier.json", plan.as_dicts())
@@ -581,14 +522,24 @@ def test_what_is_known_of_the_edges_can_be_written_to_a_file(search, tmp_path):
     [(80, "  this machine: a=1: step 2 of 12 · 17 % · 130 tokens/s · 0.561 GiB"),
      (62, "  this machine: a=1: step 2 of 12 · 17 % · 130 tokens/s"), (9, "  this machine: a=1: step 2 of 12")],
 )  # fmt: skip
-def test_a_line_of_the_live_view_loses_whole_parts(width, shown):
+def test_line_of_the_live_view_fits_the_width(width, shown):
     line = "  this machine: a=1: step 2 of 12 · 17 % · 130 tokens/s · 0.561 GiB"
     assert view.fitting(line, width) == shown
 
 
-def test_what_is_left_is_told_as_roughly_as_it_is_known():
+def test_remaining_time_is_rounded():
     standings = [Standing("ok"), Standing("pending")]
     told = [view.counted(standings, left_s) for left_s in (None, 5.27, 44.7, 119.4, 120.4, 4800)]
     assert told == ["1 ok · 1 run left"] + [
         f"1 ok · 1 run left · about {about}" for about in ("5 s", "45 s", "119 s", "2 min 00 s", "1 h 20 min")
     ]
+
+
+def test_jobs_in_a_cluster_queue_do_not_share_the_remaining_work(tmp_path, jobs, options):
+    plan = Grid(jobs("", "train.batch_size=1,2,4,8"), {}, options)
+    plan.record(next(iter(plan.standings)), Standing("ok", wall_s=100.0))
+    slots = [SimpleNamespace(name="job", trains=trains) for trains in (True, True, False, False)]
+    session = Session(b"", plan, slots, None, None, None)
+    left = session.left_s()
+    slots[1].trains = False
+    assert session.left_s() == pytest.approx(2 * left)

@@ -11,9 +11,8 @@ from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
 from ftbench.store.rundir import create_at, write_json
 from ftbench.store.steps import StepsWriter
-from ftbench.sweep.jobs import job
 from ftbench.sweep.output.table import Tables
-from ftbench.sweep.plan.base import Options
+from ftbench.sweep.plan.base import Options, job
 from ftbench.sweep.plan.grid import Grid
 
 
@@ -47,33 +46,26 @@ def table(tmp_path, monkeypatch):
     return write
 
 
-def test_a_run_beside_other_work_is_marked_in_its_row_and_in_a_note(table):
+def test_contended_run_is_marked(table):
     text = table(0.9)
     states = [line.split("|")[4].strip() for line in text.splitlines() if "| lora |" in line]
     assert states == ["ok, contended", "ok"]
     assert "contended: other processes used 90 % of the host's CPUs" in text
 
 
-def test_a_run_that_had_the_machine_to_itself_is_not(table):
+def test_uncontended_run_is_not_marked(table):
     assert "contended" not in table(0.05)
 
 
-# --- a board that somebody else has written --------------------------------------------------------------------------
+# --- sweep.json ------------------------------------------------------------------------------------------------------
 
 BOARD = {"at": "now", "left_s": None, "running": [], "jobs": [{"run": "a-r1", "what": "a", "state": "ok"}]}
 
 
-@pytest.mark.parametrize("alive", [False, True])
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"jobs": 1}, {"jobs": [1]}, {"jobs": [{"run": [], "what": "a", "state": "ok"}]}, {"jobs": [{}]},
-        {"running": 3}, {"running": [{}]}, {"at": {}}, {"left_s": "soon"}, {"left_s": 1e999}, {"jobs": None},
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_a_board_that_no_sweep_writes_is_a_sentence(ftbench, tmp_path, monkeypatch, change, alive):
-    monkeypatch.setattr("ftbench.sweep.output.status.is_held", lambda folder: alive)
+    "change", [{"jobs": [1]}, {"jobs": [{}]}, {"running": [{}]}, {"at": {}}, {"left_s": "soon"}], ids=repr
+)
+def test_invalid_sweep_json_is_reported(ftbench, tmp_path, change):
     (tmp_path / "sweep.json").write_text(json.dumps(BOARD | change))
     for option in ([], ["--json"]):
         code, out, err = ftbench("sweep", "--status", tmp_path, *option)
@@ -81,17 +73,17 @@ def test_a_board_that_no_sweep_writes_is_a_sentence(ftbench, tmp_path, monkeypat
         assert err.startswith(f"ftbench: {tmp_path}: sweep.json: ")
 
 
-def test_a_run_that_no_job_names_is_not_followed(ftbench, tmp_path, monkeypatch):
-    monkeypatch.setattr("ftbench.sweep.output.status.is_held", lambda folder: True)
+def test_unknown_running_job_is_ignored(ftbench, tmp_path, monkeypatch):
+    monkeypatch.setattr("ftbench.sweep.output.live.is_held", lambda folder: True)
     (tmp_path / "sweep.json").write_text(json.dumps(BOARD | {"running": ["../../elsewhere"]}))
     code, out, _ = ftbench("sweep", "--status", tmp_path, "--json")
     assert (code, json.loads(out)["running"]) == (0, {})
 
 
 @pytest.mark.parametrize(("seconds_ago", "left"), [(0, "about 10 min 00 s"), (540, "about 60 s"), (900, None)])
-def test_what_is_left_goes_down_while_a_run_is_on(ftbench, tmp_path, monkeypatch, seconds_ago, left):
-    monkeypatch.setattr("ftbench.sweep.output.status.is_held", lambda folder: True)
-    monkeypatch.setattr("ftbench.sweep.output.status.time.time", lambda: 1_800_000_000.0 + seconds_ago)
+def test_status_subtracts_the_time_since_sweep_json_was_written(ftbench, tmp_path, monkeypatch, seconds_ago, left):
+    monkeypatch.setattr("ftbench.sweep.output.live.is_held", lambda folder: True)
+    monkeypatch.setattr("ftbench.sweep.output.live.time.time", lambda: 1_800_000_000.0 + seconds_ago)
     jobs = [{"run": "a-r1", "what": "a", "state": "running"}]
     (tmp_path / "sweep.json").write_text(
         json.dumps(BOARD | {"at": "2027-01-15T08:00:00Z", "left_s": 600.0, "jobs": jobs})

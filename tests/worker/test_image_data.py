@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from conftest import spec_of
 from ftbench.core.data_formats import BadRow
 from ftbench.errors import DataError, SpecError
-from ftbench.launch.runner import check_needed
+from ftbench.launch.checks import check_needed
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.images import read
 from ftbench.worker.data.tokens import IGNORE

@@ -1,7 +1,7 @@
-"""`ftbench probe`, `ftbench doctor`, `ftbench env` and `ftbench list`: this machine, and the names a spec can use."""
+"""`ftbench probe`, `ftbench doctor` and `ftbench list`: this machine, and the names a spec can use."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -40,18 +40,6 @@ def doctor(
     diagnosis = examine(spec, sets or [], out) if python is None else examine_environment(python)
     emit(diagnosis.as_dict() if as_json else diagnosis.as_text())
     raise typer.Exit(MissingError.exit_code if diagnosis.can_run is False else 0)
-
-
-@app.command()
-def env(
-    action: Annotated[Literal["create"], typer.Argument(help="create: make an environment", metavar="create")],
-    framework: Annotated[str, typer.Argument(help="axolotl, llamafactory or ms-swift")],
-    path: Annotated[Path | None, typer.Argument(help="a new folder (environments/FRAMEWORK)")] = None,
-) -> None:
-    """Create an environment of another framework with tested versions, for `launch.python`."""
-    from ftbench.launch.environments import create
-
-    emit(str(create(framework, path, log)))
 
 
 @app.command("list")

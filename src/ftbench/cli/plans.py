@@ -30,13 +30,9 @@ from ftbench.cli.shared import (
 from ftbench.errors import SpecError
 
 if TYPE_CHECKING:
-    from ftbench.sweep.command import Ready
     from ftbench.sweep.output.table import Tables
+    from ftbench.sweep.sweep import Ready
 
-TrialSteps = Annotated[
-    int | None,
-    typer.Option(min=3, max=1000, help="with --until-oom: steps per trial (7)", rich_help_panel=ADVANCED),
-]
 EffectiveBatch = Annotated[
     int | None,
     typer.Option(
@@ -72,7 +68,6 @@ def sweep(
     on: On = None,
     retry_failed: RetryFailed = False,
     force: Force = False,
-    trial_steps: TrialSteps = None,
     effective_batch: EffectiveBatch = None,
     prices: PlanPrices = None,
     log_every: LogEvery = "60s",
@@ -80,7 +75,7 @@ def sweep(
     wide: Wide = False,
 ) -> None:
     """Run every cell of a grid, each in a separate process. A sweep resumes where it stopped."""
-    from ftbench.sweep import command
+    from ftbench.sweep import sweep as command
 
     if status is not None or spec is None:
         _show_status(status, spec, as_json)
@@ -89,7 +84,7 @@ def sweep(
     request = command.SweepRequest(
         spec, sets=[*(sets or []), *([f"measure.repeats={repeats}"] if repeats is not None else [])], out=out,
         axes=_axes({"method": method, "train.batch_size": batch_size}, axis or []), time_budget=time_budget,
-        retry_failed=retry_failed, force=force, until_oom=until_oom, trial_steps=trial_steps,
+        retry_failed=retry_failed, force=force, until_oom=until_oom,
         effective_batch=effective_batch, gpus=_gpus(gpus), on=on,
     )  # fmt: skip
     with contextlib.ExitStack() as stack:
@@ -99,7 +94,7 @@ def sweep(
 
 
 def _show_status(folder: Path | None, spec: Path | None, as_json: bool) -> None:
-    from ftbench.sweep.output import status as view
+    from ftbench.sweep.output import live as view
 
     if folder is None:
         raise SpecError("sweep: name a spec file, or use --status DIR to show a running sweep")
@@ -137,8 +132,8 @@ def _check_prices(prices: Path | None, dry_run: bool, as_json: bool) -> None:
 def _run_plan(ready: Ready, dry_run: bool, prices: Path | None, log_every: str, as_json: bool) -> tuple[int, Tables]:
     """Run a plan and print its tables. Return the exit code and the tables. With `dry_run`, list the runs and exit."""
     from ftbench.core.units import parse_seconds
-    from ftbench.sweep import command
     from ftbench.sweep import dry_run as planned
+    from ftbench.sweep import sweep as command
 
     if dry_run:
         lines = planned.dry_run(ready)

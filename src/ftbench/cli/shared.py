@@ -17,7 +17,7 @@ from ftbench.core.units import some
 from ftbench.errors import BROKEN_PIPE, MissingError, SpecError
 
 if TYPE_CHECKING:
-    from ftbench.launch.follow import Follower
+    from ftbench.launch.progress import Progress
 
 _MAX_LINE = 2000  # characters of a line on stderr; a longer one repeats a long input
 # Former names of options, by command. They still work, with a notice on stderr.
@@ -148,7 +148,7 @@ class ProgressLine:
         self._live, self._log_every_s = sys.stderr.isatty(), log_every_s
         self._started = self._logged = time.monotonic()
 
-    def show(self, follower: Follower) -> None:
+    def show(self, follower: Progress) -> None:
         from ftbench.core.units import seconds
 
         now = time.monotonic()

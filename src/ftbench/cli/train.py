@@ -55,7 +55,7 @@ def profile(
 def _train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) -> FinishedRun:
     """Train a spec once and show the progress on stderr. Ask before starting a run that is likely to fail."""
     from ftbench.core.units import parse_seconds
-    from ftbench.launch import nodes, runner
+    from ftbench.launch import checks, ranks, runner
     from ftbench.spec.load import load
     from ftbench.spec.optimizations import triton_kernels
     from ftbench.spec.sweep import has_axes
@@ -67,12 +67,12 @@ def _train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) ->
         )
 
     def on_checked(resolved: Experiment, described: dict[str, Any]) -> None:
-        if word := triton_kernels.left_out(load(spec, sets), runner.capability(described)):
+        if word := triton_kernels.left_out(load(spec, sets), checks.capability(described)):
             log(f"ftbench: note: {word}")
         _predict(resolved, described, out, yes)
         if resolved.launch.nodes > 1:
-            nodes.number(resolved)  # raises before the message below
-            log(f"waiting for the other machines of the run, {nodes.MEETING_S / 60:.0f} minutes at most")
+            ranks.node_number(resolved)  # raises before the message below
+            log("waiting up to 10 minutes for the other machines of the run")
 
     line = ProgressLine(parse_seconds(log_every))
     result = runner.run(spec, sets, out, lambda run: log(f"run {run.path}"), line.show, on_checked)

@@ -12,7 +12,7 @@ from ftbench.doctor import abilities, gpu, host, stack
 from ftbench.doctor.facts import Facts, Finding, as_text, gather
 from ftbench.errors import FtbenchError
 from ftbench.families import describe
-from ftbench.launch import runner
+from ftbench.launch import checks
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.frameworks import absolute, interpreter
 from ftbench.spec.load import load
@@ -108,7 +108,7 @@ def obstacles(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> li
 
 def _refused(spec: Experiment, facts: Facts) -> list[str]:
     try:
-        runner.check(resolve(spec, facts.capability), facts.described)
+        checks.check(resolve(spec, facts.capability), facts.described)
     except FtbenchError as error:
         return str(error).splitlines()
     return []

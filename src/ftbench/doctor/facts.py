@@ -18,7 +18,7 @@ from packaging.version import InvalidVersion
 
 from ftbench.core.table import text_table
 from ftbench.launch import process
-from ftbench.launch.runner import capability
+from ftbench.launch.checks import capability
 from ftbench.store import machine
 from ftbench.store.rundir import first_gpu
 

@@ -13,7 +13,7 @@ import psutil
 from ftbench.core import units
 from ftbench.core.units import GIB
 from ftbench.doctor.facts import Answer, Finding, Verdict
-from ftbench.launch.runner import MINIMUM_FREE_BYTES
+from ftbench.launch.checks import MINIMUM_FREE_BYTES
 from ftbench.store import machine
 
 AREA = "host"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ftbench.core import units
 from ftbench.core.hardware import rocm_refusal
 from ftbench.doctor.facts import Answer, Facts, Finding, Requirement, cuda_version
-from ftbench.launch.frameworks import Contents, contents, framework_of, interpreter_problem
+from ftbench.launch.frameworks import Contents, contents, framework_of, is_interpreter
 from ftbench.spec.frameworks import FRAMEWORKS, Framework
 
 AREA, ENVIRONMENT = "stack", "environment"
@@ -106,9 +106,9 @@ def bitsandbytes(facts: Facts) -> Answer | None:
 
 def check_environment(python: str, has_gpu: bool) -> list[Finding]:
     """Return findings for the environment of another framework, given its Python interpreter."""
-    create = "create one with `ftbench env create FRAMEWORK DIR`"
-    if problem := interpreter_problem(python):
-        return [Finding(ENVIRONMENT, "interpreter", "fail", f"{python}: {problem}: {create}")]
+    create = "docs/how-to/other-frameworks.md says how to install one"
+    if not is_interpreter(python):
+        return [Finding(ENVIRONMENT, "interpreter", "fail", f"{python}: no such interpreter: {create}")]
     if (name := framework_of(python)) is None:
         return [Finding(ENVIRONMENT, "framework", "fail", f"{python} has none of {', '.join(FRAMEWORKS)}: {create}")]
     framework = FRAMEWORKS[name]

@@ -1,111 +1,102 @@
-"""The command of another framework's run: ftbench's own worker prepares it and hands it to the framework's
-interpreter."""
+"""Runs of other frameworks: the worker prepares the run and then starts the framework's interpreter."""
 
 import json
 import os
 import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
-from ftbench.core.programs import run_program
+from pydantic import TypeAdapter, ValidationError
+
 from ftbench.errors import MissingError
 from ftbench.launch import trl
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.frameworks import FRAMEWORKS, Framework, interpreter, needs
 from ftbench.spec.optimizations import Optimizations
-from ftbench.store import machine, shapes
+from ftbench.store import machine
 
 devices, command = trl.devices, trl.command
-UNFINISHED = "ftbench-unfinished"  # in an environment as long as it is being made
-_LIMIT_S = 30  # a cold disk or a busy machine takes seconds to answer; what hangs takes for ever
-_SILENT = "?"  # the answer of what gives none
+_LIMIT_S, _IMPORT_LIMIT_S = 30, 300  # an import from a cold disk takes minutes
+_FAILED = "?"  # answer of an interpreter that cannot be started or does not end
 _VERSION = re.compile(r"[\w.+!-]{1,40}")
-_ASK = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
-_SWITCHES = {
-    "AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "DISABLE_VERSION_CHECK": "1", "USE_HF": "1",
-}  # fmt: skip
-_LOOK_LIMIT_S = 300  # a cold disk takes minutes to import all of a framework
-_SAID = {
-    "!": ("versions", "torch", "problem"), "versions": {"*": {str}}, "problem": {str, NoneType},
-    "torch": ({"!": ("version", "works"), "version": {str}, "works": {bool}},),
-}  # fmt: skip
-_LOOK = """
+_PRINT_VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+# Telemetry and version checks of these frameworks are off.
+_SWITCHES = {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "DISABLE_VERSION_CHECK": "1", "USE_HF": "1"}
+_PRINT_CONTENTS = """
 import importlib, importlib.metadata as m, json, sys
-said = {"versions": {}, "torch": None, "problem": None}
+found = {"versions": {}, "torch": None, "problem": None}
 for name in sys.argv[2:]:
     try:
-        said["versions"][name] = m.version(name)
+        found["versions"][name] = m.version(name)
     except m.PackageNotFoundError:
         pass
 try:
     import torch
-    said["torch"] = {"version": torch.__version__, "works": torch.cuda.is_available()}
+    found["torch"] = {"version": torch.__version__, "works": torch.cuda.is_available()}
     importlib.import_module(sys.argv[1])
 except BaseException as error:
-    said["problem"] = f"{type(error).__name__}: {error}"[:300]
+    found["problem"] = f"{type(error).__name__}: {error}"[:300]
 print()
-print(json.dumps(said))
+print(json.dumps(found))
 """
 
 
 def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
-    """Return what no library can do beside a GPU of this compute capability (None: no GPU)."""
+    """Return why the spec cannot run on a GPU of this compute capability (None: no GPU)."""
     sentences = trl.refusals(spec, capability)
     if spec.launch.settings == "best" and capability is None:
-        sentences.append("launch.settings best: the kernels need a GPU, and there is none: take plain")
+        sentences.append("launch.settings best: its kernels need a GPU, and this machine has none: use plain")
     return sentences
 
 
 def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
-    """Return the child's environment: as our own worker's, with what these frameworks would do unasked switched off."""
+    """Return the child's environment: that of our own worker, without the frameworks' telemetry."""
     return trl.environment(inherited, spec) | _SWITCHES
 
 
 def check_installed(spec: Experiment) -> None:
-    """Raise MissingError with what to type unless our own interpreter can prepare the run and the framework's has it,
-    in the version that was tried."""
-    trl.check_installed(spec.model_copy(update={"optimizations": Optimizations()}))  # those are the framework's to do
+    """Raise MissingError with the command to type if a package is missing in either interpreter.
+
+    Our own interpreter prepares the run. The framework's one must have the tested version of the framework.
+    """
+    trl.check_installed(spec.model_copy(update={"optimizations": Optimizations()}))  # the framework applies them
     wanted, python = FRAMEWORKS[spec.launch.framework], interpreter(spec.launch)
-    if problem := interpreter_problem(python):
-        raise MissingError(f"launch.python: {spec.launch.python}: {problem}; {wanted.way}")
+    if not is_interpreter(python):
+        raise MissingError(f"launch.python: {spec.launch.python}: no such interpreter; {wanted.way}")
     version = _version(python, wanted.package)
     if not version:
         raise MissingError(f"launch.python: {spec.launch.python} does not have {wanted.package}; {wanted.way}")
     if not _VERSION.fullmatch(version):
         raise MissingError(
-            f"launch.python: {spec.launch.python}: does not answer as Python does within {_LIMIT_S} s; {wanted.way}"
+            f"launch.python: {spec.launch.python} does not answer like Python within {_LIMIT_S} s; {wanted.way}"
         )
     if version != wanted.version and not spec.measure.allow_fallback:
         raise MissingError(
-            f"launch.python: {spec.launch.python} has {wanted.package} {version}, and {wanted.version} is what was "
-            f"tried: {wanted.way}; measure.allow_fallback=on runs it all the same"
+            f"launch.python: {spec.launch.python} has {wanted.package} {version}, but {wanted.version} was tested: "
+            f"{wanted.way}; measure.allow_fallback=on runs it anyway"
         )
     for package, why in needs(spec, machine.gpu() is not None).items():
         if not _version(python, package):
-            tried = f"=={wanted.versions[package]}" if package in wanted.versions else ""
+            tested = f"=={wanted.versions[package]}" if package in wanted.versions else ""
             raise MissingError(
                 f"launch.python: {spec.launch.python} does not have {package}, which {why} needs: {spec.launch.python} "
-                f"-m pip install '{package}{tried}'" + (f", or leave {why} out" if "." in why else "")
+                f"-m pip install '{package}{tested}'" + (f", or leave {why} out" if "." in why else "")
             )
 
 
-def interpreter_problem(python: str) -> str | None:
-    """Return why a file is no interpreter of an environment that is whole."""
-    path = Path(python)
-    if not path.is_file() or not os.access(path, os.X_OK):
-        return "no such interpreter"
-    return "its environment was never finished" if (path.parent.parent / UNFINISHED).exists() else None
+def is_interpreter(python: str) -> bool:
+    return Path(python).is_file() and os.access(python, os.X_OK)
 
 
 def framework_of(python: str) -> str | None:
-    """Return which framework an environment has, in whatever version."""
+    """Return the framework that is installed for an interpreter, or None."""
     for name, each in FRAMEWORKS.items():
-        if (version := _version(python, each.package)) == _SILENT:
-            return None  # what says nothing to one question says nothing to the next
+        if (version := _version(python, each.package)) == _FAILED:
+            return None
         if _VERSION.fullmatch(version):
             return name
     return None
@@ -113,7 +104,7 @@ def framework_of(python: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What an environment has: versions, torch by its own word, and why the framework's trainer cannot be imported."""
+    """Packages of an environment with their versions, its torch, and why the trainer cannot be imported, if so."""
 
     versions: dict[str, str]
     torch: dict[str, Any] | None
@@ -121,26 +112,27 @@ class Contents:
 
 
 def contents(python: str, framework: Framework) -> Contents:
-    """Return what an environment has of what was tried with a framework, whose trainer is imported."""
-    answer = _answer([python, "-c", _LOOK, framework.entry, *framework.versions], _LOOK_LIMIT_S)
+    """Return the tested packages that an environment has. This imports the framework's trainer."""
+    answer = _answer([python, "-c", _PRINT_CONTENTS, framework.entry, *framework.versions], _IMPORT_LIMIT_S)
     try:
-        said = json.loads(answer.splitlines()[-1])
-        shapes.check(said, _SAID)
-        return Contents(**said)
-    except (ValueError, TypeError, IndexError, RecursionError):
-        return Contents({}, None, f"{python} does not answer as Python does within {_LOOK_LIMIT_S} s")
+        return TypeAdapter(Contents).validate_python(json.loads(answer.splitlines()[-1]))
+    except (ValueError, IndexError, ValidationError):
+        return Contents({}, None, f"{python} does not answer like Python within {_IMPORT_LIMIT_S} s")
 
 
 @lru_cache(maxsize=16)
 def _version(python: str, package: str) -> str:
-    """Return what an interpreter says is the version of a package in its environment: nothing where that is not there,
-    no version where it is no interpreter, or says nothing for so long."""
-    return _answer([python, "-c", _ASK, package], _LIMIT_S)
+    """Return the version of a package in an interpreter's environment; empty if it is not installed."""
+    return _answer([python, "-c", _PRINT_VERSION, package], _LIMIT_S)
 
 
 def _answer(command: list[str], limit_s: float) -> str:
-    """Return what an interpreter prints; `_SILENT` where that does not end."""
+    """Return the output of an interpreter, or `_FAILED`."""
     try:
-        return run_program(command, limit_s, environment={**os.environ, **_SWITCHES}).stdout.strip()
-    except OSError:
-        return _SILENT
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, env={**os.environ, **_SWITCHES},
+            text=True, errors="replace", check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return _FAILED
+    return ended.stdout.strip()

@@ -1,7 +1,6 @@
-"""A run that trains nothing: `python -m ftbench.launch.mock RUN_DIRECTORY` writes the files that a worker would.
+"""A mock run: `python -m ftbench.launch.mock RUN_DIRECTORY` writes the files of a worker without training.
 
-For trying a sweep's plan, and what happens in the night, without a GPU. Its figures follow from the spec alone: step
-time and memory grow with the batch as they would on some GPU that does not exist. Everything it writes says mock.
+It tests the plan of a sweep without a GPU. Step time and memory grow with the batch. All of its files contain `mock`.
 """
 
 from __future__ import annotations
@@ -19,39 +18,39 @@ from ftbench.errors import MissingError
 from ftbench.store.rundir import ARCHIVED, SCHEMA, RunDir, read_json, write_json
 from ftbench.store.steps import StepsWriter
 
-if TYPE_CHECKING:  # a pretended run starts at once
+if TYPE_CHECKING:  # a mock run starts fast
     from ftbench.spec.experiment import Experiment
 
 GPU = "mock (no GPU)"
-STEPS = 10  # where the spec does not say
-TOKENS = 100  # of each sample
-PAUSE_S = 0.01  # what a step really takes; `slow` takes a second
+STEPS = 10  # default
+TOKENS = 100  # per sample
+PAUSE_S = 0.01  # real duration of a step; `slow` takes a second
 HANGS_AFTER = 3
 _FIXED_GB, _PER_SAMPLE_GB = 2.0, 1.0
-# What is on changes the step time and the peak by a factor, and compiling delays the first step.
+# Factors of enabled optimizations for step time and peak memory. Compiling delays the first step.
 _QUICKER = {"compile": 0.7, "chunked_loss": 0.95, "liger": 0.8, "packing": 0.5, "fp8": 0.8, "attention": 0.9,
             "gradient_checkpointing": 1.3, "activation_offload": 1.5, "fixed_shape": 1.1}  # fmt: skip
 _SMALLER = {"gradient_checkpointing": 0.5, "activation_offload": 0.7, "liger": 0.9, "chunked_loss": 0.9}
 _COMPILING_S = 4.0
-_FACTOR = {"full": 2.0, "lora": 1.0, "qlora": 1.3, "unsloth": 0.8}  # of the step time
+_FACTOR = {"full": 2.0, "lora": 1.0, "qlora": 1.3, "unsloth": 0.8}  # for the step time
 
 
 def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
-    """Return nothing: what trains nothing runs on any machine."""
+    """Return nothing: a mock runs on any machine."""
     return []
 
 
 def check_installed(spec: Experiment) -> None:
-    """Need nothing but ftbench."""
+    """Do nothing: a mock needs only ftbench."""
 
 
 def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
-    """Return GPUs that do not exist, with room for a batch of `launch.mock_fits`."""
+    """Return mock GPUs with memory for a batch of `launch.mock_fits`."""
     return [{"name": GPU, "memory_gb": _FIXED_GB + _PER_SAMPLE_GB * (spec.launch.mock_fits + 0.5)}] * spec.launch.gpus
 
 
 def command(spec: Experiment, run: RunDir) -> list[str]:
-    """Return the command that pretends to train in a run directory."""
+    """Return the command of a mock run."""
     return [sys.executable, "-P", "-m", "ftbench.launch.mock", str(run.path.resolve())]
 
 
@@ -66,12 +65,10 @@ def main(path: str) -> int:
     train, pretend = spec["train"], spec["launch"]["mock"]
     batch, steps = train["batch_size"], train["max_steps"] or STEPS
     write_json(run.phases, {"schema": 1, "phases": [{"name": "train", "start_s": 0.0}]})
-    order = "mock, " + (
-        "packed" if on(spec, "packing") else "grouped" if on(spec, "length_grouping") else "as it comes"
-    )
+    order = "mock, " + ("packed" if on(spec, "packing") else "grouped" if on(spec, "length_grouping") else "in order")
     described = {"name": spec["dataset"]["name"], "samples": spec["dataset"]["samples"], "tokens": {"mean": TOKENS},
                  "hash": order, "order_hash": order}  # fmt: skip
-    write_json(run.applied, {"dataset": described, "warnings": ["mock: nothing was trained, the figures are made up"]})
+    write_json(run.applied, {"dataset": described, "warnings": ["mock: nothing was trained, the figures are invented"]})
     if pretend == "oom" and batch > spec["launch"]["mock_fits"]:
         return _end(run, _oom(batch))
     replaced = (run.path.parent / ARCHIVED).glob(f"{run.run_id}.*")
@@ -89,7 +86,7 @@ def _steps(run: RunDir, spec: dict[str, Any], steps: int) -> None:
     writer = StepsWriter(run.steps)
     for step in range(1, steps + 1):
         if pretend == "hang" and step > HANGS_AFTER:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as a process does that waits in the driver
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # like a process that hangs in the driver
             time.sleep(1e6)
         time.sleep(1.0 if pretend == "slow" else PAUSE_S)
         writer.append([_row(spec, step, steps)])
@@ -97,7 +94,7 @@ def _steps(run: RunDir, spec: dict[str, Any], steps: int) -> None:
 
 
 def on(spec: dict[str, Any], name: str) -> bool:
-    """Return whether an optimization of a resolved spec is on."""
+    """Return whether an optimization of a resolved spec is enabled."""
     return spec["optimizations"].get(name) not in (False, "off", "auto", None)
 
 

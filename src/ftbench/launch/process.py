@@ -1,9 +1,7 @@
-"""One child in its own session: log, watch, TERM then KILL, and how it ended. Linux.
+"""Run one child process in its own session, and end it with all of its descendants. Linux.
 
-The child runs under a supervisor, which leaves nothing of its family (`supervisor.py`). If that is killed itself, this
-process ends what `family.py` finds. The parent waits on a socket, so that it uses no CPU while the child is measured.
-Signals to the parent (Ctrl-C, a closed terminal, kill) end the child's family and nothing else: they arrive in a pipe,
-which is read where this process waits, and never cut into anything.
+The child runs under a supervisor (`process_tree.py`). Signals to ftbench arrive in a pipe, so they never interrupt
+other code. While the child is measured, this process waits and uses almost no CPU.
 """
 
 import os
@@ -19,16 +17,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftbench.launch import family, supervisor
+from ftbench.launch import process_tree
 
-GRACE_S = 20.0  # between TERM and KILL: time to write the last rows, on a busy machine too
+GRACE_S = 20.0  # between SIGTERM and SIGKILL: time to write the last rows
 TICK_S = 0.5
-_MOST_LOG = 1 << 26  # bytes of what no run prints: installers, probes and simulations say a thousandth
+_MOST_LOG = 1 << 26  # bytes of output of a probe or simulation
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """That this process ended its child: the state to write down, `timeout` or `interrupted`, and the reason."""
+    """The reason why ftbench ends its child, with the state to record: `timeout` or `interrupted`."""
 
     state: str
     reason: str
@@ -36,8 +34,14 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a child ended. `code` is its exit code, or minus the signal; `stop` is set where this process ended it;
-    `kernel_oom` where the kernel's OOM killer was seen at work; `wall_s` from start to exit on the parent's clock."""
+    """How a child ended.
+
+    Attributes:
+        code: Exit code, or minus the signal.
+        stop: Set if ftbench ended the child.
+        kernel_oom: Whether the kernel's OOM killer was active.
+        wall_s: Seconds from start to end.
+    """
 
     code: int
     stop: Stop | None
@@ -52,16 +56,19 @@ def run_child(
     signals_pipe: int,
     watch: Callable[[], Stop | None] = lambda: None,
 ) -> Exit:
-    """Run `argv` to its end with stdout and stderr in `log`, or to the first byte in the pipe `signals_pipe` that
-    `signals` yields, or until `watch`, which is called about twice a second, says stop."""
+    """Run a command to its end with its output appended to `log`.
+
+    It ends early with the first byte in `signals_pipe` (see `signals`), or when `watch`, which is called about twice
+    per second, returns a Stop.
+    """
     kills = _kernel_oom_kills()
     begin = time.monotonic()
-    mark, stop = family.new_mark(), None
-    line, theirs = socket.socketpair()  # its end is that of both supervisors, and to them that of this process
-    with family.control_group(mark) as group, line, theirs, log.open("ab") as output:
+    stop = None
+    line, theirs = socket.socketpair()  # each side sees the end of the other
+    with line, theirs, log.open("ab") as output:
         child = subprocess.Popen(
-            [sys.executable, "-I", "-S", supervisor.__file__, str(group or ""), *argv],
-            env={**env, supervisor.MARK: mark},
+            [sys.executable, "-I", "-S", process_tree.__file__, *argv],
+            env=env,
             stdin=theirs.fileno(),
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -71,7 +78,7 @@ def run_child(
         try:
             stop = _wait(line.fileno(), signals_pipe, watch)
         finally:
-            _end_family(child, line, signals_pipe, mark)
+            _end_all(child, line, signals_pipe)
     killed = child.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL) and stop is None
     return Exit(child.returncode, stop, killed and _kernel_oom_kills() > kills, time.monotonic() - begin)
 
@@ -79,27 +86,20 @@ def run_child(
 def run_module(
     name: str, arguments: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float, late: str
 ) -> tuple[Exit, str | None]:
-    """Run a module of ftbench's as `run_to_end` does."""
-    return run_to_end([sys.executable, "-P", "-m", name, *arguments], env, log, limit_s, late)
+    """Run a module of ftbench for at most `limit_s` seconds.
 
-
-def run_to_end(
-    argv: Sequence[str], env: Mapping[str, str], log: Path, limit_s: float, late: str
-) -> tuple[Exit, str | None]:
-    """Run a child process to its end, at most `limit_s` seconds and a log of _MOST_LOG bytes; return how it ended, and
-    in words why not well (`late`, its exit code, its last words). Raise KeyboardInterrupt where a signal ended it."""
-    family.end_orphans()
+    Return how it ended, and the problem as text, if any (`late` after the limit). Raise KeyboardInterrupt if a signal
+    ended it.
+    """
     end = time.monotonic() + limit_s
 
     def watch() -> Stop | None:
         if log.exists() and log.stat().st_size > _MOST_LOG:
-            return Stop("error", "prints without end")
+            return Stop("error", "too much output")
         return Stop("timeout", late) if time.monotonic() > end else None
 
     with signals() as signals_pipe:
-        ended = run_child(argv, env, log, signals_pipe, watch)
-    if ended.stop and ended.stop.state == "error":
-        os.truncate(log, _MOST_LOG)
+        ended = run_child([sys.executable, "-P", "-m", name, *arguments], env, log, signals_pipe, watch)
     if ended.stop and ended.stop.state == "interrupted":
         raise KeyboardInterrupt
     if ended.stop or ended.code == 0:
@@ -120,48 +120,61 @@ def _wait(line: int, signals_pipe: int, watch: Callable[[], Stop | None]) -> Sto
             return stop
 
 
-def _end_family(child: subprocess.Popen[bytes], line: socket.socket, signals_pipe: int, mark: str) -> None:
-    """Send TERM to the child's process group unless the child has ended; after the grace have the supervisors kill
-    whatever is left. A second signal to this process while it waits skips the wait."""
+def _end_all(child: subprocess.Popen[bytes], line: socket.socket, signals_pipe: int) -> None:
+    """Send SIGTERM to the process group if the child is running, and kill everything after the grace period.
+
+    A second signal to this process skips the grace period.
+    """
     ended = line.fileno()
     if not select.select([ended], [], [], 0)[0]:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGTERM)
         select.select([ended, signals_pipe], [], [], GRACE_S)
     with suppress(OSError):
-        line.shutdown(socket.SHUT_WR)
-    if not select.select([ended], [], [], GRACE_S)[0]:
-        child.kill()  # a supervisor that was stopped
-        select.select([ended], [], [], GRACE_S)
-    child.kill()
-    if child.wait() < 0:
-        family.end_marked(mark.__eq__)
+        line.shutdown(socket.SHUT_WR)  # the supervisor kills its descendants
+    select.select([ended], [], [], GRACE_S)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)  # if the supervisor was killed or stopped
+    child.wait()
 
 
 @contextmanager
 def signals() -> Iterator[int]:
-    """Yield the reading end of a pipe: within the block TERM, HUP and INT put a byte into it and end nothing, but for
-    those that are ignored anyway (nohup). The interpreter's own handler writes it, so that a signal which comes just
-    before a wait cuts that short. Only the main thread can; elsewhere nothing arrives."""
+    """Yield the reading end of a pipe that receives a byte for each SIGTERM, SIGHUP and SIGINT within the block.
+
+    Signals that are ignored (nohup) stay ignored. The interpreter itself writes the byte, so a signal just before a
+    wait ends that wait. Outside of the main thread nothing arrives.
+    """
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     main = threading.current_thread() is threading.main_thread()
-    heeded = [n for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
-    woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if main else -1  # full, it says no more than one
-    before = {number: signal.signal(number, lambda *_: None) for number in heeded} if main else {}
+    handled = [n for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if signal.getsignal(n) != signal.SIG_IGN]
+    previous = signal.set_wakeup_fd(writer, warn_on_full_buffer=False) if main else -1
+    before = {number: signal.signal(number, lambda *_: None) for number in handled} if main else {}
     try:
         yield reader
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         if main:
-            signal.set_wakeup_fd(woken)
+            signal.set_wakeup_fd(previous)
         os.close(reader)
         os.close(writer)
 
 
+def own_group() -> Path | None:
+    """Return the folder of this process's control group (cgroups(7), version 2), or None."""
+    try:
+        groups, mounts = (Path(f"/proc/self/{name}").read_text().splitlines() for name in ("cgroup", "mountinfo"))
+        path = next(line[3:] for line in groups if line.startswith("0::"))
+        fields = next(line.split() for line in mounts if " - cgroup2 " in line)  # proc(5): root 4, mount point 5
+        return Path(fields[4]) / Path(path).relative_to(fields[3])
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
 def _kernel_oom_kills() -> int:
-    """Return how often the kernel's OOM killer has struck, in this process's control group and on this machine."""
-    count, group = 0, family.own_group()
+    """Return the number of kills by the kernel's OOM killer, in this control group and on this machine."""
+    count, group = 0, own_group()
     for path in (*([group / "memory.events"] if group else []), Path("/proc/vmstat")):
         with suppress(OSError):
             lines = path.read_text().splitlines()

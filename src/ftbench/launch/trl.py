@@ -1,4 +1,4 @@
-"""The command of our own worker: trl's trainer in a fresh Python."""
+"""The launcher of our own worker, which uses trl's trainer."""
 
 import importlib.util
 import sys
@@ -14,11 +14,10 @@ from ftbench.spec.optimizations.fp8 import DELAYED, TRANSFORMER_ENGINE
 from ftbench.store import machine
 from ftbench.store.rundir import RunDir
 
-BITSANDBYTES = ("adamw_bnb_8bit", "paged_adamw_8bit")  # whose optimizers these are
+BITSANDBYTES = ("adamw_bnb_8bit", "paged_adamw_8bit")  # optimizers of bitsandbytes
 NEEDED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
-
-refusals = machine_incompatibilities  # what no library can do beside such a GPU
+refusals = machine_incompatibilities
 
 
 def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
@@ -27,17 +26,20 @@ def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
 
 
 def command(spec: Experiment, run: RunDir) -> list[str]:
-    """Return the command of our own worker, once or for each rank.
+    """Return the command of our own worker, or of `ranks` that starts it once per rank.
 
-    -P keeps the current directory out of the module path: a user's `random.py` beside the spec is not ours."""
+    -P keeps the current directory out of the module path: a user's `random.py` must not be imported.
+    """
     worker = [sys.executable, "-P", "-m", "ftbench.worker", str(run.path.resolve())]
     return ranks.around(worker, spec, run) if spec.launch.ranks > 1 else worker
 
 
 def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
-    """Return the child's environment: no more GPUs than the spec asks for (with several visible, transformers would
-    train on all of them through nn.DataParallel), numbered as the driver numbers them, no telemetry, no logging to a
-    service nobody asked for: what the spec's `train.report_to` does not name is off whatever the user's shell says."""
+    """Return the child's environment.
+
+    Only the requested GPUs are visible; transformers would train on all visible ones with nn.DataParallel. They have
+    the driver's numbers. Telemetry is off, and so are logging services that `train.report_to` does not name.
+    """
     foreign = (*ranks.VARIABLES, *(ranks.MEETING if spec.launch.nodes == 1 else ()))
     env = {name: value for name, value in inherited.items() if name not in foreign}
     off = {"wandb": {"WANDB_DISABLED": "true", "WANDB_MODE": "disabled"},
@@ -51,10 +53,10 @@ def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str
 
 
 def check_installed(spec: Experiment) -> None:
-    """Raise MissingError with the command to type unless what the spec needs can be imported. Imports nothing."""
+    """Raise MissingError with the command to type if a package is missing. Import nothing."""
     if absent := [name for name in spec.train.report_to if importlib.util.find_spec(name) is None]:
         raise MissingError(
-            f"train.report_to names {', '.join(absent)}, which this Python ({sys.executable}) does not have: "
+            f"train.report_to needs {', '.join(absent)}, which this Python ({sys.executable}) does not have: "
             f"pip install {' '.join(absent)}, or leave it out"
         )
     if spec.optimizations.fp8 in TRANSFORMER_ENGINE and not _installed("transformer_engine"):
@@ -92,7 +94,7 @@ FLASH = {
 
 
 def lacks_kernels(attention: str) -> str | None:
-    """Return what to install before an attention implementation can be used; None for one that torch brings."""
+    """Return the package that an attention implementation lacks, or None."""
     module, package = FLASH.get(attention, ("", ""))
     if not module or _installed(module) or _installed("kernels"):
         return None

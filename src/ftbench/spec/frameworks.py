@@ -10,27 +10,15 @@ from ftbench.spec.base import Experiment, Launch
 from ftbench.spec.optimizations import switched_on
 from ftbench.spec.optimizations.declaration import OFF
 
-TORCH = "torch==2.13.0"
 _VERSIONS = Path(__file__).resolve().parents[1] / "facts" / "environments"
 
 
 @dataclass(frozen=True)
 class Framework:
-    """A value of `launch.framework` other than trl.
-
-    Args:
-        package: The package to install.
-        entry: The module of its trainer.
-        gib: Size of its environment with torch for the CPU, in GiB.
-        without_gpu: Packages that it imports and only torch for CUDA brings.
-        empty: Modules that it imports but does not need here, and that have no build for this torch.
-    """
+    """A value of `launch.framework`: its package, and the module of its trainer."""
 
     package: str
     entry: str
-    gib: float
-    without_gpu: tuple[str, ...] = ()
-    empty: tuple[str, ...] = ()
 
     @property
     def file(self) -> Path:
@@ -50,15 +38,15 @@ class Framework:
 
     @property
     def way(self) -> str:
-        """How to create its environment, for messages."""
+        """Return how to install the framework."""
         name = next(name for name, each in FRAMEWORKS.items() if each is self)
-        return f"`ftbench env create {name} DIR` creates one; set launch.python to DIR/bin/python"
+        return f"install it as docs/how-to/other-frameworks.md says ({name}), and set launch.python to DIR/bin/python"
 
 
 FRAMEWORKS = {
-    "axolotl": Framework("axolotl", "axolotl.train", 3.5, ("triton==3.9.0",)),
-    "llamafactory": Framework("llamafactory", "llamafactory.train.tuner", 2.0, empty=("torchaudio",)),
-    "ms-swift": Framework("ms-swift", "swift.pipelines.train.sft", 2.2),
+    "axolotl": Framework("axolotl", "axolotl.train"),
+    "llamafactory": Framework("llamafactory", "llamafactory.train.tuner"),
+    "ms-swift": Framework("ms-swift", "swift.pipelines.train.sft"),
 }
 SUPPORTED = {"attention", "gradient_checkpointing", "liger"}
 ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")

@@ -1,4 +1,4 @@
-"""What `--dry-run` says: every job with where it stands, the command that makes it, and what it is expected to take."""
+"""`--dry-run`: all jobs of a plan with their status, command, and expected time, memory and energy."""
 
 import shlex
 from collections.abc import Sequence
@@ -6,19 +6,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.units import JOULES_PER_KWH, gibibytes, seconds
+from ftbench.core.units import JOULES_PER_KWH, gibibytes, seconds, some
 from ftbench.spec.prices import Prices, amount, load_prices
-from ftbench.sweep.command import Ready
-from ftbench.sweep.jobs import Job, Standing, command
-from ftbench.sweep.plan import frontier
-from ftbench.sweep.plan.search import Search, trial_of
+from ftbench.sweep.plan.base import Job, Standing, run_command
+from ftbench.sweep.plan.search import Search
+from ftbench.sweep.sweep import Ready
 
 NO_ESTIMATOR = "no predictions: the package ftbench.estimate is not installed"
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One line: `seconds` at most (of earlier runs) or `estimated_s`, how sure that is, the GiB needed, the command."""
+    """One job. `seconds` is an upper bound from earlier runs, `estimated_s` an estimate without them."""
 
     what: str
     state: str
@@ -33,19 +32,14 @@ class Planned:
 
 
 def dry_run(ready: Ready) -> list[Planned]:
-    """Return every job with where it stands and the command that makes it; of a search the first trials."""
+    """Return all jobs of a plan. A search lists its finished trials and the next one of each family."""
     plan = ready.plan
     if isinstance(plan, Search):
         while plan.next(lambda job: True) is not None:
             pass
-    trials: dict[str, list[frontier.Trial]] = {}
-    for job, standing in plan.standings.items():
-        if standing.state == "ok":
-            trials.setdefault(job.family, []).append(trial_of(job, standing))
     estimator = _estimator()
     predictor = estimator.Predictor(ready.device, ready.request.out) if estimator and ready.device else None
-    lines = [_planned(ready, predictor, job, standing, trials.get(job.family, []))
-             for job, standing in plan.standings.items()]  # fmt: skip
+    lines = [_planned(ready, predictor, job, standing) for job, standing in plan.standings.items()]
     return lines + [Planned(cell, "impossible", reason) for cell, reason in ready.impossible]
 
 
@@ -57,16 +51,13 @@ def _estimator() -> Any | None:
     return api
 
 
-def _planned(
-    ready: Ready, predictor: Any, job: Job, standing: Standing, trials: Sequence[frontier.Trial]
-) -> Planned:  # fmt: skip
-    peak = frontier.peak_on_the_line(trials, job.spec.train.batch_size)
-    expected = verdict = estimated = confidence = joules = None
+def _planned(ready: Ready, predictor: Any, job: Job, standing: Standing) -> Planned:
+    expected = peak = verdict = estimated = confidence = joules = None
     if not standing.done:
         expected = ready.plan.wall_times.at_most_s(job)
         if predictor is not None:
             predicted = predictor.predict(job.spec)
-            verdict, peak = predicted.verdict, predicted.reserved_gb if peak is None else peak
+            verdict, peak = predicted.verdict, predicted.reserved_gb
             if expected is None:
                 estimated, confidence = predicted.seconds, predicted.confidence
             if predicted.watts and (lasts := expected or estimated):
@@ -74,12 +65,12 @@ def _planned(
     state = "pending" if standing.state == "running" else standing.state
     return Planned(
         job.what, state, standing.reason, expected, peak, verdict, estimated, confidence, joules,
-        command(ready.request.spec, job, ready.request.out),
+        run_command(ready.request.spec, job, ready.request.out),
     )  # fmt: skip
 
 
 def as_text(lines: Sequence[Planned], ready: Ready | None = None, prices: Path | None = None) -> str:
-    """Return the lines of --dry-run for people, and what all runs that are to come take together."""
+    """Return the jobs as text, with the totals of all pending runs."""
     text = []
     for line in lines:
         duration = f"at most {seconds(line.seconds)}" if line.seconds else ""
@@ -95,26 +86,25 @@ def as_text(lines: Sequence[Planned], ready: Ready | None = None, prices: Path |
 
 
 def _totals(pending: Sequence[Planned], ready: Ready | None, prices: Path | None) -> list[str]:
-    """Return a line with runs, time, energy of the GPU, and money, and of how many of them these are known."""
+    """Return one line with the runs, time, GPU energy and cost, and the number of runs with known times."""
     gpu = ready.device["name"] if ready and ready.device else ""
     known_prices = load_prices(prices, {gpu}) if prices else None
     lasting = [time for line in pending if (time := line.seconds or line.estimated_s)]
-    drawn = [line.joules for line in pending if line.joules is not None]
-    count = f"{len(pending)} run{'s' * (len(pending) != 1)}"
+    energies = [line.joules for line in pending if line.joules is not None]
     if not lasting:
-        why = "no run like them has been measured on this GPU" if ready and ready.device else "there is no GPU here"
+        why = "no similar run was measured on this GPU" if ready and ready.device else "this machine has no GPU"
         why = why if _estimator() else NO_ESTIMATOR
-        return [f"\ntotal: {count}; how long they take is not known: {why}"]
+        return [f"\ntotal: {some(len(pending), 'run')}; time unknown: {why}"]
     slots = len(ready.slots) if ready else 1
-    total, joules = sum(lasting), sum(drawn)
-    parts = [count, f"about {seconds(total / slots)}" + (f" on {slots} GPUs" if slots > 1 else "")]
-    parts += [f"{joules / JOULES_PER_KWH:.3g} kWh of the GPU"] if drawn else []
-    parts += _money(total, joules, gpu, known_prices) if drawn and known_prices else []
-    parts += [f"known of {len(lasting)} of them"] if len(lasting) < len(pending) else []
+    total, joules = sum(lasting), sum(energies)
+    parts = [some(len(pending), "run"), f"about {seconds(total / slots)}" + (f" on {slots} GPUs" if slots > 1 else "")]
+    parts += [f"{joules / JOULES_PER_KWH:.3g} kWh of the GPU"] if energies else []
+    parts += _cost(total, joules, gpu, known_prices) if energies and known_prices else []
+    parts += [f"times known for {len(lasting)} of {len(pending)} runs"] if len(lasting) < len(pending) else []
     return ["\ntotal: " + ", ".join(parts)]
 
 
-def _money(total: float, joules: float, gpu: str, prices: Prices) -> list[str]:
+def _cost(total: float, joules: float, gpu: str, prices: Prices) -> list[str]:
     price = prices.of(gpu)
     cost = amount(price, total, joules / total) if price else None
     return [f"{cost} ({cost.way})" if cost else f"{prices.path} has no price for {gpu}"]

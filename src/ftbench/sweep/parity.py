@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.errors import MissingError, SpecError
-from ftbench.launch import runner
+from ftbench.launch import checks, runner
 from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import incompatibilities
@@ -14,8 +14,8 @@ from ftbench.spec.load import ImpossibleError, load
 from ftbench.spec.methods import Full, Lora, Method, Qlora
 from ftbench.spec.resolve import require_published
 from ftbench.store.rundir import first_gpu
-from ftbench.sweep import command
-from ftbench.sweep.execute.gpu_slots import LocalSlot
+from ftbench.sweep import sweep as command
+from ftbench.sweep.gpu_slots import LocalSlot
 from ftbench.sweep.output.parity import ParityTables
 from ftbench.sweep.plan.base import PlanRequest
 from ftbench.sweep.plan.parity import STEPS, Contender, ParityPlan
@@ -43,7 +43,7 @@ def prepare(request: ParityRequest) -> command.Ready:
     spec = load(request.spec, sets)
     _check(spec)
     sets += ["measure.eval=end", "measure.repeats=1"]
-    runner.check_disk(request.out)
+    checks.check_disk(request.out)
     described = runner.describe(spec)
     names = request.recipes or [""]
     recipes = [_contender(request, name, sets, described) for name in names]
@@ -81,11 +81,11 @@ def _contender(request: ParityRequest, name: str, sets: Sequence[str], described
     """Return a recipe with its reference; one that cannot run on this machine has the reason. Raise SpecError for a
     spec that is wrong, MissingError if the recipe would lose its published settings or the reference cannot run."""
     own = [*sets, *([f"recipe={name}"] if name else [])]
-    capability = runner.capability(described)
+    capability = checks.capability(described)
     made, reason = load(request.spec, request.sets), None
     try:
         made = resolve(load(request.spec, own), capability)
-        runner.check(made, described)
+        checks.check(made, described)
     except (ImpossibleError, MissingError) as error:
         reason = "; ".join(str(error).splitlines())
     else:
@@ -93,7 +93,7 @@ def _contender(request: ParityRequest, name: str, sets: Sequence[str], described
         reason = "; ".join(incompatibilities(with_changes(made, {"measure.gradients": STEPS}))) or None
     reference = _reference(resolve(load(request.spec, [*sets, f"recipe={request.reference}"]), capability), made)
     if reason is None:
-        runner.check(reference, described)
+        checks.check(reference, described)
     return Contender(Path(name).stem if name else made.name, made, reference, tuple(own), reason)
 
 

@@ -1,5 +1,4 @@
-"""What an ablation says: a row a variant, the combinations, the best of them with its lines of a spec; as tables, as
-one document, and as the file ablation.md, which is written again after every run."""
+"""The tables of an ablation: variants, combinations, and the best combination as lines for a spec."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -29,11 +28,10 @@ from ftbench.sweep.plan.ablation import AblationPlan
 ABLATION = "ablation.md"
 _TEXT = ("variant", "against", "Δ speed", "peak GiB (Δ)", "first step (Δ)", "Δ loss", "break-even", "state")
 NOTE = (
-    "Δ speed in real tokens per second, with its 95 % interval in brackets: of several runs a side from the spread "
-    "between them and like runs, of one from its steps and the spread between like runs (likely at most); ≈ is not "
-    "distinguishable, ? is without an interval. Peak: tensors of the GPU (on a CPU: the process). Δ loss: of the mean"
-    " over the same samples, with what is allowed, and of the gradient norm. Break-even: after how many steps a slow "
-    "start has paid for itself. All intervals hold at once, with 95 %."
+    "Δ speed: real tokens per second with a simultaneous 95 % interval. With several runs per side it comes from their "
+    "spread, with one run from its steps and the spread between equal runs (likely at most). ≈: not distinguishable; "
+    "?: no interval. Peak: tensors on the GPU (on a CPU: the process). Δ loss: mean over the same samples, with the "
+    "tolerance, and the gradient norm. Break-even: steps until a slow start has paid off."
 )
 
 
@@ -48,7 +46,7 @@ class AblationTables(Tables):
 
     def markdown(self) -> str:
         """Return the text of ablation.md."""
-        parts = [f"# {self.folder.name}: what each optimization brings\n"]
+        parts = [f"# {self.folder.name}: the gain of each optimization\n"]
         if left := self.plan.left():
             parts.append(f"{units.some(left, 'run')} still to come.\n")
         parts.append("## One at a time\n\n" + formats.markdown(self.variants()))
@@ -56,20 +54,20 @@ class AblationTables(Tables):
             parts.append("## Together\n\n" + formats.markdown(combinations))
         best = "\n\n".join(self.verdict("```yaml\n{}```\n"))
         refused = self._refusals("- ")
-        parts.append("\n".join([f"## Best\n\n{best}", *(["## Cannot work\n", *refused] if refused else [])]))
+        parts.append("\n".join([f"## Best\n\n{best}", *(["## Impossible\n", *refused] if refused else [])]))
         return "\n".join(parts).rstrip("\n") + "\n"
 
     def terminal(self) -> str:
         parts = ["ONE AT A TIME\n" + formats.terminal(self.variants())]
         if combinations := self.combinations():
             parts.append("TOGETHER\n" + formats.terminal(combinations))
-        return "\n".join([*parts, *self.verdict("\n{}"), *self._refusals("cannot work  ")]) + "\n"
+        return "\n".join([*parts, *self.verdict("\n{}"), *self._refusals("impossible  ")]) + "\n"
 
     def _refusals(self, before: str) -> list[str]:
         return [f"{before}{what}: {reason}" for what, reason in self._impossible]
 
     def variants(self) -> Table:
-        """Return the plain recipe and each variant beside what it is held against."""
+        """Return the plain recipe and all variants, each compared with its baseline."""
         plan = self.plan
         rows = [_row(PLAIN, "", plan.cell({}), None, plan.state({}))]
         rows += [
@@ -80,7 +78,7 @@ class AblationTables(Tables):
         return _table(rows, [NOTE, *self._outside()])
 
     def combinations(self) -> Table | None:
-        """Return each combination that was tried, beside what had been kept until then."""
+        """Return all tested combinations, each compared with the settings kept before."""
         plan, rows = self.plan, []
         for each in plan.combinations:
             added = {key: value for key, value in each.changes.items() if each.over.get(key) != value}
@@ -88,38 +86,38 @@ class AblationTables(Tables):
             kept = "kept, likely" if plan.likely else "kept"
             state = kept if each.kept else f"not kept: {each.reason}"
             rows.append(_row(f"+ {ablation.label(added)}", "", plan.cell(each.changes), pair, state))
-        return _table(rows, ["each row is held against all that was kept above it"]) if rows else None
+        return _table(rows, ["each row is compared with all rows that were kept above it"]) if rows else None
 
     def _outside(self) -> Iterator[str]:
         for variant in self.plan.start.variants:
             pair = self.plan.pair(variant.changes, {})
             if pair and pair.learning and pair.learning.failed:
-                yield f"{variant.name} does not learn what the plain recipe does: {pair.learning.reason}"
+                yield f"{variant.name} does not learn the same as the plain recipe: {pair.learning.reason}"
 
     def verdict(self, lines: str) -> list[str]:
-        """Return sentences on the best combination, and its lines of a spec in the form `lines`."""
+        """Return sentences about the best combination, and its settings formatted with `lines`."""
         plan = self.plan
         if not plan.cell({}) or not (plain := plan.cell({})) or not plain.ok:
-            return [f"The plain recipe has no figures ({plan.state({})}), so nothing can be held against it."]
+            return [f"The plain recipe has no result ({plan.state({})}), so nothing can be compared with it."]
         pending = " so far" if plan.left() else ""
         if pending and not plan.combinations:
-            return [f"{units.some(plan.left(), 'run')} still to come before anything is put together."]
+            return [f"{units.some(plan.left(), 'run')} left before combinations are tested."]
         if not plan.best:
-            return [f"Nothing was found{pending} that is better than the plain recipe for {plan.start.objective}."]
+            return [f"Nothing{pending} is better than the plain recipe for {plan.start.objective}."]
         pair = plan.pair(plan.best, {})
-        likely = " (likely: one run a side; --repeats 3 tells more)" if plan.likely else ""
+        likely = " (likely: one run per side; use --repeats 3)" if plan.likely else ""
         sentences = [f"Best for {plan.start.objective}{pending}: {ablation.label(plan.best)}{likely}"]
         if pair:
             sentences.append(
-                f"Against the plain recipe: speed {change(pair.speed)}, peak GiB {_change_of_peak(pair)}, loss "
+                f"Compared with the plain recipe: speed {change(pair.speed)}, peak GiB {_change_of_peak(pair)}, loss "
                 f"{_loss(pair.learning)}"
             )
         if plan.start.spec.launch.mock != "off":
-            sentences.append("launch.mock: nothing was trained, and every figure here is made up.")
+            sentences.append("launch.mock: nothing was trained, and all figures are invented.")
         return [*sentences, lines.format(spec_lines(ablation.by_section(plan.best)))]
 
     def document(self) -> dict[str, Any]:
-        """Return all of it, for programs; what is unknown is None."""
+        """Return the document for `--json`. Unknown values are None."""
         plan = self.plan
         variants = [
             _record(each.name, plan.cell(each.changes), plan.pair(each.changes, plan.over(each)))
@@ -141,7 +139,7 @@ class AblationTables(Tables):
 
 
 def spec_lines(sections: Mapping[str, Any]) -> str:
-    """Return sections of a spec as lines of it, ready to paste."""
+    """Return sections of a spec as YAML lines."""
     lines = []
     for section, values in sections.items():
         inner = values if isinstance(values, dict) else {}
@@ -151,7 +149,7 @@ def spec_lines(sections: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Sequence[Mapping[str, str]], notes: Sequence[str]) -> Table:
-    """Return the table without the columns that no row fills."""
+    """Return the table without empty columns."""
     filled = [name for name in rows[0] if name in ("variant", "state") or any(row[name] for row in rows)]
     return table_of_rows(rows, notes, _TEXT, filled)
 
@@ -175,7 +173,7 @@ def _with_change(text: str, changed: str) -> str:
 
 
 def _difference(pair: Pair, name: str) -> float | None:
-    """Return candidate less baseline, of a figure that both know."""
+    """Return candidate minus baseline, or None if one is unknown."""
     figures = [side.figure(name) if side else None for side in (pair.cell, pair.baseline)]
     return None if figures[0] is None or figures[1] is None else figures[0] - figures[1]
 
@@ -188,7 +186,7 @@ def _change_of_peak(pair: Pair | None) -> str:
 
 
 def _loss(learning: Learning | None) -> str:
-    """Return the verdict with the difference of the mean losses, and that of the gradient norms beside it."""
+    """Return the verdict with the differences of mean loss and gradient norm."""
     norm = grad_norm_text(learning)
     return learning_text(learning) + (f", gradient norm {norm}" if norm else "")
 

@@ -1,4 +1,4 @@
-"""The table that is finished in the morning: summary.md and summary.csv of what has ended so far."""
+"""The tables of a sweep: summary.md and summary.csv of all finished runs."""
 
 import dataclasses
 import os
@@ -15,31 +15,30 @@ from ftbench.report.data.collect import collect, records
 from ftbench.report.document import Report, Table
 from ftbench.store import rundir
 from ftbench.store.summary import optimizations_on, read_summary
-from ftbench.sweep.jobs import Job, Standing, short
-from ftbench.sweep.plan.base import Plan
+from ftbench.sweep.plan.base import Job, Plan, Standing, short
 from ftbench.sweep.plan.search import Search
 
-BOARD = "sweep.json"  # where every job stands
+BOARD = "sweep.json"  # status of all jobs
 REPEAT = "repeat"
-TERMINAL_ROWS = 500  # more are named, not shown
+TERMINAL_ROWS = 500  # more rows are only in the files
 
 
 class Tables:
-    """The tables of a plan. Reads a finished run's summary once."""
+    """The tables of a plan."""
 
     def __init__(self, plan: Plan, impossible: Sequence[tuple[str, str]]) -> None:
         self.folder, self.plan, self._impossible = plan.options.folder, plan, impossible
         self._records: dict[Job, dict[str, Any]] = {}
 
     def write(self) -> None:
-        """Replace both files. Raise MissingError if the disk does not take them."""
+        """Write both files. Raise MissingError if the disk is full."""
         report = Report(records(self._rows()), self._axes())
         self._put("summary.md", self._markdown(report))
         if report.records:
             self._put("summary.csv", formats.render(report, "csv"))
 
     def _put(self, name: str, text: str) -> None:
-        """Replace a file for people, which holds no secrets and no control characters."""
+        """Write a file without secrets and control characters."""
         rundir.write_text(self.folder / name, printable(without_secrets(text)))
 
     @property
@@ -55,13 +54,13 @@ class Tables:
         if report.records:
             parts.append("## Runs\n\n" + formats.render(report, "md"))
         if others := self._others():
-            parts.append(f"in this folder, too: {units.some(others, 'further run')}: `ftbench report` shows all.\n")
+            parts.append(f"{units.some(others, 'other run')} in this folder: `ftbench report` shows all.\n")
         if self._impossible:
-            parts.append("## Cannot work\n\n" + "".join(f"- {what}: {reason}\n" for what, reason in self._impossible))
+            parts.append("## Impossible\n\n" + "".join(f"- {what}: {reason}\n" for what, reason in self._impossible))
         return "\n".join(parts)
 
     def terminal(self) -> str:
-        """Return what is printed in the end."""
+        """Return the tables for the terminal."""
         parts = [formats.terminal(frontier_table(self.plan))] if isinstance(self.plan, Search) else []
         ended = sum(standing.done for standing in self.plan.standings.values())
         if ended > TERMINAL_ROWS:
@@ -71,8 +70,10 @@ class Tables:
         return "\n".join(parts)
 
     def _ranked(self) -> Report:
-        """Return the runs that have ended, under the numbers that they have in a report of the folder: repeats merged,
-        the fastest first, those without a speed last; of what was skipped the cells of which nothing ran."""
+        """Return the finished runs with merged repeats, the fastest first, and cells that were skipped.
+
+        The numbers are the same as in `ftbench report` of the folder.
+        """
         jobs = {job.run.run_id: job for job, standing in self.plan.standings.items() if standing.done}
         rows = [record for record in self._rows() if record["state"] == "skipped"]
         ran = [run for run in collect([self.folder]) if run["run_id"] in jobs] if len(jobs) > len(rows) else []
@@ -83,16 +84,16 @@ class Tables:
         return Report(select.arranged(named, "tokens/s", ())[0], axes)
 
     def document(self) -> dict[str, Any]:
-        """Return all of it, for programs; `frontier` is empty for a grid."""
+        """Return the document for `--json`. `frontier` is empty for a grid."""
         frontier = self.plan.as_dicts() if isinstance(self.plan, Search) else []
         return {"folder": str(self.folder), "frontier": frontier, "runs": self.records()}
 
     def records(self) -> list[dict[str, Any]]:
-        """Return each ended or skipped job's summary, with its directory in the sweep's folder."""
+        """Return the summary of each finished or skipped job, with its directory in the sweep's folder."""
         return [{key: value for key, value in record.items() if "." not in key} for record in self._rows()]
 
     def _others(self) -> int:
-        """Return how many runs in the folder are not this plan's: of another grid, or of the spec as it was before."""
+        """Return the number of runs in the folder that do not belong to this plan."""
         planned = {job.run.run_id for job in self.plan.standings}
         with os.scandir(self.folder) as entries:
             return sum(entry.is_dir() and entry.name[0] != "." and entry.name not in planned for entry in entries)
@@ -103,7 +104,7 @@ class Tables:
         return [*keys, *([REPEAT] if repeated else [])]
 
     def _rows(self) -> list[dict[str, Any]]:
-        """Return a record for each job that is done, those of one cell (of a search: one family) side by side."""
+        """Return a record for each finished job, grouped by cell (in a search: by family)."""
         searching = isinstance(self.plan, Search)
         jobs = [job for job, standing in self.plan.standings.items() if standing.done]
         if searching:
@@ -125,11 +126,11 @@ class Tables:
         return self._records[job]
 
     def exit_code(self, code: int) -> int:
-        """Return the exit code of a command whose sitting ended with `code`."""
+        """Return the command's exit code; `code` is that of the session."""
         return code
 
     def forget(self, job: Job) -> None:
-        """Forget the summary of a job that has run again."""
+        """Discard the summary of a job that has run again."""
         self._records.pop(job, None)
 
 
@@ -149,7 +150,7 @@ def _skipped(job: Job, standing: Standing, gpu: str | None) -> RunSummary:
 
 
 def frontier_table(search: Search) -> Table:
-    """Return a row for each family: the largest batch that fits and the first that does not."""
+    """Return a row per family: the largest batch that fits and the first that does not."""
     keys = dict.fromkeys(key for family in search.families for key in family.values if key != "method")
     headings = [
         *(key.rpartition(".")[2] for key in keys), "method", "largest batch", "tokens/s", "reserved GiB",
@@ -173,7 +174,7 @@ def frontier_table(search: Search) -> Table:
             edge.note,
         ])  # fmt: skip
     note = (
-        "knee: the batch after which no larger one is 5 % faster. A trial begins with the longest samples of the data "
-        "set, so that the peak shows in step 1; reserved GiB is the allocator's pool."
+        "knee: no larger batch is 5 % faster. A trial starts with the longest samples of the data set, so step 1 shows "
+        "the peak. Reserved GiB is the allocator's pool."
     )
     return Table({}, headings, rows, [note])

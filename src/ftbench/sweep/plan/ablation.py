@@ -1,6 +1,8 @@
-"""The plan of an ablation: every variant of the plain recipe, repeats interleaved, and then a greedy selection, which
-puts together what helped, the most helpful first, and keeps what helps further. What a run says is read from its
-directory alone, so that the selection goes the same way again when the ablation is resumed."""
+"""The plan of an ablation: all variants of the plain recipe with interleaved repeats, then a greedy selection.
+
+The selection adds the variants that helped, the best one first, and keeps a variant if it helps again. Results are read
+from the run directories, so a resumed ablation makes the same selection.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +19,24 @@ from ftbench.spec.ablation import PLAIN, Changes, Variant
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations import Optimizations
 from ftbench.store.summary import read_summary
-from ftbench.sweep.jobs import FAILED, Job, Standing, job
-from ftbench.sweep.plan.base import Options
+from ftbench.sweep.plan.base import FAILED, Job, Options, Standing, job
 from ftbench.sweep.plan.grid import Grid
 
-OBJECTIVES = ("speed", "memory")  # real tokens a second; the peak of allocated memory
-MEMORY_GAIN = 0.005  # of the peak: repeats agree to more digits than matter
+OBJECTIVES = ("speed", "memory")  # real tokens/s; peak of allocated memory
+MEMORY_GAIN = 0.005  # share of the peak that counts as a gain
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the variants stand on: the plain spec, resolved and with its number of repeats; `refused` says why a spec
-    cannot run on this machine; `objective` is one of OBJECTIVES; `optimizations` are those of the spec itself."""
+    """Start of an ablation.
+
+    Attributes:
+        spec: The resolved plain spec with its number of repeats.
+        variants: The variants to test.
+        objective: One of OBJECTIVES.
+        refused: Returns why a spec cannot run on this machine, or None.
+        optimizations: Optimizations of the original spec.
+    """
 
     spec: Experiment
     variants: Sequence[Variant]
@@ -39,7 +47,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """Tried on top of `over` because `variant` had helped alone; `reason` says why it was not kept, or not tried."""
+    """A variant added to `over`. `reason` is why it was not kept or not tried."""
 
     variant: Variant
     changes: Changes
@@ -53,7 +61,7 @@ class Combination:
 
 
 class AblationPlan(Grid):
-    """`combinations` are those tried so far, in order; `best` what has been kept of them."""
+    """The plan of an ablation. `combinations` are the tested ones in order, `best` are the settings kept so far."""
 
     def __init__(self, start: Start, options: Options) -> None:
         self.start, self.combinations, self.best = start, list[Combination](), dict[str, Any]()
@@ -74,7 +82,7 @@ class AblationPlan(Grid):
 
     @property
     def likely(self) -> bool:
-        """Whether what helps is likely only: the noise between runs is not known from one run a side."""
+        """Whether gains are only likely: one run per side does not show the noise between runs."""
         return self.repeats == 1 and self.start.objective == "speed"
 
     def _refused(self, changes: Changes) -> str | None:
@@ -107,14 +115,14 @@ class AblationPlan(Grid):
         self._skip_repeats()
 
     def _skip_repeats(self) -> None:
-        """Skip the repeats of what has failed once: they would fail again."""
+        """Skip the other repeats of a failed run."""
         failed = {each.cell: each.repeat for each, now in self.standings.items() if now.state in FAILED}
         for each in self.pending():
             if each.cell in failed:
                 self.standings[each] = Standing("skipped", f"repeat {failed[each.cell]} failed")
 
     def cell(self, changes: Changes) -> Cell | None:
-        """Return the runs of a combination that have ended; None before the first has."""
+        """Return the finished runs of a combination; None before the first one."""
         jobs = self.jobs(changes)
         name = jobs[0].cell
         if name not in self._cells:
@@ -122,11 +130,11 @@ class AblationPlan(Grid):
             if not ran:
                 return None
             rows = records(read_summary(each.run) | {"path": str(each.run.path)} for each in ran)
-            self._cells[name] = cells_of(runs_of(rows))[-1]  # of tokens that changed meanwhile, the new ones
+            self._cells[name] = cells_of(runs_of(rows))[-1]  # the newest, if the tokens have changed
         return self._cells[name]
 
     def state(self, changes: Changes) -> str:
-        """Return how a combination's first run stands, if none has figures; else nothing."""
+        """Return the state of a combination's first run if no run has a result, else an empty string."""
         standings = [self.standings.get(each) for each in self.jobs(changes)]
         if any(now and now.state == "ok" for now in standings):
             cell = self.cell(changes)
@@ -134,34 +142,34 @@ class AblationPlan(Grid):
         return next((f"{now.state}: {now.reason}" if now.reason else now.state for now in standings if now), "not run")
 
     def pair(self, changes: Changes, over: Changes) -> Pair | None:
-        """Return a combination beside another; None before both have run."""
+        """Return a combination compared with another one; None before both have run."""
         cell, baseline = self.cell(changes), self.cell(over)
         return pair_of(OPTIMIZATIONS, cell, baseline, noise=self._noise()) if cell and baseline else None
 
     def _noise(self) -> Noise:
-        """Return what like runs differ by, and how many variants are read together: of 20 one would help by chance."""
+        """Return the noise between equal runs, corrected for the number of variants: 1 of 20 would help by chance."""
         variants = [variant.changes for variant in self.start.variants if variant.name not in self.refused]
         cells = [cell for changes in ({}, *variants) if (cell := self.cell(changes)) is not None]
         return noise_of(cells, max(1, len(variants)))
 
     def over(self, variant: Variant) -> Changes:
-        """Return what a variant is held against."""
+        """Return the settings that a variant is compared with."""
         return next((other.changes for other in self.start.variants if other.name == variant.over), {})
 
     def hindrance(self, changes: Changes, over: Changes) -> str:
-        """Return why a combination is no gain over another; nothing where it is one."""
+        """Return why a combination is not better than another one, or an empty string."""
         pair = self.pair(changes, over)
         for each in (self.pair(changes, {}), pair):
             if each and each.learning and each.learning.failed:
                 return f"does not learn the same: {each.learning.reason}"
         if pair is None or not pair.cell.ok or pair.baseline is None or not pair.baseline.ok:
-            return self.state(changes) or f"nothing to hold it against: {self.state(over) or 'not run'}"
+            return self.state(changes) or f"nothing to compare with: {self.state(over) or 'not run'}"
         if pair.reason and self.start.objective == "speed":
-            return f"{pair.reason}: run it again alone, with --force"
+            return f"{pair.reason}: run it again without other programs, with --force"
         return _shortfall(getattr(pair, self.start.objective), self.start.objective)
 
     def helpful(self) -> list[Variant]:
-        """Return the variants that help alone, against plain and against what they need beside them; the best first."""
+        """Return the variants that help, compared with plain and with what they require; the best first."""
         alone = [
             variant
             for variant in self.start.variants
@@ -177,8 +185,11 @@ class AblationPlan(Grid):
         return 0.0 if ratio is None else ratio.value if self.start.objective == "speed" else 1 / ratio.value
 
     def _select(self) -> Iterator[list[Job]]:
-        """Yield the jobs of one combination after the other, each to be run before the next is asked for. What did not
-        help at first is tried once more on top of what was kept since, but for another value of what was kept."""
+        """Yield the jobs of each combination. They must run before the next one is requested.
+
+        A variant that did not help is tested once more with all that was kept later, unless it only changes a kept
+        value.
+        """
         variants = self.helpful()
         for variant in variants:
             yield from self._try(variant)
@@ -202,12 +213,14 @@ class AblationPlan(Grid):
 
 
 def _shortfall(ratio: Ratio | None, objective: str) -> str:
-    """Return why a difference is no gain that can be told from noise; nothing where it is one. A peak without an
-    interval, of one run, is taken as it is: it repeats."""
+    """Return why a ratio is not a gain beyond noise, or an empty string.
+
+    A peak of a single run has no interval and is used directly, because peaks are reproducible.
+    """
     if ratio is None:
         return "not known"
     if objective == "memory":
         gains = ratio.value <= 1 - MEMORY_GAIN and (ratio.direction or ratio.verdict) in ("lower", "unknown")
-        return "" if gains else "no smaller"
-    words = {"higher": "", "lower": "slower", "unknown": "too few steps to tell: give it more, or repeats"}
+        return "" if gains else "not smaller"
+    words = {"higher": "", "lower": "slower", "unknown": "inconclusive: use more steps or repeats"}
     return words.get(ratio.direction or ratio.verdict, ratio.verdict)

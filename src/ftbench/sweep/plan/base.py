@@ -1,20 +1,145 @@
-"""What every plan of a sweep has: where its jobs stand, how long they took, which were killed from outside."""
+"""Jobs of a sweep, their status, and the base class of plans.
 
+The run directories are the only record of progress, so a sweep can be resumed after any interruption.
+"""
+
+import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ftbench.store.rundir import NOT_FINITE
-from ftbench.sweep.jobs import PENDING, Job, Standing
-from ftbench.sweep.plan.budget import WallTimes, duration
+from ftbench.core.units import parse_seconds
+from ftbench.errors import MissingError, SpecError
+from ftbench.spec import identity
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.reading import as_text
+from ftbench.store import rundir
+from ftbench.store.run_warnings import FOREIGN_MEMORY_GB
+from ftbench.store.rundir import NOT_FINITE, RunDir
 
-KILLS = 2  # how often in a sitting a run that somebody killed is begun again
+FAILED = ("timeout", "error", NOT_FINITE)
+DONE = ("ok", "oom", *FAILED)
+RETRIES = 2  # per session, for a run that was killed from outside
+MARGIN = 1.1  # added to measured wall times
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of a sweep. Jobs are equal if they have the same run directory.
+
+    Attributes:
+        run: Run directory. Its name comes from the spec, the GPU and the repeat.
+        spec: The resolved spec.
+        sets: `--set` changes that turn the spec file into `spec`.
+        values: The job's value on each axis.
+        repeat: Number of the repeat, from 1.
+        family: Identifier shared by the same settings at other batch sizes.
+    """
+
+    run: RunDir
+    spec: Experiment = field(compare=False)
+    sets: tuple[str, ...] = field(compare=False)
+    values: dict[str, Any] = field(compare=False)
+    repeat: int = field(compare=False)
+    family: str = field(compare=False)
+
+    @property
+    def cell(self) -> str:
+        """Return the name shared by all repeats of the cell."""
+        return self.run.run_id.rpartition("-r")[0]
+
+    @property
+    def what(self) -> str:
+        """Return `method=lora train.batch_size=4`, with the repeat if the cell has several."""
+        repeat = [f"repeat {self.repeat}"] if self.spec.measure.repeats > 1 else []
+        return " ".join([*(f"{key}={short(value)}" for key, value in self.values.items()), *repeat]) or self.spec.name
+
+
+def short(value: Any) -> str:
+    """Return an axis value as one short line. A section starts with its name."""
+    text = as_text(value)
+    if isinstance(value, dict) and (name := value.get("name", value.get("id"))):
+        others = [f"{key} {as_text(other)}" for key, other in value.items() if key not in ("name", "id")]
+        text = ", ".join([str(name), *others])
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def job(spec: Experiment, sets: tuple[str, ...], values: dict[str, Any], repeat: int, folder: Path, gpu: Any) -> Job:
+    """Return the job of a resolved spec on the named GPU."""
+    run = RunDir(folder / f"{identity.slug(spec, gpu)}-r{repeat}")
+    return Job(run, spec, sets, values, repeat, identity.fingerprint_without_batch(spec, gpu))
+
+
+def run_command(source: Path, job: Job, out: Path) -> list[str]:
+    """Return the `ftbench run` command of a job."""
+    sets = [part for text in job.sets for part in ("--set", text)]
+    return ["ftbench", "run", str(source), *sets, *([] if out == Path("results") else ["--out", str(out)])]
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Status of a job: a run state, `pending`, or `skipped` with the reason.
+
+    `wall_s` is set for finished runs. `lacking` marks failures caused by something missing on the machine, `killed`
+    runs whose process was killed from outside.
+    """
+
+    state: str
+    reason: str | None = None
+    wall_s: float | None = None
+    lacking: bool = False
+    killed: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self.state in DONE or self.state == "skipped"
+
+
+PENDING = Standing("pending")
+
+
+def read_standing(run: RunDir) -> Standing:
+    """Return the status recorded in a run directory, or `pending` if there is no valid state file."""
+    state = rundir.read_json(run.state)
+    if state.get("state") not in rundir.STATES:
+        return PENDING
+    if state["state"] == "running":
+        state = rundir.read_state(run)
+    lacking = state.get("exit_code") == MissingError.exit_code
+    killed = state["state"] == "error" and state.get("signal") in rundir.CUT_SHORT
+    return Standing(state["state"], state.get("reason"), state.get("wall_s"), lacking, killed)
+
+
+def on_resume(standing: Standing, retry_failed: bool) -> Standing:
+    """Return `pending` for a job that must run again, else its status.
+
+    Interrupted runs and runs that failed because something was missing on the machine run again. Other failures run
+    again only with `retry_failed`. Out of memory is a result.
+    """
+    interrupted = standing.state == "interrupted" or standing.killed
+    again = interrupted or standing.lacking or (retry_failed and standing.state in FAILED)
+    return PENDING if again else standing
+
+
+def is_batch_too_large(run: RunDir) -> bool:
+    """Return whether an out-of-memory run had the GPU to itself. If so, larger batches do not fit either."""
+    gpu = rundir.first_gpu(rundir.read_json(run.machine))
+    return not gpu.get("foreign_processes") and (gpu.get("memory_used_before_gb") or 0.0) <= FOREIGN_MEMORY_GB
+
+
+def duration(text: str) -> float:
+    """Return the seconds of `8h`, `90m`, `1h30m` or `45s`. Raise SpecError for any other text."""
+    total = parse_seconds(text)
+    if total is None:
+        raise SpecError(f"--time-budget {text}: write it as 8h, 90m or 1h30m")
+    return total
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`folder` is the experiment's; `gpu` the GPU's name; `sets` the changes to the spec file that all cells share."""
+    """Options of a plan: the experiment's folder, the GPU's name, and the `--set` changes shared by all cells."""
 
     folder: Path
     gpu: str | None
@@ -25,7 +150,7 @@ class Options:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What every command says that runs a plan; `time_budget` as `8h`."""
+    """Command-line options shared by all commands that run a plan. `time_budget` is text such as `8h`."""
 
     spec: Path
     sets: Sequence[str] = ()
@@ -35,52 +160,115 @@ class PlanRequest:
     force: bool = False
 
     def __post_init__(self) -> None:
-        _ = self.limit_s  # raises SpecError for a time budget that is none
+        _ = self.limit_s  # raises SpecError for an invalid time budget
 
     @property
     def limit_s(self) -> float | None:
         return None if self.time_budget is None else duration(self.time_budget)
 
     def options(self, folder: Path, gpu: str | None, sets: Sequence[str]) -> Options:
-        """Return the options of a plan in the folder of an experiment, on the GPU of that name."""
+        """Return the options of a plan in an experiment's folder on the named GPU."""
         return Options(folder, gpu, tuple(sets), self.retry_failed, self.force)
 
 
+class WallTimes:
+    """Wall times in seconds of finished runs, by cell and by family."""
+
+    def __init__(self) -> None:
+        self._cells: dict[str, list[float]] = {}
+        self._families: dict[str, list[tuple[Experiment, float]]] = {}
+        self._slowest: dict[int, tuple[Experiment, float]] = {}  # by batch size
+
+    def add(self, job: Job, wall_s: float) -> None:
+        """Record a finished run."""
+        self._cells.setdefault(job.cell, []).append(wall_s)
+        self._families.setdefault(job.family, []).append((job.spec, wall_s))
+        batch = _batch(job.spec)
+        if batch not in self._slowest or wall_s > self._slowest[batch][1]:
+            self._slowest[batch] = (job.spec, wall_s)
+
+    def at_most_s(self, job: Job) -> float | None:
+        """Return an upper bound of the job's wall time in seconds; None before a run has finished.
+
+        The bound comes from the closest finished runs: repeats of the same cell, else the same settings at another
+        batch size, else the slowest run overall and the slowest at the nearest batch size. With a fixed number of steps
+        time grows at most in proportion to the samples per step. With a fixed number of epochs a smaller batch needs
+        proportionally more steps.
+        """
+        if repeats := self._cells.get(job.cell):
+            return MARGIN * max(repeats)
+        family = self._families.get(job.family)
+        if not (relatives := family or [*self._slowest.values()]):
+            return None
+        spec, wall = min(relatives, key=lambda pair: abs(_batch(pair[0]) - _batch(job.spec)))
+        others = () if family else (wall for _, wall in relatives)  # one packed row can hold many samples
+        return MARGIN * max(wall * _growth(spec, job.spec), *others, 0.0)
+
+    def remaining_s(
+        self, pending: Collection[Job], slots: int, running: Collection[tuple[Job, float]] = ()
+    ) -> float | None:
+        """Return a rough estimate of the seconds until all jobs are done; None before a run has finished.
+
+        Each job counts with the median of its family, else of all runs. `running` holds jobs with the seconds they have
+        run so far.
+        """
+        if not self._cells:
+            return None
+        overall = statistics.median(wall for walls in self._cells.values() for wall in walls)
+        medians: dict[str, float] = {}
+        left = 0.0
+        for job, spent in (*((job, 0.0) for job in pending), *running):
+            if job.family not in medians:
+                walls = [wall for _, wall in self._families.get(job.family, ())]
+                medians[job.family] = statistics.median(walls) if walls else overall
+            left += max(0.0, medians[job.family] - spent)
+        return left / slots
+
+
+def _batch(spec: Experiment) -> int:
+    return spec.train.batch_size * spec.train.gradient_accumulation_steps
+
+
+def _growth(known: Experiment, wanted: Experiment) -> float:
+    ratio = _batch(wanted) / _batch(known)
+    return max(1.0, ratio if wanted.train.max_steps else 1 / ratio)
+
+
 class Plan:
-    """`standings` holds every job known so far, in the order of the table."""
+    """Decides which job runs next. `standings` holds all known jobs in table order."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.standings: dict[Job, Standing] = {}
         self.wall_times = WallTimes()
-        self._kills: Counter[Job] = Counter()
+        self._retries: Counter[Job] = Counter()
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
-        """Return a job to start now, or None where nothing can start; `has_time` says whether there is time for it."""
+        """Return a job to start now, or None. `has_time` tests whether a job fits into the time budget."""
         raise NotImplementedError
 
     def ended(self, job: Job) -> None:
-        """Take note of what the directory of a job says that was started."""
+        """Record the result of a job that has ended."""
         raise NotImplementedError
 
     def pending(self) -> Collection[Job]:
-        """Return the jobs that wait, as far as they are known."""
+        """Return the known jobs that have not started."""
         return ()
 
     def left(self) -> int:
-        """Return how many jobs are not done."""
+        """Return the number of jobs that are not done."""
         return sum(not standing.done for standing in self.standings.values())
 
     def record(self, job: Job, standing: Standing) -> None:
-        """Take note of where a job stands, and of how long it took."""
+        """Record a job's status and wall time."""
         self.standings[job] = standing
         if standing.state in ("ok", "timeout", NOT_FINITE) and standing.wall_s is not None:
             self.wall_times.add(job, standing.wall_s)
 
-    def begins_again(self, job: Job, standing: Standing) -> bool:
-        """Return whether a job that somebody killed is pending again."""
-        if not standing.killed or self._kills[job] >= KILLS:
+    def is_retried(self, job: Job, standing: Standing) -> bool:
+        """Return whether a killed job becomes pending again."""
+        if not standing.killed or self._retries[job] >= RETRIES:
             return False
-        self._kills[job] += 1
+        self._retries[job] += 1
         self.standings[job] = PENDING
         return True

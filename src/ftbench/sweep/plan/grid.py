@@ -1,5 +1,4 @@
-"""What to run next of a grid's cells. The run directories say what is done already, so that a sweep goes on where it
-stopped, whatever stopped it."""
+"""The plan of a grid: all cells in order, except those that are done already."""
 
 import os
 from collections import deque
@@ -8,13 +7,21 @@ from dataclasses import replace
 
 from ftbench.spec.sweep import GridCell
 from ftbench.store.rundir import RunDir
-from ftbench.sweep.jobs import PENDING, Job, Standing, blames_the_batch, job, on_resume, read_standing
-from ftbench.sweep.plan.base import Options, Plan
+from ftbench.sweep.plan.base import (
+    PENDING,
+    Job,
+    Options,
+    Plan,
+    Standing,
+    is_batch_too_large,
+    job,
+    on_resume,
+    read_standing,
+)
 
 
 class Grid(Plan):
-    """Every job of a fixed list, in its order, but for those that are done. A job whose batch is larger than one that
-    ran out of memory in the same family is skipped."""
+    """Run a fixed list of jobs in order. If a batch runs out of memory, larger batches of its family are skipped."""
 
     def __init__(self, jobs: Iterable[Job], refused: dict[Job, str], options: Options) -> None:
         super().__init__(options)
@@ -23,20 +30,20 @@ class Grid(Plan):
         self.add(jobs, refused)
 
     def add(self, jobs: Iterable[Job], refused: dict[Job, str]) -> None:
-        """Add more jobs behind those that wait; one that the plan has already is not run again."""
-        begun = set(os.listdir(self.options.folder)) if self.options.folder.is_dir() else set()
+        """Append jobs that the plan does not have yet. `refused` gives the reason for jobs that cannot run."""
+        existing = set(os.listdir(self.options.folder)) if self.options.folder.is_dir() else set()
         for each in jobs:
             if each in self.standings:
                 continue
             if each in refused:
                 self.standings[each] = Standing("skipped", refused[each])
                 continue
-            now = read_standing(each.run) if each.run.run_id in begun else PENDING
+            now = read_standing(each.run) if each.run.run_id in existing else PENDING
             again = self.options.force and now.state != "running"
             self.record(each, PENDING if again else on_resume(now, self.options.retry_failed))
             if self.standings[each] == PENDING:
                 self._waiting.append(each)
-        self._prune()
+        self._skip_larger_batches()
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
         for _ in range(len(self._waiting)):
@@ -51,23 +58,23 @@ class Grid(Plan):
 
     def ended(self, job: Job) -> None:
         now = read_standing(job.run)
-        if self.begins_again(job, now):
-            self._waiting.appendleft(job)  # at once: a larger batch tells another story
+        if self.is_retried(job, now):
+            self._waiting.appendleft(job)
             return
         self.record(job, now)
         if now.state == "oom":
-            self._prune()
+            self._skip_larger_batches()
 
     def pending(self) -> Collection[Job]:
         return [each for each in self._waiting if self.standings[each] == PENDING]
 
     def record(self, job: Job, standing: Standing) -> None:
         super().record(job, standing)
-        if standing.state == "oom" and blames_the_batch(job.run):
+        if standing.state == "oom" and is_batch_too_large(job.run):
             batch = job.spec.train.batch_size
             self._limits[job.family] = min(batch, self._limits.get(job.family, batch))
 
-    def _prune(self) -> None:
+    def _skip_larger_batches(self) -> None:
         for each in self.pending():
             limit = self._limits.get(each.family)
             if limit is not None and each.spec.train.batch_size >= limit:
@@ -75,7 +82,7 @@ class Grid(Plan):
 
 
 def first_jobs(cells: Iterable[GridCell], options: Options) -> list[Job]:
-    """Return the first job of each cell of a grid of resolved specs that can work."""
+    """Return the first job of each cell that has a resolved spec."""
     return [
         job(cell.spec, (*options.sets, *cell.sets), cell.values, 1, options.folder, options.gpu)
         for cell in cells if cell.spec is not None
@@ -83,7 +90,7 @@ def first_jobs(cells: Iterable[GridCell], options: Options) -> list[Job]:
 
 
 def with_repeats(firsts: Sequence[Job]) -> list[Job]:
-    """Return the jobs of a grid: every cell once before any cell twice. Cells that are the same spec are one."""
+    """Return the jobs of a grid: the first repeat of all cells, then the second, and so on. Equal cells are merged."""
     jobs: dict[str, Job] = {}
     for repeat in range(1, max((first.spec.measure.repeats for first in firsts), default=1) + 1):
         for first in firsts:
@@ -92,3 +99,48 @@ def with_repeats(firsts: Sequence[Job]) -> list[Job]:
                 run = first.run if repeat == 1 else RunDir(first.run.path.with_name(name))
                 jobs[name] = replace(first, run=run, repeat=repeat)
     return list(jobs.values())
+
+
+def coarse_to_fine(jobs: Sequence[Job]) -> list[Job]:
+    """Sort jobs so that a short night gives a coarse grid instead of a truncated one.
+
+    First repeats come before second ones. On each numeric axis the two ends come first, then the middle, then the
+    quarters, and so on.
+    """
+    values: dict[str, list[float]] = {}
+    for each in jobs:
+        for key, value in each.values.items():
+            if (number := _number(value)) is not None:
+                values.setdefault(key, []).append(number)
+    levels = {key: _levels(sorted(set(numbers))) for key, numbers in values.items()}
+
+    def level(job: Job) -> int:
+        numbers = ((key, _number(job.values.get(key))) for key in levels)
+        return sum(levels[key][number] for key, number in numbers if number is not None)
+
+    return sorted(jobs, key=lambda job: (job.repeat, level(job)))
+
+
+def _number(value: object) -> float | None:
+    """Return an axis value as a number, or None. YAML reads 1e-4 as text."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return None
+
+
+def _levels(ordered: Sequence[float]) -> dict[float, int]:
+    """Return the refinement level of each value: 0 for both ends, 1 for the middle, 2 for the quarters, and so on."""
+    levels = {ordered[0]: 0, ordered[-1]: 0}
+    spans, level = [(0, len(ordered) - 1)], 1
+    while spans:
+        halves = []
+        for low, high in spans:
+            if high - low > 1:
+                middle = (low + high) // 2
+                levels[ordered[middle]] = level
+                halves += [(low, middle), (middle, high)]
+        spans, level = halves, level + 1
+    return levels

@@ -18,8 +18,7 @@ from ftbench.store.rundir import NOT_FINITE, RunDir, read_json, write_json
 from ftbench.store.steps import read_steps
 from ftbench.sweep import verdict
 from ftbench.sweep.gradients import agreement
-from ftbench.sweep.jobs import Job, job
-from ftbench.sweep.plan.base import Options
+from ftbench.sweep.plan.base import Job, Options, job
 from ftbench.sweep.plan.grid import Grid
 from ftbench.sweep.verdict import FAIL, INCONCLUSIVE, PASS, LevelResult
 

@@ -1,7 +1,7 @@
-"""What to run next in the search for the largest batch. The run directories say which trials are done already, as in a
-grid (`plan/grid.py`)."""
+"""`sweep --until-oom`: the search for the largest batch that fits. Its trials are ordinary runs and are reused."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,47 +12,155 @@ from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import NOT_FINITE, first_gpu, read_json
 from ftbench.store.summary import read_summary
-from ftbench.sweep.jobs import PENDING, Job, Standing, blames_the_batch, job, on_resume, read_standing
-from ftbench.sweep.plan import frontier
-from ftbench.sweep.plan.base import Options, Plan
+from ftbench.sweep.plan.base import (
+    PENDING,
+    Job,
+    Options,
+    Plan,
+    Standing,
+    is_batch_too_large,
+    job,
+    on_resume,
+    read_standing,
+)
 
 LARGEST_BATCH = 4096
+STEPS = 7  # optimizer steps of a trial
+KNEE = 1.05  # a smaller gain in speed counts as no gain
+_GUESSES = 2  # trials that follow the memory line before plain bisection
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The result for one batch size."""
+
+    batch: int
+    fits: bool | None  # None if the run failed for a reason other than memory
+    speed: float | None = None  # real tokens/s
+    peak_gb: float | None = None  # peak of the allocator's pool, GiB
+    beside_gb: float | None = None  # device memory outside of the pool, GiB
+    capacity_gb: float | None = None  # memory of the device, GiB
+    reason: str | None = None
+    oom: dict[str, Any] | None = None
+
+
+def next_batch(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = None) -> int | None:
+    """Return the next batch to try, or None when the limit is known.
+
+    The batch doubles until one does not fit. Then the search continues between the last two. Its first tries follow the
+    line through the measured peaks. If that line misleads, bisection takes over. `candidates` are in ascending order.
+    Doubling stops at `seed`, the largest batch that is expected to fit, and continues from there in steps of 1, 2, 4.
+    """
+    if any(trial.fits is None for trial in trials):
+        return None
+    fitting = [trial.batch for trial in trials if trial.fits]
+    failing = [trial.batch for trial in trials if trial.fits is False]
+    if not trials:
+        return candidates[0]
+    if not failing:
+        return _larger(max(fitting), candidates, seed)
+    low, high = max(fitting, default=0), min(failing)
+    between = [batch for batch in candidates if low < batch < high]
+    if not between or not fitting:
+        return None if not fitting and high == candidates[0] else (between[len(between) // 2] if between else None)
+    if (guess := _largest_on_the_line(trials)) is not None and _guessed(trials, candidates) < _GUESSES:
+        below = [batch for batch in between if batch <= guess]
+        return max(below) if below else min(between)
+    return between[len(between) // 2]
+
+
+def _larger(largest: int, candidates: Sequence[int], seed: int | None) -> int | None:
+    """Return the next batch if all trials have fitted."""
+    larger = [batch for batch in candidates if batch > largest]
+    wanted = 2 * largest
+    if seed is not None and largest < seed:
+        below = [batch for batch in larger if batch <= seed]
+        wanted = min(wanted, max(below, default=wanted))
+    elif seed is not None:
+        wanted = largest + max(1, 2 * (largest - seed))
+    return min((batch for batch in larger if batch >= wanted), default=max(larger, default=None))
+
+
+def _guessed(trials: Sequence[Trial], candidates: Sequence[int]) -> int:
+    """Return the number of trials that do not belong to the doubling."""
+    doubling, batch = set(), candidates[0]
+    while batch is not None and batch not in doubling:
+        doubling.add(batch)
+        batch = min((other for other in candidates if other >= 2 * batch), default=max(candidates))
+    return sum(trial.batch not in doubling for trial in trials)
+
+
+def _largest_on_the_line(trials: Sequence[Trial]) -> float | None:
+    """Return the batch at which the line through the two largest measured peaks reaches the device's memory."""
+    known = sorted(
+        (t.batch, t.peak_gb, t.capacity_gb - (t.beside_gb or 0.0))
+        for t in trials
+        if t.fits and t.peak_gb is not None and t.capacity_gb is not None
+    )
+    if len(known) < 2:
+        return None
+    (low, first_gb, _), (high, last_gb, available_gb) = known[-2:]
+    slope = (last_gb - first_gb) / (high - low)
+    return high + (available_gb - last_gb) / slope if slope > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """The limit found so far: the largest batch that fits, the smallest that does not, the knee, and a note."""
+
+    largest: Trial | None
+    first_failing: Trial | None
+    knee: int | None
+    note: str
+
+
+def edge(trials: Sequence[Trial], candidates: Sequence[int], limited_by: str, seed: int | None = None) -> Edge:
+    """Return the limit that trials show. `limited_by` names the limit of the candidates, as a sentence."""
+    fitting = sorted((trial for trial in trials if trial.fits), key=lambda trial: trial.batch)
+    failing = sorted((trial for trial in trials if trial.fits is False), key=lambda trial: trial.batch)
+    note = ""
+    if broken := [trial for trial in trials if trial.fits is None]:
+        note = f"stopped at batch {broken[0].batch}: {broken[0].reason}"
+    elif next_batch(trials, candidates, seed) is not None:
+        note = "not finished"
+    elif fitting and not failing:
+        note = f"not reached: {limited_by}"
+    return Edge(fitting[-1] if fitting else None, failing[0] if failing else None, knee(fitting), note)
+
+
+def knee(fitting: Sequence[Trial]) -> int | None:
+    """Return the smallest batch after which speed grows by less than 5 %; None with fewer than two known speeds."""
+    known = sorted((trial.batch, trial.speed) for trial in fitting if trial.speed)
+    flat = (batch for i, (batch, speed) in enumerate(known) if all(later < KNEE * speed for _, later in known[i + 1 :]))
+    return next(flat) if len(known) > 1 else None
 
 
 @dataclass(slots=True)
 class Family:
-    """One cell whose batch size is searched: what its trials train but for the batch, and what names it. `trials` are
-    those that have ended, by batch; `running` is the one that is on, `seed` the batch that is expected to fit."""
+    """One cell whose batch size is searched. `seed` is the batch that is expected to fit."""
 
     spec: Experiment
     sets: tuple[str, ...]
     values: dict[str, Any]
     refused: str | None = None
-    trials: dict[int, frontier.Trial] = field(default_factory=dict)
+    trials: dict[int, Trial] = field(default_factory=dict)  # finished trials by batch size
     running: Job | None = None
     stopped: bool = False
     seed: int | None = None
 
 
 class Search(Plan):
-    """For each family the frontier of batch sizes: its trials are runs like any other and found again."""
+    """Search the largest batch of each family."""
 
     def __init__(
-        self,
-        families: Iterable[Family],
-        options: Options,
-        steps: int,
-        effective: int | None,
-        gpu: dict[str, Any] | None = None,
+        self, families: Iterable[Family], options: Options, effective: int | None, gpu: dict[str, Any] | None = None
     ) -> None:
-        """Take `gpu` from the machine.json of the machine on which the trials run. Raise SpecError where the effective
-        batch holds no whole groups of completions."""
+        """Raise SpecError if `effective`, the samples per optimizer step, is not a multiple of the group size."""
         super().__init__(options)
-        self.families = list(families)
-        self._steps, self._effective = steps, effective
+        self.families, self._effective = list(families), effective
         for family in self.families:
             if effective and effective % (group := family.spec.objective.group):
-                raise SpecError(f"--effective-batch {effective}: a step holds groups of {group}: take a multiple of it")
+                raise SpecError(f"--effective-batch {effective}: must be a multiple of the group size {group}")
             family.seed = _first_trial(family.spec, gpu, options.folder.parent)
             family.stopped = bool(family.refused)
 
@@ -68,16 +176,15 @@ class Search(Plan):
         return None
 
     def _next_trial(self, family: Family) -> Job | None:
-        """Return the next trial that is to be run; take those that were run before from their directories."""
-        trials = family.trials
-        while (batch := frontier.next_batch([*trials.values()], self.candidates(family), family.seed)) is not None:
+        """Return the next trial to run. Finished trials are read from their directories."""
+        while (batch := next_batch([*family.trials.values()], self.candidates(family), family.seed)) is not None:
             trial = self._job(family, batch)
             now = on_resume(read_standing(trial.run), self.options.retry_failed)
-            if now.state == "running":  # in another process: a later sitting reads how it ended
+            if now.state == "running":  # in another process; the next session reads its result
                 self.standings[trial] = now
                 family.stopped = True
                 return None
-            crowded = now.state == "oom" and not blames_the_batch(trial.run)
+            crowded = now.state == "oom" and not is_batch_too_large(trial.run)
             if (self.options.force or crowded) and trial not in self.standings:
                 now = PENDING
             if not now.done:
@@ -89,11 +196,9 @@ class Search(Plan):
         (family,) = (family for family in self.families if family.running == job)
         family.running = None
         now = read_standing(job.run)
-        if self.begins_again(job, now):
-            return
-        if now.done:
+        if now.done and not self.is_retried(job, now):
             self._add_trial(family, job, now)
-        else:
+        elif not now.done:
             self.standings[job] = now
             family.stopped = True
 
@@ -102,44 +207,38 @@ class Search(Plan):
         family.trials[trial.spec.train.batch_size] = trial_of(trial, now)
 
     def candidates(self, family: Family) -> list[int]:
-        """Return the batch sizes that may be tried: up to the samples there are, divisors of the effective batch where
-        that is held, and such that a step holds whole groups."""
+        """Return the allowed batch sizes: at most all samples, divisors of the effective batch, complete groups."""
         spec, batches = family.spec, range(1, (self._effective or LARGEST_BATCH) + 1)
-        every = [batch for batch in batches if not self._effective or self._effective % batch == 0]
-        times, group = spec.train.gradient_accumulation_steps, spec.objective.group
-        every = [batch for batch in every if (self._effective or batch * times) % group == 0]
+        allowed = [batch for batch in batches if not self._effective or self._effective % batch == 0]
+        accumulation, group = spec.train.gradient_accumulation_steps, spec.objective.group
+        allowed = [batch for batch in allowed if (self._effective or batch * accumulation) % group == 0]
         limit = self._samples(family)
-        return [batch for batch in every if limit is None or batch <= limit] or every[:1]
+        return [batch for batch in allowed if limit is None or batch <= limit] or allowed[:1]
 
     def limited_by(self, family: Family) -> str:
-        """Return what ends the candidates, as a sentence."""
+        """Return the reason for the largest candidate, as a sentence."""
         samples = self._samples(family)
         if samples is not None and samples < (self._effective or LARGEST_BATCH):
             return f"the data set has {some(samples, 'sample')}"
         return f"{self._effective or LARGEST_BATCH:,} is the largest batch tried"
 
     def _samples(self, family: Family) -> int | None:
-        """Return how many samples there are, as the spec or the first trial says; None for synthetic ones, of which
-        there are as many as are needed."""
+        """Return the number of samples, from a trial or the spec; None for synthetic data."""
         if family.spec.dataset.is_made:
             return None
-        for batch in family.trials:
-            described = read_json(self._job(family, batch).run.applied).get("dataset", {})
-            if described.get("samples"):
-                return int(described["samples"])
-        return family.spec.dataset.samples
+        datasets = (read_json(self._job(family, batch).run.applied).get("dataset", {}) for batch in family.trials)
+        return next((int(each["samples"]) for each in datasets if each.get("samples")), family.spec.dataset.samples)
 
-    def edges(self) -> list[tuple[Family, list[frontier.Trial], frontier.Edge]]:
-        """Return what is known of each family's frontier."""
+    def edges(self) -> list[tuple[Family, list[Trial], Edge]]:
+        """Return the limit of each family with its trials."""
         edges = []
         for family in self.families:
-            trials = sorted(family.trials.values(), key=lambda trial: trial.batch)
-            edge = frontier.edge(trials, self.candidates(family), self.limited_by(family), family.seed)
-            edges.append((family, trials, replace(edge, note=family.refused) if family.refused else edge))
+            trials = [family.trials[batch] for batch in sorted(family.trials)]
+            found = edge(trials, self.candidates(family), self.limited_by(family), family.seed)
+            edges.append((family, trials, replace(found, note=family.refused) if family.refused else found))
         return edges
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """Return the edges, for a file."""
         return [
             {"cell": family.values, "method": family.spec.method.name, **asdict(edge)}
             | {"trials": list(map(asdict, trials))}
@@ -150,12 +249,10 @@ class Search(Plan):
         spec = family.spec
         accumulation = self._effective // batch if self._effective else spec.train.gradient_accumulation_steps
         changes: dict[str, dict[str, Any]] = {
-            "train": {
-                "batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": self._steps,
-            },
+            "train": {"batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": STEPS},
             "dataset": {"longest_first": True},
             "measure": {"eval": "off", "profile": "off", "generate": None, "repeats": 1},
-        }  # fmt: skip
+        }
         if spec.dataset.is_made:
             changes["dataset"]["samples"] = max(spec.dataset.samples or 0, batch)
         sections = {name: getattr(spec, name).model_copy(update=values) for name, values in changes.items()}
@@ -168,41 +265,36 @@ class Search(Plan):
 
 def _first_trial(spec: Experiment, gpu: dict[str, Any] | None, folder: Path) -> int | None:
     """Return the batch that is expected to fit; None without the estimator."""
-    try:
+    with suppress(ImportError):
         from ftbench.estimate import api
-    except ImportError:
-        return None
-    return api.first_trial(spec, gpu, folder, LARGEST_BATCH)
+
+        return api.first_trial(spec, gpu, folder, LARGEST_BATCH)
+    return None
 
 
 def _settings(spec: Experiment, changes: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the changes as `--set` takes them, without those that change nothing."""
-    unchanged = {"measure.repeats"}  # --set of one run says nothing of repeats
+    """Return the effective changes as `--set` arguments."""
+    unchanged = {"measure.repeats"}  # a single run ignores it
     unchanged |= {f"measure.{key}" for key in ("profile", "generate") if getattr(spec.measure, key) in ("off", None)}
     words = {None: "off", True: "on"}
+    flat = {f"{section}.{key}": value for section, values in changes.items() for key, value in values.items()}
     return [
-        f"{section}.{key}={value if type(value) is int else words.get(value, value)}"
-        for section, values in changes.items() for key, value in values.items()
-        if f"{section}.{key}" not in unchanged
+        f"{key}={value if type(value) is int else words.get(value, value)}"
+        for key, value in flat.items() if key not in unchanged
     ]  # fmt: skip
 
 
-def trial_of(job: Job, now: Standing) -> frontier.Trial:
-    """Return what the finished run of a job says about its batch."""
+def trial_of(job: Job, now: Standing) -> Trial:
+    """Return the result of a finished job."""
     batch = job.spec.train.batch_size
     if now.state == "oom":
-        if not blames_the_batch(job.run):
-            return frontier.Trial(batch, None, reason="out of memory while others used the GPU")
-        return frontier.Trial(batch, False, reason=now.reason, oom=read_json(job.run.state).get("oom"))
+        if not is_batch_too_large(job.run):
+            return Trial(batch, None, reason="out of memory while others used the GPU")
+        return Trial(batch, False, reason=now.reason, oom=read_json(job.run.state).get("oom"))
     if now.state not in ("ok", NOT_FINITE):
-        return frontier.Trial(batch, None, reason=now.reason)
+        return Trial(batch, None, reason=now.reason)
     summary = read_summary(job.run)
     reserved, device = (summary["memory_gb"].get(name) for name in ("reserved_peak", "device_peak"))
-    return frontier.Trial(
-        batch,
-        True,
-        speed=summary["tokens_per_s"].get("real"),
-        peak_gb=reserved,
-        beside_gb=max(0.0, device - reserved) if device is not None and reserved is not None else None,
-        capacity_gb=first_gpu(read_json(job.run.machine)).get("memory_gb"),
-    )
+    outside = max(0.0, device - reserved) if device is not None and reserved is not None else None
+    capacity = first_gpu(read_json(job.run.machine)).get("memory_gb")
+    return Trial(batch, True, summary["tokens_per_s"].get("real"), reserved, outside, capacity)

@@ -1,4 +1,4 @@
-"""Where a run happens: a GPU of this machine. Sees to it that the GPU is free before a run, and free again after it."""
+"""GPU slots: run one job at a time on a GPU, and wait until its memory is free before and after."""
 
 import select
 import time
@@ -8,36 +8,42 @@ from typing import Any, Protocol
 
 from ftbench.core.units import GIB, gibibytes, seconds, some
 from ftbench.errors import MissingError, SpecError
-from ftbench.launch import family, runner
+from ftbench.launch import checks, runner
 from ftbench.launch.runner import FinishedRun, Order
 from ftbench.spec.experiment import Experiment
 from ftbench.store import machine, rundir
-from ftbench.sweep.jobs import Job
+from ftbench.sweep.plan.base import Job
 
-RETURNED_GB = 50 * 2**20 / GIB  # the memory is back when the driver shows this little more than before
-RETURN_S = 30.0  # how long that is waited for
-FREE_GB = 1.0  # more than this above the first sight, or another process: somebody else uses the GPU
-FREE_S = 300.0  # how long a run waits for others to leave
+RETURNED_GB = 50 * 2**20 / GIB  # tolerance when memory is compared with its level before the run
+RETURN_S = 30.0  # longest wait for memory after a run
+FREE_GB = 1.0  # more than this above the first reading means that another program uses the GPU
+FREE_S = 300.0  # longest wait for other programs
 _POLL_S = 0.1
 
 
 @dataclass(slots=True)
 class RunControl:
-    """A run in a slot, as the sweep sees it: `stop_pipe` ends it, `deadline` (monotonic clock, s) is the sweep's,
-    `say` takes an event for people, `show` a line on how far the run is."""
+    """Connection between a run and its sweep.
+
+    Attributes:
+        stop_pipe: Reading end of a pipe. A byte ends the run.
+        deadline: The sweep's deadline (monotonic clock, s).
+        notify: Receives events for people.
+        show: Receives the progress as one line.
+    """
 
     stop_pipe: int
     deadline: float | None
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
     show: Callable[[str], None]
 
     def stops_within(self, wait_s: float) -> bool:
-        """Wait, and return whether the run is to end. Leave the byte to whoever ends it."""
+        """Wait, and return whether the run must end. The byte stays in the pipe."""
         return bool(select.select([self.stop_pipe], [], [], wait_s)[0])
 
 
 class GpuSlot(Protocol):
-    """Somewhere a job can run, one at a time; `trains` says whether one may be on there just now."""
+    """Runs one job at a time. `trains` is False while a job waits in a cluster's queue."""
 
     name: str
 
@@ -49,27 +55,29 @@ class GpuSlot(Protocol):
 
 @dataclass(slots=True)
 class LocalSlot:
-    """A GPU of this machine, or its CPU. `visible` names it as CUDA_VISIBLE_DEVICES would; None is the first there is.
-    `shared` marks runs beside which others ran on the machine's other GPUs."""
+    """A GPU of this machine, or its CPU.
+
+    `visible` is the value for CUDA_VISIBLE_DEVICES; None is the first GPU. `shared` marks runs that share the machine
+    with runs on other GPUs.
+    """
 
     name: str
     visible: str | None = None
     shared: bool = False
     trains: bool = field(default=True, init=False)
-    _first_sight_gb: float | None = field(default=None, init=False)
+    _initial_gb: float | None = field(default=None, init=False)
 
     def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:
-        """Wait for the GPU, train, wait for the memory. Raise MissingError for a disk without room."""
-        runner.check_disk(job.run.path.parent)
-        return self.train(lambda: claim(job), Order(job.spec, source, job.sets), control)
+        """Wait for the GPU, train, and wait for the memory. Raise MissingError if the disk is full."""
+        checks.check_disk(job.run.path.parent)
+        return self.train(lambda: create(job), Order(job.spec, source, job.sets), control)
 
-    def train(self, claim_run: Callable[[], rundir.RunDir], order: Order, control: RunControl) -> FinishedRun:
-        """Train in the directory that `claim_run` makes once the GPU is free."""
-        family.end_orphans()
+    def train(self, create_run: Callable[[], rundir.RunDir], order: Order, control: RunControl) -> FinishedRun:
+        """Train in the directory that `create_run` makes once the GPU is free."""
         before = self._when_free(order.spec, control)
         described = before | ({"shared_host": True} if self.shared else {})
-        result = runner.carry_out(
-            claim_run(), order, described, control.stop_pipe, lambda follower: control.show(follower.text()),
+        result = runner.execute(
+            create_run(), order, described, control.stop_pipe, lambda progress: control.show(progress.text()),
             None if self.visible is None else {"CUDA_VISIBLE_DEVICES": self.visible}, control.deadline,
         )  # fmt: skip
         if not order.spec.measure.share_gpu:
@@ -77,70 +85,74 @@ class LocalSlot:
         return result
 
     def _when_free(self, spec: Experiment, control: RunControl) -> dict[str, Any]:
-        """Return the machine before the run. Wait while somebody else uses the GPU, but not for ever: then the run says
-        so in its warnings, and what it runs out of is not blamed on its batch."""
+        """Wait up to FREE_S while other programs use the GPU, and return machine.json.
+
+        If they are still there, the run carries a warning and its batch is not blamed for running out of memory.
+        """
         until = time.monotonic() + FREE_S
         waiting = False
         while True:
             described = runner.describe(spec, self.visible)
             used = _used_gb(described)
-            if self._first_sight_gb is None:
-                self._first_sight_gb = used
+            if self._initial_gb is None:
+                self._initial_gb = used
             others = sum(gpu.get("foreign_processes") or 0 for gpu in rundir.gpus_of(described))
-            crowded = used is not None and used > (self._first_sight_gb or 0.0) + FREE_GB
+            crowded = used is not None and used > (self._initial_gb or 0.0) + FREE_GB
             if spec.measure.share_gpu or (not others and not crowded):
                 return described
             if time.monotonic() > until or control.stops_within(1.0):
-                control.say(f"{self.name} is still in use by others: running all the same")
+                control.notify(f"{self.name} is still used by other programs: running anyway")
                 return described
             if not waiting:
                 waiting = True
-                control.say(
-                    f"{self.name}: waiting for {some(others, 'other process')} and {gibibytes(used)} GiB to leave"
+                control.notify(
+                    f"{self.name}: waiting for {some(others, 'other process')} to end, {gibibytes(used)} GiB in use"
                 )
 
     def _wait_for_memory(self, before_gb: float | None, count: int, control: RunControl) -> None:
-        """Wait until the driver shows the memory as free as before, or RETURN_S have passed: then say so."""
+        """Wait up to RETURN_S until the driver reports as much free memory as before the run."""
         begin = time.monotonic()
         while before_gb is not None:
             used = _used_gb({"gpus": machine.gpus(self.visible, count)})
             if used is None or used <= before_gb + RETURNED_GB:
                 return
             if time.monotonic() > begin + RETURN_S or control.stops_within(_POLL_S):
-                control.say(
-                    f"{self.name}: {gibibytes(used - before_gb)} GiB not returned {seconds(RETURN_S)} after a run"
+                control.notify(
+                    f"{self.name}: {gibibytes(used - before_gb)} GiB not freed {seconds(RETURN_S)} after a run"
                 )
                 return
 
 
-def claim(job: Job) -> rundir.RunDir:
-    """Make the job's directory anew; keep a run that was there under `.superseded/`."""
+def create(job: Job) -> rundir.RunDir:
+    """Create the job's directory. An earlier run is archived under `.superseded/`."""
     if job.run.path.exists():
         rundir.archive(job.run)
     return rundir.create_at(job.run.path)
 
 
 def _used_gb(described: dict[str, Any]) -> float | None:
-    """Return the memory in use on all GPUs of a run together; None where the driver does not tell."""
+    """Return the memory in use on all GPUs of a run in GiB; None if the driver does not report it."""
     used = [gpu.get("memory_used_before_gb") for gpu in rundir.gpus_of(described)]
     known = [float(value) for value in used if value is not None]
     return sum(known) if known and len(known) == len(used) else None
 
 
 def local_slots(gpus: Sequence[str], mock: bool) -> list[LocalSlot]:
-    """Return one slot for each of `gpus` (as --gpus names them); the default one for none. Raise MissingError for a GPU
-    that is not there, SpecError for GPUs of different kinds: their runs are no repeats of each other."""
+    """Return a slot for each GPU of `--gpus`, or one default slot.
+
+    Raise MissingError for an unknown GPU, SpecError for GPUs of different kinds: their runs cannot be compared.
+    """
     if not gpus:
         return [LocalSlot("this machine")]
     if twice := [gpu for gpu in gpus if gpus.count(gpu) > 1]:
-        raise SpecError(f"--gpus: GPU {twice[0]} stands there twice: a GPU takes one run at a time")
+        raise SpecError(f"--gpus: GPU {twice[0]} is listed twice; a GPU takes one run at a time")
     names = {}
     for gpu in gpus:
         described = None if mock else machine.gpu(gpu)
         if described is None and not mock:
-            raise MissingError(f"--gpus {gpu}: no such GPU on this machine (`nvidia-smi -L` lists them)")
+            raise MissingError(f"--gpus {gpu}: this machine has no such GPU (`nvidia-smi -L` lists them)")
         names[gpu] = (described or {}).get("name")
     if len(set(names.values())) > 1:
         kinds = ", ".join(f"{gpu} is {name}" for gpu, name in names.items())
-        raise SpecError(f"--gpus: {kinds}: one sweep runs on one kind of GPU; start a sweep for each")
+        raise SpecError(f"--gpus: {kinds}: a sweep needs GPUs of one kind; start one sweep per kind")
     return [LocalSlot(f"GPU {gpu}", gpu, shared=len(gpus) > 1) for gpu in gpus]

@@ -1,4 +1,4 @@
-"""What a run's files say while it runs, and the watchdog over them. Reads only what has grown."""
+"""Progress of a running worker, read from its files, and the watchdog that ends a hanging one."""
 
 import time
 from collections import deque
@@ -12,16 +12,16 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import WAITING, RunDir, read_json
 from ftbench.store.steps import StepsTail
 
-START_S = 1800.0  # without any sign of life before the third step: weights are fetched, kernels compiled and tuned
-STEP_S = 300.0  # the least that is waited for a step later on: a new shape, a slow disk
-COMPILE_S = 900.0  # the same where a new shape means compiling again
+START_S = 1800.0  # without progress before the third step: weights are downloaded, kernels compiled and tuned
+STEP_S = 300.0  # minimum for later steps: a new shape, a slow disk
+COMPILE_S = 900.0  # minimum if a new shape is compiled again
 _LEAST_RATIO = 1e-9
-_RECENT = 20  # steps by which the rest is reckoned
+_RECENT = 20  # steps used for the remaining time
 PATIENCE = 20  # times the slowest step so far
 
 
-class Follower:
-    """A run in progress. `changed` is when (monotonic clock, s) any of its files last changed."""
+class Progress:
+    """Progress of a run. `changed` is the time of the last change of its files (monotonic clock, s)."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -30,7 +30,7 @@ class Follower:
         self.steps = 0
         self.slowest_s = 0.0
         self.begun = self.changed = time.monotonic()
-        self._stepped = self.begun  # when the last step was seen
+        self._stepped = self.begun  # time of the last step
         self._pace: deque[tuple[int, float]] = deque(maxlen=_RECENT)
         self._tail: StepsTail | None = None
         self._seen: dict[Path, tuple[int, int]] = {}
@@ -50,11 +50,11 @@ class Follower:
                     if row.step is not None and row.elapsed_time_sec is not None:
                         self._pace.append((row.step, row.elapsed_time_sec))
                     self.slowest_s = max(self.slowest_s, row.step_time_s or 0.0)
-        if self.phase != "train":  # a log line in the middle of training is no step
+        if self.phase != "train":  # during training only steps count as progress
             self._grown(self.run.log)
 
     def _grown(self, path: Path) -> bool:
-        """Return whether a file's size or time is another than at the last look; a clock set back is no matter."""
+        """Return whether a file's size or time has changed since the last call."""
         try:
             status = path.stat()
         except OSError:
@@ -68,14 +68,14 @@ class Follower:
 
     @property
     def planned(self) -> int | None:
-        """How many steps the run will have, where its last one says it."""
+        """The total number of steps, if the last step has a progress ratio."""
         ratio = self.last.progress_ratio if self.last else None
         return (
             round(self.last.step / ratio) if self.last and self.last.step and ratio and ratio > _LEAST_RATIO else None
         )
 
     def left_s(self) -> float | None:
-        """Return the seconds until the last step, by the pace of the recent ones; None before there are two."""
+        """Return the seconds until the last step, from the pace of recent steps; None before the second step."""
         if self.planned is None or len(self._pace) < 2:
             return None
         (first, begun), (last, ended) = self._pace[0], self._pace[-1]
@@ -85,7 +85,7 @@ class Follower:
         return max(0.0, left - (time.monotonic() - self._stepped))
 
     def text(self) -> str:
-        """Return one line on where the run stands; `starting` before its first word."""
+        """Return the progress as one line; `starting` at first."""
         if self.last is None:
             return self.phase.replace("_", " ") or "starting"
         last, left = self.last, self.left_s()
@@ -100,35 +100,35 @@ class Follower:
 
 
 class Watchdog:
-    """Says when a run has to be ended: its time is up, the sweep's is, or nothing moves any more."""
+    """Decides when a run must end: its timeout, the sweep's deadline, or no progress."""
 
-    def __init__(self, spec: Experiment, follower: Follower, deadline: float | None = None) -> None:
-        """`deadline` (monotonic clock, s) is the sweep's."""
-        self._launch, self._follower, self._deadline = spec.launch, follower, deadline
+    def __init__(self, spec: Experiment, progress: Progress, deadline: float | None = None) -> None:
+        """Set the sweep's `deadline` (monotonic clock, s)."""
+        self._launch, self._progress, self._deadline = spec.launch, progress, deadline
         self._floor = COMPILE_S if spec.optimizations.compile else STEP_S
         self._begin = time.monotonic()
 
     def check(self) -> Stop | None:
         now, timeout = time.monotonic(), self._launch.timeout_s
-        if self._follower.phase == WAITING:  # another run's time
-            self._begin = self._follower.changed = now
+        if self._progress.phase == WAITING:  # another run uses the GPU
+            self._begin = self._progress.changed = now
         if timeout is not None and now > self._begin + timeout:
-            return Stop("timeout", f"not done after launch.timeout_s = {timeout:g} seconds")
+            return Stop("timeout", f"not finished after launch.timeout_s = {timeout:g} seconds")
         if self._deadline is not None and now > self._deadline:
             return Stop("interrupted", "the sweep's time budget ran out")
-        if (limit := self.limit_s()) is not None and (still := now - self._follower.changed) > limit:
-            where = f"after step {self._follower.steps}" if self._follower.steps else "before the first step"
-            doing = f" in {self._follower.phase.replace('_', ' ')}" if self._follower.phase else ""
-            return Stop("timeout", f"nothing moved for {seconds(still)} {where}{doing} (launch.no_step_s)")
+        if (limit := self.limit_s()) is not None and (still := now - self._progress.changed) > limit:
+            where = f"after step {self._progress.steps}" if self._progress.steps else "before the first step"
+            doing = f" in {self._progress.phase.replace('_', ' ')}" if self._progress.phase else ""
+            return Stop("timeout", f"no progress for {seconds(still)} {where}{doing} (launch.no_step_s)")
         return None
 
     def limit_s(self) -> float | None:
-        """Return how long nothing may move just now, learned from the run's steps once it has three; None for ever."""
+        """Return the longest time without progress in seconds, based on the run's own steps; None for off."""
         limit = self._launch.no_step_s
         if limit == "off":
             return None
         if limit != "auto":
             return limit
-        if self._follower.phase != "train" or self._follower.steps < 3:
+        if self._progress.phase != "train" or self._progress.steps < 3:
             return START_S
-        return max(self._floor, PATIENCE * self._follower.slowest_s)
+        return max(self._floor, PATIENCE * self._progress.slowest_s)

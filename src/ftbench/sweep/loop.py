@@ -1,7 +1,6 @@
-"""The sweep itself: keeps every GPU slot busy, writes the table after every run, and stops when it is told to.
+"""The loop of a sweep: keep all GPU slots busy, update the tables after each run, and stop on a signal or deadline.
 
-Each run is watched by a thread of its own that waits for the child and does next to nothing else; only this module's
-loop, in the main thread, decides, writes the journal and the table.
+One thread per run waits for its child process. Only the loop in the main thread decides and writes files.
 """
 
 import os
@@ -17,26 +16,25 @@ from typing import Any
 
 from ftbench.core.units import seconds
 from ftbench.errors import INTERRUPTED, FtbenchError
-from ftbench.launch import process, runner
+from ftbench.launch import outcome, process
 from ftbench.launch.runner import FinishedRun
 from ftbench.store import rundir
-from ftbench.sweep.execute.gpu_slots import GpuSlot, RunControl
-from ftbench.sweep.execute.journal import Journal
-from ftbench.sweep.jobs import FAILED, Job
-from ftbench.sweep.output import view
+from ftbench.sweep.gpu_slots import GpuSlot, RunControl
+from ftbench.sweep.journal import Journal
+from ftbench.sweep.output import live
 from ftbench.sweep.output.table import BOARD, TERMINAL_ROWS, Tables
-from ftbench.sweep.plan.base import Plan
+from ftbench.sweep.plan.base import FAILED, Job, Plan
 from ftbench.sweep.plan.search import Search
 
 SCHEMA = 1
 _TICK_S = 0.5
-_FEW = 1000  # jobs whose tables are written in no time
-_SPACING = 20
+_FEW = 1000  # with fewer jobs, writing the tables is fast
+_SPACING = 20  # with more, it may take 1/20 of the time
 
 
 @dataclass(slots=True)
 class RunningJob:
-    """A job in a slot: the thread that watches it, the pipe that ends it, and what its files said last."""
+    """A job in a slot, with its thread, the pipe that ends it, and its progress as text."""
 
     job: Job
     slot: GpuSlot
@@ -47,15 +45,15 @@ class RunningJob:
 
 
 @dataclass(slots=True)
-class Sitting:
-    """One sitting over `slots`. `source` is the spec's text, `deadline` (monotonic clock, s) ends the time budget."""
+class Session:
+    """One session of a sweep. `source` is the spec file, `deadline` the end of the time budget (monotonic, s)."""
 
     source: bytes
     plan: Plan
     slots: Sequence[GpuSlot]
     tables: Tables
     journal: Journal
-    shown: view.LiveView
+    view: live.LiveView
     deadline: float | None = None
     about: dict[str, Any] = field(default_factory=dict)
     _running: list[RunningJob] = field(default_factory=list)
@@ -72,8 +70,10 @@ class Sitting:
         return self.plan.options.folder
 
     def run(self) -> int:
-        """Run until nothing is left to start, or a signal. Return the exit code: 0, 1 where a run failed, 130 where a
-        signal ended it. Raise MissingError where the disk or the machine has no room for more."""
+        """Run until all jobs are done or a signal arrives.
+
+        Return the exit code: 0, 1 if a run failed, 130 after a signal. Raise MissingError if the disk is full.
+        """
         self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.journal.write("begin", **self.about)
         try:
@@ -95,7 +95,7 @@ class Sitting:
     def _loop(self, signals: int) -> None:
         for job, standing in self.plan.standings.items():
             if standing.done and standing.state != "skipped":
-                runner.tidy(job.run)
+                outcome.finish_killed(job.run)
         self._write_board()
         while True:
             self._fill()
@@ -113,7 +113,7 @@ class Sitting:
             self._show()
 
     def _fill(self) -> None:
-        """Start a job in every free slot for which there is one."""
+        """Start a job in each free slot."""
         taken = [running.slot for running in self._running]
         for slot in self.slots:
             if self._stopping or slot in taken:
@@ -133,7 +133,7 @@ class Sitting:
         reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         running = RunningJob(job, slot, threading.Thread(), writer, time.monotonic())
 
-        def say(text: str) -> None:
+        def notify(text: str) -> None:
             self._inbox.put(text)
             _send_byte(self._wake[1])
 
@@ -145,8 +145,8 @@ class Sitting:
         def work() -> None:
             result: FinishedRun | BaseException
             try:
-                result = slot.run(job, self.source, RunControl(reader, self.deadline, say, show))
-            except BaseException as error:  # noqa: BLE001 - the loop decides what it means
+                result = slot.run(job, self.source, RunControl(reader, self.deadline, notify, show))
+            except BaseException as error:  # noqa: BLE001 - handled by the main thread
                 result = error
             self._inbox.put((running, result))
             os.close(reader)
@@ -160,10 +160,10 @@ class Sitting:
         running.thread.start()
 
     def _take(self, message: Any) -> None:
-        """Take what a thread said: an event for people, or how its run ended."""
+        """Handle a message of a thread: an event for people, or the result of its run."""
         if isinstance(message, str):
             self.journal.write("note", text=message)
-            self.shown.event(message)
+            self.view.event(message)
             return
         running, result = message
         running.thread.join()
@@ -183,11 +183,11 @@ class Sitting:
         wall = rundir.read_json(job.run.state).get("wall_s")
         if result.summary.state == "interrupted" and self._stopping is None and self.deadline is not None:
             self._stop("time budget")
-        self.shown.event(view.ended(job.what, result.summary, wall))
+        self.view.event(live.ended(job.what, result.summary, wall))
         self._note("ended", run=job.run.run_id, state=result.summary.state, reason=result.summary.reason, wall_s=wall)
 
     def _stop(self, why: str) -> None:
-        """Start nothing more. A signal, and an error, end the runs that are on."""
+        """Start no more jobs. A signal or an error also ends the running jobs."""
         self._stopping = self._stopping or why
         if why != "time budget":
             self._end_runs()
@@ -201,8 +201,7 @@ class Sitting:
         self._stop("error")
 
     def _note(self, event: str, **more: Any) -> None:
-        """Write the journal, the tables and the board after something has happened. A disk that takes no more stops the
-        sweep; what has ended is in its own directory."""
+        """Write the journal, the tables and sweep.json. A full disk stops the sweep; finished runs are safe."""
         try:
             self.journal.write(event, **more)
             self._write(last=event == "end")
@@ -212,8 +211,7 @@ class Sitting:
             self._fail(rundir.disk_error(self.folder, error))
 
     def _write(self, last: bool) -> None:
-        """Write the tables and the board. With thousands of runs they take seconds: then not after each run, but in no
-        more than a twentieth of the time; always at the end, unless nothing has changed."""
+        """Write the tables and sweep.json if they are due, and at the end if something has changed."""
         self._stale = self._stale or not last
         if not self._stale and self.tables.written and len(self.plan.standings) > TERMINAL_ROWS:
             return
@@ -227,7 +225,7 @@ class Sitting:
         return len(self.plan.standings) <= _FEW or time.monotonic() - self._written_at > _SPACING * self._write_s
 
     def _write_board(self) -> None:
-        """Write sweep.json: where every job stands, for another shell."""
+        """Write sweep.json, the status of all jobs."""
         begin = time.monotonic()
         board: dict[str, Any] = {
             "schema": SCHEMA,
@@ -251,7 +249,7 @@ class Sitting:
         self._write_s = max(self._write_s, self._written_at - begin)
 
     def left_s(self) -> float | None:
-        """Return the seconds that are left, roughly; None before a run has ended."""
+        """Return a rough estimate of the remaining seconds; None before a run has ended."""
         now = time.monotonic()
         running = [(each.job, now - each.begun) for each in self._running if each.slot.trains]
         queued = [each.job for each in self._running if not each.slot.trains]
@@ -262,9 +260,9 @@ class Sitting:
         now = time.monotonic()
         lines = [f"{each.slot.name}: {each.job.what}: {each.text} · {seconds(now - each.begun)} so far"
                  for each in self._running]  # fmt: skip
-        self.shown.show(view.counted(self.plan.standings.values(), self.left_s()), lines)
+        self.view.show(live.counted(self.plan.standings.values(), self.left_s()), lines)
 
 
 def _send_byte(pipe: int) -> None:
-    with suppress(OSError):  # full, or closed already: either way it was heard
+    with suppress(OSError):  # the pipe is full or closed: the message has arrived
         os.write(pipe, b"!")

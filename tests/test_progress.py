@@ -1,10 +1,8 @@
-import os
-
 import pytest
 
 from ftbench.core.rows import StepRow, header, to_csv
-from ftbench.launch import follow
-from ftbench.launch.follow import COMPILE_S, START_S, STEP_S, Follower, Watchdog
+from ftbench.launch import progress
+from ftbench.launch.progress import COMPILE_S, START_S, STEP_S, Progress, Watchdog
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import WAITING, RunDir, write_json
 from ftbench.store.steps import StepsTail, StepsWriter
@@ -13,7 +11,7 @@ ROWS = [StepRow(step=i, phase="train", step_time_s=0.5, loss=2.0 - i / 10, throt
 
 
 class Clock:
-    """A monotonic clock that moves when it is told to."""
+    """A monotonic clock that tests move."""
 
     def __init__(self):
         self.now = 1000.0
@@ -28,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     moved = Clock()
-    monkeypatch.setattr(follow.time, "monotonic", moved)
+    monkeypatch.setattr(progress.time, "monotonic", moved)
     return moved
 
 
@@ -49,7 +47,7 @@ def append(run, *rows):
 # --- the tail of steps.csv -------------------------------------------------------------------------------------------
 
 
-def test_a_tail_gives_each_row_once(tmp_path):
+def test_tail_gives_each_row_once(tmp_path):
     tail, writer = StepsTail(tmp_path / "steps.csv"), StepsWriter(tmp_path / "steps.csv")
     assert tail.read() == []
     for row in ROWS:
@@ -59,14 +57,7 @@ def test_a_tail_gives_each_row_once(tmp_path):
     writer.close()
 
 
-def test_a_tail_of_a_file_that_is_not_there_yet_is_empty(tmp_path):
-    tail = StepsTail(tmp_path / "steps.csv")
-    assert tail.read() == []
-    append(RunDir(tmp_path), *ROWS)
-    assert tail.read() == ROWS
-
-
-def test_a_file_cut_at_any_byte_gives_its_whole_rows_now_and_the_others_later(tmp_path):
+def test_file_cut_at_any_byte_gives_complete_rows(tmp_path):
     path = tmp_path / "steps.csv"
     whole = (header() + "".join(map(to_csv, ROWS))).encode()
     for cut in range(len(whole) + 1):
@@ -78,17 +69,8 @@ def test_a_file_cut_at_any_byte_gives_its_whole_rows_now_and_the_others_later(tm
         assert first + tail.read() == ROWS, f"cut at byte {cut}"
 
 
-def test_a_file_that_grows_byte_by_byte_gives_each_row_once(tmp_path):
-    tail, found = StepsTail(tmp_path / "steps.csv"), []
-    with (tmp_path / "steps.csv").open("wb", buffering=0) as file:
-        for byte in (header() + "".join(map(to_csv, ROWS))).encode():
-            file.write(bytes([byte]))
-            found += tail.read()
-    assert found == ROWS
-
-
 @pytest.mark.parametrize("garbage", [b"\xff\x00", b"not a row", b"", b'5,"an open quote', b"x" * 100_000])
-def test_garbage_between_two_rows_spoils_neither(tmp_path, garbage):
+def test_invalid_line_is_skipped(tmp_path, garbage):
     path, lines = tmp_path / "steps.csv", [header().encode(), *(to_csv(row).encode() for row in ROWS)]
     path.write_bytes(b"".join([*lines[:3], garbage + b"\n", *lines[3:]]))
     assert StepsTail(path).read() == ROWS
@@ -100,151 +82,124 @@ def test_garbage_between_two_rows_spoils_neither(tmp_path, garbage):
     assert tail.read() == ROWS[2:]
 
 
-# --- what a run's files say ------------------------------------------------------------------------------------------
+# --- progress --------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_files_is_starting(run):
-    follower = Follower(run)
-    follower.poll()
-    assert (follower.text(), follower.phase, follower.last, follower.steps) == ("starting", "", None, 0)
+def test_run_without_files_is_starting(run):
+    reader = Progress(run)
+    reader.poll()
+    assert (reader.text(), reader.phase, reader.last, reader.steps) == ("starting", "", None, 0)
 
 
-def test_before_its_first_step_a_run_is_in_its_phase(run):
-    follower = Follower(run)
+def test_text_before_the_first_step_is_the_phase(run):
+    reader = Progress(run)
     phase(run, "import", "prepare_data")
-    follower.poll()
-    assert follower.text() == "prepare data"
+    reader.poll()
+    assert reader.text() == "prepare data"
 
 
-def test_after_a_step_a_run_says_where_it_is(run):
-    follower = Follower(run)
+def test_text_after_a_step(run):
+    reader = Progress(run)
     append(run, StepRow(step=7, phase="train", progress_ratio=0.35, step_time_s=0.5, real_tokens=1000,
                         peak_memory_gb=12.3, loss=1.5))  # fmt: skip
-    follower.poll()
-    assert follower.text() == "step 7 of 20 · 35 % · 2,000 tokens/s · 12.3 GiB · loss 1.500"
+    reader.poll()
+    assert reader.text() == "step 7 of 20 · 35 % · 2,000 tokens/s · 12.3 GiB · loss 1.500"
 
 
-def test_the_rest_is_reckoned_by_recent_steps_and_goes_down_between_them(run, clock):
+def test_remaining_time_uses_recent_steps(run, clock):
     """A first step of 60 s compiled; the others take 2 s each, of which 90 are left after the tenth."""
-    follower = Follower(run)
+    reader = Progress(run)
     append(run, *(StepRow(step=i, phase="train", progress_ratio=i / 100, elapsed_time_sec=58.0 + 2 * i)
                   for i in range(1, 11)))  # fmt: skip
-    follower.poll()
-    assert follower.left_s() == pytest.approx(180.0)
+    reader.poll()
+    assert reader.left_s() == pytest.approx(180.0)
     clock.moves(1.5)
-    follower.poll()
-    assert follower.left_s() == pytest.approx(178.5)
-    assert follower.text().endswith("about 2 min 58 s left")
+    reader.poll()
+    assert reader.left_s() == pytest.approx(178.5)
+    assert reader.text().endswith("about 2 min 58 s left")
     append(run, *(StepRow(step=i, phase="train", progress_ratio=i / 100, elapsed_time_sec=78.0 + 4 * (i - 10))
                   for i in range(11, 41)))  # fmt: skip
-    follower.poll()
-    assert follower.left_s() == pytest.approx(60 * 4.0)
+    reader.poll()
+    assert reader.left_s() == pytest.approx(60 * 4.0)
 
 
-@pytest.mark.parametrize("row", [{"progress_ratio": 1e-300}, {"progress_ratio": None}, {"elapsed_time_sec": None}])
-def test_without_what_it_is_reckoned_by_nothing_is_said_of_the_rest(run, row):
-    follower = Follower(run)
-    known = {"phase": "train", "progress_ratio": 0.1, "elapsed_time_sec": 1.0}
-    append(run, *(StepRow(**known | row | {"step": step}) for step in (1, 2)))
-    follower.poll()
-    assert follower.left_s() is None
-    assert "left" not in follower.text()
-
-
-def test_after_the_last_step_a_run_says_what_it_does_then(run):
-    follower = Follower(run)
+def test_text_after_the_last_step(run):
+    reader = Progress(run)
     append(run, StepRow(step=20, phase="train", progress_ratio=1.0))
     phase(run, "train", "save")
-    follower.poll()
-    assert follower.text() == "step 20 of 20 · 100 % · save"
+    reader.poll()
+    assert reader.text() == "step 20 of 20 · 100 % · save"
 
 
-def test_what_a_step_does_not_know_is_left_out(run):
-    follower = Follower(run)
-    append(run, StepRow(step=7, phase="train"))
-    follower.poll()
-    assert follower.text() == "step 7"
-
-
-def test_steps_are_counted_and_evaluations_are_not(run):
-    follower = Follower(run)
+def test_only_training_steps_are_counted(run):
+    reader = Progress(run)
     append(run, ROWS[0], StepRow(step=1, phase="evaluate", step_time_s=99.0))
-    follower.poll()
+    reader.poll()
     append(run, StepRow(step=2, phase="train", step_time_s=3.0), ROWS[2])
-    follower.poll()
-    assert (follower.steps, follower.last.step, follower.slowest_s) == (3, 3, 3.0)
+    reader.poll()
+    assert (reader.steps, reader.last.step, reader.slowest_s) == (3, 3, 3.0)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"phases": []}', '{"phases": [{}]}'])
-def test_a_file_of_phases_that_says_nothing_is_no_trouble(run, content):
-    follower = Follower(run)
+def test_invalid_phases_file_is_ignored(run, content):
+    reader = Progress(run)
     run.phases.write_text(content)
-    follower.poll()
-    assert follower.text() == "starting"
+    reader.poll()
+    assert reader.text() == "starting"
 
 
-def test_what_has_changed_is_known_by_the_files_and_not_by_looking(run, clock):
-    follower = Follower(run)
+def test_changed_is_the_time_of_the_last_change(run, clock):
+    reader = Progress(run)
     begin = clock.now
     clock.moves(10)
-    follower.poll()
-    assert follower.changed == begin
+    reader.poll()
+    assert reader.changed == begin
     for write in (
         lambda: phase(run, "load"),
         lambda: append(run, ROWS[0]),
-        lambda: run.log.write_text("fetching weights"),
-        lambda: run.log.write_text("fetching weights, still"),
+        lambda: run.log.write_text("downloading weights"),
+        lambda: run.log.write_text("still downloading weights"),
         lambda: phase(run, "load", "train"),
     ):
         clock.moves(10)
         write()
-        follower.poll()
-        assert follower.changed == clock.now
+        reader.poll()
+        assert reader.changed == clock.now
         before = clock.now
         clock.moves(10)
-        follower.poll()
-        assert follower.changed == before
+        reader.poll()
+        assert reader.changed == before
 
 
-def test_a_file_of_the_same_size_is_changed_by_its_time(run, clock):
-    follower = Follower(run)
-    phase(run, "load")
-    follower.poll()
-    clock.moves(10)
-    os.utime(run.phases, (1, 1))  # a clock that was set back
-    follower.poll()
-    assert follower.changed == clock.now
-
-
-def test_half_a_row_is_a_sign_of_life_and_no_step(run, clock):
-    follower = Follower(run)
+def test_incomplete_row_is_progress_but_not_a_step(run, clock):
+    reader = Progress(run)
     clock.moves(10)
     run.steps.write_text(header() + to_csv(ROWS[0])[:9])
-    follower.poll()
-    assert (follower.changed, follower.steps) == (clock.now, 0)
+    reader.poll()
+    assert (reader.changed, reader.steps) == (clock.now, 0)
 
 
-def test_a_log_line_in_the_middle_of_training_is_no_sign_of_life(run, clock):
-    follower = Follower(run)
+def test_log_line_during_training_is_not_progress(run, clock):
+    reader = Progress(run)
     phase(run, "train")
-    follower.poll()
+    reader.poll()
     before = clock.now
     clock.moves(10)
     run.log.write_text("a warning, again")
-    follower.poll()
-    assert follower.changed == before
+    reader.poll()
+    assert reader.changed == before
 
 
 # --- the watchdog ----------------------------------------------------------------------------------------------------
 
 
 class Watched:
-    """A run under a watchdog, as it is polled."""
+    """A run under a watchdog."""
 
     def __init__(self, run, clock, deadline=None, **sections):
         spec = Experiment.model_validate({"name": "x", "model": {"id": "tiny/qwen3", "weights": "random"}} | sections)
-        self.run, self.clock, self.follower = run, clock, Follower(run)
-        self.watchdog = Watchdog(spec, self.follower, deadline)
+        self.run, self.clock, self.reader = run, clock, Progress(run)
+        self.watchdog = Watchdog(spec, self.reader, deadline)
 
     def trains(self, *times):
         phase(self.run, "load", "train")
@@ -252,13 +207,13 @@ class Watched:
         self.look()
 
     def look(self):
-        self.follower.poll()
+        self.reader.poll()
         return self.watchdog.check()
 
     def patience(self):
-        """Seconds without change after which it says stop, found by waiting."""
+        """Return the seconds without progress until it stops the run."""
         limit = self.watchdog.limit_s()
-        begin = self.follower.changed
+        begin = self.reader.changed
         self.clock.now = begin + limit
         assert self.look() is None
         self.clock.now = begin + limit + 1
@@ -271,7 +226,7 @@ def watched(run, clock):
     return lambda **more: Watched(run, clock, **more)
 
 
-def test_waiting_for_another_run_is_not_this_runs_time(watched):
+def test_waiting_for_the_gpu_does_not_count(watched):
     run = watched(launch={"timeout_s": 60.0, "no_step_s": 30.0})
     phase(run.run, "import", WAITING)
     for _ in range(5):
@@ -283,31 +238,31 @@ def test_waiting_for_another_run_is_not_this_runs_time(watched):
     assert run.look().state == "timeout"
 
 
-def test_before_the_third_step_a_run_may_take_long(watched):
+def test_limit_before_the_third_step(watched):
     assert watched().patience() == START_S
 
 
 @pytest.mark.parametrize("times", [[], [100.0], [100.0, 1.0]])
-def test_two_steps_teach_nothing(watched, times):
+def test_limit_after_two_steps(watched, times):
     run = watched()
     run.trains(*times)
     assert run.patience() == START_S
 
 
-def test_three_quick_steps_teach_the_least_that_is_waited_for(watched):
+def test_limit_after_three_fast_steps(watched):
     run = watched()
     run.trains(1.0, 0.1, 0.1)
     assert run.patience() == STEP_S
 
 
-def test_where_a_new_shape_means_compiling_again_more_is_waited_for(watched):
+def test_limit_with_compile(watched):
     run = watched(optimizations={"compile": True})
     run.trains(1.0, 0.1, 0.1)
     assert run.patience() == COMPILE_S
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_slow_steps_teach_patience(watched, compiled):
+def test_limit_after_slow_steps(watched, compiled):
     run = watched(optimizations={"compile": compiled})
     run.trains(60.0, 50.0, 55.0)
     assert run.patience() == pytest.approx(1200.0)
@@ -315,15 +270,7 @@ def test_slow_steps_teach_patience(watched, compiled):
     assert run.patience() == pytest.approx(1800.0)
 
 
-def test_after_training_a_run_may_take_long_again(watched):
-    run = watched()
-    run.trains(1.0, 0.1, 0.1)
-    phase(run.run, "load", "train", "save")
-    run.look()
-    assert run.patience() == START_S
-
-
-def test_a_run_that_moves_is_never_ended(watched, clock):
+def test_run_with_progress_is_not_stopped(watched, clock):
     run = watched()
     for step in range(1, 50):
         run.trains(1.0, 0.1, 0.1)
@@ -332,51 +279,36 @@ def test_a_run_that_moves_is_never_ended(watched, clock):
 
 
 @pytest.mark.parametrize("times", [(), (1.0, 0.1, 0.1)])
-def test_a_number_is_taken_as_it_is(watched, times):
+def test_no_step_s_is_used_directly(watched, times):
     run = watched(launch={"no_step_s": 5})
     if times:
         run.trains(*times)
     assert run.patience() == 5
 
 
-@pytest.mark.parametrize("times", [(), (1.0, 0.1, 0.1)])
-def test_off_waits_for_ever(watched, clock, times):
-    run = watched(launch={"no_step_s": False})
-    if times:
-        run.trains(*times)
-    clock.moves(1e9)
-    assert (run.watchdog.limit_s(), run.look()) == (None, None)
-
-
-def test_what_stood_still_and_where_is_told(watched, clock):
+def test_reason_names_the_step_and_the_phase(watched, clock):
     run = watched()
     clock.moves(1801)
-    assert run.look().reason == "nothing moved for 30 min 01 s before the first step (launch.no_step_s)"
+    assert run.look().reason == "no progress for 30 min 01 s before the first step (launch.no_step_s)"
     run.trains(1.0, 0.1, 0.1)
     clock.moves(301)
-    assert run.look().reason == "nothing moved for 5 min 01 s after step 3 in train (launch.no_step_s)"
+    assert run.look().reason == "no progress for 5 min 01 s after step 3 in train (launch.no_step_s)"
 
 
 @pytest.mark.parametrize("patience", ["auto", "off", 9999])
-def test_a_run_whose_time_is_up_is_ended_though_it_moves(watched, clock, patience):
+def test_timeout_stops_a_run_with_progress(watched, clock, patience):
     run = watched(launch={"timeout_s": 60, "no_step_s": patience})
     clock.moves(60)
     run.trains(1.0)
     assert run.look() is None
     clock.moves(1)
     run.trains(1.0)
-    assert run.look() == follow.Stop("timeout", "not done after launch.timeout_s = 60 seconds")
+    assert run.look() == progress.Stop("timeout", "not finished after launch.timeout_s = 60 seconds")
 
 
-def test_a_run_is_interrupted_when_the_sweep_has_no_time_left(watched, clock):
+def test_deadline_of_the_sweep_interrupts_the_run(watched, clock):
     run = watched(deadline=clock.now + 100, launch={"no_step_s": "off"})
     clock.moves(100)
     assert run.look() is None
     clock.moves(1)
-    assert run.look() == follow.Stop("interrupted", "the sweep's time budget ran out")
-
-
-def test_a_run_that_had_its_own_time_is_a_timeout_though_the_sweep_has_none_left(watched, clock):
-    run = watched(deadline=clock.now + 100, launch={"timeout_s": 60})
-    clock.moves(101)
-    assert run.look().state == "timeout"
+    assert run.look() == progress.Stop("interrupted", "the sweep's time budget ran out")

@@ -1,0 +1,95 @@
+"""Checks before a run starts: this machine, installed packages, files, and free disk space."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ftbench.errors import MissingError, SpecError
+from ftbench.launch.launchers import launcher_of
+from ftbench.launch.ranks import too_many
+from ftbench.spec.datasets import check_file
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.incompatibilities import incompatibilities
+from ftbench.spec.objectives import reward_problem
+from ftbench.store.rundir import first_gpu
+
+MINIMUM_FREE_BYTES = 32 * 2**20
+
+
+def check(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> None:
+    """Check that a resolved spec can run on this machine with at most `most_nodes` nodes.
+
+    Raises:
+        SpecError: A file is missing.
+        MissingError: The machine or the installed packages are not sufficient.
+    """
+    sentences = problems(spec, described, most_nodes)
+    if sentences and not _file_problems(spec):
+        raise MissingError("\n".join(sentences))
+    check_needed(spec, sentences)
+
+
+def problems(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> list[str]:
+    """Return the reasons why a resolved spec cannot run on this machine. `load` has reported the static ones."""
+    others = launcher_of(spec).refusals(spec, capability(described)) + too_many(spec, described)
+    if spec.launch.nodes > most_nodes:
+        others.append(
+            f"launch.nodes: {spec.launch.nodes} machines need `ftbench run` on each of them, one run at a time: set it "
+            "to 1 here"
+        )
+    return incompatibilities(spec) + others
+
+
+def capability(described: dict[str, Any]) -> tuple[int, int] | None:
+    """Return the compute capability of the GPU in a machine.json; None without a GPU."""
+    numbers = first_gpu(described).get("compute_capability")
+    return (int(numbers[0]), int(numbers[1])) if numbers else None
+
+
+def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
+    """Raise SpecError for missing files (plus `others`), DataError for invalid data, MissingError for packages."""
+    if wrong := _file_problems(spec):
+        raise SpecError(*wrong, *others)
+    check_file(spec.dataset, spec.objective.pairs)
+    launcher_of(spec).check_installed(spec)
+
+
+def _file_problems(spec: Experiment) -> list[str]:
+    found = []
+    if spec.dataset.path and not Path(spec.dataset.path).exists():
+        found.append(f"dataset.path: {spec.dataset.path}: no such file or folder")
+    if spec.model.path and spec.model.weights == "pretrained":
+        problem = checkpoint_problem(Path(spec.model.path))
+        found += [f"model.path: {problem}"] if problem else []
+    if spec.model.path and spec.model.weights == "random":
+        file = Path(spec.model.path)
+        if not (file / "config.json" if file.is_dir() else file).is_file():
+            found.append(f"model.path: {spec.model.path}: no such config.json")
+    sentences = map(reward_problem, getattr(spec.objective, "reward", None) or ())
+    return found + [f"objective.reward: {sentence}" for sentence in sentences if sentence]
+
+
+def check_disk(out: Path) -> None:
+    """Raise MissingError if `out` cannot be written or its disk is full."""
+    path = Path(os.path.realpath(out))
+    existing = next(each for each in (path, *path.parents) if each.exists())
+    if not os.access(existing, os.W_OK) or not existing.is_dir():
+        raise MissingError(f"{existing}: cannot be written; choose another place with --out")
+    if (free := shutil.disk_usage(existing).free) < MINIMUM_FREE_BYTES:
+        raise MissingError(f"{existing}: only {free / 2**20:.0f} MiB free; free some, or write elsewhere with --out")
+
+
+def checkpoint_problem(folder: Path) -> str | None:
+    """Return why a model directory cannot be loaded, or None. Only the names of its files are checked."""
+    if not folder.is_dir():
+        return f"{folder}: no such directory"
+    if not (folder / "config.json").is_file():
+        return f"{folder}: not a model directory: config.json is missing"
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+        return (
+            f"{folder}: config.json exists but no weights (*.safetensors); copy them there, or set "
+            "model.weights=random to measure the same shape without weights"
+        )
+    return None

@@ -1,0 +1,144 @@
+"""The outcome of a run: the final state, the summary, and clean logs."""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ftbench.core import oom
+from ftbench.core.redact import without_secrets
+from ftbench.core.rows import RunSummary
+from ftbench.errors import INTERRUPTED, FtbenchError, MissingError
+from ftbench.launch import process
+from ftbench.profile import files as profiles
+from ftbench.profile.trace import TraceError
+from ftbench.store import digests, health, ranks, rundir, summary
+from ftbench.store.rundir import RunDir
+
+_LOG_TAIL = 64 * 1024  # bytes
+_CHUNK = 2**22  # characters of a log that are checked together
+
+
+def finish(run: RunDir, ended: process.Exit) -> tuple[dict[str, Any], RunSummary]:
+    """Write and return the state and the summary of a run. Raise MissingError if the disk is full."""
+    state = final_state(run, ended)
+    try:
+        ranks.write_merged(run)
+        state |= _finish_profile(run)
+        state, summarised = _write_results(run, state)
+        _redact_logs(run)
+    except MissingError as error:
+        kept = f"\nthe finished steps are in {run.steps}" if run.steps.exists() else ""
+        raise MissingError(f"{error}{kept}") from None
+    run.reserve.unlink(missing_ok=True)
+    return state, summarised
+
+
+def finish_killed(run: RunDir) -> None:
+    """Write the missing files of a run that ended after its parent was killed."""
+    if not run.reserve.exists():
+        return
+    _redact_logs(run)
+    state = rundir.read_json(run.state)
+    if state.get("state") in ("ok", "oom", "timeout", "error"):
+        ranks.write_merged(run)
+        _write_results(run, {key: value for key, value in state.items() if key != "owner"})
+        run.reserve.unlink(missing_ok=True)
+
+
+def final_state(run: RunDir, ended: process.Exit) -> dict[str, Any]:
+    """Return the state that the worker wrote, or else the one that follows from its exit and its log."""
+    state = rundir.read_json(run.state)
+    written = state.get("state")
+    rank, behind = state.get("rank"), state.pop("behind", None)
+    if ended.stop is not None:
+        hung = f"; rank {rank} is behind the others: {behind}" if behind and ended.stop.state == "timeout" else ""
+        state |= {"state": ended.stop.state, "reason": f"{ended.stop.reason}{hung}"}
+    elif written in (None, "running") or (written == "ok" and ended.code > 0):  # a kill after `ok` does not matter
+        state |= _from_exit(run, ended)
+    if rank is not None and not behind:
+        state["reason"] = f"rank {rank}: {state['reason']}"
+    state.pop("owner", None)
+    return state | {"ended_at": rundir.now(), "wall_s": ended.wall_s, "child_exit": ended.code}
+
+
+def _from_exit(run: RunDir, ended: process.Exit) -> dict[str, Any]:
+    tail = _log_tail(run)
+    if ended.kernel_oom:
+        return {"state": "oom", "reason": "the kernel's OOM killer ended it: host memory ran out",
+                "oom": asdict(oom.Oom("kernel"))}  # fmt: skip
+    if (recognised := oom.recognise(tail)) is not None:
+        return {"state": "oom", "reason": f"out of memory ({recognised.kind})", "oom": asdict(recognised)}
+    if ended.code < 0:
+        name = signal.Signals(-ended.code).name
+        how = "killed by {} from outside" if -ended.code in rundir.CUT_SHORT else "crashed with {}"
+        return {"state": "error", "reason": f"{how.format(name)}; see {run.log.name}", "signal": -ended.code}
+    last = next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "no output")
+    return {"state": "error", "reason": f"exit code {ended.code} without a result: {last[:300]}"}
+
+
+def _log_tail(run: RunDir) -> str:
+    try:
+        with run.log.open("rb") as file:
+            file.seek(max(0, run.log.stat().st_size - _LOG_TAIL))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def exit_code(state: dict[str, Any]) -> int:
+    """Return the exit code of a command whose run has this state."""
+    if state["state"] == "ok":
+        return 0
+    if state["state"] == "interrupted":
+        return INTERRUPTED
+    return int(state.get("exit_code", FtbenchError.exit_code))
+
+
+def _write_results(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], RunSummary]:
+    """Write state, summary and digests, and return the first two.
+
+    A run that ended well becomes `not finite` if its losses are not numbers, unless it is a control run.
+    """
+    summarised = summary.summarise(run, state)
+    is_control = rundir.read_json(run.spec_json).get("measure", {}).get("control", "off") != "off"
+    if state["state"] == "ok" and summarised.learning.get("state") == rundir.NOT_FINITE and not is_control:
+        summarised.state, summarised.reason = rundir.NOT_FINITE, health.reason(summarised.learning, summarised.warnings)
+        state |= {"state": summarised.state, "reason": summarised.reason}
+    rundir.write_json(run.state, state)
+    rundir.write_json(run.summary, summary.as_dict(summarised))
+    digests.write(run)
+    return state, summarised
+
+
+def _finish_profile(run: RunDir) -> dict[str, Any]:
+    """Write the profile from the worker's records. Return the error state if they cannot be read."""
+    try:
+        profiles.finish(run)
+    except TraceError as error:
+        return {"state": "error", "reason": str(error)}
+    return {}
+
+
+def _redact_logs(run: RunDir) -> None:
+    """Remove secrets from the output of the worker and its libraries."""
+    for log in run.path.glob("log*.txt"):
+        if all(without_secrets(chunk) == chunk for chunk in _chunks(log)):
+            continue
+        temporary = log.with_name(f".{log.name}.{os.getpid()}")
+        try:
+            with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+                file.writelines(map(without_secrets, _chunks(log)))
+            os.replace(temporary, log)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise rundir.disk_error(log, error) from None
+
+
+def _chunks(log: Path) -> Iterator[str]:
+    """Yield a log in chunks of complete lines."""
+    with log.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
+        while chunk := file.read(_CHUNK) + file.readline(_CHUNK):
+            yield chunk

@@ -1,0 +1,199 @@
+"""`ftbench sweep`: build a plan and the GPU slots from the command line, and run one session of it."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ftbench.core import units
+from ftbench.errors import MissingError, SpecError
+from ftbench.launch import checks, runner
+from ftbench.spec.ablation import settings
+from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.resolve import require_published
+from ftbench.spec.sweep import GridCell, cells
+from ftbench.store.rundir import first_gpu
+from ftbench.sweep.gpu_slots import GpuSlot, local_slots
+from ftbench.sweep.journal import JOURNAL, Journal, locked
+from ftbench.sweep.loop import Session
+from ftbench.sweep.output import live
+from ftbench.sweep.output.table import Tables
+from ftbench.sweep.plan.base import Plan, PlanRequest, short
+from ftbench.sweep.plan.grid import Grid, coarse_to_fine, first_jobs, with_repeats
+from ftbench.sweep.plan.search import Family, Search
+
+_BATCH = ("train.batch_size", "train.gradient_accumulation_steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRequest(PlanRequest):
+    """Command line of a sweep. `axes` are `key=value,value`, `gpus` the values of --gpus, `on` a cluster."""
+
+    axes: Sequence[str] = ()
+    until_oom: bool = False
+    effective_batch: int | None = None
+    gpus: Sequence[str] = ()
+    on: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A plan that can be started.
+
+    Attributes:
+        request: The command line.
+        source: Content of the spec file.
+        plan: Decides which job runs next.
+        slots: The GPUs to use.
+        device: The GPU, as in machine.json.
+        impossible: Cells that no machine can run, with the reason.
+        tables: Class of the tables that are written after each run.
+    """
+
+    request: PlanRequest
+    source: bytes
+    plan: Plan
+    slots: Sequence[GpuSlot]
+    device: dict[str, Any] | None
+    impossible: Sequence[tuple[str, str]]
+    tables: Callable[..., Tables] = Tables
+
+
+def prepare(request: SweepRequest, stack: ExitStack, notify: Callable[[str], None] = lambda text: None) -> Ready:
+    """Build the plan without starting runs. Raise SpecError and MissingError for invalid or missing things.
+
+    Args:
+        request: The command line.
+        stack: Closes the connection to a cluster.
+        notify: Receives notes about settings without effect and about waiting.
+    """
+    if request.effective_batch and not request.until_oom:
+        raise SpecError("--effective-batch needs --until-oom; otherwise set train.gradient_accumulation_steps")
+    if request.gpus and request.on:
+        raise SpecError(f"--gpus selects GPUs of this machine and --on {request.on} a cluster: use one of them")
+    grid = cells(request.spec, request.sets, request.axes)
+    folder = request.out / _experiment(grid)
+    checks.check_disk(request.out)
+    widest = max((cell.spec for cell in grid if cell.spec is not None), key=lambda spec: spec.launch.gpus)
+    slots, machine = _slots(request, widest, folder, stack, notify)
+    planner = _Planner(request, grid, machine, folder)
+    for note in planner.duplicates():
+        notify(note)
+    impossible = [(" ".join(f"{key}={short(value)}" for key, value in cell.values.items()), cell.refused)
+                  for cell in grid if cell.refused]  # fmt: skip
+    return Ready(request, request.spec.read_bytes(), planner.plan(), slots, planner.device, impossible)
+
+
+def _experiment(grid: Sequence[GridCell]) -> str:
+    """Return the folder name of all cells. Raise SpecError if no cell is valid or only some are mocks."""
+    folders = {runner.experiment(cell.spec) for cell in grid if cell.spec is not None}
+    if not folders:
+        raise SpecError(*dict.fromkeys(f"no cell can run: {cell.refused}" for cell in grid))
+    if len(folders) > 1:
+        raise SpecError("launch.mock: a sweep cannot mix mock runs and real runs; start two sweeps")
+    return folders.pop()
+
+
+def _slots(
+    request: SweepRequest, spec: Experiment, folder: Path, stack: ExitStack, notify: Callable[[str], None]
+) -> tuple[Sequence[GpuSlot], dict[str, Any]]:
+    """Return the GPU slots, and the machine.json of one of them. All slots have the same kind of GPU."""
+    if request.on is None:
+        slots = local_slots(request.gpus, mock=spec.launch.mock != "off")
+        return slots, runner.describe(spec, slots[0].visible)
+    from ftbench import cluster
+
+    return cluster.slots(request.on, spec, request.spec, folder, stack, notify)
+
+
+class _Planner:
+    """Turn the cells of a sweep into a plan for one machine."""
+
+    def __init__(self, request: SweepRequest, grid: Sequence[GridCell], machine: dict[str, Any], folder: Path) -> None:
+        self.request, self.machine, self.cells = request, machine, len(grid)
+        capability = checks.capability(machine)
+        for spec in (cell.spec for cell in grid if cell.spec is not None and cell.spec.launch.mock == "off"):
+            require_published(spec, capability)
+        grid = [cell if cell.spec is None else replace(cell, spec=resolve(cell.spec, capability)) for cell in grid]
+        self.device = first_gpu(machine) or None
+        self.options = request.options(folder, runner.gpu_name(machine), request.sets)
+        self.firsts = first_jobs(grid, self.options)
+
+    def plan(self) -> Plan:
+        return self._search() if self.request.until_oom else self._grid()
+
+    def _problem(self, spec: Experiment) -> str | None:
+        """Return why a spec cannot run on this machine. Raise the errors of `checks.check_needed`."""
+        problems = checks.problems(spec, self.machine)
+        if not problems:
+            checks.check_needed(spec)
+        return "; ".join(problems) or None
+
+    def duplicates(self) -> Iterator[str]:
+        """Yield notes about cells that are equal, or differ only in settings that change no result."""
+        first: dict[str, dict[str, Any]] = {}
+        keys, count, same = dict[str, None](), 0, 0
+        for job in self.firsts:
+            values = _without_batch(job.values) if self.request.until_oom else job.values
+            others = first.setdefault(job.family if self.request.until_oom else job.cell, values)
+            differing = [key for key, value in values.items() if value != others[key]]
+            count += differing not in ([], ["measure.repeats"])
+            same += not (differing or values is others or self.request.until_oom)
+            keys |= dict.fromkeys(differing)
+        if count:
+            yield f"{count} of {self.cells} cells differ only in {', '.join(keys)}, without effect: they run once"
+        if same:
+            yield f"{same} of {self.cells} cells are duplicates: they run once"
+
+    def _grid(self) -> Grid:
+        jobs = with_repeats(self.firsts)
+        if self.request.time_budget is not None:
+            jobs = coarse_to_fine(jobs)
+        reasons = {job: reason for job in jobs if (reason := self._problem(job.spec)) is not None}
+        if len(reasons) == len(jobs):
+            raise MissingError("\n".join(dict.fromkeys(reasons.values())))
+        return Grid(jobs, reasons, self.options)
+
+    def _search(self) -> Search:
+        families: dict[str, Family] = {}
+        for job in self.firsts:
+            if job.family not in families:
+                values = _without_batch(job.values)
+                sets = (*self.request.sets, *settings(values.items()))
+                families[job.family] = Family(job.spec, sets, values, self._problem(job.spec))
+        if all(family.refused for family in families.values()):
+            raise MissingError("\n".join(dict.fromkeys(family.refused or "" for family in families.values())))
+        if self.options.gpu is None:
+            raise MissingError(
+                "--until-oom needs a GPU: a CPU swaps instead of running out of memory (`--set launch.mock=oom` tries "
+                "the search without a GPU)"
+            )
+        return Search(families.values(), self.options, self.request.effective_batch, self.device)
+
+
+def _without_batch(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in _BATCH}
+
+
+def run(ready: Ready, log_every_s: float | None = None) -> tuple[int, Tables]:
+    """Run one session and return its exit code and tables. Without a terminal, report every `log_every_s` seconds."""
+    plan, folder, limit = ready.plan, ready.plan.options.folder, ready.request.limit_s
+    deadline = None if limit is None else time.monotonic() + limit
+    # Libraries of clusters print to stdout, which is reserved for the result.
+    with locked(folder), live.LiveView(log_every_s) as view, redirect_stdout(sys.stderr):
+        journal = Journal(folder / JOURNAL)
+        tables = ready.tables(plan, ready.impossible)
+        about = {"spec": ready.request.spec.name, "gpu": plan.options.gpu, "until_oom": isinstance(plan, Search)}
+        view.event(f"{folder}: {live.counted(plan.standings.values(), None) or 'searching'}")
+        for cell, reason in ready.impossible:
+            view.event(f"impossible  {cell}: {reason}")
+        session = Session(ready.source, plan, ready.slots, tables, journal, view, deadline, about)
+        try:
+            return tables.exit_code(session.run()), tables
+        finally:
+            if left := plan.left():
+                view.event(f"{units.some(left, 'run')} left; run the same command to continue")
+            journal.close()

@@ -1,0 +1,287 @@
+"""`sweep --on slurm`: with stand-ins for Slurm's commands, and on a real Slurm if it is installed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import slurms
+from ftbench.cluster import slurm, slurm_queue, slurm_task
+from ftbench.cluster.slurm_queue import JobStatus, Queue
+from ftbench.errors import MissingError, SpecError
+from ftbench.launch import runner
+from ftbench.spec.load import load
+from ftbench.spec.slurm import SlurmSettings
+from ftbench.store import rundir
+from ftbench.sweep.output.live import status
+from slurms import Cluster
+from sweeps import ENVIRONMENT, Folder, Night, write_sweep
+from waiting import eventually
+
+AXES = {"train.batch_size": [1, 2]}
+# Jobs run in the background of this machine; a folder per job holds its queue entry.
+STAND_INS = {
+    "sbatch": """
+set -- "$@"; for last; do :; done
+for each; do case $each in --job-name=*) name=${each#*=};; --output=*) log=${each#*=};; esac; done
+id=$(($(ls $QUEUE | wc -l) + 1)); echo "$name|$id|RUNNING|None|n1" >$QUEUE/$id
+job() { bash "$last" >>"$log" 2>&1 </dev/null; echo "$name|$id|COMPLETED|None|n1" >$QUEUE/$id; }
+job >/dev/null 2>&1 &
+echo $id""",
+    "squeue": "cat $QUEUE/* 2>/dev/null; true",
+    "scancel": 'echo "$1" >>$QUEUE.cancelled',
+    "sacct": "echo COMPLETED",
+}
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> Path:
+    """Put scripts of these names first on the PATH; return the folder of the queue."""
+    queue = folder / "queue"
+    queue.mkdir(parents=True)
+    for name, text in (STAND_INS | scripts).items():
+        path = folder / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\nQUEUE={queue}\n{text}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(slurm_queue, "_POLL_S", 0.05)
+    monkeypatch.setattr(slurm, "_POLL_S", 0.05)
+    monkeypatch.setattr(slurm, "SHARED_S", 0.2)
+    return queue
+
+
+def listed(entry: str) -> str:
+    """Return an sbatch that runs nothing and lists its job like this."""
+    return f'for each; do case $each in --job-name=*) echo "${{each#*=}}|7|{entry}" >$QUEUE/7;; esac; done; echo 7'
+
+
+def written(folder: Path, settings: str = "partition: debug\n", cluster: Cluster | None = None) -> Path:
+    spec = write_sweep(folder, AXES)
+    (folder / "slurm.yaml").write_text(settings)
+    if cluster:
+        cluster.settings(folder, settings)
+    return spec
+
+
+# --- settings and errors ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ("partitoin: debug", ":1: partitoin: no such key; did you mean partition?"),
+    ("time: 1:00:00", "is the number 3600 in YAML 1.1"),
+    ("tasks: 0", ":1: tasks: 0: must be greater than or equal to 1"),
+    ("options: [-p debug]", "'-p debug'"),
+    ("options: [--arra=1-3]", "use `tasks`"),
+    ("partition: {", "slurm.yaml"),
+], ids=str)  # fmt: skip
+def test_invalid_settings_are_reported_with_line_and_key(ftbench, tmp_path, settings, message):
+    code, _, err = ftbench("sweep", written(tmp_path, settings), "--out", tmp_path / "out", "--on", "slurm")
+    assert (code, message in err) == (2, True), err
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_settings_file_is_named(ftbench, tmp_path):
+    spec = write_sweep(tmp_path, AXES)
+    code, _, err = ftbench("sweep", spec, "--out", tmp_path / "out", "--on", "slurm:elsewhere.yaml")
+    assert (code, "elsewhere.yaml not found" in err) == (2, True)
+
+
+@pytest.mark.parametrize(("scripts", "code", "message"), [
+    ({"squeue": "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1"}, 3, "Unable to contact"),
+    ({"squeue": "exec sleep 60"}, 3, "squeue does not answer within"),
+    ({"sbatch": "echo 'sbatch: error: invalid partition specified: debug' >&2; exit 1"}, 2,
+     "sbatch refuses the job: invalid partition specified: debug"),
+    ({"sbatch": "echo 7"}, 3, "--out must be on a disk that this machine and the nodes share"),
+    ({"sbatch": listed("PENDING|PartitionTimeLimit|")}, 3, "Slurm does not start the job (PartitionTimeLimit)"),
+], ids=["away", "hangs", "refused", "not shared", "blocked"])  # fmt: skip
+def test_problem_of_the_cluster_is_one_clear_error(ftbench, tmp_path, monkeypatch, scripts, code, message):
+    install(tmp_path / "slurm", monkeypatch, **scripts)
+    monkeypatch.setattr(slurm_queue, "ANSWER_S", 1.0 if "exec" in str(scripts) else 60.0)
+    ended, _, err = ftbench("sweep", written(tmp_path), "--out", tmp_path / "out", "--on", "slurm")
+    assert (ended, message in err) == (code, True), err
+
+
+def test_sbatch_is_retried_while_the_controller_is_away(tmp_path, monkeypatch):
+    away = "touch $QUEUE.tried; echo 'Unable to contact slurm controller' >&2; exit 1"
+    fails = f"[ -e $QUEUE.tried ] || {{ {away}; }}; echo 9"
+    install(tmp_path / "slurm", monkeypatch, sbatch=fails)
+    monkeypatch.setattr(slurm_queue, "_RETRY_S", 0.01)
+    assert Queue(SlurmSettings(), tmp_path).submit("run-r1", {}) == "9"
+
+
+def test_last_status_remains_while_the_controller_is_away(tmp_path, monkeypatch):
+    install(tmp_path / "slurm", monkeypatch, squeue="[ -e $QUEUE.away ] && exit 1; cat $QUEUE/*")
+    queue_folder = tmp_path / "slurm/queue"
+    name = Queue.name(SimpleNamespace(folder=tmp_path), "run-r1")
+    (queue_folder / "7").write_text(f"{name}|7|RUNNING|None|n1\nother line\n")
+    queue = Queue(SlurmSettings(), tmp_path)
+    (tmp_path / "slurm/queue.away").touch()
+    monkeypatch.setattr(slurm_queue, "_POLL_S", 0.0)
+    assert queue.status("run-r1") == ("7", JobStatus("RUNNING", "None", "n1"))
+    monkeypatch.setattr(slurm_queue, "AWAY_S", -1.0)
+    with pytest.raises(MissingError, match="the jobs continue"):
+        queue.status("run-r1")
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+
+
+def test_sweep_on_slurm_gives_the_same_results(ftbench, tmp_path, monkeypatch):
+    queue = install(tmp_path / "slurm", monkeypatch)
+    spec = written(tmp_path, "options: [--exclusive]\n")
+    code, out, err = ftbench("sweep", spec, "--out", tmp_path / "out", "--on", "slurm")
+    assert code == 0, err
+    assert ftbench("sweep", spec, "--out", tmp_path / "here")[1] == out
+    folder = Folder(tmp_path / "out")
+    assert folder.told() == ["ok", "ok"]
+    assert not [*folder.path.glob(".slurm/*/")] or [*folder.path.glob(".slurm/*/")] == [folder.path / ".slurm/node"]
+    assert ftbench("sweep", spec, "--out", tmp_path / "out", "--on", "slurm")[0] == 0
+    assert len([*queue.iterdir()]) == 3  # the node and two cells
+
+
+class Control:
+    deadline = None
+
+    def notify(self, text: str) -> None: ...
+
+    def show(self, text: str) -> None: ...
+
+    def stops_within(self, wait_s: float) -> bool:
+        return False
+
+
+def slot(tmp_path: Path, gpu: str | None = "mock (no GPU)") -> tuple[slurm.SlurmSlot, SimpleNamespace]:
+    run = rundir.RunDir(tmp_path / "out/night-mock/run-r1")
+    job = SimpleNamespace(run=run, spec=load(write_sweep(tmp_path)), sets=())
+    return slurm.SlurmSlot("job 1", Queue(SlurmSettings(), run.path.parent), gpu), job
+
+
+@pytest.mark.parametrize(("state", "outcome", "reason"), [
+    ("TIMEOUT", "timeout", "time limit reached; raise `time` in slurm.yaml"),
+    ("OUT_OF_MEMORY", "oom", "out of host memory"),
+    ("CANCELLED", "error", "ended without a result (CANCELLED)"),
+])  # fmt: skip
+def test_job_without_a_result_has_the_state_of_slurm(tmp_path, monkeypatch, state, outcome, reason):
+    install(tmp_path / "slurm", monkeypatch, sbatch=listed(f"{state}|None|n1"))
+    made, job = slot(tmp_path)
+    result = made.run(job, b"", Control())
+    assert result.summary.state == outcome
+    assert reason in result.summary.reason
+    killed = rundir.read_json(job.run.state).get("signal") == signal.SIGTERM
+    assert killed == (state == "CANCELLED")  # only this one is retried
+
+
+def test_job_of_an_earlier_session_is_continued(tmp_path, monkeypatch):
+    queue = install(tmp_path / "slurm", monkeypatch)
+    first, job = slot(tmp_path)
+    job.spec = load(write_sweep(tmp_path, launch={"mock": "slow"}))
+    first.queue.submit(job.run.run_id, first._order(job, b"{}"))
+    second = slurm.SlurmSlot("job 1", Queue(SlurmSettings(), job.run.path.parent), first.gpu)
+    assert second.run(job, b"{}", Control()).summary.state == "ok"
+    assert len([*queue.iterdir()]) == 1
+
+
+def test_node_with_another_gpu_is_an_error(tmp_path, monkeypatch):
+    install(tmp_path / "slurm", monkeypatch)
+    made, job = slot(tmp_path, "NVIDIA H200")
+    with pytest.raises((MissingError, SpecError), match="but the sweep uses NVIDIA H200: request one kind of GPU"):
+        made.run(job, b"{}", Control())
+
+
+@pytest.fixture
+def order(tmp_path, monkeypatch) -> Path:
+    """The folder of a submitted job, on its node."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    spec = load(write_sweep(tmp_path))
+    folder = tmp_path / "out/night-mock/.slurm/run-r1"
+    folder.mkdir(parents=True)
+    values = {"run": "run-r1", "spec": spec.model_dump(mode="json"), "sets": [], "shared": False, "source": "{}"}
+    rundir.write_json(folder / slurm_queue.ORDER, values | {"gpu": runner.gpu_name(runner.describe(spec))})
+    return folder
+
+
+def test_requeued_job_starts_the_run_again(order):
+    interrupted = rundir.create_at(order / "run-r1")
+    assert slurm_task.main(order) == 0
+    folder = Folder(order.parents[2])
+    assert folder.told() == ["ok"]
+    assert [run.path.name for run in folder.superseded()] == ["run-r1.1"]
+    content = folder.content()
+    assert slurm_task.main(order) == 0
+    assert folder.content() == content
+    assert not interrupted.path.exists()
+
+
+# --- on a real Slurm -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster() as found:
+        yield found
+
+
+@pytest.fixture
+def held(cluster) -> Iterator[Cluster]:
+    """The cluster. Its runs wait until they are released."""
+    cluster.settle()
+    cluster.hold()
+    yield cluster
+    cluster.release()
+
+
+@pytest.mark.slurm
+@slurms.SKIP
+def test_killed_sweep_continues_with_its_jobs(held, tmp_path):
+    spec = written(tmp_path, "partition: debug\ntime: 5\n", held)
+    with Night(spec, tmp_path / "out", "--on", "slurm", env=held.environment) as night:
+        eventually(lambda: len(held.runs()) == 2)
+        running, submitted = {process.pid for process in held.runs()}, held.submitted()
+        night.process.kill()
+        night.process.communicate()
+        assert {process.pid for process in held.runs()} == running
+        with Night(spec, tmp_path / "out", "--on", "slurm", env=held.environment) as again:
+            again.until(lambda: len(night.events("begin")) == 2)
+            held.release()
+            assert again.finish().code == 0, again.stderr
+    assert night.told() == ["ok"] * 2
+    assert held.submitted() == submitted
+    assert not night.superseded()
+
+
+@pytest.mark.slurm
+@slurms.SKIP
+def test_cancelled_and_preempted_jobs_run_again(held, tmp_path):
+    spec = written(tmp_path, "partition: debug\noptions: [--exclusive]\n", held)
+    with Night(spec, tmp_path / "out", "--on", "slurm", env=held.environment) as night:
+        eventually(lambda: len(held.runs()) == 2)
+        running, board = {process.pid for process in held.runs()}, status(night.path)
+        assert len(board["running"]) == 2
+        jobs = held.said("squeue", "--me", "-h", "-t", "RUNNING", "-o", "%A").split()
+        held.said("scancel", jobs[0])
+        held.said("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+        eventually(lambda: running.isdisjoint(process.pid for process in held.runs()))
+        held.release()
+        assert night.finish().code == 0, night.stderr
+    assert night.told() == ["ok", "ok"]
+
+
+@pytest.mark.slurm
+@slurms.SKIP
+def test_sweep_waits_for_a_controller_that_is_restarted(held, tmp_path):
+    spec = written(tmp_path, "partition: debug\ntime: 5\n", held)
+    with Night(spec, tmp_path / "out", "--on", "slurm", env=held.environment) as night:
+        eventually(lambda: len(held.runs()) == 2)
+        held.kill("slurmctld")
+        held.release()
+        held.start("slurmctld")
+        assert night.finish().code == 0, night.stderr
+    assert night.told() == ["ok", "ok"]
