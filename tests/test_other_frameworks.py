@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from ftbench.doctor import environment
+from ftbench.doctor import stack
 from ftbench.errors import MissingError
 from ftbench.launch import frameworks
 from ftbench.spec.experiment import resolve
@@ -151,7 +151,7 @@ def test_interpreter_that_hangs_or_prints_no_version_is_reported(tmp_path, monke
         python = interpreter(tmp_path / version, script)
         assert frameworks._version(str(python), "axolotl") == version
     (finding,) = [
-        each for each in environment.check(interpreter(tmp_path / "x", ANSWERS), True) if each.name == "trainer"
+        each for each in stack.check_environment(interpreter(tmp_path / "x", ANSWERS), True) if each.name == "trainer"
     ]
     assert (finding.verdict, "does not answer like Python" in finding.text) == ("fail", True)
 
@@ -200,8 +200,7 @@ def test_page_has_the_tested_versions(name):
 
 
 def committed_runs():
-    """Return how the page should begin each row, and its figures, by the files of the runs and no other code than
-    theirs: those of one spec differ in the end of their names alone."""
+    """Yield the figures of each row of the page, computed from the files of the committed runs."""
     specs = {}
     for path in sorted((ROOT / "results/h200/frameworks").glob("*/*/summary.json")):
         specs.setdefault(path.parent.name.rpartition("-")[0], []).append(path)

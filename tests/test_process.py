@@ -1,4 +1,4 @@
-"""Processes of a run: how a child ends, and that none of its descendants outlives it, whatever is killed."""
+"""Processes of a run: exit codes and signals, and no descendant outlives a run."""
 
 import os
 import select

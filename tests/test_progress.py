@@ -107,7 +107,7 @@ def test_text_after_a_step(run):
 
 
 def test_remaining_time_uses_recent_steps(run, clock):
-    """A first step of 60 s compiled; the others take 2 s each, of which 90 are left after the tenth."""
+    """The first step takes 60 s, the others 2 s each. After the tenth, 90 steps remain."""
     reader = Progress(run)
     append(run, *(StepRow(step=i, phase="train", progress_ratio=i / 100, elapsed_time_sec=58.0 + 2 * i)
                   for i in range(1, 11)))  # fmt: skip

@@ -141,7 +141,7 @@ def _command(
     try:
         cli.main()
     finally:
-        atexit._run_exitfuncs()  # which a process of multiprocessing leaves out
+        atexit._run_exitfuncs()  # multiprocessing does not call them
 
 
 class Warm:

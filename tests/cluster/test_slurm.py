@@ -29,9 +29,11 @@ STAND_INS = {
     "sbatch": """
 set -- "$@"; for last; do :; done
 for each; do case $each in --job-name=*) name=${each#*=};; --output=*) log=${each#*=};; esac; done
-id=$(($(ls $QUEUE | wc -l) + 1)); echo "$name|$id|RUNNING|None|n1" >$QUEUE/$id
-job() { bash "$last" >>"$log" 2>&1 </dev/null; echo "$name|$id|COMPLETED|None|n1" >$QUEUE/$id; }
-job >/dev/null 2>&1 &
+id=$$; echo "$name|$id|RUNNING|None|n1" >$QUEUE/$id
+(
+    bash "$last" >>"$log" 2>&1 </dev/null
+    echo "$name|$id|COMPLETED|None|n1" >$QUEUE/$id
+) >/dev/null 2>&1 &
 echo $id""",
     "squeue": "cat $QUEUE/* 2>/dev/null; true",
     "scancel": 'echo "$1" >>$QUEUE.cancelled',
@@ -75,7 +77,6 @@ def written(folder: Path, settings: str = "partition: debug\n", cluster: Cluster
 
 @pytest.mark.parametrize(("settings", "message"), [
     ("partitoin: debug", ":1: partitoin: no such key; did you mean partition?"),
-    ("time: 1:00:00", "is the number 3600 in YAML 1.1"),
     ("tasks: 0", ":1: tasks: 0: must be greater than or equal to 1"),
     ("options: [-p debug]", "'-p debug'"),
     ("options: [--arra=1-3]", "use `tasks`"),

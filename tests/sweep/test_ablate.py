@@ -55,7 +55,7 @@ def leave(each, loss=lambda step: 2.0, state="ok", step_s=STEP_S, norm=1.0, othe
     run = create_at(each.run.path)
     write_json(run.spec_json, each.spec.model_dump(mode="json"))
     write_json(run.machine, {"gpu": GPU})
-    order = "packed" if each.spec.optimizations.packing else "as they come"
+    order = "packed" if each.spec.optimizations.packing else "in order"
     write_json(run.applied, {"dataset": {"hash": order, "order_hash": order}})
     if state == "ok":
         seconds = math.prod(step_s.get(name, 1.0) for name in on(each)) * (1 + 0.001 * each.repeat)

@@ -132,7 +132,7 @@ def test_remaining_time_of_an_unknown_family_uses_the_overall_median():
     assert made.remaining_s([a_job(1, method="qlora")], 1) == pytest.approx(55.0)
 
 
-# --- which runs tell most --------------------------------------------------------------------------------------------
+# --- coarse to fine --------------------------------------------------------------------------------------------------
 
 
 def batches(jobs):

@@ -10,7 +10,7 @@ EVERY = list(range(1, 257))
 
 
 def searched(candidates, tried):
-    """All trials of a search in the order they were made; `tried` says what a batch does."""
+    """Return all trials of a search in order. `tried` returns the trial of a batch."""
     trials = []
     while (batch := next_batch(trials, candidates)) is not None:
         assert batch in candidates
@@ -71,7 +71,7 @@ def test_search_finds_the_largest_batch_and_the_first_that_fails(candidates, lim
 def test_interrupted_search_resumes(candidates, limit, data):
     whole = searched(candidates, fits_up_to(limit))
     cut = data.draw(st.integers(0, len(whole)))
-    known = sorted(whole[:cut], key=lambda trial: trial.batch)  # directories tell no order
+    known = sorted(whole[:cut], key=lambda trial: trial.batch)  # directories have no order
     rest = []
     while (batch := next_batch([*known, *rest], candidates)) is not None:
         rest.append(fits_up_to(limit)(batch))
@@ -138,7 +138,7 @@ def test_failed_trial_stops_the_search(others):
     assert edge(trials, EVERY, "the end").note == "stopped at batch 2: killed by signal 11"
 
 
-# --- what is known of an edge ----------------------------------------------------------------------------------------
+# --- the result of a search ------------------------------------------------------------------------------------------
 
 
 def test_finished_search_has_no_note():

@@ -36,7 +36,6 @@ def test_events_are_written_with_their_time(tmp_path):
 
 
 def test_links_are_not_followed(tmp_path):
-    """The folder may come from someone else."""
     (tmp_path / "mine").write_text("valuable")
     for name in ("j", LOCK):
         (tmp_path / name).symlink_to(tmp_path / "mine")

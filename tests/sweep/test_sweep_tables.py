@@ -1,4 +1,4 @@
-"""summary.md of a sweep: what a reader must not overlook; and a board that cannot be read."""
+"""summary.md and sweep.json of a sweep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ftbench.sweep.plan.grid import Grid
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """summary.md of a grid of batches, of which the first ran beside what took this share of the host's CPUs."""
+    """Return summary.md of two batches. Other processes used a share of the CPUs during the first run."""
     monkeypatch.setattr(rundir.os, "fsync", lambda file: None)
 
     def write(share):

@@ -22,14 +22,14 @@ from ftbench.store import rundir
 from ftbench.sweep.gpu_slots import GpuSlot, RunControl
 from ftbench.sweep.journal import Journal
 from ftbench.sweep.output import live
-from ftbench.sweep.output.table import BOARD, TERMINAL_ROWS, Tables
+from ftbench.sweep.output.table import BOARD, Tables
 from ftbench.sweep.plan.base import FAILED, Job, Plan
 from ftbench.sweep.plan.search import Search
 
 SCHEMA = 1
 _TICK_S = 0.5
-_FEW = 1000  # with fewer jobs, writing the tables is fast
-_SPACING = 20  # with more, it may take 1/20 of the time
+_FEW = 1000  # with more jobs, the files are written at most every _SPACING_S seconds
+_SPACING_S = 60.0
 
 
 @dataclass(slots=True)
@@ -61,9 +61,7 @@ class Session:
     _stopping: str | None = None
     _error: FtbenchError | None = None
     _wake: tuple[int, int] = (-1, -1)
-    _stale: bool = False
     _written_at: float = 0.0
-    _write_s: float = 0.0
 
     @property
     def folder(self) -> Path:
@@ -211,22 +209,16 @@ class Session:
             self._fail(rundir.disk_error(self.folder, error))
 
     def _write(self, last: bool) -> None:
-        """Write the tables and sweep.json if they are due, and at the end if something has changed."""
-        self._stale = self._stale or not last
-        if not self._stale and self.tables.written and len(self.plan.standings) > TERMINAL_ROWS:
-            return
-        begin = time.monotonic()
+        """Write the tables and sweep.json if they are due, and at the end."""
         if last or self._is_due():
             self.tables.write()
             self._write_board()
-            self._write_s, self._stale = time.monotonic() - begin, False
 
     def _is_due(self) -> bool:
-        return len(self.plan.standings) <= _FEW or time.monotonic() - self._written_at > _SPACING * self._write_s
+        return len(self.plan.standings) <= _FEW or time.monotonic() - self._written_at > _SPACING_S
 
     def _write_board(self) -> None:
         """Write sweep.json, the status of all jobs."""
-        begin = time.monotonic()
         board: dict[str, Any] = {
             "schema": SCHEMA,
             **self.about,
@@ -246,7 +238,6 @@ class Session:
         except FtbenchError as error:
             self._fail(error)
         self._written_at = time.monotonic()
-        self._write_s = max(self._write_s, self._written_at - begin)
 
     def left_s(self) -> float | None:
         """Return a rough estimate of the remaining seconds; None before a run has ended."""

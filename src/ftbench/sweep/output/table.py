@@ -41,10 +41,6 @@ class Tables:
         """Write a file without secrets and control characters."""
         rundir.write_text(self.folder / name, printable(without_secrets(text)))
 
-    @property
-    def written(self) -> bool:
-        return (self.folder / "summary.md").exists()
-
     def _markdown(self, report: Report) -> str:
         parts = [f"# {self.folder.name}\n"]
         if left := self.plan.left():
