@@ -8,6 +8,7 @@ import importlib
 import io
 import os
 import platform
+import signal
 import sys
 from typing import Annotated
 
@@ -51,6 +52,10 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 cannot show every character
     try:
         app(args=current_options(sys.argv[1:]))
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # another Ctrl-C while the interpreter shuts down prints no traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise
     except FtbenchError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
