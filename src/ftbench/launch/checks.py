@@ -57,18 +57,18 @@ def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
 
 
 def _file_problems(spec: Experiment) -> list[str]:
-    found = []
+    wrong = []
     if spec.dataset.path and not Path(spec.dataset.path).exists():
-        found.append(f"dataset.path: {spec.dataset.path}: no such file or folder")
+        wrong.append(f"dataset.path: {spec.dataset.path}: no such file or folder")
     if spec.model.path and spec.model.weights == "pretrained":
         problem = checkpoint_problem(Path(spec.model.path))
-        found += [f"model.path: {problem}"] if problem else []
+        wrong += [f"model.path: {problem}"] if problem else []
     if spec.model.path and spec.model.weights == "random":
         file = Path(spec.model.path)
         if not (file / "config.json" if file.is_dir() else file).is_file():
-            found.append(f"model.path: {spec.model.path}: no such config.json")
+            wrong.append(f"model.path: {spec.model.path}: no such config.json")
     sentences = map(reward_problem, getattr(spec.objective, "reward", None) or ())
-    return found + [f"objective.reward: {sentence}" for sentence in sentences if sentence]
+    return wrong + [f"objective.reward: {sentence}" for sentence in sentences if sentence]
 
 
 def check_disk(out: Path) -> None:

@@ -234,8 +234,8 @@ class Search(Plan):
         edges = []
         for family in self.families:
             trials = [family.trials[batch] for batch in sorted(family.trials)]
-            found = edge(trials, self.candidates(family), self.limited_by(family), family.seed)
-            edges.append((family, trials, replace(found, note=family.refused) if family.refused else found))
+            limit = edge(trials, self.candidates(family), self.limited_by(family), family.seed)
+            edges.append((family, trials, replace(limit, note=family.refused) if family.refused else limit))
         return edges
 
     def as_dicts(self) -> list[dict[str, Any]]:
