@@ -37,7 +37,7 @@ from ftbench.store import rundir
 from ftbench.store.ranks import read_ranks
 from ftbench.store.steps import read_steps
 from ftbench.worker import trainer
-from ftbench.worker.parallel import meeting, tp
+from ftbench.worker.parallel import rendezvous, tp
 from waiting import free_ports
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("cache")]
@@ -431,7 +431,7 @@ def test_tp_needs_divisible_heads(tmp_path):
     with Command(write_spec(tmp_path, **parts), tmp_path / "out") as command:
         command.finish()
     assert (command.code, command.children()) == (2, [])
-    assert "tp deals the 2 heads of keys of tiny/qwen3 evenly, and 2 is no multiple of 3" in command.state()["reason"]
+    assert "3 GPUs cannot share the 2 key heads of tiny/qwen3 evenly" in command.state()["reason"]
 
 
 def stuck(place: Path) -> None:
@@ -447,7 +447,7 @@ def stuck(place: Path) -> None:
             recorder.TICK_S = 3600.0
         start(made, *arguments)
         if rank_0:
-            made.clock.wait = lambda mark=None: time.sleep(0 if mark else 2 * meeting.ANSWER_S)
+            made.clock.wait = lambda mark=None: time.sleep(0 if mark else 2 * rendezvous.GRACE_S)
 
     def wait_or_train(trainer: Trainer, *arguments: Any, **others: Any) -> Any:
         if torch.distributed.get_rank() == 1 and trainer.state.global_step == 6:
@@ -531,4 +531,4 @@ def test_missing_nccl_is_reported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     with pytest.raises(MissingError, match="several GPUs need NCCL and torch"):
-        meeting.meet()
+        rendezvous.join()

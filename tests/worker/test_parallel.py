@@ -1,4 +1,4 @@
-"""What a strategy says of a model that it cannot divide, before its weights are read."""
+"""Strategies: unsupported models, the optimizer on sharded tensors, and limits of the libraries."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -30,62 +30,62 @@ def loading(strategy, gpus, **shape):
 @pytest.mark.parametrize(
     ("strategy", "shape", "sentence"),
     [
-        ("tp", {"num_key_value_heads": 4}, "the 4 heads of keys of tiny/qwen3 evenly, and 4 is no multiple of 3: "),
-        ("tp+fsdp", {"num_key_value_heads": 3}, "launch.tp: tp deals the 3 heads of keys of tiny/qwen3 evenly"),
-        ("ep", {"num_experts": 8}, "the 8 experts of tiny/qwen3 evenly, and 8 is no multiple of 3: .* 2, 4, 8"),
-        ("ep", {}, "ep deals experts to the GPUs and tiny/qwen3 has none: use fsdp or ddp"),
+        ("tp", {"num_key_value_heads": 4}, "3 GPUs cannot share the 4 key heads of tiny/qwen3 evenly: "),
+        ("tp+fsdp", {"num_key_value_heads": 3}, "launch.tp: 2 GPUs cannot share the 3 key heads of tiny/qwen3 evenly"),
+        ("ep", {"num_experts": 8}, "3 GPUs cannot share the 8 experts of tiny/qwen3 evenly: .* 2, 4, 8"),
+        ("ep", {}, "ep needs experts and tiny/qwen3 has none: use fsdp or ddp"),
         ("cp", {"layer_types": ["full_attention", "sliding_attention"]}, "tiny/qwen3 has sliding_attention: use fsdp"),
         ("cp", {"sliding_window": 4096}, "tiny/qwen3 has a sliding window: use fsdp"),
     ],
 )
-def test_a_model_that_cannot_be_divided_so_is_refused_with_a_way_out(strategy, shape, sentence):
+def test_unsupported_model_is_an_error_with_a_fix(strategy, shape, sentence):
     with pytest.raises(SpecError, match=sentence):
         loading(strategy, 4 if strategy == "tp+fsdp" else 3, **shape)
 
 
-def test_a_model_whose_layers_all_see_the_whole_sequence_can_be_cut():
+def test_cp_accepts_full_attention():
     assert loading("cp", 2, layer_types=["full_attention"], sliding_window=8) == {}
 
 
 @pytest.mark.parametrize("strategy", ["tp", "tp+fsdp"])
-def test_a_peft_that_leaves_adapters_whole_is_refused(monkeypatch, strategy):
+def test_peft_without_sharded_adapters_is_an_error(monkeypatch, strategy):
     monkeypatch.delattr("peft.tuners.lora.model.get_tp_plan_and_mesh")
-    with pytest.raises(SpecError, match=r"wants peft 0.21.2 or newer, .* pip install -U peft, or use fsdp"):
+    with pytest.raises(SpecError, match=r"needs peft 0.21.2 or newer, .* pip install -U peft, or use fsdp"):
         loading(strategy, 4, num_key_value_heads=4)
 
 
 @pytest.fixture
-def alone():
-    """A process group of this process alone."""
+def one_rank():
+    """Yield the device mesh of a process group with one rank."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield torch.distributed.init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(("kind", "way"), [(torch.optim.SGD, "foreach"), (torch.optim.AdamW, "fused")])
-def test_what_is_spread_over_ranks_is_stepped_apart_from_what_is_whole(alone, kind, way):
-    """All of a group at once, as torch does on a GPU without being told."""
-    spread, whole = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    spread = torch.nn.Parameter(distribute_tensor(spread.detach(), alone, [Shard(0)]))
-    for each in (spread, whole):
+def test_sharded_and_unsharded_parameters_get_separate_groups(one_rank, kind, way):
+    """Use the fused and foreach steps, which are torch's defaults on a GPU."""
+    sharded, plain = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    sharded = torch.nn.Parameter(distribute_tensor(sharded.detach(), one_rank, [Shard(0)]))
+    for each in (sharded, plain):
         each.grad = each.detach().clone()
 
     def create():
-        group = {"params": [spread, whole], "weight_decay": 0.0}
+        group = {"params": [sharded, plain], "weight_decay": 0.0}
         return kind([group], lr=0.5, **{way: True})
 
     with pytest.raises(RuntimeError, match="mixed"):
         create().step()
     trainer = SimpleNamespace(create_optimizer=create)
     parallel.load("ep").attach(trainer, None)
-    for each in (spread, whole):
+    for each in (sharded, plain):
         each.data.fill_(1.0)
     trainer.create_optimizer().step()
-    assert spread.full_tensor().tolist() == whole.tolist() == pytest.approx([0.5] * 3)
+    assert sharded.full_tensor().tolist() == plain.tolist() == pytest.approx([0.5] * 3)
 
 
 @pytest.mark.parametrize(("dtype", "groups"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_attention_that_goes_round_repeats_keys_in_32_bits(monkeypatch, dtype, groups):
+def test_ring_attention_repeats_keys_in_32_bits(monkeypatch, dtype, groups):
     monkeypatch.setattr(sdpa_attention, "use_gqa_in_sdpa", sdpa_attention.use_gqa_in_sdpa)
     cp = parallel.load("cp")
     monkeypatch.setattr(cp.ring, "_templated_ring_attention", cp.ring._templated_ring_attention)
@@ -96,18 +96,18 @@ def test_attention_that_goes_round_repeats_keys_in_32_bits(monkeypatch, dtype, g
 
 
 @pytest.mark.parametrize(("precision", "length"), [("bf16", 12), ("fp32", 128)])
-def test_parts_of_a_sequence_are_what_attention_in_32_bits_adds_up(precision, length):
+def test_cp_pads_sequences_to_equal_parts(precision, length):
     values = {"name": "a", "model": {"id": "tiny/qwen3"}, "launch": {"gpus": 2, "strategy": "cp"}}
     spec = Experiment.model_validate(values | {"train": {"precision": precision}})
     batch = Collator(spec, 0, 64, None)([{"input_ids": range(9), "labels": range(9), "lengths": [9]}])
     assert batch["input_ids"].shape == (1, length)
 
 
-# --- what is refused while libraries do not do it: once one of these fails, a refusal can go -------------------------
+# --- limits of the libraries: if one of these tests fails, an incompatibility can be removed -------------------------
 
 
-def trained_in_a_pipeline(rank: int, port: int, directory: str) -> tuple[bool, bool]:
-    """Whether this one of two ranks has a loss, and a gradient."""
+def train_in_a_pipeline(rank: int, port: int, directory: str) -> tuple[bool, bool]:
+    """Return whether this rank of two has a loss, and whether it has a gradient."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -122,15 +122,15 @@ def trained_in_a_pipeline(rank: int, port: int, directory: str) -> tuple[bool, b
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_pipeline_of_transformers_has_no_loss_to_train_on():
+def test_transformers_pipeline_has_no_loss():
     (port,) = free_ports(1)
     directory = str(materialise(Model(id="tiny/llama", weights="random", dtype="float32")))
     with ThreadPoolExecutor() as pool:
-        ranks = [pool.submit(returned, trained_in_a_pipeline, rank, port, directory) for rank in (0, 1)]
+        ranks = [pool.submit(returned, train_in_a_pipeline, rank, port, directory) for rank in (0, 1)]
     assert [rank.result() for rank in ranks] == [(False, False)] * 2
 
 
-def test_accelerate_asks_for_a_class_that_is_gone_of_a_mesh():
-    """What a mesh does without it may go once it is there again."""
+def test_accelerate_needs_a_class_that_transformers_removed():
+    """Remove the workaround in tp_fsdp.prepare when the class exists again."""
     assert "ReplicateParallel" in Accelerator._prepare_tp.__code__.co_varnames
     assert not hasattr(tensor_parallel, "ReplicateParallel")

@@ -1,4 +1,4 @@
-"""What two real processes hold under FSDP2, against what the estimate says of one of two GPUs."""
+"""Compare the memory of two real FSDP2 processes with the estimate for one of two GPUs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ from waiting import free_ports
 
 
 def rank(number: int, port: int, config: dict[str, Any]) -> dict[str, int]:
-    """Train one step as accelerate 1.15 sets FSDP2 up for bf16: what is trained is float32, gathered and multiplied in
-    bfloat16. Return the bytes that this rank holds."""
+    """Train one step with the FSDP2 setup of accelerate 1.15 for bf16: float32 weights, bfloat16 products.
+
+    Returns:
+        The bytes of weights, gradients and optimizer state on this rank.
+    """
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(number)}
     dist.init_process_group("gloo")
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).float()
@@ -47,7 +50,7 @@ def rank(number: int, port: int, config: dict[str, Any]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_two_processes_hold_under_fsdp2_what_is_estimated_of_one() -> None:
+def test_fsdp2_shards_have_the_estimated_size() -> None:
     config = architectures()["tiny/llama"]
     (port,) = free_ports(1)
     with ThreadPoolExecutor() as pool:

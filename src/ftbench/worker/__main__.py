@@ -79,7 +79,7 @@ def _write_outcome(directory: RunDir, outcome: dict[str, Any]) -> None:
 
 def _join_ranks(run: Any) -> None:
     """Join the other ranks. The first rank of each node has acquired its GPUs by then."""
-    from ftbench.worker.parallel.meeting import answer_when_told_to_end, meet
+    from ftbench.worker.parallel.rendezvous import exit_on_sigterm, join
 
     def answer() -> None:
         _write_outcome(run.directory, of_exception(Terminated(), *run.position()))
@@ -87,8 +87,8 @@ def _join_ranks(run: Any) -> None:
             with suppress(FtbenchError):  # a full disk
                 run.recorder.drain(last=True)
 
-    answer_when_told_to_end(answer)
-    meet()
+    exit_on_sigterm(answer)
+    join()
 
 
 def _spec(directory: RunDir) -> Experiment:

@@ -1,12 +1,12 @@
-"""Ranks of one run, and the heavy half of each strategy, in a module of its name with these functions:
+"""Ranks of one run, and one module per strategy with these functions (`prepare`, `attach`, `reads` are optional):
 
-loading(spec, config) → what from_pretrained is told of it, where it shards the weights as they are read
-arguments(spec) → what the trainer's arguments say of it
-prepare(made) → None: what is to be changed once the trainer's arguments are `made`, where there is something
-attach(trainer, spec) → None: what is to be changed of the trainer once it has its model, where there is something
-reads(spec) → whether this rank reads the weights, where not all do: others get them as the model is sharded
-verify(trainer, spec) → sentences on what was asked for and is not there, asked after the first step
-applied(trainer) → what applied.json tells of it, read after the first step
+loading(spec, config): arguments for from_pretrained, if it shards the weights while loading
+arguments(spec): arguments for the trainer
+prepare(made): changes after the trainer's arguments are made
+attach(trainer, spec): changes after the trainer has its model
+reads(spec): whether this rank reads the weights
+verify(trainer, spec): problems, checked after the first step
+applied(trainer): facts for applied.json, read after the first step
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ _MODULES = {"zero1": "zero", "zero2": "zero", "zero3": "zero", "tp+fsdp": "tp_fs
 
 
 def rank() -> int | None:
-    """Return the number of this process among the ranks of its run; None where it trains alone."""
+    """Return the rank of this process; None if it is the only one."""
     return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
 
 
 def is_first() -> bool:
-    """Return whether this process is the one that writes what all ranks would: rank 0, or the only one."""
+    """Return whether this process is rank 0 or the only one. It writes the files of the run."""
     return not rank()
 
 
 def node() -> int:
-    """Return the number of this machine among those of its run."""
+    """Return the index of this machine."""
     return int(os.environ.get("GROUP_RANK", "0"))
 
 
 def is_first_of_node() -> bool:
-    """Return whether this process is the first of its run on this machine."""
+    """Return whether this process is the first one on this machine."""
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
 def load(strategy: str) -> ModuleType:
-    """Return the module of a strategy, importing nothing of the others."""
+    """Import and return the module of a strategy."""
     return importlib.import_module(f"ftbench.worker.parallel.{_MODULES.get(strategy, strategy)}")
 
 
 def applied(trainer: Any, spec: Experiment) -> dict[str, Any]:
-    """Return the section `parallel` of applied.json; nothing for a process that trains alone."""
+    """Return the section `parallel` of applied.json; empty for a single process."""
     if rank() is None:
         return {}
     launch = spec.launch
-    said = {
+    facts = {
         "strategy": launch.strategy,
         "ranks": launch.ranks,
         "shares": launch.shares,
         "global_batch": spec.global_batch,
     }
-    return {"parallel": said | load(launch.strategy).applied(trainer)}
+    return {"parallel": facts | load(launch.strategy).applied(trainer)}

@@ -1,4 +1,4 @@
-"""DDP: a copy of the model on each GPU, each trained on its share of the batch; gradients are summed as they come."""
+"""DDP: each GPU has a copy of the model and trains on its share of the batch; gradients are summed."""
 
 from typing import Any
 
@@ -11,35 +11,38 @@ from ftbench.spec.methods import reads_images
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return what the trainer is told. Layers are compiled one by one, so that no graph is to be cut at a bucket. An
-    encoder's last layer may be read by nobody (LLaVA takes the last but one): who trains it looks for it each step."""
+    """Return the arguments of the trainer.
+
+    Layers are compiled separately, so graphs need no split at gradient buckets. The last layer of a vision encoder may
+    be unused (LLaVA reads the last but one), so a trained encoder needs the search for unused parameters.
+    """
     torch._dynamo.config.optimize_ddp = False
-    of_images = spec.dataset.may_have_images and reads_images(spec.model)
-    unused = of_images and getattr(spec.method, "vision", "full") != "frozen"
+    has_images = spec.dataset.may_have_images and reads_images(spec.model)
+    unused = has_images and getattr(spec.method, "vision", "full") != "frozen"
     return {"ddp_find_unused_parameters": unused, "ddp_broadcast_buffers": False}
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return what is not as DDP has it after a step: the wrapped model, its ranks, the same weights on all of them."""
+    """Return the problems after a step: no wrapper, wrong number of ranks, or different weights."""
     wrapped = trainer.model_wrapped
     if not isinstance(wrapped, DistributedDataParallel):
-        return [f"launch.strategy is ddp and the trainer trains a {type(wrapped).__name__}, which tells no other rank"]
+        return [f"launch.strategy is ddp, but the trainer has a {type(wrapped).__name__}, which does not sum gradients"]
     if (ranks := wrapped.process_group.size()) != spec.launch.ranks:
-        return [f"launch.gpus is {spec.launch.gpus} and gradients are summed over {ranks} ranks"]
+        return [f"launch.gpus is {spec.launch.gpus}, but gradients are summed over {ranks} ranks"]
     sums = _sums(wrapped)
-    of_all = [torch.empty_like(sums) for _ in range(ranks)]
-    dist.all_gather(of_all, sums)
-    apart = [rank for rank, others in enumerate(of_all) if not torch.equal(others, of_all[0])]
-    return [f"launch.strategy is ddp and after the first step rank {apart[0]} trains other weights"] if apart else []
+    gathered = [torch.empty_like(sums) for _ in range(ranks)]
+    dist.all_gather(gathered, sums)
+    different = [rank for rank, others in enumerate(gathered) if not torch.equal(others, gathered[0])]
+    return [f"launch.strategy is ddp, but the weights of rank {different[0]} differ after step 1"] if different else []
 
 
 def _sums(model: Any) -> torch.Tensor:
-    """Return a sum of each trained parameter."""
+    """Return the sum of each trained parameter."""
     return torch.stack(
         [parameter.detach().double().sum() for parameter in model.parameters() if parameter.requires_grad]
     )
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return what wraps the model."""
+    """Return the wrapper of the model."""
     return {"wrapper": type(trainer.model_wrapped).__name__}

@@ -1,4 +1,4 @@
-"""Expert parallelism through transformers: each GPU keeps a share of the experts, on the same tokens as all others."""
+"""Expert parallelism through transformers: each GPU holds a share of the experts, and all see the same tokens."""
 
 from typing import Any
 
@@ -14,45 +14,47 @@ from ftbench.worker.model.parts import base_model
 
 
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
-    """Return what from_pretrained is told, which shards the weights as it reads them. Raise SpecError for
-    experts that cannot be dealt evenly."""
+    """Return the arguments of from_pretrained, which shards the weights while loading. Raise SpecError for a number of
+    experts that the ranks cannot share evenly."""
     ranks, text = spec.launch.ranks, config.get_text_config()
     count = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     if not count:
-        raise SpecError(f"launch.strategy: ep deals experts to the GPUs and {spec.model.id} has none: use fsdp or ddp")
+        raise SpecError(f"launch.strategy: ep needs experts and {spec.model.id} has none: use fsdp or ddp")
     if count % ranks:
         fitting = ", ".join(str(number) for number in range(2, count + 1) if count % number == 0)
         raise SpecError(
-            f"launch.gpus: ep deals the {count} experts of {spec.model.id} evenly, and {count} is no multiple of "
-            f"{ranks}: set it to one of {fitting}, or use fsdp"
+            f"launch.gpus: {ranks} GPUs cannot share the {count} experts of {spec.model.id} evenly: set it to one of "
+            f"{fitting}, or use fsdp"
         )
     return {"distributed_config": DistributedConfig(tp_size=ranks, enable_expert_parallel=True)}
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return what the trainer is told: nothing of the strategy, it sees how the model was loaded. accelerate takes such
-    a model on GPUs alone; what it does there needs none."""
+    """Return no arguments: the trainer reads the strategy from the model.
+
+    accelerate refuses such a model on a CPU, although its code does not need a GPU, so the check is disabled there.
+    """
     if device().type == "cpu":
         ParallelismConfig._validate_accelerator = lambda self, accelerator: None
     return {}
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Let the optimizer step what is spread over ranks apart from what is whole, or spread otherwise: on a GPU torch
-    steps all of a group at once, and takes no mixture."""
+    """Split the optimizer's parameter groups by mesh: torch's fused and foreach steps do not support a mixture of
+    sharded and unsharded tensors."""
     create = trainer.create_optimizer
 
     def created(*args: Any) -> Any:
         optimizer = create(*args)
-        optimizer.param_groups = [part for group in optimizer.param_groups for part in _unmixed(group)]
+        optimizer.param_groups = [part for group in optimizer.param_groups for part in _by_mesh(group)]
         return optimizer
 
     trainer.create_optimizer = created
-    save_whole(trainer)
+    save_gathered(trainer)
 
 
-def save_whole(trainer: Any) -> None:
-    """Let all ranks gather what rank 0 saves: by itself it would wait for shares that no other one sends."""
+def save_gathered(trainer: Any) -> None:
+    """Gather the weights on all ranks before rank 0 saves them. Otherwise it would wait for the others without end."""
 
     def save_model(folder: str) -> None:
         model, saves = trainer.model, trainer.args.should_save
@@ -62,13 +64,13 @@ def save_whole(trainer: Any) -> None:
         if saves:
             trainer._save(folder, state_dict=state)
         elif base_model(model) is model:
-            model.save_pretrained(folder, state_dict={})  # where transformers waits for all ranks
+            model.save_pretrained(folder, state_dict={})  # a barrier of transformers
 
     trainer.save_model = save_model
 
 
-def _unmixed(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a group of parameters as one for each mesh that some are spread over, and one of what is whole."""
+def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return one group per mesh, and one for unsharded parameters."""
     kinds: dict[Any, list[Any]] = {}
     for parameter in group["params"]:
         kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -76,14 +78,14 @@ def _unmixed(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return what is not sharded. A library that was told too late multiplies with all experts, and says nothing."""
+    """Return a problem if no parameter is sharded: then each rank computes all experts without an error."""
     if applied(trainer)["sharded"]:
         return []
-    return ["launch.strategy is ep and no parameter is spread over the ranks"]
+    return ["launch.strategy is ep, but no parameter is sharded"]
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return how many parameters are sharded, and how many elements there are and this rank keeps."""
+    """Return the numbers of sharded parameters, of all elements, and of the elements of this rank."""
     parameters = list(trainer.model.parameters())
     return {
         "sharded": sum(isinstance(parameter, DTensor) for parameter in parameters),

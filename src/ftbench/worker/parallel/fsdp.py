@@ -1,8 +1,9 @@
-"""FSDP2: each GPU keeps a share of every weight, gradient and optimizer state, and gathers a layer's weights while it
-computes with them.
+"""FSDP2: each GPU holds a share of every weight, gradient and optimizer state, and gathers the weights of a layer while
+it computes.
 
-No GPU ever holds all of them, and one rank's host memory at the most: published weights are read by rank 0, which gives
-the others their shares; random ones are drawn there a few layers at a time."""
+No GPU ever holds all weights. Only rank 0 reads pretrained weights and sends the others their shares. Random weights
+are drawn there, a few layers at a time.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -22,47 +23,49 @@ from ftbench.worker.model.random_weights import Drawn
 
 
 def reads(spec: Experiment) -> bool:
-    """Return whether this rank reads the weights: all do what is quantised as it is read."""
+    """Return whether this rank reads the weights. All ranks do if they are quantised while loading."""
     return spec.method.quantised or (spec.model.weights == "pretrained" and parallel.is_first())
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Draw random weights where accelerate takes rank 0's state to share it out, tensor by tensor."""
+    """Draw random weights at the point where accelerate distributes the state of rank 0, tensor by tensor."""
     correct_plugin(trainer)
     if spec.model.weights == "random" and not reads(spec):
-        share_out = fsdp_utils.fsdp2_load_full_state_dict
-        fsdp_utils.fsdp2_load_full_state_dict = lambda accelerator, model, state, **more: share_out(
+        distribute = fsdp_utils.fsdp2_load_full_state_dict
+        fsdp_utils.fsdp2_load_full_state_dict = lambda accelerator, model, state, **more: distribute(
             accelerator, model, Drawn(state, spec.model), **more
         )
 
 
 def correct_plugin(trainer: Any) -> None:
-    """Let accelerate share out what there is, and leave losses and gradients as they are on one GPU."""
-    _name_units(trainer)
-    _keep_loss(trainer)
-    _keep_head_beside_norm(trainer)
-    _name_adapters_as_saved()
+    """Fix the layer names, loss precision, head and adapter names that accelerate and peft get wrong."""
+    _set_layer_classes(trainer)
+    _keep_loss_in_float32(trainer)
+    _shard_head_with_norm(trainer)
+    _match_adapter_names()
 
 
-def _name_units(trainer: Any) -> None:
-    """Name the layers to shard that are there: of CLIP transformers also names what its texts alone would have, without
-    which accelerate ends."""
+def _set_layer_classes(trainer: Any) -> None:
+    """Set the layer classes to shard to those in the model. For CLIP, transformers also names those of its text model,
+    and accelerate fails without them."""
     there = {type(module).__name__ for module in trainer.model.modules()}
     plugin = trainer.accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = sorted(there.intersection(trainer.model._no_split_modules or ()))
 
 
-def _keep_head_beside_norm(trainer: Any) -> None:
-    """Let a trained head share its unit with the decoder's last norm, whose forward pass gathers both: losses over
-    chunks take the head's weights without its own, and TRL's would gather them in a way that leaves a rank's share
-    with the gradient of its own batch alone. accelerate looks for the norm where models that read images have none."""
+def _shard_head_with_norm(trainer: Any) -> None:
+    """Shard a trained head together with the decoder's last norm, whose forward pass gathers both.
+
+    Chunked losses use the head's weights without its forward pass, and TRL's gather would leave each rank with the
+    gradient of its own batch only. accelerate does not find the last norm of models with images.
+    """
     if _head(trainer).weight.requires_grad:
         fsdp_utils._find_final_norm = _last_norm
 
 
-def _name_adapters_as_saved() -> None:
-    """Let peft find adapters in a state to be saved: it asks for them by the names of modules, and those of a layer
-    that is computed again have a part that a state leaves out; it would save none."""
+def _match_adapter_names() -> None:
+    """Make peft find the adapters to save. It looks for them by module names, which contain a part for checkpointed
+    layers that the state does not have, so none would be saved."""
     if (names := getattr(tuners_utils, "_get_tuner_state_dict_key_prefixes", None)) is not None:  # of peft 0.21.2
         tuners_utils._get_tuner_state_dict_key_prefixes = lambda *args, **kwargs: {
             name.replace(_CHECKPOINT_PREFIX, "") for name in names(*args, **kwargs)
@@ -77,16 +80,16 @@ def _last_norm(model: Any) -> Any:
     return [module for module in decoder(model).children() if "Norm" in type(module).__name__][-1]
 
 
-def _keep_loss(trainer: Any) -> None:
-    """Leave the loss in 32 bits: accelerate would round all that a model returns to the bits of its products."""
+def _keep_loss_in_float32(trainer: Any) -> None:
+    """Keep the loss in float32. accelerate would round all outputs of the model to the type of its products."""
     plugin = trainer.accelerator.state.fsdp_plugin
     if plugin.mixed_precision_policy:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return what the trainer is told. A layer that is computed again in the backward pass is gathered once for both:
-    checkpointing within what is sharded, not the trainer's around it."""
+    """Return the arguments of the trainer. Checkpointing happens inside the sharded unit, so that a recomputed layer is
+    gathered once and not twice."""
     config = {
         "version": 2,
         "reshard_after_forward": True,
@@ -98,36 +101,35 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def prepare(made: Any) -> None:
-    """Let accelerate shard on a CPU, too: it takes FSDP for GPUs alone, and falls back to DDP without a word."""
+    """Let accelerate shard on a CPU. It would silently use DDP there."""
     if made.device.type == "cpu":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return what is not sharded: every layer is a unit of its own, every parameter is spread over all ranks, of a mesh
-    at least over the shares of the batch, and waits where `launch.offload` says."""
+    """Return the problems: unsharded layers or parameters, a wrong number of ranks, or a wrong place of the shares."""
     model, launch = trainer.model_wrapped, spec.launch
     if not isinstance(model, FSDPModule):
-        return [f"launch.strategy is fsdp and the trainer trains a {type(model).__name__}, which is whole on each rank"]
-    whole = [layer for layer in decoder_layers(model) if not isinstance(layer, FSDPModule)]
-    if whole:
-        return [f"launch.strategy is fsdp and {len(whole)} {type(whole[0]).__name__} are not sharded"]
+        return [f"launch.strategy is fsdp, but the trainer has a {type(model).__name__}, which is not sharded"]
+    unsharded = [layer for layer in decoder_layers(model) if not isinstance(layer, FSDPModule)]
+    if unsharded:
+        return [f"launch.strategy is fsdp, but {len(unsharded)} {type(unsharded[0]).__name__} are not sharded"]
     parameters = dict(model.named_parameters())
     if plain := [name for name, parameter in parameters.items() if not isinstance(parameter, DTensor)]:
-        return [f"launch.strategy is fsdp and whole on each rank: {listed(plain, 1)}"]
+        return [f"launch.strategy is fsdp, but these are not sharded: {listed(plain, 1)}"]
     wanted = {launch.ranks, launch.shares} if launch.strategy == "tp+fsdp" else {launch.ranks}
     if (meshes := {parameter.device_mesh.size() for parameter in parameters.values()}) != wanted:
-        return [f"launch.gpus is {launch.gpus} and parameters are spread over {meshes} ranks, not {wanted}"]
+        return [f"launch.gpus is {launch.gpus}, but parameters are sharded over {meshes} ranks, not {wanted}"]
     head = _head(trainer)
     if head.weight.requires_grad and head._get_fsdp_state() is not _last_norm(model)._get_fsdp_state():
-        return ["launch.strategy is fsdp and the head is no unit with the last norm: a share learns of its own batch"]
+        return ["launch.strategy is fsdp, but the head is not sharded with the last norm: its gradients are not summed"]
     if launch.offload == "params" and any(parameter.device.type != "cpu" for parameter in parameters.values()):
-        return ["launch.offload is params and shares of them stay on the GPU"]
+        return ["launch.offload is params, but shares stay on the GPU"]
     return []
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return how many parameters are sharded, and how many elements there are and this rank keeps."""
+    """Return the numbers of sharded parameters, of all elements, and of the elements of this rank."""
     parameters = list(trainer.model_wrapped.parameters())
     return {
         "sharded": sum(isinstance(parameter, DTensor) for parameter in parameters),

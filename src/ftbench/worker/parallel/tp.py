@@ -1,5 +1,7 @@
-"""Tensor parallelism through transformers: each GPU keeps a share of every large matrix of a layer, and computes its
-share of each product, on the same tokens as all others."""
+"""Tensor parallelism through transformers.
+
+Each GPU holds a share of every large matrix and computes its share of each product. All see the same tokens.
+"""
 
 from typing import Any
 
@@ -17,25 +19,27 @@ __all__ = ["applied", "arguments", "attach", "loading", "verify"]
 
 
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
-    """Return what from_pretrained is told, which shards the weights as it reads them. Raise SpecError for heads that
-    cannot be dealt evenly."""
+    """Return the arguments of from_pretrained, which shards the weights while loading. Raise SpecError for a number of
+    heads that the ranks cannot share evenly."""
     require_even(spec, config, "launch.gpus", spec.launch.ranks)
     require_shared_adapters(spec)
     return {"distributed_config": DistributedConfig(tp_size=spec.launch.ranks)}
 
 
 def require_shared_adapters(spec: Experiment) -> None:
-    """Raise SpecError for a peft that would leave adapters whole beside matrices of which a rank has a share."""
+    """Raise SpecError for a version of peft that does not shard the adapters of sharded matrices."""
     if spec.method.adapters and not hasattr(peft_model, "get_tp_plan_and_mesh"):
         raise SpecError(
-            f"launch.strategy: {spec.launch.strategy} with adapters wants peft 0.21.2 or newer, and peft "
-            f"{peft.__version__} does not divide them: pip install -U peft, or use fsdp"
+            f"launch.strategy: {spec.launch.strategy} with adapters needs peft 0.21.2 or newer, and peft "
+            f"{peft.__version__} is installed: pip install -U peft, or use fsdp"
         )
 
 
 def require_even(spec: Experiment, config: Any, key: str, parts: int) -> None:
-    """Raise SpecError for layers that transformers has no plan to divide, and for heads that cannot be dealt to so many
-    GPUs, which `key` of the spec says."""
+    """Raise SpecError for layers without a tensor-parallel plan, and for heads that `parts` GPUs cannot share evenly.
+
+    `key` is the key of the spec that sets `parts`.
+    """
     text = config.get_text_config()
     if not getattr(text, "base_model_tp_plan", True):
         raise SpecError(f"launch.strategy: transformers has no plan by which tp divides {spec.model.id}: use fsdp")
@@ -43,15 +47,17 @@ def require_even(spec: Experiment, config: Any, key: str, parts: int) -> None:
     if heads % parts:
         fitting = ", ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)
         raise SpecError(
-            f"{key}: tp deals the {heads} heads of keys of {spec.model.id} evenly, and {heads} is no multiple of "
-            f"{parts}: set it to one of {fitting or 1}, or use fsdp"
+            f"{key}: {parts} GPUs cannot share the {heads} key heads of {spec.model.id} evenly: set it to one of "
+            f"{fitting or 1}, or use fsdp"
         )
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Sum the gradients of norms within heads as they are made: every rank has all of their weights and computes its
-    heads' part. transformers sums what has accumulated, with each batch again what was summed before. What is spread
-    over ranks is stepped apart from what is whole."""
+    """Sum the gradients of norms within heads in each backward pass, and split the optimizer's groups.
+
+    Every rank has all weights of such a norm and computes the part of its heads. transformers sums the accumulated
+    gradient instead, so that earlier batches would be summed again.
+    """
     ep.attach(trainer, spec)
     for module in trainer.model.modules():
         for key, hook in [*module._backward_hooks.items()]:
@@ -63,13 +69,13 @@ def attach(trainer: Any, spec: Experiment) -> None:
 
 
 def _summed(gradient: Any) -> Any:
-    dist.all_reduce(whole := gradient.clone())
-    return whole
+    dist.all_reduce(total := gradient.clone())
+    return total
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return what is not sharded. A library that was told too late multiplies with whole matrices, and says nothing."""
+    """Return a problem if no parameter is sharded: then each rank computes complete products without an error."""
     facts, ranks = applied(trainer), spec.launch.ranks
     if facts["sharded"]:
         return []
-    return [f"launch.strategy is tp and no parameter is spread over the {ranks} ranks"]
+    return [f"launch.strategy is tp, but no parameter is sharded over the {ranks} ranks"]

@@ -1,8 +1,8 @@
-"""A mesh of tensor parallelism and FSDP2: `launch.tp` GPUs beside each other share each matrix of a layer, and see one
-batch; of what is left of a layer each keeps the share that its row of the mesh has, and gathers it from the others.
+"""A mesh of tensor parallelism and FSDP2.
 
-transformers shards matrices as it reads them, over one dimension of a mesh that accelerate makes; accelerate shards
-what comes of that over the other.
+`launch.tp` neighbouring GPUs share each matrix and see one batch. The groups shard the layers among each other.
+transformers shards the matrices while loading, over one dimension of a mesh that accelerate makes. accelerate shards
+the result over the other dimension.
 """
 
 from functools import cache
@@ -22,26 +22,26 @@ from ftbench.worker.parallel.fsdp import applied, correct_plugin, verify
 __all__ = ["applied", "arguments", "attach", "loading", "prepare", "verify"]
 
 
-def _numbers(spec: Experiment) -> tuple[int, int]:
-    """Return how many GPUs share a matrix, and how many such groups there are."""
+def _mesh_shape(spec: Experiment) -> tuple[int, int]:
+    """Return the number of GPUs that share a matrix, and the number of such groups."""
     return spec.launch.ranks // spec.launch.shares, spec.launch.shares
 
 
 @cache
 def _mesh(tensor: int, shares: int) -> ParallelismConfig:
-    """Return the one mesh of this process, which loading and training share."""
+    """Return the mesh of this process. Loading and training use the same one."""
     mesh = ParallelismConfig(tp_size=tensor, dp_shard_size=shares)
     mesh.get_device_mesh(device().type)
     return mesh
 
 
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
-    """Return what from_pretrained is told. Raise SpecError for heads that cannot be dealt evenly.
+    """Return the arguments of from_pretrained. Raise SpecError for heads that cannot be shared evenly.
 
-    What is trained beside 16-bit products is read in 32 bits: accelerate would make it so of what is whole alone.
-    Adapters are drawn whole: peft takes shares of matrices for matrices where the mesh has names, and draws equal
-    halves."""
-    tensor, shares = _numbers(spec)
+    With 16-bit products, trained weights are loaded in 32 bits, because accelerate only casts unsharded ones. Adapters
+    get the full shape: on a mesh with names, peft takes shares of matrices for matrices and would draw equal halves.
+    """
+    tensor, shares = _mesh_shape(spec)
     tp.require_even(spec, config, "launch.tp", tensor)
     tp.require_shared_adapters(spec)
     LoraLayer._get_in_out_features = lambda self, module: (module.in_features, module.out_features)
@@ -52,20 +52,20 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return what the trainer is told: FSDP2's words, and the mesh. Each rank has read its own shares already."""
-    said = fsdp.arguments(spec) | {"parallelism_config": _mesh(*_numbers(spec))}
-    said["fsdp_config"]["cpu_ram_efficient_loading"] = False
-    return said
+    """Return the arguments of FSDP2 and the mesh. Each rank has already loaded its own shares."""
+    values = fsdp.arguments(spec) | {"parallelism_config": _mesh(*_mesh_shape(spec))}
+    values["fsdp_config"]["cpu_ram_efficient_loading"] = False
+    return values
 
 
 def prepare(made: Any) -> None:
-    """Let accelerate shard on a CPU, too, and leave what tensor parallelism has not sharded as it is: it would make it
-    tensors of the mesh by a class that transformers no longer has."""
+    """Let accelerate shard on a CPU, and keep it from converting unsharded weights to tensors of the mesh: that needs a
+    class that transformers no longer has."""
     fsdp.prepare(made)
     Accelerator._prepare_tp = lambda self, *objects: objects
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Correct accelerate as under fsdp, and let the optimizer step apart what is spread over different ranks."""
+    """Correct accelerate as with fsdp, and split the optimizer's groups by mesh."""
     correct_plugin(trainer)
     ep.attach(trainer, spec)

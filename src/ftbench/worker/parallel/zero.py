@@ -1,6 +1,6 @@
-"""ZeRO through DeepSpeed: the optimizer's states are dealt to the ranks (1), gradients too (2), weights too (3).
+"""ZeRO through DeepSpeed. Stage 1 shards the optimizer state, stage 2 also gradients, stage 3 also weights.
 
-Another recipe than FSDP2's in 16 bits: DeepSpeed casts all that is trained to bfloat16 and keeps a copy in 32 bits.
+In 16 bits it differs from FSDP2: DeepSpeed casts all trained weights to bfloat16 and keeps a 32-bit copy.
 """
 
 from typing import Any
@@ -11,13 +11,13 @@ from ftbench.worker.model.parts import base_model, decoder_layers
 _FILLED_IN = (
     "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping",
 )  # fmt: skip
-# The rank's share of the 32-bit copy, by the name that it has in each of DeepSpeed's optimizers.
+# Names of the rank's share of the 32-bit copy in DeepSpeed's optimizers.
 _UPDATED = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return what the trainer is told: DeepSpeed's configuration, in which it fills in what is `auto`. States in the
-    host's memory are updated by torch's own optimizer, which needs no compiler."""
+    """Return DeepSpeed's configuration, in which the trainer replaces `auto`. Offloaded state is updated by torch's
+    optimizer, which needs no compiler."""
     stage, offload = int(spec.launch.strategy.removeprefix("zero")), spec.launch.offload
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": "auto"}
     if stage == 3:
@@ -34,8 +34,8 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def prepare(made: Any) -> None:
-    """Let DeepSpeed sum through gloo on a CPU: its own sums in shared memory would have to be compiled first. Let it
-    count the weights that are still gathered as a backward pass ends, before it releases all."""
+    """Use gloo on a CPU, because DeepSpeed's own sums would have to be compiled. Count the weights that are still
+    gathered at the end of a backward pass, before DeepSpeed releases them."""
     from deepspeed import ops
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload as Gathering
 
@@ -51,58 +51,63 @@ def prepare(made: Any) -> None:
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Let a layer's activations be made again within the model's backward pass: by one of its own, which TRL asks for
-    beside adapters, DeepSpeed would keep all frozen weights gathered until the model's has ended. Let it gather the
-    weights of such a layer at once, beside the work of the layer before: one at a time the GPUs wait for Python (of
-    other layers DeepSpeed 0.19 lacks them in the backward pass then)."""
+    """Set up gradient checkpointing with ZeRO-3.
+
+    Recomputation must be part of the model's backward pass: with reentrant checkpoints, which TRL uses with adapters,
+    DeepSpeed keeps all frozen weights gathered until the end. The weights of a checkpointed layer are gathered at
+    once, while the layer before computes; one by one, the GPUs would wait for Python. Other layers cannot do this
+    (DeepSpeed 0.19 does not have their weights in the backward pass then).
+    """
     if spec.launch.strategy == "zero3" and trainer.args.gradient_checkpointing:
         from deepspeed.utils import set_z3_leaf_modules
 
         trainer.args.gradient_checkpointing_kwargs = {"use_reentrant": False}
         set_z3_leaf_modules(trainer.model, list({type(layer) for layer in decoder_layers(trainer.model)}))
-        trainer.args.hf_deepspeed_config.config["zero_optimization"] |= _a_layer_ahead(trainer.model)
+        trainer.args.hf_deepspeed_config.config["zero_optimization"] |= _prefetch_one_layer(trainer.model)
 
 
-def _a_layer_ahead(model: Any) -> dict[str, int]:
-    """Return settings by which DeepSpeed (partitioned_param_coordinator.py) fetches the next of such layers while one
-    computes, and keeps no more of them. By what it takes for itself it fetches nothing ahead beside 10^9 elements that
-    are there, which a head, an embedding and a layer of a model of 14B parameters are (TRL's loss gathers the head
-    before the layers); keeps layers of as many from one pass to the next; and with them the embedding, since it counts
-    the elements between two uses of it as if these layers had none. What is small stays whole, as transformers has
-    it."""
-    whole = 10 * base_model(model).config.get_text_config().hidden_size
+def _prefetch_one_layer(model: Any) -> dict[str, int]:
+    """Return the settings with which DeepSpeed prefetches one layer and keeps no more.
+
+    See partitioned_param_coordinator.py. With its defaults it prefetches nothing while 10^9 elements are gathered, and
+    a head, an embedding and a layer of a 14B model have that many (TRL's loss gathers the head first). It also keeps as
+    many elements of layers between passes, and the embedding, because layers gathered at once count as empty. Small
+    weights stay unsharded, as in transformers.
+    """
+    small = 10 * base_model(model).config.get_text_config().hidden_size
     sizes = [[_elements(parameter) for parameter in layer.parameters()] for layer in decoder_layers(model)]
-    layer = max(sum(size for size in each if size > whole) for each in sizes)
-    there = _elements(base_model(model).get_output_embeddings().weight) + 2 * layer
-    return {"stage3_param_persistence_threshold": whole, "stage3_prefetch_bucket_size": layer,
-            "stage3_max_live_parameters": there, "stage3_max_reuse_distance": 0}  # fmt: skip
+    layer = max(sum(size for size in each if size > small) for each in sizes)
+    live = _elements(base_model(model).get_output_embeddings().weight) + 2 * layer
+    return {"stage3_param_persistence_threshold": small, "stage3_prefetch_bucket_size": layer,
+            "stage3_max_live_parameters": live, "stage3_max_reuse_distance": 0}  # fmt: skip
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return what is not dealt to the ranks as the stage asked for has it, read from DeepSpeed's engine."""
+    """Return what is not sharded as the stage requires, read from DeepSpeed's engine."""
     engine, name, ranks = trainer.model_wrapped, spec.launch.strategy, spec.launch.ranks
     if type(engine).__name__ != "DeepSpeedEngine":
-        return [f"launch.strategy is {name} and the trainer trains a {type(engine).__name__}"]
+        return [f"launch.strategy is {name}, but the trainer has a {type(engine).__name__}"]
     if f"zero{engine.zero_optimization_stage()}" != name or engine.dp_world_size != ranks:
-        return [f"launch.strategy is {name} and DeepSpeed runs stage {engine.zero_optimization_stage()} over "
+        return [f"launch.strategy is {name}, but DeepSpeed runs stage {engine.zero_optimization_stage()} over "
                 f"{engine.dp_world_size} ranks"]  # fmt: skip
-    facts, share = applied(trainer), 1.05 / ranks  # with what fills the shares up
-    sentences = []
+    facts, share = applied(trainer), 1.05 / ranks  # with padding of the shares
+    problems = []
     if facts["optimizer_elements_of_rank"] > facts["trained_elements"] * share + 4096:
-        sentences.append(f"launch.strategy is {name} and each rank keeps the optimizer's states of all that is trained")
+        problems.append(f"launch.strategy is {name}, but each rank has the optimizer state of all trained parameters")
     if name == "zero3" and facts["elements_of_rank"] > facts["elements"] * share + 4096:
-        sentences.append("launch.strategy is zero3 and each rank keeps more than its share of the weights")
+        problems.append("launch.strategy is zero3, but each rank has more than its share of the weights")
     if facts["kept"] * 2 > facts["released"] > 0:
-        sentences.append(f"launch.strategy is zero3 and of {facts['released']} weights {facts['kept']} stay gathered "
-                         f"until the backward pass ends")  # fmt: skip
-    return sentences
+        problems.append(f"launch.strategy is zero3, but {facts['kept']} of {facts['released']} weights stay gathered "
+                        f"until the backward pass ends")  # fmt: skip
+    return problems
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return how many elements there are, are trained, and this rank keeps: of the weights, and of the 32-bit copy
-    that the optimizer updates. Between two steps a weight that is dealt to the ranks holds none itself; `kept` of
-    them were gathered until the backward pass ended; of `gathered_whole` layers the weights come at once, and as many
-    elements as `fetched_ahead` beside the work before (estimates ask for it: `estimate/recorded.py`)."""
+    """Return element counts of the weights and of the 32-bit copy that the optimizer updates.
+
+    `released` weights hold no elements between steps. `kept` of them were gathered until the end of the backward pass.
+    `gathered_whole` layers are gathered at once, `fetched_ahead` elements in advance (read by the estimator).
+    """
     engine = trainer.deepspeed
     if engine is None:  # before training begins
         return {}

@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other, and what one says that waits for another as it is told to end."""
+"""Join the process group of a run, and exit on SIGTERM while waiting for another rank."""
 
 import os
 import signal
@@ -14,20 +14,19 @@ import torch.distributed as dist
 from ftbench.errors import MissingError
 from ftbench.worker.device import device
 
-LISTENER = "FTBENCH_RENDEZVOUS"  # the descriptor of a socket that already listens where the ranks meet
-PATIENCE = timedelta(days=1)  # a rank that hangs is ftbench's to find: libraries give up sooner, and say less
-ANSWER_S = 1.0  # how long the main thread may take to end by itself once it is told to
+LISTENER = "FTBENCH_RENDEZVOUS"  # file descriptor of a socket that already listens on the master port
+PATIENCE = timedelta(days=1)  # longer than ftbench's own watchdog, whose message is clearer
+GRACE_S = 1.0  # time for the main thread to exit by itself after SIGTERM
 
 
-def meet() -> None:
-    """Join the process group of the run: NCCL between GPUs, gloo between processes on the CPU. Raise MissingError where
-    it cannot be had."""
+def join() -> None:
+    """Join the process group: NCCL between GPUs, gloo on a CPU. Raise MissingError if that is not possible."""
     gpu = device() if torch.cuda.is_available() else None
     if gpu is not None:
         if not dist.is_nccl_available():
             raise MissingError(
-                f"several GPUs need NCCL and torch {torch.__version__} was built without it: install a build of torch "
-                "for CUDA on Linux, or set launch.gpus to 1"
+                f"several GPUs need NCCL and torch {torch.__version__} was built without it: install torch for CUDA on "
+                "Linux, or set launch.gpus to 1"
             )
         torch.cuda.set_device(gpu)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -46,14 +45,16 @@ def _store(rank: int, world: int) -> dist.TCPStore:
         )  # fmt: skip
     except dist.DistNetworkError as error:
         raise MissingError(
-            f"rank {rank} cannot meet the others at MASTER_ADDR={host}, MASTER_PORT={port}: "
-            f"{str(error).strip().splitlines()[0]} Choose a free port that every node reaches"
+            f"rank {rank} cannot connect to the other ranks at MASTER_ADDR={host}, MASTER_PORT={port}: "
+            f"{str(error).strip().splitlines()[0]} Choose a free port that every node can reach"
         ) from None
 
 
-def answer_when_told_to_end(write: Callable[[], Any]) -> None:
-    """Call `write` and end this process where TERM has come and the main thread does not heed it: it waits in the
-    driver or in a library for another rank, where no handler of Python's runs."""
+def exit_on_sigterm(write: Callable[[], Any]) -> None:
+    """After SIGTERM, call `write` and exit if the main thread does not.
+
+    The main thread may wait for another rank in a driver or library, where no Python signal handler runs.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -61,8 +62,8 @@ def answer_when_told_to_end(write: Callable[[], Any]) -> None:
     def wait() -> None:
         while signal.SIGTERM not in os.read(reader, 4096):
             pass
-        time.sleep(ANSWER_S)
+        time.sleep(GRACE_S)
         write()
         os._exit(1)
 
-    threading.Thread(target=wait, name="ftbench-answer", daemon=True).start()
+    threading.Thread(target=wait, name="ftbench-sigterm", daemon=True).start()
