@@ -92,10 +92,24 @@ def test_tasks_need_their_prompts_and_mask_them():
     for sample, answer in list(zip(samples, answers, strict=True))[::3]:
         assert sample.ids[1 : 1 + len(answer)] == answer
     bound = []
-    for sample in samples[1::3]:
-        prompt = sample.ids[1 : len(sample.ids) - sum(label != IGNORE for label in sample.labels) - 1]
-        asked = next(label for label in sample.labels if label != IGNORE)
-        bound.append(dict(zip(prompt[::2], prompt[1::2], strict=False)))
-        assert asked in bound[-1].values()
+    for sample, answer in list(zip(samples, answers, strict=True))[1::3]:
+        prompt = sample.ids[1 : len(sample.ids) - len(answer) - 1]
+        pairs, queries = prompt[: -len(answer)], prompt[-len(answer) :]
+        bound.append(dict(zip(pairs[::2], pairs[1::2], strict=True)))
+        assert [bound[-1][key] for key in queries] == answer
     shared = bound[0].keys() & bound[1].keys()
     assert any(bound[0][key] != bound[1][key] for key in shared)
+
+
+def test_damaged_runs_enter_no_answer(train_here, tmp_path, monkeypatch):
+    from ftbench.report import build
+
+    plain, damaged = train_here(), train_here(measure={"control": "layer_frozen"})
+    answered: list[str] = []
+    runs_of = build.runs_of
+    monkeypatch.setattr(
+        build, "runs_of", lambda records: answered.extend(each["run_id"] for each in records) or runs_of(records)
+    )
+    build.report(build.Request([tmp_path], answers=True))
+    assert plain.run_id in answered
+    assert damaged.run_id not in answered

@@ -12,8 +12,9 @@ from ftbench.report.data.collect import Record, collect
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.report.document import Report, Section
 from ftbench.report.sections import cost
+from ftbench.spec.controls import DAMAGED, RECORDED
 from ftbench.spec.prices import Prices, load_prices
-from ftbench.store.summary import OF_PARITY, PROFILED
+from ftbench.store.summary import PROFILED
 
 _REPEATS = ("each", "merge")
 _WITH_COLUMNS = ("table", "md")
@@ -89,7 +90,8 @@ def _sections(request: Request, records: Sequence[Record], prices: Prices | None
         return []
     from ftbench.report.sections import profiles
 
-    measured = [record for record in records if not {PROFILED, OF_PARITY} & {*record["warnings"]}]
+    left_out = (PROFILED, DAMAGED, RECORDED)
+    measured = [each for each in records if not any(text.startswith(left_out) for text in each["warnings"])]
     runs = runs_of(measured) if request.any_measured or with_images else []
     cells, profile_cells = cells_of(runs), cells_of(runs_of(profiled))
     parts = _of_measured(request, runs, cells, profile_cells, prices) if request.any_measured else []

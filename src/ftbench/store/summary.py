@@ -20,7 +20,6 @@ SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power a
 _OF_IMAGES = ("images", "tiles", "image_tokens", "text_tokens")
 UNKNOWN = "unknown"  # of an imported run's optimizations, of which no log tells
 PROFILED = "profiled: no speed is taken from this run, its steps were recorded (measure.profile)"
-OF_PARITY = "part of a parity check: no speed is taken from a run that is damaged or recorded on purpose"
 
 
 def read_summary(run: RunDir, state: str | None = None) -> dict[str, Any]:
@@ -56,8 +55,8 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
     summary.ranks = spread(ranks, warm)
     summary.warnings += [*warnings, *rank_warnings]
     _learning(summary, everything, spec)
-    if reason := untimed(spec):
-        summary.warnings += [reason, *run_warnings.warnings(everything, [], 0, machine, {}, ended_well=False)]
+    if profiled(spec):  # the profiler slows steps and launches
+        summary.warnings += [PROFILED, *run_warnings.warnings(everything, [], 0, machine, {}, ended_well=False)]
         summary.warnings += read_json(run.profile / KERNELS).get("warnings", [])
         return summary
     _first_steps(summary, train, warm)
@@ -113,14 +112,9 @@ def _first_steps(summary: RunSummary, train: Sequence[StepRow], warm: int) -> No
             summary.time_to_steady_s = total(row.step_time_s for row in train[:warm])
 
 
-def untimed(spec: dict[str, Any]) -> str:
-    """Return why the times of a resolved spec's run are not a measurement; empty if they are."""
-    measure = spec.get("measure", {})
-    if measure.get("profile", "off") != "off":
-        return PROFILED  # the profiler slows steps and launches
-    if measure.get("control", "off") != "off" or measure.get("weights_of"):
-        return OF_PARITY
-    return ""
+def profiled(spec: dict[str, Any]) -> bool:
+    """Return whether a resolved spec asks for a profile. The times of such a run are not a measurement."""
+    return bool(spec.get("measure", {}).get("profile", "off") != "off")
 
 
 def as_dict(summary: RunSummary) -> dict[str, Any]:

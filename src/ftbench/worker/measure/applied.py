@@ -13,6 +13,7 @@ import torch
 from ftbench.core.flops import MatmulShape, VisionMatmulShape
 from ftbench.core.units import GIB, percent
 from ftbench.families import vision as families
+from ftbench.spec.controls import DAMAGED, RECORDED
 from ftbench.spec.experiment import Experiment
 from ftbench.worker import parallel
 from ftbench.worker.device import device as own_device
@@ -124,7 +125,9 @@ def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]
     messages = []
     kinds = applied["parameters"]["by_kind"]
     if spec.measure.control != "off":
-        messages.append(f"a control: measure.control={spec.measure.control} prevents learning on purpose")
+        messages.append(f"{DAMAGED}: measure.control={spec.measure.control} damages it on purpose, so it enters no answer")
+    if spec.measure.weights_of:
+        messages.append(f"{RECORDED}: its steps were interrupted, so it enters no answer")
     if spec.method.adapters:
         if missing := lora.unmatched_targets(model, spec):
             messages.append(f"no layer is named {', '.join(missing)}: these targets have no effect")
