@@ -48,7 +48,7 @@ def plan_of(folder: Path, *recipes: Contender, every_control: bool = False, seed
     return ParityPlan(recipes, seeds, every_control, Options(folder, None))
 
 
-def learn(folder: Path, steps: int = 200, seed: int = 0) -> Path:
+def learn(folder: Path, steps: int = 400, seed: int = 0) -> Path:
     """Train a tiny Qwen3 on the tasks; returns the folder of the model."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))

@@ -8,6 +8,8 @@ import json
 import pytest
 
 import parity_runs
+from ftbench.spec.batches import packed as rows_of
+from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.controls import GRADED
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
@@ -31,6 +33,7 @@ def learned(tmp_path_factory, cache):
 
 @pytest.mark.torch
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # 90 s on two idle cores
 def test_honest_variants_pass_and_all_controls_are_caught(learned, tmp_path_factory):
     folder = tmp_path_factory.mktemp("parity")
     recipes, damages = parity_runs.honest(learned)
@@ -53,6 +56,7 @@ def test_honest_variants_pass_and_all_controls_are_caught(learned, tmp_path_fact
 
 @pytest.mark.torch
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_other_bugs_are_caught_and_a_dead_projection_is_named_first(learned, tmp_path):
     spec = {name: contender(learned, name, 50 + at) for at, name in enumerate(parity_runs.BUGS)}
     plan = plan_of(tmp_path, *spec.values())
@@ -174,7 +178,9 @@ def test_packed_rows_train_as_many_samples_as_padded_ones(tmp_path):
     packed = tiny("packed", optimizations={"packing": True})
     plan = plan_of(tmp_path, packed)
     spec = plan.train(packed.spec, 0, packed).spec
-    assert (spec.train.batch_size, spec.dataset.max_length) == (3, 64)
+    lengths = synthetic_lengths(spec.dataset, 240)
+    assert lengths == synthetic_lengths(packed.spec.dataset, 240)
+    assert abs(len(rows_of(lengths, spec.dataset.max_length)) / spec.train.batch_size - 30) < 2
     long = packed.spec.model_copy(update={"dataset": packed.spec.dataset.model_copy(update={"max_length": 2048})})
     spec = plan.train(long, 0, packed).spec
     assert spec.train.batch_size == 1

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ftbench.spec.ablation import with_changes
-from ftbench.spec.batches import synthetic_lengths
+from ftbench.spec.batches import packed, synthetic_lengths
 from ftbench.spec.controls import GRADED, OF_ADAPTERS
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
@@ -256,15 +256,20 @@ class ParityPlan(Grid):
 
 
 def _same_samples(spec: Experiment) -> dict[str, Any]:
-    """Return changes for packing, so that a step trains about as many samples as a padded one: fewer rows, and a
-    shorter maximum length if one row still holds more. Only synthetic data have known lengths."""
+    """Return changes for packing, so that a step trains about as many samples as a padded one: other rows per step and
+    a shorter maximum length. Only synthetic data have known lengths."""
     if not spec.optimizations.packing or spec.dataset.name != "synthetic":
         return {}
     lengths = synthetic_lengths(spec.dataset, spec.dataset.samples or 1)
-    tokens = spec.train.batch_size * sum(lengths) / len(lengths)
-    rows = max(1, round(tokens / spec.dataset.max_length))
-    longest = min(spec.dataset.max_length, max(max(lengths), round(tokens / rows)))
-    return {"train.batch_size": rows, "dataset.max_length": longest}
+    steps, tokens = len(lengths) / spec.train.batch_size, spec.train.batch_size * sum(lengths) / len(lengths)
+    shortest, longest = max(lengths), spec.dataset.max_length
+    choices = {}
+    for rows in range(max(1, int(tokens / longest)), int(tokens / shortest) + 2):
+        for room in (1.0, 1.03, 1.06, 1.1, 1.2):
+            length = min(longest, max(shortest, round(room * tokens / rows)))
+            choices[rows, length] = abs(len(packed(lengths, length)) / rows / steps - 1)
+    rows, length = min(choices, key=lambda choice: choices[choice])
+    return {"train.batch_size": rows, "dataset.max_length": length}
 
 
 def _probe(spec: Experiment) -> Dataset:

@@ -125,9 +125,11 @@ def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]
     messages = []
     kinds = applied["parameters"]["by_kind"]
     if spec.measure.control != "off":
-        messages.append(f"{DAMAGED}: measure.control={spec.measure.control} damages it on purpose, so it enters no answer")
+        messages.append(
+            f"{DAMAGED}: measure.control={spec.measure.control} damages it on purpose, so it enters no answer"
+        )
     if spec.measure.weights_of:
-        messages.append(f"{RECORDED}: its steps were interrupted, so it enters no answer")
+        messages.append(f"{RECORDED}: its steps were interrupted")
     if spec.method.adapters:
         if missing := lora.unmatched_targets(model, spec):
             messages.append(f"no layer is named {', '.join(missing)}: these targets have no effect")
