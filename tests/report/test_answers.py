@@ -248,7 +248,7 @@ def test_few_steady_steps_have_no_break_even(tmp_path):
     make_run(tmp_path, "a", steps(6))
     make_run(tmp_path, "b", steps(6, 0.5, first=50.0), spec=method("full"))
     text = words(tmp_path)
-    assert "too few steady steps to know the noise" in text
+    assert "too few steady steps to estimate the noise" in text
     assert "is ahead for the first" not in text
 
 

@@ -698,7 +698,7 @@ def test_cells_do_not_depend_on_the_order(tmp_path):
 
 def test_an_unknown_axis_raises(tmp_path):
     make_run(tmp_path, "a")
-    with pytest.raises(SpecError, match="no run has such a key"):
+    with pytest.raises(SpecError, match="unknown key"):
         compared(tmp_path, "nothing.at.all")
 
 

@@ -181,7 +181,7 @@ def test_columns_shows_the_named_columns(ftbench, store):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--where", "methd=lora"], "--where methd: no run has such a column; did you mean method?"),
+        (["--where", "methd=lora"], "--where methd: unknown column; did you mean method?"),
         (["--where", "method=lorra"], "no run matches; did you mean lora? (values: full, lora, qlora)"),
         (["--where", "method"], "write it as method=lora, batch=4,8 or tokens/s>=5000"),
         (["--where", "rank=1"], "--where rank=1: no run matches; did you mean 16? (values: 8, 16)"),

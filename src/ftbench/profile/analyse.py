@@ -128,7 +128,7 @@ def _phases(
 def _longest(trace: Trace, phases: PhaseSpans, gaps: list[tuple[float, float]], most: int) -> list[dict[str, Any]]:
     """Return the longest gaps, each with its main phase and the CPU activity by time.
 
-    CPU activity is waiting driver calls and outermost operators of any thread, else Python.
+    CPU activity is waiting driver calls and outermost operators of any thread. The rest is Python.
     """
     outermost = [_outermost(spans) for spans in trace.threads.values()]
     rows = []

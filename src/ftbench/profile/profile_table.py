@@ -14,7 +14,7 @@ _LEAST_GB = 0.0005  # GiB; smaller values would print as 0.00
 
 
 def run_text(run: RunDir) -> str:
-    """Return the profile of a run as text, or an empty string if it has none."""
+    """Return the profile of a run as text, or an empty string without a profile."""
     return as_text(files.load(run.profile), run.profile) if (run.profile / files.KERNELS).is_file() else ""
 
 

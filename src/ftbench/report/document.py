@@ -65,7 +65,7 @@ class Column:
 class Point:
     """One conclusion from runs.
 
-    `runs` are the paths of the runs that support it. `also` lists what else differs between the compared runs. `about`
+    `runs` are the paths of the runs that support it. `also` lists their further differences. `about`
     names the workload and GPU.
     """
 
@@ -101,7 +101,7 @@ class Section:
 class Report:
     """A report before formatting.
 
-    `axes` are record fields that get a column. `columns` replace the default columns. `runs` says whether the table of
+    `axes` are record fields that get a column. `columns` replace the default columns. With `runs`, the table of
     runs is included.
     """
 

@@ -37,7 +37,7 @@ def known_format(format_name: str) -> None:
 
 
 def format_of(file: Path | None) -> str:
-    """Return the format for a file name, `table` if it has no suffix. Raise SpecError for an unknown suffix."""
+    """Return the format for a file name, `table` without a suffix. Raise SpecError for an unknown suffix."""
     suffix = file.suffix.lower().lstrip(".") if file else ""
     name = {"": "table", "txt": "table", "log": "table", "htm": "html"}.get(suffix, suffix)
     if name not in FORMATS:
@@ -119,7 +119,7 @@ def _markdown(report: Report) -> str:
 
 
 def _csv(report: Report) -> str:
-    """Return one table with all fields: the runs, or else the first section with records."""
+    """Return one table with all fields: the runs, or the first section with records."""
     if report.runs:
         return csv_text(report.records)
     return csv_text(next((section.records for section in report.sections if section.records), ()))

@@ -42,7 +42,7 @@ class Selection:
         if (column := self._columns.get(_plain(name))) is None:
             near = nearest(_plain(name), self._columns)
             raise SpecError(
-                f"{option} {shortened(name)}: no run has such a column{near} (method, batch, gpu, state, tokens/s, a "
+                f"{option} {shortened(name)}: unknown column{near} (use method, batch, gpu, state, tokens/s, a "
                 "key of `ftbench list keys`, or a field of --format csv)"
             )
         return column
@@ -69,7 +69,7 @@ class Selection:
         return f"{nearest(value, values)} (values: {units.listed(values or ['none'], _MOST_VALUES)})"
 
     def sort(self, name: str) -> None:
-        """Sort the best first: descending if higher is better, else ascending, words by the alphabet.
+        """Sort the best first: descending if higher is better, ascending for other figures, words by the alphabet.
 
         A leading minus reverses the order. Unknown values come last.
         """
@@ -149,7 +149,7 @@ def _ordered(records: Sequence[Record], column: Column, sign: str, value: str) -
 
 
 def _equal(records: Sequence[Record], column: Column, sign: str, value: str) -> list[Record]:
-    """Return the records that equal one of the values, or else the records whose words contain one."""
+    """Return the records that equal one of the values. If there are none, those whose words contain a value."""
     wanted = [_SWITCHES.get(_plain(part), _plain(part)) for part in value.split(",")]
     numbers = {_number(part) for part in wanted} - {None}
     texts = [(record, _plain(_text(record, column))) for record in records]

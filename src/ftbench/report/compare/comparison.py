@@ -51,7 +51,7 @@ TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "grad
 NOTE = (
     "Changes are relative to the baseline, with 95 % intervals in brackets. ≈ means not distinguishable, ? means no "
     "interval (one run per side with fewer than six steady steps, or a figure without repeats). With several runs, the "
-    "interval comes from the spread between them, to which the spread between repeats counts as one more run. With one "
+    "interval comes from the spread between them, and the spread between repeats counts as one more run. With one "
     "run per side, it comes from the steps and the spread between repeats, and the result is at most likely. Results "
     "apply to these machines, not to others of the same kind. Loss is the difference of the mean loss per label token "
     "over the same samples. Energy is that of the GPU, per sample. Samples are real tokens over the mean length of the "
@@ -239,7 +239,7 @@ def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Iterable[str]) 
 
 
 def _libraries(by_framework: Mapping[str, Cell]) -> Iterator[str]:
-    """Yield the library versions of each framework, which are not listed as differences."""
+    """Yield the library versions of each framework. They are not listed as differences."""
     versions = {name: [cell.facts.get(f"versions.{name}") for cell in by_framework.values()] for name in LIBRARIES}
     own = [name for name, each in versions.items() if len(set(each)) > 1]
     had = {framework: ", ".join(f"{name} {version}" for name in own if (version := cell.facts.get(f"versions.{name}")))

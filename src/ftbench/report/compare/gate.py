@@ -60,13 +60,13 @@ def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> Gate:
     unknown, and only the limit counts.
 
     Raises:
-        SpecError: no cell has a partner.
+        SpecError: the two sides have no spec and GPU in common.
     """
     now, then = (cells_of(runs_of(records)) for records in (new, old))
     earlier = grouped_by(then, lambda cell: identity(cell.runs[0]))
     both = [(cell, _nearest(cell, same)) for cell in now if (same := earlier.get(identity(cell.runs[0])))]
     if not both:
-        raise SpecError("--against: none of the earlier runs has the same spec and GPU as a new run")
+        raise SpecError("--against: the earlier and the new runs have no spec and GPU in common: compare other folders")
     noise, rows = noise_of([*now, *then]), []
     for cell, before in both:
         pair = pair_of("", cell, before, noise=noise)

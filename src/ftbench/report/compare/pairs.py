@@ -93,7 +93,7 @@ def compare(runs: Sequence[Run], axis: str, baseline: str | None = None, *, stri
         strict: keep only pairs of the same recipe.
 
     Raises:
-        SpecError: no run has this axis or baseline.
+        SpecError: the axis or the baseline does not exist.
     """
     key, cells = along(axis, runs)
     chosen, noise = baseline_value(key, cells, baseline), noise_of(cells)

@@ -46,14 +46,14 @@ def along(axis: str, runs: Sequence[Run]) -> tuple[str, list[Cell]]:
     """Return the key that `--compare axis` refers to, and the cells by it.
 
     Raises:
-        SpecError: no run has the key, or all runs have the same value.
+        SpecError: the key is missing in all runs, or all runs have the same value.
     """
     key = SHORT.get(axis, axis)
     present = dict.fromkeys(name for run in runs for name in (*run.spec, *run.ran))
     if key not in (*present, "gpu", OPTIMIZATIONS, RECIPE):
         names = [*SHORT, *present]
         raise SpecError(
-            f"--compare {axis}: no run has such a key{nearest(axis, names)} (gpu, method, batch, optimization, recipe, "
+            f"--compare {axis}: unknown key{nearest(axis, names)} (use gpu, method, batch, optimization, recipe, "
             "framework, model, or a key of `ftbench list keys`)"
         )
     cells = cells_of(runs, key)
@@ -68,8 +68,8 @@ def along(axis: str, runs: Sequence[Run]) -> tuple[str, list[Cell]]:
 def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
     """Return the baseline value.
 
-    If named: the value that equals the name or, if unique, contains it. Else the plainest value, else the value of most
-    successful cells.
+    A name selects the value that equals it or, if unique, contains it. The default is the plainest value, or the value
+    of most successful cells.
 
     Raises:
         SpecError: the name matches no value or several.

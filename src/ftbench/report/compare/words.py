@@ -37,7 +37,7 @@ def change_in_words(ratio: Ratio | None) -> str:
         return "by an unknown amount"
     value = _percent(ratio.value)
     if ratio.low is None or ratio.high is None:
-        return f"{value} % (too few steady steps to know the noise)"
+        return f"{value} % (too few steady steps to estimate the noise)"
     likely = "likely " if ratio.verdict.startswith("likely") else ""
     if ratio.vague:
         return f"{likely}{value} % (the repeats differ too much or are too few for an interval)"
@@ -75,13 +75,13 @@ def grad_norm_text(learning: Learning | None) -> str:
 
 
 def differences_text(pair: Pair) -> str:
-    """Return all differences of a pair, or the reason why it has no baseline."""
+    """Return all differences of a pair, or the reason for a missing baseline."""
     words = "; ".join(differences(pair))
     return f"differs: {words}" if words and pair.baseline else words
 
 
 def differences(pair: Pair) -> list[str]:
-    """Return each difference of a pair, or the reason why it has no baseline."""
+    """Return each difference of a pair, or the reason for a missing baseline."""
     if pair.baseline is None:
         return [pair.reason]
     words = []

@@ -28,7 +28,7 @@ def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
     """Return the value of a run on an axis.
 
     For `optimizations`: the names of all that are on. For `recipe`: the shipped recipe whose keys match the run, with
-    any further optimizations (`fastest + triton kernels`), else the optimizations and the optimizer. `unsloth` counts
+    any further optimizations (`fastest + triton kernels`), or the optimizations and the optimizer. `unsloth` counts
     as a recipe.
     """
     if axis == RECIPE:

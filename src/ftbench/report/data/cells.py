@@ -139,7 +139,7 @@ class Cell:
         return Pace(start, rate, step) if rate and step else None
 
     def without_contended(self) -> Cell | None:
-        """Return the cell without its contended runs, or None if no run is left."""
+        """Return the cell without its contended runs, or None if all are contended."""
         runs = tuple(run for run in self.runs if not run.contended)
         return Cell(self.facts, runs, self.way) if runs else None
 
@@ -168,7 +168,7 @@ def gpu_of(record: Record) -> str:
 
 
 def run_of(record: Mapping[str, Any]) -> str:
-    """Return `#3`, the number that `ftbench show` accepts, or the run id if the record has no number."""
+    """Return `#3`, the number that `ftbench show` accepts, or the run id without a number."""
     return f"#{number}" if (number := number_of(record)) else str(record["run_id"])
 
 

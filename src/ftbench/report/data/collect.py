@@ -188,7 +188,7 @@ def state_of(record: Mapping[str, Any]) -> str:
 
 
 def long_reason(record: Mapping[str, Any]) -> str:
-    """Return the full reason if `state_of` shortens it, else an empty string."""
+    """Return the full reason if `state_of` shortens it, or an empty string."""
     reason = record.get("reason")
     shortened = isinstance(reason, str) and len(reason) > _SHORT_REASON and record["state"] not in ("ok", "skipped")
     return str(reason) if shortened else ""

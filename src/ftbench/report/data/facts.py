@@ -52,8 +52,8 @@ def parse_json(data: bytes, name: str) -> Mapping[str, Any]:
 def spec_facts(run: RunDir) -> Mapping[str, str]:
     """Return the flat resolved spec: the keys that change the result (see spec/identity.py), and the framework.
 
-    Paths are reduced to file names. Keys that an older ftbench did not have get today's default, which is how that
-    version behaved.
+    Paths are reduced to file names. Keys that an older ftbench did not have get today's default, because that
+    version behaved the same.
     """
     return _facts_of(json_bytes(run.spec_json))
 
@@ -69,7 +69,7 @@ def _facts_of(data: bytes) -> Mapping[str, str]:
     if not facts or "imported" in written:  # defaults are unknown for imported runs
         return facts
     known = {key: text for key, text in _defaults(facts.get("method.name", "")).items() if _within(key, written)}
-    return known | {"objective.name": "sft"} | facts  # older specs have no objective: all were sft
+    return known | {"objective.name": "sft"} | facts  # older specs lack an objective: all were sft
 
 
 def machine_facts(run: RunDir) -> Mapping[str, str]:

@@ -22,7 +22,7 @@ from ftbench.report.data.cells import Cell
 from ftbench.report.data.facts import CPU, LIMIT
 
 _LIST_MARKS = str.maketrans("", "", '[]"')
-_MAX_LETTERS = 24  # of a fact that tells two cells of one name apart
+_MAX_LETTERS = 24  # of a fact in a name
 
 
 def way_of(facts: Mapping[str, str]) -> str:
@@ -50,7 +50,7 @@ def with_unique_names(cells: Sequence[Cell], axis: str) -> list[Cell]:
 
 
 def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
-    """Return a unique text for each cell: spec facts, the power limit, or else the id of the first run."""
+    """Return a unique text for each cell: spec facts, the power limit, or the id of the first run."""
     ordered = by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
     keys = [axis] * bool(axis) + ordered + [LIMIT]
     chosen: dict[str, list[str]] = {}

@@ -1,1 +1,1 @@
-"""One self-contained HTML page: sections of markup, data for what is drawn on demand."""
+"""The self-contained HTML page: sections of markup, and data for charts."""

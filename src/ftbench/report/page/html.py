@@ -1,4 +1,4 @@
-"""Render the page: one HTML document with its data, style and script, and a policy that blocks everything else."""
+"""Render the page: one HTML document with its data, style and script, and a policy that blocks other content."""
 
 import base64
 import hashlib
@@ -33,7 +33,7 @@ _KERNELS = ("kernel_groups", "memory_by_category", "kernels")
 _LAST = ("night", "energy", "cost", "memory", "trained")
 _OF_WORKLOAD = ("model", "weights", "data")
 _NAMING = (*_OF_WORKLOAD, "GPU", "batch")  # headings that identify a row
-# Characters that change the writing direction, which can make text misleading.
+# Characters that change the writing direction can make text misleading.
 _BIDI = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 

@@ -38,7 +38,7 @@ def _gpus(count: int) -> str:
 
 
 def title(view: View, workload: int) -> str:
-    """Return the fastest recipe in one sentence, or the number of runs if no speed is valid."""
+    """Return the fastest recipe in one sentence, or the number of runs without a valid speed."""
     cells, model = view.cells[workload], view.workloads[workload].split(",")[0]
     if fastest := [ranked[0] for own in _by_count(cells).values() if (ranked := fastest_first(own))]:
         best, *others = fastest

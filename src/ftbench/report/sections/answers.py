@@ -1,5 +1,5 @@
 """The questions of the founding study as sections: samples per night, memory over time, largest batch, trained
-parameters, and generated answers. A section is omitted if no run has its data."""
+parameters, and generated answers. A section without data is omitted."""
 
 from collections.abc import Callable, Sequence
 
@@ -84,7 +84,7 @@ def memory(cells: Sequence[Cell]) -> Section | None:
 
 
 def _over_progress(run: Run) -> Record | None:
-    """Return memory and time of a run over its progress, or None if its steps have no progress."""
+    """Return memory and time of a run over its progress, or None if the progress is unknown."""
     columns = read_columns(run.dir.steps, _COLUMNS)
     rows = [row for row in zip(*columns.values(), strict=True) if row[0] is not None and row[0] == row[0]]
     if not rows:
@@ -106,7 +106,7 @@ def _over_progress(run: Run) -> Record | None:
 
 
 def frontier(cells: Sequence[Cell]) -> Section | None:
-    """Return a table of recipe and GPU against batch: the peak in GiB if it fits, else the state such as `oom`.
+    """Return a table of recipe and GPU against batch: the peak in GiB if it fits, or the state such as `oom`.
 
     Returns None for a single batch that fits.
     """
@@ -136,7 +136,7 @@ def _spot(cell: Cell | None) -> str:
     return " / ".join([*([units.gibibytes(max(peaks))] if peaks else ["fits"] if cell.ok else []), *failed])
 
 
-# --- what is trained -------------------------------------------------------------------------------------------------
+# --- trained parameters ----------------------------------------------------------------------------------------------
 
 
 def trained(cells: Sequence[Cell]) -> Section | None:

@@ -34,7 +34,7 @@ WATTS, IDLE, PER_TOKEN = "energy.mean_watts", "energy.idle_watts", "energy.joule
 def _watts(joules: float | None, samples: float | None, sampled: float | None) -> float | None:
     """Return the mean power of training in watts: joules per 1,000 samples times samples per second.
 
-    The driver's power reading (`sampled`) lags by a second or more. It is used if there is no energy counter.
+    The driver's power reading (`sampled`) lags by a second or more. It is used without an energy counter.
     """
     return joules / 1000 * samples if joules and samples else sampled
 
@@ -62,7 +62,7 @@ def break_even(price: Price, watts: float | None) -> tuple[float | None, str]:
 def with_costs(records: Sequence[Record], prices: Prices | None, hours: float) -> list[Record]:
     """Add joules per million real tokens and, with prices, `cost.rent.*`, `cost.owned.*` and `cost.break_even_hours`.
 
-    Failed runs have no costs.
+    Failed runs get empty fields.
     """
     costs = [_costs(record, prices, hours) for record in records]
     empty = dict.fromkeys(name for amounts in costs for name in amounts)
@@ -110,7 +110,7 @@ def energy(cells: Sequence[Cell]) -> Section | None:
 
 
 def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None:
-    """Return a row per cell for rent and for purchase, or None if no GPU has a price."""
+    """Return a row per cell for rent and for purchase, or None if all GPUs lack a price."""
     records = [record for cell in cells for record in _records(cell, prices, hours)]
     valid = [own for cell in cells if (own := cell.without_contended()) and own.measured]
     amounts = {"1 h": "per_hour", "1k samples": "per_1k_samples", "1M tokens": "per_1m_real_tokens",

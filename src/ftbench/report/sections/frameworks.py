@@ -57,7 +57,7 @@ def _spread(plain: dict[str, Cell]) -> str:
 
 
 def _other_work(plain: dict[str, Cell]) -> str:
-    """Return the keys in which the plain runs differ although they should not. `--compare framework` has the values."""
+    """Return the unexpected differences between the plain runs, keys only. `--compare framework` has the values."""
     baseline = plain.get(TRL) or next(iter(plain.values()))
     pairs = (pair_of(FRAMEWORK, cell, baseline) for cell in plain.values() if cell is not baseline)
     keys = dict.fromkeys(fact.key.rpartition(".")[2].replace("_", " ") for pair in pairs for fact in pair.differences)

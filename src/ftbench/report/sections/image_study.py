@@ -144,7 +144,7 @@ class Choice:
 def guide(cells: Sequence[Cell]) -> Section | None:
     """Return, per workload and memory size, the cell that first finishes a number of images, start-up included.
 
-    A memory size with the same result as the previous one has no rows.
+    A memory size with the same result as the previous one is skipped.
     """
     records = []
     for workload in dict.fromkeys(map(_workload, cells)):
@@ -179,7 +179,7 @@ def _chosen(workload: Sequence[str], memory: int, choice: Choice) -> dict[str, A
 
 
 def best(cells: Sequence[Cell], memory: float) -> Iterator[Choice]:
-    """Yield the cells that fit, in the order in which they take the lead as more images are trained."""
+    """Yield the cells that fit, in the order of taking the lead as more images are trained."""
     paces = {
         id(cell): (cell, pace) for cell in cells
         if (cell.figure(PEAK) or memory) <= _ROOM * memory and (pace := cell.pace()) is not None

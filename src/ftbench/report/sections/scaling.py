@@ -24,7 +24,7 @@ _TIERS = {"allocated": "tensors", "reserved": "rest of the pool", "device": "dri
 _WORDS = (
     "Tokens per second of all GPUs. Weak scaling: each GPU has the batch of the single GPU. Strong scaling: all GPUs "
     "share that batch. Both in % of the single GPU's speed times the number of GPUs, same recipe. Skew is the share of "
-    "a step in which the mean rank waits for the rank with the most tokens."
+    "a step that the mean rank waits for the rank with the most tokens."
 )
 
 
@@ -166,7 +166,7 @@ def _hourly(cell: Cell, price: Any) -> list[HourlyCost]:
 
 
 def _memory(cells: Sequence[Cell]) -> Section | None:
-    """Return the memory of each rank by purpose if profiled, else by tier: tensors, pool, device."""
+    """Return the memory of each rank by purpose if profiled, or by tier: tensors, pool, device."""
     records = [
         names_of(cell) | {"rank": rank, "parts": parts}
         for cell in cells if cell.gpus > 1 and cell.ok
