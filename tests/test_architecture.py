@@ -22,7 +22,8 @@ LINES_OF_A_MODULE, LINES_OF_A_FUNCTION, MEDIAN_LINES_OF_A_FUNCTION = 300, 50, 8
 PRONOUNS = {"found", "told", "place", "one", "mine", "asked", "here"}
 # Modules by the package that brings them: named as its module, or by the package that requires it.
 BROUGHT_BY = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py", "PIL": "pillow", "compression": "backports.zstd",
-              "backports": "backports.zstd", "pydantic_core": "pydantic", "tokenizers": "transformers",
+              "backports": "backports.zstd", "pydantic_core": "pydantic", "typing_extensions": "pydantic",
+              "tokenizers": "transformers",
               "safetensors": "transformers", "huggingface_hub": "transformers", "pyarrow": "datasets",
               "markupsafe": "jinja2", "liger_kernel": "liger-kernel", "triton": "torch",
               "unsloth_zoo": "unsloth"}  # fmt: skip

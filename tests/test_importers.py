@@ -18,13 +18,12 @@ from ftbench.report.data.collect import collect
 from ftbench.report.data.facts import spec_facts
 from ftbench.report.document import Report
 from ftbench.report.formats import render
-from ftbench.store import documents, importers, rundir
-from ftbench.store.bundle import pack
-from ftbench.store.bundle.verify import verify
+from ftbench.store import bundle, importers, rundir, summary
 from ftbench.store.importers import COLUMNS, About, import_run
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.store.summary import as_dict, summarise
+from ftbench.store.verify import verify
 
 ABOUT = About("study", "Qwen/Qwen3-8B", "lora", "NVIDIA H200", batch_size=4)
 
@@ -141,7 +140,7 @@ def test_no_default_of_today_is_taken_for_the_recipe_of_an_imported_run(tmp_path
         ("step,elapsed_time_sec\n,1.0\n", "without a step or a time"),
         ('{"loss": 2.0}\n{"loss": 1.9}\n', "is a log in lines that are not known: give the trainer_state.json"),
         ("{", "is not JSON"),
-        ('{"log_history": [{"step": ' + "9" * 5000 + "}]}", "is not JSON (a number of thousands of digits)"),
+        ('{"log_history": [{"step": ' + "9" * 5000 + "}]}", "is not JSON (a number with thousands of digits)"),
         ('{"a": ' * 5000, "is not JSON (nested too deeply)"),
         ("{}", "has no `log_history`"),
         ('{"log_history": [1]}', "has no `log_history`"),
@@ -171,7 +170,7 @@ def test_a_line_with_a_number_that_no_training_has_is_left_out_and_told(tmp_path
     run, found = imported(path, tmp_path / "out")
     assert found["steps"]["total"] == 29
     assert "log.csv: line 9 cannot be read and was left out" in found["warnings"]
-    assert documents.read_documents(run)[1] is None
+    assert summary.read_documents(run)[1] is None
 
 
 def test_numbers_that_no_training_has_are_not_known_in_a_trainer_state(tmp_path):
@@ -199,7 +198,7 @@ def test_a_csv_needs_the_batch_size(tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"name": "../up"}, r"--name '\.\./up' may hold letters"), ({"method": "lorra"}, "'lorra' is no method"),
+    ({"name": "../up"}, r"--name '\.\./up' may have up to 80 letters"), ({"method": "lorra"}, "'lorra' is no method"),
     ({"model": " "}, "--model ' ': is no name"), ({"gpu": "a\nb"}, "--gpu "),
 ])  # fmt: skip
 def test_a_description_that_cannot_be_is_refused(tmp_path, changes, said):
@@ -301,7 +300,7 @@ def test_both_are_reported_bundled_and_verified(trained, tmp_path, monkeypatch):
         text = render(Report(collect([tmp_path / "out"])), name)
         assert "imported from log.csv" in text or name == "csv"
         assert "japanese-alpaca" in text
-    pack.make([tmp_path / "out"], tmp_path / "x.tar.zst")
+    bundle.make([tmp_path / "out"], tmp_path / "x.tar.zst")
     assert verify(tmp_path / "x.tar.zst").problems == []
 
 

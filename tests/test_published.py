@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ftbench.store.shapes import SHAPES, Misfit, check, shape_of
+from ftbench.store.models import MODELS, check, model_of
 
 ROOT = Path(__file__).parents[1]
 SCHEMAS = ROOT / "docs" / "reference" / "schemas"
@@ -27,7 +27,7 @@ def schema_of(path: Path) -> Path:
 
 def test_published_schemas_match_the_code():
     subprocess.run([sys.executable, ROOT / "scripts" / "schemas", "--check"], check=True)
-    assert len(list(SCHEMAS.iterdir())) == sum(not name.startswith(".") for name in SHAPES)
+    assert len(list(SCHEMAS.iterdir())) == sum(not name.startswith(".") for name in MODELS)
 
 
 @pytest.mark.parametrize("folder", ["launch-bound", "profiles", "study/qwen3-8b-lora"])
@@ -48,8 +48,8 @@ def test_committed_runs_match_the_schemas(folder):
 def test_rejected_files_do_not_match_the_schema(name, document):
     jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
     schema = json.loads((SCHEMAS / name.replace(".json", ".schema.json")).read_text())
-    with pytest.raises(Misfit):
-        check(document, shape_of(Path(name)))
+    with pytest.raises(ValueError, match=": "):
+        check(document, model_of(Path(name)))
     assert not jsonschema.Draft202012Validator(schema).is_valid(document)
 
 

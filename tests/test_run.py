@@ -15,7 +15,7 @@ import pytest
 
 from commands import Left, trained_once
 from ftbench.core.rows import StepRow
-from ftbench.store import digests, documents, health, run_warnings, rundir, summary
+from ftbench.store import digests, health, run_warnings, rundir, summary
 from ftbench.store.steps import read_steps
 
 pytest.importorskip("torch", reason="training libraries are not installed")
@@ -78,7 +78,7 @@ class TestARunThatGoesWell:
 
     def test_every_file_of_a_run_is_there_and_nothing_of_the_work_is_left(self, command):
         assert {path.name for path in command.run.path.iterdir()} == FILES
-        assert documents.read_documents(command.run)[1] is None
+        assert summary.read_documents(command.run)[1] is None
         assert digests.changed(command.run) == []
 
     def test_the_state_is_ok_and_tells_when(self, command):

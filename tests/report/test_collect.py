@@ -30,14 +30,17 @@ def test_different_runs_with_one_name_are_both_kept(tmp_path):
 def breaks():
     """Return ways to damage a run, with the expected reason of each."""
     return {
-        "pipe": (lambda run: (run.steps.unlink(), os.mkfifo(run.steps)), "steps.csv: is no plain file"),
-        "pipe-spec": (lambda run: (run.spec_json.unlink(), os.mkfifo(run.spec_json)), "spec.json: is no plain file"),
-        "endless": (lambda run: (run.phases.unlink(), run.phases.symlink_to("/dev/zero")), "phases.json: is no plain"),
-        "deep": (lambda run: run.applied.write_text("[" * 100_000), "applied.json: is no UTF-8, nested too deeply"),
-        "type": (lambda run: run.spec_json.write_text('{"train": {"batch_size": [4]}}'), "train.batch_size is a list"),
-        "nan": (lambda run: run.summary.write_text('{"mfu": NaN}'), "summary.json: mfu is no number"),
-        "owner": (lambda run: run.state.write_text('{"state": "running", "owner": null}'), "owner is null"),
-        "torn": (lambda run: run.machine.write_text('{"gpus": ['), "machine.json: is no JSON"),
+        "pipe": (lambda run: (run.steps.unlink(), os.mkfifo(run.steps)), "steps.csv: not a regular file"),
+        "pipe-spec": (lambda run: (run.spec_json.unlink(), os.mkfifo(run.spec_json)), "spec.json: not a regular file"),
+        "endless": (
+            lambda run: (run.phases.unlink(), run.phases.symlink_to("/dev/zero")),
+            "phases.json: not a",
+        ),
+        "deep": (lambda run: run.applied.write_text("[" * 100_000), "applied.json: not UTF-8, nested too deeply"),
+        "type": (lambda run: run.spec_json.write_text('{"train": {"batch_size": [4]}}'), "train.batch_size: Input"),
+        "nan": (lambda run: run.summary.write_text('{"mfu": NaN}'), "summary.json: mfu: Input should"),
+        "owner": (lambda run: run.state.write_text('{"state": "running", "owner": null}'), "owner: Input should"),
+        "torn": (lambda run: run.machine.write_text('{"gpus": ['), "machine.json: not valid JSON"),
     }
 
 

@@ -13,8 +13,7 @@ from page_runs import made
 from ftbench import cli
 from ftbench.core.redact import REDACTED
 from ftbench.launch import outcome
-from ftbench.store import digests, rundir, summary
-from ftbench.store.bundle import unpack
+from ftbench.store import bundle, digests, rundir, summary
 from ftbench.store.rundir import RunDir
 
 TOKEN = "hf_" + "TokenOfAName" * 2
@@ -104,7 +103,7 @@ def test_a_bundle_contains_no_secret_even_in_file_names(runs, tmp_path, capsys, 
     for run in rundir.find_runs(runs):
         digests.write(run)
     left(capsys, monkeypatch, "bundle", runs, "-o", archive)
-    content = unpack.zstd.decompress(archive.read_bytes()).decode("utf-8")
+    content = bundle.zstd.decompress(archive.read_bytes()).decode("utf-8")
     assert f"runs/study-{REDACTED}/lora-{REDACTED}-r1/state.json" in content
     assert [piece for piece in PIECES if piece in content] == []
     said = left(capsys, monkeypatch, "verify", archive)

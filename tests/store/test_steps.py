@@ -79,7 +79,7 @@ def test_a_file_without_steps_has_no_columns(path, content):
 def test_only_plain_files_are_read(path):
     path.unlink()
     os.mkfifo(path)
-    assert read_steps(path) == ([], ["steps.csv: is no plain file of at most 256 MiB"])
+    assert read_steps(path) == ([], ["steps.csv: not a regular file of at most 256 MiB"])
     assert read_columns(path, ("step",)) == {}
 
 

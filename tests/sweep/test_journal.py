@@ -71,7 +71,7 @@ def test_folder_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(MissingError, match="write elsewhere"):
         Journal(tmp_path / "file" / "j")
-    with pytest.raises(MissingError, match="its folder was deleted meanwhile"):
+    with pytest.raises(MissingError, match="the folder was deleted"):
         Journal(tmp_path / "nowhere" / "j")
 
 

@@ -428,7 +428,7 @@ def test_deleted_run_directory_ends_the_sweep(tmp_path):
         night.finish()
     assert "Traceback" not in night.stderr
     assert night.code == 3
-    assert "was deleted meanwhile; the same command makes it anew" in night.stderr
+    assert "the folder was deleted; run the same command again" in night.stderr
     again = sweep(spec, out)
     assert (again.code, again.told()) == (0, ["ok", "ok"])
 

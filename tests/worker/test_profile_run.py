@@ -24,8 +24,7 @@ from ftbench.profile.trace import read
 from ftbench.report import build as report
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.identity import fingerprint
-from ftbench.store import rundir
-from ftbench.store.bundle import pack
+from ftbench.store import bundle, rundir
 from ftbench.store.summary import PROFILED
 from ftbench.worker import parallel
 from ftbench.worker.profile import callback
@@ -138,7 +137,7 @@ def test_profiles_have_no_speed_to_compare(recorded):
 
 
 def test_the_page_shows_a_profile_from_a_bundle(recorded, tmp_path):
-    pack.make([recorded.run.path], tmp_path / "x.tar.zst")
+    bundle.make([recorded.run.path], tmp_path / "x.tar.zst")
     page = report.report(report.Request([tmp_path / "x.tar.zst"], "html")).text
     assert "Where the time of a step goes" in page
     assert "What memory is for" in page

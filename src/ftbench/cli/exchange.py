@@ -15,9 +15,9 @@ def bundle(
     paths: Runs, output: Annotated[Path, typer.Option("-o", "--output", help="the archive to write: x.tar.zst")]
 ) -> None:
     """Pack runs into one file that others can report and verify. It has no weights, adapters, logs and secrets."""
-    from ftbench.store.bundle import pack
+    from ftbench.store.bundle import make
 
-    made = pack.make(paths, output)
+    made = make(paths, output)
     for path in made.left_out:
         log(f"skipped a run that is still running: {path}")
     redacted = f", {made.redacted} secrets redacted" if made.redacted else ""
@@ -29,7 +29,7 @@ def verify(
     bundle: Annotated[Path, typer.Argument(help="an archive of `ftbench bundle`")], as_json: Json = False
 ) -> None:
     """Check the hashes of a bundle and recompute its figures from the steps. Exits with 1 if anything differs."""
-    from ftbench.store.bundle import verify as command
+    from ftbench.store import verify as command
 
     checked = command.verify(bundle)
     document = dataclasses.asdict(checked)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from ftbench.core import flops
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
+from ftbench.store.rundir import gpus_of
 
 _Shape = TypeVar("_Shape", flops.MatmulShape, flops.VisionMatmulShape)
 
@@ -71,3 +72,28 @@ def _shape(applied: dict[str, Any], key: str, kind: type[_Shape]) -> _Shape | No
         return kind(**(values | lists))
     except TypeError:  # not written, or by another version
         return None
+
+
+def energy(steady: Sequence[StepRow], machine: dict[str, Any]) -> tuple[dict[str, float | None], list[str]]:
+    """Return the energy of the GPUs, without the host, and a warning if the two sources differ.
+
+    `joules` comes from the driver's counters. `mean_watts` is sampled and weighted by step time.
+    """
+    counted = [row for row in steady if row.energy_j is not None]
+    joules = sum(row.energy_j or 0.0 for row in counted) if counted else None
+    samples = total(row.samples for row in counted)
+    powered = [row for row in steady if row.power_w is not None]
+    seconds = total(row.step_time_s for row in powered)
+    watts = total((row.power_w or 0) * (row.step_time_s or 0) for row in powered) / seconds if seconds else None
+    idle = [gpu.get("idle_power_w") for gpu in gpus_of(machine)]
+    figures = {
+        "joules": joules,
+        "joules_per_1k_samples": joules / samples * 1000 if joules is not None and samples else None,
+        "mean_watts": watts,
+        "idle_watts": sum(each or 0.0 for each in idle) if idle and None not in idle else None,
+    }
+    if joules and watts and abs(joules / (watts * seconds) - 1) > 0.1 and seconds >= 30:
+        return figures, [
+            f"energy: the counter's {joules:,.0f} J and the sampled {watts * seconds:,.0f} J differ by more than 10 %"
+        ]
+    return figures, []

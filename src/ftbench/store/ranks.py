@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.rows import StepRow
+from ftbench.store.models import MAX_RANKS
 from ftbench.store.rundir import RunDir, gpus_of, read_json, write_json
-from ftbench.store.shapes import RANKS
 from ftbench.store.steps import StepsWriter, read_steps
 
 TIERS = {"allocated": "peak_memory_gb", "reserved": "peak_reserved_gb", "device": "device_memory_gb"}
@@ -138,7 +138,7 @@ def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
 def rank_files(run: RunDir) -> list[Path]:
     """Return the files of the ranks, in their order."""
     present = {*run.path.glob("steps.rank*.csv")}
-    named = (run.of_rank(number).steps for number in range(RANKS.stop - 1))
+    named = (run.of_rank(number).steps for number in range(MAX_RANKS))
     return [path for path in named if path in present] if present else []
 
 

@@ -10,10 +10,9 @@ from ftbench.core import hardware, stats, units
 from ftbench.core.bottleneck import classify_bottleneck
 from ftbench.core.rows import FIELDS, SCHEMA, RunSummary, StepRow
 from ftbench.core.stats import total
-from ftbench.store import completions, flop_rates, health, run_warnings
-from ftbench.store.documents import read_documents
+from ftbench.store import completions, flop_rates, health, run_warnings, rundir
 from ftbench.store.ranks import merge, read_ranks, spread
-from ftbench.store.rundir import KERNELS, RunDir, first_gpu, gpus_of, read_json, state_of
+from ftbench.store.rundir import KERNELS, RunDir, first_gpu, read_json, state_of
 from ftbench.store.steps import read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
@@ -34,6 +33,21 @@ def read_summary(run: RunDir, state: str | None = None) -> dict[str, Any]:
     if written.get("schema") == SCHEMA and written.keys() >= FIELDS and written["state"] == state:
         return written
     return as_dict(summarise(run))
+
+
+def read_documents(run: RunDir) -> tuple[dict[str, dict[str, Any]], str | None]:
+    """Return the JSON documents of a run by their names in `RunDir`, and the first problem with its files."""
+    documents, problems = {}, []
+    for name in ("state", "spec_json", "machine", "applied", "phases", "summary"):
+        documents[name], problem = rundir.read_document(getattr(run, name))
+        problems += [problem] if problem else []
+    try:
+        rundir.open_plain_file(run.steps, rundir.MOST_CSV_BYTES).close()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        problems.append(f"{run.steps.name}: {error}")
+    return documents, problems[0] if problems else None
 
 
 def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
@@ -65,7 +79,8 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
         if rate := summary.tokens_per_s.get("real") if summary.ranks else None:
             summary.ranks["tokens_per_s_per_gpu"] = rate / summary.ranks["count"]
         _flops(summary, steady, applied, machine)
-        _energy(summary, steady, machine)
+        summary.energy, sentences = flop_rates.energy(steady, machine)
+        summary.warnings += sentences
         summary.drift = run_warnings.drift(steady)
         summary.outliers = run_warnings.outliers(steady)
         summary.contention, sentences = health.contention(steady, on_gpu=summary.gpu is not None)
@@ -196,31 +211,6 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
 def _times(rate: float | None, count: int) -> float | None:
     """Return what so many GPUs can do together."""
     return None if rate is None else rate * count
-
-
-def _energy(summary: RunSummary, steady: Sequence[StepRow], machine: dict[str, Any]) -> None:
-    """Set the energy of the GPUs alone: joules of the driver's counters, mean watts sampled, weighted by step time."""
-    counted = [row for row in steady if row.energy_j is not None]
-    joules = sum(row.energy_j or 0.0 for row in counted) if counted else None
-    samples = total(row.samples for row in counted)
-    powered = [row for row in steady if row.power_w is not None]
-    seconds = total(row.step_time_s for row in powered)
-    watts = total((row.power_w or 0) * (row.step_time_s or 0) for row in powered) / seconds if seconds else None
-    summary.energy = {
-        "joules": joules,
-        "joules_per_1k_samples": joules / samples * 1000 if joules is not None and samples else None,
-        "mean_watts": watts,
-        "idle_watts": _idle_watts(machine),
-    }
-    if joules and watts and abs(joules / (watts * seconds) - 1) > 0.1 and seconds >= 30:
-        summary.warnings.append(
-            f"energy: the counter's {joules:,.0f} J and the sampled {watts * seconds:,.0f} J differ by more than 10 %"
-        )
-
-
-def _idle_watts(machine: dict[str, Any]) -> float | None:
-    idle = [gpu.get("idle_power_w") for gpu in gpus_of(machine)]
-    return sum(watts or 0.0 for watts in idle) if idle and None not in idle else None
 
 
 def _losses(everything: Sequence[StepRow]) -> dict[str, float | None]:

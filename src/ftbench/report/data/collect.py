@@ -136,14 +136,14 @@ def _content(run: RunDir) -> Any:
 
 
 def _unpacked(path: Path) -> Path:
-    from ftbench.store.bundle import unpack
+    from ftbench.store import bundle
 
-    return unpack.opened(path)
+    return bundle.opened(path)
 
 
 def named_paths(runs: Sequence[Record]) -> list[Record]:
     """Return the records with the paths that the user gave: a bundle is unpacked into a temporary folder."""
-    unpack = sys.modules.get("ftbench.store.bundle.unpack")
+    unpack = sys.modules.get("ftbench.store.bundle")
     if unpack is None:  # the user gave no bundle
         return list(runs)
     return [record | {"path": unpack.shown(str(record["path"]))} if "path" in record else record for record in runs]

@@ -14,8 +14,7 @@ from pydantic_core import PydanticUndefined
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.reading import as_text
-from ftbench.store.documents import shared_bytes, shared_document
-from ftbench.store.rundir import RunDir, first_gpu
+from ftbench.store.rundir import RunDir, first_gpu, parse_document, read_bytes
 
 CPU = "none (CPU)"
 _KEPT_OF_LAUNCH = ("framework", "settings", "mock", "mock_fits", "gpus", "nodes", "strategy", "tp", "offload")
@@ -36,7 +35,7 @@ _APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_ch
 def json_bytes(path: Path) -> bytes:
     """Return the bytes of a JSON file of a run, or empty bytes if it cannot be read."""
     try:
-        return shared_bytes(path)
+        return read_bytes(path)
     except (OSError, ValueError):
         return b""
 
@@ -44,7 +43,7 @@ def json_bytes(path: Path) -> bytes:
 def parse_json(data: bytes, name: str) -> Mapping[str, Any]:
     """Return the JSON object in the bytes of a file, or an empty dict."""
     try:
-        return dict(shared_document(data, name))
+        return parse_document(data, Path(name))
     except ValueError:
         return {}
 

@@ -1,0 +1,264 @@
+"""Bundles: runs in one file that can be sent to others, a tar in zstd with a manifest of SHA-256 hashes.
+
+The bytes depend only on the runs: files are in the order of their names, without owners and dates. A bundle may come
+from anybody, so reading one limits the number and the size of its files and keeps each below the target folder.
+"""
+
+import hashlib
+import io
+import json
+import os
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ftbench import __version__
+from ftbench.core.redact import REDACTED, redact, redact_document, without_secrets
+from ftbench.errors import SpecError, file_problem
+from ftbench.store import digests
+from ftbench.store.output import output_file
+from ftbench.store.ranks import rank_files
+from ftbench.store.rundir import RunDir, disk_error, open_plain_file, read_document, read_state, require_runs
+
+if sys.version_info >= (3, 14):
+    from compression import zstd as zstd
+else:
+    from backports import zstd as zstd
+
+SCHEMA = 1
+MANIFEST = "manifest.json"
+MAX_FILE, MAX_TOTAL, MAX_FILES = 256 * 2**20, 2 * 2**30, 200_000
+FILES = (*digests.FILES, "summary.json", "digest.json")
+PROFILE = (".json", ".csv", ".txt", ".md")  # the tables in profile/; traces are too large
+_MAX_WINDOW = 27  # log2 of the bytes that decompression may keep in memory
+_LEVEL = 10
+
+
+@dataclass(slots=True)
+class Made:
+    """The content of a new bundle. `redacted` counts removed secrets, `left_out` names runs that are still running."""
+
+    runs: int = 0
+    files: int = 0
+    redacted: int = 0
+    left_out: list[str] = field(default_factory=list)
+
+
+def make(paths: Sequence[Path], output: Path) -> Made:
+    """Write all runs at or below `paths` to one file, without weights, adapters, logs and secrets.
+
+    Raises:
+        SpecError: There is no run, or the output has the wrong suffix.
+        MissingError: The disk is full.
+    """
+    if output.suffix.lower() not in ("", ".zst", ".tzst"):
+        name = output.name.partition(".")[0] or "runs"
+        raise SpecError(f"-o {output}: a bundle is a tar in zstd; name it {name}.tar.zst")
+    made = Made()
+    sources = dict(sorted(_sources(paths, made).items()))
+    made.files = len(sources)
+    output = output_file(output)
+    temporary = output.with_name(f".{output.name}.{os.getpid()}")
+    hashes: dict[str, dict[str, Any]] = {}
+    options: dict[int, int] = {
+        zstd.CompressionParameter.compression_level: _LEVEL,
+        zstd.CompressionParameter.checksum_flag: 1,
+    }
+    try:
+        with zstd.open(temporary, "wb", options=options) as packed, tarfile.open(fileobj=packed, mode="w|") as tar:
+            for name, path in sources.items():
+                data, count = _content(path)
+                made.redacted += count
+                hashes[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+                hashes[name] |= {"redacted": count} if count else {}
+                _add(tar, name, data)
+            manifest = {"schema": SCHEMA, "ftbench": __version__, "made_at": _made_at(sources), "files": hashes}
+            _add(tar, MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
+        os.replace(temporary, output)
+    except OSError as error:
+        raise disk_error(output, error) from None
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    return made
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), 0o644
+    tar.addfile(info, io.BytesIO(data))
+
+
+def _sources(paths: Sequence[Path], made: Made) -> dict[str, Path]:
+    """Return the files to pack by their names in the archive."""
+    taken: dict[str, Path] = {}
+    sources: dict[str, Path] = {}
+    folders = (run.path for path in paths for run in require_runs(Path(os.path.realpath(path))))
+    for run in map(RunDir, dict.fromkeys(Path(os.path.realpath(path)) for path in folders)):
+        if read_state(run)["state"] == "running":
+            made.left_out.append(str(run.path))
+            continue
+        experiment, run_id = without_secrets(run.path.parent.name), without_secrets(run.run_id)
+        name = f"runs/{experiment}/{run_id}"
+        for number in range(2, 10_000):  # two machines may have runs of the same name
+            if taken.setdefault(name, run.path) == run.path:
+                break
+            name = f"runs/{experiment}-{number}/{run_id}"
+        made.runs += 1
+        sources |= {"/".join([name, *map(without_secrets, file.split("/"))]): run.path / file for file in files_of(run)}
+    if not sources:
+        raise SpecError("bundle: all runs are still running; bundle them when they have finished")
+    return sources
+
+
+def files_of(run: RunDir) -> Iterator[str]:
+    """Yield the known files of a run, so that no other file leaves the machine. Links are skipped."""
+    profile = run.path / "profile"
+    tables = sorted(p.name for p in profile.iterdir() if p.suffix in PROFILE) if profile.is_dir() else []
+    ranks = [path.name for path in rank_files(run)]
+    for name in (*FILES, *ranks, *(f"profile/{table}" for table in tables)):
+        path = run.path / name
+        if path.is_file() and not path.is_symlink() and not path.parent.is_symlink():
+            yield name
+
+
+def _content(path: Path) -> tuple[bytes, int]:
+    """Return the bytes of a file without secrets, and the number of secrets."""
+    try:
+        if path.stat().st_size > MAX_FILE:
+            raise SpecError(f"{path}: larger than {MAX_FILE >> 20} MiB, the limit for a file of a bundle")
+        text = path.read_bytes().decode("utf-8", "surrogateescape")
+    except OSError as error:
+        raise SpecError(f"{path}: {file_problem(error)}") from None
+    cleaned = (_clean_document(text) if path.suffix == ".json" else None) or redact(text, os.environ)[0]
+    return cleaned.encode("utf-8", "surrogateescape"), cleaned.count(REDACTED) - text.count(REDACTED)
+
+
+def _clean_document(text: str) -> str | None:
+    """Return a JSON document without secrets, unchanged if it has none; None if it is not JSON."""
+    try:
+        document = json.loads(text)
+        cleaned = redact_document(document)
+    except (ValueError, RecursionError):
+        return None
+    return text if cleaned == document else json.dumps(cleaned, ensure_ascii=False, indent=1) + "\n"
+
+
+def _made_at(sources: dict[str, Path]) -> str | None:
+    """Return when the last run ended. Today's date would change the bytes of each bundle."""
+    ends = [read_state(RunDir(path.parent)).get("ended_at") for path in sources.values() if path.name == "state.json"]
+    return max((end for end in ends if isinstance(end, str)), default=None)
+
+
+class _Limited(io.RawIOBase):
+    """Reads a stream of at most MAX_TOTAL bytes."""
+
+    def __init__(self, stream: io.BufferedIOBase) -> None:
+        self._stream, self._total = stream, 0
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._stream.read(size)
+        self._total += len(data)
+        if self._total > MAX_TOTAL:
+            raise ValueError(f"refused: larger than {MAX_TOTAL >> 30} GiB when unpacked")
+        return data
+
+
+def unpack(path: Path, folder: Path) -> dict[str, Any]:
+    """Unpack a bundle into `folder` (new or empty) and return its manifest, with the hash of each file in `hashes`.
+
+    Raises:
+        SpecError: The file is not a bundle or is damaged. `folder` may then have a part of it.
+    """
+    if path.is_dir():
+        raise SpecError(f"{path}: is a folder; pack it with `ftbench bundle {path}` first")
+    options: dict[int, int] = {zstd.DecompressionParameter.window_log_max: _MAX_WINDOW}
+    try:
+        with open_plain_file(path, MAX_TOTAL) as file, zstd.open(file, "rb", options=options) as packed:
+            limited = _Limited(packed)
+            with tarfile.open(fileobj=limited, mode="r|") as tar:
+                for count, member in enumerate(tar):
+                    if not member.isfile():
+                        raise ValueError(f"refused: {member.name!r} is a link, a device or a folder")
+                    if member.size > MAX_FILE or count > MAX_FILES:
+                        raise ValueError(f"refused: more or larger files than runs have, at {member.name!r}")
+                    tar.extract(member, folder, filter="data")
+            while limited.read(2**20):
+                pass  # zstd compares its checksum at the end
+        manifest, problem = read_document(folder / MANIFEST)
+        if problem or not manifest:
+            raise ValueError(problem or f"refused: it has no {MANIFEST}")
+    except (tarfile.TarError, zstd.ZstdError, EOFError) as error:
+        raise SpecError(f"{path}: damaged, or not a file of `ftbench bundle` ({error})") from None
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be unpacked ({error.strerror or error})") from None
+    except ValueError as error:
+        raise SpecError(f"{path}: {error}") from None
+    if manifest.get("schema") != SCHEMA:
+        raise SpecError(f"{path}: has schema {manifest.get('schema')!r}, this ftbench reads {SCHEMA}; update ftbench")
+    names = (each for each in folder.rglob("*") if each.is_file())
+    hashes = {each.relative_to(folder).as_posix(): _sha256(each) for each in names}
+    return manifest | {"hashes": {name: value for name, value in hashes.items() if name != MANIFEST}}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def problems(manifest: dict[str, Any]) -> list[str]:
+    """Return the differences between the files of an unpacked bundle and its manifest."""
+    wanted, hashes = manifest["files"], manifest["hashes"]
+    sentences = []
+    for name in sorted({*wanted, *hashes}):
+        expected = wanted.get(name, {}).get("sha256")
+        if name not in hashes:
+            sentences.append(f"{name}: in the manifest but not in the archive")
+        elif expected is None:
+            sentences.append(f"{name}: in the archive but not in the manifest")
+        elif hashes[name] != expected:
+            sentences.append(f"{name}: its SHA-256 is {hashes[name][:12]}…, the manifest has {expected[:12]}…")
+    return sentences
+
+
+def opened(path: Path) -> Path:
+    """Return the folder with the runs of a bundle. It is unpacked once and kept until this process ends.
+
+    Raises:
+        SpecError: The file is not a bundle, or its files differ from its manifest.
+    """
+    try:
+        modified = path.stat().st_mtime_ns
+    except OSError as error:
+        raise SpecError(f"{path}: {file_problem(error)}") from None
+    folder = Path(_unpacked(path.resolve(), modified).name) / "runs"
+    _OPENED[f"{folder}/"] = path
+    return folder
+
+
+@cache
+def _unpacked(path: Path, modified: int) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="ftbench-bundle-")
+    try:
+        if damages := problems(unpack(path, Path(folder.name))):
+            raise SpecError(f"{path}: damaged: {damages[0]}; `ftbench verify {path}` lists all problems")
+    except SpecError:
+        folder.cleanup()
+        raise
+    return folder
+
+
+_OPENED: dict[str, Path] = {}
+
+
+def shown(path: str) -> str:
+    """Return the path of a run for display. A run of a bundle has the path of the bundle."""
+    return next(
+        (f"{bundle}:{path[len(folder) :]}" for folder, bundle in _OPENED.items() if path.startswith(folder)), path
+    )

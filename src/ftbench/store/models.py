@@ -1,0 +1,214 @@
+"""The JSON files of a run, a sweep, a probe and a bundle, one pydantic model per file.
+
+Files may come from other people and other versions: a reader checks the known keys and keeps unknown ones.
+`scripts/schemas` writes docs/reference/schemas from these models.
+"""
+
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from typing_extensions import TypeAliasType
+
+from ftbench.core.allocations import CATEGORIES
+
+MAX_RANKS = 1024  # of a run
+_NUMBER_PROBLEMS = ("finite_number", "less_than", "greater_than")
+_LARGEST = 1e60  # no run writes a larger number, and the product of several is still a float
+
+Number = TypeAliasType("Number", Annotated[float, Field(gt=-_LARGEST, lt=_LARGEST)])
+Json = TypeAliasType("Json", "dict[str, Json] | list[Json] | str | bool | Number | None")
+Integer = TypeAliasType("Integer", Annotated[int, Field(gt=-(2**63), lt=2**63)])
+Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+Text = str | None
+Figure = Number | None
+Count = Integer | None
+Texts = dict[str, Text]
+Figures = dict[str, Figure]
+Counts = dict[str, Integer]
+
+
+class Document(BaseModel):
+    """An object whose unknown keys may have any JSON value with finite numbers."""
+
+    model_config = ConfigDict(
+        extra="allow", strict=True, allow_inf_nan=False, defer_build=True, protected_namespaces=()
+    )
+    __pydantic_extra__: dict[str, Json] = Field(init=False)
+
+
+class _FiguresDocument(Document):
+    __pydantic_extra__: dict[str, Figure] = Field(init=False)  # type: ignore[assignment]
+
+
+class _NumbersDocument(Document):
+    __pydantic_extra__: dict[str, Number] = Field(init=False)  # type: ignore[assignment]
+
+
+class _CountsDocument(Document):
+    __pydantic_extra__: dict[str, Count] = Field(init=False)  # type: ignore[assignment]
+
+
+class Empty(BaseModel):
+    """An object without keys: a section without figures."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def _model(title: str, base: type[Document] = Document, /, **keys: Any) -> Any:
+    """Return a model with these keys. A key may be missing unless its type is marked by `_need`."""
+    fields: dict[str, Any] = {
+        key: (kind.type, ...) if isinstance(kind, _Need) else (kind, None) for key, kind in keys.items()
+    }
+    return create_model(title, __base__=base, **fields)
+
+
+class _Need(NamedTuple):
+    type: Any
+
+
+def _need(kind: Any) -> Any:
+    """Mark the type of a key that must not be missing."""
+    return _Need(kind)
+
+
+def _list(kind: Any) -> Any:
+    return list[kind]
+
+
+def _map(kind: Any) -> Any:
+    return dict[str, kind]
+
+
+# --- a machine and a run ---------------------------------------------------------------------------------------------
+
+_Oom = _model("Oom", kind=Text, bytes_requested=Figure, phase=Text, step=Count)
+_Lengths = _model("Lengths", _FiguresDocument, histogram=_model("Histogram", edges=list[Number], counts=list[Integer]))
+_Dataset = _model(
+    "Dataset", name=Text, hash=Text, order_hash=Text, samples=Figure, eval_samples=Figure, max_length=Figure,
+    images=_model("Images", _FiguresDocument, tokens=_Lengths, patches=_Lengths),
+    tokens=_Lengths, tokens_before_truncation=_Lengths,
+)  # fmt: skip
+_Gpu = _model(
+    "Gpu", name=Text, uuid=Text, driver=Text, compute_capability=list[Integer] | None, mig=bool | None,
+    process_ids=list[Integer] | None, memory_gb=Figure, memory_used_before_gb=Figure, foreign_processes=Figure,
+    power_limit_w=Figure, power_limit_max_w=Figure, idle_power_w=Figure, temperature_c=Figure, sm_clock_mhz=Figure,
+    sm_clock_max_mhz=Figure, memory_clock_max_mhz=Figure, ecc_uncorrected=Figure,
+)  # fmt: skip
+_Machine = _model(
+    "machine.json", gpu=_Gpu | None, gpus=_list(_Gpu) | None, ftbench=Texts, os=Texts, versions=Texts,
+    cpu=_model("Cpu", _FiguresDocument, model=Text), environment=Texts, shared_host=bool | None,
+    ceilings=_model("Ceilings", _FiguresDocument, tflops=Figures) | None,
+)  # fmt: skip
+_State = _model(
+    "state.json", state=str, reason=Text, started_at=Text, ended_at=Text, wall_s=Figure, child_exit=Figure,
+    exit_code=Count, signal=Count, oom=_Oom | None,
+    owner=_model("Owner", pid=Count, start=Count, boot=Text, host=Text),
+)  # fmt: skip
+_Phases = _model(
+    "phases.json", phases=_list(_model("Phase", _FiguresDocument, name=_need(str), start_s=_need(Number)))
+)  # fmt: skip
+_LAYERS: dict[str, Any] = {"attention_width": list[Integer], "windows": list[Count]}
+_Parameters = _model("ParametersOfKind", total=Count, trainable=Count)
+_Applied = _model(
+    "applied.json", warnings=list[str], loss=Text, product_precision=Text, gpu_busy_method=Text, trained_dtype=Text,
+    loss_normalisation=Text, padding=Text, patched_by=Text, compile_cache=Text, dataset=_Dataset,
+    gradient_checkpointing=bool | Figure, reported=_model("Reported", samples_per_s=Figure),
+    reference=_model("Reference", kind=Text, in_step=bool) | None,
+    generation=_model("Generation", by=Text, reward=Text, reward_sha256=Text) | None,
+    matmul_shape=_model("MatmulShape", _CountsDocument, **_LAYERS) | None,
+    vision_shape=_model("VisionShape", _NumbersDocument, **_LAYERS) | None,
+    model=_model("Model", weights_gb_by_dtype=Figures, modules=Counts, **{"class": Text}),
+    optimizer=_model("Optimizer", state=Counts, **{"class": Text}),
+    parameters=_model("Parameters", total=Count, trainable=Count, by_kind=_map(_Parameters)),
+)  # fmt: skip
+_Spec = _model(
+    "spec.json", name=str, model=_model("SpecModel", id=str, weights=Text), method=_model("SpecMethod", name=str),
+    objective=_model("SpecObjective", name=str), dataset=_model("SpecDataset", name=Text),
+    train=_model("SpecTrain", batch_size=Integer, gradient_accumulation_steps=Integer, precision=Text),
+    measure=_model("SpecMeasure", warmup=Integer | str, share_gpu=bool, profile=str), optimizations=dict[str, Json],
+    launch=_model("SpecLaunch", gpus=Ranks, tp=Ranks | None, strategy=str, offload=str, framework=str), imported=Texts,
+)  # fmt: skip
+_Range = _model("Range", _NumbersDocument, lowest=_need(Number), highest=_need(Number))
+_Summary = _model(
+    "summary.json", name=str, run_id=str, state=str, reason=Text, method=str, model=str, weights=str, gpu=Text,
+    batch_size=Integer, gradient_accumulation_steps=Integer, optimizations=list[str], steps=Counts, first_step_s=Figure,
+    time_to_steady_s=Figure, samples_per_s=Figure, samples_per_hour=Figure, model_tflops=Figure, mfu=Figure,
+    hfu=Figure, mfu_measured=Figure, drift=Figure, energy=Figures, loss=Figures, phases_s=dict[str, Number],
+    dataset=_Dataset, oom=_Oom | None, warnings=list[str], first_step_cache=Text, images_per_s=Figures,
+    forward_s=Figures, parts_s=Figures,
+    step_time_s=_model("StepTime", _FiguresDocument, median=_need(Figure), ci95=list[Number] | None) | Empty,
+    tokens_per_s=_model("Tokens", _FiguresDocument, real=_need(Figure)) | Empty,
+    memory_gb=_model("Memory", _FiguresDocument, peak_phase=_need(Text)) | Empty,
+    parameters=_model("Total", _CountsDocument, total=_need(Count)) | Empty,
+    bound=_model("Bound", _FiguresDocument, verdict=Text, also=_need(list[str]), why=_need(Text),
+                 gpu_busy_method=Text) | Empty,
+    outliers=_list(_model("Outlier", step=Count, step_time_s=Number, times_the_median=Number, **{"with": list[str]})),
+    learning=_model("Learning", state=Text, first_step=Figure, count=Figure),
+    contention=_model("Contention", _FiguresDocument, contended=bool),
+    ranks=_model("Ranks", count=_need(Ranks), spread=_map(_Range | Empty), memory_gb=list[Figures],
+                 token_skew=Figure, tokens_per_s_per_gpu=Figure) | Empty,
+)  # fmt: skip
+
+# --- its profile, a sweep, a probe and a bundle ----------------------------------------------------------------------
+
+_Kernel = _model("Kernel", name=_need(str), group=Text, time_ms=_need(Number), calls=Figure)
+_Kernels = _model(
+    "kernels.json", steps=_need(Integer), window_ms=_need(Number), busy_share=_need(Number),
+    busy_share_unprofiled=_need(Figure), idle=_need(_model("Idle", ms=_need(Number))),
+    step_ms=_need(_model("Before", _FiguresDocument, before=_need(Figure))),
+    groups=_need(_list(_model("Group", group=_need(str), time_ms=_need(Number)))),
+    kernels=_need(_list(_Kernel)), warnings=list[str],
+)  # fmt: skip
+_Timeline = _model(
+    "timeline.json", device=_need(str), ms=_need(Number), groups=_need(dict[str, list[list[Number]]]),
+    phases=_need(list[list[Number | str]]), idle=_need(list[list[Number]]),
+)  # fmt: skip
+_PARTS: dict[str, Any] = dict.fromkeys(("total_gb", *CATEGORIES), _need(Number))
+_Allocations = _model(
+    "memory.json", categories=_need(list[str]), alive=_need(Json),
+    peak=_need(_model("Peak", _NumbersDocument, phase=_need(str), **_PARTS)),
+    timeline=_need(_list(_model("Moment", _NumbersDocument, at_ms=_need(Number), phase=_need(Text), **_PARTS))),
+)  # fmt: skip
+_Job = _model("Job", run=_need(str), what=_need(str), state=_need(str), reason=Text, wall_s=Figure)
+_Hash = _model("Hash", sha256=str, redacted=Integer)
+
+MODELS: dict[str, type[Document]] = {
+    "machine.json": _Machine, "state.json": _State, "phases.json": _Phases, "applied.json": _Applied,
+    "spec.json": _Spec, "summary.json": _Summary, "kernels.json": _Kernels, "timeline.json": _Timeline,
+    "memory.json": _Allocations,
+    "samples.json": _model(
+        "samples.json", prompts=_list(_model("Prompt", prompt=_need(str), before=Text, after=Text))
+    ),
+    "digest.json": _model("digest.json", files=_need(dict[str, str])),
+    "manifest.json": _model("manifest.json", files=_need(_map(_Hash))),
+    "sweep.json": _model("sweep.json", at=_need(str), left_s=Figure, running=_need(list[str]),
+                         jobs=_need(_list(_Job))),
+    ".lock": _model(".lock", pid=_need(Integer), start=Count, boot=Text, host=_need(str)),
+    "probe/*.json": _model(
+        "probe/*.json", machine=_Machine, device=_model("Device", kind=Text) | None,
+        products=_map(_model("Products", best_tflops=Figure) | None), memory=Figures | None,
+        host_link=Figures | None, capacity=Figures | None, links=_model("Links", all_reduce_bus_gbs=Figure) | None,
+        launch_us=Figure,
+    ),
+}  # fmt: skip
+
+
+def model_of(path: Path) -> type[Document]:
+    """Return the model of a file by its name, or by the name of its folder."""
+    return MODELS.get(path.name) or MODELS.get(f"{path.parent.name}/*.json", Document)
+
+
+def check(document: Any, model: type[BaseModel]) -> None:
+    """Raise ValueError if a document does not fit its model. The message names the first wrong key."""
+    try:
+        model.model_validate(document)
+    except ValidationError as error:
+        problems = [each for each in error.errors(include_url=False, include_input=False) if "Empty" not in each["loc"]]
+        problem = next((each for each in problems if each["type"] in _NUMBER_PROBLEMS), problems[0])
+        keys = takewhile(lambda key: "[" not in key, map(str, problem["loc"]))  # then come alternatives of a type
+        place = ".".join(
+            key for key in keys if not key[:1].isupper() and key != "constrained-float"
+        )  # models have upper-case names
+        raise ValueError(f"{place[:80] or 'the document'}: {problem['msg']}") from None
