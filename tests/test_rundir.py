@@ -468,7 +468,7 @@ def test_every_field_of_a_summary_has_a_shape():
 
 
 def test_the_documents_of_committed_runs_and_probes_have_the_shapes():
-    paths = [path for path in RESULTS.rglob("*.json") if models.model_of(path) is not models.Document]
+    paths = [path for path in RESULTS.rglob("*.json") if models.model_of(path) is not models.FileModel]
     assert len(paths) > 800
     assert {path.parent.name for path in paths} > {"probe"}
     assert [problem for path in paths if (problem := rundir.read_document(path)[1])] == []

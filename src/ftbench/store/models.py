@@ -29,7 +29,7 @@ Figures = dict[str, Figure]
 Counts = dict[str, Integer]
 
 
-class Document(BaseModel):
+class FileModel(BaseModel):
     """An object whose unknown keys may have any JSON value with finite numbers."""
 
     model_config = ConfigDict(
@@ -38,15 +38,15 @@ class Document(BaseModel):
     __pydantic_extra__: dict[str, Json] = Field(init=False)
 
 
-class _FiguresDocument(Document):
+class _FiguresDocument(FileModel):
     __pydantic_extra__: dict[str, Figure] = Field(init=False)  # type: ignore[assignment]
 
 
-class _NumbersDocument(Document):
+class _NumbersDocument(FileModel):
     __pydantic_extra__: dict[str, Number] = Field(init=False)  # type: ignore[assignment]
 
 
-class _CountsDocument(Document):
+class _CountsDocument(FileModel):
     __pydantic_extra__: dict[str, Count] = Field(init=False)  # type: ignore[assignment]
 
 
@@ -56,7 +56,7 @@ class Empty(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-def _model(title: str, base: type[Document] = Document, /, **keys: Any) -> Any:
+def _model(title: str, base: type[FileModel] = FileModel, /, **keys: Any) -> Any:
     """Return a model with these keys. A key may be missing unless its type is marked by `_need`."""
     fields: dict[str, Any] = {
         key: (kind.type, ...) if isinstance(kind, _Need) else (kind, None) for key, kind in keys.items()
@@ -174,7 +174,7 @@ _Allocations = _model(
 _Job = _model("Job", run=_need(str), what=_need(str), state=_need(str), reason=Text, wall_s=Figure)
 _Hash = _model("Hash", sha256=str, redacted=Integer)
 
-MODELS: dict[str, type[Document]] = {
+MODELS: dict[str, type[FileModel]] = {
     "machine.json": _Machine, "state.json": _State, "phases.json": _Phases, "applied.json": _Applied,
     "spec.json": _Spec, "summary.json": _Summary, "kernels.json": _Kernels, "timeline.json": _Timeline,
     "memory.json": _Allocations,
@@ -195,9 +195,9 @@ MODELS: dict[str, type[Document]] = {
 }  # fmt: skip
 
 
-def model_of(path: Path) -> type[Document]:
+def model_of(path: Path) -> type[FileModel]:
     """Return the model of a file by its name, or by the name of its folder."""
-    return MODELS.get(path.name) or MODELS.get(f"{path.parent.name}/*.json", Document)
+    return MODELS.get(path.name) or MODELS.get(f"{path.parent.name}/*.json", FileModel)
 
 
 def check(document: Any, model: type[BaseModel]) -> None:
@@ -208,7 +208,7 @@ def check(document: Any, model: type[BaseModel]) -> None:
         problems = [each for each in error.errors(include_url=False, include_input=False) if "Empty" not in each["loc"]]
         problem = next((each for each in problems if each["type"] in _NUMBER_PROBLEMS), problems[0])
         keys = takewhile(lambda key: "[" not in key, map(str, problem["loc"]))  # then come alternatives of a type
-        place = ".".join(
+        location = ".".join(
             key for key in keys if not key[:1].isupper() and key != "constrained-float"
         )  # models have upper-case names
-        raise ValueError(f"{place[:80] or 'the document'}: {problem['msg']}") from None
+        raise ValueError(f"{location[:80] or 'the document'}: {problem['msg']}") from None
