@@ -17,7 +17,7 @@ from ftbench.errors import SpecError
 from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.families import FAMILIES, describe
 from ftbench.worker import methods
-from ftbench.worker.measure import applied
+from ftbench.worker.measure import effective_config
 
 TINY = {  # vision models: test_image_counts.py
     config["model_type"]: config
@@ -51,11 +51,11 @@ def test_description_equals_the_live_model(family: str, method: str) -> None:
     with torch.device("meta"):
         model = methods.load(spec.method.name).adapt(built(family), spec)
     estimate = trainable_shape(spec, CONFIGS[family])
-    kinds = applied.parameters_by_kind(model)
+    kinds = effective_config.parameters_by_kind(model)
     adapters = 0 if method == "full" else estimate.trained
     assert sum(kind["total"] for kind in kinds.values()) - adapters == shape.total
     assert sum(kind["trainable"] for kind in kinds.values()) == estimate.trained
-    assert applied.matmul_shape(model) == estimate.matmul
+    assert effective_config.matmul_shape(model) == estimate.matmul
     assert kinds["other"]["total"] == 0
 
 

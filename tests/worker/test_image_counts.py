@@ -17,7 +17,7 @@ from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.store.summary import summarise
 from ftbench.worker import methods
-from ftbench.worker.measure import applied
+from ftbench.worker.measure import effective_config
 from ftbench.worker.model import loading
 
 LLAVA, QWEN25, QWEN3 = MODELS = ["tiny/llava-next", "tiny/qwen2.5-vl", "tiny/qwen3-vl"]
@@ -102,8 +102,8 @@ def parts(model, seen):
     image = {"pixel_values": torch.randn(seen["pixels"])} | {
         key: torch.tensor([seen[key]]) for key in seen if "image" in key
     }
-    applied.base_model(model).set_attn_implementation("eager")  # torch does not count CPU attention
-    base = applied.base_model(model).model
+    effective_config.base_model(model).set_attn_implementation("eager")  # torch does not count CPU attention
+    base = effective_config.base_model(model).model
     with FlopCounterMode(display=False) as counter:
         out = base.get_image_features(**image, return_dict=True)
         made = [*out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
@@ -133,7 +133,7 @@ def test_flops_of_an_image_equal_torchs_count(cache, wide, model, parts_trained)
     else:
         rows, columns = shape.grid(high, wide_)
         seen = {"pixels": (rows * columns, 3 * 2 * shape.patch**2), "image_grid_thw": (1, rows, columns)}
-    counted = size.patches * flops.vision_per_patch(applied.vision_shape(loaded), size.patches / size.tiles)
+    counted = size.patches * flops.vision_per_patch(effective_config.vision_shape(loaded), size.patches / size.tiles)
     assert counted == pytest.approx(parts(loaded, seen), rel=0.06)
 
 

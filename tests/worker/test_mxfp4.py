@@ -18,7 +18,7 @@ from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
-from ftbench.worker.measure import applied
+from ftbench.worker.measure import effective_config
 from ftbench.worker.methods import lora, qlora
 from ftbench.worker.model import loading, mxfp4
 from ftbench.worker.model.random_weights import materialise
@@ -178,9 +178,9 @@ def test_published_sizes_are_reproduced(name, gibibytes):
     with torch.device("meta"), mxfp4.as_experts():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert sum(p.numel() * p.element_size() for p in model.parameters()) / 2**30 == pytest.approx(gibibytes, rel=0.01)
-    counted = sum(kind["total"] for kind in applied.parameters_by_kind(model).values())
+    counted = sum(kind["total"] for kind in effective_config.parameters_by_kind(model).values())
     assert counted == describe(architectures()[name]).total
-    active = applied.matmul_shape(model)
+    active = effective_config.matmul_shape(model)
     assert active.base + active.head == pytest.approx({"20b": 3.6e9, "120b": 5.1e9}[name.rpartition("-")[2]], rel=0.01)
 
 

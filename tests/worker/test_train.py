@@ -185,7 +185,7 @@ def test_gradient_checkpointing_does_not_change_losses(train_here):
 
 
 def test_ignored_optimization_fails_the_run(train_here, monkeypatch):
-    monkeypatch.setattr(trainer, "arguments", _without_checkpointing(trainer.arguments))
+    monkeypatch.setattr(trainer, "sft_config", _without_checkpointing(trainer.sft_config))
     with pytest.raises(NotAppliedError, match=r"gradient_checkpointing is True and 0 % of the layers do it"):
         train_here(optimizations={"gradient_checkpointing": True})
     allowed = train_here(optimizations={"gradient_checkpointing": True}, measure={"allow_fallback": True})

@@ -16,12 +16,12 @@ from ftbench.worker.data.collate import Collator, samples_of
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.batch_count import COUNT
-from ftbench.worker.trainer import Loop, dataset, training_arguments
+from ftbench.worker.trainer import TrainerMixin, dataset, training_arguments
 
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # columns of a data set with a precomputed reference
 
 
-class DpoTrainer(Loop, DPOTrainer):
+class DpoTrainer(TrainerMixin, DPOTrainer):
     """DPOTrainer on tokenized pairs. `within` enters a phase of the run."""
 
     def __init__(self, within: Callable[[str], AbstractContextManager[None]], **options: Any) -> None:

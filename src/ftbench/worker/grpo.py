@@ -19,7 +19,7 @@ from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.measure.batch_count import COUNT, BatchCount
 from ftbench.worker.model.parts import base_model
 from ftbench.worker.model.vision import reads_images
-from ftbench.worker.trainer import Loop, dataset, training_arguments
+from ftbench.worker.trainer import TrainerMixin, dataset, training_arguments
 
 NORMALISATION = {  # divisor of the summed token losses, by trl's loss type
     "dapo": "label tokens of the step", "dr_grpo": "completions x max_completion_length",
@@ -27,7 +27,7 @@ NORMALISATION = {  # divisor of the summed token losses, by trl's loss type
 }  # fmt: skip
 
 
-class GrpoTrainer(Loop, GRPOTrainer):
+class GrpoTrainer(TrainerMixin, GRPOTrainer):
     """GRPOTrainer on tokenized prompts."""
 
     def __init__(self, **options: Any) -> None:

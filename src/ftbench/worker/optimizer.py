@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.measure.applied import innermost
+from ftbench.worker.measure.effective_config import innermost
 from ftbench.worker.model.parts import plain_tensors
 
 # Module and class of each choice of train.optimizer.

@@ -19,7 +19,7 @@ from ftbench.worker.data.collate import token_hash, verify_order
 from ftbench.worker.data.prepare import Prepared, prepare
 from ftbench.worker.device import check_device
 from ftbench.worker.generate import Answers
-from ftbench.worker.measure import applied, controls
+from ftbench.worker.measure import controls, effective_config
 from ftbench.worker.measure.batch_count import padding_of
 from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.measure.levels import Levels, Weights
@@ -55,9 +55,9 @@ def train(run: TrainingRun) -> None:
     recorder = run.recorder = recorder_of(spec, run.directory)
     loop = build_trainer(spec, run.directory, model, tokenizer, data, reference, phases.within)
     _attach(run, loop, recorder)
-    facts = applied.of_model(loop.model, spec)
-    warnings = [*checkpoint_warnings, *data.warnings, *applied.warnings(loop.model, spec, facts)]
-    run.write_facts(**facts, **applied.of_trainer(loop, spec), dataset=data.description, warnings=warnings)
+    facts = effective_config.of_model(loop.model, spec)
+    warnings = [*checkpoint_warnings, *data.warnings, *effective_config.warnings(loop.model, spec, facts)]
+    run.write_facts(**facts, **effective_config.of_trainer(loop, spec), dataset=data.description, warnings=warnings)
     run.require_applied(method.verify(loop.model, spec))
 
     answers = Answers(spec, run.directory, tokenizer)
@@ -192,7 +192,7 @@ class _AfterFirstStep(TrainerCallback):
         if state.global_step != 1:
             return
         run, spec = self._run, self._run.spec
-        run.write_facts(**applied.of_trainer(self._loop, spec))
+        run.write_facts(**effective_config.of_trainer(self._loop, spec))
         if "warm" in (run.facts["compile_cache"] or ""):
             run.warn("compiled graphs came from the disk cache: with an empty cache the first step takes longer")
         run.require_applied(optimizations.verify(self._loop.model, spec) + trainer.verify(self._loop, spec))

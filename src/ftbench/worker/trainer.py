@@ -19,7 +19,7 @@ from ftbench.worker.data.images import Picture
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.data.tokens import Row
 from ftbench.worker.device import device
-from ftbench.worker.measure import applied
+from ftbench.worker.measure import effective_config
 from ftbench.worker.measure.batch_count import COUNT
 from ftbench.worker.model.vision import reads_images
 from ftbench.worker.optimizations import cuda_graph, feature_cache, gradient_checkpointing, optimizer_in_backward
@@ -29,7 +29,7 @@ PRECISION = {"bf16": {"bf16": True}, "fp16": {"bf16": False, "fp16": True}, "fp3
 COPY = "ref"  # trl's name for its copy of the adapters
 
 
-class Loop:
+class TrainerMixin:
     """ftbench's additions to every trainer of trl. `batches` are the shapes so far, with whether they had padding."""
 
     accelerator: Any
@@ -72,7 +72,7 @@ class Loop:
         return {}
 
 
-class Trainer(Loop, SFTTrainer):
+class Trainer(TrainerMixin, SFTTrainer):
     """SFTTrainer with CUDA graphs, cached image features and losses without logits."""
 
     without_trls_metrics = False
@@ -116,7 +116,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, data.pixels, pictures, labels)
     loop = Trainer(
         model=model,
-        args=arguments(spec, run, model),
+        args=sft_config(spec, run, model),
         processing_class=tokenizer,
         train_dataset=train,
         eval_dataset=evaluation if data.evaluation else None,
@@ -150,7 +150,7 @@ def _check_pictures(spec: Experiment, data: Prepared, size: int) -> None:
                 )
 
 
-def arguments(spec: Experiment, run: RunDir, model: Any) -> SFTConfig:
+def sft_config(spec: Experiment, run: RunDir, model: Any) -> SFTConfig:
     """Return the arguments of SFTTrainer."""
     options = training_arguments(spec, run, model) | {"dataset_kwargs": {"skip_prepare_dataset": True}}
     if spec.optimizations.chunked_loss or spec.optimizations.liger:
@@ -238,7 +238,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
     processes = sum(len(loader._workers) for loader in trainer.loaders()[:1])
     if processes != _loader_processes(spec):
         problems.append(f"optimizations.loader_processes is on and the loader has {processes} processes")
-    autocast = applied.autocast(trainer)
+    autocast = effective_config.autocast(trainer)
     if autocast != {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}[spec.train.precision]:
         problems.append(f"train.precision is {spec.train.precision} and the trainer computes in {autocast}")
     if spec.launch.ranks > 1:

@@ -45,7 +45,7 @@ class TrainableShape:
 def trainable_shape(spec: Experiment, config: dict[str, Any] | None = None) -> TrainableShape:
     """Return the parameters that one GPU trains, and the products per token.
 
-    The worker counts the same on the live model (`worker/measure/applied.py`), and a test compares both. Raise
+    The worker counts the same on the live model (`worker/measure/effective_config.py`), and a test compares both. Raise
     SpecError if the shape of the model is not known."""
     method, sharding = spec.method, sharding_of(spec.launch)
     model = rank_model(shape_of(spec.model, config), sharding)

@@ -11,7 +11,7 @@ import torch
 
 from ftbench.core.units import listed
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.measure import applied
+from ftbench.worker.measure import effective_config
 
 PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 _PLAIN = {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "ftbench", *sys.stdlib_module_names}
@@ -20,15 +20,15 @@ _PLAIN = {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "ftbenc
 def of_trainer(trainer: Any, labels: int, divisor: Any) -> dict[str, Any]:
     """Return what the trainer made of its arguments, after a step of so many label tokens whose loss it divided by
     `divisor`, where it says."""
-    optimizer = applied.innermost(trainer.optimizer)
+    optimizer = effective_config.innermost(trainer.optimizer)
     precision = trainer.accelerator.mixed_precision
     return {
         "autocast": precision,
         "product_precision": precision if precision in ("bf16", "fp16") else _dtype_of_most(trainer.model),
         "loss": f"{type(trainer).__module__}.{type(trainer).__name__}",
-        "loss_normalisation": applied.loss_normalisation(trainer) + _beside_labels(labels, divisor),
+        "loss_normalisation": effective_config.loss_normalisation(trainer) + _beside_labels(labels, divisor),
         "gradient_checkpointing": float(getattr(trainer.model, "is_gradient_checkpointing", False)),
-        "optimizer": applied.optimizer_facts(optimizer),
+        "optimizer": effective_config.optimizer_facts(optimizer),
         "fp8_layers": sum("float8" in type(module).__name__.lower() for module in trainer.model.modules()),
         "patched_by": ", ".join(sorted(patched_by(trainer.model))),
     }

@@ -24,7 +24,7 @@ from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.device import check_device
 from ftbench.worker.frameworks import live
 from ftbench.worker.frameworks.adapters import draw_adapters
-from ftbench.worker.measure import applied
+from ftbench.worker.measure import effective_config
 from ftbench.worker.measure.batch_count import COUNT, BatchCount, padding_of
 from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.model.diagnosis import require_complete
@@ -77,7 +77,7 @@ def _recorded(run: TrainingRun, plain: Callable[..., Any], seen: Counter[int]) -
         version = importlib.metadata.version(FRAMEWORKS[name].package)
         best = frameworks.load(name).best(spec) if spec.launch.settings == "best" else {}
         framework = {"name": name, "version": version, "settings": spec.launch.settings, "switched_on": best}
-        run.write_facts(**applied.of_model(trainer.model, spec), framework=framework)
+        run.write_facts(**effective_config.of_model(trainer.model, spec), framework=framework)
         run.require_applied(live.model_problems(trainer.model, spec))
         run.phases.enter("train")
         plain(trainer, *args, **kwargs)

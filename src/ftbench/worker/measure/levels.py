@@ -25,7 +25,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import RunDir
 from ftbench.worker.data.collate import samples_of
 from ftbench.worker.data.tokens import IGNORE
-from ftbench.worker.measure.applied import innermost
+from ftbench.worker.measure.effective_config import innermost
 
 WIDTH = 1024  # sums of a sketch; a smaller tensor is kept as it is
 POINTS = ("initial", "trained")

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from ftbench.core.units import GIB
 from ftbench.kernels.host_states import HostStates
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.measure.applied import innermost
+from ftbench.worker.measure.effective_config import innermost
 from ftbench.worker.model.parts import base_model, part_of
 
 _STEPS = "steps_in_backward"  # where a model has what steps its parameters

@@ -12,7 +12,7 @@ from ftbench.core.allocations import AllocationHistory, Event, by_category
 from ftbench.core.phases import OPTIMIZER, PREFIX
 from ftbench.core.units import GIB
 from ftbench.store.rundir import MEMORY, OOM_MEMORY, write_json
-from ftbench.worker.measure.applied import innermost
+from ftbench.worker.measure.effective_config import innermost
 from ftbench.worker.model.parts import kept_tensors
 from ftbench.worker.outcome import of_exception
 from ftbench.worker.profile.ranges import Ranges
