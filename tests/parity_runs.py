@@ -37,7 +37,7 @@ def spec_of(model: Path, /, **sections) -> Experiment:
 
 
 def contender(model: Path, name: str, number: int = 0, seed: int = 1, **sections) -> Contender:
-    """A recipe on data and adapters of a seed. `number` tells its runs from the reference's if nothing else does."""
+    """A recipe on data and adapters of a seed. `number` separates its runs from the reference's."""
     base = {"dataset": {"seed": seed}, "train": {"seed": seed}}
     merged = {key: {**base.get(key, {}), **value} for key, value in {**base, **sections}.items()}
     spec = spec_of(model, **{**merged, "model": {"seed": number}})
@@ -88,7 +88,7 @@ def train(spec: str, path: Path, damage: str) -> None:
 
 
 def run_all(plan: ParityPlan, damages: dict[str, str], workers: int = 2) -> ParityPlan:
-    """Run what is left of a plan, what the first run leaves behind first; `damages` by the recipe's name."""
+    """Run the remaining jobs of a plan, the reference first; `damages`: recipe → function of this module."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         first, futures = True, {}
@@ -107,7 +107,7 @@ def run_all(plan: ParityPlan, damages: dict[str, str], workers: int = 2) -> Pari
     return plan
 
 
-# --- honest variants that are no setting of a spec, and bugs ----------------------------------------------------------
+# --- honest variants without a setting in a spec, and bugs ------------------------------------------------------------
 
 
 def padding_on_the_left(patch) -> None:

@@ -65,5 +65,5 @@ def test_recipe_without_its_kernels_is_an_error_unless_switched_off_by_name(loca
     require_published(load(path), None)
     with pytest.raises(MissingError, match=f"set {KERNELS}=off"):
         require_published(load(path, ["recipe=fastest"]), AMPERE)
-    with pytest.raises(MissingError, match="no layers of x"):
+    with pytest.raises(MissingError, match="the layers of x"):
         require_published(load(path, ["recipe=fastest", "model.path=none", "model.id=x"]), H200)

@@ -17,11 +17,17 @@ NAMES = ["model.layers.0.mlp.up_proj.lora_A.default.weight", "model.layers.0.mlp
 
 
 def kept(path, **changes):
-    """Write what a run records of three tensors and four samples."""
+    """Write a record of three tensors and four samples."""
     rows = np.random.default_rng(0).normal(size=(2, 3, 5))
     rows[..., 0] = np.linalg.norm(rows[..., 1:], axis=-1)
     settings = np.array(json.dumps({"lr": ["0.1"], "betas": ["None"]}))
-    arrays = {"names": np.array(NAMES), "settings": settings, "samples": np.arange(4), "losses": np.ones((4, 4))}
+    arrays = {
+        "names": np.array(NAMES),
+        "settings": settings,
+        "samples": np.arange(4),
+        "losses": np.ones((4, 4)),
+        "initial": np.array([1.0, 0.0, 0.0]),
+    }
     arrays |= dict.fromkeys(("gradient", "step", "steps"), rows)
     arrays |= {name: change(arrays[name].copy()) if callable(change) else change for name, change in changes.items()}
     run = rundir.RunDir(path)
@@ -47,6 +53,7 @@ def without(array, *places, value=0.0):
         ({"steps": lambda a: without(a, 1, 2)}, "up_proj (2 tensors, first model.layers.0.mlp.up_proj.lora_B)"),
         ({"gradient": lambda a: without(a, 0, value=np.nan)}, "has a gradient that is not finite"),
         ({"settings": np.array(json.dumps({"lr": ["0.2"]}))}, "the optimizer's lr is 0.2, and plain's is 0.1"),
+        ({"initial": np.array([1.1, 0.0, 0.5])}, "layers.1.mlp.up_proj.lora_B initialised differently"),
         ({"losses": None}, "the run recorded no gradients"),
         ({"names": np.array([{}, {}, {}], dtype=object)}, "the run recorded no gradients"),
         ({"steps": np.ones((2, 2, 5))}, "the run recorded no gradients"),

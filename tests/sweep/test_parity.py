@@ -15,6 +15,7 @@ from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
 from ftbench.sweep import verdict
 from ftbench.sweep.output.parity import ParityTables
+from ftbench.sweep.plan import parity
 from ftbench.sweep.plan.parity import PENDING, UNPROVEN, Contender
 from ftbench.sweep.verdict import FAIL, INCONCLUSIVE, PASS
 from parity_runs import contender, plan_of
@@ -22,7 +23,7 @@ from parity_runs import contender, plan_of
 
 @pytest.fixture(scope="module")
 def learned(tmp_path_factory, cache):
-    """A tiny model that has learned something, made in a process of its own."""
+    """A tiny trained model, made in a separate process."""
     pytest.importorskip("torch", reason="training libraries are not installed")
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
@@ -50,7 +51,7 @@ def test_honest_variants_pass_and_all_controls_are_caught(learned, tmp_path_fact
     document = json.loads((folder / "parity.json").read_text())
     assert document["recipes"][0]["levels"]["training"]["state"] == PASS
     assert "| padding side" in (folder / "parity.md").read_text()
-    again = plan_of(folder, *recipes, every_control=True)  # the verdict comes from the files alone
+    again = plan_of(folder, *recipes, every_control=True)  # the verdict comes from files
     assert (again.left(), again.judgements()) == (0, plan.judgements())
 
 
@@ -98,7 +99,7 @@ BF16 = record(loss=0.01, direction=0.02, norm=0.001)
         (record(loss=0.019, direction=0.039, norm=0.002), (PASS, PASS)),
         (record(loss=0.021), (FAIL, PASS)),
         (record(direction=0.041), (PASS, FAIL)),
-        (record(up_proj2=(0.07, 0.0)), (PASS, PASS)),  # one tensor alone may be four times as far off
+        (record(up_proj2=(0.07, 0.0)), (PASS, PASS)),  # a single tensor may have four times the error
         (record(up_proj2=(0.081, 0.0)), (PASS, FAIL)),
         (record(norm=0.05), (PASS, FAIL)),
         (record(problems=["v_proj has no gradient at trained weights"]), (PASS, FAIL)),
@@ -196,7 +197,8 @@ def test_control_that_passes_means_no_verdict(tmp_path, monkeypatch):
         plan.ended(job)
     same = record() | {"reference": plan.record_of(recipe.reference, recipe).run.run_id}
     monkeypatch.setattr(plan, "agreement", lambda *_: same)
-    monkeypatch.setattr("ftbench.sweep.plan.parity._held_out", lambda run: (2.0, 240.0))
+    same_training = parity._Training(2.0, 240.0, ())
+    monkeypatch.setattr(parity._Training, "read", classmethod(lambda cls, run: same_training))
     (found,) = plan.judgements()
     assert found.verdict == UNPROVEN
     assert "lora_scale_x1.05" in found.reason
@@ -216,6 +218,14 @@ def test_failed_run_and_refused_recipe_do_not_pass(tmp_path):
     assert (failed.verdict, failed.reason) == (FAIL, "chunked, gradients: out of memory")
     assert (cannot_run.verdict, cannot_run.reason) == (FAIL, "needs a GPU")
     assert not plan.passed()
+
+
+def test_training_with_another_schedule_or_size_is_not_compared():
+    plain = parity._Training(2.0, 240.0, (1e-3, 5e-4))
+    assert plain.difference(parity._Training(2.0, 230.0, (1e-3, 5e-4))) is None
+    state, sentence = plain.difference(parity._Training(2.0, 240.0, (1e-3, 1e-3)))
+    assert (state, sentence) == (FAIL, "its learning rate in step 2 is 0.001, and plain's is 0.0005")
+    assert plain.difference(parity._Training(2.0, 100.0, (1e-3, 5e-4)))[0] == INCONCLUSIVE
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

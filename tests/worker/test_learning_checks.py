@@ -1,4 +1,4 @@
-"""Controls do not learn, and what a run records for a parity check is that of its own weights."""
+"""Controls do not learn, and parity runs record the gradients at the given weights."""
 
 from __future__ import annotations
 

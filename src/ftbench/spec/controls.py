@@ -24,6 +24,6 @@ CONTROLS = {
     "packed_samples_see_each_other": "samples of a packed row attend to each other",
     "accumulation_divisor": "each micro-batch counts the same, however many label tokens it has",
 }
-DAMAGED, RECORDED = "a control", "recorded for a parity check"  # start of the warning of such a run
+DAMAGED, RECORDED = "a control", "recorded for a parity check"  # the warnings of these runs start so
 GRADED = tuple(CONTROLS)[3:]  # those that `ftbench parity --controls all` runs
 OF_ADAPTERS = (*(name for name in GRADED if name.startswith("lora_")), "frozen_weights_noise")

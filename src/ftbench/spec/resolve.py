@@ -1,4 +1,4 @@
-"""Decide every `auto` of a spec for a machine, with the reason, and check that a recipe keeps what was published."""
+"""Decide every `auto` of a spec for a machine, with the reason, and check that a recipe keeps its published kernels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, 
     times slower than float32."""
     half = capability is not None and capability >= (8, 0)
     if capability is None:
-        where = "this machine has no GPU"
+        where = "no GPU on this machine"
     else:
         where = f"compute capability {'.'.join(map(str, capability))} is {'at least' if half else 'below'} 8.0"
     dtype = "bfloat16" if half else "float32"
@@ -67,6 +67,6 @@ def require_published(spec: Experiment, capability: Capability) -> None:
     recipe's published speed and verdict do not hold without them. A spec that sets the key itself passes."""
     if why := triton_kernels.left_out(spec, capability):
         raise MissingError(
-            f"{spec.name}: the recipe is published with {KERNELS} on. {why[0].upper()}{why[1:]}. To run it without "
-            f"the kernels, set {KERNELS}=off"
+            f"{spec.name}: the recipe is published with {KERNELS} on, and here it is off: {why.partition('is off: ')[2]}. "
+            f"To run the recipe without the kernels, set {KERNELS}=off"
         )

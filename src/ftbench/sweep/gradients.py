@@ -11,9 +11,10 @@ from ftbench.store.rundir import MOST_CSV_BYTES, RunDir, open_plain_file
 
 POINTS = ("initial", "trained")
 CHANGES = ("gradient", "step", "steps")
-_ARRAYS = ("names", "settings", "samples", "losses", *CHANGES)
+_ARRAYS = ("names", "settings", "samples", "losses", "initial", *CHANGES)
+INITIAL = 1.5  # factor between norms of initial weights; other seeds change adapters by a few percent
 _MOST_BYTES = 2**30  # of the arrays together; a thousand tensors take 25 MB
-NO_GRADIENT = 1e-5  # share of the median norm below which a gradient is rounding: a key's bias cancels in attention
+NO_GRADIENT = 1e-5  # share of the median norm; a smaller gradient is rounding noise (the bias of keys cancels)
 
 
 def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
@@ -30,6 +31,7 @@ def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
     if absent := sorted({*a["names"]} - {*b["names"]}):
         made["problems"].append(f"{_few(absent)} not trained, and plain trains them")
     made["problems"] += _settings(*(json.loads(str(side["settings"])) for side in (a, b)))
+    made["problems"] += _initial(a, b)
     order = [list(side["samples"].argsort(kind="stable")) for side in (a, b)]
     for index, point in enumerate(POINTS):
         for at, when in enumerate(("before", "after")):
@@ -53,6 +55,14 @@ def _settings(a: dict[str, list[str]], b: dict[str, list[str]]) -> list[str]:
     pairs = [(name, a[name], b.get(name, ["None"])) for name in a]
     return [f"the optimizer's {name} is {', '.join(y)}, and plain's is {', '.join(x)}"
             for name, x, y in pairs if "None" not in (*x, *y) and x != y]  # fmt: skip
+
+
+def _initial(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Return sentences on trained tensors whose norm differs before training: wrong initialisation."""
+    norms = dict(zip(b["names"], b["initial"], strict=True))
+    wrong = [name for name, norm in zip(a["names"], a["initial"], strict=True)
+             if name in norms and not norm / INITIAL <= norms[name] <= norm * INITIAL]  # fmt: skip
+    return [f"{_few(wrong)} initialised differently"] if wrong else []
 
 
 def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str], list[list[Any]]]:
@@ -82,7 +92,7 @@ def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str
 
 
 def _few(names: list[str]) -> str:
-    """Return the projection that all names share if there is one, else the first names and a count."""
+    """Return the projection if all names share one. Otherwise return the first name and a count."""
     short = [name.removeprefix("base_model.model.").removesuffix(".weight").replace(".default", "") for name in names]
     modules = {module_of(name) for name in names}
     if len(names) > 1 and len(kinds := {module.partition(".")[0] for module in modules}) == 1:
@@ -115,9 +125,9 @@ def _loaded(run: RunDir) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error, MemoryError):
         return {}
     count, samples = arrays["names"].size, arrays["samples"].size
-    wanted = {"names": (count,), "samples": (samples,), "losses": (2 * len(POINTS), samples)}
+    wanted = {"names": (count,), "samples": (samples,), "losses": (2 * len(POINTS), samples), "initial": (count,)}
     fits = all(arrays[name].shape == shape for name, shape in wanted.items())
     fits &= arrays["names"].dtype.kind == "U" and arrays["samples"].dtype.kind in "iu"
     fits &= len({arrays[name].shape[2:] for name in CHANGES}) == 1
     fits &= all(arrays[name].ndim == 3 and arrays[name].shape[:2] == (len(POINTS), count) for name in CHANGES)
-    return arrays if fits and all(arrays[name].dtype.kind == "f" for name in ("losses", *CHANGES)) else {}
+    return arrays if fits and all(arrays[name].dtype.kind == "f" for name in ("losses", "initial", *CHANGES)) else {}

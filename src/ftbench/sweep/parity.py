@@ -25,8 +25,8 @@ CONTROLS = ("few", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class ParityRequest(PlanRequest):
-    """The command line. `reference` names the recipe that is compared with, `recipes` those that are judged: the spec
-    as it is if empty. `steps` is the length of each training; `controls` is one of `CONTROLS`."""
+    """The command line. `reference` names the recipe that is compared with, `recipes` those that are judged, by default
+    the spec itself. `steps` is the length of each training; `controls` is one of `CONTROLS`."""
 
     reference: str = "plain"
     recipes: Sequence[str] = ()
@@ -36,7 +36,7 @@ class ParityRequest(PlanRequest):
 
 
 def prepare(request: ParityRequest) -> command.Ready:
-    """Plan without starting anything. Raise SpecError and MissingError for what is wrong or missing."""
+    """Plan the runs without starting them. Raise SpecError or MissingError if the check is not possible."""
     if request.controls not in CONTROLS:
         raise SpecError(f"--controls {request.controls}: must be {' or '.join(CONTROLS)}")
     sets = [*request.sets, *([] if request.steps is None else [f"train.max_steps={request.steps}"])]
@@ -105,8 +105,8 @@ def _reference(plain: Experiment, spec: Experiment) -> Experiment:
 
 
 def _plain_method(method: Method) -> Method:
-    """Return the method of the reference: the same adapters on 4-bit weights if those of `method` are, else on 16-bit
-    ones. 4-bit weights are part of what a method trains on; their products are in float32."""
+    """Return the method of the reference: the same adapters on weights with as many bits as those of `method`. 4-bit
+    weights are part of a method. The reference dequantises them to float32."""
     if isinstance(method, Full):
         return method
     if isinstance(method, Qlora):

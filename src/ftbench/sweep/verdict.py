@@ -19,7 +19,7 @@ PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
 LEVELS = ("forward", "gradient", "training")
 FACTOR = 2.0  # times the error of plain bfloat16, for a mean over samples or a median over tensors
 ONE_TENSOR = 4.0  # times the largest error of plain bfloat16, for one tensor of a thousand
-# Norm ratios scatter around 1, so their medians are near 0 and say little: a norm within 1 % passes, a median within
+# Norm ratios scatter around 1, so their medians are near 0 and vary a lot: a norm within 1 % passes, a median within
 # 0.3 %. The mildest control is off by 5 %. Seen on an H200 in a correct recipe: 0.37 % where plain bfloat16 had 0.09 %.
 NORM_FLOOR, MEDIAN_FLOOR = 0.01, 0.003
 LEARNED = 0.05  # share of what learning rate 0 loses that held-out losses may differ by
@@ -29,7 +29,7 @@ LEARNED = 0.05  # share of what learning rate 0 loses that held-out losses may d
 class ErrorBudget:
     """Largest errors allowed: `loss` in nats (root mean square over samples), `direction` of the unit vectors and
     `norm` as the log of the ratio, for one tensor's gradient, and `update` for the direction of its weight change.
-    Medians over tensors may have half of it. None compares with plain bfloat16. `source` says where it comes from."""
+    Medians over tensors may have half. None compares with plain bfloat16. `source` is the origin of the numbers."""
 
     source: str
     loss: float | None = None
@@ -94,7 +94,7 @@ def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], sp
         return LevelResult("forward", INCONCLUSIVE, "; ".join(record["problems"]) or "nothing was recorded")
     budget, checks = BUDGETS[kinds(spec)[0]], list[_Check]()
     for when, pair in record["losses"].items():
-        same = when.rpartition(" ")[2]  # one batch says little: both points count
+        same = when.rpartition(" ")[2]  # both points count, because one batch has few samples
         allowed = [_rms(each) for other in rounding for name, each in other["losses"].items() if name.endswith(same)]
         limit = budget.loss if budget.loss is not None else FACTOR * max(allowed, default=0.0)
         checks.append(_Check(f"loss per sample, {when} the steps", _rms(pair), limit))
@@ -102,7 +102,7 @@ def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], sp
 
 
 def gradient(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> LevelResult:
-    """Return how far gradients and weight changes are from the reference's, and the tensors that have none first."""
+    """Return the differences of gradients and weight changes; missing ones come first and fail."""
     if not record["losses"]:
         return LevelResult("gradient", INCONCLUSIVE, "; ".join(record["problems"]) or "nothing was recorded")
     if record["problems"]:
@@ -117,7 +117,7 @@ def training(
     if not all(map(math.isfinite, candidate)):
         return LevelResult("training", FAIL, "a held-out loss is not finite")
     if untrained is None or not all(map(math.isfinite, (*reference, untrained))):
-        return LevelResult("training", INCONCLUSIVE, "the reference has no finite held-out loss")
+        return LevelResult("training", INCONCLUSIVE, "a held-out loss of the reference is missing or not finite")
     learned, spread = untrained - statistics.fmean(reference), max(reference) - min(reference)
     if learned <= spread:
         sentence = f"the reference learned {learned:.3g} nats in {steps} steps, no more than its seeds differ by"
@@ -140,7 +140,7 @@ class _Check:
 
     @property
     def share(self) -> float:
-        """Return the number over its limit; no error is allowed where the limit is 0."""
+        """Return the number over its limit; with a limit of 0, any error is infinitely far beyond it."""
         if not math.isfinite(self.number):
             return math.inf
         return self.number / self.limit if self.limit else math.inf if self.number else 0.0

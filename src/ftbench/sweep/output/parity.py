@@ -1,5 +1,5 @@
-"""The result of a parity check: as tables, as one document, and as the files parity.md and parity.json, which are
-rewritten after every run."""
+"""Show the result of a parity check as tables and as one document. parity.md and parity.json are rewritten after every
+run."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +36,7 @@ class ParityTables(Tables):
         rundir.write_json(self.folder / "parity.json", self.document())
 
     def markdown(self) -> str:
-        title = f"# {self.folder.name}: what each recipe learns, compared with the plain recipe in float32\n"
+        title = f"# {self.folder.name}: recipes compared with the plain recipe in float32\n"
         lines = "\n".join(f"- {line}" for line in self._verdicts())
         tables = [f"## {heading.capitalize()}\n\n{formats.markdown(table)}" for heading, table in self._tables()]
         return "\n".join([title, lines + "\n", *tables])

@@ -1,6 +1,6 @@
 """The plan of a parity check: which runs a verdict needs, and the verdict from the files that they leave.
 
-For each recipe there is a reference, the plain recipe in float32 that trains the same tensors. Three kinds of runs are
+Each recipe has a reference: the plain recipe in float32 that trains the same tensors. Three kinds of runs are
 compared: short ones that record losses, gradients and weight changes at the weights of the reference's first run;
 trainings over several seeds; and controls: runs that are damaged on purpose and must fail."""
 
@@ -54,7 +54,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class ControlResult:
-    """The outcome of a control. With the level `any`, one failed level is enough."""
+    """The outcome of a control. `level` is `any` if one failed level is enough."""
 
     name: str
     level: str
@@ -99,7 +99,7 @@ class ParityPlan(Grid):
                     yield self.train(recipe.reference, seed, None, name)
 
     def controls_of(self, recipe: Contender) -> list[tuple[str, str]]:
-        """Return the controls, each with the level at which it must fail; first one subtle control per level."""
+        """Return (control, level at which it must fail); the first three are one subtle control per level."""
         adapters, coarse = recipe.spec.method.adapters, verdict.kinds(recipe.spec)[0] == "8-bit products"
         forward = ("lora_scale_x1.5" if coarse else "lora_scale_x1.05") if adapters else "loss_over_padding"
         backward = "layer_gradient_reversed" if coarse else "gradient_entries_lost"
@@ -221,11 +221,11 @@ class ParityPlan(Grid):
         start = self.untrained(recipe)
         if why := self._missing([*jobs, *references, start]):
             return LevelResult("training", *why)
-        losses = [[_held_out(each.run)[0] for each in side] for side in (references, jobs, [start])]
-        seen = [_held_out(side[0].run)[1] for side in (references, jobs)]
-        if abs(seen[1] - seen[0]) > SAME_SIZE * seen[0]:
-            sentence = f"it trained {seen[1]:,.0f} samples and the reference {seen[0]:,.0f}: change train.batch_size"
-            return LevelResult("training", INCONCLUSIVE, sentence, seen[1], seen[0])
+        plain, judged = ([_Training.read(each.run) for each in side] for side in (references, jobs))
+        for before, after in zip(plain, judged, strict=True):
+            if problem := before.difference(after):
+                return LevelResult("training", *problem)
+        losses = [[each.held_out for each in side] for side in (plain, judged, [_Training.read(start.run)])]
         return verdict.training(losses[0], losses[1], losses[2][0], recipe.spec.train.max_steps or 0)
 
     def _missing(self, needed: Sequence[Job]) -> tuple[str, str] | None:
@@ -283,8 +283,29 @@ def _probe(spec: Experiment) -> Dataset:
                    mean_length=max(8.0, min(longest / 3, 100.0)))  # fmt: skip
 
 
-def _held_out(run: RunDir) -> tuple[float, float]:
-    """Return the last held-out loss of a run, NaN if it has none, and how many samples it trained on."""
-    rows = read_steps(run.steps)[0]
-    losses = [row.loss for row in rows if row.phase == "evaluate" and row.loss is not None]
-    return losses[-1] if losses else float("nan"), sum(row.samples or 0.0 for row in rows if row.phase == "train")
+@dataclass(frozen=True, slots=True)
+class _Training:
+    """The files of a training: its last held-out loss (NaN if missing), samples and learning rates."""
+
+    held_out: float
+    samples: float
+    rates: tuple[float | None, ...]
+
+    @classmethod
+    def read(cls, run: RunDir) -> "_Training":
+        rows = read_steps(run.steps)[0]
+        losses = [row.loss for row in rows if row.phase == "evaluate" and row.loss is not None]
+        steps = [row for row in rows if row.phase == "train"]
+        rates, samples = tuple(row.learning_rate for row in steps), sum(row.samples or 0.0 for row in steps)
+        return cls(losses[-1] if losses else float("nan"), samples, rates)
+
+    def difference(self, other: "_Training") -> tuple[str, str] | None:
+        """Return state and sentence if another training had other samples or another schedule."""
+        if abs(other.samples - self.samples) > SAME_SIZE * self.samples:
+            sentence = f"it trained {other.samples:,.0f} samples and the reference {self.samples:,.0f}"
+            return INCONCLUSIVE, f"{sentence}: change train.batch_size"
+        pairs = zip(self.rates, other.rates, strict=False)
+        for step, (x, y) in enumerate(pairs, 1):
+            if x is not None and y is not None and abs(y - x) > 1e-6 * x:
+                return FAIL, f"its learning rate in step {step} is {y:.4g}, and plain's is {x:.4g}"
+        return None

@@ -1,4 +1,4 @@
-"""Damage a training on purpose, as `measure.control` says (`spec/controls.py`)."""
+"""Damage a training on purpose. `spec/controls.py` describes the values of `measure.control`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -145,7 +145,7 @@ def _one_sample(batch: dict[str, Any]) -> None:
 
 
 def _mean_of_means(loop: Any) -> int:
-    """Drop the count of label tokens of the step: each micro-batch then divides its loss by its own."""
+    """Drop the count of label tokens of the step, so that each micro-batch divides its loss by its local count."""
     gather = loop.get_batch_samples
     loop.get_batch_samples = lambda *args, **kwargs: (gather(*args, **kwargs)[0], None)
     return 1

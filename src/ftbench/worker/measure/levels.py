@@ -1,8 +1,8 @@
-"""gradients.npz: what a parity check compares between two runs at the same weights.
+"""Record losses, gradients and weight changes for a parity check, in gradients.npz.
 
-At the initial weights and at weights after some training (both those of the reference's run), it records the loss of
-each sample, and of each trained tensor the gradient, the weight change of one optimizer step and the weight change of
-several. All samples are in every step, so that the steps of packed and padded runs hold the same.
+Recording happens at the initial weights and at the trained weights of the reference run. It covers the loss of each
+sample and, for each trained tensor, the gradient and the weight change of one and of several optimizer steps. Every
+step has all samples, so packed and padded runs can be compared.
 
 A tensor is kept as its norm and a count sketch (M. Charikar, K. Chen and M. Farach-Colton, ICALP 2002): every element
 is added, with a random sign, to one of `WIDTH` sums. The norm of a difference of two sketches is that of the difference
@@ -27,7 +27,7 @@ from ftbench.worker.data.collate import samples_of
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.effective_config import innermost
 
-WIDTH = 1024  # sums of a sketch; a smaller tensor is kept as it is
+WIDTH = 1024  # sums of a sketch; a smaller tensor is kept unchanged
 POINTS = ("initial", "trained")
 CHANGES = ("gradient", "step", "steps")
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -45,6 +45,7 @@ class Levels(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._parameters = trained(kwargs["model"])
+        self._initial = np.array([float(p.detach().float().norm()) for p in self._parameters.values()])
 
     @torch.no_grad()
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -79,7 +80,7 @@ class Levels(TrainerCallback):
             settings = np.array(json.dumps(self._settings))
             samples = np.array(list(self._samples()), dtype=np.int64)
             arrays = {name: np.stack(kept) for name, kept in self._kept.items()}
-            arrays |= {"names": names, "settings": settings, "samples": samples}
+            arrays |= {"names": names, "settings": settings, "samples": samples, "initial": self._initial}
             np.savez_compressed(self._path, **arrays)  # type: ignore[arg-type]
 
     def _change(self) -> dict[str, torch.Tensor]:
@@ -120,7 +121,7 @@ class Levels(TrainerCallback):
 
 
 class Weights(TrainerCallback):
-    """Writes the trained tensors as they are before and after training, for the runs that are compared with this."""
+    """Writes the trained tensors before and after training. Recording runs load them."""
 
     def __init__(self, directory: RunDir) -> None:
         self._path = directory.weights
@@ -158,7 +159,7 @@ def _plain(value: Any) -> Any:
 
 
 def sketch(name: str, values: torch.Tensor) -> torch.Tensor:
-    """Return `WIDTH` sums of a tensor's elements in float32; a smaller tensor as it is, then zeros."""
+    """Return `WIDTH` sums of a tensor's elements in float32; a smaller tensor unchanged, then zeros."""
     flat = values.reshape(-1).float()
     if len(flat) <= WIDTH:
         return torch.nn.functional.pad(flat, (0, WIDTH - len(flat)))
