@@ -15,8 +15,8 @@ from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
 from ftbench.sweep import verdict
 from ftbench.sweep.output.parity import ParityTables
-from ftbench.sweep.plan import parity
 from ftbench.sweep.plan.parity import PENDING, UNPROVEN, Contender
+from ftbench.sweep.plan.parity_samples import Training
 from ftbench.sweep.verdict import FAIL, INCONCLUSIVE, PASS
 from parity_runs import contender, plan_of
 
@@ -197,8 +197,8 @@ def test_control_that_passes_means_no_verdict(tmp_path, monkeypatch):
         plan.ended(job)
     same = record() | {"reference": plan.record_of(recipe.reference, recipe).run.run_id}
     monkeypatch.setattr(plan, "agreement", lambda *_: same)
-    same_training = parity._Training(2.0, 240.0, ())
-    monkeypatch.setattr(parity._Training, "read", classmethod(lambda cls, run: same_training))
+    same_training = Training(2.0, 240.0, ())
+    monkeypatch.setattr(Training, "read", classmethod(lambda cls, run: same_training))
     (found,) = plan.judgements()
     assert found.verdict == UNPROVEN
     assert "lora_scale_x1.05" in found.reason
@@ -221,11 +221,11 @@ def test_failed_run_and_refused_recipe_do_not_pass(tmp_path):
 
 
 def test_training_with_another_schedule_or_size_is_not_compared():
-    plain = parity._Training(2.0, 240.0, (1e-3, 5e-4))
-    assert plain.difference(parity._Training(2.0, 230.0, (1e-3, 5e-4))) is None
-    state, sentence = plain.difference(parity._Training(2.0, 240.0, (1e-3, 1e-3)))
+    plain = Training(2.0, 240.0, (1e-3, 5e-4))
+    assert plain.difference(Training(2.0, 230.0, (1e-3, 5e-4))) is None
+    state, sentence = plain.difference(Training(2.0, 240.0, (1e-3, 1e-3)))
     assert (state, sentence) == (FAIL, "its learning rate in step 2 is 0.001, and plain's is 0.0005")
-    assert plain.difference(parity._Training(2.0, 100.0, (1e-3, 5e-4)))[0] == INCONCLUSIVE
+    assert plain.difference(Training(2.0, 100.0, (1e-3, 5e-4)))[0] == INCONCLUSIVE
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

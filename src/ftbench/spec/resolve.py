@@ -66,7 +66,8 @@ def require_published(spec: Experiment, capability: Capability) -> None:
     """Raise MissingError for a spec whose recipe leaves its kernels to `auto` if this machine turns them off: the
     recipe's published speed and verdict do not hold without them. A spec that sets the key itself passes."""
     if why := triton_kernels.left_out(spec, capability):
+        reason = why.partition("is off: ")[2]
         raise MissingError(
-            f"{spec.name}: the recipe is published with {KERNELS} on, and here it is off: {why.partition('is off: ')[2]}. "
-            f"To run the recipe without the kernels, set {KERNELS}=off"
+            f"{spec.name}: the recipe is published with {KERNELS} on, and here it is off: {reason}. To run the recipe "
+            f"without the kernels, set {KERNELS}=off"
         )

@@ -10,20 +10,17 @@ from functools import cached_property
 from typing import Any
 
 from ftbench.spec.ablation import with_changes
-from ftbench.spec.batches import packed, synthetic_lengths
 from ftbench.spec.controls import GRADED, OF_ADAPTERS
-from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
-from ftbench.store.rundir import NOT_FINITE, RunDir, read_json, write_json
-from ftbench.store.steps import read_steps
+from ftbench.store.rundir import NOT_FINITE, read_json, write_json
 from ftbench.sweep import verdict
 from ftbench.sweep.gradients import agreement
 from ftbench.sweep.plan.base import Job, Options, job
 from ftbench.sweep.plan.grid import Grid
+from ftbench.sweep.plan.parity_samples import Training, probe, same_samples
 from ftbench.sweep.verdict import FAIL, INCONCLUSIVE, PASS, LevelResult
 
 STEPS = 3  # recorded at each point: Adam's betas and weight decay show in the second
-SAME_SIZE = 0.15  # maximum relative difference of the number of samples in two trainings
 PENDING, UNPROVEN = "not run yet", "no verdict"
 
 
@@ -128,7 +125,7 @@ class ParityPlan(Grid):
             changes["dataset.seed"] = spec.dataset.seed + seed
         if recipe is None and not seed and control == "off":
             changes["measure.keep_weights"] = True
-        changes |= _same_samples(spec)
+        changes |= same_samples(spec)
         name = recipe.name if recipe else "reference" if control == "off" else f"control: {control}"
         return self._job(spec, changes, {"recipe": name, "run": f"training {seed + 1}"}, recipe)
 
@@ -140,7 +137,7 @@ class ParityPlan(Grid):
     def record_of(self, spec: Experiment, recipe: Contender, control: str = "off") -> Job:
         """Return the short run that records losses, gradients and weight changes of a spec."""
         name = "reference" if spec is recipe.reference else recipe.name if spec is recipe.spec else "plain"
-        name, dataset = name if control == "off" else f"control: {control}", _probe(spec)
+        name, dataset = name if control == "off" else f"control: {control}", probe(spec)
         changes: dict[str, Any] = {
             "train.max_steps": 2 * STEPS, "train.gradient_accumulation_steps": dataset.samples,
             "train.lr_scheduler": "constant", "train.warmup_steps": 0, "measure.gradients": STEPS,
@@ -221,11 +218,11 @@ class ParityPlan(Grid):
         start = self.untrained(recipe)
         if why := self._missing([*jobs, *references, start]):
             return LevelResult("training", *why)
-        plain, judged = ([_Training.read(each.run) for each in side] for side in (references, jobs))
+        plain, judged = ([Training.read(each.run) for each in side] for side in (references, jobs))
         for before, after in zip(plain, judged, strict=True):
             if problem := before.difference(after):
                 return LevelResult("training", *problem)
-        losses = [[each.held_out for each in side] for side in (plain, judged, [_Training.read(start.run)])]
+        losses = [[each.held_out for each in side] for side in (plain, judged, [Training.read(start.run)])]
         return verdict.training(losses[0], losses[1], losses[2][0], recipe.spec.train.max_steps or 0)
 
     def _missing(self, needed: Sequence[Job]) -> tuple[str, str] | None:
@@ -253,59 +250,3 @@ class ParityPlan(Grid):
     @cached_property
     def _kept(self) -> dict[Job, dict[str, Any]]:
         return {}
-
-
-def _same_samples(spec: Experiment) -> dict[str, Any]:
-    """Return changes for packing, so that a step trains about as many samples as a padded one: other rows per step and
-    a shorter maximum length. Only synthetic data have known lengths."""
-    if not spec.optimizations.packing or spec.dataset.name != "synthetic":
-        return {}
-    lengths = synthetic_lengths(spec.dataset, spec.dataset.samples or 1)
-    steps, tokens = len(lengths) / spec.train.batch_size, spec.train.batch_size * sum(lengths) / len(lengths)
-    shortest, longest = max(lengths), spec.dataset.max_length
-    choices = {}
-    for rows in range(max(1, int(tokens / longest)), int(tokens / shortest) + 2):
-        for room in (1.0, 1.03, 1.06, 1.1, 1.2):
-            length = min(longest, max(shortest, round(room * tokens / rows)))
-            choices[rows, length] = abs(len(packed(lengths, length)) / rows / steps - 1)
-    rows, length = min(choices, key=lambda choice: choices[choice])
-    return {"train.batch_size": rows, "dataset.max_length": length}
-
-
-def _probe(spec: Experiment) -> Dataset:
-    """Return the samples of a recording run: more than two batches, so that the last one is not full. Images are the
-    spec's own. Text is the built-in tasks: prompts, unequal lengths, and samples that leak if masks are wrong."""
-    count = max(9, 2 * spec.train.batch_size + 1)
-    if spec.dataset.may_have_images and spec.dataset.has_images:
-        return spec.dataset.model_copy(update={"samples": count, "eval_samples": 0})
-    longest = spec.dataset.max_length
-    return Dataset(name="synthetic", structure="tasks", samples=count, max_length=longest, seed=spec.dataset.seed,
-                   mean_length=max(8.0, min(longest / 3, 100.0)))  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Training:
-    """The files of a training: its last held-out loss (NaN if missing), samples and learning rates."""
-
-    held_out: float
-    samples: float
-    rates: tuple[float | None, ...]
-
-    @classmethod
-    def read(cls, run: RunDir) -> "_Training":
-        rows = read_steps(run.steps)[0]
-        losses = [row.loss for row in rows if row.phase == "evaluate" and row.loss is not None]
-        steps = [row for row in rows if row.phase == "train"]
-        rates, samples = tuple(row.learning_rate for row in steps), sum(row.samples or 0.0 for row in steps)
-        return cls(losses[-1] if losses else float("nan"), samples, rates)
-
-    def difference(self, other: "_Training") -> tuple[str, str] | None:
-        """Return state and sentence if another training had other samples or another schedule."""
-        if abs(other.samples - self.samples) > SAME_SIZE * self.samples:
-            sentence = f"it trained {other.samples:,.0f} samples and the reference {self.samples:,.0f}"
-            return INCONCLUSIVE, f"{sentence}: change train.batch_size"
-        pairs = zip(self.rates, other.rates, strict=False)
-        for step, (x, y) in enumerate(pairs, 1):
-            if x is not None and y is not None and abs(y - x) > 1e-6 * x:
-                return FAIL, f"its learning rate in step {step} is {y:.4g}, and plain's is {x:.4g}"
-        return None
