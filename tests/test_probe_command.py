@@ -126,7 +126,6 @@ def test_the_childs_error_is_passed_on(child, tmp_path):
 
 def test_a_child_is_stopped_after_a_minute(monkeypatch, tmp_path):
     clock = iter([100.0, 159.0, 161.0])
-    monkeypatch.setattr(process.family, "end_orphans", lambda: None)
     monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
     seen = []
 
