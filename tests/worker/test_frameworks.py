@@ -1,5 +1,7 @@
-"""Other frameworks on the same tokens: what is handed over, what is recorded from outside, and real runs where an
-environment of theirs is to be had (FTBENCH_FRAMEWORKS names the folder that holds them)."""
+"""Other frameworks on the same tokens: prepared data, recorded facts, and real runs.
+
+Real runs need the environments in the folder FTBENCH_FRAMEWORKS.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,7 @@ from ftbench.store.steps import read_steps
 from ftbench.worker import __main__ as worker
 from ftbench.worker import frameworks
 from ftbench.worker.data.tokens import Tokens
-from ftbench.worker.frameworks import hand_over, live, session
-from ftbench.worker.frameworks.adapters import draw_adapters
+from ftbench.worker.frameworks import live, prepare, session
 from ftbench.worker.measure.batch_count import COUNT, padding_of
 from ftbench.worker.measure.phases import Phases
 from ftbench.worker.outcome import of_exception
@@ -51,7 +52,7 @@ from ftbench.worker.training_run import TrainingRun
 
 LLAMA = {"framework": "llamafactory", "python": "/nowhere/bin/python"}
 PLACE = Path(os.environ.get("FTBENCH_FRAMEWORKS", "/nowhere"))
-TOLERANCE = 1e-5  # of a first loss near 7.6 in float32: the issue of other kernels and another order of sums
+TOLERANCE = 1e-5  # of a first loss near 7.6 in float32, for other kernels and another order of sums
 
 
 def small_model():
@@ -73,7 +74,7 @@ def rows(lengths):
             for index, length in enumerate(lengths)]  # fmt: skip
 
 
-def test_adapters_are_drawn_as_peft_draws_them_after_the_seed():
+def test_draw_adapters_repeats_the_draws_of_peft():
     torch.manual_seed(0)
     model = small_model()
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -85,41 +86,41 @@ def test_adapters_are_drawn_as_peft_draws_them_after_the_seed():
         for name, value in other.named_parameters():
             if "lora" in name:
                 value.fill_(3.0)
-    draw_adapters(other, 5)
+    session.draw_adapters(other, 5)
     drawn = dict(other.named_parameters())
     assert all(torch.equal(drawn[name], value) for name, value in wanted.items())
-    draw_adapters(other, 6)
+    session.draw_adapters(other, 6)
     assert not torch.equal(dict(other.named_parameters())[next(iter(wanted))], next(iter(wanted.values())))
 
 
-def test_rows_are_handed_over_whole_and_in_their_order(tmp_path):
+def test_write_rows_keeps_rows_and_order(tmp_path):
     given = rows([3, 5, 4])
-    hand_over.write_rows(tmp_path / "train", given)
+    prepare.write_rows(tmp_path / "train", given)
     saved = load_from_disk(str(tmp_path / "train"))["train"]
     assert [list(ids) for ids in saved["input_ids"]] == [list(row[0].ids) for row in given]
     assert [list(labels) for labels in saved["labels"]] == [list(row[0].labels) for row in given]
     assert "lengths" not in saved.column_names
-    hand_over.write_rows(tmp_path / "swift", given, with_lengths=True)
+    prepare.write_rows(tmp_path / "swift", given, with_lengths=True)
     assert load_from_disk(str(tmp_path / "swift"))["train"]["lengths"][:] == [[3], [5], [4]]
-    whole = session.handed_order(str(tmp_path / "train"), 3)
-    assert whole != session.handed_order(str(tmp_path / "train"), 2)
-    hand_over.write_rows(tmp_path / "other", [given[1], given[0], given[2]])
-    assert whole != session.handed_order(str(tmp_path / "other"), 3)
+    order = session.order_hash_of(str(tmp_path / "train"), 3)
+    assert order != session.order_hash_of(str(tmp_path / "train"), 2)
+    prepare.write_rows(tmp_path / "other", [given[1], given[0], given[2]])
+    assert order != session.order_hash_of(str(tmp_path / "other"), 3)
 
 
-def test_rows_are_read_again_beside_a_torchvision_that_datasets_does_not_know(tmp_path, monkeypatch):
-    """datasets 4.0.0, which LLaMA-Factory wants, imports what torchvision 0.26 has no more to give rows as arrays."""
+def test_rows_are_read_without_torchvision(tmp_path, monkeypatch):
+    """datasets 4.0.0, which LLaMA-Factory needs, imports a name that torchvision 0.26 removed."""
 
     def broken(*_):
         raise ImportError("cannot import name 'VideoReader' from 'torchvision.io'")
 
-    hand_over.write_rows(tmp_path / "train", given := rows([3, 5]))
+    prepare.write_rows(tmp_path / "train", given := rows([3, 5]))
     monkeypatch.setattr(NumpyFormatter, "recursive_tensorize", broken)
     tokens = b"".join(np.asarray(row[0].ids, dtype=np.int64).tobytes() for row in (*given, given[0]))
-    assert session.handed_order(str(tmp_path / "train"), 3) == hashlib.sha256(tokens).hexdigest()
+    assert session.order_hash_of(str(tmp_path / "train"), 3) == hashlib.sha256(tokens).hexdigest()
 
 
-def test_what_a_collator_makes_is_counted_by_what_went_in():
+def test_counted_collator_counts_its_samples():
     def collate(features):
         longest = 8
         pad = [feature["input_ids"] + [0] * (longest - len(feature["input_ids"])) for feature in features]
@@ -140,14 +141,14 @@ def test_what_a_collator_makes_is_counted_by_what_went_in():
         ([2, 9, 3], "left out 2 of the first 3 rows that it was given and trained on 1 row not of those"),
     ],
 )
-def test_another_order_and_rows_left_out_or_changed_are_told_apart(tmp_path, trained, said):
-    given = [np.arange(7 * index, 7 * index + 4) for index in range(10)]  # the last is not handed over
-    hand_over.write_rows(tmp_path / "train", rows([4] * 9))
+def test_difference_describes_order_and_rows(tmp_path, trained, said):
+    given = [np.arange(7 * index, 7 * index + 4) for index in range(10)]  # the last one is not written
+    prepare.write_rows(tmp_path / "train", rows([4] * 9))
     seen = Counter(hash(given[index].astype(np.int64).tobytes()) for index in trained)
-    assert session.other_work(str(tmp_path / "train"), seen).startswith(said)
+    assert session.difference(str(tmp_path / "train"), seen).startswith(said)
 
 
-def test_what_a_framework_packs_is_counted_by_its_samples():
+def test_counted_collator_counts_packed_samples():
     def collate(features):
         laid = [token for row in features for sample in row for token in sample["input_ids"]]
         return {"input_ids": torch.tensor([laid]), "labels": torch.tensor([laid])}
@@ -159,8 +160,8 @@ def test_what_a_framework_packs_is_counted_by_its_samples():
 
 
 @pytest.mark.parametrize("multiple", [None, 8, 64])
-def test_the_padding_of_batches_is_read_from_their_shapes(multiple):
-    """What transformers' own collator makes of rows of many lengths."""
+def test_padding_is_detected_from_batch_shapes(multiple):
+    """Use the batches of transformers' own collator."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"<pad>": 0})), pad_token="<pad>")
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=multiple)
     shapes = set()
@@ -172,7 +173,7 @@ def test_the_padding_of_batches_is_read_from_their_shapes(multiple):
     assert padding_of([]) is None
 
 
-def test_functions_of_others_within_a_model_are_found(monkeypatch):
+def test_patched_by_finds_foreign_functions(monkeypatch):
     model = get_peft_model(small_model(), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     assert live.patched_by(model) == set()
 
@@ -189,10 +190,10 @@ def test_functions_of_others_within_a_model_are_found(monkeypatch):
     assert live.patched_by(model) == {"other_kernels"}
 
 
-def test_weights_quantised_otherwise_than_asked_for_are_a_problem():
+def test_wrong_quantisation_is_a_problem():
     model = get_peft_model(small_model(), LoraConfig(r=8, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     spec = spec_of(method={"name": "qlora", "rank": 8, "targets": ["q_proj"]}, launch=LLAMA)
-    assert live.model_problems(model, spec) == ["llamafactory: method qlora, and the weights are not quantised"]
+    assert live.model_problems(model, spec) == ["llamafactory: method is qlora, but the weights are not quantised"]
     layer = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
     layer.weight.quant_state = types.SimpleNamespace(quant_type="nf4", nested=True)
     layer.compute_dtype = getattr(torch, spec.method.compute_dtype)
@@ -203,25 +204,25 @@ def test_weights_quantised_otherwise_than_asked_for_are_a_problem():
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_each_framework_is_told_how_weights_are_quantised(name):
+def test_configuration_has_the_quantisation(name):
     method = {"name": "qlora", "quant_type": "fp4", "double_quant": False, "compute_dtype": "float32"}
     values = frameworks.load(name).configuration(spec_of(method=method), "data/model")
-    told = values | values.get("bnb_config_kwargs", {})
-    assert "fp4" in (told.get("bnb_4bit_quant_type"), told.get("quantization_type"))
-    assert False in (told.get("bnb_4bit_use_double_quant"), told.get("double_quantization"))
+    settings = values | values.get("bnb_config_kwargs", {})
+    assert "fp4" in (settings.get("bnb_4bit_quant_type"), settings.get("quantization_type"))
+    assert False in (settings.get("bnb_4bit_use_double_quant"), settings.get("double_quantization"))
 
 
-def test_older_versions_find_the_base_of_the_rotations_by_their_own_name():
+def test_config_has_rope_theta_for_transformers_4():
     written = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "dtype": "bfloat16"}
-    assert hand_over.with_older_words(written) == written | {
+    assert prepare.for_transformers_4(written) == written | {
         "rope_theta": 1e6, "rope_scaling": None, "torch_dtype": "bfloat16",
     }  # fmt: skip
-    assert hand_over.with_older_words({"rope_theta": 5.0}) == {"rope_theta": 5.0}
+    assert prepare.for_transformers_4({"rope_theta": 5.0}) == {"rope_theta": 5.0}
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
-def test_each_configuration_is_the_whole_recipe_in_plain_words(name, method):
+def test_configuration_is_json_with_the_training_settings(name, method):
     spec = spec_of(method={"name": method}, train={"max_steps": 3, "batch_size": 2, "learning_rate": 0.25})
     values = frameworks.load(name).configuration(spec, "data/model")
     assert json.loads(json.dumps(values)) == values
@@ -234,7 +235,7 @@ def test_each_configuration_is_the_whole_recipe_in_plain_words(name, method):
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
-def test_its_own_best_is_the_plain_recipe_with_what_is_switched_on(name, method):
+def test_best_settings_differ_from_plain(name, method):
     python = {"framework": name, "python": "/nowhere/bin/python", "settings": "best"}
     spec = spec_of(method={"name": method}, launch=python)
     flash = spec_of(method={"name": method}, launch=python, optimizations={"attention": "flash_attention_2"})
@@ -253,7 +254,7 @@ def test_its_own_best_is_the_plain_recipe_with_what_is_switched_on(name, method)
 
 @pytest.mark.parametrize(("framework", "handed_over", "acquired"), [("trl", False, 1), ("llamafactory", False, 0),
                                                                     ("llamafactory", True, 1)])  # fmt: skip
-def test_the_gpu_is_taken_by_the_interpreter_that_trains(tmp_path, monkeypatch, framework, handed_over, acquired):
+def test_only_the_training_interpreter_acquires_the_gpu(tmp_path, monkeypatch, framework, handed_over, acquired):
     directory = rundir.create(tmp_path, "tests", "turns")
     launch = {"launch": LLAMA} if framework != "trl" else {}
     rundir.write_json(directory.spec_json, spec_of(**launch).model_dump(mode="json"))
@@ -266,7 +267,7 @@ def test_the_gpu_is_taken_by_the_interpreter_that_trains(tmp_path, monkeypatch, 
     assert len(turns) == acquired
 
 
-# --- a stand-in for a framework, trained in this process --------------------------------------------------------------
+# --- a stand-in for a framework, in this process ----------------------------------------------------------------------
 
 
 class Ordered(Trainer):
@@ -285,8 +286,10 @@ def padded(features):
 
 @pytest.fixture
 def framework_run(tmp_path, monkeypatch):
-    """A run directory as the first half leaves it, and a function that has a stand-in train in it: `given` are
-    arguments that its trainer gets otherwise than the spec says, `pick` takes rows away or changes their order."""
+    """Return a function that trains a stand-in for a framework in a prepared run directory.
+
+    `given` overrides its training arguments, `pick` changes its rows.
+    """
 
     def train(given=None, pick=list, launch=None, behave=None):
         method, launched = {"rank": 8, "targets": ["q_proj"]}, LLAMA | (launch or {})
@@ -294,7 +297,7 @@ def framework_run(tmp_path, monkeypatch):
         directory = rundir.create(tmp_path, "tests", "framework")
         rundir.write_json(directory.machine, {"gpus": []})
         rundir.write_json(directory.framework, {})
-        hand_over.write_rows(directory.path / frameworks.DATA, rows([4, 6, 5, 7, 4, 8, 6, 5]))
+        prepare.write_rows(directory.path / frameworks.DATA, rows([4, 6, 5, 7, 4, 8, 6, 5]))
         run = TrainingRun(spec, directory, Phases(directory, "import"))
 
         def trainer(values):
@@ -323,7 +326,7 @@ def framework_run(tmp_path, monkeypatch):
     return train
 
 
-def test_what_another_trainer_did_is_recorded_and_read_back(framework_run):
+def test_session_records_steps_and_facts(framework_run):
     applied, steps = framework_run()
     assert [step.real_tokens for step in steps] == [10, 12, 12]
     assert applied["framework"] == {"name": "llamafactory", "version": "0.9.5", "settings": "plain", "switched_on": {}}
@@ -334,8 +337,8 @@ def test_what_another_trainer_did_is_recorded_and_read_back(framework_run):
     assert "warnings" not in applied
 
 
-def test_a_loss_divided_by_more_than_its_tokens_is_told(framework_run, monkeypatch):
-    """transformers 4 counts labels before they are shifted: a row's first token, which nothing predicts, among them."""
+def test_loss_normalisation_notes_extra_tokens(framework_run, monkeypatch):
+    """transformers 4 counts labels before the shift, so it includes the first token of each row."""
 
     def every_label(self, batches, device):
         return sum((batch["labels"] != -100).sum() for batch in batches)
@@ -349,12 +352,12 @@ def test_a_loss_divided_by_more_than_its_tokens_is_told(framework_run, monkeypat
 @pytest.mark.parametrize(
     ("given", "launch", "said"),
     [
-        ({"learning_rate": 0.5}, {}, "llamafactory: train.learning_rate is 0.001, and it trains with 0.5"),
-        ({"warmup_steps": 2}, {}, "llamafactory: train.warmup_steps is 0, and it trains with 2"),
-        ({}, {"settings": "best"}, "llamafactory: launch.settings is best, and no module runs a kernel of Liger's"),
+        ({"learning_rate": 0.5}, {}, "llamafactory: train.learning_rate is 0.001, but it trains with 0.5"),
+        ({"warmup_steps": 2}, {}, "llamafactory: train.warmup_steps is 0, but it trains with 2"),
+        ({}, {"settings": "best"}, "llamafactory: launch.settings is best, but no module uses a kernel of Liger"),
     ],
 )
-def test_an_option_that_a_framework_ignores_fails_the_run(framework_run, given, launch, said):
+def test_ignored_setting_fails_the_run(framework_run, given, launch, said):
     with pytest.raises(NotAppliedError, match=re.escape(said)):
         framework_run(given, launch=launch)
 
@@ -370,36 +373,36 @@ def test_an_option_that_a_framework_ignores_fails_the_run(framework_run, given, 
             "4 rows not of those",
         ),
     ],
-    ids=["reversed", "two exchanged", "one dropped", "cut"],
+    ids=["reversed", "swapped", "dropped", "truncated"],
 )
-def test_rows_dropped_cut_or_exchanged_are_not_the_same_work(framework_run, pick, said):
+def test_other_rows_are_a_warning(framework_run, pick, said):
     applied, _ = framework_run(pick=pick)
     (warning,) = applied["warnings"]
     assert warning.startswith("not the same work: llamafactory ")
     assert said in warning
 
 
-def test_a_framework_that_ends_without_training_is_told(framework_run):
-    with pytest.raises(FtbenchError, match="llamafactory ended without having trained: "):
+def test_framework_that_does_not_train_is_an_error(framework_run):
+    with pytest.raises(FtbenchError, match="llamafactory ended without training: "):
         framework_run(behave=lambda values: None)
 
 
-def test_a_framework_that_breaks_down_ends_the_run_with_what_it_said(framework_run):
+def test_failed_framework_gives_its_message(framework_run):
     def broken(values):
         sys.exit("argument --flash_attn: invalid choice")
 
     with pytest.raises(SystemExit) as ended:
         framework_run(behave=broken)
-    told = of_exception(ended.value, "load", None)
-    assert told["state"] == "error"
-    assert "invalid choice" in told["reason"]
+    outcome = of_exception(ended.value, "load", None)
+    assert outcome["state"] == "error"
+    assert "invalid choice" in outcome["reason"]
 
 
 @pytest.mark.parametrize(("values", "said"), [
     ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "lacks weights of"),
     ({"intermediate_size": 48}, "have other shapes than"),
 ])  # fmt: skip
-def test_a_checkpoint_that_is_not_whole_is_trained_by_no_framework(framework_run, tmp_path, values, said):
+def test_incomplete_checkpoint_is_an_error(framework_run, tmp_path, values, said):
     folder = tmp_path / "model"
     small_model().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -408,13 +411,13 @@ def test_a_checkpoint_that_is_not_whole_is_trained_by_no_framework(framework_run
         framework_run(behave=lambda read: AutoModelForCausalLM.from_pretrained(folder))
 
 
-# --- real ones -------------------------------------------------------------------------------------------------------
+# --- real frameworks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.frameworks
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_what_is_looked_for_in_an_environment_is_what_trains_there(name):
-    """axolotl.cli.train and swift.pipelines import nothing by themselves: their parts come when they are asked for."""
+def test_entry_module_imports_the_trainer(name):
+    """axolotl.cli.train and swift.pipelines import their parts lazily."""
     python = PLACE / name / "bin" / "python"
     if not python.exists():
         pytest.skip(f"no environment with {name}: FTBENCH_FRAMEWORKS names no folder with {name}/bin/python")
@@ -423,8 +426,8 @@ def test_what_is_looked_for_in_an_environment_is_what_trains_there(name):
     assert ended.returncode == 0, ended.stderr
 
 
-def ours_and_theirs(name, text, folder):
-    """Return applied.json and the steps of a run through ftbench's own loop, and of one through a framework."""
+def run_both(name, text, folder):
+    """Yield applied.json and the steps of a run with trl, and of a run with the framework."""
     python = PLACE / name / "bin" / "python"
     if not python.exists():
         pytest.skip(f"no environment with {name}: FTBENCH_FRAMEWORKS names no folder with {name}/bin/python")
@@ -442,16 +445,16 @@ def ours_and_theirs(name, text, folder):
 @pytest.mark.frameworks
 @pytest.mark.parametrize("name", FRAMEWORKS)
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
-def test_a_framework_trains_the_same_tokens_from_the_same_weights(name, method, tmp_path):
+def test_framework_trains_the_same_tokens_from_the_same_weights(name, method, tmp_path):
     text = (
         "model: {id: tiny/qwen3, weights: random}\ndataset: {name: sample, samples: 32, max_length: 128}\n"
         f"method: {method}\ntrain: {{max_steps: 4, batch_size: 2}}\n"
     )
-    (ours, our_steps), (theirs, their_steps) = ours_and_theirs(name, text, tmp_path)
+    (ours, our_steps), (theirs, their_steps) = run_both(name, text, tmp_path)
     assert theirs["dataset"]["order_hash"] == ours["dataset"]["order_hash"]
     assert theirs["parameters"]["trainable"] == ours["parameters"]["trainable"]
     assert their_steps[0].loss == pytest.approx(our_steps[0].loss, abs=TOLERANCE)
-    # trl holds the adapters of a quantised model in bfloat16, the others in float32; no comparison passes over that
+    # trl keeps the adapters of a quantised model in bfloat16, the frameworks in float32
     assert theirs["trained_dtype"] == "float32"
     rounding = 1e-4 if ours["trained_dtype"] == "float32" else torch.finfo(torch.bfloat16).eps
     assert their_steps[0].grad_norm == pytest.approx(our_steps[0].grad_norm, rel=rounding)
@@ -460,14 +463,14 @@ def test_a_framework_trains_the_same_tokens_from_the_same_weights(name, method, 
 
 
 @pytest.mark.frameworks
-def test_llamafactory_divides_by_the_first_tokens_of_rows_too(tmp_path):
-    """In float32 the gradient norm shows it as the loss does; 16 bits hold no so small a difference."""
+def test_llamafactory_also_divides_by_first_tokens(tmp_path):
+    """Use float32, because 16 bits cannot show such a small difference."""
     text = (
         "model: {id: tiny/qwen3, weights: random, dtype: float32}\n"
         "dataset: {name: synthetic, samples: 16, length: 128}\nmethod: lora\n"
         "train: {max_steps: 2, batch_size: 4, precision: fp32}\n"
     )
-    (_, our_steps), (theirs, their_steps) = ours_and_theirs("llamafactory", text, tmp_path)
+    (_, our_steps), (theirs, their_steps) = run_both("llamafactory", text, tmp_path)
     assert theirs["loss_normalisation"] == "label tokens of the step, and first tokens of rows"
     share = 4 * 127 / (4 * 128)
     assert their_steps[0].loss / our_steps[0].loss == pytest.approx(share, rel=1e-6)

@@ -69,7 +69,7 @@ def _loop(spec: Experiment, handed_over: bool) -> Callable[[Any], None]:
     if spec.launch.framework == "trl":
         module = "ftbench.worker.train"
     else:
-        module = f"ftbench.worker.frameworks.{'session' if handed_over else 'hand_over'}"
+        module = f"ftbench.worker.frameworks.{'session' if handed_over else 'prepare'}"
     return importlib.import_module(module).train
 
 

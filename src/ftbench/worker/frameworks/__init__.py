@@ -1,16 +1,54 @@
-"""Other frameworks' training loops on the same tokens, a module each, named as in `launch.framework`:
+"""Training loops of other frameworks on the same tokens. There is one module per value of `launch.framework`:
 
-configuration(spec, model) → the framework's own configuration of the spec; paths are relative to the run's directory
-best(spec) → what of it is otherwise at the framework's own best
-train(configuration) → train through the framework's own entry; only in an interpreter that has it
+configuration(spec, model): the framework's configuration; paths are relative to the run's directory
+best(spec): the changes for the framework's best settings
+train(configuration): train through the framework's own entry point, in its own interpreter
 """
 
 import importlib
 from types import ModuleType
+from typing import Any
 
-DATA, MODEL, OUTPUT = "data/train", "data/model", "trainer"  # in the run's directory, as long as the run lasts
+from ftbench.spec.experiment import Experiment
+
+# Folders in the run's directory while the run lasts.
+DATA, MODEL, OUTPUT = "data/train", "data/model", "trainer"
 
 
 def load(name: str) -> ModuleType:
     """Return the module of a framework."""
     return importlib.import_module(f"ftbench.worker.frameworks.{name.replace('-', '_')}")
+
+
+def quantisation(method: Any) -> dict[str, Any]:
+    """Return the 4-bit settings under transformers' names."""
+    return {
+        "bnb_4bit_quant_type": method.quant_type,
+        "bnb_4bit_use_double_quant": method.double_quant,
+        "bnb_4bit_compute_dtype": method.compute_dtype,
+    }
+
+
+def trainer_arguments(spec: Experiment) -> dict[str, Any]:
+    """Return the training settings under transformers' names. Logging and saving are off, as with trl."""
+    train = spec.train
+    length = {"max_steps": train.max_steps} if train.max_steps else {"num_train_epochs": train.epochs}
+    return {
+        **length,
+        "per_device_train_batch_size": train.batch_size,
+        "gradient_accumulation_steps": train.gradient_accumulation_steps,
+        "learning_rate": train.learning_rate,
+        "lr_scheduler_type": train.lr_scheduler,
+        "warmup_steps": train.warmup_steps,
+        "weight_decay": train.weight_decay,
+        "optim": train.optimizer,
+        "max_grad_norm": train.max_grad_norm,
+        "seed": train.seed,
+        "data_seed": train.seed,
+        "bf16": train.precision == "bf16",
+        "fp16": train.precision == "fp16",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }

@@ -1,19 +1,18 @@
-"""axolotl, through `do_train`, as its `axolotl train` calls it."""
+"""axolotl through `do_train`, which `axolotl train` calls."""
 
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.frameworks import packs
-from ftbench.worker.frameworks import DATA, OUTPUT
-from ftbench.worker.frameworks.recipe import quantisation, recipe
+from ftbench.worker.frameworks import DATA, OUTPUT, quantisation, trainer_arguments
 
 ATTENTION = {"eager": "eager_attention", "sdpa": "sdp_attention", "flash_attention_2": "flash_attention"}
 
 
 _LIGER = {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True,
           "liger_rms_norm": True, "liger_rope": True, "liger_glu_activation": True}  # fmt: skip
-# What it calls otherwise than transformers; what it calls nothing is none of its options.
-_WORDS = {
+# axolotl's names of transformers' arguments; None: it has no such option.
+_NAMES = {
     "per_device_train_batch_size": "micro_batch_size", "lr_scheduler_type": "lr_scheduler", "optim": "optimizer",
     "num_train_epochs": "num_epochs", "data_seed": None, "logging_strategy": None, "report_to": None,
     "disable_tqdm": None,
@@ -21,13 +20,13 @@ _WORDS = {
 
 
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
-    """Return what its YAML files hold. Its own kernels for LoRA are off: plain layers are what is compared."""
-    values = {word: value for name, value in recipe(spec).items() if (word := _WORDS.get(name, name))} | {
+    """Return the values of its YAML file. Its LoRA kernels are off, so that plain layers are compared."""
+    values = {word: value for name, value in trainer_arguments(spec).items() if (word := _NAMES.get(name, name))} | {
         "base_model": model,
         "datasets": [{"path": DATA, "split": "train", "type": None}],
         "dataset_prepared_path": f"{OUTPUT}/prepared",
         "shuffle_merged_datasets": False,
-        "curriculum_sampling": True,  # its name for the order of the rows
+        "curriculum_sampling": True,  # keep the order of the rows
         "sample_packing": False,
         "pad_to_sequence_len": False,
         "sequence_len": spec.dataset.max_length,
@@ -48,24 +47,26 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
 
 
 def best(spec: Experiment) -> dict[str, Any]:
-    """Return its best: fused products of layer and adapter, Liger's kernels and loss, and samples packed in their
-    order. Its cut cross-entropy is of a package that no index has."""
-    of_adapters = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), spec.method.adapters)
+    """Return fused LoRA kernels, Liger's kernels and loss, and packing in the order of the samples.
+
+    Its cut cross-entropy needs a package that is not published.
+    """
+    kernels = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), spec.method.adapters)
     packed = {"sample_packing": True, "sample_packing_sequentially": True, "pad_to_sequence_len": True}
-    return _LIGER | of_adapters | (packed if packs(spec) else {})
+    return _LIGER | kernels | (packed if packs(spec) else {})
 
 
 def _adapters(method: Any) -> dict[str, Any]:
     if not method.adapters:
         return {}
-    every = method.targets == "all-linear"
+    all_linear = method.targets == "all-linear"
     return {
         "adapter": method.name,
         "load_in_4bit": method.quantised,
         "lora_r": method.rank,
         "lora_alpha": round(method.alpha),
         "lora_dropout": method.dropout,
-        **({"lora_target_linear": True} if every else {"lora_target_modules": list(method.targets)}),
+        **({"lora_target_linear": True} if all_linear else {"lora_target_modules": list(method.targets)}),
         **({"bnb_config_kwargs": quantisation(method)} if method.quantised else {}),
     }
 

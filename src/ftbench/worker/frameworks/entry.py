@@ -1,5 +1,7 @@
-"""The second half of a run in another framework: `PYTHON entry.py RUN_DIRECTORY` in the framework's own environment,
-which has no ftbench. Runs by its path, so it imports the package from where it lies, and nothing else beside it."""
+"""Second part of a run in another framework: `PYTHON entry.py RUN_DIRECTORY` in the framework's environment.
+
+ftbench is not installed there, so this file is run by its path and imports the package from its own location.
+"""
 
 import importlib.util
 import sys
@@ -7,8 +9,7 @@ from pathlib import Path
 
 
 def import_ftbench() -> None:
-    """Make `ftbench` importable from the folder that this file lies in. The folder itself leaves the path: its
-    `axolotl.py` is not the framework."""
+    """Make `ftbench` importable, and remove this folder from the path: its `axolotl.py` is not the framework."""
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     package = Path(__file__).resolve().parents[2]
     spec = importlib.util.spec_from_file_location(

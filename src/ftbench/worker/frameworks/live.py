@@ -1,5 +1,7 @@
-"""What a framework really does, read from its live model and trainer with torch alone: its versions of the training
-libraries are not ours."""
+"""Facts of a run in another framework, read from its live model and trainer.
+
+It only uses torch, because the versions of the other libraries differ.
+"""
 
 import inspect
 import sys
@@ -18,15 +20,20 @@ _PLAIN = {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "ftbenc
 
 
 def of_trainer(trainer: Any, labels: int, divisor: Any) -> dict[str, Any]:
-    """Return what the trainer made of its arguments, after a step of so many label tokens whose loss it divided by
-    `divisor`, where it says."""
+    """Return the facts of a trainer after its first step.
+
+    Args:
+        trainer: The live trainer.
+        labels: Label tokens of the step.
+        divisor: What the trainer divided the loss of the step by, if known.
+    """
     optimizer = effective_config.innermost(trainer.optimizer)
     precision = trainer.accelerator.mixed_precision
     return {
         "autocast": precision,
         "product_precision": precision if precision in ("bf16", "fp16") else _dtype_of_most(trainer.model),
         "loss": f"{type(trainer).__module__}.{type(trainer).__name__}",
-        "loss_normalisation": effective_config.loss_normalisation(trainer) + _beside_labels(labels, divisor),
+        "loss_normalisation": effective_config.loss_normalisation(trainer) + _also_counted(labels, divisor),
         "gradient_checkpointing": float(getattr(trainer.model, "is_gradient_checkpointing", False)),
         "optimizer": effective_config.optimizer_facts(optimizer),
         "fp8_layers": sum("float8" in type(module).__name__.lower() for module in trainer.model.modules()),
@@ -34,19 +41,18 @@ def of_trainer(trainer: Any, labels: int, divisor: Any) -> dict[str, Any]:
     }
 
 
-def _beside_labels(labels: int, divisor: Any) -> str:
-    """Return in words what was counted beside label tokens: transformers 4 counts the first token of each row, too,
-    where it has a label, though nothing predicts it."""
+def _also_counted(labels: int, divisor: Any) -> str:
+    """Return a note if more than the label tokens were counted: transformers 4 also counts the first token of each row,
+    which has a label but no prediction."""
     return "" if divisor is None or int(divisor) <= labels else ", and first tokens of rows"
 
 
 def patched_by(model: Any) -> set[str]:
-    """Return the packages whose functions run in the place of transformers' and peft's own: as methods of the modules,
-    or called by the files that define the model."""
+    """Return the packages that replace functions of transformers or peft, in modules or in the files of the model."""
     files = {name for m in model.modules() if (name := type(m).__module__).startswith("transformers.models.")}
     called = (value for name in files for value in vars(sys.modules[name]).values() if inspect.isfunction(value))
     functions = (*called, *(method for module in model.modules() for method in _methods(module)))
-    modules = (getattr(function, "__module__", None) or "torch" for function in functions)  # C's functions have none
+    modules = (getattr(function, "__module__", None) or "torch" for function in functions)  # C functions have none
     return {module.partition(".")[0] for module in modules} - _PLAIN
 
 
@@ -63,32 +69,31 @@ def _dtype_of_most(model: Any) -> str:
 
 
 def model_problems(model: Any, spec: Experiment) -> list[str]:
-    """Return what of the method is not as the spec says."""
+    """Return the differences between the model and the method of the spec."""
     method: Any = spec.method
     who, problems = f"{spec.launch.framework}: ", []
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not method.adapters:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        return [f"{who}method full, and not trained: {listed(frozen, 1)}"] if frozen else []
+        return [f"{who}method is full, but these are not trained: {listed(frozen, 1)}"] if frozen else []
     adapted = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in trained if ".lora_" in name}
     if others := [name for name in trained if ".lora_" not in name]:
-        problems.append(f"{who}method {method.name}, and of the base trained: {listed(others, 1)}")
+        problems.append(f"{who}method is {method.name}, but these base weights are trained: {listed(others, 1)}")
     if method.targets != "all-linear" and adapted != set(method.targets):
         problems.append(f"{who}method.targets are {', '.join(method.targets)}; adapters are on {sorted(adapted)}")
     layers = (getattr(module, "r", None) for module in model.modules())
     ranks = {rank for layer in layers if isinstance(layer, dict) for rank in layer.values()}
     if ranks != {method.rank}:
-        problems.append(f"{who}method.rank is {method.rank}, and adapters have rank {sorted(ranks)}")
+        problems.append(f"{who}method.rank is {method.rank}, but adapters have rank {sorted(ranks)}")
     wanted = {_quantised(method.quant_type, method.double_quant, method.compute_dtype)} if method.quantised else set()
     if (states := _states(model)) != wanted:
-        is_so = " and ".join(sorted(states)) or "not quantised"
-        problems.append(f"{who}method {method.name}, and the weights are {is_so}")
+        found = " and ".join(sorted(states)) or "not quantised"
+        problems.append(f"{who}method is {method.name}, but the weights are {found}")
     return problems
 
 
 def _states(model: Any) -> set[str]:
-    """Return in words how 4-bit weights are held and computed with. Of what dtype the packed ones pretend to be is a
-    framework's own choice."""
+    """Return descriptions of the 4-bit weights. The dtype of the packed tensors is not compared; frameworks differ."""
     own = ((module, weight) for module in model.modules() for weight in module.parameters(recurse=False))
     states = ((module.compute_dtype, weight.quant_state) for module, weight in own if hasattr(weight, "quant_state"))
     return {
@@ -102,7 +107,7 @@ def _quantised(kind: str, double_quant: bool, dtype: str) -> str:
 
 
 def trainer_problems(trainer: Any, spec: Experiment) -> list[str]:
-    """Return what of the recipe is not as the spec says."""
+    """Return the differences between the trainer and the training settings of the spec."""
     who, train, args = f"{spec.launch.framework}: ", spec.train, trainer.args
     recipe = {
         "train.batch_size": (train.batch_size, args.per_device_train_batch_size),
@@ -110,8 +115,8 @@ def trainer_problems(trainer: Any, spec: Experiment) -> list[str]:
         "train.learning_rate": (train.learning_rate, args.learning_rate),
         "train.max_grad_norm": (train.max_grad_norm, args.max_grad_norm),
         "train.weight_decay": (train.weight_decay, args.weight_decay),
-        "train.optimizer": (train.optimizer, _word(args.optim)),
-        "train.lr_scheduler": (train.lr_scheduler, _word(args.lr_scheduler_type)),
+        "train.optimizer": (train.optimizer, _text(args.optim)),
+        "train.lr_scheduler": (train.lr_scheduler, _text(args.lr_scheduler_type)),
         "train.warmup_steps": (train.warmup_steps, args.warmup_steps),
         "train.max_steps": (train.max_steps or -1, args.max_steps),
         "train.seed": (train.seed, args.seed),
@@ -120,20 +125,20 @@ def trainer_problems(trainer: Any, spec: Experiment) -> list[str]:
     if spec.optimizations.attention != "auto":
         attention = trainer.model.config.get_text_config()._attn_implementation
         recipe["optimizations.attention"] = (spec.optimizations.attention, attention)
-    problems = [f"{who}{key} is {want}, and it trains with {got}" for key, (want, got) in recipe.items() if want != got]
+    problems = [f"{who}{key} is {want}, but it trains with {got}" for key, (want, got) in recipe.items() if want != got]
     wanted = bool(spec.optimizations.gradient_checkpointing)
     if bool(getattr(trainer.model, "is_gradient_checkpointing", wanted)) != wanted:
         problems.append(
-            f"{who}optimizations.gradient_checkpointing is {'on' if wanted else 'off'}, and it does otherwise"
+            f"{who}optimizations.gradient_checkpointing is {'on' if wanted else 'off'}, but the model has the opposite"
         )
     patches, best = patched_by(trainer.model), spec.launch.settings == "best"
     if (best or spec.optimizations.liger) and "liger_kernel" not in patches:
         key = "launch.settings is best" if best else "optimizations.liger is on"
-        problems.append(f"{who}{key}, and no module runs a kernel of Liger's")
+        problems.append(f"{who}{key}, but no module uses a kernel of Liger")
     if best and spec.launch.framework == "axolotl" and spec.method.adapters and "axolotl" not in patches:
-        problems.append(f"{who}launch.settings is best, and no module runs its kernels for adapters")
+        problems.append(f"{who}launch.settings is best, but no module uses axolotl's LoRA kernels")
     return problems
 
 
-def _word(value: Any) -> str:
+def _text(value: Any) -> str:
     return str(getattr(value, "value", value))

@@ -1,23 +1,22 @@
-"""LLaMA-Factory, through `run_exp`, as its `llamafactory-cli train` calls it."""
+"""LLaMA-Factory through `run_exp`, which `llamafactory-cli train` calls."""
 
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.frameworks import DATA, OUTPUT
-from ftbench.worker.frameworks.recipe import recipe
+from ftbench.worker.frameworks import DATA, OUTPUT, trainer_arguments
 
 ATTENTION = {"auto": "auto", "eager": "disabled", "sdpa": "sdpa", "flash_attention_2": "fa2"}
 
 
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
-    """Return what its YAML files hold."""
+    """Return the values of its YAML file."""
     method: Any = spec.method
-    values = recipe(spec) | {
+    values = trainer_arguments(spec) | {
         "stage": "sft",
         "do_train": True,
         "model_name_or_path": model,
         "template": "empty",
-        "dataset": "given",  # asked for, and not looked at beside the next line
+        "dataset": "given",  # required, but ignored with tokenized_path
         "tokenized_path": DATA,
         "cutoff_len": spec.dataset.max_length,
         "disable_shuffling": True,
@@ -26,7 +25,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
         "disable_gradient_checkpointing": not spec.optimizations.gradient_checkpointing,
         "enable_liger_kernel": bool(spec.optimizations.liger),
         "finetuning_type": "lora" if method.adapters else "full",
-        "pure_bf16": not method.adapters and spec.model.dtype == "bfloat16",  # full: the weights stay in 16 bits
+        "pure_bf16": not method.adapters and spec.model.dtype == "bfloat16",  # full: keep the weights in 16 bits
     }
     if method.adapters:
         targets = "all" if method.targets == "all-linear" else ",".join(method.targets)
@@ -39,7 +38,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
 
 
 def best(spec: Experiment) -> dict[str, Any]:
-    """Return its best: Liger's kernels and loss. Its other booster is unsloth, which is a method here."""
+    """Return Liger's kernels and loss. Its other accelerator is unsloth, which is a method in ftbench."""
     return {"enable_liger_kernel": True}
 
 

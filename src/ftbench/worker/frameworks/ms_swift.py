@@ -1,4 +1,4 @@
-"""ms-swift, through `sft_main`, as its `swift sft` calls it."""
+"""ms-swift through `sft_main`, which `swift sft` calls."""
 
 import os
 from collections.abc import Callable
@@ -7,16 +7,15 @@ from typing import Any
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.frameworks import packs
 from ftbench.spec.methods import family
-from ftbench.worker.frameworks import DATA, OUTPUT
-from ftbench.worker.frameworks.recipe import quantisation, recipe
+from ftbench.worker.frameworks import DATA, OUTPUT, quantisation, trainer_arguments
 
-TYPES = {"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama"}  # where several of its types have one architecture
+TYPES = {"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama"}  # if several of its types have the same architecture
 
 
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
-    """Return the options of its command line. The rows are ready, so no template is asked for one."""
+    """Return the options of its command line. Rows are tokenized already, so the template is not used."""
     method: Any = spec.method
-    values = recipe(spec) | {
+    values = trainer_arguments(spec) | {
         "model": model,
         "template": "dummy",
         "torch_dtype": spec.model.dtype,
@@ -28,7 +27,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
         "output_dir": OUTPUT,
         "add_version": False,
         "create_checkpoint_symlink": False,
-        "check_model": False,  # it would tell ModelScope what is trained, and wait for an answer
+        "check_model": False,  # it would send the model's name to ModelScope and wait
         "gradient_checkpointing": bool(spec.optimizations.gradient_checkpointing),
         "use_liger_kernel": bool(spec.optimizations.liger),
         "dataloader_num_workers": 0,
@@ -51,7 +50,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
 
 
 def best(spec: Experiment) -> dict[str, Any]:
-    """Return its best: Liger's kernels and loss, and samples packed in their order."""
+    """Return Liger's kernels and loss, and packing in the order of the samples."""
     packed = {"packing": True, "packing_strategy": "sequential"}
     return {"use_liger_kernel": True} | (packed if packs(spec) else {})
 
@@ -61,13 +60,13 @@ def train(values: dict[str, Any]) -> None:
     from swift.pipelines.train.sft import sft_main
     from swift.template.base import Template
 
-    Template.encode = _as_handed_over(Template.encode)
+    Template.encode = _keep_tokenized(Template.encode)
     sft_main([part for name, value in values.items() for part in _option(name, value)])
 
 
-def _as_handed_over(encode: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a template's `encode` that leaves rows of tokens as they are: it reads dialogues alone, and in place of a
-    row that it cannot read it takes another, drawn at random."""
+def _keep_tokenized(encode: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a template's `encode` to return tokenized rows unchanged. It only reads dialogues, and replaces other rows
+    by random ones."""
 
     def encode_row(template: Any, row: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(row, dict) or "input_ids" not in row:

@@ -1,8 +1,9 @@
-"""The second half of a run in another framework, in the framework's interpreter: its trainer is recorded from outside,
-and what it really did is read from the live objects."""
+"""Second part of a run in another framework, in the framework's interpreter: record its trainer, and read what it did
+from the live objects."""
 
 import hashlib
 import importlib.metadata
+import math
 import os
 import shutil
 from collections import Counter
@@ -10,9 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 import transformers
 from datasets import load_from_disk
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 
 from ftbench.core.units import some
 from ftbench.errors import FtbenchError
@@ -23,7 +25,6 @@ from ftbench.worker import frameworks
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.device import check_device
 from ftbench.worker.frameworks import live
-from ftbench.worker.frameworks.adapters import draw_adapters
 from ftbench.worker.measure import effective_config
 from ftbench.worker.measure.batch_count import COUNT, BatchCount, padding_of
 from ftbench.worker.measure.hf_adapter import HfRecording
@@ -32,11 +33,11 @@ from ftbench.worker.training_run import TrainingRun, recorder_of, watch_memory
 
 
 class Trained(BaseException):
-    """Leaves a framework once its trainer has trained: what it would save, plot and report is no part of a run."""
+    """Leave the framework after training, before it saves, plots and reports."""
 
 
 def train(run: TrainingRun) -> None:
-    """Train through the framework named in the spec and leave applied.json and steps.csv. Raises what goes wrong."""
+    """Train through the framework of the spec, and write applied.json and steps.csv."""
     spec, directory = run.spec, run.directory
     check_device(first_gpu(read_json(directory.machine)))
     run.facts = read_json(directory.applied)
@@ -54,14 +55,16 @@ def train(run: TrainingRun) -> None:
         finally:
             transformers.Trainer.train = plain
     run.warn(*weights_left_out)
-    _tell_order(run, seen)
+    _check_order(run, seen)
     for made in (frameworks.OUTPUT, "data"):
         shutil.rmtree(made, ignore_errors=True)
 
 
 def _recorded(run: TrainingRun, plain: Callable[..., Any], seen: Counter[int]) -> Callable[..., Any]:
-    """Return transformers' `Trainer.train` with a recorder around the trainer that it is called on: every framework on
-    top of transformers comes through here, however it has built its trainer. `seen` counts the rows trained on."""
+    """Wrap transformers' `Trainer.train`, which all supported frameworks call, to record the trainer.
+
+    `seen` counts the rows trained on.
+    """
 
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         spec = run.spec
@@ -88,15 +91,34 @@ def _recorded(run: TrainingRun, plain: Callable[..., Any], seen: Counter[int]) -
     return train
 
 
+@torch.no_grad()
+def draw_adapters(model: Any, seed: int) -> None:
+    """Give the LoRA matrices the values that peft draws with trl after the same seed.
+
+    Frameworks draw them at another time, so the first gradient norm would differ. peft makes each pair as two linear
+    layers on the host, which draw their weights, and then draws A again (Kaiming uniform, a = sqrt(5)); B is zero. This
+    function repeats these draws in the same order.
+    """
+    set_seed(seed)
+    for module in model.modules():
+        for name, a in getattr(module, "lora_A", {}).items():
+            b = module.lora_B[name]
+            made = torch.nn.Linear(a.in_features, a.out_features, bias=False)
+            torch.nn.Linear(b.in_features, b.out_features, bias=False)
+            torch.nn.init.kaiming_uniform_(made.weight, a=math.sqrt(5))
+            a.weight.copy_(made.weight)
+            b.weight.zero_()
+
+
 class _RecipeCheck(TrainerCallback):
-    """Reads what the trainer made of its recipe once the first step is done: only then has the optimizer a state."""
+    """Check the training settings after the first step, when the optimizer has a state."""
 
     def __init__(self, run: TrainingRun, trainer: Any) -> None:
         self._run, self._trainer = run, trainer
         self._labels, self._divisor = 0, None
 
     def take(self, labels: int, divisor: Any) -> None:
-        """Take the label tokens of a micro-batch, and by what the trainer divides the loss of its step."""
+        """Add the label tokens of a micro-batch. `divisor` is what the trainer divides the loss of the step by."""
         if self._trainer.state.global_step == 0:
             self._labels, self._divisor = self._labels + labels, divisor
 
@@ -111,8 +133,7 @@ class _RecipeCheck(TrainerCallback):
 
 
 def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Return a collator whose batches say what was put into them, on the host, where it costs the device nothing. Where
-    a framework packs, a row is a list of them."""
+    """Wrap a collator to count each batch on the host. If a framework packs, a row is a list of samples."""
 
     def count(rows: list[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         samples = [sample for row in rows for sample in ([row] if isinstance(row, dict) else row)]
@@ -133,7 +154,7 @@ def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
 
 
 def _counting(compute: Callable[..., Any], seen: Counter[int], check: _RecipeCheck) -> Callable[..., Any]:
-    """Return compute_loss without the counts that travel in a batch, which no model takes; `seen` keeps their rows."""
+    """Wrap compute_loss to remove the counts from a batch and add its rows to `seen`."""
 
     def compute_loss(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if (count := inputs.pop(COUNT, None)) is not None:
@@ -144,35 +165,35 @@ def _counting(compute: Callable[..., Any], seen: Counter[int], check: _RecipeChe
     return compute_loss
 
 
-def _tell_order(run: TrainingRun, seen: Counter[int]) -> None:
-    """Say whether the trainer saw the tokens that were handed over, in their order; another order is other work."""
+def _check_order(run: TrainingRun, seen: Counter[int]) -> None:
+    """Warn if the trainer did not train on the given tokens in the given order."""
     if (recorder := run.recorder) is None:
-        raise FtbenchError(f"{run.spec.launch.framework} ended without having trained: log.txt has what it said")
+        raise FtbenchError(f"{run.spec.launch.framework} ended without training: see log.txt")
     facts = run.facts.get("dataset", {}) | {"order_hash": recorder.order_hash}
     run.write_facts(dataset=facts, padding=padding_of(recorder.shapes))
-    if recorder.order_hash != handed_order(frameworks.DATA, seen.total()):
-        run.warn(f"not the same work: {run.spec.launch.framework} {other_work(frameworks.DATA, seen)}")
+    if recorder.order_hash != order_hash_of(frameworks.DATA, seen.total()):
+        run.warn(f"not the same work: {run.spec.launch.framework} {difference(frameworks.DATA, seen)}")
 
 
-def other_work(folder: str, seen: Counter[int]) -> str:
-    """Return in words how the rows that were trained on are not the first of those that were handed over."""
-    given = Counter(map(hash, _handed(folder, seen.total())))
+def difference(folder: str, seen: Counter[int]) -> str:
+    """Describe how the rows trained on differ from the first ones that the framework was given."""
+    given = Counter(map(hash, _given_rows(folder, seen.total())))
     left_out, others = (given - seen).total(), seen - given
-    changed = sum(others[row] for row in others.keys() - set(map(hash, _handed(folder))))
-    said = [f"left out {left_out} of the first {seen.total()} rows that it was given"] if left_out > changed else []
-    said += [f"trained on {some(changed, 'row')} not of those that it was given"] if changed else []
-    return " and ".join(said) or "trained on the rows that it was given in another order"
+    changed = sum(others[row] for row in others.keys() - set(map(hash, _given_rows(folder))))
+    words = [f"left out {left_out} of the first {seen.total()} rows that it was given"] if left_out > changed else []
+    words += [f"trained on {some(changed, 'row')} not of those that it was given"] if changed else []
+    return " and ".join(words) or "trained on the rows that it was given in another order"
 
 
-def handed_order(folder: str, rows: int) -> str:
-    """Return the hash of the tokens of so many rows in their order, from the beginning again after the last."""
+def order_hash_of(folder: str, rows: int) -> str:
+    """Return the hash of the tokens of the first `rows` rows, starting again after the last one."""
     digest = hashlib.sha256()
-    for row in _handed(folder, rows):
+    for row in _given_rows(folder, rows):
         digest.update(row)
     return digest.hexdigest()
 
 
-def _handed(folder: str, rows: int | None = None) -> Iterator[bytes]:
-    ids = load_from_disk(folder)["train"]["input_ids"]  # lists: for arrays, older `datasets` ask torchvision
+def _given_rows(folder: str, rows: int | None = None) -> Iterator[bytes]:
+    ids = load_from_disk(folder)["train"]["input_ids"]  # arrays need torchvision in older `datasets`
     wanted = range(len(ids) if rows is None else rows)
     return (np.asarray(ids[index % len(ids)], dtype=np.int64).tobytes() for index in wanted)

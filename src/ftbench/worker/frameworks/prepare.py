@@ -1,5 +1,5 @@
-"""The first half of a run in another framework, in ftbench's own interpreter: weights are made, data are tokenised once
-and in order, and the framework's interpreter takes this process over."""
+"""First part of a run in another framework, in ftbench's interpreter: make weights, tokenize data, and exec the
+framework's interpreter."""
 
 import json
 import os
@@ -21,8 +21,10 @@ TOKENIZER = "tokenizer_config.json"
 
 
 def train(run: TrainingRun) -> None:
-    """Write data/ and the framework's configuration, and become its interpreter: the process stays the same, so that it
-    is watched, ended and accounted for as one. Does not return."""
+    """Write data/ and the framework's configuration, and replace this process by the framework's interpreter.
+
+    The process id stays the same, so the run is watched and ended as one process. Does not return.
+    """
     spec, directory = run.spec, run.directory
     run.phases.enter("make_weights")
     source = loading.source_of(spec.model, spec.method)
@@ -39,13 +41,15 @@ def train(run: TrainingRun) -> None:
     write_json(directory.framework, framework.configuration(spec, model) | best)
     run.phases.enter("import")
     python = interpreter(spec.launch)
-    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    os.execve(python, [python, str(Path(entry.__file__)), str(directory.path.resolve())], own)
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    os.execve(python, [python, str(Path(entry.__file__)), str(directory.path.resolve())], environment)
 
 
 def write_rows(folder: Path, rows: list[Row], with_lengths: bool = False) -> None:
-    """Save the rows as `datasets` and frameworks on top of it read them; `with_lengths` for ms-swift, which leaves out
-    what is too long by them and packs by them, while axolotl's packing stumbles over them."""
+    """Save the rows for `datasets`.
+
+    ms-swift needs `with_lengths` to filter and pack. axolotl's packing fails with them.
+    """
     samples = [sample for row in rows for sample in row]
     columns = {
         "input_ids": [list(map(int, sample.ids)) for sample in samples],
@@ -57,23 +61,23 @@ def write_rows(folder: Path, rows: list[Row], with_lengths: bool = False) -> Non
 
 
 def write_model(folder: Path, source: Path) -> None:
-    """Write a model directory that older versions of transformers read as well: links to the files of `source`, its
-    configuration and the tokenizer's in words that they know."""
+    """Write a model directory that transformers 4 can read: links to the files of `source`, with a converted
+    configuration and tokenizer."""
     folder.mkdir(parents=True)
     for file in source.resolve().iterdir():
         if file.name not in ("config.json", TOKENIZER):
             (folder / file.name).symlink_to(file)
-    write_json(folder / "config.json", with_older_words(json.loads((source / "config.json").read_text())))
+    write_json(folder / "config.json", for_transformers_4(json.loads((source / "config.json").read_text())))
     if (source / TOKENIZER).exists():
         tokenizer = json.loads((source / TOKENIZER).read_text())
-        if tokenizer.get("tokenizer_class") == "TokenizersBackend":  # transformers 5 writes it, 4 does not know it
+        if tokenizer.get("tokenizer_class") == "TokenizersBackend":  # the name that transformers 5 writes
             tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
         write_json(folder / TOKENIZER, tokenizer)
 
 
-def with_older_words(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with what transformers 4 calls otherwise beside what transformers 5 wrote: it would take
-    its own default for a base of the rotations that it does not find, and say nothing."""
+def for_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration that also has the names of transformers 4. Without `rope_theta` it would silently use its
+    own default."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return config
