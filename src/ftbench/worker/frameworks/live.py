@@ -87,8 +87,8 @@ def model_problems(model: Any, spec: Experiment) -> list[str]:
         problems.append(f"{who}method.rank is {method.rank}, but adapters have rank {sorted(ranks)}")
     wanted = {_quantised(method.quant_type, method.double_quant, method.compute_dtype)} if method.quantised else set()
     if (states := _states(model)) != wanted:
-        found = " and ".join(sorted(states)) or "not quantised"
-        problems.append(f"{who}method is {method.name}, but the weights are {found}")
+        actual = " and ".join(sorted(states)) or "not quantised"
+        problems.append(f"{who}method is {method.name}, but the weights are {actual}")
     return problems
 
 
