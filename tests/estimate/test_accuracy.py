@@ -39,7 +39,7 @@ def test_the_shipped_estimator_stays_within_its_bounds(runs: list[study.Measured
         assert min(row.errors[tier] for row in rows if tier in row.errors) >= -0.14, tier  # too little is a false fit
 
 
-def test_each_way_is_within_its_bar(runs: list[study.Measured]) -> None:
+def test_kernels_offloading_and_sharding_stay_within_their_bounds(runs: list[study.Measured]) -> None:
     """3 % on one GPU, 5 % of a rank."""
     rows = study.rows(runs, constants())
     ways = {
@@ -53,12 +53,12 @@ def test_each_way_is_within_its_bar(runs: list[study.Measured]) -> None:
         assert missed == {}, way
 
 
-def test_other_frameworks_and_shared_gpus_judge_no_estimate(runs: list[study.Measured]) -> None:
+def test_other_frameworks_and_shared_gpus_are_excluded(runs: list[study.Measured]) -> None:
     assert {run.spec.launch.framework for run in runs} == {"trl"}
     assert not any(run.spec.measure.share_gpu for run in runs)
 
 
-def test_runs_of_the_same_step_are_on_one_side_of_the_hold_out(runs: list[study.Measured]) -> None:
+def test_runs_of_the_same_step_share_the_hold_out(runs: list[study.Measured]) -> None:
     for run in runs:
         data = run.spec.dataset.model_copy(update={"samples": 7, "seed": 1})
         train = run.spec.train.model_copy(update={"max_steps": 3, "learning_rate": 1.0})
@@ -70,17 +70,17 @@ def test_runs_of_the_same_step_are_on_one_side_of_the_hold_out(runs: list[study.
     assert {study.is_held_out(spec, "NVIDIA H200") for spec in other} == {True, False}
 
 
-def test_nothing_that_ran_out_of_memory_is_said_to_fit(runs: list[study.Measured]) -> None:
+def test_runs_out_of_memory_are_not_estimated_to_fit(runs: list[study.Measured]) -> None:
     assert sum(not run.fits for run in runs) >= 5
     assert study.false_fits(runs, constants()) == []
 
 
-def test_nothing_that_fitted_is_said_not_to(runs: list[study.Measured]) -> None:
+def test_runs_that_fitted_are_not_estimated_not_to_fit(runs: list[study.Measured]) -> None:
     assert [run.name for run in runs if run.fits and run.estimate(constants()).verdict == "does not fit"] == []
 
 
 @pytest.mark.parametrize("tier", study.TIERS)
-def test_what_a_run_measured_lies_in_the_band(runs: list[study.Measured], tier: str) -> None:
+def test_measured_peaks_are_within_the_estimated_range(runs: list[study.Measured], tier: str) -> None:
     found = [row for row in study.rows(runs, constants()) if tier in row.errors]
     assert len(found) >= 110
     assert [row.run.name for row in found if not study.is_inside(row, tier)] == []
@@ -95,7 +95,7 @@ def test_the_shipped_constants_are_those_of_the_fitted_runs(runs: list[study.Mea
         assert getattr(shipped, name) == pytest.approx(getattr(again, name), rel=1e-3), name
 
 
-def test_the_page_is_what_the_script_makes() -> None:
+def test_the_page_is_up_to_date() -> None:
     page = Path("docs/evidence/memory-estimates.md")
     before = page.read_text("utf-8")
     subprocess.run([sys.executable, "scripts/estimate-table"], check=True)
@@ -104,12 +104,12 @@ def test_the_page_is_what_the_script_makes() -> None:
     assert after == before
 
 
-def test_families_with_the_narrow_band_are_those_that_runs_measured(runs: list[study.Measured]) -> None:
+def test_families_with_a_narrow_range_were_measured(runs: list[study.Measured]) -> None:
     shapes = [shape_of(run.spec.model) for run in runs if run.fits]
     assert {(shape.vision or shape).family for shape in shapes} == MEASURED
 
 
-def test_runs_with_images_are_within_a_hundredth(runs: list[study.Measured]) -> None:
+def test_runs_with_images_are_within_one_percent(runs: list[study.Measured]) -> None:
     """Packed rows with one or several images in 16 and 8 bits, and plain batches; all are held out of the fit."""
     rows = study.rows([run for run in runs if run.spec.dataset.has_images], constants())
     assert len(rows) >= 5

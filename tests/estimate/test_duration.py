@@ -81,7 +81,7 @@ def store() -> RunHistory:
 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.run_id)
-def test_a_model_by_its_config_has_the_matrices_that_the_worker_counted_on_the_live_one(run):
+def test_products_from_a_config_equal_those_of_the_live_model(run):
     told = rundir.read_json(next(RESULTS.rglob(run.run_id.split("/")[1])) / "applied.json")["matmul_shape"]
     told = {key: tuple(value) if isinstance(value, list) else value for key, value in told.items()}
     counted = trainable_shape(run.spec).matmul
@@ -92,7 +92,7 @@ def test_a_model_by_its_config_has_the_matrices_that_the_worker_counted_on_the_l
 
 @pytest.mark.parametrize("name", ["qwen3-8b-lora-b4-505a964c-r1", "qwen3-8b-lora-b4-7f0e1e9b6606-r1",
                                   "qwen3-8b-lora-b4-db74a4093b1a-r1", "qwen3-8b-lora-b4-a4000c105967-r1"])  # fmt: skip
-def test_padded_flat_grouped_and_packed_batches_hold_the_tokens_that_runs_computed(name):
+def test_batches_of_each_layout_hold_the_tokens_of_runs(name):
     path = next(RESULTS.rglob(name))
     rows, _ = read_steps(path / "steps.csv")
     spec = Experiment.model_validate({k: v for k, v in json.loads((path / "spec.json").read_text()).items()
@@ -107,7 +107,7 @@ def test_padded_flat_grouped_and_packed_batches_hold_the_tokens_that_runs_comput
         assert per_step(spec, batches, field) == pytest.approx(measured, rel=1e-6), field
 
 
-def test_checkpointing_dequantises_a_third_time_and_computes_the_forward_pass_again():
+def test_checkpointing_repeats_dequantization_and_forward_pass():
     def work(again: bool) -> Any:
         spec = spec_of(method={"name": "qlora"}, optimizations={"gradient_checkpointing": again})
         return step_work(spec, trainable_shape(spec), batches_of(spec, lengths_of(spec.dataset))).groups[0][1]
@@ -126,13 +126,13 @@ def _work(**parts: Any) -> Any:
     return step_work(spec, trainable_shape(spec), batches_of(spec, lengths_of(spec.dataset))).groups[0][1]
 
 
-def test_the_loss_over_chunks_multiplies_with_the_head_twice_and_trls_three_times():
+def test_chunked_loss_has_two_head_products_and_trl_three():
     ours, theirs = (_work(optimizations={"chunked_loss": on}) for on in (True, False))
     head = 2 * 2047 * 4 * trainable_shape(spec_of()).matmul.head
     assert theirs["products"] - ours["products"] == pytest.approx(head, rel=1e-3)
 
 
-def test_a_head_in_8_bits_has_the_gradient_s_product_alone_and_a_copy_of_a_byte_a_weight():
+def test_fp8_head_covers_the_gradient_product_and_keeps_a_copy():
     parts = {"compile": True, "chunked_loss": True, "fp8": "tensorwise"}
     plain, small = (_work(optimizations={**parts, "fp8_head": on}) for on in (False, True))
     head = 2 * 2047 * 4 * trainable_shape(spec_of()).matmul.head
@@ -143,7 +143,7 @@ def test_a_head_in_8_bits_has_the_gradient_s_product_alone_and_a_copy_of_a_byte_
     assert copied - without == shape.vocab * shape.hidden
 
 
-def test_adapters_within_the_base_product_pass_less_over_the_activations():
+def test_fused_adapters_read_activations_less_often():
     """kernels/adapter_products.py counts 91.5 passes of peft, 35 of `augmented` and 70 of `separate`."""
     term = "elementwise.compiled"
     peft = _work(optimizations={"compile": True})[term]
@@ -152,18 +152,18 @@ def test_adapters_within_the_base_product_pass_less_over_the_activations():
     assert (peft - fused) / (peft - beside) == pytest.approx((91.5 - 35) / (91.5 - 70))
 
 
-def test_checkpoints_cross_the_link_and_back():
+def test_offloaded_checkpoints_cross_the_link_twice():
     moved = {name: amount for name, amount in _work(optimizations={"gradient_checkpointing": "offload"}).items()
              if name.startswith("offload")}  # fmt: skip
     assert moved == {"offload.checkpoints": 2 * 2 * 4096 * 36 * 4 * 2048}
 
 
-def test_what_stays_in_16_bits_is_not_moved_in_32():
+def test_16_bit_activations_are_not_moved_in_float32():
     assert "elementwise.float32" in _work(method={"name": "qlora"})
     assert "elementwise.float32" not in _work(method={"name": "qlora", "upcast": False})
 
 
-def test_experts_in_mxfp4_are_written_out_for_each_product():
+def test_mxfp4_experts_are_dequantized_for_each_product():
     published = {"name": "qlora", "quant_type": "mxfp4"}
     model = {"id": "openai/gpt-oss-20b", "weights": "random"}
     plain, again = (
@@ -175,7 +175,7 @@ def test_experts_in_mxfp4_are_written_out_for_each_product():
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_gpt_oss_weighs_every_pair_of_positions_unless_told_otherwise(again):
+def test_gpt_oss_uses_eager_attention_by_default(again):
     """transformers does not support sdpa with sinks: `auto` is eager."""
     model = {"id": "openai/gpt-oss-20b", "weights": "random"}
 
@@ -191,7 +191,7 @@ def test_gpt_oss_weighs_every_pair_of_positions_unless_told_otherwise(again):
     assert more == pytest.approx(40 * scores * (4 / 3 if again else 1))
 
 
-def test_one_fused_kernel_updates_faster_than_a_dozen_passes_and_than_states_in_eight_bits():
+def test_fused_adamw_is_faster_than_foreach_and_8_bit_states():
     """results/h200/grid, full training of Qwen3-0.6B: 3.1 ms against 7.0 and 28 (`optimizer_s`)."""
 
     def update(name: str) -> Any:
@@ -202,24 +202,24 @@ def test_one_fused_kernel_updates_faster_than_a_dozen_passes_and_than_states_in_
     assert fused < plain < update("adamw_bnb_8bit")["optimizer.8bit"]
 
 
-def test_casts_by_the_step_before_read_what_they_cast_once():
+def test_delayed_scaling_reads_inputs_once():
     """Two bytes read and one written, where the maximum of the same step takes two more."""
     now, before = (_work(optimizations={"compile": True, "fp8": fp8}) for fp8 in ("tensorwise", "tensorwise-delayed"))
     assert before["casts"] == pytest.approx(3 / 5 * now["casts"])
     assert {**before, "casts": 0} == {**now, "casts": 0}
 
 
-def test_our_kernels_between_the_products_have_a_rate_of_their_own():
+def test_triton_kernels_have_their_own_rate():
     ours = _work(optimizations={"compile": True, "fused_lora": True, "triton_kernels": True})
     assert "elementwise.triton" in ours
     assert "elementwise.compiled" not in ours
 
 
-def test_every_term_of_a_step_has_a_word():
+def test_every_term_has_a_name():
     assert {name for name, term in shipped_terms().items() if not term.word} == {"host"}
 
 
-def test_runs_of_an_older_loss_are_no_measurements_of_todays():
+def test_runs_with_the_older_chunked_loss_are_excluded():
     older = {run.run_id for run in rundir.find_runs(RESULTS) if logits_twice(run)}
     assert older
     assert not older & {run.run_id.split("/")[1] for run in RUNS}
@@ -229,7 +229,7 @@ def test_runs_of_an_older_loss_are_no_measurements_of_todays():
 
 
 @pytest.mark.exhaustive
-def test_every_committed_step_is_estimated_without_its_own_runs_within_the_bounds_that_the_readme_gives(store):
+def test_committed_steps_are_estimated_without_their_own_runs_within_bounds(store):
     rows = study.left_out(store, coefficients_of=study.fit)
     mean, worst = study.errors_of(rows)
     assert len(rows) >= 110
@@ -240,7 +240,7 @@ def test_every_committed_step_is_estimated_without_its_own_runs_within_the_bound
 
 
 @pytest.mark.exhaustive
-def test_methods_and_optimizations_that_no_run_has_seen_stay_within_the_issues_bound(store):
+def test_unseen_methods_and_optimizations_stay_within_bounds(store):
     mean, worst = study.errors_of(study.left_out(store, study.same_settings, study.fit))
     assert mean <= 0.1
     assert worst <= 0.4
@@ -252,7 +252,7 @@ def test_the_shipped_coefficients_are_those_of_the_committed_runs(store):
     assert sorted(read_facts("durations.yaml")["runs"]) == sorted(each.run.run_id for each in store.observations(H200))
 
 
-def test_the_fit_adds_up_a_step_as_the_estimate_does(store):
+def test_the_fit_and_the_estimate_sum_a_step_alike(store):
     coefficients = shipped_coefficients()
     seen = store.observations(H200)
     assert len(seen) > 100
@@ -266,7 +266,7 @@ def test_the_fit_adds_up_a_step_as_the_estimate_does(store):
     ("meta-llama/Llama-3.1-8B", "H100 SXM5", 12472.9), ("Qwen/Qwen2.5-7B", "H100 SXM5", 14110),
     ("meta-llama/Llama-3.2-3B", "A100 80GB", 8210),
 ])  # fmt: skip
-def test_what_others_published_on_other_gpus_lies_in_the_band_of_the_data_sheet(model, gpu, tokens_per_s):
+def test_published_speeds_of_other_gpus_are_within_the_range(model, gpu, tokens_per_s):
     data = {"name": "synthetic", "samples": 64, "length": 4096, "max_length": 4096}
     found = estimate(named(gpu), model={"id": model}, dataset=data, train={"batch_size": 2, "precision": "bf16"})
     assert found.basis == SHEET
@@ -276,7 +276,7 @@ def test_what_others_published_on_other_gpus_lies_in_the_band_of_the_data_sheet(
 # --- basis and range -------------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_was_measured_is_told_as_measured_and_as_it_was(store):
+def test_a_measured_step_is_reported_as_measured(store):
     run = next(run for run in RUNS if run.run_id.endswith("78939b22-r1"))
     found = estimate_duration(run.spec, H200, store)
     assert found.basis == MEASURED
@@ -286,7 +286,7 @@ def test_a_step_that_was_measured_is_told_as_measured_and_as_it_was(store):
     assert estimate_duration(longer, H200, store).basis == MEASURED  # how long is trained does not change a step
 
 
-def test_confidence_falls_and_the_band_widens_as_less_is_known(store):
+def test_the_range_widens_as_less_is_known(store):
     known = {
         SCALED: estimate(store=store, train={"batch_size": 3, "precision": "bf16"}),
         OTHER: estimate(store=store, optimizations={"liger": True, "gradient_checkpointing": True}),
@@ -305,7 +305,7 @@ def test_a_mixture_of_experts_is_not_scaled_from_dense_models(store):
     assert "no run of this mixture of experts and step" in found.confidence
 
 
-def test_runs_of_another_gpu_and_runs_that_are_too_short_or_failed_teach_nothing(tmp_path):
+def test_other_gpus_short_and_failed_runs_are_ignored(tmp_path):
     make_run(tmp_path, "other", machine={"gpu.name": "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"})
     make_run(tmp_path, "short", steps(5, noise=0.5))
     make_run(tmp_path, "single", steps(2))
@@ -317,7 +317,7 @@ def test_runs_of_another_gpu_and_runs_that_are_too_short_or_failed_teach_nothing
     assert estimate_duration(kept.runs[0].spec, named("RTX PRO 6000 Blackwell Max-Q"), kept).basis == MEASURED
 
 
-def test_of_a_run_that_failed_nothing_is_read_but_its_summary(tmp_path, monkeypatch):
+def test_only_the_summary_of_a_failed_run_is_read(tmp_path, monkeypatch):
     make_run(tmp_path, "failed", state=OOM)
     opened, read = [], rundir.read_bytes
     monkeypatch.setattr(rundir, "read_bytes", lambda path: opened.append(path.name) or read(path))
@@ -325,7 +325,7 @@ def test_of_a_run_that_failed_nothing_is_read_but_its_summary(tmp_path, monkeypa
     assert opened == ["summary.json"]
 
 
-def test_runs_at_a_lowered_power_limit_tell_of_gpus_that_are_held_to_it(tmp_path):
+def test_runs_apply_to_gpus_with_the_same_power_limit(tmp_path):
     make_run(tmp_path, "lowered", machine={"gpu.power_limit_w": 450.0})
     kept = RunHistory.read(tmp_path)
     lowered = limited_gpu({"name": "NVIDIA H200", "power_limit_w": 450.0})
@@ -333,12 +333,12 @@ def test_runs_at_a_lowered_power_limit_tell_of_gpus_that_are_held_to_it(tmp_path
     assert estimate_duration(kept.runs[0].spec, lowered, kept).basis == MEASURED
 
 
-def test_few_steps_that_agree_say_how_long_a_step_takes(tmp_path):
+def test_few_steps_that_agree_are_enough(tmp_path):
     make_run(tmp_path, "short", steps(5))
     assert [run.step_s for run in RunHistory.read(tmp_path).runs] == [pytest.approx(1.0, rel=0.01)]
 
 
-def test_a_damaged_store_is_read_as_far_as_it_can_be(tmp_path):
+def test_damaged_runs_are_skipped(tmp_path):
     run = make_run(tmp_path, "real")
     for name in ("summary", "spec_json", "machine"):
         broken = make_run(tmp_path, name)
@@ -364,7 +364,7 @@ def test_a_damaged_store_is_read_as_far_as_it_can_be(tmp_path):
         RunHistory.read(run.spec_json)
 
 
-def test_a_probe_of_the_gpu_is_its_ceiling(tmp_path):
+def test_a_probe_replaces_the_published_ceiling(tmp_path):
     document = {"device": {"kind": "cuda"}, "machine": {"gpu": {"name": "NVIDIA H200"}},
                 "products": {"bf16": {"best_tflops": 395.0}, "fp32": {"best_tflops": 51.0}}}  # fmt: skip
     (tmp_path / "probe").mkdir()
@@ -378,7 +378,7 @@ def test_a_probe_of_the_gpu_is_its_ceiling(tmp_path):
         estimate(train={"precision": "fp32"})
 
 
-def test_lengths_come_from_runs_on_the_data_else_from_facts_else_are_an_upper_bound():
+def test_lengths_come_from_runs_then_facts_then_the_upper_bound():
     alpaca = spec_of(dataset={"name": "alpaca", "max_length": 256}).dataset
     recorded = rundir.read_json(next(RESULTS.rglob("qwen3-8b-lora-b4-505a964c-r1")) / "summary.json")["dataset"]
     runs = [(spec_of(dataset={"name": "alpaca", "max_length": 2048}).dataset, recorded)]
@@ -401,7 +401,7 @@ _WITH_BF16 = [gpu.name for gpu in gpus() if gpu.bf16]  # older cards do not supp
 
 @given(st.sampled_from(_WITH_BF16), st.sampled_from(["lora", "qlora", "full", "unsloth"]), st.integers(1, 65536),
        st.integers(2, 8192), st.booleans())  # fmt: skip
-def test_a_larger_batch_never_makes_a_shorter_step_and_all_figures_are_finite(gpu, method, batch, length, again):
+def test_step_time_grows_with_the_batch_and_is_finite(gpu, method, batch, length, again):
     def step(size: int) -> DurationEstimate:
         return estimate(
             named(gpu), method={"name": method}, train={"batch_size": size, "precision": "bf16"},
@@ -416,7 +416,7 @@ def test_a_larger_batch_never_makes_a_shorter_step_and_all_figures_are_finite(gp
     assert large.samples_in(large.seconds_for(5e6).expected).expected == pytest.approx(5e6)
 
 
-def test_python_sets_the_pace_of_a_small_model_and_the_gpu_that_of_long_batches():
+def test_small_models_are_host_bound_and_long_batches_are_not():
     assert estimate(model={"id": "Qwen/Qwen3-0.6B"}, dataset={"name": "japanese-alpaca"}).bound == "host"
     assert estimate().bound == "GPU"
 
@@ -426,11 +426,11 @@ def test_python_sets_the_pace_of_a_small_model_and_the_gpu_that_of_long_batches(
     {"optimizations": {"attention": "eager"}}, {"method": {"name": "qlora"}},
     {"train": {"gradient_accumulation_steps": 2}},
 ], ids=str)  # fmt: skip
-def test_what_does_more_takes_longer(slower):
+def test_more_work_takes_longer(slower):
     assert estimate(**slower).step_s.expected > estimate().step_s.expected
 
 
-def test_the_real_run_that_other_tests_copy_is_among_those_learned_from():
+def test_the_copied_run_is_part_of_the_history():
     assert any(run.run_id.endswith(REAL.run_id) for run in RUNS)
 
 
@@ -446,17 +446,17 @@ def changed(tmp_path, **files):
     return timed_runs([tmp_path / "runs"])
 
 
-def test_what_a_run_waited_for_is_no_part_of_the_next_ones_start(tmp_path):
+def test_waiting_is_not_part_of_the_start(tmp_path):
     plain = next(run for run in RUNS if run.run_id.endswith("78939b22-r1"))
     (found,) = changed(tmp_path, summary={"phases_s": {"wait_for_gpu": 1200.0, "make_weights": 60.0, "total": 1300.0}})
     assert found.start_s == plain.start_s
 
 
-def test_a_run_that_shared_its_gpu_tells_nothing_of_a_step(tmp_path):
+def test_runs_on_a_shared_gpu_are_ignored(tmp_path):
     assert changed(tmp_path, spec={"measure": {"share_gpu": True}}) == []
 
 
-def test_a_run_of_another_framework_tells_of_its_own_step_alone():
+def test_runs_of_another_framework_apply_only_to_the_same_step():
     ours = next(run for run in RUNS if run.run_id.endswith("78939b22-r1"))
     launch = ours.spec.launch.model_copy(update={"framework": "axolotl"})
     spec = ours.spec.model_copy(update={"launch": launch})
@@ -466,7 +466,7 @@ def test_a_run_of_another_framework_tells_of_its_own_step_alone():
     assert store.observations(H200) == []
 
 
-def test_packed_rows_hold_as_many_samples_as_their_lengths_say(store):
+def test_samples_of_packed_rows_follow_from_their_lengths(store):
     data = {"name": "synthetic", "like": "japanese-alpaca", "samples": 4000, "max_length": 2048}
     train = {"batch_size": 4, "max_steps": 20, "precision": "bf16"}
     spec = spec_of(dataset=data, train=train, optimizations={"packing": True, "attention": "varlen"})
@@ -484,7 +484,7 @@ def test_packed_rows_hold_as_many_samples_as_their_lengths_say(store):
 # --- predictions of run and sweep -----------------------------------------------------------------------------------
 
 
-def test_a_run_begins_with_what_it_will_take(store):
+def test_a_run_starts_with_its_prediction(store):
     gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
     run = next(run for run in RUNS if run.run_id.endswith("78939b22-r1"))
     told = api.expectation(run.spec, gpu, RESULTS)
@@ -499,7 +499,7 @@ def test_a_run_begins_with_what_it_will_take(store):
     assert api.expectation(run.spec, None, RESULTS) is None
 
 
-def test_a_plan_says_what_is_an_estimate():
+def test_a_plan_marks_estimates():
     measured = dry_run.Planned("batch 1", "pending", None, 60.0, 70.0, "fits")
     estimated = dry_run.Planned("batch 2", "pending", None, None, 70.0, "fits", 90.0, "scaled from 3 runs")
     assert dry_run.as_text([measured, estimated]).splitlines() == [
@@ -521,7 +521,7 @@ _STEPS = st.fixed_dictionaries({
 
 
 @given(_STEPS)
-def test_a_board_of_less_power_is_not_faster_than_its_sibling_of_more(parts):
+def test_a_board_with_less_power_is_not_faster(parts):
     def seconds(name: str) -> float:
         found = estimate(named(name), **parts)
         return found.step_s.expected - found.parts.get(FLUSHES, 0.0)  # a GPU with more memory does not flush
@@ -545,7 +545,7 @@ def test_a_max_q_is_not_a_workstation():
         assert found == pytest.approx(ratio, rel=0.1)
 
 
-def test_a_machine_that_holds_its_gpu_to_fewer_watts_is_slower_and_draws_no_more():
+def test_a_power_limit_lowers_speed_and_power():
     whole, held = (limited_gpu({"name": "NVIDIA H200", "power_limit_w": watts}) for watts in (700.0, 400.0))
     assert whole == H200
     assert held is not None
@@ -556,7 +556,7 @@ def test_a_machine_that_holds_its_gpu_to_fewer_watts_is_slower_and_draws_no_more
     assert limited_gpu({"name": "no such GPU", "power_limit_w": 100.0}) is None
 
 
-def test_a_run_beside_other_work_teaches_nothing_and_the_estimate_says_so(tmp_path):
+def test_contended_runs_are_ignored_and_counted(tmp_path):
     plain = make_run(tmp_path, "plain")
     make_run(tmp_path, "contended", steps(30, seconds=9.0, host_cpu_by_others=0.6))
     store = RunHistory.read(tmp_path)

@@ -83,12 +83,12 @@ def at_batch_4(name: str, **more: object) -> Experiment:
     return one.model_copy(update={"train": one.train.model_copy(update={"batch_size": 4})})
 
 
-def test_the_small_recipe_is_as_small_as_its_tensors_added_up() -> None:
+def test_the_small_recipe_needs_the_sum_of_its_tensors() -> None:
     """7.44 GiB: its tensors followed one by one through a step."""
     assert estimate_memory(at_batch_4("small"), H200).allocated.expected == pytest.approx(7.44, rel=0.03)
 
 
-def test_our_kernels_keep_copied_values_and_no_scales_and_the_last_norm_its_input_alone() -> None:
+def test_triton_kernels_keep_copied_values_and_no_scales() -> None:
     """Of 8,192 positions in 36 layers: 1,024 values; scales of both norms, of 32 heads and of 8; 4,096 in float32."""
     fastest = at_batch_4("fastest")
     on, off = (fastest.optimizations.model_copy(update={"triton_kernels": value}) for value in (True, False))
@@ -100,7 +100,7 @@ def test_our_kernels_keep_copied_values_and_no_scales_and_the_last_norm_its_inpu
     assert ours.allocated.expected - plain.allocated.expected == pytest.approx(more, rel=0.02)
 
 
-def test_an_mlp_of_our_kernels_between_8_bit_products_keeps_no_product_of_its_gate() -> None:
+def test_a_fused_fp8_mlp_keeps_no_product_of_its_gate() -> None:
     """Of 8,192 positions in 36 layers: 12,288 values of 16 bits; adapters of many columns go without."""
     shape = BatchShape(1, 8192, 8188)
     whole = Largest(shape, shape, False, True, "whole rows")
@@ -117,7 +117,7 @@ def test_an_mlp_of_our_kernels_between_8_bit_products_keeps_no_product_of_its_ga
     assert peak("tensorwise-fast", 17) == peak("tensorwise-delayed", 17)
 
 
-def test_our_kernels_are_estimated_for_the_layers_that_they_know() -> None:
+def test_triton_kernels_are_estimated_for_supported_models_only() -> None:
     other = spec(model={"id": "openai/gpt-oss-20b", "weights": "random"}, optimizations={"triton_kernels": True})
     with pytest.raises(SpecError, match=r"triton_kernels does not support gpt_oss: set it to off"):
         estimate_memory(other, H200)
@@ -137,7 +137,7 @@ NF4 = (1 / 2 + 1 / 64) / 2**30  # GiB a weight: four bits, and a byte for 64 of 
         ("smallest-exact", 2 * MATRICES * 2 / 2**30 + COPIES, (36 * MATRICES + 2 * WORDS) * 2 / 2**30),
     ],
 )
-def test_weights_in_host_memory_leave_two_layers_and_for_the_loss_the_head(name, buffers, on_host) -> None:
+def test_weight_offload_keeps_two_layers_and_the_head(name, buffers, on_host) -> None:
     found = estimate_memory(at_batch_4(name), H200)
     assert found.parts["weights"] == pytest.approx(buffers, rel=0.03)
     assert found.parts["head"] == pytest.approx(WORDS * 2 / 2**30, rel=0.03)
@@ -146,7 +146,7 @@ def test_weights_in_host_memory_leave_two_layers_and_for_the_loss_the_head(name,
     assert found.allocated.high < {"smallest": 3.5, "smallest-exact": 4.5}[name]
 
 
-def test_every_weight_of_8b_is_trained_in_less_than_20_gib_with_states_in_host_memory() -> None:
+def test_full_training_of_8b_with_offloaded_states_needs_less_than_20_gib() -> None:
     found = estimate_memory(at_batch_4("smallest-full"), H200)
     assert found.allocated.high < 20
     total = 36 * (MATRICES + 2 * 4096 + 2 * 128) + 2 * WORDS + 4096
@@ -156,11 +156,11 @@ def test_every_weight_of_8b_is_trained_in_less_than_20_gib_with_states_in_host_m
     assert found.host == pytest.approx(1.9 + (kept + 2 * total * (1 + 4 / 256)) / 2**30, rel=0.001)
 
 
-def test_qwen3_32b_in_the_smallest_recipe_needs_less_than_8_gib() -> None:
+def test_qwen3_32b_with_the_smallest_recipe_needs_less_than_8_gib() -> None:
     assert estimate_memory(at_batch_4("smallest", model={"id": "Qwen/Qwen3-32B"}), H200).allocated.high < 8
 
 
-def test_a_link_that_is_slower_than_the_layers_is_waited_for_and_a_faster_one_is_not() -> None:
+def test_only_a_slow_link_adds_waiting_time() -> None:
     """By hand: of 0.3 s forward and 0.7 s back, copies of 0.2, 0.5 and 0.9 s a pass leave 0, 0.2 and 0.6 + 0.2 s;
     of states 0.9 s back alone leaves 0.2 s."""
     for name, copied, late in ((WEIGHTS, 0.2, 0.0), (WEIGHTS, 0.5, 0.2), (WEIGHTS, 0.9, 0.8), (STATES, 0.9, 0.2)):
@@ -170,7 +170,7 @@ def test_a_link_that_is_slower_than_the_layers_is_waited_for_and_a_faster_one_is
         assert found.parts[name] == pytest.approx(late)
 
 
-def test_too_little_host_memory_is_a_sentence_before_the_run(tmp_path: Path) -> None:
+def test_too_little_host_memory_is_reported_before_the_run(tmp_path: Path) -> None:
     gpu = {"name": "NVIDIA H200", "memory_gb": 140.4, "compute_capability": [9, 0]}
     roomy, small = ({"gpus": [gpu], "cpu": {"memory_gb": gib}} for gib in (64.0, 16.0))
     assert api.problem(at_batch_4("smallest-exact"), roomy, tmp_path) is None
@@ -194,7 +194,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_parts_add_up_to_the_peak_and_the_bands_are_in_order() -> None:
+def test_parts_add_up_to_the_peak_and_ranges_are_ordered() -> None:
     for gpu in (H200, 24.0):
         found = estimate_memory(spec(), gpu)
         assert sum(found.parts.values()) == pytest.approx(found.allocated.expected)
@@ -204,7 +204,7 @@ def test_the_parts_add_up_to_the_peak_and_the_bands_are_in_order() -> None:
         assert found.allocated.expected < found.reserved.expected < found.device.expected
 
 
-def test_the_largest_batch_is_the_last_whose_verdict_is_fits() -> None:
+def test_the_largest_batch_is_the_last_that_fits() -> None:
     largest = largest_batch(spec(), H200)
     assert largest == 7  # the frontier of results/h200: 7 fits and 8 does not
 
@@ -217,7 +217,7 @@ def test_the_largest_batch_is_the_last_whose_verdict_is_fits() -> None:
     assert largest_batch(spec(), 8.0) is None
 
 
-def test_no_more_samples_are_put_in_a_batch_than_there_are() -> None:
+def test_the_largest_batch_is_at_most_the_data_set() -> None:
     few = spec(dataset={"name": "synthetic", "samples": 3, "length": 128})
     assert largest_batch(few, H200) == 3
 
@@ -229,7 +229,7 @@ def test_synthetic_lengths_are_known_before_they_are_drawn(like: str, seed: int)
     assert sample_lengths(dataset)[0] == tuple(synthetic_lengths(dataset, 500))
 
 
-def test_the_largest_batch_of_each_way_to_lay_samples_out() -> None:
+def test_the_largest_batch_of_each_layout() -> None:
     """As results/h200/qwen3-8b-packing had them: 4 x 675 positions padded, 1,131 laid out, rows of 2,048 packed."""
     data = {"name": "synthetic", "samples": 160, "like": "japanese-alpaca"}
 
@@ -253,14 +253,14 @@ def test_real_data_is_bounded_by_max_length() -> None:
     assert unknown.expected.length == unknown.most.length == 512
 
 
-def test_accumulated_gradients_wait_through_the_next_forward_pass() -> None:
+def test_accumulated_gradients_stay_during_the_forward_pass() -> None:
     one = estimate_memory(spec(method={"name": "full"}), 1000.0)
     several = estimate_memory(spec(method={"name": "full"}, train={"gradient_accumulation_steps": 4}), 1000.0)
     assert several.allocated.expected > one.allocated.expected + 10
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_way_that_no_run_tells_of_has_a_wider_band(strategy: str) -> None:
+def test_unmeasured_strategies_have_a_wider_range(strategy: str) -> None:
     one = estimate_memory(spec(), H200).allocated
     several = estimate_memory(on_gpus(spec(), 2, strategy), H200).allocated
     wider = several.high / several.expected > 1.01 * one.high / one.expected
@@ -275,7 +275,7 @@ def test_full_fine_tuning_of_8b_does_not_fit_four_small_gpus(name: str, strategy
     assert estimate_memory(on_gpus(one, 4, strategy), small).verdict == "does not fit"
 
 
-def test_what_no_run_has_measured_has_the_widest_band() -> None:
+def test_an_unmeasured_strategy_has_the_widest_range() -> None:
     one, several = estimate_memory(spec(), H200), estimate_memory(on_gpus(spec(), 4, "zero3"), H200)
     assert several.allocated.high / several.allocated.expected == pytest.approx(1.15)
     assert one.allocated.high / one.allocated.expected == pytest.approx(1.03)
@@ -305,13 +305,13 @@ def test_an_unknown_model_says_how_to_give_its_shape(tmp_path: Path, file: Path)
      ({"gpu": "L4", "sets": ["train.batch_size=0"]}, "train.batch_size"),
      ({"gpu": "L4", "sets": ["dataset.length=-5"]}, "dataset.length")],
 )  # fmt: skip
-def test_nonsense_is_a_sentence(file: Path, change: dict[str, object], sentence: str) -> None:
+def test_invalid_options_are_errors(file: Path, change: dict[str, object], sentence: str) -> None:
     with pytest.raises(SpecError, match=sentence):
         estimate(EstimateRequest(file, **change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"model_type": 3}', '{"model_type": "qwen3"}'])
-def test_a_config_that_is_none_is_a_sentence(tmp_path: Path, file: Path, text: str) -> None:
+def test_an_invalid_config_file_is_an_error(tmp_path: Path, file: Path, text: str) -> None:
     config = tmp_path / "config.json"
     config.write_text(text)
     with pytest.raises(SpecError):
@@ -325,7 +325,7 @@ def test_a_config_that_is_none_is_a_sentence(tmp_path: Path, file: Path, text: s
      ({"layer_types": [["x"]] * 48}, "layer_types must be a list"), ({"num_hidden_layers": 10**9}, "at most 10,000"),
      ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0 and must be")],
 )  # fmt: skip
-def test_a_config_with_a_value_that_cannot_be_is_a_sentence(
+def test_an_invalid_config_value_is_an_error(
     tmp_path: Path, file: Path, change: dict[str, object], sentence: str
 ) -> None:
     config = tmp_path / "config.json"
@@ -334,7 +334,7 @@ def test_a_config_with_a_value_that_cannot_be_is_a_sentence(
         estimate(EstimateRequest(file, memory_gb=80, config=config))
 
 
-def test_check_says_it_by_its_exit_code(file: Path) -> None:
+def test_check_sets_the_exit_code(file: Path) -> None:
     codes = [
         estimate(EstimateRequest(file, [f"train.batch_size={batch}"], gpu="H200 SXM")).code for batch in (7, 8, 16)
     ]
@@ -342,12 +342,12 @@ def test_check_says_it_by_its_exit_code(file: Path) -> None:
     assert estimate(EstimateRequest(file, ["train.batch_size=15"], gpu="all")).code == 0  # some card holds it
 
 
-def test_a_gpu_is_found_by_what_people_call_it(file: Path) -> None:
+def test_gpus_are_found_by_common_names(file: Path) -> None:
     for name in ("H200 SXM", "NVIDIA H200", "h200 sxm", "NVIDIA H100 80GB HBM3", "L4"):
         assert estimate(EstimateRequest(file, gpu=name)).document
 
 
-def test_the_run_that_will_not_fit_is_told_before_it_starts(tmp_path: Path) -> None:
+def test_a_run_that_does_not_fit_is_reported_before_it_starts(tmp_path: Path) -> None:
     gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
     assert api.memory_problem(spec(train={"batch_size": 4}), gpu, tmp_path) is None
     told = api.memory_problem(spec(train={"batch_size": 16}), gpu, tmp_path)
@@ -358,7 +358,7 @@ def test_the_run_that_will_not_fit_is_told_before_it_starts(tmp_path: Path) -> N
     assert api.first_trial(spec(), gpu, tmp_path, 4096) in (7, 8)
 
 
-def test_run_and_sweep_ask_the_probes_of_their_store_as_estimate_does(tmp_path: Path) -> None:
+def test_run_and_sweep_use_the_probes_of_their_folder(tmp_path: Path) -> None:
     gpu = {"name": "NVIDIA H200", "memory_gb": 140.4}
     batch_7 = spec(train={"batch_size": 7})
     assert api.memory_problem(batch_7, gpu, tmp_path) is None
@@ -387,12 +387,12 @@ def test_every_shipped_config_has_an_estimate_for_every_gpu() -> None:
                                   ["recipe=fastest-fp8", "optimizations.fused_lora=on"],
                                   ["optimizations.attention=cudnn"], ["launch.mock=ok"], ["model.dtype=float32"],
                                   ["method.name=qlora", "optimizations.liger=on"]])  # fmt: skip
-def test_whatever_a_spec_may_say_has_an_estimate_for_every_gpu(file: Path, sets: list[str]) -> None:
+def test_specs_with_many_options_have_an_estimate_for_every_gpu(file: Path, sets: list[str]) -> None:
     assert "samples/h" in estimate(EstimateRequest(file, sets, gpu="H200 SXM")).text
     assert len(json.loads(estimate(EstimateRequest(file, sets, gpu="all")).document)["gpus"]) == len(gpus())
 
 
-def test_an_estimate_of_all_gpus_is_little_work(file: Path) -> None:
+def test_an_estimate_of_all_gpus_needs_few_calls(file: Path) -> None:
     estimate(EstimateRequest(file, gpu="L4"))  # facts are read once
     assert calls_of(lambda: estimate_memory(spec(), H200)) < 50_000
     assert calls_of(lambda: estimate(EstimateRequest(file, gpu="all"))) < 20_000 * len(gpus())
@@ -409,7 +409,7 @@ def test_the_command_loads_no_heavy_module(file: Path) -> None:
     assert "does not fit" in done.stdout
 
 
-def test_find_gpu_agrees_with_the_totals() -> None:
+def test_the_capacity_of_an_h200_equals_its_driver() -> None:
     found = find_gpu("NVIDIA H200")
     assert found is not None
     assert capacity(found).total == pytest.approx(140.4014, abs=1e-3)  # machine.json of results/h200
@@ -425,14 +425,14 @@ def test_a_24_gb_card_has_less_for_a_process() -> None:
 
 
 @pytest.mark.parametrize(("high", "verdict"), [(23.6, "fits"), (23.8, "uncertain"), (24.5, "uncertain")])
-def test_what_fits_fits_what_a_process_can_have(high: float, verdict: str) -> None:
+def test_verdicts_compare_with_the_memory_of_a_process(high: float, verdict: str) -> None:
     """NVML's device memory includes 0.62 GiB of the driver: 23.6 are 22.98 for a process, and 0.5 is for a display."""
     small = next(gpu for gpu in gpus() if gpu.name == "RTX 4090")
     assert verdict_of(Band(22.0, 23.0, high), capacity(small)) == verdict
     assert verdict_of(Band(23.7, 24.0, 24.5), capacity(small)) == "does not fit"
 
 
-def test_a_card_says_which_batch_of_the_data_is_the_heaviest_and_which_is_the_largest_that_fits(file: Path) -> None:
+def test_the_text_has_the_heaviest_and_the_largest_batch(file: Path) -> None:
     sets = ["dataset.samples=100", "dataset.length=512", "train.batch_size=4"]
     text = estimate(EstimateRequest(file, sets, gpu="H200 SXM")).text
     assert "heaviest batch: 4 x 512 positions" in text
@@ -441,14 +441,14 @@ def test_a_card_says_which_batch_of_the_data_is_the_heaviest_and_which_is_the_la
     ]
 
 
-def test_a_card_says_both_counts_and_the_margin(file: Path) -> None:
+def test_the_text_has_driver_memory_process_memory_and_margin(file: Path) -> None:
     text = estimate(EstimateRequest(file, ["model.id=Qwen/Qwen3-0.6B"], gpu="RTX 4090")).text
     assert "24.0 GiB by its driver (NVML), 23.6 for a process, less 0.500 for a display" in text
     (row,) = json.loads(estimate(EstimateRequest(file, gpu="RTX 4090")).document)["gpus"]
     assert (row["usable"], row["margin"]) == (23.61, 0.5)
 
 
-def test_what_a_probe_saw_of_a_card_is_what_a_process_can_have(file: Path, tmp_path: Path) -> None:
+def test_a_probe_replaces_the_usable_memory(file: Path, tmp_path: Path) -> None:
     capacity = {"total_gb": 23.4, "free_gb": 22.9, "driver_total_gb": 24.0, "driver_used_gb": 0.9, "context_gb": 0.4}
     document = {"machine": {"gpu": {"name": "NVIDIA GeForce RTX 4090"}}, "device": {"kind": "cuda"}}
     (tmp_path / "probe").mkdir()
@@ -482,7 +482,7 @@ def test_both_estimates_train_what_a_committed_run_trained() -> None:
         assert trainable_shape(run).model.total + live["trainable"] == live["total"]
 
 
-def test_unsloths_own_packing_has_a_band_that_holds_what_was_measured_of_it() -> None:
+def test_the_range_of_unsloth_packing_contains_its_run() -> None:
     (run,) = find_runs(Path("results/h200/headline-first/short-equal/qwen3-8b-unsloth-b1-7884f9c165af-r1"))
     values, summary = json.loads(run.spec_json.read_text()), json.loads(run.summary.read_text())
     packed = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})
@@ -504,7 +504,7 @@ def test_unsloths_own_packing_has_a_band_that_holds_what_was_measured_of_it() ->
         (["method.load_in_4bit=off", "optimizations.padding_free=on"], "--set optimizations.padding_free=off"),
     ],
 )
-def test_what_was_never_measured_of_unsloth_names_the_nearest_that_is_estimated(
+def test_unmeasured_unsloth_settings_name_an_estimated_one(
     file: Path, sets: list[str], nearest: str
 ) -> None:
     request = EstimateRequest(file, ["method=unsloth", *sets], gpu="H200 SXM")

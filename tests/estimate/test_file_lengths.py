@@ -52,7 +52,7 @@ def test_rows_of_200_tokens_are_not_counted_as_2048_each(tmp_path):
     assert "4 bytes per token" in told["lengths"]
 
 
-def test_memory_is_for_the_files_own_longest_sample_and_bounded_by_its_bytes(tmp_path):
+def test_memory_uses_the_longest_sample_of_the_file(tmp_path):
     """8 letters and 800: 210 tokens at 4 bytes per token, at least a byte each; with two turns and a template."""
     path = written(tmp_path / "data.jsonl", 5000, 160)
     heaviest = largest(spec_of(path))
@@ -67,7 +67,7 @@ def test_memory_is_for_the_files_own_longest_sample_and_bounded_by_its_bytes(tmp
     assert largest(spec_of(path.rename(tmp_path / "other.jsonl"))).most.length == 2048
 
 
-def test_no_sample_is_longer_than_its_file_says_it_may_be(tmp_path):
+def test_the_bound_covers_all_samples_of_a_file(tmp_path):
     """Count with the tokenizer of a model with random weights, on text that it was not trained on."""
     pytest.importorskip("transformers", reason="training libraries are not installed")
     tokenizer = pytest.importorskip("ftbench.worker.model.tokenizer")
@@ -85,7 +85,7 @@ CHAT, ALPACA = ("messages", "note"), ("instruction", "input", "output", "note")
 
 
 @pytest.mark.parametrize("columns", [CHAT, ALPACA], ids=["chat", "alpaca"])
-def test_of_many_rows_few_are_taken_apart_for_the_longest(tmp_path, monkeypatch, columns):
+def test_few_rows_are_rendered_to_find_the_longest(tmp_path, monkeypatch, columns):
     """The longest row is found although its length is not counted, whatever other columns it has."""
     dice = random.Random(0)
 
@@ -122,7 +122,7 @@ def test_every_kind_of_file_is_read(tmp_path, ending):
     assert sorted(lengths.values) == [n + 12 for n in range(1, 100)]  # 7 bytes of the question, 5 tokens a turn
 
 
-def test_the_tokenizer_in_the_models_directory_counts(tmp_path):
+def test_the_tokenizer_of_the_model_directory_is_used(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"word": 0, "?": 1}, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -139,7 +139,7 @@ def test_the_tokenizer_in_the_models_directory_counts(tmp_path):
     ({"messages": [{"role": "user", "content": "x" * 400}, {"role": "assistant", "content": "y" * 800}],
       "prompt": "x" * 400}, {}),
 ], ids=["renamed", "alpaca with its whole text", "messages with their prompt"])  # fmt: skip
-def test_a_text_that_stands_in_two_columns_is_counted_once(tmp_path, row, columns):
+def test_a_text_in_two_columns_is_counted_once(tmp_path, row, columns):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(row) + "\n")
     spec = spec_of(path)
@@ -147,7 +147,7 @@ def test_a_text_that_stands_in_two_columns_is_counted_once(tmp_path, row, column
     assert lengths_of(data, model=spec.model).values == (1200 // 4 + 2 * 5,)
 
 
-def test_what_is_cut_is_cut_and_a_part_is_a_part(tmp_path):
+def test_lengths_respect_max_length_and_samples(tmp_path):
     spec = spec_of(written(tmp_path / "data.jsonl", 50, 160))
     data = spec.dataset.model_copy(update={"max_length": 64, "samples": 7})
     lengths = lengths_of(data, model=spec.model)
@@ -155,7 +155,7 @@ def test_what_is_cut_is_cut_and_a_part_is_a_part(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "No such file"), ("{", "not JSON")])
-def test_a_file_that_cannot_be_read_here_leaves_the_upper_bound_and_says_why(tmp_path, content, reason):
+def test_an_unreadable_file_leaves_the_upper_bound_with_a_reason(tmp_path, content, reason):
     path = tmp_path / "data.jsonl"
     if content:
         path.write_text(content)
@@ -166,7 +166,7 @@ def test_a_file_that_cannot_be_read_here_leaves_the_upper_bound_and_says_why(tmp
 
 
 @pytest.mark.parametrize("text", ["sample", "other"])
-def test_the_ratio_of_a_made_tokenizer_is_that_of_the_one_that_is_made(tmp_path, text):
+def test_bytes_per_token_of_the_random_weight_tokenizer(tmp_path, text):
     tokenizer = pytest.importorskip("ftbench.worker.model.tokenizer")
     pytest.importorskip("transformers")
     made = tokenizer.build_tokenizer(151936)

@@ -113,7 +113,7 @@ def described(memory_gb: float, threads: int, *gpus: dict[str, object]) -> dict[
         (["launch.mock=ok"], described(1.0, 1), None),
     ],
 )  # fmt: skip
-def test_what_will_not_end_well_is_said_before(
+def test_likely_failures_are_reported_before_the_run(
     spec: Path, tmp_path: Path, sets: list[str], machine: dict[str, Any], said: str | None
 ) -> None:
     changes = ["train.max_steps=5000"] if machine["cpu"]["memory_gb"] == 2000.0 else []
@@ -123,7 +123,7 @@ def test_what_will_not_end_well_is_said_before(
     assert (said or "") in (doubt or "")
 
 
-def test_where_no_batch_fits_the_nearest_way_that_does_is_named(spec: Path, tmp_path: Path) -> None:
+def test_without_a_fitting_batch_the_most_similar_spec_is_named(spec: Path, tmp_path: Path) -> None:
     machine = described(64.0, 8, SMALL)
     asked = resolve(load(spec, ["train.batch_size=1"]), (8, 9))
     doubt = api.problem(asked, machine, tmp_path) or ""
@@ -134,7 +134,7 @@ def test_where_no_batch_fits_the_nearest_way_that_does_is_named(spec: Path, tmp_
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("n\n", 3), (None, 3)])
-def test_a_terminal_is_asked_and_nobody_else(
+def test_only_a_terminal_is_asked(
     ftbench: Any, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str | None, code: int
 ) -> None:
     class Terminal(io.StringIO):

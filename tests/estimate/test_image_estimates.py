@@ -55,7 +55,7 @@ def spec_of(model: str = LLAVA, dataset: dict[str, Any] | None = None, **section
 
 
 @pytest.mark.parametrize(("peak", "rows", "length", "padded", "on"), MEASURED)
-def test_memory_is_what_a_plain_script_took(
+def test_memory_agrees_with_a_plain_script(
     peak: float, rows: int, length: int, padded: bool, on: dict[str, Any]
 ) -> None:
     image = ImageSize(1176, 2, 2 * 577) if "fixed_shape" in on else ImageSize(2928, 5, 5 * 577)
@@ -66,7 +66,7 @@ def test_memory_is_what_a_plain_script_took(
     assert estimate.allocated.expected == pytest.approx(peak, rel=0.02)
 
 
-def test_the_step_of_a_plain_script_lies_in_the_band() -> None:
+def test_the_range_contains_the_step_of_a_plain_script() -> None:
     """1.65 s at batch 4 with images processed in the step, 1.40 s with loader processes (the same script)."""
     for on, step in ({}, 1.65), ({"loader_processes": 8}, 1.40):
         band = estimate_duration(spec_of(train={"batch_size": 4}, optimizations=on), gpu()).step_s
@@ -120,7 +120,7 @@ def test_more_tokens_of_images_take_longer(model: str) -> None:
     assert len({step_key(spec) for spec in specs}) == len(specs)
 
 
-def test_the_images_of_a_file_are_looked_at(tmp_path: Path) -> None:
+def test_the_images_of_a_file_are_read(tmp_path: Path) -> None:
     pillow = pytest.importorskip("PIL.Image")
     for name, size in {"a.png": (500, 500), "b.png": (1024, 1024)}.items():
         pillow.new("RGB", size).save(tmp_path / name)
@@ -152,7 +152,7 @@ def test_the_images_of_a_file_are_looked_at(tmp_path: Path) -> None:
         estimate_memory(spec_of(QWEN, data | {"seed": 8}), gpu())
 
 
-def test_a_file_is_estimated_on_what_it_is_trained_on(tmp_path: Path) -> None:
+def test_samples_with_too_many_image_tokens_are_excluded(tmp_path: Path) -> None:
     """A photograph with an orientation tag; images by a name of the spec's, and in messages; texts of
     parts, and a caption."""
     image = pytest.importorskip("PIL.Image")
@@ -178,14 +178,14 @@ def test_a_file_is_estimated_on_what_it_is_trained_on(tmp_path: Path) -> None:
         assert known.samples[0].labels > 5 * turns  # more than the template's own
 
 
-def test_a_row_whose_turns_are_none_has_no_images(tmp_path: Path) -> None:
+def test_a_row_without_turns_has_no_images(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"text": "a"}, {"messages": -5}, {"conversations": True}, {"messages": {"a": "b"}}]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = Dataset(name="file", path=str(tmp_path / "rows.jsonl"))
     assert [images._images(row, data) for row in rows] == [[], [], [], []]
 
 
-def test_beans_are_known_and_other_sets_are_not_before_they_are_read() -> None:
+def test_image_sizes_of_unknown_sets_are_an_error() -> None:
     assert estimate_memory(spec_of(dataset={"name": "beans", "max_length": 4096}), gpu()).batch[1] > 2928
     with pytest.raises(SpecError, match=r"image sizes of me/mine are not known: .*image_size"):
         estimate_memory(spec_of(dataset={"name": "me/mine", "max_length": 4096}), gpu())
@@ -202,7 +202,7 @@ def test_the_shipped_config_is_estimated_by_the_command() -> None:
     assert "largest batch that fits" in answer.text
 
 
-def test_estimate_says_what_larger_images_leave() -> None:
+def test_estimate_lists_several_image_sizes() -> None:
     answer = estimates.estimate(estimates.EstimateRequest(CONFIG, gpu="h200"))
     sizes = json.loads(answer.document)["gpus"][0]["by_image_size"]
     rows = {(each["width"], each["height"]): each for each in sizes}
@@ -215,7 +215,7 @@ def test_estimate_says_what_larger_images_leave() -> None:
     assert "by_image_size" not in json.loads(text.document)["gpus"][0]
 
 
-def test_recommend_keeps_the_resolution_and_what_is_trained_and_waits_for_no_image(tmp_path: Path) -> None:
+def test_recommend_keeps_resolution_and_trained_parts(tmp_path: Path) -> None:
     sets = ["optimizations.image_size=336", "method.vision=lora"]
     answer = recommend.answer(recommend.RecommendRequest(CONFIG, sets, gpu="h200", samples=20_000, deadline="8h"))
     for option in answer.options:
@@ -226,6 +226,6 @@ def test_recommend_keeps_the_resolution_and_what_is_trained_and_waits_for_no_ima
     assert recommend_text.as_json(answer)["by_image_size"]
 
 
-def test_a_recipe_for_images_is_no_way_to_train_on_text() -> None:
+def test_image_recipes_are_not_offered_for_text() -> None:
     request = recommend.RecommendRequest(CONFIG.with_name("qwen3-8b-recipes.yaml"), gpu="h200")
     assert not any("image" in reason for reason in recommend.answer(request).ruled_out)

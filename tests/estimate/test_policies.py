@@ -104,7 +104,7 @@ def test_prompts_are_read_with_sinks_and_a_mask_for_each_window():
     assert known == pytest.approx(RECORDED["sinks, long prompts"]["phases"]["generation"] - WORKSPACE, rel=0.015)
 
 
-def test_keys_and_values_are_those_that_are_published():
+def test_keys_and_values_have_the_published_size():
     """Qwen3-8B keeps 8 heads of 128 in 36 layers: 147,456 bytes per token in 16 bits."""
     asked = of_8b(objective={"max_completion_length": 4097}, train={"batch_size": 1, "gradient_accumulation_steps": 64})
     cache = estimate_memory(asked, H200)
@@ -113,7 +113,7 @@ def test_keys_and_values_are_those_that_are_published():
     assert parts == 64 * (64 + 4096) * 147_456
 
 
-def test_completions_that_may_end_early_are_taken_as_long_as_they_may_get(ftbench):
+def test_completions_of_open_length_count_with_their_maximum(ftbench):
     sets = ["--set", "objective.fixed_length=off", "--set", "model=Qwen/Qwen3-8B", "--set", "dataset.length=100"]
     code, out, err = ftbench("estimate", TINY, "--gpu", "H200", *sets)
     told = " ".join(out.split())
@@ -129,7 +129,7 @@ def test_completions_that_may_end_early_are_taken_as_long_as_they_may_get(ftbenc
     assert {"generation", "generation, prompts"} <= {*row["phases"]}
 
 
-def test_no_token_is_made_sooner_than_the_weights_are_read():
+def test_a_token_takes_at_least_the_time_to_read_the_weights():
     """8.19e9 parameters in 16 bits (the model's card) at 4.8 TB/s (the GPU's data sheet), and one after the other."""
     short, long = (of_8b(objective={"max_completion_length": tokens}) for tokens in (101, 201))
     first, second = (estimate_duration(each, H200) for each in (short, long))
@@ -141,7 +141,7 @@ def test_no_token_is_made_sooner_than_the_weights_are_read():
     assert (first.basis, first.bound) == (SHEET, "host")  # Python starts each token's kernels
 
 
-def test_a_step_answers_all_its_prompts_at_once():
+def test_a_step_generates_all_completions_at_once():
     together = of_8b(train={"batch_size": 4, "gradient_accumulation_steps": 16})
     alone = of_8b(train={"batch_size": 4})
     few, many = (estimate_memory(each, H200) for each in (alone, together))
@@ -150,7 +150,7 @@ def test_a_step_answers_all_its_prompts_at_once():
     assert [cache.estimate(each, H200).phases for each in (alone, together)] == [few.phases, many.phases]
 
 
-def test_the_reference_is_a_forward_pass_beside():
+def test_the_reference_adds_a_forward_pass():
     plain, held = (of_8b(objective={"beta": beta}) for beta in (0.0, 0.1))
     assert "scoring" not in estimate_memory(plain, H200).phases
     assert "scoring" in estimate_memory(held, H200).phases
@@ -161,7 +161,7 @@ def test_the_reference_is_a_forward_pass_beside():
 
 
 @pytest.mark.parametrize("passes", [1, 3, 4])
-def test_the_largest_batch_is_one_that_the_objective_takes(passes):
+def test_the_largest_batch_has_full_groups(passes):
     train = {"batch_size": 4, "gradient_accumulation_steps": passes}
     asked = of_8b(train=train, dataset={"samples": 4096}, objective={"max_completion_length": 512})
     largest = largest_batch(asked, H200)
@@ -174,13 +174,13 @@ def test_the_largest_batch_is_one_that_the_objective_takes(passes):
     assert estimate_memory(of_8b(**more), H200).verdict != "fits"
 
 
-def test_few_prompts_bound_the_batch():
+def test_few_prompts_limit_the_batch():
     assert largest_batch(spec(dataset={"samples": 3}), H200) == 3 * 4
     passes = {"batch_size": 4, "gradient_accumulation_steps": 3}
     assert largest_batch(spec(dataset={"samples": 3}, train=passes), H200) == 4
 
 
-def test_what_is_recommended_is_a_spec_that_trains_and_fits():
+def test_recommended_specs_are_valid_and_fit():
     asked = of_8b(objective={"max_completion_length": 1024}, dataset={"length": 1024})
     found = recommend(Goal(asked, (H200,), 256, effective_batch=8))
     assert {option.spec.method.name for option in found.options} == {"lora", "qlora"}
@@ -201,14 +201,14 @@ def test_samples_are_completions():
     assert estimate_duration(spec(), H200).samples == 8
 
 
-def test_runs_of_other_objectives_tell_nothing_of_a_step_that_generates():
+def test_runs_of_other_objectives_do_not_correct_generation():
     store = RunHistory(None, timed_runs([RESULTS / "qwen3-8b-optimizations"]))
     assert store.on(H200)
     with_runs, without = (estimate_duration(of_8b(), H200, each) for each in (store, RunHistory()))
     assert (with_runs.step_s, with_runs.basis) == (without.step_s, SHEET)
 
 
-def test_a_run_is_held_against_the_estimate_of_the_completions_that_it_had(store_of):
+def test_a_run_is_compared_at_its_real_completions(store_of):
     store = store_of(resolve(of_8b(), (9, 0)), 1.0)
     (run,) = study.read([store.path])
     estimate = run.estimate()
@@ -217,7 +217,7 @@ def test_a_run_is_held_against_the_estimate_of_the_completions_that_it_had(store
     assert estimate.phases == expected.phases
 
 
-def test_runs_of_its_kind_tell_how_long_a_step_that_generates_takes(store_of):
+def test_runs_with_generation_correct_the_estimate(store_of):
     """A run that took twice the modelled time makes the next estimate longer."""
     values = resolve(of_8b(), (9, 0))
     seconds = 2 * estimate_duration(values, H200).step_s.expected
@@ -257,7 +257,7 @@ LONG = "word " * 400
     {"question": "one two", "answer": LONG},
     {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant", "content": LONG}]},
 ])  # fmt: skip
-def test_what_a_row_asks_is_counted_without_its_answer(tmp_path, row):
+def test_prompts_are_counted_without_answers(tmp_path, row):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     asked = spec(dataset={"name": "file", "path": str(path), "length": None, "samples": None})
@@ -267,13 +267,13 @@ def test_what_a_row_asks_is_counted_without_its_answer(tmp_path, row):
 
 
 @pytest.mark.parametrize("command", [["estimate"], ["recommend"]])
-def test_a_model_that_reads_images_is_refused_in_a_sentence(ftbench, command):
+def test_a_model_with_images_is_an_error(ftbench, command):
     code, _, err = ftbench(*command, TINY, "--gpu", "H200", "--set", "model=Qwen/Qwen2.5-VL-7B-Instruct")
     assert (code, "supports text only" in " ".join(err.split())) == (2, True), err
     with pytest.raises(SpecError, match="choose another model"):
         estimate_duration(spec(model={"id": "Qwen/Qwen2.5-VL-7B-Instruct"}), H200)
 
 
-def test_a_step_of_part_of_a_group_is_refused_in_a_sentence(ftbench):
+def test_a_step_without_full_groups_is_an_error(ftbench):
     code, _, err = ftbench("recommend", TINY, "--gpu", "H200", "--effective-batch", 10)
     assert (code, "must be a multiple" in err) == (2, True), err

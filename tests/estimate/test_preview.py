@@ -25,7 +25,7 @@ def spec_of(folder: Path, rows: list[dict], more: str = "", model: str = "tiny/q
     return path
 
 
-def test_lengths_truncation_and_packing_are_those_of_the_rows(tmp_path):
+def test_lengths_truncation_and_packing_follow_from_the_rows(tmp_path):
     """4 bytes per token and 5 tokens per turn: 40 characters per side are 10 + 5 tokens, 30 per sample; 400 are 210."""
     short, long = [{"q": "a" * side, "a": "b" * side} for side in (40, 400)]
     spec = spec_of(tmp_path, [short, short, short, long], ", columns: {prompt: q, completion: a}")
@@ -43,7 +43,7 @@ def test_lengths_truncation_and_packing_are_those_of_the_rows(tmp_path):
     assert max(map(len, text.splitlines()[:3])) < 200
 
 
-def test_with_the_model_s_own_tokenizer_they_are_counted_and_its_template_renders_them(tmp_path):
+def test_the_models_tokenizer_and_template_are_used(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     model = tmp_path / "model"
     model.mkdir()
@@ -59,7 +59,7 @@ def test_with_the_model_s_own_tokenizer_they_are_counted_and_its_template_render
     assert document["rendered_by"] == "the model's chat template"
 
 
-def test_made_data_have_lengths_and_no_samples(tmp_path):
+def test_synthetic_data_has_lengths_without_samples(tmp_path):
     spec = tmp_path / "spec.yaml"
     spec.write_text("model: tiny/qwen3\nmethod: lora\ndataset: {name: synthetic, samples: 50, length: 64}\n")
     document = preview.preview(spec, [])
@@ -117,7 +117,7 @@ def test_turns_are_shown_if_the_chat_template_fails(tmp_path, template):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_a_pipe_beside_the_model_is_not_waited_for(tmp_path, name):
+def test_a_pipe_as_template_does_not_block(tmp_path, name):
     model = tmp_path / "model"
     model.mkdir()
     (model / "tokenizer.json").write_text("{}")
@@ -127,14 +127,14 @@ def test_a_pipe_beside_the_model_is_not_waited_for(tmp_path, name):
     assert preview.preview(spec, [])["samples"] == [{"row": 1, "text": "user: why\nassistant: so"}]
 
 
-def test_every_row_is_looked_at_and_not_those_alone_that_are_shown(tmp_path):
+def test_every_row_is_checked(tmp_path):
     rows = [{"question": "why", "answer": "so"}] * 9
     rows[2] = {"question": "why", "answer": 3}
     with pytest.raises(DataError, match="line 3: `answer` is int, not text"):
         preview.preview(spec_of(tmp_path, rows), [])
 
 
-def test_images_count_as_many_tokens_as_the_model_sees(tmp_path):
+def test_images_count_with_the_models_tokens(tmp_path):
     spec = tmp_path / "spec.yaml"
     data = "{name: images, samples: 8, length: 40, image_size: [500, 500], images_per_sample: 2, max_length: 4000}"
     spec.write_text(f"model: llava-hf/llava-v1.6-mistral-7b-hf\nmethod: lora\ndataset: {data}\n")
@@ -154,7 +154,7 @@ def test_images_count_as_many_tokens_as_the_model_sees(tmp_path):
 
 
 @pytest.mark.parametrize(("columns", "answered"), [("question", True), ("messages", True), ("prompt", False)])
-def test_of_prompts_no_answer_is_counted_or_shown(tmp_path, columns, answered):
+def test_answers_of_prompts_are_neither_counted_nor_shown(tmp_path, columns, answered):
     """20 letters at 4 bytes per token, with 5 tokens for the turn; the third prompt is too long."""
 
     def row(letters):

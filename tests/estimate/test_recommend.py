@@ -68,7 +68,7 @@ def test_every_option_can_run_on_its_gpu_fits_and_meets_the_deadline(names):
     ("speed", lambda option: option.seconds.expected), ("energy", lambda option: option.joules.expected),
     ("memory", lambda option: option.memory.device.expected), ("cost", lambda option: option.cost.value),
 ])  # fmt: skip
-def test_the_best_by_the_objective_is_first(objective, figure):
+def test_options_are_sorted_by_the_goal(objective, figure):
     prices = load_prices(ROOT / "configs" / "prices-example.yaml")
     options = ask(objective=objective, prices=prices, deadline_s=24 * 3600).options
     assert len(options) > 20
@@ -76,7 +76,7 @@ def test_the_best_by_the_objective_is_first(objective, figure):
     assert order == sorted(order)
 
 
-def test_the_shipped_recipes_are_among_the_ways():
+def test_shipped_recipes_are_considered():
     found = [way.spec for way in candidates.ways(Experiment.model_validate(SPEC), ("lora", "qlora", "full"), False)]
     for name in recipes():
         asked = recipe(name, Path())
@@ -104,14 +104,14 @@ def test_our_kernels_are_offered_for_supported_models():
     assert len(set(trained)) == len(trained)
 
 
-def test_the_same_matrices_are_trained_unless_others_are_asked_for():
+def test_methods_with_the_same_matrices_are_the_default():
     assert {option.spec.method.name for option in ask().options} == {"lora", "qlora", "unsloth"}
     assert {option.spec.method.rank for option in ask().options} == {16}
     assert {option.spec.method.name for option in ask(spec={"method": {"name": "full"}}).options} == {"full"}
     assert {option.spec.method.name for option in ask(methods=("full", "qlora")).options} == {"full", "qlora"}
 
 
-def test_the_effective_batch_is_held_by_accumulation():
+def test_accumulation_keeps_the_effective_batch():
     found = ask(effective_batch=48)
     steps = [option.spec.train for option in found.options]
     rows = [option.spec.optimizations.packing for option in found.options]
@@ -122,7 +122,7 @@ def test_the_effective_batch_is_held_by_accumulation():
     assert any(train.gradient_accumulation_steps > 1 for train in steps)
 
 
-def test_a_step_of_fewer_samples_than_a_packed_row_holds_is_not_packed():
+def test_small_steps_are_not_packed():
     found = ask(effective_batch=4)
     assert not any(option.spec.optimizations.packing for option in found.options)
     assert any("packed rows" in reason for reason in found.ruled_out)
@@ -132,7 +132,7 @@ def test_a_step_of_fewer_samples_than_a_packed_row_holds_is_not_packed():
     ((), {12}), (("--effective-batch", "32"), {32}), (("--effective-batch", "any"), None),
     (("--set", "train.batch_size=8"), {24}),
 ], ids=str)  # fmt: skip
-def test_the_specs_own_effective_batch_is_kept_unless_told_otherwise(ftbench, spec_file, arguments, held):
+def test_the_specs_effective_batch_is_the_default(ftbench, spec_file, arguments, held):
     asked = ("--gpu", "H200", "--samples", 5000, "--set", "train.gradient_accumulation_steps=3", *arguments)
     _, out, _ = ftbench("recommend", spec_file, *asked, "--json")
     plain = [option for option in json.loads(out)["options"] if "packing" not in option["optimizations"]]
@@ -145,7 +145,7 @@ def test_the_specs_own_effective_batch_is_kept_unless_told_otherwise(ftbench, sp
     ("A100 80GB", ["train.batch_size=64", "dataset.max_length=4096"]),
     ("H200", ["method=full", "train.batch_size=64"]), ("RTX 4090", ["method=qlora", "train.batch_size=32"]),
 ], ids=str)  # fmt: skip
-def test_what_does_not_fit_comes_with_the_command_of_the_nearest_that_does(ftbench, spec_file, gpu, sets):
+def test_a_spec_that_does_not_fit_comes_with_a_command_that_does(ftbench, spec_file, gpu, sets):
     words = [word for value in sets for word in ("--set", value)]
     code, out, _ = ftbench("estimate", spec_file, "--gpu", gpu, "--check", *words)
     assert code != 0
@@ -166,7 +166,7 @@ def test_what_does_not_fit_comes_with_the_command_of_the_nearest_that_does(ftben
     ("--gpu", "L4", "--gpus", 2, "--strategy", "fsdp", "--set", "method=full", "--set", "model=Qwen/Qwen3-32B"),
     ("--gpu", "L4,L40S"), ("--memory-gb", 20),
 ], ids=str)  # fmt: skip
-def test_of_several_gpus_and_of_one_without_a_name_too(ftbench, spec_file, options):
+def test_the_command_for_several_gpus_or_given_memory_fits(ftbench, spec_file, options):
     code, out, _ = ftbench("estimate", spec_file, "--check", *options)
     assert code != 0
     assert "The most similar spec that fits takes" in out
@@ -178,7 +178,7 @@ def test_of_several_gpus_and_of_one_without_a_name_too(ftbench, spec_file, optio
     assert "The most similar" not in again
 
 
-def test_where_nothing_fits_no_command_is_made_up(ftbench, spec_file):
+def test_without_a_fit_no_command_is_printed(ftbench, spec_file):
     asked = ("estimate", spec_file, "--gpu", "L4", "--set", "model=Qwen/Qwen3-32B", "--set", "method=full")
     _, out, _ = ftbench(*asked)
     assert "is sure to fit" in out
@@ -186,13 +186,13 @@ def test_where_nothing_fits_no_command_is_made_up(ftbench, spec_file):
     assert json.loads(out)["gpus"][0]["nearest"] is None
 
 
-def test_a_data_set_without_padding_needs_no_packing_but_for_a_graph_of_one_shape():
+def test_equal_lengths_are_packed_for_cuda_graphs_only():
     fixed = {"name": "synthetic", "samples": 512, "length": 1024}
     for on in (option.spec.optimizations for option in ask(spec={"dataset": fixed}).options):
         assert on.packing == on.cuda_graph
 
 
-def test_pairs_are_weighed_with_all_that_a_spec_of_pairs_takes_but_the_losses_of_answers():
+def test_dpo_considers_all_optimizations_except_losses():
     """Almost all shipped recipes have one of these losses; their other optimizations must remain."""
     pairs = {"objective": {"name": "dpo"}, "dataset": {"name": "synthetic", "samples": 512, "length": 512}}
     options = ask(spec=pairs, effective_batch=4).options
@@ -203,7 +203,7 @@ def test_pairs_are_weighed_with_all_that_a_spec_of_pairs_takes_but_the_losses_of
     assert ask("RTX 4090", spec=pairs, effective_batch=4).options  # where only checkpoints make room
 
 
-def test_nothing_within_the_deadline_names_what_comes_closest():
+def test_without_an_option_the_closest_is_named():
     found = ask(deadline_s=60)
     assert not found.options
     assert found.closest is not None
@@ -233,13 +233,13 @@ def test_a_best_way_that_may_miss_the_deadline_is_marked_in_its_spec():
     assert "It may miss the deadline at the slow end" in " ".join(as_yaml(found).replace("\n#", " ").split())
 
 
-def test_without_a_deadline_nothing_is_said_of_one():
+def test_without_a_deadline_the_text_does_not_mention_it():
     found = ask()
     assert as_json(found)["options"][0]["may_miss_deadline"] is None
     assert "may miss" not in as_text(found).lower()
 
 
-def test_nothing_that_fits_names_what_needs_the_least():
+def test_without_a_fit_the_smallest_way_is_named():
     found = ask("L4", spec={"model": {"id": "Qwen/Qwen3-32B"}}, methods=("full",))
     assert (found.options, found.closest) == ((), None)
     assert "full" in found.missed
@@ -247,7 +247,7 @@ def test_nothing_that_fits_names_what_needs_the_least():
 
 
 @pytest.mark.parametrize(("batch", "faster"), [(1, False), (8, True)])
-def test_that_8_bits_gain_nothing_with_few_tokens_a_step_is_said(batch, faster):
+def test_fp8_without_gain_is_noted(batch, faster):
     data = {"name": "synthetic", "samples": 1000, "length": 2048}
     answer = ask(spec={"dataset": data, "train": {"batch_size": batch}}, effective_batch=batch)
     times = {small: min(option.seconds.expected for option in answer.options
@@ -256,7 +256,7 @@ def test_that_8_bits_gain_nothing_with_few_tokens_a_step_is_said(batch, faster):
     assert ("2,048 tokens per step fp8 is not faster" in " ".join(as_text(answer).split())) is not faster
 
 
-def test_a_budget_rules_out_what_is_dearer():
+def test_a_budget_rules_out_more_expensive_options():
     prices = load_prices(ROOT / "configs" / "prices-example.yaml")
     free = ask(prices=prices).options
     middle = sorted(option.cost.value for option in free if option.cost)[len(free) // 2]
@@ -276,7 +276,7 @@ def test_the_largest_batch_is_that_of_the_memory_estimate():
             assert MemoryCache().largest_batch(one, GPUS[name], most=5) == (largest and min(largest, 5))
 
 
-def test_weighing_every_way_is_little_work():
+def test_recommending_needs_few_calls():
     goal = Goal(Experiment.model_validate(SPEC), (GPUS["H200 SXM"],), 1e6, history=RunHistory.read(ROOT / "results"))
     assert calls_of(lambda: recommend(goal)) < 2_600_000, "it grows with the runs of the store"
     every = tuple(gpu for gpu in GPUS.values() if gpu.bf16)
@@ -287,7 +287,7 @@ def test_weighing_every_way_is_little_work():
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_the_best_is_written_as_a_spec_that_runs_as_it_is(ftbench, spec_file, tmp_path):
+def test_the_best_way_is_written_as_a_valid_spec(ftbench, spec_file, tmp_path):
     best = tmp_path / "best.yaml"
     code, out, err = ftbench(
         "recommend", spec_file, "--gpu", "H200", "--samples", 50000, "--deadline", "8h", "-o", best
@@ -300,7 +300,7 @@ def test_the_best_is_written_as_a_spec_that_runs_as_it_is(ftbench, spec_file, tm
     assert spec.train.max_steps * found.samples == pytest.approx(50000, rel=0.02)  # type: ignore[operator]
 
 
-def test_json_holds_the_options_the_reasons_and_the_spec(ftbench, spec_file):
+def test_json_has_options_and_the_spec(ftbench, spec_file):
     code, out, _ = ftbench("recommend", spec_file, "--gpu", "H200,L4", "--samples", 1000, "--json")
     found = json.loads(out)
     assert code == 0
@@ -312,7 +312,7 @@ def test_json_holds_the_options_the_reasons_and_the_spec(ftbench, spec_file):
     assert any(option["changes_the_loss"] for option in found["options"] if "fp8" in option["optimizations"])
 
 
-def test_nothing_that_meets_the_limits_is_exit_code_1(ftbench, spec_file):
+def test_no_option_is_exit_code_1(ftbench, spec_file):
     code, out, _ = ftbench("recommend", spec_file, "--gpu", "H200", "--samples", 10**12, "--deadline", "8h")
     assert code == 1
     assert "The closest is later than the deadline" in out
@@ -354,7 +354,7 @@ def test_all_ways_are_listed_on_request(ftbench, spec_file):
     assert len(rows) == count > 10
 
 
-def test_gpus_without_a_time_for_one_reason_share_its_sentence(ftbench, spec_file):
+def test_gpus_with_the_same_reason_share_one_sentence(ftbench, spec_file):
     small = ("--set", "model.id=Qwen/Qwen3-0.6B", "--set", "train.batch_size=1")
     code, out, err = ftbench("estimate", spec_file, *small, "--gpu", "T4,V100 SXM2 32GB,H200")
     assert code == 0, err
@@ -363,7 +363,7 @@ def test_gpus_without_a_time_for_one_reason_share_its_sentence(ftbench, spec_fil
     assert "--store; also V100 SXM2 32GB" in said
 
 
-def test_nobody_is_sent_to_probe_a_gpu_on_which_the_spec_does_not_fit(ftbench, spec_file):
+def test_no_probe_is_suggested_for_gpus_that_do_not_fit(ftbench, spec_file):
     full = ("estimate", spec_file, "--set", "method=full", "--set", "dataset=japanese-alpaca")
     said = " ".join(ftbench(*full, "--gpu", "T4,V100 SXM2 32GB")[1].split())
     assert "is not known, and the spec does not fit; also V100 SXM2 32GB" in said
@@ -371,7 +371,7 @@ def test_nobody_is_sent_to_probe_a_gpu_on_which_the_spec_does_not_fit(ftbench, s
     assert "times are those" not in said
 
 
-def test_of_data_of_unknown_size_no_batch_is_all_samples(ftbench, spec_file):
+def test_a_batch_of_unknown_data_is_not_all_samples(ftbench, spec_file):
     full = ("estimate", spec_file, "--set", "method=full", "--set", "dataset=japanese-alpaca", "--gpu")
     assert re.search(r"T4 +does not fit +none ", ftbench(*full, "T4,L4")[1])
     assert "no batch is sure to fit" in ftbench(*full, "T4")[1]
@@ -409,7 +409,7 @@ def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench
     (["--gpu", "H200", "--samples", "9", "-o", "SPEC"], "is the spec itself"),
     (["--gpu", "H200", "--samples", "9", "--store", "SPEC"], "not a folder"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
-def test_a_mistake_is_a_sentence(ftbench, spec_file, arguments, sentence):
+def test_invalid_options_are_errors(ftbench, spec_file, arguments, sentence):
     files = {"SPEC": spec_file, "PRICES": ROOT / "configs" / "prices-example.yaml"}
     code, out, err = ftbench("recommend", spec_file, *(files.get(word, word) for word in arguments))
     assert (code, out) == (2, "")
@@ -417,7 +417,7 @@ def test_a_mistake_is_a_sentence(ftbench, spec_file, arguments, sentence):
     assert "Traceback" not in err
 
 
-def test_estimate_tells_time_energy_and_cost_of_a_night(ftbench, spec_file):
+def test_estimate_reports_time_energy_and_cost(ftbench, spec_file):
     prices = ROOT / "configs" / "prices-example.yaml"
     asked = ("estimate", spec_file, "--gpu", "H200", "--samples", 1000, "--hours", 10, "--prices", prices, "--json")
     code, out, _ = ftbench(*asked, "--store", ROOT / "results")
@@ -431,7 +431,7 @@ def test_estimate_tells_time_energy_and_cost_of_a_night(ftbench, spec_file):
     assert "kWh" in out
 
 
-def test_what_a_larger_step_would_bring_is_said_where_packed_rows_hold_too_many_samples(ftbench, spec_file):
+def test_a_much_better_way_with_larger_steps_is_named(ftbench, spec_file):
     """Short samples, four a step: no packed row holds so few, and the fastest way would go unseen."""
     asked = ("recommend", spec_file, "--gpu", "H100 SXM5", "--samples", 50000, "--set", "train.batch_size=4", "--json")
     small = "train.gradient_accumulation_steps=1"
@@ -447,7 +447,7 @@ def test_what_a_larger_step_would_bring_is_said_where_packed_rows_hold_too_many_
     assert f"{took} instead of" in " ".join(out.split())
 
 
-def test_prices_say_what_a_thousand_samples_cost_where_no_number_is_known(ftbench, spec_file):
+def test_without_a_number_of_samples_prices_give_the_cost_of_1000(ftbench, spec_file):
     """How many rows a set of the hub has is not known: the prices that were given are answered all the same."""
     asked = ("estimate", spec_file, "--prices", ROOT / "configs" / "prices-example.yaml")
     _, alone, _ = ftbench(*asked, "--gpu", "H200 SXM")
@@ -464,7 +464,7 @@ def test_prices_say_what_a_thousand_samples_cost_where_no_number_is_known(ftbenc
 
 
 @pytest.mark.parametrize("count", [2**63 - 1, 10**17])
-def test_as_many_samples_as_a_spec_can_name_are_estimated(ftbench, spec_file, count):
+def test_very_many_samples_are_estimated(ftbench, spec_file, count):
     data = f"dataset={{name: synthetic, mean_length: 200, samples: {count}, max_length: 2048}}"
     for command in ("estimate", "recommend"):
         code, _, err = ftbench(command, spec_file, "--gpu", "H200", "--set", data)
@@ -478,7 +478,7 @@ def test_as_many_samples_as_a_spec_can_name_are_estimated(ftbench, spec_file, co
     (["--hours", "inf"], "--hours inf"), (["--hours", "1e308"], "at most 1,000,000"),
     (["--prices", "/nowhere"], "/nowhere: no such file"),
 ], ids=" ".join)  # fmt: skip
-def test_estimate_refuses_amounts_that_are_none(ftbench, spec_file, arguments, sentence):
+def test_estimate_rejects_invalid_amounts(ftbench, spec_file, arguments, sentence):
     code, _, err = ftbench("estimate", spec_file, "--gpu", "H200", *arguments)
     assert code == 2
     assert sentence in err

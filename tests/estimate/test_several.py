@@ -104,7 +104,7 @@ def tracked():
 
 
 @pytest.mark.parametrize("gpus", [2, 8])
-def test_memory_of_fsdp_is_what_torchs_own_tracker_counts(tracked, gpus: int) -> None:
+def test_fsdp_memory_agrees_with_torchs_tracker(tracked, gpus: int) -> None:
     plan = MemoryCase(describe(SMALL), TrainingPlan(full=True), BatchShape(1, 16, 15), sharding=divided("fsdp", gpus))
     named = phases(plan)
     del named["optimizer step"]
@@ -121,7 +121,7 @@ DEEPSPEED = {("zero2", "none"): 49.58, ("zero2", "optimizer"): 15.26, ("zero3", 
 
 
 @pytest.mark.parametrize(("strategy", "offload"), DEEPSPEED)
-def test_states_of_zero_are_what_deepspeeds_own_estimator_says(strategy: str, offload: str) -> None:
+def test_zero_states_agree_with_deepspeeds_estimator(strategy: str, offload: str) -> None:
     """Which takes the largest layer, and that alone, for gathered at all times, and leaves out a short row's
     activations and the optimizer's own temporary tensor of 4 bytes a parameter that is updated at once."""
     shape = describe(architectures()["Qwen/Qwen3-8B"])
@@ -145,7 +145,7 @@ def test_zero3_gathers_a_head_that_stays_and_layers(checkpointing: str, backward
     assert (found.backward, found.end) == (2 * backward, 2 * end)
 
 
-def test_what_stays_and_what_is_updated_at_once_under_zero3_is_what_a_run_measured() -> None:
+def test_zero3_states_and_sub_groups_agree_with_a_run() -> None:
     """Of Qwen3-14B on two GPUs: gradients never go, and the last sub-group is larger than DeepSpeed's 10^9 elements.
     Nothing is gathered then, so that it does not matter how that run gathered its layers."""
     (path,) = (RESULTS / "several-gpus").glob("qwen3-14b-full-zero3-2gpus-*")
@@ -158,7 +158,7 @@ def test_what_stays_and_what_is_updated_at_once_under_zero3_is_what_a_run_measur
     assert stays == pytest.approx(steps[-1].memory_allocated_gb, rel=0.002)
 
 
-def test_a_gpu_of_tensor_parallelism_holds_its_part_of_each_matrix() -> None:
+def test_tensor_parallelism_splits_each_matrix() -> None:
     whole = describe(SMALL)
     half = rank_model(whole, divided("tp", 2))
     embedding = 4096 * 256
@@ -171,7 +171,7 @@ def test_a_gpu_of_tensor_parallelism_holds_its_part_of_each_matrix() -> None:
     assert tied.parameters["embedding"] * 2 == embedding
 
 
-def test_a_gpu_of_a_mesh_holds_its_row_of_what_its_column_holds() -> None:
+def test_a_mesh_shards_the_split_matrices() -> None:
     """Each sends as much of tp as two GPUs would, and gathers half of the weights from three others."""
     spec, column = shared("tp+fsdp", 8), rank_model(describe(architectures()["Qwen/Qwen3-8B"]), divided("tp", 2))
     assert (sharding_of(spec.launch).data, sharding_of(spec.launch).holders) == (4, 4)
@@ -183,7 +183,7 @@ def test_a_gpu_of_a_mesh_holds_its_row_of_what_its_column_holds() -> None:
     assert sent(spec).hidden == pytest.approx(2 * 3 / 4 * column.total * (2 * 35 / 36 + 1), rel=1e-3)
 
 
-def test_whole_gradients_are_no_more_than_a_micro_batch_old() -> None:
+def test_full_gradients_do_not_outlive_a_micro_batch() -> None:
     """FSDP deals them after each: it sends them as often, and keeps a share."""
     spec = shared("fsdp", 8, train={"batch_size": 4, "gradient_accumulation_steps": 4})
     assert sent(spec).hidden + sent(spec).waited == pytest.approx(4 * 3 * 7 / 8 * 2 * N, rel=1e-3)
@@ -194,7 +194,7 @@ def sparse():
     return describe(architectures()["Qwen/Qwen3-30B-A3B"])
 
 
-def test_a_gpu_of_expert_parallelism_holds_its_experts_and_the_whole_router(sparse) -> None:
+def test_expert_parallelism_splits_experts_and_keeps_the_router(sparse) -> None:
     part = rank_model(sparse, divided("ep", 4))
     assert part.parameters["experts"] * 4 == sparse.parameters["experts"]
     rest = sparse.total - sparse.parameters["experts"]
@@ -221,7 +221,7 @@ def sent(spec: Experiment):
 EVEN = Lengths((2048,) * 64, 1.0, "exact")
 
 
-def test_what_each_strategy_sends_is_what_its_paper_says() -> None:
+def test_traffic_agrees_with_the_zero_paper() -> None:
     """Rajbhandari et al. 2020, section 7: data parallelism and ZeRO-1 and 2 send 2 N elements a step, ZeRO-3 3 N; each
     by its ring's (n - 1) / n."""
     ring = 7 / 8
@@ -230,7 +230,7 @@ def test_what_each_strategy_sends_is_what_its_paper_says() -> None:
         assert found.hidden + found.waited == pytest.approx(times * ring * 2 * N, rel=1e-3), strategy
 
 
-def test_committed_steps_of_several_gpus_are_estimated_within_the_bound_that_the_recipes_have() -> None:
+def test_committed_steps_of_several_gpus_are_within_bounds() -> None:
     store = RunHistory.read(RESULTS / "several-gpus")
     rows = duration_study.several_gpus(store, shipped_coefficients())
     assert {row.run.spec.launch.strategy for row in rows} >= {"ddp", "fsdp"}
@@ -239,7 +239,7 @@ def test_committed_steps_of_several_gpus_are_estimated_within_the_bound_that_the
     assert all(row.is_inside for row in rows)
 
 
-def test_what_deepspeed_does_on_the_host_is_not_counted_so_zero_has_a_wider_band() -> None:
+def test_zero_has_a_wider_range() -> None:
     h200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
     fsdp, zero3 = (estimate_duration(shared(strategy, 2), h200).step_s for strategy in ("fsdp", "zero3"))
     assert zero3.high / zero3.expected == pytest.approx(1.5 * fsdp.high / fsdp.expected)
@@ -263,7 +263,7 @@ def test_zero3_runs_without_prefetching_are_not_measurements_of_todays_step(tmp_
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1", "zero3"])
-def test_a_gpu_updates_its_own_share_in_float32(strategy: str) -> None:
+def test_each_gpu_updates_its_shard_in_float32(strategy: str) -> None:
     """Of each parameter foreach AdamW reads and writes the weight, reads the gradient, reads and writes two moments;
     clipping reads the gradient twice and writes it once: ten times 4 bytes."""
     spec = shared(strategy, 8)
@@ -272,7 +272,7 @@ def test_a_gpu_updates_its_own_share_in_float32(strategy: str) -> None:
     assert update(offloaded, trainable_shape(offloaded)) == {"optimizer": 0}
 
 
-def test_fsdp_casts_its_shares_of_float32_into_what_is_sent_and_copies_what_comes() -> None:
+def test_fsdp_casts_and_copies_for_its_collectives() -> None:
     """Twice 4 bytes of an eighth are read and 2 written, 2 of all read and written; of gradients 2 of all read and
     written, and of an eighth 2 read and 4 written. Frozen shares are kept in 16 bits."""
     assert sent(shared("fsdp", 8)).copied == pytest.approx(N * (2 * (6 / 8 + 4) + 4 + 6 / 8), rel=1e-3)
@@ -283,7 +283,7 @@ def test_fsdp_casts_its_shares_of_float32_into_what_is_sent_and_copies_what_come
 @pytest.mark.parametrize(("strategy", "offload", "each"), [
     ("zero2", "optimizer", 16), ("zero3", "optimizer", 16), ("zero3", "params", 18), ("fsdp", "params", 16),
 ])  # fmt: skip
-def test_what_waits_in_host_memory_is_what_deepspeeds_estimators_count(strategy: str, offload: str, each: int) -> None:
+def test_offloaded_states_agree_with_deepspeeds_estimators(strategy: str, offload: str, each: int) -> None:
     """16 bytes per parameter of the optimizer (stage_1_and_2.py, stage3.py: estimate_zero*_model_states_mem_needs), 18
     with its weights, for all GPUs of a machine together. FSDP's float32 shares are its weights."""
     gpu = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
@@ -297,7 +297,7 @@ def test_what_waits_in_host_memory_is_what_deepspeeds_estimators_count(strategy:
     assert "launch.offload" in told
 
 
-def test_a_step_that_fills_the_memory_flushes_it_and_says_so() -> None:
+def test_a_full_gpu_adds_cache_flushes() -> None:
     gpu = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
     free, full = (
         estimate_duration(shared("none", 1, train={"batch_size": batch}, optimizations={}), gpu) for batch in (4, 6)
@@ -307,7 +307,7 @@ def test_a_step_that_fills_the_memory_flushes_it_and_says_so() -> None:
     assert "flushes its cache" in full.confidence
 
 
-def test_tensor_parallelism_sums_hidden_states_four_times_a_layer_and_twice_more_where_it_is_made_again() -> None:
+def test_tensor_parallelism_reduces_hidden_states_four_to_six_times() -> None:
     """Shoeybi et al. 2019 (Megatron-LM), section 3: two all-reduces forward and two backward."""
     spec = shared("tp", 4, optimizations={})
     hidden = 4 * 2048 * 4096 * 2
@@ -315,7 +315,7 @@ def test_tensor_parallelism_sums_hidden_states_four_times_a_layer_and_twice_more
     assert sent(shared("tp", 4)).waited == pytest.approx(36 * 6 * 2 * 3 / 4 * hidden)
 
 
-def test_two_gpus_of_a_fast_link_are_nearly_twice_as_fast_and_of_a_slow_one_are_not() -> None:
+def test_a_fast_link_nearly_doubles_the_speed() -> None:
     """DDP of LoRA on an H200 reached 1.93 times and more; full weights over PCIe without peer access wait."""
     h200, rtx = (next(gpu for gpu in gpus() if gpu.name == name) for name in ("H200 SXM", "RTX 4090"))
     lora = {"method": {"name": "lora"}}
@@ -328,7 +328,7 @@ def test_two_gpus_of_a_fast_link_are_nearly_twice_as_fast_and_of_a_slow_one_are_
     assert slow.exposed_s > 0.1 * alone.step_s.expected
 
 
-def test_a_probe_of_the_links_is_believed_more_than_the_data_sheet(tmp_path: Path) -> None:
+def test_a_probed_link_replaces_the_data_sheet(tmp_path: Path) -> None:
     h200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
     assert ceilings(h200, "bf16").network == pytest.approx(0.8 * 450e9)
     folder = tmp_path / "probe"
@@ -343,7 +343,7 @@ def test_every_gpu_of_the_table_has_a_link() -> None:
     assert [gpu.name for gpu in gpus() if not gpu.link] == []
 
 
-def test_a_spec_with_launch_is_estimated_as_such_without_options(tmp_path: Path) -> None:
+def test_the_specs_launch_is_the_default(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     text = "model: {id: Qwen/Qwen3-8B, weights: random}\ndataset: {name: synthetic, samples: 64, length: 512}\n"
     path.write_text(text + "launch: {gpus: 4, strategy: fsdp}\n")
@@ -358,7 +358,7 @@ def test_a_spec_with_launch_is_estimated_as_such_without_options(tmp_path: Path)
     (3, "tp", "tp: 8 key heads do not divide by 3"), (2, "tp+fsdp", "2 GPUs cannot form a mesh of 2 by two or more"),
     (2, "ep", "ep needs experts, and qwen3 has none"),
 ])  # fmt: skip
-def test_what_cannot_be_divided_is_not_estimated(tmp_path: Path, gpus: int, strategy: str, why: str) -> None:
+def test_models_that_cannot_be_split_are_errors(tmp_path: Path, gpus: int, strategy: str, why: str) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(
         "model: {id: Qwen/Qwen3-8B, weights: random}\ndataset: {name: synthetic, samples: 64, length: 512}\n"
@@ -367,7 +367,7 @@ def test_what_cannot_be_divided_is_not_estimated(tmp_path: Path, gpus: int, stra
         estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=gpus, strategy=strategy))
 
 
-def test_every_strategy_side_by_side_for_one_to_eight_cards(tmp_path: Path) -> None:
+def test_strategy_all_compares_one_to_eight_gpus(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: full\n"
                     "dataset: {name: synthetic, samples: 64, length: 512}\n")  # fmt: skip
@@ -386,7 +386,7 @@ def test_every_strategy_side_by_side_for_one_to_eight_cards(tmp_path: Path) -> N
     assert "ep: ep needs experts, and qwen3 has none\nulysses: launch.strategy: ulysses doubles gradients" in refused
 
 
-def test_every_strategy_side_by_side_says_which_were_measured_and_how_far_the_others_may_be_off(tmp_path: Path) -> None:
+def test_strategy_all_marks_measured_rows(tmp_path: Path) -> None:
     """By runs of this very step on one GPU and on two; the memory of a strategy by any run of it."""
     (path,) = (RESULTS / "several-gpus-plain" / "plain-1").glob("*/spec.json")
     answer = estimate(EstimateRequest(path, gpu="H200 SXM", strategy="all", store=RESULTS))
@@ -404,7 +404,7 @@ def test_every_strategy_side_by_side_says_which_were_measured_and_how_far_the_ot
     assert f"{factor:.3g} (zero1, zero2, zero3)" in said
 
 
-def test_a_run_over_several_machines_is_estimated_with_links_that_nobody_knows_and_each_ones_memory(
+def test_several_machines_are_estimated_with_a_wider_range(
     tmp_path: Path,
 ) -> None:
     h100 = next(gpu for gpu in gpus() if gpu.name == "H100 SXM5")
@@ -420,7 +420,7 @@ def test_a_run_over_several_machines_is_estimated_with_links_that_nobody_knows_a
     assert [on_gpus(two, count, "fsdp").launch.nodes for count in (1, 4, 8, 16, 32)] == [1, 1, 1, 2, 2]
 
 
-def test_a_spec_for_several_machines_has_a_way_that_fits_and_one_to_recommend(tmp_path: Path) -> None:
+def test_a_spec_for_several_machines_gets_a_fit_and_a_recommendation(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\n"
                     "dataset: {name: synthetic, samples: 64, length: 2048}\n"
@@ -433,7 +433,7 @@ def test_a_spec_for_several_machines_has_a_way_that_fits_and_one_to_recommend(tm
     assert found.options
 
 
-def test_an_optimizer_on_the_host_is_waited_for_by_gpus_that_draw_less_and_is_no_wait_for_others(
+def test_gpus_wait_for_an_optimizer_on_the_host(
     tmp_path: Path,
 ) -> None:
     l40s = next(gpu for gpu in gpus() if gpu.name == "L40S")
@@ -447,7 +447,7 @@ def test_an_optimizer_on_the_host_is_waited_for_by_gpus_that_draw_less_and_is_no
     assert away.watts.expected < 0.6 * here.watts.expected
 
 
-def test_every_strategy_offloads_what_the_spec_does_where_it_can(tmp_path: Path) -> None:
+def test_strategy_all_keeps_the_specs_offloading(tmp_path: Path) -> None:
     """The result equals the estimate of the spec itself."""
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: full\n"
@@ -470,7 +470,7 @@ MESH, OFFLOADED = "{tp: 2, fsdp: 4}", "{gpus: 4, strategy: fsdp, offload: params
     (OFFLOADED, 1, None, (1, "none", "none")),
     ("{gpus: 4, nodes: 2, strategy: ddp}", 2, None, (2, "fsdp", "params")),
 ])  # fmt: skip
-def test_the_command_of_the_nearest_that_fits_can_be_read(tmp_path: Path, launch, gpus, strategy, found) -> None:
+def test_the_command_of_the_nearest_fit_is_valid(tmp_path: Path, launch, gpus, strategy, found) -> None:
     """For any strategy in the spec and in the options."""
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-32B, weights: random}\nmethod: lora\n"
@@ -487,7 +487,7 @@ def test_the_command_of_the_nearest_that_fits_can_be_read(tmp_path: Path, launch
 
 
 @pytest.mark.parametrize("other", [("tp+fsdp", 16), ("tp+fsdp", 4), ("fsdp", 8), ("none", 1)], ids=str)
-def test_a_mesh_that_is_written_as_two_numbers_can_become_any_launch(tmp_path: Path, other: tuple[str, int]) -> None:
+def test_a_mesh_can_become_any_launch(tmp_path: Path, other: tuple[str, int]) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-32B, weights: random}\n"
                     f"dataset: {{name: synthetic, samples: 64, length: 512}}\nlaunch: {MESH}\n")  # fmt: skip
@@ -499,7 +499,7 @@ def test_a_mesh_that_is_written_as_two_numbers_can_become_any_launch(tmp_path: P
     assert load(path, [word.removeprefix("--set=") for word in words]).launch == asked.launch
 
 
-def test_gpus_that_wait_for_each_other_longer_than_for_python_are_not_said_to_wait_for_python() -> None:
+def test_waiting_for_other_gpus_is_not_host_bound() -> None:
     rtx = next(gpu for gpu in gpus() if gpu.name == "RTX 4090")
     short = {
         "dataset": {"name": "synthetic", "samples": 64, "length": 64},
@@ -512,7 +512,7 @@ def test_gpus_that_wait_for_each_other_longer_than_for_python_are_not_said_to_wa
     assert several.bound == "GPU"
 
 
-def test_every_strategy_takes_the_specs_number_of_gpus_and_refuses_what_it_would_ignore(tmp_path: Path) -> None:
+def test_strategy_all_uses_the_specs_gpus_and_rejects_unused_options(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(
         "model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: lora\n"
@@ -529,7 +529,7 @@ def test_every_strategy_takes_the_specs_number_of_gpus_and_refuses_what_it_would
         estimate(EstimateRequest(path, gpu="H100 SXM5,L40S", strategy="all"))
 
 
-def test_what_refuses_a_strategy_on_any_number_of_gpus_is_said_once(tmp_path: Path) -> None:
+def test_a_problem_of_many_strategies_is_listed_once(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: tiny/qwen3, weights: random}\nmethod: lora\nobjective: dpo\n"
                     "dataset: {name: synthetic, samples: 64, length: 64}\n")  # fmt: skip
@@ -544,7 +544,7 @@ def test_what_refuses_a_strategy_on_any_number_of_gpus_is_said_once(tmp_path: Pa
     ("ulysses", "lora", "launch.strategy: ulysses doubles gradients"),
     ("ddp", "unsloth", "method unsloth trains on one GPU"),
 ])  # fmt: skip
-def test_what_a_spec_is_refused_for_is_not_estimated_either(tmp_path, strategy, method, why):
+def test_incompatible_specs_are_not_estimated(tmp_path, strategy, method, why):
     path = tmp_path / "spec.yaml"
     path.write_text(f"model: {{id: Qwen/Qwen3-8B, weights: random}}\nmethod: {method}\n"
                     "dataset: {name: synthetic, samples: 64, length: 512}\n")  # fmt: skip
@@ -552,7 +552,7 @@ def test_what_a_spec_is_refused_for_is_not_estimated_either(tmp_path, strategy, 
         estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=4, strategy=strategy))
 
 
-def test_what_a_strategy_refuses_beside_the_training_is_left_out_and_said(tmp_path: Path) -> None:
+def test_unsupported_measurements_are_switched_off_and_named(tmp_path: Path) -> None:
     """Generation needs the full model, which ddp, ZeRO-1 and ZeRO-2 keep on each GPU."""
     path = tmp_path / "asks.yaml"
     path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: full\n"
@@ -574,7 +574,7 @@ def test_what_a_strategy_refuses_beside_the_training_is_left_out_and_said(tmp_pa
     assert f"# T{words}.\n" in recommend_text.as_yaml(best)
 
 
-def test_recommend_weighs_every_strategy_and_number_of_gpus(tmp_path: Path) -> None:
+def test_recommend_considers_strategies_and_numbers_of_gpus(tmp_path: Path) -> None:
     """Of 32 billion parameters in 16 bits 64 GB do not fit one card of 45 GiB, unless they wait in host memory.
     The spec's own `launch` is one of the options."""
     path = tmp_path / "spec.yaml"
@@ -591,7 +591,7 @@ def test_recommend_weighs_every_strategy_and_number_of_gpus(tmp_path: Path) -> N
         assert incompatibilities(option.spec) == []
 
 
-def test_a_strategy_that_was_measured_as_estimated_has_a_narrow_band() -> None:
+def test_a_confirmed_strategy_has_a_narrow_range() -> None:
     spec = shared("fsdp", 4)
     gpu = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
     wide = estimate_memory(spec, gpu, known=replace(constants(), strategies=()))
@@ -621,7 +621,7 @@ def test_the_largest_batch_of_a_measured_run_is_that_of_one_gpu(tmp_path: Path) 
     assert (batch.expected.rows, batch.expected.length) == (4, 160)
 
 
-def test_of_steps_of_several_padded_passes_the_longest_sequence_tells_the_largest(tmp_path: Path) -> None:
+def test_the_longest_sequence_gives_the_largest_pass(tmp_path: Path) -> None:
     """A pass of 2 x 100 and one of 2 x 300 are 800 positions a step; the larger one is what memory was taken by."""
     run = RunDir(tmp_path)
     with closing(StepsWriter(run.of_rank(0).steps)) as writer:
