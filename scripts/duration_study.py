@@ -87,9 +87,12 @@ def left_out(
 
 def several_gpus(history: RunHistory, coefficients: Mapping[str, float]) -> list[LeftOut]:
     """Return a row for each run on several GPUs. Nothing is fitted to these runs."""
-    rest = RunHistory(history.path, history.runs, coefficients)
-    runs = [run for run in history.runs if run.spec.launch.gpus > 1 and not is_rough(run.spec)]
-    return [_row(run, rest.without(run.key)) for run in runs]
+    rows = []
+    for run in history.runs:
+        if run.spec.launch.gpus > 1 and not is_rough(run.spec):
+            others = [other for other in history.runs if other.key != run.key]
+            rows.append(_row(run, RunHistory(history.path, others, coefficients)))
+    return rows
 
 
 def _row(run: TimedRun, rest: RunHistory) -> LeftOut:

@@ -6,7 +6,6 @@ Qwen2.5-VL and Qwen3-VL of transformers 5.17 under peft 0.21 and autocast, on te
 
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan
-from ftbench.estimate.workload.vision import learns
 from ftbench.families.shape import ModelShape
 from ftbench.families.vision import VisionShape
 
@@ -110,7 +109,7 @@ def projector(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> flo
     """Return the bytes that the projector saves: the activation's input, inputs of trained matrices, and Qwen's norms.
 
     The norms count if the gradient passes through them."""
-    if not (learns(plan) or reached(vision, plan)):
+    if not (plan.trains_vision or reached(vision, plan)):
         return 0.0
     c, tokens = plan.compute, (batch.images.patches - _classes(vision, batch)) // vision.merge**2
     each: float = c * sum(outputs for _, outputs in vision.merging[::2])

@@ -7,7 +7,6 @@ from ftbench.estimate.memory import generation, images, layer, loss, share, tran
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.estimate.workload.sharding import SINGLE, Sharding
-from ftbench.estimate.workload.vision import learns
 from ftbench.families.shape import ModelShape
 
 Parts = dict[str, float]
@@ -95,7 +94,7 @@ def _activations(case: MemoryCase, plan: TrainingPlan) -> _Activations:
         stays = sum(layer.saved_twice(each, plan) * count for each, count in model.kinds) * batch.tokens
         away = saved[model.order[-1]] - layer.saved_twice(model.layers[-1], plan) * batch.tokens  # by the loss
         kept, marks = stays + away, 0.0
-    if not learns(plan):
+    if not plan.trains_vision:
         kept -= layer.unsaved(model.layers[frozen], plan, batch)
     there, again, peak, kind_at = kept, 0.0, 0.0, model.order[-1]
     done = 0.0
@@ -125,7 +124,7 @@ def _frozen(model: ModelShape, plan: TrainingPlan) -> int:
 
     With checkpoints the embedding's output requires a gradient (transformers, enable_input_require_grads), so it is 0.
     """
-    if plan.full or plan.checkpointing != "off" or learns(plan):
+    if plan.full or plan.checkpointing != "off" or plan.trains_vision:
         return 0
     adapted = (index for index, each in enumerate(model.layers) if plan.adapted(each))
     return next(adapted, 0)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from ftbench.core.grouping import grouped_by
-from ftbench.estimate.workload import vision
 from ftbench.estimate.workload.plan import TrainingPlan
-from ftbench.estimate.workload.trainable import adapter_parameters
+from ftbench.estimate.workload.trainable import adapter_parameters, trained_vision, vision_adapter_parameters
 from ftbench.families.shape import Layer, ModelShape
 
 ALIGNED = 64  # columns that fused_lora widens by (kernels/adapter_products.py)
@@ -138,7 +137,7 @@ def adapters(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def _adapter_count(model: ModelShape, plan: TrainingPlan) -> int:
-    images = vision.adapter_parameters(model.vision, plan) if model.vision else 0
+    images = vision_adapter_parameters(model.vision, plan) if model.vision else 0
     return adapter_parameters(model, plan.targets, plan.rank) + images
 
 
@@ -146,7 +145,7 @@ def trained(model: ModelShape, plan: TrainingPlan) -> tuple[float, float]:
     """Return the number of trained parameters and the mean bytes of each."""
     if plan.full:
         return model.total, plan.weight
-    whole, count = vision.trained_whole(model.vision, plan) if model.vision else 0, _adapter_count(model, plan)
+    whole, count = trained_vision(model.vision, plan) if model.vision else 0, _adapter_count(model, plan)
     return count + whole, (count * plan.adapter + whole * plan.upcast) / max(1, count + whole)
 
 

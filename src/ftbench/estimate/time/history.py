@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -70,7 +69,6 @@ class RunHistory:
         self._work: dict[Any, tuple[TrainableShape, StepWork]] = {}
         self._lengths: dict[Any, Lengths] = {}
         self._on: dict[Gpu, dict[StepKey, list[TimedRun]]] = {}
-        self._left_out: StepKey | None = None
 
     @classmethod
     def read(cls, path: Path) -> RunHistory:
@@ -79,18 +77,10 @@ class RunHistory:
             raise SpecError(f"--store {path}: not a folder; give the folder that holds the runs")
         return cls(path, timed_runs([path]) if path.is_dir() else ())
 
-    def without(self, key: StepKey) -> RunHistory:
-        """Return the history without runs of this step."""
-        other = copy.copy(self)
-        other._left_out = key
-        return other
-
     def same_step(self, spec: Experiment, gpu: Gpu) -> list[TimedRun]:
         """Return the runs of exactly the step of `spec` (resolved) on such a GPU."""
-        if not (steps := self._steps(gpu)):
-            return []
-        key = step_key(spec)
-        return [] if key == self._left_out else steps.get(key, [])
+        steps = self._steps(gpu)
+        return steps.get(step_key(spec), []) if steps else []
 
     def on(self, gpu: Gpu) -> list[TimedRun]:
         """Return the runs on such a GPU with the same power limit."""
@@ -157,8 +147,7 @@ class RunHistory:
         own, size = settings_of(spec), math.log(modelled.seconds)
         for each in self.observations(gpu):
             other = each.run
-            generates = other.spec.objective.prompts != spec.objective.prompts  # resembles no other step
-            if generates or other.key == self._left_out:
+            if other.spec.objective.prompts != spec.objective.prompts:  # generation resembles no other step
                 continue
             same_side = each.modelled.host_bound == modelled.host_bound
             distance = abs(size - math.log(each.modelled.seconds)) / 2

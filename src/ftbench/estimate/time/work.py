@@ -11,8 +11,7 @@ from ftbench.estimate.memory.weights import fetched_head, kept_by, matrices, opt
 from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.plan import DTYPE_BYTES, Fused, TrainingPlan, is_upcast, plan_of
 from ftbench.estimate.workload.sharding import sharding_of
-from ftbench.estimate.workload.trainable import TrainableShape
-from ftbench.estimate.workload.vision import vision_matmul
+from ftbench.estimate.workload.trainable import TrainableShape, vision_matmul
 from ftbench.families.vision import VisionShape
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations.fp8 import DELAYED

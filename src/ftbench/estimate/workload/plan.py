@@ -98,6 +98,11 @@ class TrainingPlan:
         return self.triton and (self.fused == "augmented" or (self.fused == "separate" and self.fp8))
 
     @property
+    def trains_vision(self) -> bool:
+        """Whether image encoder or projector are trained."""
+        return (self.vision, self.projector) != ("frozen", "frozen")
+
+    @property
     def kernels(self) -> Literal["eager", "liger", "compiled", "unsloth"]:
         """Which kernels do the elementwise work."""
         return "unsloth" if self.unsloth else "compiled" if self.compiled else "liger" if self.liger else "eager"

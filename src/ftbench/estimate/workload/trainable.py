@@ -1,15 +1,16 @@
 """The products per token of a model with a method, and its trained parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ftbench.core.flops import MatmulShape
+from ftbench.core.flops import MatmulShape, VisionMatmulShape
 from ftbench.estimate.workload.model import shape_of
-from ftbench.estimate.workload.plan import targets
+from ftbench.estimate.workload.plan import TrainingPlan, targets
 from ftbench.estimate.workload.sharding import Sharding, rank_model, sharding_of
 from ftbench.families.shape import Layer, ModelShape
+from ftbench.families.vision import VisionShape
 from ftbench.spec.experiment import Experiment
 
 
@@ -118,3 +119,36 @@ def _summed(model: ModelShape, matrices: Callable[[Layer], list[tuple[int, int]]
     counted = [(count, matrices(layer)) for layer, count in model.kinds]
     inputs, outputs = (sum(count * sum(pair[side] for pair in pairs) for count, pairs in counted) for side in (0, 1))
     return Linears(sum(count * len(pairs) for count, pairs in counted), inputs, outputs)
+
+
+def vision_adapter_parameters(vision: VisionShape, plan: TrainingPlan) -> int:
+    """Return the parameters of the adapters on encoder and projector: r (in + out) of each matrix."""
+    encoder = vision.layers * _sides(vision.matrices) if plan.vision == "lora" else 0
+    return plan.rank * (encoder + (_sides(vision.merging) if plan.projector == "lora" else 0))
+
+
+def trained_vision(vision: VisionShape, plan: TrainingPlan) -> int:
+    """Return the parameters of the fully trained parts."""
+    encoder = vision.encoder if plan.vision == "full" else 0
+    return encoder + (vision.projector if plan.projector == "full" else 0)
+
+
+def vision_matmul(vision: VisionShape, plan: TrainingPlan) -> VisionMatmulShape:
+    """Return the products per patch in encoder and projector, as the worker counts them on the live model."""
+    share, layers = 1 / vision.merge**2, vision.layers
+    encoder = vision.values * vision.hidden + layers * _weights(vision.matrices)
+    projector = _weights(vision.merging) * share
+    ranks = [plan.rank * _sides(matrices) for matrices in (vision.matrices, vision.merging)]
+    return VisionMatmulShape(
+        encoder, encoder if plan.vision == "full" else 0, layers * ranks[0] if plan.vision == "lora" else 0,
+        projector, projector if plan.projector == "full" else 0,
+        ranks[1] * share if plan.projector == "lora" else 0, vision.hidden, vision.windows,
+    )  # fmt: skip
+
+
+def _weights(matrices: Sequence[tuple[int, int]]) -> int:
+    return sum(inputs * outputs for inputs, outputs in matrices)
+
+
+def _sides(matrices: Sequence[tuple[int, int]]) -> int:
+    return sum(inputs + outputs for inputs, outputs in matrices)
