@@ -504,9 +504,7 @@ def test_the_range_of_unsloth_packing_contains_its_run() -> None:
         (["method.load_in_4bit=off", "optimizations.padding_free=on"], "--set optimizations.padding_free=off"),
     ],
 )
-def test_unmeasured_unsloth_settings_name_an_estimated_one(
-    file: Path, sets: list[str], nearest: str
-) -> None:
+def test_unmeasured_unsloth_settings_name_an_estimated_one(file: Path, sets: list[str], nearest: str) -> None:
     request = EstimateRequest(file, ["method=unsloth", *sets], gpu="H200 SXM")
     with pytest.raises(SpecError, match=f"was never measured: the most similar estimated spec has {nearest};"):
         estimate(request)

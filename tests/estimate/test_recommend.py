@@ -95,7 +95,6 @@ def test_our_kernels_are_offered_for_supported_models():
     on = [option.spec.optimizations for option in found.options]
     assert {"off", "tensorwise", "tensorwise-delayed"} <= {each.fp8 for each in on if each.triton_kernels}
     assert found.options[0].spec.optimizations.triton_kernels
-    assert "known from other settings: no run on this GPU had all these settings" in " ".join(as_text(found).split())
     other = ask(spec={"model": {"id": "openai/gpt-oss-20b", "weights": "random"}})
     assert other.options
     ran = [resolve(option.spec, (9, 0)) for option in other.options]
