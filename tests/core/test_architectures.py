@@ -61,7 +61,7 @@ KINDS = {
 
 
 def kind_of(parameter):
-    """Count the q and k norms of qwen3, which are part of self_attn, as norms."""
+    """The q and k norms of qwen3 in self_attn count as norms."""
     if "q_norm" in parameter or "k_norm" in parameter:
         return "norm"
     return next(kind for part, kind in KINDS.items() if part in parameter)

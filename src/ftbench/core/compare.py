@@ -92,14 +92,14 @@ class Difference:
 def differences(
     baseline: Mapping[str, str], candidate: Mapping[str, str], implied: Callable[[str], bool] = lambda key: False
 ) -> list[Difference]:
-    """Return the settings in which two runs differ. An empty list means that the runs differ only in what is compared.
+    """Return the settings in which two runs differ, apart from the compared ones.
 
     A setting differs if the values are unequal, if one side lacks it, or if both lack a setting of `UNPROVEN`.
 
     Args:
         baseline: Settings of one run.
         candidate: Settings of the other run.
-        implied: Returns whether a setting is part of what is compared and does not count.
+        implied: Returns whether a setting belongs to the compared ones.
     """
     keys = dict.fromkeys([*baseline, *candidate, *UNPROVEN])
     every = ((key, baseline.get(key), candidate.get(key)) for key in keys)
@@ -123,7 +123,7 @@ def ratio_of_runs(
         comparisons: Number of comparisons that are shown together.
 
     Returns:
-        The ratio, without an interval if neither side was repeated. None if a side has no value.
+        The ratio, without an interval if neither side was repeated. None if a side is empty.
     """
     above, below = geometric_mean(candidate), geometric_mean(baseline)
     if above is None or below is None:

@@ -101,7 +101,7 @@ def _no_pairs(names: set[str], where: str) -> NoReturn:
 
 
 def example(row: dict[str, Any], format_name: str, prompt: str = "") -> Example:
-    """Return the example in a row. `prompt` is the question about an image if the row has none. Raise BadRow."""
+    """Return the example in a row. `prompt` is the default question about an image. Raise BadRow."""
     if format_name == "image-text":
         return _image_text(row, prompt)
     return _FORMATS[format_name](row)
@@ -170,7 +170,7 @@ def _image_text(row: dict[str, Any], prompt: str) -> Example:
 
 
 def _images(row: dict[str, Any]) -> list[Any] | None:
-    """Return the images of a row, None if there is no column for them."""
+    """Return the images of a row; None without an image column."""
     name = next((name for name in _IMAGES if name in row), None)
     if name is None:
         return None
@@ -225,7 +225,7 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any] | None) -> Ex
     else:
         own = [given.pop(0) if image is None else image for image in own]
     if images is not None and not own:
-        raise BadRow("the row has no image")
+        raise BadRow("the row has an empty list of images")
     return Example(tuple(message | {"content": _joined(message)} for message in messages), images=tuple(own))
 
 

@@ -106,7 +106,7 @@ def learning_verdict(
 
 
 def not_finite(steps: Sequence[TrainedStep]) -> str:
-    """Return a clause that names the steps with a NaN or infinite loss or gradient norm; empty if there are none."""
+    """Return a clause that names the steps with a NaN or infinite loss or gradient norm; otherwise an empty text."""
     for noun in ("loss", "grad_norm"):
         if broken := [
             step.step for step in steps if (value := getattr(step, noun)) is not None and not math.isfinite(value)

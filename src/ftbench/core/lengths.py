@@ -12,7 +12,7 @@ HISTOGRAM_BINS = 20
 def describe(lengths: Sequence[int]) -> dict[str, Any]:
     """Return `count, total, mean, weighted_mean, p50, p90, p99, max, histogram` of lengths in tokens.
 
-    `weighted_mean` is the mean over tokens (sum of squares over sum), which the attention term of the FLOP count needs.
+    `weighted_mean` is the mean over tokens (sum of squares over sum). The attention term of the FLOP count needs it.
     """
     if not lengths:
         raise ValueError("no lengths to describe")

@@ -59,9 +59,7 @@ class StepRow:
     temperature_c: float | None = _column("°C", "highest sampled GPU temperature")
     throttle: str | None = _column("", "throttle reasons joined by |; `none` if the driver reported no reason", "all")
     recompiles: int | None = _column("", "graphs compiled by torch.compile within the step; empty without compile")
-    gpu_busy: float | None = _column(
-        "", "share of the time in which the GPU was busy, by the driver's counters", "mean"
-    )
+    gpu_busy: float | None = _column("", "share of the time that the GPU was busy, by the driver's counters", "mean")
     tensor_busy: float | None = _column(
         "", "share of the time in which tensor cores were busy, by the driver's counters", "mean"
     )
@@ -202,7 +200,7 @@ class RunSummary:
     # grpo: mean seconds per step: `generation`, `scoring`, `forward_backward`, `optimizer`
     parts_s: dict[str, float | None] = field(default_factory=dict, metadata=_LATER)
     # several ranks: `count`; `spread` (`lowest`, `highest`) of values that are the worst rank's; `memory_gb` per rank
-    # (allocated, reserved, device); `token_skew`: share of a step in which the mean rank waits for the rank with the
+    # (allocated, reserved, device); `token_skew`: share of a step that the mean rank waits for the rank with the
     # most positions; real `tokens_per_s_per_gpu`: the rate of all ranks divided by their count
     ranks: dict[str, Any] = field(default_factory=dict, metadata=_LATER)
     # `images` and `tiles` per second; empty without images

@@ -37,11 +37,11 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
     """Return aligned lines, separated by newlines.
 
     Words are wrapped until each line fits. If that is not enough, the last columns are hidden and named in a note.
-    Columns are never hidden if one of them has no heading.
+    Columns are never hidden if a heading is empty.
 
     Args:
-        columns: Headings. One that starts with `>` marks numbers: right-aligned and never wrapped. Without any heading
-            there is no header row.
+        columns: Headings. One that starts with `>` marks numbers: right-aligned and never wrapped. The header row is
+            omitted if all are empty.
         rows: Cells. Control characters are removed.
         width: Maximum line length, by default the terminal's.
     """
