@@ -225,7 +225,7 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any] | None) -> Ex
     else:
         own = [given.pop(0) if image is None else image for image in own]
     if images is not None and not own:
-        raise BadRow("the row has an empty list of images")
+        raise BadRow("the row has no image")
     return Example(tuple(message | {"content": _joined(message)} for message in messages), images=tuple(own))
 
 
