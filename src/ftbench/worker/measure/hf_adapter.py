@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from transformers import TrainerCallback
@@ -25,20 +26,25 @@ class HfRecording(TrainerCallback):
 
     def __init__(self, recorder: Any, phases: Phases | None = None, weighed_by: str = "labels") -> None:
         self._recorder, self._phases, self._weighed_by = recorder, phases, weighed_by
+        self._trainer: Any = None
         self.grad_norm: Any = None
         self._learning_rate: float | None = None
         self._evaluated: list[tuple[BatchCount, Any]] = []
 
     def attach(self, trainer: Any) -> HfRecording:
         """Wrap the methods of this trainer object and add the callback."""
+        self._trainer = trainer
         trainer.add_callback(self)
-        trainer.compute_loss = self._wrap_compute_loss(trainer, trainer.compute_loss)
-        trainer.training_step = self._wrap_training_step(trainer.training_step)
-        trainer.prediction_step = self._wrap_prediction_step(trainer.prediction_step)
-        trainer.evaluate = self._wrap_evaluate(trainer, trainer.evaluate)
-        trainer.accelerator.clip_grad_norm_ = self._wrap_clip(trainer.accelerator.clip_grad_norm_)
-        if hasattr(trainer, "_clip_grad_norm"):  # bypasses accelerate if only some parameters are sharded
-            trainer._clip_grad_norm = self._wrap_clip(trainer._clip_grad_norm)
+        for owner, name, wrapper in (
+            (trainer, "compute_loss", self._compute_loss),
+            (trainer, "training_step", self._training_step),
+            (trainer, "prediction_step", self._prediction_step),
+            (trainer, "evaluate", self._evaluate),
+            (trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm),
+            (trainer, "_clip_grad_norm", self._clip_grad_norm),  # bypasses accelerate if some parameters are sharded
+        ):
+            if hasattr(owner, name):
+                setattr(owner, name, partial(wrapper, getattr(owner, name)))
         return self
 
     # --- hooks of the trainer, in the order of a step -----------------------------------------------------------------
@@ -57,57 +63,42 @@ class HfRecording(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._recorder.end_step(self.grad_norm, self._learning_rate, state.epoch)
 
-    # --- wrapped methods ----------------------------------------------------------------------------------------------
+    # --- wrappers; the first argument is the original method ----------------------------------------------------------
 
-    def _wrap_compute_loss(self, trainer: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def compute_loss(*args: Any, **kwargs: Any) -> Any:
-            result = compute(*args, **kwargs)
-            if trainer.model.training:
-                self._recorder.position = "backward"
-            return result
+    def _compute_loss(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = compute(*args, **kwargs)
+        if self._trainer.model.training:
+            self._recorder.position = "backward"
+        return result
 
-        return compute_loss
+    def _training_step(self, train: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        count = inputs.get(COUNT) or count_of(inputs)
+        loss = train(model, inputs, *args, **kwargs)
+        self._recorder.micro_batch(count, loss)
+        return loss
 
-    def _wrap_training_step(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        def training_step(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            count = inputs.get(COUNT) or count_of(inputs)
-            loss = train(model, inputs, *args, **kwargs)
-            self._recorder.micro_batch(count, loss)
-            return loss
+    def _prediction_step(self, predict: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        count = inputs.get(COUNT) or count_of(inputs)
+        result = predict(model, inputs, *args, **kwargs)
+        self._evaluated.append((count, result[0]))
+        return result
 
-        return training_step
+    def _evaluate(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._phases.within("evaluate") if self._phases else nullcontext():
+            self._recorder.begin_evaluation()
+            self._evaluated = []
+            metrics = evaluate(*args, **kwargs)
+            total = BatchCount()
+            for count, _ in self._evaluated:
+                total.add(count)
+            loss = mean_loss(self._evaluated, self._weighed_by)
+            self._recorder.end_evaluation(total, loss, self._trainer.state.epoch)
+        return metrics
 
-    def _wrap_prediction_step(self, predict: Callable[..., Any]) -> Callable[..., Any]:
-        def prediction_step(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            count = inputs.get(COUNT) or count_of(inputs)
-            result = predict(model, inputs, *args, **kwargs)
-            self._evaluated.append((count, result[0]))
-            return result
-
-        return prediction_step
-
-    def _wrap_evaluate(self, trainer: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
-        def evaluate(*args: Any, **kwargs: Any) -> Any:
-            with self._phases.within("evaluate") if self._phases else nullcontext():
-                self._recorder.begin_evaluation()
-                self._evaluated = []
-                metrics = inner(*args, **kwargs)
-                total = BatchCount()
-                for count, _ in self._evaluated:
-                    total.add(count)
-                loss = mean_loss(self._evaluated, self._weighed_by)
-                self._recorder.end_evaluation(total, loss, trainer.state.epoch)
-            return metrics
-
-        return evaluate
-
-    def _wrap_clip(self, clip: Callable[..., Any]) -> Callable[..., Any]:
-        def clip_grad_norm(*args: Any, **kwargs: Any) -> Any:
-            norm = clip(*args, **kwargs)
-            self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            return norm
-
-        return clip_grad_norm
+    def _clip_grad_norm(self, clip: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        norm = clip(*args, **kwargs)
+        self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return norm
 
 
 def count_of(inputs: dict[str, Any]) -> BatchCount:
