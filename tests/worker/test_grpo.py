@@ -208,7 +208,7 @@ def test_reward_is_learned_only_by_a_learning_run(train_here, monkeypatch):
     assert (figures["reward_first"], figures["reward_last"]) == (rewards[0], rewards[-1])
     frozen = trained(train_here(**LEARNS, measure={"control": "learning_rate_0"}))
     assert max(row.reward for row in frozen) < 0.7
-    monkeypatch.setattr(grpo.rewards, "even_tokens", lambda completion_ids, **_: [0.5] * len(completion_ids))
+    monkeypatch.setattr(grpo, "even_tokens", lambda completion_ids, **_: [0.5] * len(completion_ids))
     for row in trained(train_here(**LEARNS)):
         assert (row.loss, row.grad_norm, row.reward) == (0, 0, 0.5)
 

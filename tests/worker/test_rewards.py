@@ -16,7 +16,7 @@ from ftbench.spec.load import load
 from ftbench.spec.objectives import reward_problem
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
-from ftbench.worker import rewards
+from ftbench.worker.grpo import load_reward
 
 GRPO = {"name": "grpo", "num_generations": 16, "max_completion_length": 8, "fixed_length": True}
 LEARNS = {
@@ -108,7 +108,7 @@ def test_reward_gets_texts_and_columns(train_here, reward_of, tmp_path):
     ],
 )
 def test_invalid_rewards_are_an_error(reward_of, body, message):
-    judge = rewards.load(reward_of(f"def judge(completions, **columns):\n    {body}\n"))
+    judge = load_reward(reward_of(f"def judge(completions, **columns):\n    {body}\n"))
     with pytest.raises(SpecError, match=r"objective\.reward: judge\.py:judge") as error:
         judge(completions=["a", "b", "c", "d"], prompts=["p"] * 4)
     assert message in str(error.value)
@@ -117,13 +117,13 @@ def test_invalid_rewards_are_an_error(reward_of, body, message):
 def test_numpy_torch_and_bool_values_are_accepted(reward_of):
     head = "import numpy, torch\ndef judge(completions, **columns):\n    return "
     for body in ("numpy.ones(2)", "torch.ones(2)", "[True, torch.tensor(1)]", "(1 for _ in completions)"):
-        assert rewards.load(reward_of(head + body))(completions=["a", "b"]) == [1.0, 1.0]
+        assert load_reward(reward_of(head + body))(completions=["a", "b"]) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 def test_out_of_memory_in_a_reward_is_raised_unchanged(reward_of, error):
     text = "CUDA out of memory. Tried to allocate 2.00 GiB"
-    judge = rewards.load(reward_of(f"def judge(**columns):\n    raise {error.__name__}({text!r})"))
+    judge = load_reward(reward_of(f"def judge(**columns):\n    raise {error.__name__}({text!r})"))
     with pytest.raises(error):
         judge(completions=["a"])
 
@@ -144,7 +144,7 @@ def test_out_of_memory_in_a_reward_is_raised_unchanged(reward_of, error):
 )
 def test_file_without_a_usable_function_is_an_error(reward_of, text, message):
     with pytest.raises(SpecError, match=message):
-        rewards.load(reward_of(text))
+        load_reward(reward_of(text))
 
 
 def test_fingerprint_depends_on_the_reward_files_content(reward_of, tmp_path):

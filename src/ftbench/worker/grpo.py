@@ -1,20 +1,30 @@
-"""trl's GRPOTrainer on the prompts of a spec.
+"""trl's GRPOTrainer on the prompts of a spec, and the rewards of completions.
 
 The trained model generates the completions itself with transformers' `generate`, once per step. Generation is timed as
-a separate part of the step.
+a separate part of the step. The reward is the built-in one, or functions in a user's file, which the worker executes.
 """
 
-from collections.abc import Sequence
+import hashlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from trl import GRPOConfig, GRPOTrainer
 
+from ftbench.core import oom
+from ftbench.core.rows import FLOAT32
 from ftbench.core.units import some
-from ftbench.errors import SpecError
+from ftbench.errors import FtbenchError, SpecError, file_problem
+from ftbench.spec.base import shortened, shown
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.objectives import reward_parts
 from ftbench.store.rundir import RunDir
-from ftbench.worker import rewards
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.measure.batch_count import COUNT, BatchCount
 from ftbench.worker.model.parts import base_model
@@ -24,6 +34,11 @@ from ftbench.worker.trainer import TrainerMixin, dataset, training_arguments
 NORMALISATION = {  # divisor of the summed token losses, by trl's loss type
     "dapo": "label tokens of the step", "dr_grpo": "completions x max_completion_length",
     "bnpo": "label tokens of a micro-batch", "grpo": "tokens of each completion",
+}  # fmt: skip
+EVEN = "share of even token ids"
+_RESERVED = {
+    "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
+    "environments",
 }  # fmt: skip
 
 
@@ -98,8 +113,8 @@ class GrpoTrainer(TrainerMixin, GRPOTrainer):
         }
 
     def _rewards(self) -> dict[str, str]:
-        own = [each for each in self.reward_funcs if isinstance(each, rewards.Reward)]
-        named = {"reward": " + ".join(each.name for each in own) or rewards.EVEN}
+        own = [each for each in self.reward_funcs if isinstance(each, Reward)]
+        named = {"reward": " + ".join(each.name for each in own) or EVEN}
         return named | ({"reward_sha256": ", ".join(each.sha256 for each in own)} if own else {})
 
 
@@ -137,7 +152,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     options = {name: value for name, value in training_arguments(spec, run, model).items() if name in known}
     loop = GrpoTrainer(
         model=model,
-        reward_funcs=[rewards.load(each) for each in objective.reward or ()] or rewards.even_tokens,
+        reward_funcs=[load_reward(each) for each in objective.reward or ()] or even_tokens,
         args=GRPOConfig(
             **options,
             **{name: getattr(objective, name) for name in (
@@ -148,6 +163,94 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         processing_class=tokenizer,
         train_dataset=dataset(data.train, []).add_column("number", list(range(len(data.train)))),
     )  # fmt: skip
-    loop.columns = rewards.columns([row[0].row for row in data.train])
+    loop.columns = row_columns([row[0].row for row in data.train])
     loop.batches = set()
     return loop
+
+
+# --- rewards ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A user's reward function. `name` is `file.py:function`, and `sha256` is the hash of the executed file."""
+
+    name: str
+    sha256: str
+    file: str
+    function: Callable[..., Any]
+
+    def __call__(self, completions: Sequence[str], **given: Any) -> list[float]:
+        """Return a finite number per completion. Raise SpecError for other values and for errors of the function."""
+        count = len(completions)
+        numbers = _call(self.name, self.file, partial(self._numbers, completions=completions, **given))
+        if len(numbers) != count:
+            raise self._error(f"returned {some(len(numbers), 'number')} for {some(count, 'completion')}")
+        for position, number in enumerate(numbers, 1):
+            if not (isinstance(number, (int, float)) and abs(number) <= FLOAT32):
+                raise self._error(f"returned {shown(number)} for completion {position} instead of a finite number")
+        return [float(number) for number in numbers]
+
+    def _numbers(self, **given: Any) -> list[Any]:
+        result = self.function(**given)
+        result = result.tolist() if hasattr(result, "tolist") else result
+        if isinstance(result, (str, Mapping)) or not isinstance(result, Iterable):
+            raise self._error(f"returned {shown(result)} instead of a list with one number per completion")
+        return [each.item() if hasattr(each, "item") else each for each in result]
+
+    def _error(self, problem: str) -> SpecError:
+        return SpecError(f"objective.reward: {self.name} {problem}")
+
+
+def even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """Return the share of even token ids in each completion. Every model can learn this reward."""
+    return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
+
+
+def load_reward(reward: str) -> Reward:
+    """Execute a file and return its reward function. Raise SpecError if the file or the function is unusable."""
+    file, function = reward_parts(reward)
+    name = f"{file.name}:{function}"
+    try:
+        source = file.read_bytes()
+    except OSError as error:
+        raise SpecError(f"objective.reward: {file}: {file_problem(error)}") from None
+    sha256 = hashlib.sha256(source).hexdigest()
+    module = ModuleType(f"reward_{sha256}")
+    module.__file__ = str(file)
+    sys.modules[module.__name__] = module  # dataclasses and pickle look definitions up here
+    _call(name, str(file), lambda: exec(compile(source, str(file), "exec"), module.__dict__))
+    reward_function = getattr(module, function, None)
+    if not callable(reward_function):
+        raise SpecError(f"objective.reward: {file} does not define {function}")
+    if inspect.iscoroutinefunction(reward_function):
+        raise SpecError(f"objective.reward: {name} is async: make it a plain `def`")
+    parameters = inspect.signature(reward_function).parameters.values()
+    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        raise SpecError(
+            f"objective.reward: {name} does not accept `**columns`: write `def {function}(completions, **columns)`"
+        )
+    return Reward(name, sha256, str(file), reward_function)
+
+
+def _call(name: str, file: str, call: Callable[[], Any]) -> Any:
+    """Call into a user's file. Turn its errors into SpecErrors with the line, except for out of memory."""
+    try:
+        return call()
+    except (FtbenchError, MemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        text = f"{type(error).__name__}: {error}"
+        if oom.recognise(text):
+            raise
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        lines += [error.lineno] if isinstance(error, SyntaxError) else []
+        where = f", line {lines[-1]}" if lines else ""
+        raise SpecError(f"objective.reward: {name}{where}: {shortened(text)} (see log.txt)") from error
+
+
+def row_columns(rows: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return each row's columns for the reward functions, except those with names of trl's own arguments."""
+    names = dict.fromkeys(str(name) for row in rows for name in row or {})
+    free = [name for name in names if name not in _RESERVED]
+    return [{name: (row or {}).get(name) for name in free} for row in rows]
