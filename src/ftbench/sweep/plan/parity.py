@@ -139,7 +139,7 @@ class ParityPlan(Grid):
         name = "reference" if spec is recipe.reference else recipe.name if spec is recipe.spec else "plain"
         name, dataset = name if control == "off" else f"control: {control}", probe(spec)
         changes: dict[str, Any] = {
-            "train.max_steps": 2 * STEPS, "train.gradient_accumulation_steps": dataset.samples,
+            "train.max_steps": 2 * (1 + STEPS), "train.gradient_accumulation_steps": dataset.samples,
             "train.lr_scheduler": "constant", "train.warmup_steps": 0, "measure.gradients": STEPS,
             "measure.weights_of": self.train(recipe.reference, 0).run.run_id, "measure.control": control,
         }  # fmt: skip

@@ -34,10 +34,13 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 class Levels(TrainerCallback):
-    """Records losses, gradients and weight changes during `steps` optimizer steps at each of `POINTS`."""
+    """Records losses, gradients and weight changes during `steps` optimizer steps at each of `POINTS`.
+
+    One more step comes first at each point and is undone: it compiles graphs and sets the scales of 8-bit casts."""
 
     def __init__(self, spec: Experiment, directory: RunDir, loop: Any, recording: Any) -> None:
         self._steps, self._path = spec.measure.gradients, directory.gradients
+        self._period = 1 + self._steps
         self._weights = directory.path.parent / spec.measure.weights_of / directory.weights.name
         self._loop, self._recording = loop, recording
         self._kept: dict[str, list[np.ndarray]] = {name: [] for name in ("losses", *CHANGES)}
@@ -49,15 +52,17 @@ class Levels(TrainerCallback):
 
     @torch.no_grad()
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self._steps == 0:
-            self._load(POINTS[state.global_step // self._steps])
+        point, step = divmod(state.global_step, self._period)
+        if step <= 1:
+            self._load(POINTS[point])
             innermost(self._loop.optimizer).state.clear()
+        if step == 1:
             self._begin = {name: p.detach().clone() for name, p in self._parameters.items()}
             self._kept["losses"].append(self._losses())
 
     @torch.no_grad()
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self._steps:
+        if state.global_step % self._period != 1:
             return
         norm, optimizer = self._recording.grad_norm, innermost(self._loop.optimizer)
         in_place = norm is not None and args.max_grad_norm and getattr(optimizer, "factor", None) is None
@@ -69,13 +74,13 @@ class Levels(TrainerCallback):
 
     @torch.no_grad()
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        done = state.global_step % self._steps
-        if done == 1 or self._steps == 1:
+        step = (state.global_step - 1) % self._period  # it is counted already
+        if step == 1:
             self._keep("step", self._change())
-        if done == 0:
+        if step == self._steps:
             self._keep("steps", self._change())
             self._kept["losses"].append(self._losses())
-        if state.global_step == self._steps * len(POINTS):
+        if state.global_step == self._period * len(POINTS):
             names = np.array(list(self._parameters))
             settings = np.array(json.dumps(self._settings))
             samples = np.array(list(self._samples()), dtype=np.int64)
