@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import slurms
-from ftbench.cluster import slurm, slurm_queue, slurm_task
+from ftbench.cluster import slurm, slurm_queue
 from ftbench.cluster.slurm_queue import JobStatus, Queue
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import runner
@@ -211,12 +211,12 @@ def order(tmp_path, monkeypatch) -> Path:
 
 def test_requeued_job_starts_the_run_again(order):
     interrupted = rundir.create_at(order / "run-r1")
-    assert slurm_task.main(order) == 0
+    assert slurm.main(order) == 0
     folder = Folder(order.parents[2])
     assert folder.told() == ["ok"]
     assert [run.path.name for run in folder.superseded()] == ["run-r1.1"]
     content = folder.content()
-    assert slurm_task.main(order) == 0
+    assert slurm.main(order) == 0
     assert folder.content() == content
     assert not interrupted.path.exists()
 

@@ -1,24 +1,29 @@
 """`sweep --on slurm`: each cell is an `sbatch` job on a disk that the nodes share.
 
 Jobs are found again by their names, so a sweep that was killed continues with the jobs that are still in the queue.
+A job is `python -m ftbench.cluster.slurm FOLDER`. It trains in that folder and moves the run to its final path at the
+end. A job that Slurm requeues (preemption, a lost node) starts the run again.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
 from ftbench.cluster import remote
-from ftbench.cluster.slurm_queue import Queue
+from ftbench.cluster.slurm_queue import ORDER, OUTCOME, Queue
 from ftbench.errors import FtbenchError, MissingError, SpecError
 from ftbench.launch import runner
 from ftbench.launch.progress import Progress
-from ftbench.launch.runner import FinishedRun
+from ftbench.launch.runner import FinishedRun, Order
 from ftbench.spec import slurm
 from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
@@ -198,3 +203,39 @@ def _record(run: RunDir, state: str, reason: str, **more: Any) -> FinishedRun:
         return remote.ended(rundir.create_at(run.path), state, reason, **more)
     except FileExistsError:
         return remote.finished(run)
+
+
+def main(folder: Path) -> int:
+    """Execute the order in a job's folder on this node, and return the exit code."""
+    order = rundir.read_json(folder / ORDER)
+    try:
+        if "describe" in order:
+            rundir.write_json(folder / OUTCOME, {"described": remote.describe(order["describe"])})
+            return 0
+        return _train(folder, order)
+    except FtbenchError as error:
+        rundir.write_json(folder / OUTCOME, {"error": str(error), "code": error.exit_code})
+        return error.exit_code
+
+
+def _train(folder: Path, order: dict[str, Any]) -> int:
+    destination, own = RunDir(folder.parents[1] / order["run"]), RunDir(folder / order["run"])
+    if destination.state.exists():
+        print("the run is already finished")
+        return 0
+    if own.path.exists():  # of an attempt that was requeued
+        rundir.archive(own, destination)
+    spec = Experiment.model_validate(order["spec"])
+    request = Order(spec, order["source"].encode(), order["sets"], folder.parents[2])
+    result = remote.train(lambda: rundir.create_at(own.path), request, order["gpu"], order["shared"], print)
+    if read_standing(own).done and not read_standing(own).killed:
+        with suppress(OSError):  # not empty: the run is there already
+            os.rename(own.path, destination.path)
+            return result.exit_code
+    rundir.archive(own, destination)
+    print(f"{result.summary.state}: {result.summary.reason}")
+    return FtbenchError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

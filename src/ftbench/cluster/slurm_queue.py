@@ -156,7 +156,7 @@ class Queue:
         folder = self.folder / UNFINISHED / run_id
         given = {"partition": self.settings.partition, "time": self.settings.time, "gres": self.settings.gres}
         python = shlex.quote(self.settings.python or sys.executable)
-        task = f"{python} -P -m ftbench.cluster.slurm_task {shlex.quote(str(folder))}"
+        task = f"{python} -P -m ftbench.cluster.slurm {shlex.quote(str(folder))}"
         with rundir.writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / OUTCOME).unlink(missing_ok=True)
