@@ -132,21 +132,21 @@ def test_no_default_of_today_is_taken_for_the_recipe_of_an_imported_run(tmp_path
     ("text", "said"),
     [
         ("", "nor a CSV with the columns step, epoch"),
-        ("step,loss\n1,2\n", "(elapsed_time_sec is not in its first line)"),
-        ("step,elapsed_time_sec\n", "holds no step"),
-        ("step,elapsed_time_sec\n1,1.0\n2,2.0\n1,0.5\n", "goes back from step 2 to 1: one run a file"),
+        ("step,loss\n1,2\n", "(missing in its first line: elapsed_time_sec)"),
+        ("step,elapsed_time_sec\n", "has no step"),
+        ("step,elapsed_time_sec\n1,1.0\n2,2.0\n1,0.5\n", "goes back from step 2 to 1; a file must have one run"),
         ("step,elapsed_time_sec\n1,5.0\n2,2.0\n", "goes back"),
-        ("step,elapsed_time_sec\n1,nan\n", "holds no step (log: line 2 cannot be read and was left out)"),
+        ("step,elapsed_time_sec\n1,nan\n", "has no step (log: line 2 cannot be read and was left out)"),
         ("step,elapsed_time_sec\n,1.0\n", "without a step or a time"),
-        ('{"loss": 2.0}\n{"loss": 1.9}\n', "is a log in lines that are not known: give the trainer_state.json"),
-        ("{", "is not JSON"),
-        ('{"log_history": [{"step": ' + "9" * 5000 + "}]}", "is not JSON (a number with thousands of digits)"),
-        ('{"a": ' * 5000, "is not JSON (nested too deeply)"),
+        ('{"loss": 2.0}\n{"loss": 1.9}\n', "unknown JSON lines; give the trainer_state.json"),
+        ("{", "not valid JSON"),
+        ('{"log_history": [{"step": ' + "9" * 5000 + "}]}", "not valid JSON (a number with thousands of digits)"),
+        ('{"a": ' * 5000, "not valid JSON (nested too deeply)"),
         ("{}", "has no `log_history`"),
         ('{"log_history": [1]}', "has no `log_history`"),
-        ('{"log_history": [{"step": 1}]}', "holds no loss"),
-        ('{"log_history": [{"step": 1.5, "loss": 2.0}]}', "step 1.5 of its log is no number of a step"),
-        ('{"log_history": [{"step": -1, "loss": 2.0}]}', "step -1 of its log is no number of a step"),
+        ('{"log_history": [{"step": 1}]}', "has no loss"),
+        ('{"log_history": [{"step": 1.5, "loss": 2.0}]}', "1.5 is not a valid step number"),
+        ('{"log_history": [{"step": -1, "loss": 2.0}]}', "-1 is not a valid step number"),
         ('{"log_history": [{"step": 1, "loss": 2.0}]}', "add --batch-size"),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_csv_needs_the_batch_size(tmp_path):
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"name": "../up"}, r"--name '\.\./up' may have up to 80 letters"), ({"method": "lorra"}, "'lorra' is no method"),
-    ({"model": " "}, "--model ' ': is no name"), ({"gpu": "a\nb"}, "--gpu "),
+    ({"model": " "}, "--model ' ': is not a valid name"), ({"gpu": "a\nb"}, "--gpu "),
 ])  # fmt: skip
 def test_a_description_that_cannot_be_is_refused(tmp_path, changes, said):
     with pytest.raises(SpecError, match=f"import: {said}"):
@@ -209,7 +209,7 @@ def test_a_description_that_cannot_be_is_refused(tmp_path, changes, said):
 def test_the_same_file_is_imported_once(tmp_path):
     path = write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)])
     run, _ = imported(path, tmp_path / "out")
-    with pytest.raises(SpecError, match="is imported already") as refused:
+    with pytest.raises(SpecError, match="was imported before") as refused:
         imported(path, tmp_path / "out")
     assert str(run.path) in str(refused.value)
     imported(path, tmp_path / "out", gpu="NVIDIA H100 80GB HBM3")
@@ -365,16 +365,6 @@ def test_a_log_of_llama_factory_has_losses_and_times(tmp_path):
     assert any("whole seconds" in warning for warning in found["warnings"])
 
 
-def test_a_log_of_torchtune_has_losses_and_memory(tmp_path):
-    lines = [f"Step {i} | loss:{2 - i / 10} lr:0.0002 tokens_per_second_per_gpu:{900 + i} peak_memory_active:21.5 "
-             f"peak_memory_alloc:20 peak_memory_reserved:24 " for i in range(1, 8)]  # fmt: skip
-    rows, found = rows_of(tmp_path, "log_1731000000.txt", "\n".join(lines))
-    assert [row.loss for row in rows][:3] == [1.9, 1.8, 1.7]
-    assert (rows[0].learning_rate, rows[0].peak_memory_gb, rows[0].peak_reserved_gb) == (2e-4, 21.5, 24)
-    assert found["samples_per_hour"] is None
-    assert any("904 tokens/s a GPU in the median" in warning for warning in found["warnings"])
-
-
 def test_axolotl_s_trainer_state_has_its_memory_too(tmp_path):
     history = [{"step": i, "loss": 2.0, "memory/max_active (GiB)": 30.5, "memory/device_reserved (GiB)": 33.25}
                for i in range(1, 9)]  # fmt: skip
@@ -434,8 +424,8 @@ def test_events_of_tensorboard_are_a_run(tmp_path):
 
 @pytest.mark.parametrize(("name", "content"), [
     ("events.out.tfevents.1", b"\xff" * 100), ("trainer_log.jsonl", b'{"current_steps": 1, "loss": 2}\n{"x'),
-    ("log.txt", b"Step 1 | lr:1"), ("x.csv", b"_step,x\n1,2\n"), ("y.csv", b'_step,train/loss\n"1\r"2,3\r"x\n'),
-    ("z.csv", b"_step,train/loss\n1," + b"9" * 200_000 + b"\n"), ("many.txt", b"Step " + b"9" * 5000 + b" | loss:1"),
+    ("x.csv", b"_step,x\n1,2\n"), ("y.csv", b'_step,train/loss\n"1\r"2,3\r"x\n'),
+    ("z.csv", b"_step,train/loss\n1," + b"9" * 200_000 + b"\n"),
     ("long.jsonl", b'{"current_steps": 1, "loss": 2, "elapsed_time": "' + b"9" * 5000 + b':00:00"}\n{"x'),
     ("events.out.tfevents.2", (5).to_bytes(8, "little") + b"1234" + b"\xff" * 9),
     ("log.jsonl", b'{"current_steps": 1.5, "loss": 2}'),
@@ -511,8 +501,8 @@ def test_a_log_of_megatron_tells_times_tokens_memory_and_losses(tmp_path):
     notes = " ".join(summary["warnings"])
     assert "(Megatron's log), not recorded by ftbench: energy and most of the recipe are not known" in notes
     assert "global one, of all GPUs" in notes
-    assert "118.3 TFLOP/s a GPU in the median" in notes
-    assert "memory is that of the rank with most, up to step 1" in notes
+    assert "118.3 TFLOP/s per GPU (median)" in notes
+    assert "memory is the highest of all ranks, up to step 1" in notes
 
 
 def test_a_log_of_megatron_bridge_counts_memory_in_decimal_gigabytes(tmp_path):
@@ -538,7 +528,7 @@ def test_an_interval_of_megatron_is_the_mean_of_its_iterations(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda text: text + text, "goes back from step 3 to 1: one run a file"),
+        (lambda text: text + text, "goes back from step 3 to 1; a file must have one run"),
         (lambda text: text.replace("global batch size", "batch"), "iteration 1 has no global batch size"),
         (lambda text: text.replace("(ms): 12936.1", "(ms): -1"), "iteration 2 has no"),
         (lambda text: text.replace("/    5000", "/" + "9" * 40), "nor a CSV"),
@@ -555,4 +545,4 @@ def test_a_loss_that_megatron_does_not_print_because_it_is_no_number_is_one(tmp_
     )
     run, summary = megatron(tmp_path, text)
     assert math.isnan([row for row in read_steps(run.steps)[0] if row.phase == "train"][2].loss)
-    assert any("had a loss that is no number" in warning for warning in summary["warnings"])
+    assert any("had a NaN loss" in warning for warning in summary["warnings"])

@@ -114,7 +114,7 @@ def test_unfinished_cache_entry_is_deleted(own_cache, monkeypatch, error, messag
 def test_cache_that_is_a_file_is_an_error(tmp_path, monkeypatch):
     (file := tmp_path / "cache").write_text("")
     monkeypatch.setenv("FTBENCH_CACHE", str(file))
-    with pytest.raises(MissingError, match="a file is in the place of a folder; set FTBENCH_CACHE to a folder"):
+    with pytest.raises(MissingError, match="is a file, not a folder; set FTBENCH_CACHE to a folder"):
         materialise(tiny())
 
 

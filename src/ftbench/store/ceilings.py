@@ -1,4 +1,4 @@
-"""What the documents of `ftbench probe` in a store say a GPU can do at best."""
+"""The peak rates of a GPU, measured by `ftbench probe`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,20 +7,22 @@ from typing import Any
 from ftbench.core.hardware import canonical_name
 from ftbench.store import rundir
 
-FOLDER = "probe"  # in a store, beside the experiments
+FOLDER = "probe"  # in a results folder, next to the experiments
 
 
 def of(store: Path, gpu_name: str | None) -> dict[str, Any]:
-    """Return the ceilings of a GPU of this name, the driver's or the GPU table's: `tflops` by precision (`bf16`,
-    `fp16`, `tf32`, `fp32`, `fp8`, `int8`), `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s, `network_gbs`
-    of an all-reduce over the GPUs of its machine (bus bandwidth), `launch_us` in µs, and in GiB `usable_gb`, what CUDA
-    gives processes of `driver_total_gb`. What no probe has measured is left out;
-    without a probe there is nothing.
+    """Return the best measured rates of a GPU by its name in the driver or the GPU table.
 
-    Without a GPU there is `network_gbs` alone, of processes that meet in the host's memory.
+    If several cards or probes measured a rate, the fastest counts: a hot or busy card is not representative.
 
-    They are ceilings, so of several cards and several probes the fastest counts: a card that is hot or sick, or was
-    not free, says little about what others of its kind can do.
+    Args:
+        store: The results folder with the probes.
+        gpu_name: The GPU; None for processes on the CPU, which have only `network_gbs`.
+
+    Returns:
+        A subset of: `tflops` by precision; `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s; `network_gbs`, the
+        bus bandwidth of an all-reduce over the machine's GPUs; `launch_us` in µs; `usable_gb`, the GiB that CUDA gives
+        to processes, of `driver_total_gb`.
     """
     documents = _documents(store, gpu_name)
     products = [document.get("products", {}) for document in documents]

@@ -1,16 +1,19 @@
-"""What steps say of answers that are judged: of pairs, which is preferred; of a model's own, what making them took."""
+"""Figures of DPO pairs and of GRPO completions."""
 
 from collections.abc import Sequence
 
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
 
-PARTS = ("generation", "scoring", "forward_backward", "optimizer")  # of a step whose completions the model makes
+PARTS = ("generation", "scoring", "forward_backward", "optimizer")  # of a step with generation
 
 
 def speed(steady: Sequence[StepRow]) -> tuple[dict[str, float | None], dict[str, float | None]]:
-    """Return the mean seconds of a step's parts, and tokens a second: `generated` of the time of generation, and
-    `trained`, those with the prompts of the time of passes and updates."""
+    """Return the mean seconds of each part of a step, and two token rates.
+
+    `generated` is relative to the generation time. `trained` includes the prompts and is relative to the time of
+    forward, backward and optimizer.
+    """
     spent = {part: total(getattr(row, f"{part}_s") for row in steady) for part in PARTS}
     counts = {
         "generated": (total(row.generated_tokens for row in steady), spent["generation"]),
@@ -23,7 +26,7 @@ def speed(steady: Sequence[StepRow]) -> tuple[dict[str, float | None], dict[str,
 
 
 def rewards(everything: Sequence[StepRow]) -> dict[str, float | None]:
-    """Return what the last step says of its pairs, and of completions the first one too; else nothing."""
+    """Return the accuracy and margin of the last step's pairs, and the first and last reward of completions."""
     train = [row for row in everything if row.phase == "train"]
     pairs = [row for row in train if row.reward_accuracy is not None]
     judged = [row.reward for row in train if row.reward is not None]

@@ -1,4 +1,4 @@
-"""Hashes of a run's files, taken as it ends: whoever changes a column or a key that feeds no figure changes one."""
+"""Hashes of a run's files, written when it ends. They reveal changes that no figure depends on."""
 
 import hashlib
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from pathlib import Path
 from ftbench.store.ranks import rank_files
 from ftbench.store.rundir import SCHEMA, RunDir, read_json, write_json
 
-# summary.json is computed again from these.
+# summary.json is recomputed from these.
 FILES = ("spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "state.json",
          "samples.json")  # fmt: skip
 
 
 def write(run: RunDir) -> None:
-    """Write the SHA-256 of the files of a run that has ended. Raises MissingError for a full disk."""
+    """Write the SHA-256 of the files of a finished run. Raise MissingError for a full disk."""
     write_json(run.digest, {"schema": SCHEMA, "files": {path.name: _sha256(path) for path in _files(run)}})
 
 
@@ -28,7 +28,7 @@ def _sha256(path: Path) -> str:
 
 
 def changed(run: RunDir) -> list[str] | None:
-    """Return the names of the files that are not those with which the run ended; None where it has no digest."""
+    """Return the names of files that were changed, added or removed after the run; None without a digest."""
     written = read_json(run.digest).get("files")
     if written is None:
         return None

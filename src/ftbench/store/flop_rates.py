@@ -1,4 +1,4 @@
-"""The rate of a run's work: FLOPs of its steps, of tokens and of images, over their time."""
+"""FLOP rates and energy of the steady steps."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -11,21 +11,23 @@ from ftbench.store.rundir import gpus_of
 _Shape = TypeVar("_Shape", flops.MatmulShape, flops.VisionMatmulShape)
 
 
-def of_steps(steady: Sequence[StepRow], applied: dict[str, Any], dataset: dict[str, Any]) -> tuple[float, float] | None:
-    """Return TFLOP/s of the model's mathematics and of what was computed for it; None where a count is not known:
-    of what a model computes to answer prompts nothing is."""
-    if applied.get("generation"):
+def of_steps(steady: Sequence[StepRow], config: dict[str, Any], dataset: dict[str, Any]) -> tuple[float, float] | None:
+    """Return the model TFLOP/s and the hardware TFLOP/s, which include recomputation and padding.
+
+    None if a count is unknown. The FLOPs of generation are always unknown.
+    """
+    if config.get("generation"):
         return None
-    shape = _shape(applied, "matmul_shape", flops.MatmulShape)
+    shape = _shape(config, "matmul_shape", flops.MatmulShape)
     length = dataset.get("tokens", {}).get("weighted_mean")
     window = total(row.step_time_s for row in steady)
     if shape is None or not length or not window or any(None in (row.real_tokens, row.label_tokens) for row in steady):
         return None
     real, labels = total(row.real_tokens for row in steady), total(row.label_tokens for row in steady)
     model = flops.model_flops(shape, real, labels, length)
-    computed = sum(_computed(shape, row, applied) for row in steady)
-    seeing = _of_images(steady, applied, dataset)
-    if (applied.get("reference") or {}).get("in_step"):
+    computed = sum(_computed(shape, row, config) for row in steady)
+    seeing = _of_images(steady, config, dataset)
+    if (config.get("reference") or {}).get("in_step"):
         model += flops.forward_flops(shape, real, labels, length)
         computed += sum(_of_reference(shape, row) for row in steady)
     return (model + seeing[0]) / window / 1e12, (computed + seeing[1]) / window / 1e12
@@ -36,21 +38,23 @@ def _of_reference(shape: flops.MatmulShape, row: StepRow) -> float:
     return flops.forward_flops(shape, positions, positions, row.longest_sequence or 0)
 
 
-def _of_images(steady: Sequence[StepRow], applied: dict[str, Any], dataset: dict[str, Any]) -> tuple[float, float]:
-    """Return the FLOPs of encoder and projector: the mathematics', and with what checkpointing makes again."""
-    shape = _shape(applied, "vision_shape", flops.VisionMatmulShape)
+def _of_images(steady: Sequence[StepRow], config: dict[str, Any], dataset: dict[str, Any]) -> tuple[float, float]:
+    """Return the FLOPs of vision encoder and projector, without and with recomputation by checkpointing."""
+    shape = _shape(config, "vision_shape", flops.VisionMatmulShape)
     patches = total(row.image_patches for row in steady)
     length = dataset.get("images", {}).get("patches", {}).get("weighted_mean")
     if shape is None or not patches or not length:
         return 0.0, 0.0
-    again = float(applied.get("gradient_checkpointing") or 0.0)
+    again = float(config.get("gradient_checkpointing") or 0.0)
     return patches * flops.vision_per_patch(shape, length), patches * flops.vision_per_patch(shape, length, again)
 
 
-def _computed(shape: flops.MatmulShape, row: StepRow, applied: dict[str, Any]) -> float:
-    """Return the FLOPs of one step as computed: a loss over chunks makes logits of label tokens only, trl's makes them
-    twice (and so did ftbench's while it was called `chunked`)."""
-    loss = str(applied.get("loss"))
+def _computed(shape: flops.MatmulShape, row: StepRow, config: dict[str, Any]) -> float:
+    """Return the hardware FLOPs of a step. A chunked loss computes the logits of label tokens only.
+
+    trl's chunked loss computes them twice, as did early versions of ftbench's (`chunked`).
+    """
+    loss = str(config.get("loss"))
     chunked = loss.startswith("chunked")
     positions = row.padded_tokens or 0
     return flops.hardware_flops(
@@ -58,19 +62,19 @@ def _computed(shape: flops.MatmulShape, row: StepRow, applied: dict[str, Any]) -
         positions,
         (row.label_tokens or 0) if "chunk" in loss else positions,
         row.longest_sequence or 0,
-        recompute=float(applied.get("gradient_checkpointing") or 0.0),
+        recompute=float(config.get("gradient_checkpointing") or 0.0),
         head_recompute=chunked,
     )
 
 
-def _shape(applied: dict[str, Any], key: str, kind: type[_Shape]) -> _Shape | None:
-    values: dict[str, Any] = applied.get(key) or {}
+def _shape(config: dict[str, Any], key: str, kind: type[_Shape]) -> _Shape | None:
+    values: dict[str, Any] = config.get(key) or {}
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    if len(set(map(len, lists.values()))) > 1:  # each has a value a layer
+    if len(set(map(len, lists.values()))) > 1:  # they have one value per layer
         return None
     try:
         return kind(**(values | lists))
-    except TypeError:  # not written, or by another version
+    except TypeError:  # missing, or written by another version
         return None
 
 

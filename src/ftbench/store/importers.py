@@ -1,7 +1,7 @@
-"""Runs that ftbench did not make → run directories that a report can show, with what is unknown left empty.
+"""Convert logs of other tools to run directories for reports. Unknown fields stay empty.
 
-The founding study's CSV (seven columns, a line every few steps), and what other tools leave (`foreign_logs.py`,
-`megatron_log.py`). None says which GPU, model or method it was about: that comes from the command.
+Reads the founding study's CSV (seven columns, a line every few steps) and the logs of `foreign_logs.py` and
+`megatron_log.py`. These files do not contain the GPU, the model or the method; the command line provides them.
 """
 
 import hashlib
@@ -34,8 +34,10 @@ MAX_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a file does not say of itself. `samples` are those of the data set, by which the short last step of an
-    epoch is known; `gpu` is None for a CPU."""
+    """The description of a run that the command line provides.
+
+    `samples` is the size of the data set, which gives the size of the last step of an epoch. `gpu` is None for a CPU.
+    """
 
     name: str
     model: str
@@ -52,8 +54,11 @@ class About:
 
 
 def import_run(file: Path, about: About, out: Path) -> RunDir:
-    """Write the run directory of a file and return it. Raises SpecError for a file that is neither kind or is broken,
-    and for one that is there already."""
+    """Write the run directory of a log and return it.
+
+    Raises:
+        SpecError: The file is not a known log or is broken, or it was imported before.
+    """
     _check(about)
     data = _read(file)
     digest = hashlib.sha256(data).hexdigest()
@@ -64,13 +69,13 @@ def import_run(file: Path, about: About, out: Path) -> RunDir:
         _time_all(file, timed, about, log.timed_from_zero)
     batch = about.batch_size or log.batch_size
     if batch is None:
-        raise SpecError(f"{file}: does not say how large a batch was: add --batch-size")
+        raise SpecError(f"{file}: has no batch size; add --batch-size")
     identity = hashlib.sha256(json.dumps([digest, about.gpu, about.model]).encode()).hexdigest()[:12]
     slug = f"{model_slug(about.model)}-{about.method}-b{batch}-{identity}-r1"
     try:
         run = rundir.create_at(out / about.name / slug)
     except FileExistsError:
-        raise SpecError(f"{file}: is imported already, as {out / about.name / slug}") from None
+        raise SpecError(f"{file}: was imported before, as {out / about.name / slug}") from None
     try:
         _write(run, file.name, digest, about, log, batch)
     finally:
@@ -89,7 +94,7 @@ def _check(about: About) -> None:
         raise SpecError(f"import: {error}") from None
     for option, value in (("--model", about.model), ("--gpu", "cpu" if about.gpu is None else about.gpu)):
         if not value.strip() or not value.isprintable():
-            raise SpecError(f"import: {option} {value!r}: is no name")
+            raise SpecError(f"import: {option} {value!r}: is not a valid name")
 
 
 def _read(file: Path) -> bytes:
@@ -99,7 +104,7 @@ def _read(file: Path) -> bytes:
     except OSError as error:
         raise SpecError(f"{file}: {file_problem(error)}") from None
     except ValueError as error:
-        raise SpecError(f"{file}: {error}, so it is no log of a run") from None
+        raise SpecError(f"{file}: {error}") from None
 
 
 def _write(run: RunDir, source: str, digest: str, about: About, log: ForeignLog, batch: int) -> None:
@@ -132,23 +137,22 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     header = data.partition(b"\n")[0].decode("utf-8", "replace").strip().split(",")
     if missing := [name for name in _NEEDED if name not in header]:
         raise SpecError(
-            f"{file}: is neither a trainer_state.json (also axolotl's), a log of LLaMA-Factory, torchtune, Megatron, "
-            f"TensorBoard or W&B, nor a CSV with the columns {', '.join(COLUMNS)} "
-            f"({', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not in its first line)"
+            f"{file}: not a trainer_state.json, not a log of LLaMA-Factory, Megatron, TensorBoard or W&B, and not a "
+            f"CSV with the columns {', '.join(COLUMNS)} (missing in its first line: {', '.join(missing)})"
         )
     rows, notes = read_steps(file)
     rows = [row for row in rows if row.phase in (None, "train")]
     if not rows:
-        raise SpecError(f"{file}: holds no step" + (f" ({notes[0]})" if notes else ""))
+        raise SpecError(f"{file}: has no step" + (f" ({notes[0]})" if notes else ""))
     for row in rows:
         row.phase = "train"
     _time_all(file, rows, about, from_zero=True)
     before = StepRow(step=0, elapsed_time_sec=0.0)
     every = max(int(row.step or 0) - int(last.step or 0) for last, row in pairwise([before, *rows]))
     if every > 1:
-        notes.append(f"a line stands for up to {every} steps and holds their mean: single steps are not known")
+        notes.append(f"a line is the mean of up to {every} steps: single steps are not known")
     if about.step_samples and about.samples is None:
-        notes.append("every step is counted as a full batch: `ftbench import --samples` tells the last of an epoch")
+        notes.append("each step counts as a full batch; `ftbench import --samples` corrects the last step of an epoch")
     if (progress := rows[-1].progress_ratio) is not None and progress < 0.999:
         notes.append(f"the file ends at {units.percent(progress, 0)} of the planned steps")
     lacks = "tokens, losses, energy and the recipe"
@@ -156,7 +160,7 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
 
 
 def _time_all(file: Path, rows: Sequence[StepRow], about: About, from_zero: bool) -> None:
-    """Give each line of training the mean time of its steps; the first one none where times do not begin with it."""
+    """Set the mean step time of each training line. The first line has none unless times start with the training."""
     samples_of = _samples_of_step(about.step_samples, about.samples)
     train = [row for row in rows if row.phase == "train"]
     before = [StepRow(step=0, elapsed_time_sec=0.0)] if from_zero else []
@@ -165,14 +169,13 @@ def _time_all(file: Path, rows: Sequence[StepRow], about: About, from_zero: bool
 
 
 def _time(file: Path, last: StepRow, row: StepRow, samples_of: Callable[[int], int | None]) -> None:
-    """Give a row the mean time of the steps since the line before it. A line whose steps were not all of one size
-    gets none: its mean would be that of no step."""
+    """Set the mean time of the steps since the previous line, if all of them have the same number of samples."""
     step, elapsed, begun = row.step, row.elapsed_time_sec, last.elapsed_time_sec
     if step is None or elapsed is None or begun is None:
-        raise SpecError(f"{file}: a line without a step or a time, after step {last.step}")
+        raise SpecError(f"{file}: the line after step {last.step} has no step or no time")
     first = int(last.step or 0) + 1
     if step < first or elapsed < begun:
-        raise SpecError(f"{file}: goes back from step {first - 1} to {step}: one run a file")
+        raise SpecError(f"{file}: goes back from step {first - 1} to {step}; a file must have one run")
     sizes = {samples_of(number) for number in (first, *range(max(first, step - 100_000), step + 1))}
     if elapsed > begun and len(sizes) == 1:
         row.step_time_s = (elapsed - begun) / (step - first + 1)
@@ -180,7 +183,7 @@ def _time(file: Path, last: StepRow, row: StepRow, samples_of: Callable[[int], i
 
 
 def _samples_of_step(batch: int | None, samples: int | None) -> Callable[[int], int | None]:
-    """Return how many samples the step of a number takes: full batches, and at the end of an epoch what is left."""
+    """Return a function from a step's number to its samples. The last step of an epoch takes the rest."""
     if batch is None or samples is None:
         return lambda step: batch
     steps = math.ceil(samples / batch)

@@ -1,6 +1,6 @@
-"""What this machine is: GPU, driver, limits, clocks, CPU, versions. Standard library plus NVML; no torch.
+"""Describe this machine: GPUs, driver, limits, clocks, CPU, versions. Needs NVML but not torch.
 
-Everything that cannot be read is None. Secrets stay out: of the environment only an allow-list is kept.
+Values that cannot be read are None. Only an allow-list of environment variables is kept, so that no secret is.
 """
 
 import errno
@@ -23,7 +23,7 @@ PACKAGES = (
     "triton", "torchao", "unsloth", "unsloth_zoo", "liger-kernel", "flash-attn", "xformers", "deepspeed", "numpy",
     "nvidia-ml-py",
 )  # fmt: skip
-# Variables that change how fast training is; their values hold no paths and no secrets.
+# Variables that change the speed of training. Their values have no paths and no secrets.
 ENVIRONMENT = re.compile(
     r"CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING|MODULE_LOADING|DEVICE_MAX_CONNECTIONS)"
     r"|(NCCL|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|UNSLOTH|BNB|OMP|MKL)_[A-Z0-9_]+"
@@ -33,14 +33,14 @@ _SECRET = re.compile(r"(?i)(token|secret|password|credential|api_?key)")
 
 
 def describe(visible: str | None = None) -> dict[str, Any]:
-    """Return machine.json: this machine before a run, with the first GPU that `visible` names."""
+    """Return the content of machine.json: this machine before a run, with the first GPU of `visible`."""
     return {**host(), "gpus": gpus(visible)}
 
 
 @cache
 def host() -> dict[str, Any]:
-    """Return the part of machine.json that does not change from one run of this process to the next."""
-    import psutil  # an estimate begins without it
+    """Return the constant part of machine.json."""
+    import psutil  # imported late: an estimate does not need it
 
     return {
         "schema": SCHEMA,
@@ -66,8 +66,7 @@ def gpu(visible: str | None = None) -> dict[str, Any] | None:
 
 
 def gpus(visible: str | None = None, count: int = 1) -> list[dict[str, Any]]:
-    """Return the GPUs a run would use: the first `count` that `visible` or else CUDA_VISIBLE_DEVICES names (indices in
-    PCI order or UUIDs), or the first there are."""
+    """Return the first `count` GPUs of `visible`, by default of CUDA_VISIBLE_DEVICES (indices in PCI order or UUIDs)."""
     if (nvml := nvml_module()) is None:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
@@ -78,7 +77,7 @@ def gpus(visible: str | None = None, count: int = 1) -> list[dict[str, Any]]:
 
 @cache
 def nvml_module() -> Any | None:
-    """Return pynvml, initialised, or None where there is no NVIDIA driver."""
+    """Return pynvml after initialization, or None without an NVIDIA driver."""
     import pynvml
 
     try:
@@ -89,8 +88,11 @@ def nvml_module() -> Any | None:
 
 
 def handle_of(nvml: Any, visible: str | None) -> Any | None:
-    """Return NVML's handle of the first visible GPU. `visible` is CUDA_VISIBLE_DEVICES: indices in PCI order (ftbench
-    sets CUDA_DEVICE_ORDER so) or UUIDs; an empty text hides all."""
+    """Return the NVML handle of the first visible GPU.
+
+    `visible` has the format of CUDA_VISIBLE_DEVICES: indices in PCI order (ftbench sets CUDA_DEVICE_ORDER) or UUIDs. An
+    empty text hides all GPUs.
+    """
     first = (visible if visible is not None else "0").split(",")[0].strip()
     try:
         if first.startswith(("GPU-", "MIG-")):
@@ -101,7 +103,7 @@ def handle_of(nvml: Any, visible: str | None) -> Any | None:
 
 
 def _by_uuid(nvml: Any, uuid: str) -> Any | None:
-    """Return the GPU whose UUID begins so, which CUDA takes where it is unambiguous; NVML wants all of it."""
+    """Return the GPU with this UUID or prefix of one. CUDA accepts prefixes, NVML does not."""
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         own = nvml.nvmlDeviceGetUUID(handle)
@@ -128,7 +130,7 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
     memory, ecc, processes = device("GetMemoryInfo"), device("GetEccMode"), device("GetComputeRunningProcesses")
     others = None if processes is None else [p.pid for p in processes if p.pid != os.getpid()]
     clock, highest = (device(name, nvml.NVML_CLOCK_SM) for name in ("GetClockInfo", "GetMaxClockInfo"))
-    # For some seconds after a run the GPU still draws more than idle, and its clock has not fallen.
+    # For some seconds after a run the clock stays high and the GPU draws more than when idle.
     idles = clock is not None and highest is not None and clock < highest / 2
     return {
         "name": device("GetName"),
@@ -181,17 +183,19 @@ def cache_dir() -> Path:
 
 
 def cache_error(folder: Path, error: Exception) -> MissingError:
-    """Return in a sentence why a folder of the cache took no files, with the way out."""
+    """Return the error for a cache folder that cannot be written."""
     if isinstance(error, FileExistsError | NotADirectoryError):
-        return MissingError(f"{folder}: a file is in the place of a folder; set FTBENCH_CACHE to a folder")
+        return MissingError(f"{folder}: is a file, not a folder; set FTBENCH_CACHE to a folder")
     if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
-        return MissingError(f"{folder}: {error}; set FTBENCH_CACHE to a folder that can be written")
+        return MissingError(f"{folder}: {error}; set FTBENCH_CACHE to a writable folder")
     return MissingError(f"{folder}: {error}; free some space or set FTBENCH_CACHE")
 
 
 def commit() -> str | None:
-    """Return the commit of the source this ftbench runs from, with `-dirty` where files differ from it; from
-    FTBENCH_COMMIT where the source came without its history; None for an installed package."""
+    """Return the commit of ftbench's source, with `-dirty` if files differ; None for an installed package.
+
+    FTBENCH_COMMIT overrides it, for a copy of the source without its history.
+    """
     if name := os.environ.get("FTBENCH_COMMIT"):
         return name
     root = Path(__file__).resolve().parents[3]

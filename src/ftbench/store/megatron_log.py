@@ -1,5 +1,8 @@
-"""What Megatron-LM and Megatron-Bridge print while they train → rows. Formats as `training_log` of both prints them
-(NVIDIA/Megatron-LM, megatron/training/training.py; NVIDIA-NeMo/Megatron-Bridge, training/utils/train_utils.py)."""
+"""Read the output of Megatron-LM and Megatron-Bridge.
+
+The formats are those of `training_log` (NVIDIA/Megatron-LM, megatron/training/training.py; NVIDIA-NeMo/Megatron-Bridge,
+training/utils/train_utils.py).
+"""
 
 import re
 import statistics
@@ -15,11 +18,11 @@ from ftbench.store.foreign_logs import ForeignLog, as_float, number
 _TIME, _BATCH = "elapsed time per iteration (ms)", "global batch size"
 _LINE = re.compile(r"iteration +(\d{1,12})/ *(\d{1,12}) \| (consumed samples: [^\n]*)")
 _EVALUATED = re.compile(r"validation loss at iteration (\d{1,12})\b[^|\n]*\| lm loss value: (\S+)")
-_SEQUENCE = re.compile(r"^.{0,80}?\bseq_length(?: \.+|:) (\d{1,9})\s*$", re.MULTILINE)  # of its arguments, or its YAML
+_SEQUENCE = re.compile(r"^.{0,80}?\bseq_length(?: \.+|:) (\d{1,9})\s*$", re.MULTILINE)  # in its arguments or its YAML
 _MEMORY = re.compile(r"\(after (\d{1,12}) iterations\) memory \((MB|GB)\)((?: \| [\w -]+: [\d.]+)+)")
 _PEAKS = {"max allocated": "peak_memory_gb", "mem-max-allocated-gigabytes": "peak_memory_gb",
           "max reserved": "peak_reserved_gb", "mem-max-reserved-gigabytes": "peak_reserved_gb"}  # fmt: skip
-_IN_GIB = {"MB": 2**20 / GIB, "GB": 1e9 / GIB}  # as Megatron-LM counts, as Megatron-Bridge does
+_IN_GIB = {"MB": 2**20 / GIB, "GB": 1e9 / GIB}  # Megatron-LM and Megatron-Bridge
 _RATE, _SKIPPED, _NAN = (
     "throughput per GPU (TFLOP/s/GPU)", "number of skipped iterations", "number of nan iterations",
 )  # fmt: skip
@@ -28,18 +31,20 @@ Values = dict[str, float]
 
 
 def is_megatron(data: bytes) -> bool:
-    """Return whether a file has a line of an iteration."""
+    """Return whether a file has a line of a Megatron iteration."""
     return _LINE.search(data.decode("utf-8", "replace")) is not None
 
 
 def megatron(file: Path, data: bytes) -> ForeignLog:
-    """Read a log: a row for the last iteration of each interval, with the mean time of its iterations and the samples
-    of a global batch; losses of evaluations; memory of the rank that needs most, where it is told."""
+    """Read a log. Each row is the last iteration of a logging interval.
+
+    It has the mean iteration time, the samples of a global batch and, if logged, the memory of the rank with the most.
+    """
     text = data.decode("utf-8", "replace")
     lines = [(int(match[1]), int(match[2]), _values(match[3])) for match in _LINE.finditer(text)]
     rows = [*_train_rows(file, lines)]
     steps = {row.step: row for row in rows}
-    for match in _MEMORY.finditer(text):  # of each rank that prints it
+    for match in _MEMORY.finditer(text):  # each rank may print it
         for name, value in _values(match[3]).items():
             if (column := _PEAKS.get(name)) and (row := steps.get(int(match[1]))):
                 setattr(row, column, max(getattr(row, column) or 0.0, value * _IN_GIB[match[2]]))
@@ -63,16 +68,16 @@ def _values(text: str) -> Values:
 
 
 def _train_rows(file: Path, lines: list[tuple[int, int, Values]]) -> Iterator[StepRow]:
-    """Yield a row for each line. Raise SpecError for one without a time or a batch, and for a second run."""
+    """Yield a row per line. Raise SpecError for a line without time or batch, and for a second run."""
     before, elapsed = 0, 0.0
     for step, planned, values in lines:
         if not before < step < MOST_STEPS:
-            raise SpecError(f"{file}: goes back from step {before} to {step}: one run a file")
+            raise SpecError(f"{file}: goes back from step {before} to {step}; a file must have one run")
         time, batch = number(values.get(_TIME)), number(values.get(_BATCH))
         if not time or time < 0 or not batch or batch < 1:
             raise SpecError(f"{file}: iteration {step} has no {_BATCH if time else _TIME}, which Megatron prints")
         elapsed += (step - before) * time / 1000
-        loss = values.get("lm loss", float("nan") if values.get(_NAN) else None)  # a sum that is none is not printed
+        loss = values.get("lm loss", float("nan") if values.get(_NAN) else None)  # a NaN sum is not printed
         yield StepRow(
             step=step, phase="train", progress_ratio=step / planned if planned else None, elapsed_time_sec=elapsed,
             step_time_s=time / 1000, samples=int(batch), loss=number(loss, "loss"),
@@ -82,16 +87,16 @@ def _train_rows(file: Path, lines: list[tuple[int, int, Values]]) -> Iterator[St
 
 
 def _notes(lines: list[tuple[int, int, Values]], rows: list[StepRow], has_length: bool) -> Iterator[str]:
-    yield "the batch is the global one, of all GPUs together"
+    yield "the batch is the global batch of all GPUs"
     if has_length:
         yield "tokens are positions, padding included: samples times seq_length"
     every = max(later - earlier for earlier, later in pairwise([0, *(step for step, _, _ in lines)]))
     if every > 1:
-        yield f"a line stands for up to {every} steps and holds their mean: single steps are not known"
+        yield f"a line is the mean of up to {every} steps: single steps are not known"
     if rates := [values[_RATE] for _, _, values in lines if _RATE in values]:
-        yield f"Megatron's own rate: {statistics.median(rates):g} TFLOP/s a GPU in the median"
+        yield f"Megatron's own rate: {statistics.median(rates):g} TFLOP/s per GPU (median)"
     if seen := [row.step for row in rows if row.peak_memory_gb]:
-        yield f"memory is that of the rank with most, up to step {max(map(int, filter(None, seen)))}"
-    for name, words in ((_SKIPPED, "were skipped"), (_NAN, "had a loss that is no number")):
+        yield f"memory is the highest of all ranks, up to step {max(map(int, filter(None, seen)))}"
+    for name, words in ((_SKIPPED, "were skipped"), (_NAN, "had a NaN loss")):
         if count := sum(values.get(name, 0) for _, _, values in lines):
             yield f"{count:.0f} iterations {words}"

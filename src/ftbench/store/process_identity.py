@@ -1,4 +1,4 @@
-"""Which process something belongs to, described so that it can be checked after a crash or a reboot. Linux."""
+"""Identify a process so that the identity can be checked after a crash or a reboot (Linux)."""
 
 import os
 import platform
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def this_process() -> dict[str, Any]:
-    """Return who this process is, for a file."""
+    """Return the identity of this process, to store in a file."""
     pid = os.getpid()
     return {"pid": pid, "start": process_start(pid), "boot": boot_id(), "host": platform.node()}
 
 
 def alive(owner: dict[str, Any]) -> bool:
-    """Return whether the process that `this_process` described still runs, on this machine."""
+    """Return whether the process with this identity is still running on this machine."""
     pid = owner.get("pid")
     if owner.get("boot") != boot_id() or owner.get("host") != platform.node() or not isinstance(pid, int):
         return False
@@ -21,8 +21,10 @@ def alive(owner: dict[str, Any]) -> bool:
 
 
 def process_start(pid: int) -> int | None:
-    """Return when a process began, in clock ticks since boot; None if there is no such process. With the pid it names
-    one process for as long as the machine is up (proc(5), field 22 of stat)."""
+    """Return the start time of a process in clock ticks since boot, or None if it does not exist.
+
+    The pid and the start time identify a process until the next boot (proc(5), field 22 of stat).
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

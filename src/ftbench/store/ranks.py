@@ -1,7 +1,7 @@
-"""Steps of several ranks → those of the run: tokens add up, time and memory are the worst rank's, energy adds up.
+"""Merge the steps of several ranks: tokens and energy add up, time and memory are those of the worst rank.
 
-A rank writes a steps.csv of its own; nothing is gathered within a step. Ranks of one tensor- or expert-parallel group
-see the same batch (`data_rank`), which counts once.
+Each rank writes its own steps.csv, so that a step needs no extra communication. Ranks of one tensor- or
+expert-parallel group have the same batch (`data_rank`), which counts once.
 """
 
 import math
@@ -22,13 +22,13 @@ SPREAD = ("step_time_s", "peak_memory_gb", "peak_reserved_gb", "device_memory_gb
 
 
 def merge(ranks: Sequence[Sequence[StepRow]]) -> list[StepRow]:
-    """Return the rows that all ranks have, merged, in the order of the first rank's."""
+    """Merge the rows that all ranks have, in the order of the first rank."""
     tables = [{(row.phase, row.step): row for row in rows} for rows in ranks]
     return [merged([table[key] for table in tables]) for key in tables[0] if all(key in table for table in tables)]
 
 
 def merged(rows: Sequence[StepRow]) -> StepRow:
-    """Return one row for the same step of all ranks; a figure that one of them does not know is not known."""
+    """Merge the rows of one step. A value that is unknown on one rank is unknown in the result."""
     return StepRow(**{column.name: _value(column.name, column.metadata["ranks"], rows) for column in fields(StepRow)})
 
 
@@ -36,7 +36,7 @@ def _value(name: str, how: str, rows: Sequence[StepRow]) -> Any:
     if how in ("shares", "loss"):
         rows = _shares(rows)
     if how == "loss" and rows[0].phase == "evaluate":
-        rows = [row for row in rows if row.label_tokens != 0] or rows  # a rank that only fills the last batch up
+        rows = [row for row in rows if row.label_tokens != 0] or rows  # skip ranks that only pad the last batch
     values = [getattr(row, name) for row in rows]
     if how in _WITH_UNKNOWN:
         return _WITH_UNKNOWN[how](values)
@@ -46,13 +46,15 @@ def _value(name: str, how: str, rows: Sequence[StepRow]) -> Any:
 
 
 def _highest(values: list[float]) -> float:
-    """Return the highest value; NaN where there is one, which hides behind no other."""
+    """Return the highest value, or NaN if there is one."""
     return next((value for value in values if math.isnan(value)), max(values))
 
 
 def _shares(rows: Sequence[StepRow]) -> list[StepRow]:
-    """Return a row for each share of the batch. Its loss is the mean of its ranks', which are equal or, where each has
-    a part of every sequence, what the gradients are averaged by."""
+    """Return one row per share of the batch, with the mean loss of its ranks.
+
+    The ranks of a share have equal losses or, under context parallelism, each has a part of every sequence.
+    """
     members: dict[int | None, list[StepRow]] = {}
     for index, row in enumerate(rows):
         members.setdefault(index if row.data_rank is None else row.data_rank, []).append(row)
@@ -65,8 +67,8 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _loss(shares: Sequence[StepRow]) -> float:
-    """Return the run's loss: of a training step the mean over the shares, which is what the gradients are averaged by;
-    of an evaluation the mean over all label tokens."""
+    """Return the loss of a run: the mean over shares for a training step (gradients are averaged the same way), the
+    mean over label tokens for an evaluation."""
     labels = [row.label_tokens for row in shares]
     losses = [row.loss or 0.0 for row in shares]
     if shares[0].phase != "evaluate" or not all(labels):
@@ -88,8 +90,11 @@ _WITH_UNKNOWN: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
-    """Return the `ranks` section of a summary: their `count`; by column the `lowest` and the `highest` rank, of the
-    median time of a steady step and of memory peaks; the `memory_gb` of each; their `token_skew`. Empty for one."""
+    """Return the `ranks` section of a summary, empty for one rank.
+
+    It has the `count` of ranks, the `lowest` and `highest` rank per column (median steady step time, memory peaks),
+    `memory_gb` per rank and the `token_skew`.
+    """
     if len(ranks) < 2:
         return {}
     columns_spread: dict[str, Any] = {}
@@ -108,9 +113,11 @@ def _peak(rows: Sequence[StepRow], name: str) -> float | None:
 
 
 def token_skew(ranks: Sequence[Sequence[StepRow]], warmup: int) -> float | None:
-    """Return the share of a steady step that the mean rank waits for the one with the most positions to compute, as
-    far as a step takes as long as it has positions. The times of ranks hide it: each ends a step with the slowest.
-    None where a rank does not count them."""
+    """Return the share of a steady step that the mean rank waits for the rank with the most padded tokens.
+
+    This assumes that the time of a step is proportional to its padded tokens. Step times do not show the wait, since
+    all ranks end a step together. None if a rank does not count tokens.
+    """
     tables = [{row.step: row.padded_tokens for row in rows if row.phase == "train"} for rows in ranks]
     steady = sorted(step for step in tables[0] if step is not None)[warmup:]
     counts = [[table.get(step) for table in tables] for step in steady]
@@ -121,29 +128,28 @@ def token_skew(ranks: Sequence[Sequence[StepRow]], warmup: int) -> float | None:
 
 
 def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
-    """Return the rows of each rank of a run, and what was wrong with their files. None for a run of one process, nor
-    where files of ranks are missing: what the others say is not the run's."""
+    """Return the rows of each rank and warnings. The rows are empty for a single process, and if a file is missing."""
     if not (files := rank_files(run)):
         return [], []
     count = read_json(run.spec_json).get("launch", {}).get("gpus", 1)
     count = count if count > 1 else len(files)
-    files = files[:count]  # more than there were ranks are nobody's
+    files = files[:count]  # ignore files beyond the number of ranks
     if missing := [path.name for path in (run.of_rank(number).steps for number in range(count)) if path not in files]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        return [], [f"{missing[0]}{more} of {count} ranks: not there, so nothing is known by rank"]
+        return [], [f"{missing[0]}{more} of {count} ranks: missing, so there are no figures per rank"]
     tables = [read_steps(path) for path in files]
     return [rows for rows, _ in tables], [warning for _, warnings in tables for warning in warnings]
 
 
 def rank_files(run: RunDir) -> list[Path]:
-    """Return the files of the ranks, in their order."""
+    """Return the files of the ranks in rank order."""
     present = {*run.path.glob("steps.rank*.csv")}
     named = (run.of_rank(number).steps for number in range(MAX_RANKS))
     return [path for path in named if path in present] if present else []
 
 
 def write_merged(run: RunDir) -> None:
-    """Write the steps.csv of a run of several ranks, whose files are complete. Raises MissingError for a full disk."""
+    """Write the merged steps.csv of a finished run of several ranks. Raise MissingError for a full disk."""
     ranks, _ = read_ranks(run)
     _merge_nodes(run)
     if not ranks or run.steps.exists():
@@ -153,7 +159,7 @@ def write_merged(run: RunDir) -> None:
 
 
 def _merge_nodes(run: RunDir) -> None:
-    """Add to machine.json the GPUs of the run's other nodes, in the order of these; their own files have done then."""
+    """Append the GPUs of other nodes to machine.json and delete the nodes' files."""
     files = {RunDir(run.path, node=int(path.name[12:-5])) for path in run.path.glob("machine.node[0-9]*.json")}
     for node in sorted(files, key=lambda each: each.node):
         machine = read_json(run.machine)

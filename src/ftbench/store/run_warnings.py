@@ -1,4 +1,7 @@
-"""What makes a run's figures weak, as sentences: from its steps and its machine."""
+"""Warnings about a run's figures, from its steps and its machine.
+
+Summaries store these sentences and `ftbench verify` compares them, so a new wording needs an entry in `units.reworded`.
+"""
 
 import math
 import statistics
@@ -12,11 +15,11 @@ from ftbench.core.stats import total
 from ftbench.core.units import reworded
 from ftbench.store.rundir import first_gpu, gpus_of
 
-WALL_TOLERANCE = 0.02  # sum of the steps against the wall clock of the window
-STEPS_AHEAD = 2  # so many more steps may be in the sum: the host's clock is read as the last one was asked for
+WALL_TOLERANCE = 0.02  # difference between the sum of the steps and the wall clock
+STEPS_AHEAD = 2  # the sum may have this many more steps, because the host reads its clock before the last step ends
 DRIFT_TOLERANCE = 0.05
 FOREIGN_MEMORY_GB = 1.0
-# A step is named where it took this many times the median of the window, and this many times what spreads it.
+# An outlier is longer than OUTLIER_RATIO medians, and than the median plus OUTLIER_SPREAD standard deviations.
 OUTLIER_RATIO, OUTLIER_SPREAD = 1.2, 6.0
 OUTLIERS_NAMED = 10
 POWER_TOLERANCE = 0.02
@@ -30,7 +33,7 @@ def warnings(
     bound: dict[str, Any],
     ended_well: bool,
 ) -> list[str]:
-    """Return what makes the figures weak, as sentences."""
+    """Return the warnings of a run."""
     sentences = []
     steady = train[warm:]
     if ended_well and len(steady) < stats.MINIMUM_STEADY:
@@ -39,7 +42,7 @@ def warnings(
         )
     if abs(change := drift(steady) or 0.0) > DRIFT_TOLERANCE:
         sentences.append(f"steps took {change:+.0%} at the end of the steady window against its beginning")
-    gap = None if machine.get("imported") else wall_gap(everything, train, warm)  # a line may tell of several steps
+    gap = None if machine.get("imported") else wall_gap(everything, train, warm)  # lines may be means of steps
     if gap is not None and not -WALL_TOLERANCE <= gap <= WALL_TOLERANCE + STEPS_AHEAD / len(steady):
         sentences.append(f"the sum of the steady steps and their wall clock differ by {gap:+.1%}")
     if slow := outliers(steady):
@@ -71,7 +74,7 @@ def warnings(
 
 
 def _above(steady: Sequence[StepRow], limit_w: float) -> list[float]:
-    """Return the watts of steps above the limit, by their share of an energy counter that moves in steps of its own."""
+    """Return the mean watts of steps above the power limit. The energy counter is coarser than a short step."""
     powers = [row.energy_j / row.step_time_s for row in steady if row.energy_j and row.step_time_s]
     return [watts for watts in powers if watts > (1 + POWER_TOLERANCE) * limit_w > 0]
 
@@ -83,8 +86,11 @@ def _named(slow: Sequence[dict[str, Any]]) -> str:
 
 
 def drift(steady: Sequence[StepRow]) -> float | None:
-    """Return how much slower steps became, as a share. Batches differ in length, so a trend counts only where the time
-    of a step and its time per position agree on it; the smaller of the two counts. None for a short window."""
+    """Return how much slower steps became, as a share; None for a short window.
+
+    Batches differ in length. A trend counts only if it appears in step times and in times per padded token. The smaller
+    of the two is returned.
+    """
     raw = stats.drift([row.step_time_s or 0.0 for row in steady])
     per_position = stats.drift(_per_position(steady))
     if raw is None or per_position is None:
@@ -93,8 +99,10 @@ def drift(steady: Sequence[StepRow]) -> float | None:
 
 
 def outliers(steady: Sequence[StepRow]) -> list[dict[str, Any]]:
-    """Return the steady steps that took far longer than the others, also for their length, the slowest first: `step`,
-    its `step_time_s`, how many `times_the_median`, and what its row shows beside (`with`)."""
+    """Return the steady steps that took much longer than the others, also per padded token, slowest first.
+
+    Each has `step`, `step_time_s`, `times_the_median` and other unusual values of the step (`with`).
+    """
     times, rates = [row.step_time_s or 0.0 for row in steady], _per_position(steady)
     if len(steady) < stats.MINIMUM_STEADY:
         return []
@@ -116,7 +124,7 @@ def _limit(values: Sequence[float]) -> float:
 
 
 def _signs(row: StepRow, middle: float, waits: float) -> list[str]:
-    """Return what else was unusual in a slow step."""
+    """Return the unusual values of a slow step."""
     signs = {
         f"{row.recompiles} graphs compiled": row.recompiles,
         f"{row.allocator_retries} flushes of the allocator's cache": row.allocator_retries,
@@ -131,11 +139,9 @@ def _per_position(steady: Sequence[StepRow]) -> list[float]:
 
 
 def wall_gap(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int) -> float | None:
-    """Return the sum of the steady steps' device times over the wall clock of the window, minus one; None for a short
-    window.
+    """Return the sum of the steady steps' device times divided by the wall clock, minus one; None for a short window.
 
-    The host clock is read as each step ends, independently of the device's events; evaluations that fall into the
-    window are taken off it.
+    The host clock is independent of the device events. Evaluations in the window are subtracted.
     """
     if warm < 1 or len(train) - warm < stats.MINIMUM_STEADY:
         return None

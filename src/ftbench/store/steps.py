@@ -1,7 +1,7 @@
-"""steps.csv: its writer, and the one reader behind summaries, bundles, curves and the live view.
+"""Write and read steps.csv.
 
-The file only ever grows by whole lines. A line that cannot be read is left out and named and spoils no other; an
-empty field is None, while NaN and infinity are figures (of a training that went wrong) and stay what they are.
+The file grows by complete lines. A reader skips a damaged line with a warning. An empty field is None. NaN and
+infinity are kept: they show that a training diverged.
 """
 
 import csv
@@ -18,7 +18,7 @@ from ftbench.store.rundir import MOST_CSV_BYTES, open_plain_file, writing
 
 
 class StepsWriter:
-    """Appends whole lines to a steps.csv, each batch of rows in one write."""
+    """Appends complete lines to a steps.csv, each batch of rows in one write."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,7 +27,7 @@ class StepsWriter:
             os.write(self._file, rows.header().encode())
 
     def append(self, steps: Iterable[rows.StepRow]) -> None:
-        """Write the rows through to the file. Raises MissingError for a full disk."""
+        """Append rows without buffering. Raise MissingError for a full disk."""
         data = "".join(map(rows.to_csv, steps)).encode()
         with writing(self._path):
             while data:
@@ -41,13 +41,13 @@ class StepsWriter:
 
 
 class StepsTail:
-    """Follows a steps.csv that another process writes."""
+    """Reads new rows of a steps.csv while another process writes it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._header = path, 0, ""
 
     def read(self) -> list[rows.StepRow]:
-        """Return the rows that were finished since the last call, without those that cannot be read."""
+        """Return the rows that were completed since the last call, without damaged ones."""
         with suppress(OSError, ValueError), open_plain_file(self._path, MOST_CSV_BYTES) as file:
             file.seek(self._offset)
             return self._rows_of(file.read())
@@ -63,8 +63,10 @@ class StepsTail:
 
 
 def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
-    """Return the rows of a steps.csv and what was wrong with it. An absent file has no rows; an unfinished last line
-    (a kill, a full disk) is dropped; a line in the middle that cannot be read is left out and named."""
+    """Return the rows of a steps.csv and warnings about damaged lines.
+
+    A missing file has no rows. A kill or a full disk leaves an incomplete last line, which is dropped.
+    """
     text, unread = _text(path)
     if unread:
         return [], [unread]
@@ -74,7 +76,7 @@ def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
 
 
 def _text(path: Path) -> tuple[str, str | None]:
-    """Return what a file holds, nothing where there is none, and why it was not read."""
+    """Return the text of a file and the problem with it. A missing file is empty."""
     try:
         with open_plain_file(path, MOST_CSV_BYTES) as file:
             return file.read().decode("utf-8", errors="replace"), None
@@ -85,8 +87,10 @@ def _text(path: Path) -> tuple[str, str | None]:
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | None]]:
-    """Return columns of the training rows of a steps.csv, as fast as its size allows; None where a field is empty or
-    the column absent. Rows without a step number are left out. Empty for a file without such a row."""
+    """Return columns of the training rows of a steps.csv, much faster than `read_steps`.
+
+    Empty fields and missing columns are None. Rows without a step number are skipped. The result is empty without rows.
+    """
     text = _text(path)[0].replace("\r\n", "\n")
     head, *lines = text.split("\n")[:-1] or [""]
     header = head.split(",")
@@ -94,7 +98,7 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | Non
         return _checked_columns(path, names)
     wanted = [name for name in ("step", "phase", *names) if name in header]
     places = [header.index(name) for name in wanted]
-    pick, last = itemgetter(*places, 0), max(places) + 1  # what stands behind them is not cut into fields
+    pick, last = itemgetter(*places, 0), max(places) + 1  # later fields are not split
     fields = dict(zip(wanted, zip(*(pick(line.split(",", last)) for line in lines), strict=True), strict=False))
     phases = fields.get("phase", repeat(""))
     trained = [
@@ -110,13 +114,13 @@ def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | Non
 
 
 def _checked_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | None]]:
-    """Return the rows, checked one by one, for a file with lines that cannot be read."""
+    """Return columns by the slow reader, which checks each line of a damaged file."""
     train = [row for row in read_steps(path)[0] if row.phase in ("train", None) and row.step is not None]
     return {name: [getattr(row, name) for row in train] for name in names if train}
 
 
 def _numbers(name: str, texts: Sequence[str]) -> list[float | None]:
-    """Return the numbers of a column. Raises ValueError where one of them is none that the column can have."""
+    """Return the numbers of a column. Raise ValueError if one is out of the column's range."""
     numbers: list[float | None] = [*map(float, texts)] if all(texts) else [float(t) if t else None for t in texts]
     known = list(filter(None, numbers))
     finite = known if math.isfinite(sum(known)) else list(filter(math.isfinite, known))
@@ -129,7 +133,7 @@ def _numbers(name: str, texts: Sequence[str]) -> list[float | None]:
 
 def _rows(text: str, name: str, warnings: list[str]) -> Iterator[rows.StepRow]:
     names: list[str] | None = None
-    for number, line in enumerate(text.split("\n")[:-1], start=1):  # line by line: a stray quote spoils no other row
+    for number, line in enumerate(text.split("\n")[:-1], start=1):  # a stray quote damages one row only
         try:
             values = next(csv.reader([line]))
             if names is not None:

@@ -1,5 +1,7 @@
-"""steps.csv and the other files of a run → summary.json. Pure but for reading those files, so that a killed run has a
-summary too and anyone can compute it again."""
+"""Compute summary.json from steps.csv and the other files of a run.
+
+The parent process computes it, so that a killed run has a summary too, and anyone can recompute it.
+"""
 
 import dataclasses
 import math
@@ -17,14 +19,19 @@ from ftbench.store.steps import read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
 _OF_IMAGES = ("images", "tiles", "image_tokens", "text_tokens")
-UNKNOWN = "unknown"  # of an imported run's optimizations, of which no log tells
+UNKNOWN = "unknown"  # the optimizations of an imported run
 PROFILED = "profiled: no speed is taken from this run, its steps were recorded (measure.profile)"
 
 
 def read_summary(run: RunDir, state: str | None = None) -> dict[str, Any]:
-    """Return the summary that the run's own ftbench wrote; computed from its steps where there is none (a killed
-    parent) or where it is of another schema. Of a run whose files cannot be read it says so, and what the others say.
-    `state` is the run's, where it is known."""
+    """Return the stored summary of a run, or compute it if it is missing, outdated or from another schema.
+
+    If a file of the run cannot be read, the summary has the state `error` and the reason.
+
+    Args:
+        run: The run directory.
+        state: The state of the run, if the caller has read it.
+    """
     documents, problem = read_documents(run)
     if problem:
         return as_dict(_described(run, documents, {"state": "error", "reason": f"cannot be read: {problem}"}))
@@ -51,9 +58,9 @@ def read_documents(run: RunDir) -> tuple[dict[str, dict[str, Any]], str | None]:
 
 
 def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
-    """Return the summary of a run from its files, as far as they tell. `state` is what its state.json will say."""
+    """Compute the summary of a run from its files. `state` is the content of a state.json that is not written yet."""
     documents, _ = read_documents(run)
-    spec, applied, machine = documents["spec_json"], documents["applied"], documents["machine"]
+    spec, config, machine = documents["spec_json"], documents["applied"], documents["machine"]
     state = state or state_of(documents["state"])
     ranks, rank_warnings = read_ranks(run)
     everything, warnings = read_steps(run.steps)
@@ -78,16 +85,16 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
         _speed(summary, steady)
         if rate := summary.tokens_per_s.get("real") if summary.ranks else None:
             summary.ranks["tokens_per_s_per_gpu"] = rate / summary.ranks["count"]
-        _flops(summary, steady, applied, machine)
+        _flops(summary, steady, config, machine)
         summary.energy, sentences = flop_rates.energy(steady, machine)
         summary.warnings += sentences
         summary.drift = run_warnings.drift(steady)
         summary.outliers = run_warnings.outliers(steady)
         summary.contention, sentences = health.contention(steady, on_gpu=summary.gpu is not None)
         summary.warnings += sentences
-    elif rate := applied.get("reported", {}).get("samples_per_s"):  # of the whole training, by who made the log
+    elif rate := config.get("reported", {}).get("samples_per_s"):  # of the training, from the imported log
         summary.samples_per_s, summary.samples_per_hour = rate, rate * 3600
-    timed = bool(train) or not everything  # an imported log may hold losses and no times
+    timed = bool(train) or not everything  # an imported log may have losses without times
     summary.warnings += run_warnings.warnings(
         everything, train, warm, machine, summary.bound, ended_well=state["state"] == "ok" and timed
     )
@@ -95,8 +102,8 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
 
 
 def _described(run: RunDir, documents: dict[str, dict[str, Any]], state: dict[str, Any]) -> RunSummary:
-    """Return a summary that says which run it is of, without a figure."""
-    spec, applied = documents["spec_json"], documents["applied"]
+    """Return a summary with the description of the run and without figures."""
+    spec, config = documents["spec_json"], documents["applied"]
     model, train = spec.get("model", {}), spec.get("train", {})
     shared = [SHARED] if spec.get("measure", {}).get("share_gpu") else []
     return RunSummary(
@@ -106,9 +113,9 @@ def _described(run: RunDir, documents: dict[str, dict[str, Any]], state: dict[st
         batch_size=train.get("batch_size", 0),
         gradient_accumulation_steps=train.get("gradient_accumulation_steps", 0),
         optimizations=[UNKNOWN] if "imported" in spec else optimizations_on(spec.get("optimizations", {})), steps={},
-        parameters={key: applied.get("parameters", {}).get(key) for key in ("total", "trainable")},
-        dataset=applied.get("dataset", {}), oom=state.get("oom"), warnings=[*applied.get("warnings", []), *shared],
-        first_step_cache=(applied["compile_cache"] or "none") if "compile_cache" in applied else None,
+        parameters={key: config.get("parameters", {}).get(key) for key in ("total", "trainable")},
+        dataset=config.get("dataset", {}), oom=state.get("oom"), warnings=[*config.get("warnings", []), *shared],
+        first_step_cache=(config["compile_cache"] or "none") if "compile_cache" in config else None,
     )  # fmt: skip
 
 
@@ -119,8 +126,10 @@ def _learning(summary: RunSummary, everything: Sequence[StepRow], spec: dict[str
 
 
 def _first_steps(summary: RunSummary, train: Sequence[StepRow], warm: int) -> None:
-    """Say how long the first step and all of the warm-up took: an imported log may begin later than at step 1, or tell
-    of several steps in a row."""
+    """Set the times of the first step and of the warm-up, if these steps were recorded one by one.
+
+    An imported log may start after step 1 or have one line for several steps.
+    """
     if train and train[0].step == 1:
         summary.first_step_s = train[0].step_time_s
         if not warm or train[warm - 1].step == warm:
@@ -137,7 +146,7 @@ def as_dict(summary: RunSummary) -> dict[str, Any]:
 
 
 def optimizations_on(section: dict[str, Any]) -> list[str]:
-    """Return those of a spec's section that are on, in words: `compile`, `fp8 rowwise`."""
+    """Return the optimizations that are on, for example `compile`, `fp8 rowwise`."""
     return [
         name if value is True else f"{name} {value}"
         for name, value in section.items()
@@ -176,15 +185,17 @@ def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
 
 
 def _rate(counts: Sequence[int | None], window: float) -> float | None:
-    """Return the counts of all steps over the window; None where one of them is not known."""
+    """Return the total of the counts per second, or None if one is unknown."""
     return None if None in counts else total(counts) / window
 
 
-def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, Any], machine: dict[str, Any]) -> None:
-    """Set model TFLOP/s from real tokens, their share of what its GPUs can do at the precision used, and what the run
-    was bound by. A share above 100 % is a mistake in a count or in a table: it is named and the field stays empty."""
-    rates = flop_rates.of_steps(steady, applied, summary.dataset)
-    precision = applied.get("product_precision", "")
+def _flops(summary: RunSummary, steady: Sequence[StepRow], config: dict[str, Any], machine: dict[str, Any]) -> None:
+    """Set model TFLOP/s, MFU, HFU and the bottleneck.
+
+    A utilization above 100 % means that a count or a table is wrong. It becomes a warning and the field stays empty.
+    """
+    rates = flop_rates.of_steps(steady, config, summary.dataset)
+    precision = config.get("product_precision", "")
     gpu, count = hardware.find_gpu(summary.gpu) if summary.gpu else None, summary.ranks.get("count", 1)
     peak = _times(gpu.peak_tflops(precision) if gpu else None, count)
     measured = _times((machine.get("ceilings") or {}).get("tflops", {}).get(precision), count)
@@ -204,12 +215,12 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], applied: dict[str, An
                 setattr(summary, name, rate / best)
     ceiling = measured or peak
     products = rates[1] / ceiling if rates and ceiling and rates[1] <= ceiling else None
-    bottleneck = classify_bottleneck(steady, summary.gpu is not None, products, applied.get("gpu_busy_method"))
+    bottleneck = classify_bottleneck(steady, summary.gpu is not None, products, config.get("gpu_busy_method"))
     summary.bound = dataclasses.asdict(bottleneck)
 
 
 def _times(rate: float | None, count: int) -> float | None:
-    """Return what so many GPUs can do together."""
+    """Return the rate of several GPUs."""
     return None if rate is None else rate * count
 
 
@@ -225,12 +236,14 @@ def _losses(everything: Sequence[StepRow]) -> dict[str, float | None]:
 def _memory(
     everything: Sequence[StepRow], train: Sequence[StepRow], warm: int, phases: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the peaks over the whole run, and the phase that set the highest allocated one. Answering prompts is no
-    part of what training needs: its peaks stay in phases.json."""
+    """Return the memory peaks of a run and the phase with the highest allocated peak.
+
+    The `generate` phase is not part of training. Its peaks are in phases.json only.
+    """
     phases = [phase for phase in phases if phase["name"] != "generate"]
     names = ["first_step", *["warmup"] * (max(warm, 1) - 1), *["steady"] * len(train)]
     stages = [(name, row.peak_memory_gb) for name, row in zip(names, train, strict=False)]
-    if not train:  # an imported log may know memory and no times
+    if not train:  # an imported log may have memory without times
         stages += [("steady", row.peak_memory_gb) for row in everything if row.phase == "train"]
     stages += [("evaluate", row.peak_memory_gb) for row in everything if row.phase == "evaluate"]
     stages += [(phase["name"], phase.get("peak_memory_gb")) for phase in phases]
@@ -252,8 +265,10 @@ def _memory(
 def _phases(
     phases: Sequence[dict[str, Any]], train: Sequence[StepRow], warm: int, state: dict[str, Any]
 ) -> dict[str, float]:
-    """Return the seconds of each phase: disjoint, and together the wall time. Training is split by the steps. The phase
-    in which a process was killed has no end of its own and lasted until the process ended."""
+    """Return the seconds of each phase. Phases are disjoint and add up to the wall time.
+
+    Training is split by its steps. A phase without an end lasts until the process was killed.
+    """
     seconds: dict[str, float] = {}
     for phase in phases:
         if (end := phase.get("end_s", state.get("wall_s"))) is not None:
