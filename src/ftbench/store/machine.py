@@ -66,7 +66,7 @@ def gpu(visible: str | None = None) -> dict[str, Any] | None:
 
 
 def gpus(visible: str | None = None, count: int = 1) -> list[dict[str, Any]]:
-    """Return the first `count` GPUs of `visible`, by default of CUDA_VISIBLE_DEVICES (indices in PCI order or UUIDs)."""
+    """Return the first `count` GPUs of `visible`, by default of CUDA_VISIBLE_DEVICES (PCI indices or UUIDs)."""
     if (nvml := nvml_module()) is None:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
