@@ -93,7 +93,7 @@ def test_runs_behind_links_are_bundled_once(runs, tmp_path):
     assert (tmp_path / "links.tar.zst").read_bytes() == (tmp_path / "x.tar.zst").read_bytes()
 
 
-def test_the_manifest_names_every_file_with_its_hash(bundled):
+def test_manifest_has_every_file_with_its_hash(bundled):
     files = members(bundled)
     manifest = json.loads(files.pop("manifest.json"))
     assert (manifest["schema"], manifest["made_at"]) == (1, "2026-01-02T03:04:05Z")
@@ -108,7 +108,7 @@ def test_the_manifest_names_every_file_with_its_hash(bundled):
     }  # fmt: skip
 
 
-def test_the_same_runs_give_the_same_bytes(runs, bundled, tmp_path):
+def test_same_runs_give_the_same_bytes(runs, bundled, tmp_path):
     shutil.copytree(runs, tmp_path / "elsewhere" / "results")  # other dates, other inodes, another place
     bundle.make([tmp_path / "elsewhere" / "results"], tmp_path / "again.tar.zst")
     assert (tmp_path / "again.tar.zst").read_bytes() == bundled.read_bytes()
@@ -116,7 +116,7 @@ def test_the_same_runs_give_the_same_bytes(runs, bundled, tmp_path):
     assert (tmp_path / "third.tar.zst").read_bytes() == bundled.read_bytes()
 
 
-def test_the_files_of_every_rank_go_with_it_and_are_verified(runs, tmp_path):
+def test_files_of_all_ranks_are_bundled_and_verified(runs, tmp_path):
     run = RunDir(runs / "study" / "lora-b4-r1")
     steps, _ = read_steps(run.steps)
     for rank in range(2):
@@ -135,7 +135,7 @@ def test_the_files_of_every_rank_go_with_it_and_are_verified(runs, tmp_path):
     assert rundir.read_json(run.summary)["ranks"]["count"] == 2
 
 
-def test_tables_of_a_profile_go_and_links_and_traces_stay(runs, tmp_path):
+def test_profile_tables_are_bundled_without_links_and_traces(runs, tmp_path):
     profile = runs / "study" / "lora-b4-r1" / "profile"
     profile.mkdir()
     (profile / "kernels.csv").write_text("kernel,ms\n")
@@ -148,7 +148,7 @@ def test_tables_of_a_profile_go_and_links_and_traces_stay(runs, tmp_path):
     ]
 
 
-def test_runs_of_the_same_name_from_two_machines_are_both_kept(tmp_path):
+def test_runs_with_equal_names_are_both_kept(tmp_path):
     for machine, seconds in (("a", 0.5), ("b", 0.6)):
         made_run(tmp_path / machine, seconds=seconds)
     made = bundle.make([tmp_path / "a", tmp_path / "b"], tmp_path / "x.tar.zst")
@@ -157,7 +157,7 @@ def test_runs_of_the_same_name_from_two_machines_are_both_kept(tmp_path):
     assert verify(tmp_path / "x.tar.zst").runs == 2
 
 
-def test_a_run_still_going_on_is_left_out_and_named(runs, tmp_path):
+def test_running_run_is_skipped_and_named(runs, tmp_path):
     going = rundir.create_at(runs / "study" / "going-r1")
     made = bundle.make([runs], tmp_path / "x.tar.zst")
     assert (made.runs, made.left_out) == (2, [str(going.path.resolve())])
@@ -166,7 +166,7 @@ def test_a_run_still_going_on_is_left_out_and_named(runs, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty", "file"])
-def test_a_place_without_runs_is_a_mistake(tmp_path, name):
+def test_folder_without_runs_is_an_error(tmp_path, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     with pytest.raises(SpecError, match=name):
@@ -177,7 +177,7 @@ def test_a_place_without_runs_is_a_mistake(tmp_path, name):
 # --- secrets ---------------------------------------------------------------------------------------------------------
 
 
-def test_no_secret_reaches_a_bundle(runs, tmp_path):
+def test_bundle_has_no_secret(runs, tmp_path):
     run = RunDir(runs / "study" / "lora-b4-r1")
     run.spec_yaml.write_text(
         f"# HF_TOKEN={KEYS['HF_TOKEN']}\n# api_key: 'my own key 17'\nmodel: tiny/qwen3\n"
@@ -194,25 +194,25 @@ def test_no_secret_reaches_a_bundle(runs, tmp_path):
     assert "me:[redacted]@example.com" in everything
 
 
-def test_figures_and_versions_are_no_secrets():
+def test_figures_and_versions_are_not_redacted():
     for path in sorted(COMMITTED.rglob("*.json")) + sorted(COMMITTED.rglob("*.csv")):
         text = path.read_text()
         assert redact.redact(text, {}) == (text, 0)
 
 
-def test_short_values_of_the_environment_are_words():
+def test_short_environment_values_are_not_secrets():
     assert redact.redact("no key", {"API_KEY": "no", "TOKENS": "12345678"}) == ("no key", 0)
 
 
 # --- verifying -------------------------------------------------------------------------------------------------------
 
 
-def test_a_bundle_that_is_not_there_is_said_not_to_be(tmp_path):
+def test_missing_bundle_is_an_error(tmp_path):
     with pytest.raises(SpecError, match=r"none\.tar\.zst: cannot be unpacked \(No such file"):
         verify(tmp_path / "none.tar.zst")
 
 
-def test_the_committed_runs_verify(tmp_path):
+def test_committed_runs_verify(tmp_path):
     bundle.make([COMMITTED], tmp_path / "x.tar.zst")
     found = verify(tmp_path / "x.tar.zst")
     assert found.problems == []
@@ -220,7 +220,7 @@ def test_the_committed_runs_verify(tmp_path):
     assert found.figures > 100 * found.runs
 
 
-def test_the_command_says_that_all_agrees(bundled):
+def test_verify_reports_success(bundled):
     done = command("verify", bundled)
     assert (done.returncode, done.stderr) == (0, "")
     assert "2 runs, 16 files" in done.stdout
@@ -234,7 +234,7 @@ def test_the_command_says_that_all_agrees(bundled):
         ("steps.total", 21), ("first_step_s", 0.5000001), ("step_time_s.ci95", [0.4, 0.6]), ("mfu", 0.5),
     ],
 )  # fmt: skip
-def test_a_changed_figure_is_named(runs, tmp_path, key, value):
+def test_changed_figure_is_named(runs, tmp_path, key, value):
     run = RunDir(runs / "study" / "lora-b4-r1")
     written = rundir.read_json(run.summary)
     *sections, last = key.split(".")
@@ -252,14 +252,14 @@ def test_a_changed_figure_is_named(runs, tmp_path, key, value):
     assert all("lora-b4-r1: " + key in problem for problem in document["problems"])
 
 
-def test_a_changed_step_is_found_in_the_figures(runs, tmp_path):
+def test_changed_step_is_found(runs, tmp_path):
     run = RunDir(runs / "study" / "lora-b4-r1")
     run.steps.write_text(run.steps.read_text().replace(",0.5,,", ",0.4,,"))
     bundle.make([runs], tmp_path / "x.tar.zst")
     assert any("step_time_s.median" in problem for problem in verify(tmp_path / "x.tar.zst").problems)
 
 
-def test_a_warning_that_was_taken_away_is_named(runs, tmp_path):
+def test_removed_warning_is_named(runs, tmp_path):
     run = RunDir(runs / "study" / "lora-b4-r1")
     rundir.write_json(run.machine, {"gpu": {"name": "NVIDIA H200", "ecc_uncorrected": 3}})
     digests.write(run)
@@ -268,7 +268,7 @@ def test_a_warning_that_was_taken_away_is_named(runs, tmp_path):
     assert "lacks the warning: the GPU has counted 3 uncorrected memory errors" in problem
 
 
-def test_a_sentence_as_it_was_written_earlier_agrees(runs, tmp_path):
+def test_earlier_wording_of_a_warning_agrees(runs, tmp_path):
     run = RunDir(runs / "study" / "lora-b4-r1")
     rundir.write_json(run.machine, {"gpu": {"name": "NVIDIA H200", "foreign_processes": 1}})
     today = summary.as_dict(summary.summarise(run))
@@ -293,7 +293,7 @@ def test_a_sentence_as_it_was_written_earlier_agrees(runs, tmp_path):
         ("samples.json", "", '{"prompts": []}'),
     ],
 )
-def test_a_change_that_no_figure_shows_is_found_by_the_digest(runs, tmp_path, file, before, after):
+def test_digest_finds_changes_without_figures(runs, tmp_path, file, before, after):
     run = RunDir(runs / "study" / "lora-b4-r1")
     bundle.make([run.path], tmp_path / "before.tar.zst")
     assert command("verify", tmp_path / "before.tar.zst").returncode == 0
@@ -307,7 +307,7 @@ def test_a_change_that_no_figure_shows_is_found_by_the_digest(runs, tmp_path, fi
     assert f"study/lora-b4-r1: {file} was changed after the run; it differs from digest.json" in done.stdout
 
 
-def test_a_file_that_secrets_were_taken_out_of_is_not_checked(runs, tmp_path):
+def test_redacted_file_is_not_checked(runs, tmp_path):
     run = RunDir(runs / "study" / "lora-b4-r1")
     run.spec_yaml.write_text(f"# HF_TOKEN={KEYS['HF_TOKEN']}\n")
     digests.write(run)
@@ -319,7 +319,7 @@ def test_a_file_that_secrets_were_taken_out_of_is_not_checked(runs, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"files": null}', '{"files": {"steps.csv": [1]}}', "x"])
-def test_a_digest_that_cannot_be_read_is_a_problem_and_no_earlier_version(runs, tmp_path, text):
+def test_invalid_digest_is_a_problem(runs, tmp_path, text):
     run = RunDir(runs / "study" / "lora-b4-r1")
     run.digest.write_text(text)
     bundle.make([run.path], tmp_path / "x.tar.zst")
@@ -327,7 +327,7 @@ def test_a_digest_that_cannot_be_read_is_a_problem_and_no_earlier_version(runs, 
     assert problem.startswith("study/lora-b4-r1: digest.json: ")
 
 
-def test_a_digest_that_was_taken_out_leaves_what_is_not_checked(runs, tmp_path):
+def test_missing_digest_is_reported(runs, tmp_path):
     RunDir(runs / "study" / "lora-b4-r1").digest.unlink()
     bundle.make([runs], tmp_path / "x.tar.zst")
     done = command("verify", tmp_path / "x.tar.zst")
@@ -335,7 +335,7 @@ def test_a_digest_that_was_taken_out_leaves_what_is_not_checked(runs, tmp_path):
     assert "not checked: no digest.json in 1 of 2 runs" in done.stdout
 
 
-def test_a_file_beside_those_of_a_run_is_not_checked(runs, tmp_path):
+def test_unknown_file_is_reported(runs, tmp_path):
     bundle.make([runs], tmp_path / "x.tar.zst")
     files = {**members(tmp_path / "x.tar.zst"), "runs/study/lora-b4-r1/inner/state.json": b"{}"}
     del files["manifest.json"]
@@ -354,7 +354,7 @@ def test_a_file_beside_those_of_a_run_is_not_checked(runs, tmp_path):
         ({"runs/a/b/state.json": b'{"state": "ok"}', "runs/a/b/summary.json": b'{"schema": 0}'}, "of another version"),
     ],
 )  # fmt: skip
-def test_what_is_not_checked_is_said_and_is_no_success(tmp_path, files, said):
+def test_unchecked_parts_fail_the_command(tmp_path, files, said):
     done = command("verify", packed(tmp_path / "y.tar.zst", files))
     assert (done.returncode, done.stderr) == (1, "")
     assert "not checked: " in done.stdout
@@ -362,7 +362,7 @@ def test_what_is_not_checked_is_said_and_is_no_success(tmp_path, files, said):
     assert "every hash and every figure agrees" not in done.stdout
 
 
-def test_a_pipe_is_no_bundle(tmp_path):
+def test_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "x.tar.zst")
     with pytest.raises(SpecError, match="not a regular file"):
         verify(tmp_path / "x.tar.zst")
@@ -387,7 +387,7 @@ def packed(
     return path
 
 
-def test_a_file_that_is_not_the_one_packed_is_found(bundled, tmp_path):
+def test_replaced_file_is_found(bundled, tmp_path):
     files = members(bundled)
     del files["manifest.json"]
     other = packed(tmp_path / "y.tar.zst", files, hashes=False)
@@ -402,7 +402,7 @@ def test_a_file_that_is_not_the_one_packed_is_found(bundled, tmp_path):
 # --- reporting -------------------------------------------------------------------------------------------------------
 
 
-def test_a_report_reads_a_bundle_beside_a_folder(bundled, tmp_path):
+def test_report_reads_a_bundle_and_a_folder(bundled, tmp_path):
     made_run(tmp_path / "here", "full-b4-r1", seconds=1.0)
     done = command("report", bundled, tmp_path / "here", "--format", "json")
     assert done.returncode == 0, done.stderr
@@ -414,7 +414,7 @@ def test_a_report_reads_a_bundle_beside_a_folder(bundled, tmp_path):
     }  # fmt: skip
 
 
-def test_a_report_leaves_no_unpacked_bundle_behind(bundled, tmp_path):
+def test_report_removes_the_unpacked_bundle(bundled, tmp_path):
     (tmp_path / "tmp").mkdir()
     assert command("report", bundled, TMPDIR=str(tmp_path / "tmp")).returncode == 0
     assert command("verify", bundled, TMPDIR=str(tmp_path / "tmp")).returncode == 0
@@ -459,7 +459,7 @@ def refused(path: Path, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_entry_is_refused(tmp_path, kind):
+def test_hostile_entry_is_refused(tmp_path, kind):
     info, said = HOSTILE[kind]
     path = packed(tmp_path / "x.tar.zst", {"runs/x/y": b"{}"}, [info])
     assert said in refused(path, tmp_path)
@@ -481,7 +481,7 @@ def test_absolute_path_or_duplicate_name_is_a_problem(tmp_path, name):
     assert not Path("/tmp/ftbench-was-here").exists()
 
 
-def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path, monkeypatch):
+def test_compression_bomb_is_refused(tmp_path, monkeypatch):
     """Small in the archive, large unpacked: many files that together are too much."""
     monkeypatch.setattr(bundle, "MAX_TOTAL", 2**22)
     path = packed(tmp_path / "x.tar.zst", {f"runs/a/{i}/steps.csv": b"\0" * 2**20 for i in range(8)})
@@ -491,7 +491,7 @@ def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\x28\xb5\x2f\xfd" + b"\0" * 100])
-def test_what_is_no_bundle_is_told(tmp_path, content):
+def test_other_file_is_refused(tmp_path, content):
     path = tmp_path / "x.tar.zst"
     path.write_bytes(content)
     assert "not a file of `ftbench bundle`" in refused(path, tmp_path)
@@ -506,7 +506,7 @@ def test_zstd_of_another_file_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "manifest", [b"", b"[]", b"{}", b'{"files": []}', b'{"schema": 2, "files": {}}', b"[" * 10_000]
 )
-def test_a_manifest_that_is_none_is_told(tmp_path, manifest):
+def test_invalid_manifest_is_refused(tmp_path, manifest):
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         bundle._add(tar, "manifest.json", manifest)
@@ -516,7 +516,7 @@ def test_a_manifest_that_is_none_is_told(tmp_path, manifest):
         verify(path)
 
 
-def test_a_bundle_cut_short_anywhere_is_refused(bundled, tmp_path):
+def test_truncated_bundle_is_refused(bundled, tmp_path):
     data = bundled.read_bytes()
     for length in range(4, len(data), len(data) // 40):
         path = tmp_path / f"{length}.tar.zst"
@@ -525,7 +525,7 @@ def test_a_bundle_cut_short_anywhere_is_refused(bundled, tmp_path):
             verify(path)
 
 
-def test_a_flipped_bit_is_found_unless_it_means_nothing(bundled, tmp_path):
+def test_flipped_bit_is_found(bundled, tmp_path):
     """The size of the window, say, may be any that is large enough."""
     data, meant, harmless = bytearray(bundled.read_bytes()), members(bundled), 0
     for place in range(4, len(data), len(data) // 60):
@@ -545,7 +545,7 @@ def test_a_flipped_bit_is_found_unless_it_means_nothing(bundled, tmp_path):
 @pytest.mark.parametrize(
     "name", ["spec.json", "machine.json", "applied.json", "phases.json", "summary.json", "state.json"]
 )
-def test_files_of_a_run_that_are_other_json_are_told_without_a_traceback(bundled, tmp_path, name):
+def test_invalid_json_of_a_run_gives_no_traceback(bundled, tmp_path, name):
     files = members(bundled)
     del files["manifest.json"]
     files[f"runs/study/lora-b4-r1/{name}"] = json.dumps(
@@ -557,7 +557,7 @@ def test_files_of_a_run_that_are_other_json_are_told_without_a_traceback(bundled
 
 
 @pytest.mark.parametrize("name", ["x.zip", "x.tar", "x.tar.gz"])
-def test_a_name_of_another_kind_of_archive_is_refused(tmp_path, name):
+def test_other_archive_suffix_is_refused(tmp_path, name):
     made_run(tmp_path)
     with pytest.raises(SpecError, match=r"a bundle is a tar in zstd; name it x\.tar\.zst"):
         bundle.make([tmp_path], tmp_path / name)

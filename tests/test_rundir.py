@@ -30,7 +30,7 @@ def names(folder):
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def test_json_reads_back_as_it_was_written(tmp_path):
+def test_json_round_trip(tmp_path):
     data = {"schema": 1, "名前": "実験", "none": None, "list": [1, 2.5, True]}
     write_json(tmp_path / "a.json", data)
     assert read_json(tmp_path / "a.json") == data
@@ -38,13 +38,13 @@ def test_json_reads_back_as_it_was_written(tmp_path):
     assert names(tmp_path) == ["a.json"]
 
 
-def test_a_file_name_that_is_not_utf8_survives(tmp_path):
+def test_file_name_that_is_not_utf8_is_kept(tmp_path):
     data = {"path": os.fsdecode("データ.jsonl".encode("shift-jis"))}
     write_json(tmp_path / "a.json", data)
     assert read_json(tmp_path / "a.json") == data
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path):
+def test_reader_never_sees_a_partial_file(tmp_path):
     path, done, seen = tmp_path / "a.json", threading.Event(), set()
     write_json(path, {"n": -1, "padding": "x" * 100_000})
 
@@ -63,7 +63,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("step", ["replace", "fsync"])
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch, step):
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, step):
     write_json(tmp_path / "a.json", {"old": True})
 
     def fail(*_):
@@ -76,14 +76,14 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypat
     assert names(tmp_path) == ["a.json"]
 
 
-def test_a_figure_that_is_no_number_is_never_written(tmp_path):
+def test_nan_is_never_written(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         write_json(tmp_path / "a.json", {"loss": math.nan})
     assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"a": 1', b"[1, 2]", b"\xff\xfe", b"null", None])
-def test_a_file_that_is_absent_or_cannot_be_read_is_empty(tmp_path, content):
+def test_missing_or_invalid_file_is_empty(tmp_path, content):
     if content is not None:
         (tmp_path / "a.json").write_bytes(content)
     assert read_json(tmp_path / "a.json") == {}
@@ -92,13 +92,13 @@ def test_a_file_that_is_absent_or_cannot_be_read_is_empty(tmp_path, content):
 # --- claiming --------------------------------------------------------------------------------------------------------
 
 
-def test_a_claim_never_takes_a_directory_that_exists(tmp_path):
+def test_create_never_uses_an_existing_directory(tmp_path):
     runs = [create(tmp_path, "exp", "slug") for _ in range(3)]
     assert [run.run_id for run in runs] == ["slug-r1", "slug-r2", "slug-r3"]
     assert runs[0].path.parent == tmp_path / "exp"
 
 
-def test_a_claimed_run_is_running_at_once_and_interrupted_when_its_owner_is_gone(tmp_path):
+def test_new_run_is_running_until_its_owner_dies(tmp_path):
     program = (
         "import sys, pathlib; from ftbench.store.rundir import create; create(pathlib.Path(sys.argv[1]), 'exp', 'slug')"
     )
@@ -113,26 +113,26 @@ def test_a_claimed_run_is_running_at_once_and_interrupted_when_its_owner_is_gone
     ]
 
 
-def test_a_claim_does_not_write_into_what_somebody_else_left(tmp_path):
+def test_create_does_not_write_into_other_directories(tmp_path):
     (tmp_path / "exp" / "slug-r1").mkdir(parents=True)
     (tmp_path / "exp" / "slug-r2").write_text("a file")
     assert create(tmp_path, "exp", "slug").run_id == "slug-r3"
     assert names(tmp_path / "exp" / "slug-r1") == []
 
 
-def test_claims_at_the_same_time_get_directories_of_their_own(tmp_path):
+def test_concurrent_creates_get_separate_directories(tmp_path):
     with ThreadPoolExecutor(16) as pool:
         runs = list(pool.map(lambda _: create(tmp_path, "exp", "slug"), range(32)))
     assert len({run.path for run in runs}) == 32
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path):
+def test_unwritable_folder_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(MissingError, match="write elsewhere"):
         create(tmp_path / "file", "exp", "slug")
 
 
-def test_the_paths_of_a_run_are_those_of_the_design(tmp_path):
+def test_paths_of_a_run(tmp_path):
     run = RunDir(tmp_path)
     assert (run.steps.name, run.state.name, run.log.name) == ("steps.csv", "state.json", "log.txt")
     with pytest.raises(AttributeError):
@@ -151,18 +151,18 @@ def steps(tmp_path):
     return tmp_path / "steps.csv"
 
 
-def test_rows_read_back_as_they_were_appended(steps):
+def test_rows_round_trip(steps):
     assert read_steps(steps) == (ROWS, [])
 
 
-def test_a_row_is_on_the_disk_before_the_file_is_closed(tmp_path):
+def test_row_is_written_without_buffering(tmp_path):
     writer = StepsWriter(tmp_path / "steps.csv")
     writer.append(ROWS[:2])
     assert read_steps(tmp_path / "steps.csv") == (ROWS[:2], [])
     writer.close()
 
 
-def test_a_torn_last_line_loses_only_itself(steps):
+def test_torn_last_line_loses_only_itself(steps):
     whole = steps.read_bytes()
     last = len(to_csv(ROWS[-1]))
     for kept in range(1, last):
@@ -174,7 +174,7 @@ def test_a_torn_last_line_loses_only_itself(steps):
     assert read_steps(steps) == (ROWS[:-1], [])
 
 
-def test_a_torn_header_is_a_file_without_rows(steps):
+def test_torn_header_gives_no_rows(steps):
     for kept in range(len(header())):
         steps.write_bytes(header().encode()[:kept])
         assert read_steps(steps)[0] == []
@@ -195,7 +195,7 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_in_the_middle_is_named_and_spoils_no_other_row(steps, garbage):
+def test_damaged_line_is_named_and_skipped(steps, garbage):
     lines = steps.read_bytes().splitlines(keepends=True)
     steps.write_bytes(b"".join([*lines[:3], garbage + b"\n", *lines[3:]]))
     found, warnings = read_steps(steps)
@@ -203,7 +203,7 @@ def test_garbage_in_the_middle_is_named_and_spoils_no_other_row(steps, garbage):
     assert warnings == ["steps.csv: line 4 cannot be read and was left out"]
 
 
-def test_a_row_after_a_torn_one_is_lost_with_it_and_named(steps):
+def test_row_joined_to_a_torn_one_is_skipped(steps):
     """A full disk tears a line; the next append then lands on the same line."""
     lines = steps.read_bytes().splitlines(keepends=True)
     steps.write_bytes(b"".join([*lines[:2], lines[2][:9], *lines[3:]]))
@@ -212,12 +212,12 @@ def test_a_row_after_a_torn_one_is_lost_with_it_and_named(steps):
     assert warnings == ["steps.csv: line 3 cannot be read and was left out"]
 
 
-def test_a_file_saved_on_windows_reads_the_same(steps):
+def test_windows_line_ends_are_accepted(steps):
     steps.write_bytes(steps.read_bytes().replace(b"\n", b"\r\n"))
     assert read_steps(steps) == (ROWS, [])
 
 
-def test_an_absent_file_has_no_rows(tmp_path):
+def test_missing_file_has_no_rows(tmp_path):
     assert read_steps(tmp_path / "steps.csv") == ([], [])
 
 
@@ -234,12 +234,12 @@ def owned_by(pid, start, **other):
     return state | {"owner": state["owner"] | {"pid": pid, "start": start, **other}}
 
 
-def test_a_run_whose_owner_lives_is_running(run):
+def test_run_with_a_live_owner_is_running(run):
     write_json(run.state, rundir.running())
     assert read_state(run)["state"] == "running"
 
 
-def test_a_run_of_another_living_process_is_running(run):
+def test_run_of_another_live_process_is_running(run):
     with subprocess.Popen(["sleep", "60"]) as other:
         write_json(run.state, owned_by(other.pid, process_identity.process_start(other.pid)))
         before = read_state(run)["state"]
@@ -248,7 +248,7 @@ def test_a_run_of_another_living_process_is_running(run):
     assert (before, read_state(run)["state"]) == ("running", "interrupted")
 
 
-def test_a_killed_owner_nobody_has_waited_for_is_gone(run):
+def test_zombie_owner_counts_as_dead(run):
     with subprocess.Popen(["sleep", "60"]) as other:
         write_json(run.state, owned_by(other.pid, process_identity.process_start(other.pid)))
         other.kill()
@@ -261,7 +261,7 @@ def test_a_killed_owner_nobody_has_waited_for_is_gone(run):
     [{"start": 1}, {"boot": "another boot"}, {"host": "another-machine"}, {"pid": None}, {"pid": 2**22 + 1}],
     ids=str,
 )
-def test_a_run_whose_owner_is_another_process_was_interrupted(run, owner):
+def test_run_of_another_identity_was_interrupted(run, owner):
     state = rundir.running()
     write_json(run.state, state | {"owner": state["owner"] | owner})
     found = read_state(run)
@@ -269,13 +269,13 @@ def test_a_run_whose_owner_is_another_process_was_interrupted(run, owner):
     assert "killed or the machine went down" in found["reason"]
 
 
-def test_a_run_without_owner_was_interrupted(run):
+def test_run_without_owner_was_interrupted(run):
     write_json(run.state, {"state": "running"})
     assert read_state(run)["state"] == "interrupted"
 
 
 @pytest.mark.parametrize("state", ["ok", "oom", "timeout", "error", "interrupted"])
-def test_a_run_that_ended_keeps_its_state(run, state):
+def test_finished_run_keeps_its_state(run, state):
     write_json(run.state, {"state": state, "reason": "why"})
     assert read_state(run) == {"state": state, "reason": "why"}
 
@@ -295,7 +295,7 @@ def test_a_run_that_ended_keeps_its_state(run, state):
         ('{"state": "running", "owner": {"pid": "1"}}', "state.json: owner.pid: Input should be a valid integer"),
     ],
 )
-def test_a_run_without_a_readable_state_is_an_error(run, content, reason):
+def test_invalid_state_is_an_error(run, content, reason):
     if content is None:
         run.state.unlink()
     else:
@@ -305,12 +305,12 @@ def test_a_run_without_a_readable_state_is_an_error(run, content, reason):
     assert state["reason"].startswith(reason)
 
 
-def test_a_process_is_named_by_its_start(tmp_path):
+def test_process_start_is_stable(tmp_path):
     assert process_identity.process_start(os.getpid()) == process_identity.process_start(os.getpid())
     assert process_identity.process_start(2**22 + 1) is None
 
 
-def test_a_process_name_with_spaces_and_brackets_is_no_trouble(tmp_path):
+def test_process_name_with_spaces_and_brackets(tmp_path):
     program = tmp_path / "a ) b ("
     program.symlink_to(shutil.which("sleep"))
     with subprocess.Popen([program, "60"]) as process:
@@ -319,7 +319,7 @@ def test_a_process_name_with_spaces_and_brackets_is_no_trouble(tmp_path):
     assert start >= process_identity.process_start(os.getpid())
 
 
-def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path):
+def test_find_runs_below_a_folder(tmp_path):
     for slug in ("b", "a"):
         for _ in range(2):
             write_json(create(tmp_path, "exp", slug).state, {"state": "ok"})
@@ -332,7 +332,7 @@ def test_runs_are_found_below_a_folder_and_not_inside_each_other(tmp_path):
     assert find_runs(tmp_path / "nowhere") == []
 
 
-def test_runs_behind_links_are_found_once_and_a_circle_ends(tmp_path):
+def test_find_runs_follows_links_once(tmp_path):
     for name in ("here/a/1", "here/b/2", "elsewhere/c/3", "elsewhere/d/4"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "state.json").write_text("{}")
@@ -369,7 +369,7 @@ def fill(disk):
     assert shutil.disk_usage(disk).free == 0
 
 
-def test_a_full_disk_still_takes_the_last_state(small_disk):
+def test_full_disk_still_takes_the_last_state(small_disk):
     run = create(small_disk, "exp", "slug")
     write_json(run.state, rundir.running())
     fill(small_disk)
@@ -379,7 +379,7 @@ def test_a_full_disk_still_takes_the_last_state(small_disk):
     assert names(run.path) == ["state.json"]
 
 
-def test_a_full_disk_without_reserve_keeps_the_old_state_and_says_so(small_disk):
+def test_full_disk_without_reserve_keeps_the_old_state(small_disk):
     run = create(small_disk, "exp", "slug")
     write_json(run.state, {"state": "ok"})
     run.reserve.unlink()
@@ -390,7 +390,7 @@ def test_a_full_disk_without_reserve_keeps_the_old_state_and_says_so(small_disk)
     assert names(run.path) == ["state.json"]
 
 
-def test_steps_on_a_full_disk_keep_the_whole_lines_that_fitted(small_disk):
+def test_full_disk_keeps_complete_lines(small_disk):
     run = create(small_disk, "exp", "slug")
     writer = StepsWriter(run.steps)
     writer.append(ROWS)
@@ -404,13 +404,13 @@ def test_steps_on_a_full_disk_keep_the_whole_lines_that_fitted(small_disk):
     assert len(warnings) <= 1
 
 
-def test_a_claim_on_a_full_disk_is_told(small_disk):
+def test_create_on_a_full_disk_is_an_error(small_disk):
     fill(small_disk)
     with pytest.raises(MissingError, match="no space left on the disk"):
         create(small_disk, "exp", "slug")
 
 
-def test_a_disk_that_takes_nothing_is_told_by_the_name_that_was_asked_for(small_disk):
+def test_read_only_disk_error_names_the_file(small_disk):
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     said = r"/x\.json: cannot be written \(Read-only file system\); write elsewhere"
     with pytest.raises(MissingError, match=said):
@@ -442,7 +442,7 @@ def test_a_disk_that_takes_nothing_is_told_by_the_name_that_was_asked_for(small_
         (b'{"outliers": [{"step": 1, "with": [3]}]}', "outliers.0.with.0: Input should be a valid string"),
     ],
 )
-def test_what_is_no_document_of_a_run_is_empty_with_the_reason_and_waits_for_nobody(tmp_path, content, reason):
+def test_invalid_document_is_empty_with_the_reason(tmp_path, content, reason):
     path = tmp_path / "summary.json"
     if content == "pipe":
         os.mkfifo(path)
@@ -458,30 +458,30 @@ def test_what_is_no_document_of_a_run_is_empty_with_the_reason_and_waits_for_nob
     assert reason in problem
 
 
-def test_a_key_that_another_version_wrote_is_no_matter(tmp_path):
+def test_unknown_keys_are_accepted(tmp_path):
     write_json(tmp_path / "summary.json", {"later": {"x": [None, "text"]}, "steps": {"total": 5}})
     assert rundir.read_document(tmp_path / "summary.json")[1] is None
 
 
-def test_every_field_of_a_summary_has_a_shape():
+def test_model_has_every_field_of_a_summary():
     assert models.MODELS["summary.json"].model_fields.keys() | {"schema"} == rows.FIELDS | rows.LATER
 
 
-def test_the_documents_of_committed_runs_and_probes_have_the_shapes():
+def test_committed_files_fit_their_models():
     paths = [path for path in RESULTS.rglob("*.json") if models.model_of(path) is not models.FileModel]
     assert len(paths) > 800
     assert {path.parent.name for path in paths} > {"probe"}
     assert [problem for path in paths if (problem := rundir.read_document(path)[1])] == []
 
 
-def test_a_probe_of_another_form_is_none(tmp_path):
+def test_invalid_probe_is_ignored(tmp_path):
     (tmp_path / "probe").mkdir()
     for number, content in enumerate(({"machine": {"gpus": 3}}, {"machine": []}, {"products": {"bf16": 7}})):
         write_json(tmp_path / "probe" / f"{number}.json", content)
     assert ceilings.of(tmp_path, "NVIDIA H200") == {}
 
 
-def test_a_folder_in_place_of_the_state_is_a_run_that_cannot_be_read(run):
+def test_folder_named_state_json_is_an_unreadable_run(run):
     run.state.unlink()
     run.state.mkdir()
     assert [found.run_id for found in find_runs(run.path.parent)] == [run.run_id]
@@ -489,7 +489,7 @@ def test_a_folder_in_place_of_the_state_is_a_run_that_cannot_be_read(run):
 
 
 @pytest.mark.parametrize("gpus", [0, -1, 1025, 10**50, "many", 2.0, True, None])
-def test_no_run_has_so_many_gpus(tmp_path, gpus):
+def test_number_of_gpus_is_limited(tmp_path, gpus):
     path = tmp_path / "spec.json"
     path.write_text(json.dumps({"launch": {"gpus": gpus}}))
     document, problem = rundir.read_document(path)
@@ -498,7 +498,7 @@ def test_no_run_has_so_many_gpus(tmp_path, gpus):
 
 
 @pytest.mark.parametrize("links", [[], "fast", {"all_reduce_bus_gbs": "fast"}, {"all_reduce_bus_gbs": [1]}])
-def test_links_that_a_probe_cannot_have_measured_are_not_read(tmp_path, links):
+def test_invalid_links_of_a_probe_are_ignored(tmp_path, links):
     (tmp_path / "probe").mkdir()
     (tmp_path / "probe" / "a.json").write_text(json.dumps({"device": {"kind": "cpu"}, "links": links}))
     assert ceilings.of(tmp_path, None) == {}

@@ -139,7 +139,7 @@ def test_without_the_file_of_one_rank_the_others_are_not_the_run(run, gone, coun
         run.of_rank(gone).steps.unlink()
     tables, (warning,) = read_ranks(run)
     assert tables == []
-    assert f"steps.rank{11 if gone is None else gone}.csv of {count} ranks: not there" in warning
+    assert f"steps.rank{11 if gone is None else gone}.csv of {count} ranks: missing" in warning
 
 
 def test_files_of_more_ranks_than_the_spec_has_are_not_read(run):

@@ -17,7 +17,7 @@ def output_file(path: Path) -> Path:
         MissingError: The folder of the file does not exist.
     """
     target = Path(os.path.realpath(path))
-    if os.path.exists(target) and not target.is_file():
+    if target.is_symlink() or (os.path.exists(target) and not target.is_file()):  # a link to itself stays a link
         raise SpecError(f"-o {path}: is not a regular file; name a file")
     if not target.parent.is_dir():
         raise MissingError(f"-o {path}: the folder {target.parent} does not exist; create it first")
