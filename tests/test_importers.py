@@ -48,7 +48,7 @@ def imported(path, out, **changes):
 # --- the study's CSV -------------------------------------------------------------------------------------------------
 
 
-def test_a_line_a_step_gives_step_times_and_rates(tmp_path):
+def test_line_per_step_gives_step_times_and_rates(tmp_path):
     lines = [(1, 3.0), *((step, 3.0 + 0.5 * (step - 1)) for step in range(2, 31))]
     run, found = imported(write_csv(tmp_path / "log.csv", lines), tmp_path / "out")
     assert found["first_step_s"] == 3.0
@@ -60,7 +60,7 @@ def test_a_line_a_step_gives_step_times_and_rates(tmp_path):
     assert [row.step for row in read_steps(run.steps)[0]] == list(range(1, 31))
 
 
-def test_what_the_csv_does_not_say_stays_empty(tmp_path):
+def test_missing_fields_stay_empty(tmp_path):
     run, found = imported(write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)]), tmp_path / "out")
     assert found["tokens_per_s"] == {"real": None, "padded": None, "label": None}
     assert found["loss"] == {"first": None, "last": None, "eval": None}
@@ -75,7 +75,7 @@ def test_what_the_csv_does_not_say_stays_empty(tmp_path):
     assert read_json(run.state)["imported"]["sha256"]
 
 
-def test_a_line_every_ten_steps_is_the_mean_of_ten(tmp_path):
+def test_line_every_ten_steps_is_a_mean(tmp_path):
     lines = [(10, 12.0), *((step, 12.0 + 0.5 * (step - 10)) for step in range(20, 251, 10))]
     _, found = imported(write_csv(tmp_path / "log.csv", lines), tmp_path / "out")
     assert found["first_step_s"] is None
@@ -86,7 +86,7 @@ def test_a_line_every_ten_steps_is_the_mean_of_ten(tmp_path):
     assert not any("wall clock" in warning for warning in found["warnings"])
 
 
-def test_the_short_last_step_of_an_epoch_is_no_full_batch(tmp_path):
+def test_last_step_of_an_epoch_is_short(tmp_path):
     """1,000 samples at batch 32 leave 8 for the last of 32 steps."""
     path = write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 65)])
     run, found = imported(path, tmp_path / "out", batch_size=32, samples=1000)
@@ -96,20 +96,20 @@ def test_the_short_last_step_of_an_epoch_is_no_full_batch(tmp_path):
     assert not any("full batch" in warning for warning in found["warnings"])
 
 
-def test_a_line_whose_steps_were_of_two_sizes_is_no_step_time(tmp_path):
+def test_line_with_two_batch_sizes_has_no_step_time(tmp_path):
     path = write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(5, 65, 5)])
     run, _ = imported(path, tmp_path / "out", batch_size=32, samples=1000)
     assert [row.step for row in read_steps(run.steps)[0] if row.step_time_s is None] == [35]
 
 
-def test_a_training_that_was_ended_early_says_so(tmp_path):
+def test_incomplete_training_is_a_warning(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text("step,elapsed_time_sec,progress_ratio\n" + "".join(f"{i},{i},{i / 100}\n" for i in range(1, 41)))
     _, found = imported(path, tmp_path / "out")
     assert any("ends at 40 % of the planned steps" in warning for warning in found["warnings"])
 
 
-def test_a_torn_line_is_left_out_and_told(tmp_path):
+def test_torn_line_is_skipped_with_a_warning(tmp_path):
     path = write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)])
     path.write_text(path.read_text() + "31,1.0,15.")
     _, found = imported(path, tmp_path / "out")
@@ -117,7 +117,7 @@ def test_a_torn_line_is_left_out_and_told(tmp_path):
     assert any("last line is not finished" in warning for warning in found["warnings"])
 
 
-def test_no_default_of_today_is_taken_for_the_recipe_of_an_imported_run(tmp_path):
+def test_imported_recipe_has_no_defaults(tmp_path):
     run, _ = imported(write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)]), tmp_path / "out")
     facts = spec_facts(run)
     assert facts["train.batch_size"] == "4"
@@ -150,7 +150,7 @@ def test_no_default_of_today_is_taken_for_the_recipe_of_an_imported_run(tmp_path
         ('{"log_history": [{"step": 1, "loss": 2.0}]}', "add --batch-size"),
     ],
 )
-def test_a_file_that_is_no_log_is_told_and_leaves_nothing(tmp_path, text, said):
+def test_other_file_is_refused_and_creates_nothing(tmp_path, text, said):
     path = tmp_path / "log"
     path.write_text(text)
     with pytest.raises(SpecError) as refused:
@@ -162,7 +162,7 @@ def test_a_file_that_is_no_log_is_told_and_leaves_nothing(tmp_path, text, said):
 
 @pytest.mark.parametrize("hostile", ["9" * 400, "inf", "nan", "-5", "1e300"])
 @pytest.mark.parametrize("column", range(7))
-def test_a_line_with_a_number_that_no_training_has_is_left_out_and_told(tmp_path, column, hostile):
+def test_line_with_an_implausible_number_is_skipped(tmp_path, column, hostile):
     lines = [[str(i), "0.5", str(0.5 * i), str(i / 30), "15", "16", "16"] for i in range(1, 31)]
     lines[7][column] = hostile
     path = tmp_path / "log.csv"
@@ -173,7 +173,7 @@ def test_a_line_with_a_number_that_no_training_has_is_left_out_and_told(tmp_path
     assert summary.read_documents(run)[1] is None
 
 
-def test_numbers_that_no_training_has_are_not_known_in_a_trainer_state(tmp_path):
+def test_implausible_numbers_of_a_trainer_state_are_unknown(tmp_path):
     history = [{"step": i, "loss": 2.0, "grad_norm": math.nan, "epoch": 10**400, "eval_runtime": math.inf}
                for i in range(1, 6)]  # fmt: skip
     path = tmp_path / "trainer_state.json"
@@ -184,7 +184,7 @@ def test_numbers_that_no_training_has_are_not_known_in_a_trainer_state(tmp_path)
     assert [(row.step, row.epoch, row.progress_ratio) for row in rows] == [(i, None, None) for i in range(1, 6)]
 
 
-def test_a_run_is_ok_only_once_it_has_its_summary(tmp_path, monkeypatch):
+def test_state_is_written_after_the_summary(tmp_path, monkeypatch):
     monkeypatch.setattr(importers.summary, "summarise", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         imported(write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)]), tmp_path / "out")
@@ -192,7 +192,7 @@ def test_a_run_is_ok_only_once_it_has_its_summary(tmp_path, monkeypatch):
     assert read_json(run.state)["state"] == "running"
 
 
-def test_a_csv_needs_the_batch_size(tmp_path):
+def test_csv_needs_the_batch_size(tmp_path):
     with pytest.raises(SpecError, match="add --batch-size"):
         imported(write_csv(tmp_path / "log.csv", [(1, 1.0)]), tmp_path / "out", batch_size=None)
 
@@ -201,12 +201,12 @@ def test_a_csv_needs_the_batch_size(tmp_path):
     ({"name": "../up"}, r"--name '\.\./up' may have up to 80 letters"), ({"method": "lorra"}, "'lorra' is no method"),
     ({"model": " "}, "--model ' ': is not a valid name"), ({"gpu": "a\nb"}, "--gpu "),
 ])  # fmt: skip
-def test_a_description_that_cannot_be_is_refused(tmp_path, changes, said):
+def test_invalid_description_is_refused(tmp_path, changes, said):
     with pytest.raises(SpecError, match=f"import: {said}"):
         imported(write_csv(tmp_path / "log.csv", [(1, 1.0)]), tmp_path / "out", **changes)
 
 
-def test_the_same_file_is_imported_once(tmp_path):
+def test_same_file_is_imported_once(tmp_path):
     path = write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)])
     run, _ = imported(path, tmp_path / "out")
     with pytest.raises(SpecError, match="was imported before") as refused:
@@ -261,7 +261,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.torch
-def test_a_trainer_state_gives_losses_and_no_times(trained, tmp_path):
+def test_trainer_state_has_losses_without_times(trained, tmp_path):
     run, found = imported(trained / "trainer_state.json", tmp_path, batch_size=None, gpu=None)
     state = json.loads((trained / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
@@ -278,7 +278,7 @@ def test_a_trainer_state_gives_losses_and_no_times(trained, tmp_path):
 
 
 @pytest.mark.torch
-def test_the_csv_of_a_real_loop_gives_its_step_times(trained, tmp_path):
+def test_csv_of_a_real_loop_gives_its_step_times(trained, tmp_path):
     _, found = imported(trained / "log.csv", tmp_path, batch_size=2, samples=22)
     with (trained / "log.csv").open() as file:
         elapsed = [float(line["elapsed_time_sec"]) for line in csv.DictReader(file)]
@@ -291,7 +291,7 @@ def test_the_csv_of_a_real_loop_gives_its_step_times(trained, tmp_path):
 
 
 @pytest.mark.torch
-def test_both_are_reported_bundled_and_verified(trained, tmp_path, monkeypatch):
+def test_imported_runs_are_reported_bundled_and_verified(trained, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     imported(trained / "trainer_state.json", tmp_path / "out", batch_size=None, method="full")
     run, found = imported(trained / "log.csv", tmp_path / "out", dataset="japanese-alpaca", samples=22, batch_size=2)
@@ -305,7 +305,7 @@ def test_both_are_reported_bundled_and_verified(trained, tmp_path, monkeypatch):
 
 
 @pytest.mark.torch
-def test_the_command_prints_where_the_run_is(trained, tmp_path):
+def test_command_prints_the_run_directory(trained, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "ftbench", "import", str(trained / "log.csv"), "--name", "old",
          "--model", "Qwen/Qwen3-8B", "--method", "lora", "--gpu", "cpu", "--batch-size", "2",
@@ -322,7 +322,7 @@ def test_the_command_prints_where_the_run_is(trained, tmp_path):
 # --- beside others ---------------------------------------------------------------------------------------------------
 
 
-def test_two_logs_of_one_told_recipe_are_compared_and_no_hash_is_a_difference(tmp_path):
+def test_imported_runs_are_compared_without_hashes(tmp_path):
     for number, (gpu, step) in enumerate((("NVIDIA H200", 0.5), ("NVIDIA H100 PCIe", 0.7))):
         log = write_csv(tmp_path / f"{number}.csv", [(i, step * i) for i in range(1, 41)])
         imported(log, tmp_path / "out", gpu=gpu, dataset="alpaca", samples=160)
@@ -334,7 +334,7 @@ def test_two_logs_of_one_told_recipe_are_compared_and_no_hash_is_a_difference(tm
     assert "sha256" not in report(Request([tmp_path / "out"])).text
 
 
-def test_two_logs_of_one_told_recipe_on_one_machine_are_no_repeats(tmp_path):
+def test_imported_runs_are_not_repeats(tmp_path):
     for number, step in enumerate((0.5, 0.7)):
         imported(write_csv(tmp_path / f"{number}.csv", [(i, step * i) for i in range(1, 41)]), tmp_path / "out")
     runs = json.loads(report(Request([tmp_path / "out"], "json", repeats="merge")).text)["runs"]
@@ -351,7 +351,7 @@ def rows_of(folder, name, content, **changes):
     return read_steps(run.steps)[0], found
 
 
-def test_a_log_of_llama_factory_has_losses_and_times(tmp_path):
+def test_llama_factory_log(tmp_path):
     lines = [
         {"current_steps": step, "total_steps": 60, "loss": 2 - step / 100, "lr": 1e-4, "epoch": step / 60,
          "percentage": step / 0.6, "elapsed_time": f"0:0{step // 60}:{step % 60:02d}", "remaining_time": "0:00:10"}
@@ -365,7 +365,7 @@ def test_a_log_of_llama_factory_has_losses_and_times(tmp_path):
     assert any("whole seconds" in warning for warning in found["warnings"])
 
 
-def test_axolotl_s_trainer_state_has_its_memory_too(tmp_path):
+def test_axolotl_trainer_state_has_memory(tmp_path):
     history = [{"step": i, "loss": 2.0, "memory/max_active (GiB)": 30.5, "memory/device_reserved (GiB)": 33.25}
                for i in range(1, 9)]  # fmt: skip
     rows, found = rows_of(tmp_path, "trainer_state.json", json.dumps({"log_history": history}))
@@ -374,7 +374,7 @@ def test_axolotl_s_trainer_state_has_its_memory_too(tmp_path):
     assert found["warnings"][0].endswith("step times, tokens, energy and most of the recipe are not known")
 
 
-def test_the_rate_that_a_trainer_tells_is_shown_as_its_own(tmp_path):
+def test_rate_of_the_trainer_is_reported(tmp_path):
     history = [*({"step": i, "loss": 2.0} for i in range(1, 9)),
                {"step": 8, "train_runtime": 20.0, "train_samples_per_second": 1.5, "train_loss": 2.0}]  # fmt: skip
     _, found = rows_of(tmp_path, "trainer_state.json", json.dumps({"log_history": history}))
@@ -383,7 +383,7 @@ def test_the_rate_that_a_trainer_tells_is_shown_as_its_own(tmp_path):
     assert any("warm-up and evaluations included: 1.5 samples/s" in warning for warning in found["warnings"])
 
 
-def test_a_table_of_wandb_is_a_run(tmp_path):
+def test_wandb_history(tmp_path):
     lines = ['"_step","_runtime","_timestamp","train/global_step","train/loss","train/grad_norm","eval/loss"']
     lines += [f"{i},{30 + i * 2},1731000000,{i * 5},{2 - i / 100},0.5," for i in range(1, 30)]
     rows, found = rows_of(tmp_path, "history.csv", "\n".join([*lines, "30,100,1731000000,150,,,1.25"]))
@@ -392,7 +392,7 @@ def test_a_table_of_wandb_is_a_run(tmp_path):
     assert found["samples_per_hour"] == pytest.approx(4 / 0.4 * 3600)
 
 
-def test_a_panel_of_wandb_is_a_run_and_one_of_several_is_not(tmp_path):
+def test_wandb_panel_with_one_run(tmp_path):
     text = (
         '"Step","fast - train/loss","fast - train/loss__MIN","fast - train/loss__MAX"\n1,2.0,2.0,2.0\n2,1.5,1.5,1.5\n'
     )
@@ -402,7 +402,7 @@ def test_a_panel_of_wandb_is_a_run_and_one_of_several_is_not(tmp_path):
         rows_of(tmp_path, "two.csv", '"Step","a - train/loss","b - train/loss"\n1,2.0,2.0\n')
 
 
-def test_events_of_tensorboard_are_a_run(tmp_path):
+def test_tensorboard_events(tmp_path):
     pytest.importorskip("tensorboard", reason="pip install tensorboard")
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -430,7 +430,7 @@ def test_events_of_tensorboard_are_a_run(tmp_path):
     ("events.out.tfevents.2", (5).to_bytes(8, "little") + b"1234" + b"\xff" * 9),
     ("log.jsonl", b'{"current_steps": 1.5, "loss": 2}'),
 ])  # fmt: skip
-def test_a_broken_log_of_another_tool_is_told(tmp_path, name, content):
+def test_broken_log_is_refused(tmp_path, name, content):
     csv.field_size_limit(2**31 - 1)  # as reading a data set leaves it
     with pytest.raises(SpecError, match=name):
         rows_of(tmp_path, name, content)
@@ -483,7 +483,7 @@ def megatron(tmp_path, text, **changes):
     return imported(tmp_path / "log-0.out", tmp_path / "out", batch_size=None, **changes)
 
 
-def test_a_log_of_megatron_tells_times_tokens_memory_and_losses(tmp_path):
+def test_megatron_log(tmp_path):
     run, summary = megatron(tmp_path, MEGATRON_LM)
     rows = [row for row in read_steps(run.steps)[0] if row.phase == "train"]
     assert [row.step for row in rows] == [1, 2, 3]
@@ -505,7 +505,7 @@ def test_a_log_of_megatron_tells_times_tokens_memory_and_losses(tmp_path):
     assert "memory is the highest of all ranks, up to step 1" in notes
 
 
-def test_a_log_of_megatron_bridge_counts_memory_in_decimal_gigabytes(tmp_path):
+def test_megatron_bridge_log_has_decimal_gigabytes(tmp_path):
     run, summary = megatron(tmp_path, BRIDGE)
     (row,) = read_steps(run.steps)[0]
     assert row.peak_memory_gb == pytest.approx(194.41e9 / 2**30)
@@ -514,7 +514,7 @@ def test_a_log_of_megatron_bridge_counts_memory_in_decimal_gigabytes(tmp_path):
     assert "tokens, energy and most of the recipe are not known" in summary["warnings"][0]
 
 
-def test_an_interval_of_megatron_is_the_mean_of_its_iterations(tmp_path):
+def test_megatron_interval_is_a_mean(tmp_path):
     line = BRIDGE.splitlines()[0]
     text = "".join(
         line.replace("iteration        1/       1", f"iteration {step:8}/{100:8}").replace("20289.1", ms) + "\n"
@@ -534,12 +534,12 @@ def test_an_interval_of_megatron_is_the_mean_of_its_iterations(tmp_path):
         (lambda text: text.replace("/    5000", "/" + "9" * 40), "nor a CSV"),
     ],
 )
-def test_a_broken_log_of_megatron_is_told(tmp_path, change, said):
+def test_broken_megatron_log_is_refused(tmp_path, change, said):
     with pytest.raises(SpecError, match=said):
         megatron(tmp_path, change(MEGATRON_LM))
 
 
-def test_a_loss_that_megatron_does_not_print_because_it_is_no_number_is_one(tmp_path):
+def test_missing_megatron_loss_is_nan(tmp_path):
     text = MEGATRON_LM.replace("lm loss: 1.044375E+01 | ", "").replace(
         "of nan iterations:   0 |\n", "of nan iterations:   1 |\n"
     )

@@ -121,7 +121,7 @@ def steady(made):
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_summary_says_which_run_it_is_of(run):
+def test_summary_describes_its_run(run):
     made = run()
     found = summarise(made)
     assert (found.name, found.run_id, found.state, found.reason) == ("exp", "slug-r1", "ok", None)
@@ -130,23 +130,23 @@ def test_a_summary_says_which_run_it_is_of(run):
     assert found.parameters == APPLIED["parameters"]
 
 
-def test_a_sound_run_has_no_warnings_but_those_of_the_worker(run):
+def test_good_run_has_only_the_worker_s_warnings(run):
     assert summarise(run()).warnings == ["something was noticed"]
 
 
-def test_the_window_begins_after_the_warmup(run):
+def test_steady_window_starts_after_warmup(run):
     found = summarise(run())
     assert found.steps == {"total": 20, "warmup": WARM, "steady": 18}
     assert (found.first_step_s, found.time_to_steady_s) == (4.0, 5.5)
 
 
 @pytest.mark.parametrize(("asked", "warmup"), [(0, 0), (5, 5), (100, 20)])
-def test_a_warmup_that_was_asked_for_is_taken(run, asked, warmup):
+def test_warmup_of_the_spec_is_used(run, asked, warmup):
     found = summarise(run(spec_json=SPEC | {"measure": {"warmup": asked}}))
     assert found.steps == {"total": 20, "warmup": warmup, "steady": 20 - warmup}
 
 
-def test_step_times_are_those_of_the_steady_window(run):
+def test_step_times_are_from_the_steady_window(run):
     made = run()
     found, times = summarise(made).step_time_s, steady(made).step_time_s
     assert found["median"] == pytest.approx(times.median())
@@ -169,7 +169,7 @@ def test_rates_are_counts_over_the_window(run):
     assert found.samples_per_hour == pytest.approx(2 * 18 / window * 3600)
 
 
-def test_a_rate_of_something_unknown_is_unknown_and_not_nought(run):
+def test_rate_of_an_unknown_count_is_unknown(run):
     rows = training(label_tokens=[None] * 20, samples=[2] * 19 + [None])
     found = summarise(run(rows))
     assert found.tokens_per_s["label"] is None
@@ -183,7 +183,7 @@ def per_token(length, passes=3):
     return 4 * SHAPE["base"] + 6 * SHAPE["adapters"] + attention
 
 
-def test_model_flops_count_real_tokens_against_the_dense_peak(run):
+def test_mfu_counts_real_tokens_and_the_dense_peak(run):
     made = run()
     found, frame = summarise(made), steady(made)
     needed = frame.real_tokens.sum() * per_token(300) + frame.label_tokens.sum() * 4 * SHAPE["head"]
@@ -198,7 +198,7 @@ WHOLE = ("padded_tokens", 4)
 
 @pytest.mark.parametrize(("loss", "logits"), [("chunked_nll", CHUNKED), ("nll", WHOLE), (None, WHOLE)])
 @pytest.mark.parametrize("checkpointing", [1.0, 0.5, 0.0])
-def test_hardware_flops_count_padding_and_recomputation(run, loss, logits, checkpointing):
+def test_hfu_counts_padding_and_recomputation(run, loss, logits, checkpointing):
     made = run(applied=APPLIED | {"loss": loss, "gradient_checkpointing": checkpointing})
     found, frame = summarise(made), steady(made)
     again = 2 * SHAPE["base"] + 2 * SHAPE["adapters"] + 36 * 4 * 4096 * 300 / 2
@@ -208,18 +208,18 @@ def test_hardware_flops_count_padding_and_recomputation(run, loss, logits, check
     assert found.hfu > found.mfu
 
 
-def test_a_run_that_shared_its_gpu_says_so(run):
+def test_shared_gpu_is_a_warning(run):
     assert not [told for told in summarise(run()).warnings if "share_gpu" in told]
     shared = run(spec_json=SPEC | {"measure": SPEC.get("measure", {}) | {"share_gpu": True}})
     assert [told for told in summarise(shared).warnings if "share_gpu" in told]
 
 
 @pytest.mark.parametrize("change", [{"loss": "nll"}, {"gradient_checkpointing": False}], ids=str)
-def test_model_flops_do_not_know_how_they_were_computed(run, change):
+def test_mfu_ignores_padding_and_recomputation(run, change):
     assert summarise(run(applied=APPLIED | change)).mfu == summarise(run()).mfu
 
 
-def test_a_share_above_the_peak_is_left_out_and_named(run):
+def test_utilization_above_the_peak_becomes_a_warning(run):
     found = summarise(run(training(real_tokens=[10**6] * 20)))
     assert found.mfu is None
     assert found.hfu is not None
@@ -228,13 +228,13 @@ def test_a_share_above_the_peak_is_left_out_and_named(run):
     assert "989 TFLOP/s" in told
 
 
-def test_an_unknown_gpu_has_a_rate_and_no_share(run):
+def test_unknown_gpu_has_a_rate_without_utilization(run):
     found = summarise(run(machine={"gpu": GPU | {"name": "NVIDIA Unheard-Of"}}))
     assert found.model_tflops > 0
     assert (found.mfu, found.hfu) == (None, None)
 
 
-def test_a_precision_without_a_known_peak_has_no_share(run):
+def test_precision_without_a_peak_has_no_utilization(run):
     assert summarise(run(applied=APPLIED | {"product_precision": "fp32"})).mfu is None
 
 
@@ -252,12 +252,12 @@ OLD_SHAPE = {key: value for key, value in SHAPE.items() if key != "head_trained"
     ],
     ids=["none", "no lengths", "older", "newer", "layers of two counts"],
 )
-def test_without_shape_or_lengths_there_are_no_flops(run, missing):
+def test_no_flops_without_shape_or_lengths(run, missing):
     found = summarise(run(applied=APPLIED | missing))
     assert (found.model_tflops, found.mfu) == (None, None)
 
 
-def test_without_counted_tokens_there_are_no_flops(run):
+def test_no_flops_without_token_counts(run):
     assert summarise(run(training(real_tokens=[None] * 20))).model_tflops is None
 
 
@@ -271,12 +271,12 @@ def test_energy_is_the_counter_over_the_window(run):
     assert found["idle_watts"] == 75.0
 
 
-def test_a_missing_counter_is_unknown(run):
+def test_missing_energy_counter_is_unknown(run):
     found = summarise(run(training(energy_j=[None] * 20, power_w=[None] * 20))).energy
     assert found == {"joules": None, "joules_per_1k_samples": None, "mean_watts": None, "idle_watts": 75.0}
 
 
-def test_a_counter_that_disagrees_with_the_sampled_power_is_named(run):
+def test_energy_counter_against_sampled_power(run):
     times = [2.0] * 22
     rows = training(times, energy_j=[1500.0] * 22, power_w=[600.0] * 22)
     assert [w for w in summarise(run(rows)).warnings if w.startswith("energy: the counter's")]
@@ -291,12 +291,12 @@ def evaluation(after, seconds=5.0, **values):
     return StepRow(phase="evaluate", step_time_s=seconds, elapsed_time_sec=after + seconds, **values)
 
 
-def test_losses_are_the_first_the_last_and_the_last_evaluated(run):
+def test_losses_first_last_and_evaluated(run):
     rows = [*training(), evaluation(30.0, loss=1.9), evaluation(40.0, loss=1.8)]
     assert summarise(run(rows)).loss == {"first": 2.0, "last": pytest.approx(1.81), "eval": 1.8}
 
 
-def test_a_loss_that_is_no_number_is_named_and_can_be_written(run, tmp_path):
+def test_nan_loss_is_named_and_can_be_written(run, tmp_path):
     losses = [2.0] * 10 + [math.nan] * 5 + [2.0] + [math.inf] * 2 + [math.nan] * 2
     found = summarise(run([*training(loss=losses), evaluation(30.0, loss=math.inf)]))
     assert found.loss == {"first": 2.0, "last": 2.0, "eval": None}
@@ -307,13 +307,13 @@ def test_a_loss_that_is_no_number_is_named_and_can_be_written(run, tmp_path):
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_whose_numbers_are_finite_may_have_learned(run):
+def test_finite_numbers_are_ok(run):
     assert summarise(run()).learning == {"state": "ok", "first_step": None, "count": 0}
 
 
 @pytest.mark.parametrize("column", ["loss", "grad_norm"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_single_number_that_is_none_is_a_failure_of_learning(run, column, value):
+def test_a_single_nan_is_a_failure(run, column, value):
     rows = training(grad_norm=[1.0] * 20)
     setattr(rows[6], column, value)
     found = summarise(run(rows))
@@ -322,15 +322,15 @@ def test_a_single_number_that_is_none_is_a_failure_of_learning(run, column, valu
     assert f"{word} is not a number in 1 step, first in step 7" in found.warnings
 
 
-def test_an_unknown_gradient_norm_is_no_failure(run):
+def test_unknown_gradient_norm_is_not_a_failure(run):
     assert summarise(run(training(grad_norm=[None] * 20))).learning["state"] == "ok"
 
 
-def test_a_run_without_a_loss_says_nothing_of_learning(run):
+def test_no_learning_section_without_a_loss(run):
     assert summarise(run(training(loss=[None] * 20))).learning == {}
 
 
-def test_gradient_norms_overflow_while_fp16_searches_for_its_scale(run):
+def test_fp16_gradient_norms_may_overflow(run):
     rows = training(grad_norm=[math.inf] * 2 + [1.0] * 18)
     fp16 = run(rows, spec_json=SPEC | {"train": SPEC["train"] | {"precision": "fp16"}})
     assert summarise(fp16).learning["state"] == "ok"
@@ -344,7 +344,7 @@ def test_gradient_norms_overflow_while_fp16_searches_for_its_scale(run):
     ("host", "gpu", "contended"),
     [(0.4, None, False), (0.6, None, True), (None, 0.3, True), (0.1, 0.01, False), (0.6, 0.3, True)],
 )
-def test_a_run_beside_which_others_used_the_machine_is_contended(run, host, gpu, contended):
+def test_run_next_to_other_processes_is_contended(run, host, gpu, contended):
     columns = {"host_cpu_by_others": [host] * 20, "gpu_by_others": [gpu] * 20}
     found = summarise(run(training(**columns)))
     assert found.contention == pytest.approx({"contended": contended, "host_cpu_by_others": host, "gpu_by_others": gpu})
@@ -352,12 +352,12 @@ def test_a_run_beside_which_others_used_the_machine_is_contended(run, host, gpu,
 
 
 @pytest.mark.parametrize(("host", "contended"), [(0.2, False), (0.4, True)])
-def test_a_run_on_the_cpu_misses_every_cpu_that_others_use(run, host, contended):
+def test_contention_limit_of_a_cpu_run(run, host, contended):
     found = summarise(run(training(host_cpu_by_others=[host] * 20), machine={"gpus": []}))
     assert found.contention["contended"] is contended
 
 
-def test_contention_is_weighed_by_time_and_of_the_steady_window_alone(run):
+def test_contention_is_weighted_by_time_in_the_steady_window(run):
     shares = [1.0] * WARM + [0.0] * (20 - WARM)
     assert summarise(run(training(host_cpu_by_others=shares))).contention["host_cpu_by_others"] == 0.0
     rows = training(host_cpu_by_others=[None] * WARM + [0.0, 0.8] * ((20 - WARM) // 2) + [0.0] * ((20 - WARM) % 2))
@@ -366,19 +366,19 @@ def test_contention_is_weighed_by_time_and_of_the_steady_window_alone(run):
     assert summarise(run(rows)).contention["host_cpu_by_others"] == pytest.approx(expected)
 
 
-def test_without_a_measurement_nothing_is_said_of_contention(run):
+def test_no_contention_section_without_a_measurement(run):
     assert summarise(run()).contention == {}
 
 
 @pytest.mark.parametrize(
     ("cache", "told"), [({"compile_cache": "warm"}, "warm"), ({"compile_cache": None}, "none"), ({}, None)]
 )
-def test_the_first_step_says_whether_its_graphs_were_there(run, cache, told):
+def test_first_step_has_the_state_of_the_compile_cache(run, cache, told):
     applied = {key: value for key, value in APPLIED.items() if key != "compile_cache"} | cache
     assert summarise(run(applied=applied)).first_step_cache == told
 
 
-def test_peaks_are_those_of_the_whole_run(run):
+def test_memory_peaks_are_from_the_complete_run(run):
     found = summarise(run([*training(), evaluation(30.0, device_memory_gb=99.0)])).memory_gb
     assert found["device_peak"] == 99.0
     assert found["reserved_peak"] == 25.0
@@ -394,22 +394,22 @@ def test_peaks_are_those_of_the_whole_run(run):
         ([10.0] * 20, "train"),
     ],
 )
-def test_the_phase_that_set_the_peak_is_named(run, peaks, phase):
+def test_phase_of_the_peak_is_named(run, peaks, phase):
     found = summarise(run(training(peak_memory_gb=peaks))).memory_gb
     assert (found["allocated_peak"], found["peak_phase"]) == (max(*peaks, 30.0), phase)
 
 
-def test_a_peak_of_the_last_step_is_the_steps_and_not_of_the_phase_around_it(run):
+def test_peak_of_the_last_step_belongs_to_the_step(run):
     found = summarise(run(training(peak_memory_gb=[20.0] * 19 + [30.0]))).memory_gb
     assert (found["allocated_peak"], found["peak_phase"]) == (30.0, "steady")
 
 
-def test_a_peak_of_an_evaluation_is_named_so(run):
+def test_peak_of_an_evaluation_is_named(run):
     found = summarise(run([*training(), evaluation(30.0, peak_memory_gb=50.0)])).memory_gb
     assert (found["allocated_peak"], found["peak_phase"]) == (50.0, "evaluate")
 
 
-def test_memory_that_nobody_measured_is_unknown(run):
+def test_unmeasured_memory_is_unknown(run):
     rows = [StepRow(step=i, phase="train", step_time_s=1.0) for i in range(1, 11)]
     found = summarise(run(rows, phases={"phases": [{"name": "train", "start_s": 0.0, "end_s": 10.0}]})).memory_gb
     assert set(found.values()) == {None}
@@ -431,7 +431,7 @@ def test_phases_add_up_to_the_wall_time(run):
     assert found["start_and_exit"] == pytest.approx(3.0)
 
 
-def test_a_phase_that_was_entered_twice_counts_both_times(run):
+def test_repeated_phase_adds_up(run):
     phases = [
         {"name": "train", "start_s": 0.0, "end_s": 12.0},
         {"name": "evaluate", "start_s": 12.0, "end_s": 17.0},
@@ -444,7 +444,7 @@ def test_a_phase_that_was_entered_twice_counts_both_times(run):
     assert sum(found.values()) - found["total"] == pytest.approx(40.0)
 
 
-def test_the_phase_in_which_a_run_was_killed_lasts_until_its_end(run):
+def test_phase_of_a_kill_lasts_until_the_end(run):
     phases = [PHASES[0], PHASES[1], {"name": "train", "start_s": 10.0}]
     found = summarise(run(phases={"phases": phases}, state={"state": "timeout", "wall_s": 50.0})).phases_s
     assert found["start_and_exit"] == 0
@@ -452,7 +452,7 @@ def test_the_phase_in_which_a_run_was_killed_lasts_until_its_end(run):
     assert sum(found.values()) - found["total"] == pytest.approx(50.0)
 
 
-def test_without_a_wall_time_there_is_no_total(run):
+def test_no_total_without_wall_time(run):
     found = summarise(run(state={"state": "ok"})).phases_s
     assert "total" not in found
     assert found["load"] == 7.0
@@ -465,19 +465,19 @@ def warned(made, word):
     return [warning for warning in summarise(made).warnings if word in warning]
 
 
-def test_few_steady_steps_are_named(run):
+def test_few_steady_steps_are_a_warning(run):
     (told,) = warned(run(training([3.0, 1.0, 1.0, 1.0, 1.0])), "steady steps")
     assert told == "only 4 steady steps: train at least 6 for a figure to rely on"
     assert not warned(run(training([3.0, 1.0, 1.0, 1.0, 1.0, 1.0])), "steady steps:")
 
 
-def test_steps_that_get_slower_are_named(run):
+def test_drift_is_a_warning(run):
     (told,) = warned(run(training([3.0, *np.linspace(1.0, 1.2, 30).tolist()])), "at the end of the steady window")
     assert "+1" in told
     assert not warned(run(training([3.0, *[1.0] * 30])), "at the end of the steady window")
 
 
-def test_a_step_that_was_far_slower_is_named_with_what_came_with_it(run):
+def test_outlier_is_named_with_its_signs(run):
     times, graphs = list(TIMES), [0] * 20
     times[14], graphs[14] = 2.5, 3
     made = run(training(times, recompiles=graphs))
@@ -487,13 +487,13 @@ def test_a_step_that_was_far_slower_is_named_with_what_came_with_it(run):
     assert (found["step"], found["step_time_s"]) == (15, 2.5)
 
 
-def test_a_step_that_was_longer_because_it_held_more_is_not_named(run):
+def test_longer_batch_is_not_an_outlier(run):
     times, positions = list(TIMES), [600] * 20
     times[14], positions[14] = 2.5, 1500
     assert not warned(run(training(times, padded_tokens=positions)), "far slower")
 
 
-def test_what_a_run_was_bound_by_is_told_with_its_figures(run):
+def test_bottleneck_has_its_figures(run):
     busy = training(gpu_busy=[0.5] * 20, data_time_s=[0.0] * 20)
     made = run(busy, applied=APPLIED | {"gpu_busy_method": "GPM counters"})
     assert summarise(made).bound["verdict"] == "launch-bound"
@@ -501,14 +501,14 @@ def test_what_a_run_was_bound_by_is_told_with_its_figures(run):
     assert warned(made, "launch-bound: the GPU worked 50 % of the time")
 
 
-def test_the_rate_that_a_probe_measured_is_a_ceiling_of_its_own(run):
+def test_measured_ceiling_gives_mfu_measured(run):
     made = run(machine={"gpu": GPU, "ceilings": {"tflops": {APPLIED["product_precision"]: 20.0}}})
     summary = summarise(made)
     assert summary.mfu_measured == pytest.approx(summary.model_tflops / 20.0)
     assert summarise(run()).mfu_measured is None
 
 
-def test_more_than_the_measured_rate_cannot_be(run):
+def test_utilization_above_the_measured_rate_is_a_warning(run):
     made = run(machine={"gpu": GPU, "ceilings": {"tflops": {APPLIED["product_precision"]: 1e-9}}})
     assert summarise(made).mfu_measured is None
     assert warned(made, "mfu_measured would be")
@@ -520,12 +520,12 @@ def clock(gap):
 
 
 @pytest.mark.parametrize(("gap", "told"), [(0.0, False), (0.01, False), (0.03, True), (-0.2, True)])
-def test_steps_that_do_not_add_up_to_the_wall_clock_are_named(run, gap, told):
+def test_wall_clock_gap_is_a_warning(run, gap, told):
     assert bool(warned(run(training(elapsed_time_sec=clock(gap))), "wall clock")) is told
 
 
 @pytest.mark.parametrize("after", [WARM, 10, 18])
-def test_an_evaluation_within_the_window_is_taken_off_the_wall_clock(run, after):
+def test_evaluation_in_the_window_is_subtracted(run, after):
     ends = np.cumsum(TIMES)
     shifted = [float(end) + 5.0 * (i > after) for i, end in enumerate(ends)]
     rows = training(elapsed_time_sec=shifted)
@@ -537,7 +537,7 @@ def test_an_evaluation_within_the_window_is_taken_off_the_wall_clock(run, after)
 
 
 @pytest.mark.parametrize("after", [0, 19], ids=["before", "after"])
-def test_an_evaluation_outside_the_window_is_not_taken_off(run, after):
+def test_evaluation_outside_the_window_is_not_subtracted(run, after):
     ends = np.cumsum(TIMES)
     shifted = [float(end) + 5.0 * (i > after) for i, end in enumerate(ends)]
     rows = training(elapsed_time_sec=shifted)
@@ -545,13 +545,13 @@ def test_an_evaluation_outside_the_window_is_not_taken_off(run, after):
     assert not warned(made, "wall clock")
 
 
-def test_a_row_that_was_lost_in_the_middle_shows(run):
+def test_lost_row_shows_in_the_wall_clock(run):
     rows = training()
     made = run([*rows[:10], *rows[11:]])
     assert warned(made, "wall clock")
 
 
-def test_a_torn_file_is_named_in_the_summary(run):
+def test_torn_file_is_a_warning(run):
     made = run()
     with made.steps.open("a") as file:
         file.write("21,0.5")
@@ -562,21 +562,21 @@ def test_a_torn_file_is_named_in_the_summary(run):
 @pytest.mark.parametrize(
     ("reason", "told"), [("sw_thermal|idle", True), ("hw_slowdown", True), ("sw_power_cap", False)]
 )
-def test_throttling_by_heat_is_named_and_the_power_limit_is_not(run, reason, told):
+def test_thermal_throttling_is_a_warning(run, reason, told):
     assert bool(warned(run(training(throttle=["none"] * 15 + [reason] * 5)), "throttled")) is told
 
 
-def test_throttling_of_the_warmup_is_not_named(run):
+def test_throttling_in_the_warmup_is_ignored(run):
     assert not warned(run(training(throttle=["hw_thermal"] * WARM + ["none"] * 18)), "throttled")
 
 
-def test_an_allocator_that_ran_full_is_named(run):
+def test_allocator_retries_are_a_warning(run):
     (told,) = warned(run(training(allocator_retries=[9, 0] + [0] * 15 + [1] * 3)), "allocator")
     assert "3 times" in told
 
 
 @pytest.mark.parametrize(("limit", "told"), [(None, False), (700.0, False), (602.0, True)])
-def test_steps_above_what_the_board_may_draw_are_marked(run, limit, told):
+def test_power_above_the_limit_is_a_warning(run, limit, told):
     found = warned(run(machine={"gpu": GPU | {"power_limit_w": limit}}), "may be drawn")
     assert bool(found) is told
     assert all("single steps (5) show up to 619 W where 602 may be drawn" in text for text in found)
@@ -587,27 +587,27 @@ def test_steps_above_what_the_board_may_draw_are_marked(run, limit, told):
 @pytest.mark.parametrize(
     ("change", "told"), [({}, False), ({"foreign_processes": 1}, True), ({"memory_used_before_gb": 8.0}, True)]
 )
-def test_a_gpu_that_was_not_free_is_named(run, change, told):
+def test_busy_gpu_is_a_warning(run, change, told):
     assert bool(warned(run(machine={"gpu": GPU | change}), "was not free")) is told
 
 
 @pytest.mark.parametrize(("share", "told"), [(0.0, False), (0.09, False), (0.11, True), (0.5, True)])
-def test_waiting_for_batches_is_named(run, share, told):
+def test_data_bound_run_is_a_warning(run, share, told):
     found = warned(run(training(data_time_s=[share * time for time in TIMES])), "data-bound")
     assert found == [f"data-bound: {share * 100:.0f} % of the steady window was spent waiting for batches"] * told
 
 
-def test_waiting_during_the_warmup_is_not_named(run):
+def test_waiting_in_the_warmup_is_ignored(run):
     assert not warned(run(training(data_time_s=[3.9, 1.4] + [0.0] * 18)), "data-bound")
     assert warned(run(training(data_time_s=[0.0] * WARM + [0.2] * 18)), "data-bound")
 
 
-def test_waiting_that_nobody_measured_is_not_named(run):
+def test_unmeasured_waiting_is_ignored(run):
     assert not warned(run(training(data_time_s=[None] * 20)), "data-bound")
 
 
 @pytest.mark.parametrize(("errors", "told"), [(None, False), (0, False), (3, True)])
-def test_memory_errors_of_the_gpu_are_named(run, errors, told):
+def test_ecc_errors_are_a_warning(run, errors, told):
     found = warned(run(machine={"gpu": GPU | {"ecc_uncorrected": errors}}), "uncorrected memory errors")
     assert found == ["the GPU has counted 3 uncorrected memory errors: do not trust it"] * told
 
@@ -615,11 +615,11 @@ def test_memory_errors_of_the_gpu_are_named(run, errors, told):
 # --- runs that ended early -------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_just_claimed_is_running(tmp_path):
+def test_new_run_is_running(tmp_path):
     assert summarise(create(tmp_path, "exp", "slug")).state == "running"
 
 
-def test_a_run_without_files_has_a_summary(tmp_path):
+def test_run_without_files_has_a_summary(tmp_path):
     claimed = create(tmp_path, "exp", "slug")
     claimed.state.unlink()
     found = summarise(claimed)
@@ -640,7 +640,7 @@ def test_any_file_may_be_missing(run, tmp_path, missing):
 
 
 @pytest.mark.parametrize("count", range(4))
-def test_a_run_that_ended_after_a_few_steps_keeps_what_it_can_prove(run, tmp_path, count):
+def test_short_run_keeps_its_valid_figures(run, tmp_path, count):
     out_of_memory = {"kind": "allocator", "bytes_requested": 5, "phase": "train", "step": count + 1}
     state = {"state": "oom", "reason": "out of memory", "oom": out_of_memory, "wall_s": 40.0}
     found = summarise(run(training()[:count], state=state))
@@ -651,7 +651,7 @@ def test_a_run_that_ended_after_a_few_steps_keeps_what_it_can_prove(run, tmp_pat
     write_json(tmp_path / "summary.json", as_dict(found))
 
 
-def test_a_machine_without_gpu_has_times_and_no_shares(run):
+def test_cpu_run_has_times_without_utilization(run):
     found = summarise(run(training(power_w=[None] * 20, energy_j=[None] * 20), machine={"gpu": None}))
     assert (found.gpu, found.mfu, found.energy["idle_watts"]) == (None, None, None)
     assert found.step_time_s["median"] == pytest.approx(1.0, rel=0.05)
@@ -661,7 +661,7 @@ ODD = [{"start_s": 0.0}, {"name": 3}, {"name": "load"}, {"name": "x", "start_s":
 
 
 @pytest.mark.parametrize("phases", [{}, "text", [1], *([phase] for phase in ODD)], ids=str)
-def test_phases_that_no_worker_writes_are_passed_over(tmp_path, phases):
+def test_invalid_phases_are_ignored(tmp_path, phases):
     run = create(tmp_path, "exp", "odd")
     write_json(run.phases, {"schema": 1, "phases": phases})
     assert summarise(run).memory_gb["peak_phase"] is None
