@@ -1,4 +1,4 @@
-"""`ftbench run` as a user runs it: in a process of its own, with real training of a tiny model on the CPU."""
+"""Run `ftbench run` in a separate process, with real training of a tiny model on the CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_spec(folder: Path, **parts: Any) -> Path:
 
 
 class Left:
-    """What a command left: its exit code, what it printed, and the files of its run."""
+    """The results of a command: exit code, output, and the files of its run."""
 
     code: int
     stdout: str
@@ -47,7 +47,7 @@ class Left:
 
     @property
     def run(self) -> RunDir:
-        """The directory it has claimed; there is one once state.json is written."""
+        """Return the run directory; it exists when state.json is written."""
         return RunDir(next(self.out.glob("*/*/state.json")).parent)
 
     def phase(self) -> str | None:
@@ -58,7 +58,7 @@ class Left:
         return read_steps(self.run.steps)[0]
 
     def children(self) -> list[psutil.Process]:
-        """The training process, its supervisor, and what they started."""
+        """Return the training process, its supervisor and their children."""
         return processes_about(self.run.path) if any(self.out.glob("*/*/state.json")) else []
 
     def worker(self) -> psutil.Process:
@@ -66,7 +66,7 @@ class Left:
         return without_supervisors(self.children())[0]
 
     def state(self) -> dict[str, Any]:
-        """state.json as it stands in the file."""
+        """Return the content of state.json."""
         return rundir.read_json(self.run.state)
 
     def summary(self) -> dict[str, Any]:
@@ -78,8 +78,9 @@ class Left:
 
 
 class Command(Left):
-    """One `ftbench run --json` in a process of its own; a context that leaves no process behind. `cold` begins it, and
-    its training process, with an interpreter that has imported nothing; else `before` may change what they import."""
+    """One `ftbench run --json` in a separate process; the context manager ends all its processes.
+
+    `cold` starts it and its training process with a new interpreter. Otherwise `before` may change their imports."""
 
     def __init__(
         self,
@@ -108,12 +109,12 @@ class Command(Left):
 
     def __exit__(self, *_: object) -> None:
         for process in (self.process, *self.children()):
-            with suppress(psutil.NoSuchProcess):  # gone with what had started it
+            with suppress(psutil.NoSuchProcess):  # it has ended
                 process.kill()
         self.process.communicate()
 
     def finish(self, within: float = 300.0) -> Command:
-        """Waits for the end and keeps what was printed."""
+        """Wait for the end and keep the output."""
         self.stdout, self.stderr = self.process.communicate(timeout=within)
         self.code = self.process.returncode
         return self
@@ -147,7 +148,7 @@ class Command(Left):
 def trained_once(
     folder: Path, *arguments: str, cold: bool = False, before: Callable[[], None] | None = None, **spec: Any
 ) -> Left:
-    """A run in `folder` that went well; the first of the test processes that asks for it trains, the others wait."""
+    """Return a successful run in `folder`. The first test process trains it, the others wait."""
     folder.mkdir(parents=True, exist_ok=True)
     found, kept = Left(folder / "results"), folder / "command.json"
     with (folder / "lock").open("w") as lock:

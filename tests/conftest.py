@@ -1,5 +1,4 @@
-"""What all tests share: property tests draw the same examples every time, and have no deadline on a busy machine; real
-runs keep their random weights in a cache of this session's own."""
+"""Shared fixtures. Property tests use fixed examples without a deadline. Real runs share a cache for this session."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ collect_ignore = [] if importlib.util.find_spec("torch") else [*WITH_TORCH]
 # Before anything imports torch: threads that wait for each other cost test processes side by side most of their time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU: Triton reads it as it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # no GPU; Triton reads it on import
 settings.register_profile("ftbench", derandomize=True, deadline=None, max_examples=100)
 settings.load_profile("ftbench")
 
@@ -40,8 +39,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what lies in the folders that need torch (elsewhere a test says so itself), keep in one process what shares
-    a module's fixture, and begin with what takes long."""
+    """Mark tests in the folders that need torch, keep tests that share a module fixture in one process, and start with
+    slow tests."""
     for item in items:
         if WITH_TORCH & {*item.path.relative_to(Path(__file__).parent).parts}:
             item.add_marker("torch")
@@ -51,14 +50,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported is no garbage: each training collects it, and need not look through all of torch."""
+    """Exclude imported modules from garbage collection, which each training runs."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def signals() -> None:
-    """Processes that tests start hear hangup and Ctrl-C, also where the suite runs under nohup or in the background."""
+    """Let child processes receive hangup and Ctrl-C even if the suite runs under nohup or in the background."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,8 +65,7 @@ def signals() -> None:
 
 @pytest.fixture(autouse=True)
 def _unlimited_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw tables as for a pipe, whatever the shell around the suite exports, and whatever a command in this process
-    was asked for before."""
+    """Print tables as for a pipe, whatever the shell exports and earlier commands in this process did."""
     monkeypatch.delenv("COLUMNS", raising=False)
     show_in_full(False)
 

@@ -1,4 +1,4 @@
-"""Run directories for reports: the files of a real committed run, changed where a test says so."""
+"""Run directories for reports: the files of a real committed run, with the changes of a test."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def changed(document: dict[str, Any], changes: Changes | None) -> dict[str, Any]
 
 def steps(count: int = 30, seconds: float = 1.0, first: float = 3.0, noise: float = 0.01, seed: object = 0,
           **values: Any) -> list[StepRow]:  # fmt: skip
-    """Rows of a run of batch 4 and 2,048 tokens a sample; `values` are columns, a number or a function of the step."""
+    """Return rows of a run with batch 4 and 2,048 tokens per sample. `values` are numbers or functions of the step."""
     dice = random.Random(str(seed))
     rows, elapsed = [], 0.0
     for step in range(1, count + 1):

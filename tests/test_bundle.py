@@ -80,7 +80,7 @@ def command(*arguments: object, **variables: str) -> subprocess.CompletedProcess
     return warm.run(arguments, os.environ | variables)
 
 
-# --- what is packed --------------------------------------------------------------------------------------------------
+# --- packing ---------------------------------------------------------------------------------------------------------
 
 
 def test_runs_behind_links_are_bundled_once(runs, tmp_path):
@@ -281,7 +281,7 @@ def test_earlier_wording_of_a_warning_agrees(runs, tmp_path):
     assert (found.problems, found.notes) == ([], [])
 
 
-# --- what feeds no figure, and what no figure is compared with -------------------------------------------------------
+# --- digests and unchecked files -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,9 @@ def test_redacted_file_is_not_checked(runs, tmp_path):
     found = verify(tmp_path / "x.tar.zst")
     assert (found.problems, found.notes) == ([], [])
     assert found.unchecked == ["study/lora-b4-r1: spec.yaml differs from its digest because secrets were removed"]
-    assert command("verify", tmp_path / "x.tar.zst").returncode == 1  # who changed it may say that it held secrets
+    assert (
+        command("verify", tmp_path / "x.tar.zst").returncode == 1
+    )  # somebody who changed it could claim that it had secrets
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"files": null}', '{"files": {"steps.csv": [1]}}', "x"])
@@ -346,11 +348,11 @@ def test_unknown_file_is_reported(runs, tmp_path):
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({}, "the bundle has no run"),
+        ({}, "the bundle contains no run"),
         ({"runs/a/b/steps.csv": b"step\n"}, "runs/a/b/steps.csv: not a file of a run"),
         ({"runs/.x/b/state.json": b'{"state": "ok"}'}, "runs/.x/b/state.json: not a file of a run"),
         ({"elsewhere/state.json": b'{"state": "ok"}'}, "elsewhere/state.json: not a file of a run"),
-        ({"runs/a/b/state.json": b'{"state": "ok"}'}, "a/b: has no summary to compare with its steps"),
+        ({"runs/a/b/state.json": b'{"state": "ok"}'}, "a/b: lacks a summary to compare with its steps"),
         ({"runs/a/b/state.json": b'{"state": "ok"}', "runs/a/b/summary.json": b'{"schema": 0}'}, "of another version"),
     ],
 )  # fmt: skip
@@ -526,7 +528,7 @@ def test_truncated_bundle_is_refused(bundled, tmp_path):
 
 
 def test_flipped_bit_is_found(bundled, tmp_path):
-    """The size of the window, say, may be any that is large enough."""
+    """Some bits are harmless, for example in the window size."""
     data, meant, harmless = bytearray(bundled.read_bytes()), members(bundled), 0
     for place in range(4, len(data), len(data) // 60):
         data[place] ^= 4

@@ -1,4 +1,4 @@
-"""The command line: mistakes are sentences with a way out, told before anything is loaded; reports need no torch."""
+"""The command line: mistakes give helpful messages before anything is loaded; reports work without torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from waiting import eventually
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
 
-# --- mistakes of `run`, told before anything is loaded ---------------------------------------------------------------
+# --- mistakes of `run`, found before anything is loaded -------------------------------------------------------------
 
 
 @pytest.fixture
@@ -290,7 +290,7 @@ def test_unknown_list_names_the_known_ones(ftbench):
 
 
 def without_torch(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """The command in a Python that has none of the libraries that train."""
+    """Run the command in a Python without the training libraries."""
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({HEAVY}))
@@ -342,7 +342,7 @@ def test_command_line_imports_no_heavy_package(module):
 
 @pytest.mark.parametrize("command", ["report STUDY --format json", "list gpus"])
 def test_closed_pipe_exits_with_141(study, command):
-    """`ftbench report … | head -1` is quiet, and no success: with `pipefail` a shell says 141 of any tool."""
+    """`ftbench report … | head -1` is silent and exits with 141, as other tools do with `pipefail`."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
@@ -635,7 +635,7 @@ def test_version_as_json(ftbench):
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash on this machine")
 @pytest.mark.parametrize(("typed", "completed"), [("repo", "report"), ("report --for", "--format")])
 def test_shell_completion(tmp_path, typed, completed):
-    """What `ftbench --install-completion` writes for a bash that asks for it, sourced by another."""
+    """`ftbench --install-completion` for bash, sourced by another bash."""
     (tmp_path / "bin").mkdir()
     command = tmp_path / "bin" / "ftbench"
     command.write_text(f"#!{sys.executable}\nfrom ftbench.cli import main\nmain()\n")

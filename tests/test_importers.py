@@ -1,4 +1,4 @@
-"""Logs that ftbench did not write become runs: what they say is shown, what they do not say stays empty."""
+"""Import of logs of other tools: known fields become figures, unknown ones stay empty."""
 
 from __future__ import annotations
 
@@ -133,18 +133,18 @@ def test_imported_recipe_has_no_defaults(tmp_path):
     [
         ("", "nor a CSV with the columns step, epoch"),
         ("step,loss\n1,2\n", "(missing in its first line: elapsed_time_sec)"),
-        ("step,elapsed_time_sec\n", "has no step"),
+        ("step,elapsed_time_sec\n", "lacks a step"),
         ("step,elapsed_time_sec\n1,1.0\n2,2.0\n1,0.5\n", "goes back from step 2 to 1; a file must have one run"),
         ("step,elapsed_time_sec\n1,5.0\n2,2.0\n", "goes back"),
-        ("step,elapsed_time_sec\n1,nan\n", "has no step (log: line 2 cannot be read and was left out)"),
+        ("step,elapsed_time_sec\n1,nan\n", "lacks a step (log: line 2 cannot be read and was left out)"),
         ("step,elapsed_time_sec\n,1.0\n", "without a step or a time"),
         ('{"loss": 2.0}\n{"loss": 1.9}\n', "unknown JSON lines; give the trainer_state.json"),
         ("{", "not valid JSON"),
         ('{"log_history": [{"step": ' + "9" * 5000 + "}]}", "not valid JSON (a number with thousands of digits)"),
         ('{"a": ' * 5000, "not valid JSON (nested too deeply)"),
-        ("{}", "has no `log_history`"),
-        ('{"log_history": [1]}', "has no `log_history`"),
-        ('{"log_history": [{"step": 1}]}', "has no loss"),
+        ("{}", "`log_history` is missing"),
+        ('{"log_history": [1]}', "`log_history` is missing"),
+        ('{"log_history": [{"step": 1}]}', "lacks a loss"),
         ('{"log_history": [{"step": 1.5, "loss": 2.0}]}', "1.5 is not a valid step number"),
         ('{"log_history": [{"step": -1, "loss": 2.0}]}', "-1 is not a valid step number"),
         ('{"log_history": [{"step": 1, "loss": 2.0}]}', "add --batch-size"),
@@ -216,7 +216,7 @@ def test_same_file_is_imported_once(tmp_path):
     assert len(rundir.find_runs(tmp_path / "out")) == 2
 
 
-# --- what a real Trainer leaves --------------------------------------------------------------------------------------
+# --- the log of a real Trainer ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +319,7 @@ def test_command_prints_the_run_directory(trained, tmp_path):
     assert not run.reserve.exists()
 
 
-# --- beside others ---------------------------------------------------------------------------------------------------
+# --- comparison ------------------------------------------------------------------------------------------------------
 
 
 def test_imported_runs_are_compared_without_hashes(tmp_path):
@@ -362,7 +362,7 @@ def test_llama_factory_log(tmp_path):
     assert [(row.step, row.loss, row.step_time_s) for row in rows][:2] == [(10, 1.9, 1.0), (20, 1.8, 1.0)]
     assert rows[-1].progress_ratio == 1
     assert found["samples_per_hour"] == pytest.approx(4 * 3600)
-    assert any("whole seconds" in warning for warning in found["warnings"])
+    assert any("full seconds" in warning for warning in found["warnings"])
 
 
 def test_axolotl_trainer_state_has_memory(tmp_path):
@@ -529,8 +529,8 @@ def test_megatron_interval_is_a_mean(tmp_path):
     ("change", "said"),
     [
         (lambda text: text + text, "goes back from step 3 to 1; a file must have one run"),
-        (lambda text: text.replace("global batch size", "batch"), "iteration 1 has no global batch size"),
-        (lambda text: text.replace("(ms): 12936.1", "(ms): -1"), "iteration 2 has no"),
+        (lambda text: text.replace("global batch size", "batch"), "iteration 1 lacks global batch size"),
+        (lambda text: text.replace("(ms): 12936.1", "(ms): -1"), "iteration 2 lacks"),
         (lambda text: text.replace("/    5000", "/" + "9" * 40), "nor a CSV"),
     ],
 )

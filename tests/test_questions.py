@@ -19,7 +19,7 @@ def words(text):
 
 
 def test_what_does_a_night_with_an_rtx_4090_make_of_20000_rows_of_my_own(ftbench, tmp_path, monkeypatch):
-    """Which method and batch fit, how long they take, whether the night is enough and what is left of it."""
+    """Find a method and batch that fit, the duration, and the time left of the night."""
     dice = random.Random(7)
     lines = (json.dumps({"instruction": "word " * dice.randint(5, 80), "output": "answer " * dice.randint(5, 60)})
              for _ in range(20_000))  # fmt: skip
@@ -57,7 +57,7 @@ def slow(tmp_path):
 
 
 def test_why_was_my_run_slow(ftbench, slow, tmp_path):
-    """The slowest run has a number, its card says what it waited for, and what it says to try can be typed."""
+    """The slowest run has a number, its card names the bottleneck, and its advice can be typed as options."""
     code, out, _ = ftbench("report", slow, "--sort=-tokens/s", "--columns", "tokens/s,bound.verdict")
     numbers = [line.split()[0] for line in out.splitlines() if "at batch 4" in line]
     assert (code, numbers) == (0, ["3", "2", "1"])
@@ -86,8 +86,7 @@ def test_why_was_my_run_slow_of_committed_runs(ftbench):
 
 
 def test_is_a_blackwell_or_an_h100_better_of_two_stores(ftbench, tmp_path):
-    """The runs of one machine arrive as a bundle; one command says which card is faster, by how much and how sure that
-    is, what fits, what it costs, and that nothing else differs."""
+    """The runs of one machine come as a bundle. One command compares speed, certainty, memory, cost."""
     blackwell, h100 = (tmp_path / name for name in ("blackwell", "h100"))
     names = {blackwell: "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", h100: "NVIDIA H100 PCIe"}
     for store, seconds in ((blackwell, 0.5), (h100, 0.4)):

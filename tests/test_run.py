@@ -1,4 +1,4 @@
-"""A run that goes well: what is printed, what is written, and that the figures are right."""
+"""A successful run: its output, its files and its figures."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class TestARunThatGoesWell:
 
     def test_the_loss_of_a_step_is_the_mean_over_its_tokens(self, command):
         """A short step at the end of an epoch is not scaled down by the accumulation it did not do."""
-        untrained = 7.62  # ln(2048): a random model of 2,048 words knows nothing
+        untrained = 7.62  # ln(2048): a random model of 2,048 words has learned nothing
         assert all(row.loss == pytest.approx(untrained, rel=0.03) for row in rows(command, "train"))
 
 
@@ -182,7 +182,7 @@ def begin_slowly() -> None:
 
 @pytest.fixture(scope="session")
 def contended(shared: Path) -> Left:
-    """The same run beside processes that keep most of the machine's CPUs busy."""
+    """The same run while other processes keep most CPUs busy."""
     program = [sys.executable, "-c", "while True: pass"]
     busy = [subprocess.Popen(program) for _ in range(len(os.sched_getaffinity(0)) // 2 + 1)]
     try:

@@ -1,5 +1,7 @@
-"""Both ends of each seam meet: what a spec can name has its other half, and no half stands alone. Methods and
-optimizations are walked in spec/test_registries.py."""
+"""Every name that a spec can use has an implementation, and every implementation has a name.
+
+spec/test_registries.py checks methods and optimizations.
+"""
 
 from __future__ import annotations
 

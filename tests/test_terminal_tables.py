@@ -1,4 +1,4 @@
-"""What the commands beside `report` print fits the terminal too, and the end of a sweep is a ranking."""
+"""The output of all commands fits the terminal, and a sweep ends with a ranking."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""ftbench measures what fine-tuning a language model costs on the machine in front of you."""
+"""ftbench measures what fine-tuning a language model costs on your own machine."""
 
 __version__ = "0.1.0"

@@ -6,7 +6,7 @@ FtbenchError            1  a run failed
 ├── MissingError        3  something is missing on this machine: a package, a model, a GPU, disk space
 └── NotAppliedError     1  a library ignored a requested setting
 
-A message is printed as it is, without a traceback. It gives the fact, the cause and the next command.
+A message is printed without a traceback. It gives the fact, the cause and the next command.
 """
 
 INTERRUPTED = 130

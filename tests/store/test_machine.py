@@ -1,4 +1,4 @@
-"""What machine.json says of the machine and of the ftbench that ran there."""
+"""machine.json: the machine and the version of ftbench."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_checkout_is_named_by_its_commit(monkeypatch):
     monkeypatch.delenv("FTBENCH_COMMIT", raising=False)
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    expected = head.stdout.strip() or None  # a copy without its history has no commit
+    expected = head.stdout.strip() or None  # a copy without history lacks a commit
     assert (machine.commit() or "").removesuffix("-dirty") == (expected or "")
 
 
@@ -40,7 +40,7 @@ def test_a_checkout_whose_git_prints_for_ever_or_fails_has_no_commit(tmp_path, m
 
 def test_a_gpu_that_says_nothing_of_a_figure_has_it_unknown():
     class Driver:
-        """NVML that knows the name, and two limits in milliwatts."""
+        """A fake NVML with a name and two limits in milliwatts."""
 
         class NVMLError(Exception):
             pass

@@ -14,7 +14,7 @@ from ftbench.core import units
 def bundle(
     paths: Runs, output: Annotated[Path, typer.Option("-o", "--output", help="the archive to write: x.tar.zst")]
 ) -> None:
-    """Pack runs into one file that others can report and verify. It has no weights, adapters, logs and secrets."""
+    """Pack runs into one file that others can report and verify. Weights, adapters, logs and secrets are left out."""
     from ftbench.store.bundle import make
 
     made = make(paths, output)

@@ -117,7 +117,7 @@ def write_result(text: str, output: Path | None) -> None:
 
 
 def emit(result: object, end: str = "\n") -> None:
-    """Print a result on stdout: text as it is, anything else as JSON. Control characters are removed.
+    """Print a result on stdout: a string unchanged, any other object as JSON. Control characters are removed.
 
     Raises:
         typer.Exit: The reader has closed stdout.
@@ -142,7 +142,7 @@ def log(text: str) -> None:
 
 
 class ProgressLine:
-    """Shows the progress of a run: one line on a terminal, else a new line every `log_every_s` seconds."""
+    """Shows the progress of a run: one line on a terminal, otherwise a new line every `log_every_s` seconds."""
 
     def __init__(self, log_every_s: float | None = None) -> None:
         self._live, self._log_every_s = sys.stderr.isatty(), log_every_s

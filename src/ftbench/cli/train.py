@@ -91,7 +91,7 @@ def _predict(spec: Experiment, described: dict[str, Any], out: Path, yes: bool) 
 
 
 def _confirm(doubt: str, yes: bool) -> None:
-    """Print why a run is likely to fail and ask the user. Raise MissingError if it is not confirmed."""
+    """Print why a run may fail and ask for confirmation. Raise MissingError without it."""
     log(f"ftbench: {doubt}")
     if yes:
         return

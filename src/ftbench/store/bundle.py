@@ -54,7 +54,7 @@ def make(paths: Sequence[Path], output: Path) -> Made:
     """Write all runs at or below `paths` to one file, without weights, adapters, logs and secrets.
 
     Raises:
-        SpecError: There is no run, or the output has the wrong suffix.
+        SpecError: No run was found, or the output has the wrong suffix.
         MissingError: The disk is full.
     """
     if output.suffix.lower() not in ("", ".zst", ".tzst"):
@@ -141,7 +141,7 @@ def _content(path: Path) -> tuple[bytes, int]:
 
 
 def _clean_document(text: str) -> str | None:
-    """Return a JSON document without secrets, unchanged if it has none; None if it is not JSON."""
+    """Return a JSON document without secrets, unchanged without any; None if it is not JSON."""
     try:
         document = json.loads(text)
         cleaned = redact_document(document)
@@ -193,7 +193,7 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
                 pass  # zstd compares its checksum at the end
         manifest, problem = read_document(folder / MANIFEST)
         if problem or not manifest:
-            raise ValueError(problem or f"refused: it has no {MANIFEST}")
+            raise ValueError(problem or f"refused: {MANIFEST} is missing")
     except (tarfile.TarError, zstd.ZstdError, EOFError) as error:
         raise SpecError(f"{path}: damaged, or not a file of `ftbench bundle` ({error})") from None
     except OSError as error:

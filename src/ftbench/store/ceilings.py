@@ -17,7 +17,7 @@ def of(store: Path, gpu_name: str | None) -> dict[str, Any]:
 
     Args:
         store: The results folder with the probes.
-        gpu_name: The GPU; None for processes on the CPU, which have only `network_gbs`.
+        gpu_name: The GPU; None for processes on the CPU (`network_gbs` only).
 
     Returns:
         A subset of: `tflops` by precision; `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s; `network_gbs`, the

@@ -16,7 +16,7 @@ from ftbench.core.rows import LARGEST, MOST_STEPS, StepRow
 from ftbench.errors import MissingError, SpecError, json_problem
 
 Entry = dict[str, Any]
-# Lower-case names without `train/` → the column. All of these tools report GiB.
+# Lower-case names without `train/` → the column. These tools report GiB.
 _FIELDS = {
     "epoch": "epoch", "elapsed": "elapsed_time_sec", "_runtime": "elapsed_time_sec", "loss": "loss",
     "grad_norm": "grad_norm", "learning_rate": "learning_rate", "lr": "learning_rate",
@@ -24,7 +24,7 @@ _FIELDS = {
     "memory/device_reserved (gib)": "peak_reserved_gb", "memory/device_mem_reserved(gib)": "peak_reserved_gb",
 }  # fmt: skip
 _STEP = ("global_step", "current_steps", "step", "_step")
-_MAY_DIVERGE = ("loss", "eval_loss", "grad_norm")  # NaN is a valid value of these
+_MAY_DIVERGE = ("loss", "eval_loss", "grad_norm")  # may be NaN
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class ForeignLog:
         batch_size: Samples per forward pass, if logged.
         train_s: Seconds of the training, if logged.
         samples_per_s: The tool's own rate, if logged.
-        timed_from_zero: Whether elapsed times start with the training; None if there are no times.
+        timed_from_zero: Whether elapsed times start with the training; None without times.
     """
 
     kind: str
@@ -115,7 +115,7 @@ def _row(kind: str, step: int, entry: Entry, planned: float | None) -> StepRow |
 def _rows_with_loss(file: Path, entries: list[Entry], planned: float | None = None) -> list[StepRow]:
     if rows := rows_of(file, entries, planned):
         return rows
-    raise SpecError(f"{file}: has no training loss; train with logging every few steps")
+    raise SpecError(f"{file}: lacks a training loss; train with logging every few steps")
 
 
 def trainer_state(file: Path, data: bytes) -> ForeignLog:
@@ -128,10 +128,10 @@ def trainer_state(file: Path, data: bytes) -> ForeignLog:
         raise SpecError(f"{file}: not valid JSON ({json_problem(error)})") from None
     history = state.get("log_history")
     if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
-        raise SpecError(f"{file}: not a trainer_state.json of the Trainer: it has no `log_history`")
+        raise SpecError(f"{file}: not a trainer_state.json of the Trainer: `log_history` is missing")
     rows = rows_of(file, history, number(state.get("max_steps")))
     if not rows:
-        raise SpecError(f"{file}: its log_history has no loss; train with logging_steps")
+        raise SpecError(f"{file}: its log_history lacks a loss; train with logging_steps")
     total: Entry = next((entry for entry in reversed(history) if number(entry.get("train_runtime"))), {})
     rate, batch = number(total.get("train_samples_per_second")), number(state.get("train_batch_size"))
     notes = [f"the Trainer's own rate, warm-up and evaluations included: {rate:g} samples/s"] if rate else []
@@ -143,7 +143,7 @@ def trainer_state(file: Path, data: bytes) -> ForeignLog:
 
 
 def llama_factory(file: Path, data: bytes) -> ForeignLog:
-    """Read LLaMA-Factory's trainer_log.jsonl. Its times are whole seconds."""
+    """Read LLaMA-Factory's trainer_log.jsonl. Its times are in full seconds."""
     entries, total = [], None
     for line_number, line in enumerate(data.decode("utf-8", "replace").splitlines(), start=1):
         try:
@@ -154,7 +154,7 @@ def llama_factory(file: Path, data: bytes) -> ForeignLog:
             entries.append(entry | {"elapsed": _seconds(entry.get("elapsed_time"))})
             total = number(entry.get("total_steps")) or total
     rows = _rows_with_loss(file, entries, total)
-    notes = ["its times are whole seconds, so the times of short steps are imprecise"]
+    notes = ["its times are in full seconds, so the times of short steps are imprecise"]
     return ForeignLog("LLaMA-Factory's trainer_log.jsonl", rows, "memory, energy and most of the recipe", notes,
                       timed_from_zero=True)  # fmt: skip
 

@@ -55,7 +55,7 @@ def reason(learned: dict[str, Any], sentences: Sequence[str]) -> str:
 def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any], list[str]]:
     """Return the shares of the steady window that other processes used, and a warning if a share is too large.
 
-    The shares are `host_cpu_by_others` and `gpu_by_others` (None if unknown). `contended` tells if one is above its
+    The shares are `host_cpu_by_others` and `gpu_by_others` (None if unknown). `contended` is true if one is above its
     limit. Empty if both are unknown.
     """
     limits = {"host_cpu_by_others": HOST_SHARE_BESIDE_GPU if on_gpu else HOST_SHARE, "gpu_by_others": GPU_SHARE}

@@ -69,7 +69,7 @@ def import_run(file: Path, about: About, out: Path) -> RunDir:
         _time_all(file, timed, about, log.timed_from_zero)
     batch = about.batch_size or log.batch_size
     if batch is None:
-        raise SpecError(f"{file}: has no batch size; add --batch-size")
+        raise SpecError(f"{file}: lacks a batch size; add --batch-size")
     identity = hashlib.sha256(json.dumps([digest, about.gpu, about.model]).encode()).hexdigest()[:12]
     slug = f"{model_slug(about.model)}-{about.method}-b{batch}-{identity}-r1"
     try:
@@ -143,7 +143,7 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     rows, notes = read_steps(file)
     rows = [row for row in rows if row.phase in (None, "train")]
     if not rows:
-        raise SpecError(f"{file}: has no step" + (f" ({notes[0]})" if notes else ""))
+        raise SpecError(f"{file}: lacks a step" + (f" ({notes[0]})" if notes else ""))
     for row in rows:
         row.phase = "train"
     _time_all(file, rows, about, from_zero=True)
@@ -160,7 +160,7 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
 
 
 def _time_all(file: Path, rows: Sequence[StepRow], about: About, from_zero: bool) -> None:
-    """Set the mean step time of each training line. The first line has none unless times start with the training."""
+    """Set the mean step time of each training line. The first line gets one only if times start with the training."""
     samples_of = _samples_of_step(about.step_samples, about.samples)
     train = [row for row in rows if row.phase == "train"]
     before = [StepRow(step=0, elapsed_time_sec=0.0)] if from_zero else []
@@ -172,7 +172,7 @@ def _time(file: Path, last: StepRow, row: StepRow, samples_of: Callable[[int], i
     """Set the mean time of the steps since the previous line, if all of them have the same number of samples."""
     step, elapsed, begun = row.step, row.elapsed_time_sec, last.elapsed_time_sec
     if step is None or elapsed is None or begun is None:
-        raise SpecError(f"{file}: the line after step {last.step} has no step or no time")
+        raise SpecError(f"{file}: the line after step {last.step} lacks a step or a time")
     first = int(last.step or 0) + 1
     if step < first or elapsed < begun:
         raise SpecError(f"{file}: goes back from step {first - 1} to {step}; a file must have one run")

@@ -1,6 +1,6 @@
 """Describe this machine: GPUs, driver, limits, clocks, CPU, versions. Needs NVML but not torch.
 
-Values that cannot be read are None. Only an allow-list of environment variables is kept, so that no secret is.
+Values that cannot be read are None. Only an allow-list of environment variables is kept, to leave out secrets.
 """
 
 import errno
@@ -23,7 +23,7 @@ PACKAGES = (
     "triton", "torchao", "unsloth", "unsloth_zoo", "liger-kernel", "flash-attn", "xformers", "deepspeed", "numpy",
     "nvidia-ml-py",
 )  # fmt: skip
-# Variables that change the speed of training. Their values have no paths and no secrets.
+# Variables that change the speed of training. Their values contain neither paths nor secrets.
 ENVIRONMENT = re.compile(
     r"CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING|MODULE_LOADING|DEVICE_MAX_CONNECTIONS)"
     r"|(NCCL|PYTORCH|TORCH|TORCHINDUCTOR|TRITON|UNSLOTH|BNB|OMP|MKL)_[A-Z0-9_]+"

@@ -75,7 +75,7 @@ def _train_rows(file: Path, lines: list[tuple[int, int, Values]]) -> Iterator[St
             raise SpecError(f"{file}: goes back from step {before} to {step}; a file must have one run")
         time, batch = number(values.get(_TIME)), number(values.get(_BATCH))
         if not time or time < 0 or not batch or batch < 1:
-            raise SpecError(f"{file}: iteration {step} has no {_BATCH if time else _TIME}, which Megatron prints")
+            raise SpecError(f"{file}: iteration {step} lacks {_BATCH if time else _TIME}, which Megatron prints")
         elapsed += (step - before) * time / 1000
         loss = values.get("lm loss", float("nan") if values.get(_NAN) else None)  # a NaN sum is not printed
         yield StepRow(

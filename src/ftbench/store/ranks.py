@@ -1,4 +1,4 @@
-"""Merge the steps of several ranks: tokens and energy add up, time and memory are those of the worst rank.
+"""Merge the steps of several ranks: tokens and energy add up, time and memory are from the worst rank.
 
 Each rank writes its own steps.csv, so that a step needs no extra communication. Ranks of one tensor- or
 expert-parallel group have the same batch (`data_rank`), which counts once.
@@ -149,7 +149,7 @@ def rank_files(run: RunDir) -> list[Path]:
 
 
 def write_merged(run: RunDir) -> None:
-    """Write the merged steps.csv of a finished run of several ranks. Raise MissingError for a full disk."""
+    """Write the merged steps.csv of a finished multi-rank run. Raise MissingError for a full disk."""
     ranks, _ = read_ranks(run)
     _merge_nodes(run)
     if not ranks or run.steps.exists():

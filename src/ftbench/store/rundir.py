@@ -30,7 +30,7 @@ NOT_FINITE = "not finite"  # the state of a run that finished with a loss or gra
 STATES = ("running", "ok", "oom", "timeout", "error", "interrupted", NOT_FINITE)
 # Signals that another process sends to end a run. A crash raises other signals.
 CUT_SHORT = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-WAITING = "wait_for_gpu"  # the phase in which a worker waits for the run of another process
+WAITING = "wait_for_gpu"  # the phase of a worker that waits for the run of another process
 # Files in profile/.
 KERNELS, TRACE, WINDOW, MEMORY, OOM_MEMORY = "kernels.json", "trace.json", "window.json", "memory.json", "oom.json"
 _RESERVE_BYTES = 64 * 1024  # freed when the disk is full, so that the last state can still be written
@@ -292,9 +292,9 @@ def find_runs(path: Path) -> list[RunDir]:
 
 
 def require_runs(path: Path, unpacked: Path | None = None) -> list[RunDir]:
-    """Return the runs at `path`, or of that bundle in the folder `unpacked`. Raise SpecError if there are none."""
+    """Return the runs at `path`, or of that bundle in the folder `unpacked`. Raise SpecError if none is found."""
     if not os.path.exists(path):  # False for a name that is too long, too
         raise SpecError(f"{path}: no such file or directory")
     if not (runs := find_runs(unpacked or path)):
-        raise SpecError(f"{path}: has no run (a directory with a state.json); `ftbench run` creates one")
+        raise SpecError(f"{path}: contains no run (a directory with a state.json); `ftbench run` creates one")
     return runs

@@ -65,7 +65,7 @@ class StepsTail:
 def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
     """Return the rows of a steps.csv and warnings about damaged lines.
 
-    A missing file has no rows. A kill or a full disk leaves an incomplete last line, which is dropped.
+    A missing file gives an empty list. An incomplete last line (after a kill or a full disk) is dropped.
     """
     text, unread = _text(path)
     if unread:

@@ -137,7 +137,7 @@ def _first_steps(summary: RunSummary, train: Sequence[StepRow], warm: int) -> No
 
 
 def profiled(spec: dict[str, Any]) -> bool:
-    """Return whether a resolved spec asks for a profile. The times of such a run are not a measurement."""
+    """Return whether a run is profiled. The times of a profiled run are not valid."""
     return bool(spec.get("measure", {}).get("profile", "off") != "off")
 
 
@@ -220,7 +220,7 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], config: dict[str, Any
 
 
 def _times(rate: float | None, count: int) -> float | None:
-    """Return the rate of several GPUs."""
+    """Return the combined rate of `count` GPUs."""
     return None if rate is None else rate * count
 
 

@@ -50,7 +50,7 @@ def verify(path: Path) -> Verdict:
             _check_summary(run, f"{run.path.parent.name}/{run.run_id}", verdict)
             older += _check_digest(run, f"{run.path.parent.name}/{run.run_id}", redacted, verdict)
         if not verdict.runs:
-            verdict.unchecked.append("the bundle has no run: no figure was compared")
+            verdict.unchecked.append("the bundle contains no run: no figure was compared")
         verdict.unchecked += [f"{name}: not a file of a run (a folder with a state.json)" for name in sorted(unknown)]
         if older:
             verdict.unchecked.append(
@@ -79,7 +79,7 @@ def _check_summary(run: RunDir, name: str, verdict: Verdict) -> None:
         return
     written = documents["summary"]
     if not written:
-        verdict.unchecked.append(f"{name}: has no summary to compare with its steps")
+        verdict.unchecked.append(f"{name}: lacks a summary to compare with its steps")
         return
     if written.get("schema") != SCHEMA or not written.keys() >= FIELDS:
         verdict.unchecked.append(f"{name}: its summary is of another version of ftbench; a report computes a new one")
