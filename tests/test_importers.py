@@ -82,7 +82,7 @@ def test_line_every_ten_steps_is_a_mean(tmp_path):
     assert found["time_to_steady_s"] is None
     assert found["step_time_s"]["median"] == pytest.approx(0.5)
     assert found["samples_per_hour"] == pytest.approx(4 / 0.5 * 3600)
-    assert any("up to 10 steps and holds their mean" in warning for warning in found["warnings"])
+    assert any("mean of up to 10 steps" in warning for warning in found["warnings"])
     assert not any("wall clock" in warning for warning in found["warnings"])
 
 
@@ -131,13 +131,13 @@ def test_imported_recipe_has_no_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "nor a CSV with the columns step, epoch"),
+        ("", "CSV with the columns step, epoch"),
         ("step,loss\n1,2\n", "(missing in its first line: elapsed_time_sec)"),
         ("step,elapsed_time_sec\n", "lacks a step"),
         ("step,elapsed_time_sec\n1,1.0\n2,2.0\n1,0.5\n", "goes back from step 2 to 1; a file must have one run"),
         ("step,elapsed_time_sec\n1,5.0\n2,2.0\n", "goes back"),
         ("step,elapsed_time_sec\n1,nan\n", "lacks a step (log: line 2 cannot be read and was left out)"),
-        ("step,elapsed_time_sec\n,1.0\n", "without a step or a time"),
+        ("step,elapsed_time_sec\n,1.0\n", "lacks a step or a time"),
         ('{"loss": 2.0}\n{"loss": 1.9}\n', "unknown JSON lines; give the trainer_state.json"),
         ("{", "not valid JSON"),
         ('{"log_history": [{"step": ' + "9" * 5000 + "}]}", "not valid JSON (a number with thousands of digits)"),
@@ -500,7 +500,7 @@ def test_megatron_log(tmp_path):
     assert summary["loss"]["eval"] == 2.724416
     notes = " ".join(summary["warnings"])
     assert "(Megatron's log), not recorded by ftbench: energy and most of the recipe are not known" in notes
-    assert "global one, of all GPUs" in notes
+    assert "the global batch of all GPUs" in notes
     assert "118.3 TFLOP/s per GPU (median)" in notes
     assert "memory is the highest of all ranks, up to step 1" in notes
 
@@ -522,7 +522,7 @@ def test_megatron_interval_is_a_mean(tmp_path):
     )
     run, summary = megatron(tmp_path, text)
     assert [row.elapsed_time_sec for row in read_steps(run.steps)[0]] == [20.0, 30.0, 40.0]
-    assert any("up to 10 steps and holds their mean" in warning for warning in summary["warnings"])
+    assert any("mean of up to 10 steps" in warning for warning in summary["warnings"])
 
 
 @pytest.mark.parametrize(
@@ -531,7 +531,7 @@ def test_megatron_interval_is_a_mean(tmp_path):
         (lambda text: text + text, "goes back from step 3 to 1; a file must have one run"),
         (lambda text: text.replace("global batch size", "batch"), "iteration 1 lacks global batch size"),
         (lambda text: text.replace("(ms): 12936.1", "(ms): -1"), "iteration 2 lacks"),
-        (lambda text: text.replace("/    5000", "/" + "9" * 40), "nor a CSV"),
+        (lambda text: text.replace("/    5000", "/" + "9" * 40), "not a CSV"),
     ],
 )
 def test_broken_megatron_log_is_refused(tmp_path, change, said):
