@@ -1,4 +1,4 @@
-"""What is in one batch, and in all batches of a step together."""
+"""Count the tokens, samples and images of a batch or a step."""
 
 from __future__ import annotations
 
@@ -8,36 +8,32 @@ from typing import Any
 
 from ftbench.families.vision import NOTHING, ImageSize
 
-# columns that are no whole numbers
+# columns with fractional values
 FLOATS = ("loss", "grad_norm", "reward_accuracy", "reward_margin", "reward", "generation_peak_gb")
-BEFORE_FORWARD = ("generation", "scoring")  # of a step that makes its own batches: columns of their seconds
-Shape = tuple[int | None, int | None, int]  # of a batch: its sequences, the longest of them, its tokens with padding
-COUNT = "count"  # the key of a batch under which its counts travel, also from another process
+BEFORE_FORWARD = ("generation", "scoring")  # timed parts of a GRPO step
+Shape = tuple[int | None, int | None, int]  # sequences of a batch, longest sequence, padded tokens
+COUNT = "count"  # key of the counts in a batch
 
 
 @dataclass(slots=True)
 class BatchCount:
-    """Counts of tokens and samples, and the bytes of the real tokens and of what tells images apart, in order, where
-    the host has them. `real` and `labels` may be tensors on the device; `samples` and `longest` are None where rows
-    hold an unknown number; of `images` there are none in text, and `pictures` tells them apart, in order. A sample is
-    so many `sequences`; `rewards` of pairs are the sums of their accuracy and margin. `generation` are columns of the
-    completions of a step."""
+    """Counts of one batch. `add` sums them over a step."""
 
-    real: Any = 0
+    real: Any = 0  # tokens without padding; may be a tensor on the device
     padded: int = 0
-    labels: Any = 0
-    samples: int | None = 0
+    labels: Any = 0  # may be a tensor on the device
+    samples: int | None = 0  # None for an unknown number of concatenated samples
     longest: int | None = 0
     images: int = 0
     of_images: ImageSize = NOTHING
-    pictures: tuple[str, ...] = ()
-    sequences: int = 1
-    rewards: tuple[float, float] | None = None
-    generation: dict[str, float] = field(default_factory=dict)
-    tokens: list[bytes] = field(default_factory=list)
+    pictures: tuple[str, ...] = ()  # keys of the images
+    sequences: int = 1  # per sample: 2 for preference pairs
+    rewards: tuple[float, float] | None = None  # sums of accuracy and margin of pairs
+    generation: dict[str, float] = field(default_factory=dict)  # columns of a GRPO step
+    tokens: list[bytes] = field(default_factory=list)  # real tokens and image keys, for the order hash
 
     def add(self, other: BatchCount) -> None:
-        """Add another batch of the same step, but for its tokens and pictures."""
+        """Add another batch of the same step, without its tokens and pictures."""
         self.real = self.real + other.real
         self.padded += other.padded
         self.labels = self.labels + other.labels
@@ -52,7 +48,7 @@ class BatchCount:
         self.longest = max(self.longest or 0, other.longest or 0) if known else None
 
     def columns(self) -> dict[str, Any]:
-        """Return the counts by their column of steps.csv; empty where nothing was counted."""
+        """Return the counts by column of steps.csv. Empty if nothing was counted."""
         if not self.padded:
             return {}
         columns = {"real_tokens": self.real, "padded_tokens": self.padded, "label_tokens": self.labels,
@@ -68,7 +64,7 @@ class BatchCount:
 
 
 def padding_of(shapes: Collection[Shape]) -> str | None:
-    """Return in words how batches were padded; None where none says."""
+    """Return a description of the padding, or None if it is unknown."""
     widths = {(longest, tokens / samples) for samples, longest, tokens in shapes if samples and longest}
     if any(width < longest for longest, width in widths):
         return "samples end to end"
@@ -82,12 +78,12 @@ def padding_of(shapes: Collection[Shape]) -> str | None:
 
 
 def numbers(columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of columns as steps.csv holds them."""
+    """Return the values of columns in the types of steps.csv."""
     return {name: number(name, value) for name, value in columns.items()}
 
 
 def number(name: str, value: Any) -> Any:
-    """Return a column's value as steps.csv holds it: tokens are whole numbers; None stays unknown."""
+    """Return a column's value in the type of steps.csv. None stays unknown."""
     if value is None:
         return None
     return float(value) if name in FLOATS else int(value)
