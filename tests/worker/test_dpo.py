@@ -21,7 +21,7 @@ from ftbench.estimate.time.work import step_work
 from ftbench.estimate.workload.batches import batches_of
 from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.spec.experiment import Experiment
-from ftbench.store.flop_rates import of_steps
+from ftbench.store.rates import of_steps
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.store.summary import summarise

@@ -12,7 +12,7 @@ from ftbench.core import hardware, stats, units
 from ftbench.core.bottleneck import classify_bottleneck
 from ftbench.core.rows import FIELDS, SCHEMA, RunSummary, StepRow
 from ftbench.core.stats import total
-from ftbench.store import completions, flop_rates, health, run_warnings, rundir
+from ftbench.store import health, rates, run_warnings, rundir
 from ftbench.store.ranks import merge, read_ranks, spread
 from ftbench.store.rundir import KERNELS, RunDir, first_gpu, read_json, state_of
 from ftbench.store.steps import read_steps
@@ -86,7 +86,7 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
         if rate := summary.tokens_per_s.get("real") if summary.ranks else None:
             summary.ranks["tokens_per_s_per_gpu"] = rate / summary.ranks["count"]
         _flops(summary, steady, config, machine)
-        summary.energy, sentences = flop_rates.energy(steady, machine)
+        summary.energy, sentences = rates.energy(steady, machine)
         summary.warnings += sentences
         summary.drift = run_warnings.drift(steady)
         summary.outliers = run_warnings.outliers(steady)
@@ -171,14 +171,14 @@ def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
         name: _rate([getattr(row, f"{name}_tokens") for row in steady], window) for name in ("real", "padded", "label")
     }
     if any(row.images for row in steady):
-        rates = {name: _rate([getattr(row, name) or 0 for row in steady], window) for name in _OF_IMAGES}
-        summary.tokens_per_s |= {name: rates[f"{name}_tokens"] for name in ("image", "text")}
-        summary.images_per_s = {name: rates[name] for name in ("images", "tiles")}
+        per_s = {name: _rate([getattr(row, name) or 0 for row in steady], window) for name in _OF_IMAGES}
+        summary.tokens_per_s |= {name: per_s[f"{name}_tokens"] for name in ("image", "text")}
+        summary.images_per_s = {name: per_s[name] for name in ("images", "tiles")}
         parts = {part: [getattr(row, f"{part}_s") or 0.0 for row in steady] for part in ("vision", "language", "loss")}
         summary.forward_s = {part: total(spent) / len(spent) for part, spent in parts.items() if any(spent)}
     if any(row.generated_tokens for row in steady):
-        summary.parts_s, rates = completions.speed(steady)
-        summary.tokens_per_s |= rates
+        summary.parts_s, tokens_per_s = rates.completion_rates(steady)
+        summary.tokens_per_s |= tokens_per_s
     summary.samples_per_s = _rate([row.samples for row in steady], window)
     if summary.samples_per_s is not None:
         summary.samples_per_hour = summary.samples_per_s * 3600
@@ -194,17 +194,17 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], config: dict[str, Any
 
     A utilization above 100 % means that a count or a table is wrong. It becomes a warning and the field stays empty.
     """
-    rates = flop_rates.of_steps(steady, config, summary.dataset)
+    tflops = rates.of_steps(steady, config, summary.dataset)
     precision = config.get("product_precision", "")
     gpu, count = hardware.find_gpu(summary.gpu) if summary.gpu else None, summary.ranks.get("count", 1)
     peak = _times(gpu.peak_tflops(precision) if gpu else None, count)
     measured = _times((machine.get("ceilings") or {}).get("tflops", {}).get(precision), count)
-    if rates:
-        summary.model_tflops = rates[0]
+    if tflops:
+        summary.model_tflops = tflops[0]
         for name, rate, best, word in (
-            ("mfu", rates[0], peak, "dense peak"),
-            ("hfu", rates[1], peak, "dense peak"),
-            ("mfu_measured", rates[0], measured, "measured rate"),
+            ("mfu", tflops[0], peak, "dense peak"),
+            ("hfu", tflops[1], peak, "dense peak"),
+            ("mfu_measured", tflops[0], measured, "measured rate"),
         ):
             if best and rate > best:
                 summary.warnings.append(
@@ -214,7 +214,7 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], config: dict[str, Any
             elif best:
                 setattr(summary, name, rate / best)
     ceiling = measured or peak
-    products = rates[1] / ceiling if rates and ceiling and rates[1] <= ceiling else None
+    products = tflops[1] / ceiling if tflops and ceiling and tflops[1] <= ceiling else None
     bottleneck = classify_bottleneck(steady, summary.gpu is not None, products, config.get("gpu_busy_method"))
     summary.bound = dataclasses.asdict(bottleneck)
 
@@ -229,7 +229,7 @@ def _losses(everything: Sequence[StepRow]) -> dict[str, float | None]:
     trained, evaluated = ([loss for phase, loss in finite if phase == name] for name in ("train", "evaluate"))
     return {
         "first": next(iter(trained), None), "last": next(reversed(trained), None),
-        "eval": next(reversed(evaluated), None), **completions.rewards(everything),
+        "eval": next(reversed(evaluated), None), **rates.rewards(everything),
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""FLOP rates and energy of the steady steps."""
+"""Rates of the steady steps: FLOPs, completions, energy; and the rewards of pairs and completions."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -8,6 +8,7 @@ from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
 from ftbench.store.rundir import gpus_of
 
+PARTS = ("generation", "scoring", "forward_backward", "optimizer")  # of a step with generation
 _Shape = TypeVar("_Shape", flops.MatmulShape, flops.VisionMatmulShape)
 
 
@@ -101,3 +102,29 @@ def energy(steady: Sequence[StepRow], machine: dict[str, Any]) -> tuple[dict[str
             f"energy: the counter's {joules:,.0f} J and the sampled {watts * seconds:,.0f} J differ by more than 10 %"
         ]
     return figures, []
+
+
+def completion_rates(steady: Sequence[StepRow]) -> tuple[dict[str, float | None], dict[str, float | None]]:
+    """Return the mean seconds of each part of a step, and two token rates.
+
+    `generated` is relative to the generation time. `trained` includes the prompts and is relative to the time of
+    forward, backward and optimizer.
+    """
+    spent = {part: total(getattr(row, f"{part}_s") for row in steady) for part in PARTS}
+    counts = {
+        "generated": (total(row.generated_tokens for row in steady), spent["generation"]),
+        "trained": (total(row.real_tokens for row in steady), spent["forward_backward"] + spent["optimizer"]),
+    }
+    rates: dict[str, float | None] = {
+        name: tokens / seconds for name, (tokens, seconds) in counts.items() if seconds > 0
+    }
+    return {part: seconds / len(steady) for part, seconds in spent.items()}, rates
+
+
+def rewards(everything: Sequence[StepRow]) -> dict[str, float | None]:
+    """Return the accuracy and margin of the last step's pairs, and the first and last reward of completions."""
+    train = [row for row in everything if row.phase == "train"]
+    pairs = [row for row in train if row.reward_accuracy is not None]
+    judged = [row.reward for row in train if row.reward is not None]
+    figures = {name: getattr(pairs[-1], name) for name in ("reward_accuracy", "reward_margin")} if pairs else {}
+    return figures | ({"reward_first": judged[0], "reward_last": judged[-1]} if judged else {})
