@@ -203,7 +203,7 @@ class Measure(Part):
     )
     keep_weights: Switch = Field(False, description="parity: keep the trained tensors before and after training")
     control: Annotated[Literal["off", *CONTROLS], Word] = Field(  # type: ignore[valid-type]
-        "off", description="damage the training on purpose; `ftbench parity` must notice (`ftbench list controls`)"
+        "off", description="damage the training on purpose; `ftbench parity` must notice it"
     )
     generate: Annotated[Generate | None, BeforeValidator(_generate)] = Field(
         None, description="prompts that are answered before and after training: a YAML file, or a section"

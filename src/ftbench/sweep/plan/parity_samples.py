@@ -30,10 +30,10 @@ def same_samples(spec: Experiment) -> dict[str, Any]:
     return {"train.batch_size": rows, "dataset.max_length": length}
 
 
-def probe(spec: Experiment) -> Dataset:
-    """Return the samples of a recording run: more than two batches, so that the last one is not full. Images are the
+def probe(spec: Experiment, batch: int) -> Dataset:
+    """Return the samples of a recording run: more than two batches of the reference, so that the last is not full. Images are the
     spec's own. Text is the built-in tasks: prompts, unequal lengths, and samples that leak if masks are wrong."""
-    count = max(9, 2 * spec.train.batch_size + 1)
+    count = max(9, 2 * batch + 1)
     if spec.dataset.may_have_images and spec.dataset.has_images:
         return spec.dataset.model_copy(update={"samples": count, "eval_samples": 0})
     longest = spec.dataset.max_length
