@@ -197,10 +197,10 @@ def test_optimizations_do_not_change_dpo(train_here, compiler, switches, objecti
         (
             [{"prompt": "a", "completion": "b"}],
             DPO,
-            "objective dpo learns from pairs.*dataset.columns=.*objective",
+            "objective dpo needs columns chosen and rejected.*dataset.columns=.*objective",
         ),
-        (PAIRS, {"name": "sft"}, "the rows are pairs.*set objective to dpo.*completion: chosen"),
-        ([*PAIRS, PAIRS[0] | {"rejected": PAIRS[0]["chosen"]}], DPO, "line 13.*are the same.*nothing is preferred"),
+        (PAIRS, {"name": "sft"}, "the rows are preference pairs: set objective to dpo.*completion: chosen"),
+        ([*PAIRS, PAIRS[0] | {"rejected": PAIRS[0]["chosen"]}], DPO, "line 13: `chosen` and `rejected` are equal"),
         ([*PAIRS, {"prompt": "a", "chosen": "b", "rejected": None}], DPO, "line 13.*`rejected` is missing"),
         ([PAIRS[0] | {"chosen": [{"role": "user", "content": "q"}]}], DPO, "no message of the assistant"),
     ],

@@ -88,20 +88,20 @@ def test_local_model_is_loaded_with_its_processor(train_here, model):
 
 @pytest.mark.parametrize("part", ["vision", "projector"])
 def test_text_model_rejects_vision_options(cache, part):
-    with pytest.raises(ValidationError, match=r"method\.vision.*reads no images"):
+    with pytest.raises(ValidationError, match=r"method\.vision.*is text-only"):
         spec_of(method={part: "lora"})
 
 
 def test_saving_full_parts_is_rejected():
-    with pytest.raises(ValidationError, match="save_adapter keeps adapters alone"):
+    with pytest.raises(ValidationError, match="save_adapter saves only adapters"):
         spec_of(model={"id": MODELS[0]}, method={"vision": "full"}, measure={"save_adapter": True})
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"method": {"projector": "full"}}, "unsloth is asked for adapters alone: frozen or lora"),
-    ({"method": {"load_in_4bit": False, "load_in_fp8": True}}, "method.load_in_fp8 with method unsloth is for text"),
-    ({"method": {"tiled_mlp": True}}, "method.tiled_mlp with method unsloth is for text alone"),
-    ({"optimizations": {"packing": True}}, "optimizations.packing with method unsloth is for text alone"),
+    ({"method": {"projector": "full"}}, "unsloth trains only adapters: set them to frozen or lora"),
+    ({"method": {"load_in_4bit": False, "load_in_fp8": True}}, "method.load_in_fp8 with method unsloth supports only text"),
+    ({"method": {"tiled_mlp": True}}, "method.tiled_mlp with method unsloth supports only text"),
+    ({"optimizations": {"packing": True}}, "optimizations.packing with method unsloth supports only text"),
 ])  # fmt: skip
 def test_text_only_options_of_unsloth_are_rejected(changes, message):
     parts = changes | {"method": {"name": "unsloth"} | changes.get("method", {})}

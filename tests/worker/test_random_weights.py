@@ -97,7 +97,7 @@ def test_second_use_does_not_write(own_cache):
         (OSError(28, "No space left"), "FTBENCH_CACHE"),
         (
             PermissionError(13, "Permission denied"),
-            "Permission denied; set FTBENCH_CACHE to a folder that can",
+            "Permission denied; set FTBENCH_CACHE to a writable folder",
         ),
     ],
 )

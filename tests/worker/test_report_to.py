@@ -68,7 +68,7 @@ def test_missing_package_is_an_error_with_the_command(monkeypatch):
     monkeypatch.setattr(trl.importlib.util, "find_spec", lambda name: None if name == "trackio" else name)
     with pytest.raises(MissingError) as raised:
         trl.check_installed(spec_with(["tensorboard", "trackio"]))
-    assert "train.report_to names trackio, which" in str(raised.value)
+    assert "train.report_to needs trackio, which" in str(raised.value)
     assert "pip install trackio, or leave it out" in str(raised.value)
 
 

@@ -97,7 +97,7 @@ def _read_file(path: Path, name: str) -> bytes:
     except OSError as error:
         raise BadRow(f"{name} cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise BadRow(f"{name} {error}") from None
+        raise BadRow(f"{name} cannot be read ({error})") from None
 
 
 def _decode(data: bytes) -> Image:
