@@ -137,10 +137,8 @@ class ParityPlan(Grid):
     def record_of(self, spec: Experiment, recipe: Contender, control: str = "off") -> Job:
         """Return the short run that records losses, gradients and weight changes of a spec."""
         name = "reference" if spec is recipe.reference else recipe.name if spec is recipe.spec else "plain"
-        name, dataset = (
-            name if control == "off" else f"control: {control}",
-            probe(spec, recipe.reference.train.batch_size),
-        )
+        name = name if control == "off" else f"control: {control}"
+        dataset = probe(spec, recipe.reference.train.batch_size)
         changes: dict[str, Any] = {
             "train.max_steps": 2 * (1 + STEPS), "train.gradient_accumulation_steps": dataset.samples,
             "train.lr_scheduler": "constant", "train.warmup_steps": 0, "measure.gradients": STEPS,

@@ -31,8 +31,8 @@ def same_samples(spec: Experiment) -> dict[str, Any]:
 
 
 def probe(spec: Experiment, batch: int) -> Dataset:
-    """Return the samples of a recording run: more than two batches of the reference, so that the last is not full. Images are the
-    spec's own. Text is the built-in tasks: prompts, unequal lengths, and samples that leak if masks are wrong."""
+    """Return the samples of a recording run: two batches of the reference and one more, so that the last is not full.
+    Images are the spec's own. Text is the built-in tasks: prompts, unequal lengths, samples that leak without masks."""
     count = max(9, 2 * batch + 1)
     if spec.dataset.may_have_images and spec.dataset.has_images:
         return spec.dataset.model_copy(update={"samples": count, "eval_samples": 0})
