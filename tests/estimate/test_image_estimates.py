@@ -148,7 +148,7 @@ def test_the_images_of_a_file_are_read(tmp_path: Path) -> None:
         estimate_memory(spec_of(QWEN, data | {"seed": 7}), gpu())
     (tmp_path / "b.png").unlink()
     os.mkfifo(tmp_path / "b.png")
-    with pytest.raises(SpecError, match=r"rows\.jsonl, line 2: its image cannot be read .*no plain file"):
+    with pytest.raises(SpecError, match=r"rows\.jsonl, line 2: its image cannot be read .*not a regular file"):
         estimate_memory(spec_of(QWEN, data | {"seed": 8}), gpu())
 
 

@@ -403,7 +403,7 @@ def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench
     (["--gpu", "H200,H100 PCIe", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "prices in JPY and USD"),
     (["--gpu", "H200", "--samples", "9", "--method", "lora,loar"], "'loar' is no method"),
     (["--gpu", "H200", "--samples", "9", "--effective-batch", "0"], "--effective-batch 0: samples per step"),
-    (["--gpu", "H200", "--samples", "9", "--set", "model=some/model"], "the shape of some/model is not known"),
+    (["--gpu", "H200", "--samples", "9", "--set", "model=some/model"], "the shape of some/model is unknown"),
     (["--gpu", "H200", "--samples", "9", "--set", "train.precision=fp32"], "in fp32 is not known: run `ftbench probe`"),
     (["--gpu", "H200", "--samples", "9", "-o", "SPEC"], "is the spec itself"),
     (["--gpu", "H200", "--samples", "9", "--store", "SPEC"], "not a folder"),

@@ -355,7 +355,7 @@ def test_the_specs_launch_is_the_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("gpus", "strategy", "why"), [
-    (3, "tp", "tp: 8 key heads do not divide by 3"), (2, "tp+fsdp", "2 GPUs cannot form a mesh of 2 by two or more"),
+    (3, "tp", "tp: 8 key heads do not divide by 3"), (2, "tp+fsdp", "2 GPUs do not form a mesh of 2 times two or more"),
     (2, "ep", "ep needs experts, and qwen3 has none"),
 ])  # fmt: skip
 def test_models_that_cannot_be_split_are_errors(tmp_path: Path, gpus: int, strategy: str, why: str) -> None:
@@ -427,7 +427,7 @@ def test_a_spec_for_several_machines_gets_a_fit_and_a_recommendation(tmp_path: P
                     "train: {batch_size: 16}\nlaunch: {gpus: 4, nodes: 2, strategy: ddp}\n")  # fmt: skip
     answer = estimate(EstimateRequest(path, gpu="L40S"))
     assert answer.text.startswith("Qwen/Qwen3-8B, lora, batch 16 per GPU, on 4 GPUs of 2 machines (ddp)\n")
-    assert "The nearest that fits takes" in answer.text
+    assert "The most similar spec that fits takes" in answer.text
     found = recommend.answer(recommend.RecommendRequest(path, gpu="L40S", method="lora"))
     assert {(option.spec.launch.gpus, option.spec.launch.nodes) for option in found.options} <= {(1, 1), (2, 1), (4, 2)}
     assert found.options
