@@ -112,7 +112,7 @@ def test_turns_are_shown_if_the_chat_template_fails(tmp_path, template):
     spec = spec_of(tmp_path, [{"question": "why", "answer": "so"}], model=f"{{path: {model}}}")
     document = preview.preview(spec, [])
     assert document["samples"] == [{"row": 1, "text": "user: why\nassistant: so"}]
-    assert "turns one after the other, as the chat template of model fails" in document["rendered_by"]
+    assert "concatenated turns, because the chat template of model fails" in document["rendered_by"]
     assert document["rendered_by"] in preview.as_text(document)
 
 
@@ -141,7 +141,7 @@ def test_images_count_with_the_models_tokens(tmp_path):
     document = preview.preview(spec, [])
     assert document["tokens"]["mean"] == 2 * (2928 + 1) + 40
     assert document["images"] == {"tokens": 2 * 2928, "tiles": 10, "left_out": 1}
-    assert "100.0 % of the samples are left out" in preview.as_text(document)
+    assert "100.0 % of the samples are removed" in preview.as_text(document)
     pillow = pytest.importorskip("PIL.Image")
     pillow.new("RGB", (500, 500)).save(tmp_path / "a.png")
     spec = spec_of(tmp_path, [{"image": "a.png", "text": "b" * 40}], model="llava-hf/llava-v1.6-mistral-7b-hf")
@@ -167,7 +167,7 @@ def test_answers_of_prompts_are_neither_counted_nor_shown(tmp_path, columns, ans
     assert (document["tokens"]["p50"], document["tokens"]["max"]) == (20, 1005)
     assert document["padding"] == pytest.approx(1 - 30 / 40), "of 10 and 20 tokens, two prompts a step"
     text = preview.as_text(document)
-    assert "tokens a prompt: mean" in text
+    assert "tokens per prompt: mean" in text
     assert "longer than max_length 100: 33.3 % of the prompts, which are removed" in text
     assert "of a step's 2 prompts" in text
     assert "bbb" not in text
@@ -183,6 +183,6 @@ def test_both_sequences_of_pairs_are_shown_and_no_packing(tmp_path):
     document = preview.preview(spec, [])
     assert (document["rows"], document["format"], document["tokens"]["count"]) == (3, "preference", 6)
     text = preview.as_text(document)
-    assert "tokens a sequence: mean" in text
+    assert "tokens per sequence: mean" in text
     assert "packing" not in text
     assert "assistant: 1.\n-- rejected:\nassistant: I do not know." in text
