@@ -84,7 +84,7 @@ def optimization(facts: Facts, key: str, value: Any) -> Answer:
 def _refused(facts: Facts, spec: Experiment) -> Answer | None:
     """Return why `ftbench run` would refuse a spec on this machine."""
     problems = [*machine_incompatibilities(spec, facts.capability)]
-    if kernels := trl.lacks_kernels(spec.optimizations.attention):
+    if not problems and (kernels := trl.lacks_kernels(spec.optimizations.attention)):
         problems.append(f"{kernels}, or use sdpa")
     if problems:
         return "n/a", "; ".join(problems)
