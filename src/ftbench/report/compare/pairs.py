@@ -206,11 +206,6 @@ def steps_of(run: Run) -> Steps:
     return _steps(run.dir.path, modified, int(figure(run.record, "steps.warmup") or 0))
 
 
-@lru_cache(maxsize=256)
-def _per_step(steps: Steps, name: str) -> Mapping[int, float]:
-    return steps.per_step(*_PER_STEP[name])
-
-
 def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
     """Return the ratio of a figure. With one run per side, the noise comes from the steps."""
     sides, spread = (baseline.values(name), cell.values(name)), noise.spread.get(name, core.TYPICAL_SPREAD)
@@ -218,7 +213,7 @@ def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
     if ratio is None or len(baseline.ok) > 1 or len(cell.ok) > 1:
         return ratio
     first, second = baseline.ok[0], cell.ok[0]
-    below, above = (_per_step(steps_of(run), name) for run in (first, second))
+    below, above = (steps_of(run).per_step(*_PER_STEP[name]) for run in (first, second))
     common = sorted(below.keys() & above.keys())
     paired = len(common) >= min(len(below), len(above)) / 2
     paired = paired and _same_tokens(baseline, cell) and _same_samples(first, second)
