@@ -436,17 +436,14 @@ def test_too_long_file_name_is_an_error(ftbench, tmp_path, arguments):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("number", ["1" + "0" * 24, "1" + "0" * 400, "9" * 5000], ids=len)
+@pytest.mark.parametrize("number", ["1" + "0" * 24, "9" * 5000], ids=len)
 @pytest.mark.parametrize(
     "arguments",
     [
         ["sweep", "SPEC", "--dry-run", "--until-oom", "--effective-batch"],
-        ["sweep", "SPEC", "--dry-run", "--repeats"],
         ["sweep", "SPEC", "--dry-run", "--batch-size"],
         ["ablate", "SPEC", "--dry-run", "--steps"],
-        ["parity", "SPEC", "--dry-run", "--steps"],
         ["recommend", "SPEC", "--gpu", "H200", "--effective-batch"],
-        ["recommend", "SPEC", "--gpu", "H200", "--samples"],
         ["estimate", "SPEC", "--gpu", "H200", "--gpus"],
         ["import", "log.csv", "--name", "n", "--model", "m", "--method", "lora", "--gpu", "cpu", "--batch-size"],
         ["import", "log.csv", "--name", "n", "--model", "m", "--method", "lora", "--gpu", "cpu", "--samples"],
