@@ -537,7 +537,7 @@ def test_missing_base_names_the_file_that_extends_it(ftbench, tmp_path):
         (["--axis", "method=!!set {lora}"], "write it as key=value,value"),
         (["--batch-size", "1", "--time-budget", ""], "write it as 8h"),
         (["--batch-size", "1", "--effective-batch", "9"], "--effective-batch needs --until-oom"),
-        (["--batch-size", "1", "--gpus", "0", "--on", "slurm"], "use one of them"),
+        (["--batch-size", "1", "--gpu-ids", "0", "--on", "slurm"], "use one of them"),
         (["--batch-size", "1", "--prices", "x"], "needs --dry-run"),
         (["--batch-size", "1", "--prices", "x", "--dry-run", "--json"], "without --json"),
         pytest.param(["--batch-size", "1", "--prices", "x", "--dry-run"], "x: no such file", marks=pytest.mark.torch),

@@ -232,7 +232,7 @@ def test_run_beyond_the_time_budget_is_interrupted(tmp_path):
 
 def test_two_gpus_run_two_jobs_at_once(tmp_path):
     spec = write_sweep(tmp_path, {"train.batch_size": [1, 2, 3, 4]})
-    with Night(spec, tmp_path / "out", "--gpus", "0,1", before=partial(held, tmp_path, "-b1-", "-b2-")) as night:
+    with Night(spec, tmp_path / "out", "--gpu-ids", "0,1", before=partial(held, tmp_path, "-b1-", "-b2-")) as night:
         night.until(lambda: night.told() == ["running"] * 2)
         for run in night.runs():
             released(tmp_path, run)
@@ -468,15 +468,15 @@ WRONG = [
     ({}, [], ["--set", "launch.mock=maybe"], 2, "launch.mock"),
     ({}, [], ["--axis", "train.seed=" + ",".join(map(str, range(400))), "--batch-size",
               ",".join(map(str, range(1, 400)))], 2, "split it"),
-    ({}, [], ["--gpus", "0,0"], 2, "--gpus"),
-    ({}, [], ["--gpus", ","], 2, "--gpus"),
+    ({}, [], ["--gpu-ids", "0,0"], 2, "--gpu-ids"),
+    ({}, [], ["--gpu-ids", ","], 2, "--gpu-ids"),
     ({"axes": {"train.batch_size": 4}}, [], [], 2, "list of values"),
     ({"axis": {"train.batch_size": [4]}}, [], [], 2, "did you mean axes"),
     ({"axes": {"train.batch_size": [1, 2]}, "zip": [["train.batch_size", "method"]]}, [], [], 2, "not an axis"),
     ({"axes": {"train.batch_size": [1]}, "exclude": [{"train.batch_size": 1}]}, [], [], 2, "leaves no cell"),
     ({"axes": {"launch.mock": ["ok", "off"]}}, [], [], 2, "cannot mix mock runs and real runs"),
     ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--until-oom"], 3, "needs a GPU"),
-    ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--gpus", "0,1"], 3, "no such GPU"),
+    ({"axes": {"train.batch_size": [1, 2]}}, REAL, ["--gpu-ids", "0,1"], 3, "no such GPU"),
 ]  # fmt: skip
 
 

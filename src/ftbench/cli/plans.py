@@ -41,7 +41,9 @@ EffectiveBatch = Annotated[
 ]
 Gpus = Annotated[
     str | None,
-    typer.Option(help="GPU ids; runs one single-GPU run on each", metavar="0,1", rich_help_panel=CLUSTER),
+    typer.Option(
+        "--gpu-ids", help="run one cell at a time on each of these GPUs", metavar="0,1", rich_help_panel=CLUSTER
+    ),
 ]
 On = Annotated[
     str | None,
@@ -120,7 +122,7 @@ def _names(text: str | None) -> list[str]:
 def _gpus(text: str | None) -> list[str]:
     gpus = [gpu for gpu in _names(text) if gpu]
     if text is not None and not gpus:
-        raise SpecError(f"--gpus {text}: name GPUs by number, for example --gpus 0,1")
+        raise SpecError(f"--gpu-ids {text}: name GPUs by number, for example --gpu-ids 0,1")
     return gpus
 
 
@@ -191,9 +193,7 @@ def parity(
     spec: Spec,
     sets: Sets = None,
     recipe: Annotated[str | None, typer.Option(help="recipes to judge (the spec itself)", metavar="A,B")] = None,
-    reference: Annotated[
-        str, typer.Option("--reference", "--against", help="recipe to compare with, computed in float32")
-    ] = "plain",
+    reference: Annotated[str, typer.Option(help="recipe to compare with, computed in float32")] = "plain",
     out: Out = Path("results"),
     time_budget: TimeBudget = None,
     dry_run: DryRun = False,

@@ -24,7 +24,9 @@ _MAX_LINE = 2000  # characters of a line on stderr; a longer one repeats a long 
 RENAMED_OPTIONS = {
     "recommend": {"--objective": "--goal"},
     "ablate": {"--objective": "--goal"},
-}  # fmt: skip
+    "parity": {"--against": "--reference"},
+    "sweep": {"--gpus": "--gpu-ids"},
+}
 OUTPUT, INPUT, CLUSTER, ADVANCED = "Output", "Input", "Several GPUs", "Advanced"  # groups of options in --help
 
 app = typer.Typer(

@@ -138,21 +138,21 @@ def _used_gb(described: dict[str, Any]) -> float | None:
 
 
 def local_slots(gpus: Sequence[str], mock: bool) -> list[LocalSlot]:
-    """Return a slot for each GPU of `--gpus`, or one default slot.
+    """Return a slot for each GPU of `--gpu-ids`, or one default slot.
 
     Raise MissingError for an unknown GPU, SpecError for GPUs of different kinds: their runs cannot be compared.
     """
     if not gpus:
         return [LocalSlot("this machine")]
     if twice := [gpu for gpu in gpus if gpus.count(gpu) > 1]:
-        raise SpecError(f"--gpus: GPU {twice[0]} is listed twice; a GPU takes one run at a time")
+        raise SpecError(f"--gpu-ids: GPU {twice[0]} is listed twice; a GPU takes one run at a time")
     names = {}
     for gpu in gpus:
         described = None if mock else machine.gpu(gpu)
         if described is None and not mock:
-            raise MissingError(f"--gpus {gpu}: this machine has no such GPU (`nvidia-smi -L` lists them)")
+            raise MissingError(f"--gpu-ids {gpu}: this machine has no such GPU (`nvidia-smi -L` lists them)")
         names[gpu] = (described or {}).get("name")
     if len(set(names.values())) > 1:
         kinds = ", ".join(f"{gpu} is {name}" for gpu, name in names.items())
-        raise SpecError(f"--gpus: {kinds}: a sweep needs GPUs of one kind; start one sweep per kind")
+        raise SpecError(f"--gpu-ids: {kinds}: a sweep needs GPUs of one kind; start one sweep per kind")
     return [LocalSlot(f"GPU {gpu}", gpu, shared=len(gpus) > 1) for gpu in gpus]

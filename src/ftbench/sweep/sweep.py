@@ -30,7 +30,7 @@ _BATCH = ("train.batch_size", "train.gradient_accumulation_steps")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest(PlanRequest):
-    """Command line of a sweep. `axes` are `key=value,value`, `gpus` the values of --gpus, `on` a cluster."""
+    """Command line of a sweep. `axes` are `key=value,value`, `gpus` the values of --gpu-ids, `on` a cluster."""
 
     axes: Sequence[str] = ()
     until_oom: bool = False
@@ -73,7 +73,7 @@ def prepare(request: SweepRequest, stack: ExitStack, notify: Callable[[str], Non
     if request.effective_batch and not request.until_oom:
         raise SpecError("--effective-batch needs --until-oom; otherwise set train.gradient_accumulation_steps")
     if request.gpus and request.on:
-        raise SpecError(f"--gpus selects GPUs of this machine and --on {request.on} a cluster: use one of them")
+        raise SpecError(f"--gpu-ids selects GPUs of this machine and --on {request.on} a cluster: use one of them")
     grid = cells(request.spec, request.sets, request.axes)
     folder = request.out / _experiment(grid)
     checks.check_disk(request.out)
