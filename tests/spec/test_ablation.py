@@ -1,4 +1,4 @@
-"""The rungs of an ablation: every optimization once for each of its values, held against what it needs beside it."""
+"""Variants of an ablation: each value of each optimization, compared with the variant it builds on."""
 
 import json
 
@@ -19,26 +19,26 @@ SPEC = Experiment.model_validate(
 EVERY = ablation.variants("adamw_torch")
 LEFT_OUT = {
     "attention": {"sdpa", "eager"},
-    "compile": {"lean"},  # for memory, and no faster
+    "compile": {"lean"},  # saves memory, not faster
     "image_size": {True},  # a size is a number
-    "fp8": {"tensorwise-delayed", "te-current", "te-delayed", "te-mxfp8"},  # not proven
-    "fp8_head": {True},  # a part of two others
-    "cuda_graph": {True},  # beside three others: a recipe of its own
-    "optimizer_in_backward": {True, "offload"},  # for recipes that clip nothing
+    "fp8": {"tensorwise-delayed", "te-current", "te-delayed", "te-mxfp8"},  # not tested
+    "fp8_head": {True},  # needs two others
+    "cuda_graph": {True},  # needs three others; has its own recipe
+    "optimizer_in_backward": {True, "offload"},  # needs a recipe without clipping
 }
-# The data that an optimization is for.
+# Datasets for optimizations of images.
 OF_IMAGES = {key: {"name": "file", "path": "/images"} for key in ("image_cache", "feature_cache", "tile_buckets")}
 
 
 @pytest.mark.parametrize("key", Optimizations.model_fields)
-def test_every_value_of_an_optimization_is_tried_on_its_own_spec(key):
+def test_each_value_of_an_optimization_is_a_variant(key):
     tried = [rung.changes[f"optimizations.{key}"] for rung in EVERY if rung.key == key]
     assert len(tried) == len(set(tried))
     assert set(tried) == set(choices(key)) - LEFT_OUT.get(key, set())
 
 
 @pytest.mark.parametrize("rung", EVERY, ids=lambda rung: rung.name)
-def test_a_rung_adds_one_thing_to_what_it_is_held_against_and_can_work(rung):
+def test_variant_adds_one_change_and_is_valid(rung):
     over = next((other.changes for other in EVERY if other.name == rung.over), {})
     assert rung.over in ("plain", *(other.name for other in EVERY))
     assert len(rung.changes) == len(over) + 1
@@ -47,20 +47,20 @@ def test_a_rung_adds_one_thing_to_what_it_is_held_against_and_can_work(rung):
     assert incompatibilities(ablation.with_changes(ablation.plain_spec(spec), rung.changes)) == []
 
 
-def test_what_a_rung_is_held_against_comes_before_it():
+def test_variant_follows_its_baseline():
     names = ["plain", *(rung.name for rung in EVERY)]
     assert all(names.index(rung.over) < names.index(rung.name) for rung in EVERY)
     assert len(set(names)) == len(names)
 
 
-def test_plain_is_the_spec_without_its_optimizations():
+def test_plain_spec_has_no_optimizations():
     found = ablation.plain_spec(SPEC)
     assert (found.optimizations, found.train.optimizer, found.train.precision) == (
         Optimizations(), "adamw_torch", "bf16",
     )  # fmt: skip
 
 
-def test_another_optimizer_than_adamw_learns_otherwise_and_stays():
+def test_plain_spec_keeps_sgd():
     spec = ablation.with_changes(SPEC, {"train.optimizer": "sgd"})
     assert ablation.plain_spec(spec).train.optimizer == "sgd"
     assert not [rung for rung in ablation.variants("sgd") if rung.key == "optimizer"]
@@ -76,18 +76,20 @@ def test_another_optimizer_than_adamw_learns_otherwise_and_stays():
          ["gradient checkpointing selective", *ablation.OPTIMIZERS]),
     ],
 )  # fmt: skip
-def test_only_keeps_what_is_named_and_what_that_is_held_against(only, names):
+def test_only_keeps_variants_and_their_baselines(only, names):
     assert [rung.name for rung in ablation.variants("adamw_torch", only)] == names
 
 
-@pytest.mark.parametrize(("name", "said"), [("complie", "did you mean compile?"), ("", "allowed: "), ("x" * 99, "fp8")])
-def test_only_says_what_there_is(name, said):
+@pytest.mark.parametrize(
+    ("name", "expected"), [("complie", "did you mean compile?"), ("", "allowed: "), ("x" * 99, "fp8")]
+)
+def test_only_lists_the_allowed_names(name, expected):
     with pytest.raises(SpecError, match="--only") as caught:
         ablation.variants("adamw_torch", [name])
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
-def test_varlen_goes_with_the_rows_that_are_packed_already():
+def test_varlen_works_with_packed_rows():
     varlen = next(rung for rung in EVERY if rung.changes.get("optimizations.attention") == "varlen")
     assert "optimizations.padding_free" in varlen.changes
     packed = {"optimizations.packing": True}
@@ -95,7 +97,7 @@ def test_varlen_goes_with_the_rows_that_are_packed_already():
 
 
 @pytest.mark.parametrize("rung", EVERY, ids=lambda rung: rung.name)
-def test_the_settings_of_a_rung_make_it_of_the_spec_file_again(rung, tmp_path):
+def test_settings_reproduce_a_variant(rung, tmp_path):
     path = tmp_path / "spec.yaml"
     path.write_text(
         "model: tiny/qwen3\ntrain: {precision: bf16}\noptimizations: {liger: on, compile: dynamic}\n"

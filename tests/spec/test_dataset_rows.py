@@ -28,20 +28,20 @@ def rows_file(folder: Path, *rows: dict) -> Path:
         ({"prompt": "other", "q": "2 + 2?", "completion": "4"}, {"prompt": "q"}),
     ],
 )
-def test_columns_of_any_name_are_a_question_and_its_answer(row, columns):
+def test_columns_map_names_to_roles(row, columns):
     dataset = Dataset(name="owner/set", columns=columns)
     messages = row_example(dataset, row, row_format(dataset, row, "row 1"), "row 1").messages
     assert [message["content"] for message in messages] == ["2 + 2?", "4"]
     assert [message["role"] for message in messages] == ["user", "assistant"]
 
 
-def test_a_column_that_is_not_there_is_named_with_the_nearest():
+def test_missing_column_suggests_a_similar_one():
     dataset = Dataset(name="owner/set", columns={"prompt": "questoin"})
     with pytest.raises(DataError, match=r"there is no column `questoin` for prompt.*did you mean question\?"):
         row_format(dataset, {"question": "a", "answer": "b"}, "row 1")
 
 
-def test_rows_that_cannot_be_used_are_found_before_anything_starts(tmp_path):
+def test_unusable_rows_are_found_before_a_run(tmp_path):
     data = rows_file(tmp_path, {"question": "a", "answer": "b"}, {"question": "a", "answer": " "})
     spec = tmp_path / "spec.yaml"
     spec.write_text(f"model: tiny/qwen3\nmethod: lora\ndataset: {{name: file, path: {data}}}\n")
@@ -49,7 +49,7 @@ def test_rows_that_cannot_be_used_are_found_before_anything_starts(tmp_path):
         checks.check_needed(load(spec, []))
 
 
-def test_of_a_large_file_the_first_rows_are_looked_at(tmp_path):
+def test_first_rows_of_a_large_file_are_checked(tmp_path):
     good, bad = {"text": "a"}, {"text": 1}
     check_file(Dataset(name="file", path=str(rows_file(tmp_path, *[good] * 1000, bad))))
     with pytest.raises(DataError, match="line 1000"):
@@ -57,13 +57,13 @@ def test_of_a_large_file_the_first_rows_are_looked_at(tmp_path):
 
 
 @pytest.mark.parametrize("key", [{"subset": "main"}, {"split": "test"}])
-def test_a_part_of_a_set_is_named_for_sets_of_the_hub_alone(key):
+def test_subset_and_split_need_a_hub_dataset(key):
     assert Dataset(name="openai/gsm8k", **key)
     with pytest.raises(ValueError, match="goes with a dataset on the hub"):
         Dataset(name="alpaca", **key)
 
 
-def test_a_role_that_there_is_not_is_refused(tmp_path):
+def test_unknown_role_is_an_error(tmp_path):
     spec = tmp_path / "spec.yaml"
     spec.write_text("model: tiny/qwen3\nmethod: lora\ndataset: {name: owner/set, columns: {promt: question}}\n")
     with pytest.raises(SpecError, match="promt"):

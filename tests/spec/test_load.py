@@ -12,7 +12,7 @@ AMPERE, HOPPER = (8, 0), (9, 0)
 
 @pytest.fixture
 def files(tmp_path):
-    """Writes spec files by name and returns the folder."""
+    """Return a function that writes spec files and returns their folder."""
 
     def write(**texts):
         for name, text in texts.items():
@@ -24,7 +24,7 @@ def files(tmp_path):
 
 @pytest.fixture
 def spec(files):
-    """The Experiment of one text with a random tiny model, and `--set`s."""
+    """Return a function that loads a spec of a tiny model with random weights."""
 
     def read(text="", *sets):
         return load(files(spec=MODEL + text) / "spec.yaml", sets)
@@ -34,7 +34,7 @@ def spec(files):
 
 @pytest.fixture
 def problems(files):
-    """The sentences told about one text, each without the folder it lies in."""
+    """Return a function that returns the error messages of a spec, without the folder."""
 
     def read(text, *sets):
         folder = files(spec=text)
@@ -46,10 +46,10 @@ def problems(files):
     return read
 
 
-# --- what a spec means -----------------------------------------------------------------------------------------------
+# --- values ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_training_is_spoiled_by_parity_alone(problems):
+def test_controls_are_only_for_parity(problems):
     text = MODEL + "measure: {control: learning_rate_0}\n"
     (problem,) = problems(text)
     assert problem.startswith("spec.yaml:2: measure.control: learning_rate_0 ")
@@ -58,7 +58,7 @@ def test_a_training_is_spoiled_by_parity_alone(problems):
     assert "--set measure.control" in problem
 
 
-def test_a_model_is_all_that_a_spec_needs(files):
+def test_model_is_the_only_required_key(files):
     spec = load(files(first="model: Qwen/Qwen3-8B\n") / "first.yaml")
     assert (spec.name, spec.model.id, spec.method.name, spec.dataset.name) == (
         "first",
@@ -68,33 +68,33 @@ def test_a_model_is_all_that_a_spec_needs(files):
     )
 
 
-def test_the_defaults_are_those_of_the_founding_study(spec):
+def test_defaults_are_the_founding_study(spec):
     found = spec()
     assert (found.method.rank, found.method.alpha, found.method.dropout, found.method.bias) == (8, 16, 0, "none")
     assert found.method.targets == PROJECTIONS
     assert (found.train.max_grad_norm, found.train.optimizer, found.dataset.max_length) == (0.3, "adamw_torch", 2048)
 
 
-def test_a_short_form_is_the_name_of_its_section(spec):
+def test_short_forms(spec):
     found = spec("method: qlora\ndataset: japanese-alpaca\n")
     assert (found.method.name, found.dataset.name) == ("qlora", "japanese-alpaca")
 
 
-def test_a_spec_cannot_be_changed(spec):
+def test_spec_is_frozen(spec):
     with pytest.raises(ValueError, match="frozen"):
         spec().train.batch_size = 8
 
 
 @pytest.mark.parametrize("text", ["optimizations: {fp8: off}", "measure: {eval: off}", "optimizations: {compile: no}"])
-def test_off_without_quotes_is_off(spec, text):
+def test_unquoted_off(spec, text):
     assert spec(text).optimizations.fp8 == "off"
 
 
-def test_a_learning_rate_without_a_dot_is_a_number(spec):
+def test_number_without_a_dot(spec):
     assert spec("train: {learning_rate: 2e-4}").train.learning_rate == 2e-4
 
 
-def test_paths_are_taken_from_the_folder_of_the_file_that_says_them(files, monkeypatch, tmp_path):
+def test_paths_are_relative_to_their_file(files, monkeypatch, tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "base.yaml").write_text(MODEL + "dataset: {name: file, path: data.jsonl}\n")
     folder = files(spec="extends: sub/base.yaml\n")
@@ -103,16 +103,10 @@ def test_paths_are_taken_from_the_folder_of_the_file_that_says_them(files, monke
     assert load(folder / "spec.yaml", ["dataset.path=sub/../b.jsonl"]).dataset.path == str(tmp_path / "b.jsonl")
 
 
-def test_a_home_folder_is_written_out_where_there_is_one(spec, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    assert spec("dataset: {name: file, path: ~/a.jsonl}").dataset.path == "/home/me/a.jsonl"
-    assert spec("dataset: {name: file, path: ~nobody-here/a.jsonl}").dataset.path.endswith("/~nobody-here/a.jsonl")
-
-
 # --- extends and --set -----------------------------------------------------------------------------------------------
 
 
-def test_a_file_wins_over_the_file_it_extends_and_set_wins_over_both(files):
+def test_precedence_of_extends_file_and_set(files):
     folder = files(
         a=MODEL + "train: {batch_size: 1, max_steps: 1, seed: 1}\n",
         b="extends: a.yaml\ntrain: {batch_size: 2, max_steps: 2}\n",
@@ -123,73 +117,49 @@ def test_a_file_wins_over_the_file_it_extends_and_set_wins_over_both(files):
     assert load(folder / "c.yaml").train.batch_size == 3
 
 
-def test_the_name_is_the_stem_of_the_file_that_is_run(files):
+def test_default_name_is_the_file_name(files):
     folder = files(base=MODEL, mine="extends: base.yaml\n")
     assert load(folder / "mine.yaml").name == "mine"
 
 
 @pytest.mark.parametrize("circle", [{"a": "a"}, {"a": "b", "b": "a"}, {"a": "b", "b": "c", "c": "a"}])
-def test_files_that_extend_each_other_in_a_circle_are_told(files, circle):
+def test_circular_extends_is_an_error(files, circle):
     folder = files(**{name: f"{MODEL}extends: ./{base}.yaml\n" for name, base in circle.items()})
     with pytest.raises(SpecError, match="extend each other in a circle"):
         load(folder / "a.yaml")
 
 
-def test_a_chain_without_end_is_cut(files):
+def test_extends_has_a_maximum_depth(files):
     folder = files(**{f"s{i}": f"extends: s{i + 1}.yaml\n" for i in range(12)})
     with pytest.raises(SpecError, match="more than 8 files deep"):
         load(folder / "s0.yaml")
 
 
 @pytest.mark.parametrize("value", ["[a.yaml, b.yaml]", "5", "''", "{a: b}"])
-def test_extends_names_one_file(problems, value):
-    (told,) = problems(f"{MODEL}extends: {value}\n")
-    assert told.startswith("spec.yaml:2: extends: must be the path of one file")
+def test_extends_must_be_one_file(problems, value):
+    (message,) = problems(f"{MODEL}extends: {value}\n")
+    assert message.startswith("spec.yaml:2: extends: must be the path of one file")
 
 
-def test_a_file_to_extend_that_is_not_there_is_named(problems):
+def test_missing_base_is_an_error(problems):
     assert problems(f"{MODEL}extends: nowhere.yaml\n") == ["spec.yaml:2: nowhere.yaml: no such file"]
 
 
-def test_a_base_whose_name_no_file_can_have_is_told_with_the_file_that_names_it(problems):
-    name = "x" * 300 + ".yaml"
-    assert problems(f"{MODEL}extends: {name}\n") == [f"spec.yaml:2: {name}: cannot be read (File name too long)"]
-    (told,) = problems(f"{MODEL}recipe: {name}\n")
-    assert told.startswith("spec.yaml:2: recipe: 'xxx")
-
-
-@pytest.mark.parametrize(
-    ("path", "why"), [('"a\\0b"', "cannot be the name of a file"), ('"\\ud800"', "cannot be the name of a file")]
-)
-def test_a_path_that_can_be_no_path_is_told(problems, path, why):
-    (told,) = problems(f"{MODEL}extends: {path}\n")
-    assert why in told
-
-
-def test_the_last_set_wins(spec):
-    assert spec("", "train.seed=1", "train.seed=2").train.seed == 2
-
-
-def test_set_takes_short_forms_lists_and_switches(spec):
+def test_set_accepts_short_forms_lists_and_switches(spec):
     found = spec("", "method=qlora", "method.targets=[q_proj]", "optimizations.compile=on")
     assert (found.method.name, found.method.targets, found.optimizations.compile) == ("qlora", ("q_proj",), True)
 
 
 @pytest.mark.parametrize("text", ["train.batch_size", "=3", "train..x=3", ".a=1", ""])
-def test_a_set_that_is_none_says_how_to_write_one(problems, text):
-    (told,) = problems(MODEL, text)
-    assert told == f"--set {text}: write it as key.sub=value, for example train.batch_size=8"
+def test_malformed_set_shows_the_syntax(problems, text):
+    (message,) = problems(MODEL, text)
+    assert message == f"--set {text}: write it as key.sub=value, for example train.batch_size=8"
 
 
-def test_extends_cannot_be_set(problems):
-    (told,) = problems(MODEL, "extends=a.yaml")
-    assert "only works in a file" in told
+# --- changing method, dataset or model -------------------------------------------------------------------------------
 
 
-# --- another method, data set or model keeps what still means something ----------------------------------------------
-
-
-def test_options_that_both_methods_have_outlive_a_change_of_method(files):
+def test_change_of_method_keeps_common_options(files):
     folder = files(
         base=MODEL + "method: {name: lora, rank: 32, targets: all-linear}\n", mine="extends: base.yaml\nmethod: qlora\n"
     )
@@ -197,7 +167,7 @@ def test_options_that_both_methods_have_outlive_a_change_of_method(files):
     assert (method.name, method.rank, method.targets) == ("qlora", 32, "all-linear")
 
 
-def test_options_that_the_new_method_lacks_do_not_outlive_it(spec):
+def test_change_of_method_drops_other_options(spec):
     text = "method: {name: qlora, rank: 32, double_quant: false}\n"
     found = spec(text, "method=lora")
     assert (found.method.name, found.method.rank) == ("lora", 32)
@@ -205,16 +175,12 @@ def test_options_that_the_new_method_lacks_do_not_outlive_it(spec):
     assert spec(text, "method=lora", "method=qlora").method.double_quant is True
 
 
-def test_naming_the_same_method_again_keeps_everything(spec):
-    assert spec("method: {name: qlora, double_quant: false}\n", "method=qlora").method.double_quant is False
-
-
-def test_another_data_set_keeps_how_much_is_trained_and_not_where_it_came_from(spec):
+def test_change_of_dataset_keeps_training_keys(spec):
     found = spec("dataset: {name: synthetic, samples: 9, length: 64, max_length: 128}\n", "dataset=alpaca").dataset
     assert (found.name, found.samples, found.max_length, found.length) == ("alpaca", 9, 128, None)
 
 
-def test_another_model_drops_the_revision_and_path_of_the_old(files):
+def test_change_of_model_drops_revision_and_path(files):
     folder = files(
         base=f"model: {{id: a/b, revision: main, dtype: bfloat16, path: {files()}}}\n",
         mine="extends: base.yaml\nmodel: c/d\n",
@@ -264,18 +230,18 @@ def test_another_model_drops_the_revision_and_path_of_the_old(files):
         ("1: 3", ["1: no such key"]),
     ],
 )
-def test_an_error_names_file_line_key_value_and_what_is_allowed(problems, text, parts):
-    (told,) = problems(f"{MODEL}# a comment\n{text}\n")
-    assert told.startswith("spec.yaml:3: ")
-    assert [part for part in parts if part not in told] == []
+def test_error_has_file_line_key_value_and_allowed(problems, text, parts):
+    (message,) = problems(f"{MODEL}# a comment\n{text}\n")
+    assert message.startswith("spec.yaml:3: ")
+    assert [part for part in parts if part not in message] == []
 
 
-def test_an_error_stands_on_the_line_of_its_key_not_of_its_section(problems):
+def test_error_has_the_line_of_the_key(problems):
     text = "dataset:\n  samples: 3\n  name: sampel\ntrain:\n  seed: 1\n  batch_size: 0\n"
-    assert [told.split(" ")[0] for told in problems(MODEL + text)] == ["spec.yaml:4:", "spec.yaml:7:"]
+    assert [message.split(" ")[0] for message in problems(MODEL + text)] == ["spec.yaml:4:", "spec.yaml:7:"]
 
 
-def test_an_error_names_the_file_that_wrote_the_key_last(files):
+def test_error_has_the_last_source_of_the_key(files):
     folder = files(
         base=MODEL + "train:\n  batch_size: 0\n  seed: -1\n", mine="extends: base.yaml\ntrain: {batch_size: -2}\n"
     )
@@ -287,9 +253,9 @@ def test_an_error_names_the_file_that_wrote_the_key_last(files):
     assert seed.startswith(f"{folder / 'base.yaml'}:4: train.seed: -1")
 
 
-def test_several_mistakes_are_told_at_once(problems):
-    told = problems(MODEL + "train: {batch_size: 0, seed: -1, bath: 2}\nmethod: {name: lora, rank: 0}\nfoo: 1\n")
-    assert [problem.split(": ")[1] for problem in told] == [
+def test_all_mistakes_are_reported(problems):
+    message = problems(MODEL + "train: {batch_size: 0, seed: -1, bath: 2}\nmethod: {name: lora, rank: 0}\nfoo: 1\n")
+    assert [problem.split(": ")[1] for problem in message] == [
         "method.rank",
         "train.batch_size",
         "train.seed",
@@ -298,33 +264,29 @@ def test_several_mistakes_are_told_at_once(problems):
     ]
 
 
-def test_thousands_of_mistakes_are_told_in_time(problems):
-    assert len(problems(MODEL + "".join(f"k{i}: 1\n" for i in range(3000)))) == 3000
-
-
-def test_a_missing_model_is_told(problems):
+def test_missing_model_is_an_error(problems):
     assert problems("train: {seed: 1}\n") == ["spec.yaml: model: is missing"]
 
 
-def test_an_empty_model_is_not_to_be_left_out(problems):
-    (told,) = problems("model:\n")
-    assert told.startswith("spec.yaml:1: model: is empty: give it keys (allowed: id, ")
-    assert "leave it out" not in told
+def test_empty_model_is_an_error(problems):
+    (message,) = problems("model:\n")
+    assert message.startswith("spec.yaml:1: model: is empty: give it keys (allowed: id, ")
+    assert "leave it out" not in message
 
 
 def test_random_weights_need_a_known_shape(problems):
-    (told,) = problems("model: {id: x/y, weights: random}\n")
-    assert "the shape of x/y is unknown" in told
-    assert "tiny/qwen3" in told
+    (message,) = problems("model: {id: x/y, weights: random}\n")
+    assert "the shape of x/y is unknown" in message
+    assert "tiny/qwen3" in message
 
 
 @pytest.mark.parametrize("revision", ["", "revision: main,", "revision: 0123abc,", f"revision: {'G' * 40},"])
-def test_code_of_a_model_needs_the_commit_that_was_read(problems, revision):
-    (told,) = problems(f"model: {{id: x/y, {revision} trust_remote_code: true}}\n")
-    assert "40 hex digits of a commit" in told
+def test_remote_code_needs_a_commit(problems, revision):
+    (message,) = problems(f"model: {{id: x/y, {revision} trust_remote_code: true}}\n")
+    assert "40 hex digits of a commit" in message
 
 
-def test_code_of_a_model_is_allowed_at_a_commit(files):
+def test_remote_code_is_allowed_at_a_commit(files):
     text = f"model: {{id: x/y, revision: {'0a' * 20}, trust_remote_code: true}}\n"
     assert load(files(spec=text) / "spec.yaml").model.trust_remote_code is True
 
@@ -344,10 +306,10 @@ def test_code_of_a_model_is_allowed_at_a_commit(files):
         ("{name: synthetic, samples: 4, length: 64, max_length: 32}", "`length` 64 is larger than `max_length` 32"),
     ],
 )
-def test_options_of_a_data_set_that_do_not_go_together_are_told(problems, dataset, sentence):
-    (told,) = problems(f"{MODEL}dataset: {dataset}\n")
-    assert told.startswith("spec.yaml:2: dataset: ")
-    assert sentence in told
+def test_conflicting_dataset_keys_are_errors(problems, dataset, sentence):
+    (message,) = problems(f"{MODEL}dataset: {dataset}\n")
+    assert message.startswith("spec.yaml:2: dataset: ")
+    assert sentence in message
 
 
 @pytest.mark.parametrize(
@@ -377,53 +339,49 @@ def test_options_of_a_data_set_that_do_not_go_together_are_told(problems, datase
         ("method: {name: qlora, targets: [model.lm_head]}", "method.targets: lm_head cannot have an adapter"),
     ],
 )
-def test_combinations_that_cannot_work_anywhere_are_refused(problems, text, sentence):
-    (told,) = problems(f"{MODEL}{text}\n")
-    assert told.startswith("spec.yaml: ")
-    assert sentence in told
+def test_impossible_combinations_are_errors(problems, text, sentence):
+    (message,) = problems(f"{MODEL}{text}\n")
+    assert message.startswith("spec.yaml: ")
+    assert sentence in message
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "[q_proj, lm_head_norm]", "[lm_head.dense]"])
-def test_targets_that_are_not_the_output_head_are_allowed(spec, targets):
+def test_other_targets_are_allowed(spec, targets):
     assert incompatibilities(spec(f"method: {{name: lora, targets: {targets}}}")) == []
-
-
-def test_a_format_goes_with_a_file(spec):
-    assert spec("dataset: {name: file, path: a.jsonl, format: text}").dataset.format == "text"
 
 
 SCALED = "method: full\ntrain: {precision: fp16}\n"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_scaled_gradients_need_wider_weights(problems, dtype):
-    (told,) = problems(f"model: {{id: a/b, dtype: {dtype}}}\n{SCALED}")
-    assert "full fine-tuning with train.precision fp16 scales gradients" in told
-    assert "set model.dtype to float32" in told
+def test_fp16_needs_float32_weights(problems, dtype):
+    (message,) = problems(f"model: {{id: a/b, dtype: {dtype}}}\n{SCALED}")
+    assert "full fine-tuning with train.precision fp16 scales gradients" in message
+    assert "set model.dtype to float32" in message
 
 
 @pytest.mark.parametrize(("capability", "refused"), [((7, 5), False), (AMPERE, True), (HOPPER, True)])
-def test_scaled_gradients_of_weights_whose_type_the_machine_decides_are_refused_when_it_has(spec, capability, refused):
+def test_fp16_with_auto_dtype_is_checked_after_resolve(spec, capability, refused):
     found = spec(SCALED)
     assert incompatibilities(found) == []
-    told = incompatibilities(resolve(found, capability))
-    assert ["set model.dtype to float32" in sentence for sentence in told] == [True] * refused
+    message = incompatibilities(resolve(found, capability))
+    assert ["set model.dtype to float32" in sentence for sentence in message] == [True] * refused
 
 
 @pytest.mark.parametrize("text", [SCALED, "method: lora\ntrain: {precision: fp16}\n"])
-def test_scaled_gradients_of_wide_weights_and_of_adapters_are_allowed(files, text):
+def test_fp16_is_allowed_for_float32_and_adapters(files, text):
     dtype = "float32" if text is SCALED else "float16"
     found = load(files(spec=f"model: {{id: a/b, dtype: {dtype}}}\n{text}") / "spec.yaml")
     assert [incompatibilities(resolve(found, capability)) for capability in ((7, 5), HOPPER)] == [[], []]
 
 
-def test_several_impossible_combinations_are_told_together(problems):
-    (told,) = problems(f"{MODEL}method: qlora\noptimizations: {{fp8: rowwise}}\nmeasure: {{eval: epoch}}\n")
-    assert "optimizations.fp8" in told
-    assert "measure.eval" in told
+def test_several_impossible_combinations_are_one_error(problems):
+    (message,) = problems(f"{MODEL}method: qlora\noptimizations: {{fp8: rowwise}}\nmeasure: {{eval: epoch}}\n")
+    assert "optimizations.fp8" in message
+    assert "measure.eval" in message
 
 
-# --- what depends on the machine -------------------------------------------------------------------------------------
+# --- settings that depend on the machine -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -435,7 +393,7 @@ def test_several_impossible_combinations_are_told_together(problems):
         (HOPPER, "bfloat16", "bf16"),
     ],
 )
-def test_auto_is_bfloat16_where_the_gpu_has_it(spec, capability, dtype, precision):
+def test_auto_is_bfloat16_if_supported(spec, capability, dtype, precision):
     found = resolve(spec("method: qlora"), capability)
     assert (found.model.dtype, found.method.compute_dtype, found.train.precision) == (dtype, dtype, precision)
 
@@ -449,26 +407,26 @@ def test_auto_is_bfloat16_where_the_gpu_has_it(spec, capability, dtype, precisio
         ("{name: qlora, compute_dtype: float16}", "fp32"),
     ],
 )
-def test_what_is_written_is_not_resolved_again(files, capability, method, precision):
+def test_resolve_keeps_explicit_values(files, capability, method, precision):
     text = f"model: {{id: a/b, dtype: float16}}\nmethod: {method}\ntrain: {{precision: {precision}}}\n"
     spec = load(files(spec=text) / "spec.yaml")
     assert resolve(spec, capability) == spec
 
 
-def test_a_resolved_spec_reads_back_from_json(spec):
+def test_resolved_spec_round_trips_through_json(spec):
     found = resolve(spec("method: {name: qlora, targets: [q_proj]}"), HOPPER)
     assert Experiment.model_validate_json(found.model_dump_json()) == found
 
 
 @pytest.mark.parametrize(("capability", "have"), [(None, "this machine has no GPU"), (AMPERE, "this GPU has 8.0")])
-def test_fp8_is_refused_where_there_is_none(spec, capability, have):
-    (told,) = machine_incompatibilities(spec("optimizations: {fp8: tensorwise}"), capability)
-    assert "needs a GPU of compute capability 8.9 or higher" in told
-    assert have in told
+def test_fp8_needs_a_supported_gpu(spec, capability, have):
+    (message,) = machine_incompatibilities(spec("optimizations: {fp8: tensorwise}"), capability)
+    assert "needs a GPU of compute capability 8.9 or higher" in message
+    assert have in message
 
 
 @pytest.mark.parametrize("capability", [(8, 9), HOPPER, (12, 0)])
-def test_fp8_is_allowed_where_there_is_one(spec, capability):
+def test_fp8_works_on_a_supported_gpu(spec, capability):
     assert machine_incompatibilities(spec("optimizations: {fp8: tensorwise}"), capability) == []
 
 
@@ -479,13 +437,13 @@ def test_fp8_is_allowed_where_there_is_one(spec, capability):
         ("train: {precision: fp16}", "train.precision"),
     ],
 )
-def test_what_needs_a_gpu_is_refused_without_one(spec, text, key):
-    (told,) = machine_incompatibilities(spec(text), None)
-    assert told.startswith(key)
+def test_gpu_settings_need_a_gpu(spec, text, key):
+    (message,) = machine_incompatibilities(spec(text), None)
+    assert message.startswith(key)
     assert machine_incompatibilities(spec(text), HOPPER) == []
 
 
-def test_a_plain_spec_works_everywhere(spec):
+def test_plain_spec_works_on_every_machine(spec):
     assert [machine_incompatibilities(spec(), capability) for capability in (None, (7, 0), HOPPER)] == [[], [], []]
 
 
@@ -495,7 +453,7 @@ MXFP4 = "method: {name: qlora, quant_type: mxfp4"
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("model: openai/gpt-oss-20b\nmethod: qlora\n", "published in mxfp4 and cannot be quantised again"),
         (f"model: Qwen/Qwen3-8B\n{MXFP4}}}\n", "the format of gpt-oss, and Qwen/Qwen3-8B is qwen3"),
@@ -506,11 +464,11 @@ MXFP4 = "method: {name: qlora, quant_type: mxfp4"
         ("model: openai/gpt-oss-20b\noptimizations: {attention: sdpa}\n", "attention sinks of gpt-oss"),
     ],
 )
-def test_what_gpt_oss_cannot_do_is_refused_with_a_way_out(problems, text, told):
-    assert told in " ".join(problems(text))
+def test_unsupported_gpt_oss_settings_are_errors(problems, text, message):
+    assert message in " ".join(problems(text))
 
 
-def test_mxfp4_of_gpt_oss_resolves_and_needs_a_gpu_that_multiplies_bfloat16_in_groups(files):
+def test_mxfp4_needs_compute_capability_8(files):
     text = f"model: openai/gpt-oss-20b\n{MXFP4}, experts: on}}\n"
     spec = load(files(spec=text) / "spec.yaml")
     assert machine_incompatibilities(resolve(spec, HOPPER), HOPPER) == []
@@ -522,27 +480,27 @@ def test_mxfp4_of_gpt_oss_resolves_and_needs_a_gpu_that_multiplies_bfloat16_in_g
 
 
 @pytest.mark.parametrize("path", ["models/my-qwen", "models/my-qwen/config.json", "./models/my-qwen/"])
-def test_the_path_of_a_model_is_enough_and_its_directory_names_it(files, path):
+def test_model_path_gives_the_id(files, path):
     folder = files(own=f"model: {{path: {path}, weights: random}}\n")
     model = load(folder / "own.yaml").model
     assert (model.id, model.path) == ("my-qwen", str(folder / path))
 
 
-def test_a_name_beside_the_path_is_kept(files):
+def test_model_id_wins_over_path(files):
     folder = files(own="model: {path: models/my-qwen, id: me/qwen}\n")
     assert load(folder / "own.yaml").model.id == "me/qwen"
 
 
 @pytest.mark.parametrize("text", ["model: {weights: random}", "model: {path: /}", "model: {id: null}"])
-def test_a_model_without_either_is_missing_its_id(problems, text):
+def test_model_needs_an_id_or_a_path(problems, text):
     assert any("model.id" in problem for problem in problems(f"{text}\n"))
 
 
-# --- what cannot be launched yet ------------------------------------------------------------------------------------
+# --- launch ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("section", "way_out"),
+    ("section", "fix"),
     [
         ("gpus: 4, strategy: none", "launch.strategy: none is for one GPU and launch.gpus is 4: use one of ddp: "),
         ("strategy: ddp", "launch.strategy: ddp needs several GPUs and launch.gpus is 1: raise it"),
@@ -564,11 +522,11 @@ def test_a_model_without_either_is_missing_its_id(problems, text):
         ("python: /opt/axolotl/bin/python", "launch.python is the interpreter of another framework: leave it out"),
     ],
 )
-def test_a_launch_that_is_not_built_is_refused_with_a_way_out(problems, section, way_out):
-    assert any(way_out in problem for problem in problems(f"{MODEL}launch: {{{section}}}\n"))
+def test_unsupported_launch_is_an_error_with_a_fix(problems, section, fix):
+    assert any(fix in problem for problem in problems(f"{MODEL}launch: {{{section}}}\n"))
 
 
-def test_two_numbers_are_a_mesh(files):
+def test_tp_and_fsdp_make_a_mesh(files):
     own = files(own="model: {id: a/b}\nlaunch: {tp: 2, fsdp: 4}\n") / "own.yaml"
     launch = load(own).launch
     assert (launch.strategy, launch.gpus, launch.tp, launch.shares) == ("tp+fsdp", 8, 2, 4)
@@ -578,7 +536,7 @@ def test_two_numbers_are_a_mesh(files):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "section", "way_out"),
+    ("strategy", "section", "fix"),
     [
         ("fsdp", "method: qlora", "launch.strategy: fsdp cannot shard 4-bit weights"),
         ("fsdp", "optimizations: {fused_lora: on}", "fsdp shards them: set it to off, or use ddp"),
@@ -610,17 +568,17 @@ def test_two_numbers_are_a_mesh(files):
         ("ddp", "method: unsloth", "method unsloth trains on one GPU"),
     ],
 )
-def test_what_does_not_go_with_a_strategy_is_refused_with_a_way_out(problems, strategy, section, way_out):
+def test_strategy_incompatibilities_have_a_fix(problems, strategy, section, fix):
     text = f"{MODEL}launch: {{gpus: 2, strategy: {strategy}}}\n{section}\n"
-    assert any(way_out in problem for problem in problems(text)), list(problems(text))
+    assert any(fix in problem for problem in problems(text)), list(problems(text))
 
 
 @pytest.mark.parametrize("section", ["gpus: 0", "gpus: on", "strategy: zero4", "offload: all", "framework: torchtune"])
-def test_a_launch_of_other_words_is_refused(problems, section):
+def test_invalid_launch_values_are_errors(problems, section):
     assert problems(f"{MODEL}launch: {{{section}}}\n")
 
 
-def test_a_file_whose_name_can_be_no_folder_needs_a_name(tmp_path):
+def test_file_name_that_cannot_be_a_folder_needs_a_name(tmp_path):
     path = tmp_path / "私の実験.yaml"
     path.write_text("model: tiny/qwen3\nmethod: lora\n")
     with pytest.raises(

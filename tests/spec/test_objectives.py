@@ -1,4 +1,4 @@
-"""What a spec may say of its objective, and what it is told where that cannot work."""
+"""Objectives: keys, fingerprints and incompatibilities."""
 
 import json
 from pathlib import Path
@@ -24,12 +24,12 @@ def spec_of(**changes):
 
 
 @pytest.mark.parametrize(("name", "objective"), OBJECTIVES.items())
-def test_an_objective_is_listed_under_its_own_name(name, objective):
+def test_objective_is_listed_by_its_name(name, objective):
     assert objective.model_fields["name"].default == name
     assert objective.__doc__
 
 
-def test_an_objective_is_named_in_a_word_and_its_keys_go_with_another(tmp_path):
+def test_change_of_objective_drops_its_keys(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text(f"model: a/b\nobjective: dpo\ndataset: {json.dumps(PAIRS)}\n")
     assert load(path).objective.beta == 0.1
@@ -40,7 +40,7 @@ def test_an_objective_is_named_in_a_word_and_its_keys_go_with_another(tmp_path):
     assert [default for key, default, _ in spec_keys() if key == "objective.beta"] == ["0.1", "0.0"]
 
 
-def test_dpo_is_another_experiment_and_sft_what_every_spec_was(tmp_path):
+def test_sft_keeps_old_fingerprints(tmp_path):
     plain, said = spec_of(objective={"name": "sft"}), Experiment.model_validate(
         {"name": "a", "model": {"id": "a/b"}, "dataset": PAIRS}
     )  # fmt: skip
@@ -50,13 +50,13 @@ def test_dpo_is_another_experiment_and_sft_what_every_spec_was(tmp_path):
     assert len(prints) == 4
     assert slug(spec_of()).startswith("b-lora-dpo-b4-")
     written = said.model_dump(mode="json")
-    del written["objective"]  # as a run of an earlier version
+    del written["objective"]  # as in runs of earlier versions
     (tmp_path / "spec.json").write_text(json.dumps(written))
     assert spec_facts(RunDir(tmp_path))["objective.name"] == "sft"
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"objective": {"name": "dpo", "beta": 0}}, "greater than 0"),
         ({"objective": {"name": "dpo", "beta": -1}}, "greater than 0"),
@@ -81,13 +81,13 @@ def test_dpo_is_another_experiment_and_sft_what_every_spec_was(tmp_path):
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_what_cannot_work_is_told_with_a_way_out(changes, told):
-    with pytest.raises(ValidationError, match=told):
+def test_dpo_incompatibilities(changes, message):
+    with pytest.raises(ValidationError, match=message):
         spec_of(**changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"objective": {"name": "grpo", "num_generations": 1}}, "num_generations"),
         ({"objective": {"name": "grpo", "max_completion_length": 0}}, "max_completion_length"),
@@ -122,19 +122,19 @@ def test_what_cannot_work_is_told_with_a_way_out(changes, told):
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_what_grpo_takes_and_what_not_is_told_with_a_way_out(changes, told):
+def test_grpo_incompatibilities(changes, message):
     values = {"objective": {"name": "grpo"}, "train": {"batch_size": 8}} | changes
-    if told is None:
+    if message is None:
         assert spec_of(**values).objective.name == "grpo"
         return
-    with pytest.raises(ValidationError, match=told):
+    with pytest.raises(ValidationError, match=message):
         spec_of(**values)
 
 
 @pytest.mark.parametrize(
     "name", [name for name in OPTIMIZATIONS if name not in ("attention", "gradient_checkpointing")]
 )
-def test_an_optimization_that_no_test_holds_against_plain_grpo_is_refused(name):
+def test_grpo_refuses_untested_optimizations(name):
     with pytest.raises(ValidationError, match=f"optimizations.{name} with objective grpo "):
         spec_of(
             objective={"name": "grpo"}, train={"batch_size": 8},
@@ -142,12 +142,12 @@ def test_an_optimization_that_no_test_holds_against_plain_grpo_is_refused(name):
         )  # fmt: skip
 
 
-def test_parity_says_what_to_hold_against_each_other_of_grpo(ftbench):
+def test_parity_refuses_grpo_with_an_alternative(ftbench):
     code, _, err = ftbench("parity", TINY)
     assert (code, "compare the column reward of steps.csv" in " ".join(err.split())) == (2, True), err
 
 
 @pytest.mark.parametrize("name", [name for name, kept in OPTIMIZATIONS.items() if kept.not_with_dpo])
-def test_an_optimization_that_no_test_holds_against_plain_dpo_is_refused(name):
+def test_dpo_refuses_untested_optimizations(name):
     with pytest.raises(ValidationError, match=f"optimizations.{name} with objective dpo: "):
         spec_of(optimizations={name: 512 if name == "image_size" else choices(name)[0]})

@@ -31,7 +31,7 @@ def read(tmp_path):
 FILE = "prompts: [{id: f, prompt: 京都は。}]\ntemperature: 0.1\n"
 
 
-def test_a_file_is_found_beside_the_spec_and_its_prompts_are_in_the_resolved_spec(read):
+def test_prompt_file_is_relative_to_the_spec(read):
     asked = read("x.yaml", x=FILE)
     assert [(prompt.id, prompt.prompt) for prompt in asked.prompts] == [("f", "京都は。")]
     assert (asked.temperature, asked.top_k, asked.top_p, asked.max_new_tokens) == (0.1, 50, 0.95, 1024)
@@ -39,7 +39,7 @@ def test_a_file_is_found_beside_the_spec_and_its_prompts_are_in_the_resolved_spe
     assert Experiment.model_validate(spec.model_dump(mode="json")) == spec
 
 
-def test_the_spec_wins_over_the_file_and_the_command_line_over_both(read):
+def test_precedence_of_prompt_file_spec_and_set(read):
     assert read("{prompts: x.yaml, temperature: 0.5}", x=FILE).temperature == 0.5
     asked = read("[x.yaml, {id: q, prompt: hi}]", "measure.generate.temperature=0.9", x=FILE)
     assert asked.temperature == 0.9
@@ -49,7 +49,7 @@ def test_the_spec_wins_over_the_file_and_the_command_line_over_both(read):
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "message"),
     [
         ("on", "must be off, a YAML file with prompts"),
         ("7", "must be off, a YAML file with prompts"),
@@ -70,13 +70,13 @@ def test_the_spec_wins_over_the_file_and_the_command_line_over_both(read):
         ("{prompts: [{id: a, prompt: b}], top_p: .nan}", "measure.generate.top_p"),
     ],
 )
-def test_what_is_no_prompt_is_told(read, value, told):
+def test_invalid_prompts_are_errors(read, value, message):
     with pytest.raises(SpecError) as caught:
         read(value, bytes=b"\xff\xfe", empty="", other="foo: 1\n")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_answers_are_no_part_of_what_an_experiment_is():
+def test_prompts_keep_the_fingerprint():
     def spec(**measure):
         return Experiment.model_validate({"name": "a", "model": {"id": "a/b"}, "measure": measure})
 
@@ -87,5 +87,5 @@ def test_answers_are_no_part_of_what_an_experiment_is():
 
 
 @pytest.mark.parametrize("name", ["ja", "en"])
-def test_shipped_prompts_are_three(read, name):
+def test_shipped_prompt_files_have_three_prompts(read, name):
     assert len(read(str(PROMPTS / f"{name}.yaml")).prompts) == 3

@@ -1,9 +1,7 @@
-"""The recipes that ship: each is whole, works on the methods it is for, and is found from any directory."""
+"""Shipped recipes: complete, valid for their methods, and found from any folder."""
 
 import pytest
-from typer.testing import CliRunner
 
-from ftbench.cli import app
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import resolve
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
@@ -41,13 +39,13 @@ def write(tmp_path):
     return file
 
 
-def test_every_recipe_is_for_some_method():
+def test_each_recipe_has_a_method():
     assert set(IS_FOR) == set(recipes())
     assert all(recipes().values())
 
 
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name in IS_FOR for method in IS_FOR[name]])
-def test_a_recipe_works_on_each_method_it_is_for(write, name, method):
+def test_recipe_works_with_its_methods(write, name, method):
     model = VISION if name == "fastest-vision" else MODEL
     spec = resolve(load(write(f"extends: recipes/{name}.yaml\n{model}method: {method}\n")), H200)
     assert spec.method.name == method
@@ -56,7 +54,7 @@ def test_a_recipe_works_on_each_method_it_is_for(write, name, method):
 
 
 @pytest.mark.parametrize("name", recipes())
-def test_a_recipe_states_every_optimization_so_that_it_is_the_same_wherever_it_is_laid(write, name):
+def test_recipe_sets_every_optimization(write, name):
     loud = {"gradient_checkpointing": True, "length_grouping": True, "attention": "eager", "compile": "dynamic"}
     loud["triton_kernels"] = True
     lines = "".join(f"  {key}: {str(value).lower()}\n" for key, value in loud.items())
@@ -67,14 +65,9 @@ def test_a_recipe_states_every_optimization_so_that_it_is_the_same_wherever_it_i
     assert there.train.optimizer == alone.train.optimizer != "sgd"
 
 
-def test_plain_is_no_optimization_at_all(write):
+def test_plain_has_no_optimization(write):
     spec = load(write(f"extends: recipes/plain.yaml\n{MODEL}"))
     assert spec.optimizations == Optimizations()
-
-
-def test_fastest_fp8_is_fastest_and_fp8(write):
-    one, other = (load(write(MODEL), [f"recipe={name}"]) for name in ("fastest", "fastest-fp8"))
-    assert other.optimizations == one.optimizations.model_copy(update={"fp8": "tensorwise-delayed"})
 
 
 AMPERE, BLACKWELL = (8, 0), (12, 0)
@@ -91,12 +84,10 @@ UNKNOWN = "model: {id: openai/gpt-oss-20b, weights: random}\n"
         (MODEL, H200, ["launch.gpus=2", "launch.strategy=fsdp", "optimizations.fused_lora=off"], "not tested with"),
     ],
 )
-def test_kernels_of_our_own_are_on_where_they_were_measured_and_else_left_out_with_a_word(
-    write, model, capability, sets, why
-):
+def test_auto_kernels_are_on_only_if_measured(write, model, capability, sets, why):
     for name, by_kernels in (("fastest", "off"), ("fastest-fp8", "tensorwise-delayed")):
         if "launch.strategy=fsdp" in sets and name == "fastest-fp8":
-            continue  # refused on any machine
+            continue  # impossible on any machine
         spec = load(write(model), [f"recipe={name}", *sets])
         word, resolved = triton_kernels.left_out(spec, capability), resolve(spec, capability)
         assert resolved.optimizations.triton_kernels is (why is None)
@@ -105,31 +96,31 @@ def test_kernels_of_our_own_are_on_where_they_were_measured_and_else_left_out_wi
         assert (word is None) if why is None else (why in word and word.startswith("optimizations.triton_kernels auto"))
 
 
-def test_kernels_that_were_asked_for_by_name_are_not_left_out(write):
+def test_explicit_kernels_stay_on(write):
     spec = load(write(MODEL), ["recipe=fastest-fp8", "optimizations.triton_kernels=on"])
     assert triton_kernels.left_out(spec, AMPERE) is None
     assert resolve(spec, BLACKWELL).optimizations == spec.optimizations
 
 
-def test_a_file_beside_the_spec_comes_before_a_shipped_one(write):
+def test_local_file_wins_over_a_shipped_recipe(write):
     write("optimizations: {compile: dynamic}\n", "deep/recipes/fastest.yaml")
     spec = load(write(f"extends: recipes/fastest.yaml\n{MODEL}", "deep/spec.yaml"))
     assert (spec.optimizations.compile, spec.optimizations.packing) == ("dynamic", False)
 
 
-def test_a_recipe_lies_between_what_a_file_extends_and_the_file(write):
+def test_recipe_is_merged_between_base_and_file(write):
     write("train: {batch_size: 2, optimizer: sgd}\noptimizations: {liger: on}\n", "base.yaml")
     spec = load(write(f"extends: base.yaml\nrecipe: fastest\n{MODEL}optimizations: {{compile: off}}\n"))
     assert (spec.train.batch_size, spec.train.optimizer) == (2, "adamw_torch_fused")
     assert (spec.optimizations.liger, spec.optimizations.packing, spec.optimizations.compile) == (False, True, False)
 
 
-def test_what_comes_behind_a_recipe_wins_over_it(write):
+def test_later_sets_win_over_a_recipe(write):
     spec = load(write(MODEL), ["recipe=fastest", "optimizations.compile=off"])
     assert (spec.optimizations.packing, spec.optimizations.compile) == (True, False)
 
 
-def test_recipes_are_an_axis_and_the_name_is_the_place_on_it(write):
+def test_recipe_can_be_an_axis(write):
     axes = "{recipe: [plain, recipes/fastest.yaml, own.yaml], method: [lora, unsloth]}"
     path = write(f"{MODEL}sweep: {{axes: {axes}}}\n")
     write("optimizations: {compile: on}\n", "own.yaml")
@@ -144,7 +135,7 @@ def test_recipes_are_an_axis_and_the_name_is_the_place_on_it(write):
 
 
 @pytest.mark.parametrize(
-    ("text", "sets", "said"),
+    ("text", "sets", "expected"),
     [
         ("extends: recipes/fastes.yaml\n", (), "extends: recipes/fastes.yaml: no such file"),
         ("recipe: fastes\n", (), "did you mean fastest?"),
@@ -155,16 +146,11 @@ def test_recipes_are_an_axis_and_the_name_is_the_place_on_it(write):
         ("", ("recipe=.",), "Is a directory"),
     ],
 )
-def test_a_recipe_that_is_none_is_told_with_those_that_there_are(write, text, sets, said):
+def test_unknown_recipe_lists_the_known_ones(write, text, sets, expected):
     write(MODEL, "other.yaml")
     path = write(text + MODEL)
     with pytest.raises(SpecError) as caught:
         load(path, sets)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
     if text:
         assert str(caught.value).startswith(f"{path}:1: ")
-
-
-def test_the_list_of_recipes_is_a_line_each():
-    lines = CliRunner().invoke(app, ["list", "recipes"]).stdout.splitlines()
-    assert [line.split()[0] for line in lines] == list(recipes())

@@ -1,4 +1,4 @@
-"""Each half in `spec/` has its other half in `worker/`. Files are looked for by path: nothing heavy is imported."""
+"""Each declaration in `spec/` has code in `worker/`. Files are found by path, so torch is not imported."""
 
 import ast
 import subprocess
@@ -27,33 +27,33 @@ def modules(folder):
 
 
 @pytest.mark.parametrize(("name", "method"), METHODS.items())
-def test_a_method_is_listed_under_its_own_name(name, method):
+def test_method_is_listed_by_its_name(name, method):
     assert method.model_fields["name"].default == name
     assert method.__doc__
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_has_its_heavy_half(name):
+def test_method_has_a_worker_module(name):
     assert {"load", "adapt", "verify"} <= functions(ROOT / "worker" / "methods" / f"{name}.py")
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_method_is_not_refused_on_a_gpu_and_says_why_if_it_needs_one(name):
+def test_method_that_needs_a_gpu_gives_a_fix(name):
     spec = Experiment.model_validate({"name": "a", "model": {"id": "a/b"}, "method": {"name": name}})
     assert machine_incompatibilities(spec, (9, 0)) == []
     without = machine_incompatibilities(spec, None)
     assert bool(without) == METHODS[name].needs_gpu
-    assert all("use lora or qlora" in told for told in without)
+    assert all("use lora or qlora" in message for message in without)
 
 
-def test_no_heavy_half_stands_without_its_light_half():
+def test_worker_modules_have_declarations():
     assert modules("methods") <= set(METHODS)
     assert modules("optimizations") <= set(Optimizations.model_fields)
 
 
 @pytest.mark.parametrize("name", OPTIMIZATIONS)
-def test_an_optimization_has_its_heavy_half(name):
-    """In a module of its name, or where batches are made or the trainer is."""
+def test_optimization_has_a_worker_module(name):
+    """Check a module with its name, or the file where batches or the trainer are built."""
     elsewhere = {
         "activation_offload": ("trainer.py", "optimizations.activation_offload is on and"),
         "fixed_shape": ("data/collate.py", "optimizations.fixed_shape is on and"),
@@ -71,25 +71,26 @@ def test_an_optimization_has_its_heavy_half(name):
         assert "verify" in functions(ROOT / "worker" / "optimizations" / f"{name}.py")
 
 
-def test_each_optimization_is_applied_once_and_after_those_it_names():
+def test_order_follows_after():
     assert sorted(ORDER) == sorted(OPTIMIZATIONS)
     for name, kept in OPTIMIZATIONS.items():
         assert all(ORDER.index(other) < ORDER.index(name) for other in kept.after)
 
 
 @pytest.mark.parametrize("name", Optimizations.model_fields)
-def test_an_optimization_is_off_unless_asked_for_and_explained(name):
+def test_optimization_is_off_by_default_and_documented(name):
     field = Optimizations.model_fields[name]
     assert field.default in (False, "off", "auto")
     assert field.description
 
 
-def test_the_documentation_has_the_table_of_the_declarations():
-    subprocess.run([sys.executable, ROOT.parents[1] / "scripts" / "optimizations-table", "--check"], check=True)
+@pytest.mark.parametrize("script", ["optimizations-table", "spec-reference"])
+def test_generated_page_is_current(script):
+    subprocess.run([sys.executable, ROOT.parents[1] / "scripts" / script, "--check"], check=True)
 
 
 @pytest.mark.parametrize("name", DATASETS)
-def test_a_data_set_has_somewhere_to_come_from(name):
+def test_dataset_has_a_source(name):
     source = DATASETS[name]
     own = {"sample": "facts/sample.jsonl", "file": "core/data_files.py", "synthetic": "worker/data/synthetic.py",
            "images": "worker/data/images.py"}  # fmt: skip
@@ -98,15 +99,15 @@ def test_a_data_set_has_somewhere_to_come_from(name):
     assert source.hub or (ROOT / own[name]).is_file()
 
 
-def test_a_length_profile_has_a_spread():
+def test_length_profile_has_a_sigma():
     assert LIKE
     assert all(DATASETS[name].sigma for name in LIKE)
 
 
 @pytest.mark.parametrize("name", get_args(Format))
-def test_a_format_of_rows_has_its_heavy_half(name):
+def test_format_is_implemented(name):
     assert f'"{name}"' in (ROOT / "core" / "data_formats.py").read_text()
 
 
-def test_the_sample_is_the_two_hundred_pairs_it_says():
+def test_sample_has_200_pairs():
     assert len((ROOT / "facts" / "sample.jsonl").read_text("utf-8").splitlines()) == 200

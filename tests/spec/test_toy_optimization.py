@@ -1,5 +1,4 @@
-"""An optimization is added by two files and nothing else, a method by a class, its entries and a module: a copy of the
-package with a toy of each."""
+"""Add a toy optimization and a toy method to a copy of the package, with a declaration and a worker module each."""
 
 from __future__ import annotations
 
@@ -21,42 +20,42 @@ from ftbench.spec.optimizations.declaration import EXACT, Optimization, Toleranc
 
 def _incompatibilities(spec):
     if spec.optimizations.packing:
-        yield "optimizations.toy plays with single samples: set packing to off"
+        yield "optimizations.toy supports single samples: set packing to off"
 
 
 OPTIMIZATIONS = {
     "toy": Optimization(
-        description="play with the model",
-        verified="the model says that it was played with",
+        description="mark the model",
+        verified="the model is marked",
         tolerance=Tolerance(EXACT),
         incompatibilities=_incompatibilities,
         after=("chunked_loss",),
     )
 }
 '''
-WORKER_HALF = '''"""A toy: marks the model, after the loss is chunked."""
+WORKER_HALF = '''"""A toy that marks the model after chunked_loss."""
 
 
 def apply(model, spec):
-    model.played_with = model.forward.__name__
+    model.marked_by = model.forward.__name__
 
 
 def verify(model, spec):
     asked = spec.optimizations.toy
-    return ["optimizations.toy is on and nobody played"] if asked and not hasattr(model, "played_with") else []
+    return ["optimizations.toy is on, but the model is not marked"] if asked and not hasattr(model, "marked_by") else []
 
 
 def applied(model, spec):
-    return {"played_with": getattr(model, "played_with", None)}
+    return {"marked_by": getattr(model, "marked_by", None)}
 '''
 METHOD = '''class Norms(_Method):
-    """The weights of the norms."""
+    """Train the weights of norms."""
 
     name: Literal["norms"] = "norms"
 
 
 '''
-METHOD_WORKER_HALF = '''"""Norms: their weights are trained, all else is frozen."""
+METHOD_WORKER_HALF = '''"""Train only the weights of norms."""
 
 from ftbench.worker.model import loading
 
@@ -78,7 +77,7 @@ def verify(model, spec):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A copy of the package, the page and the script, with the toys."""
+    """Return a copy of the package, the page and the script, with the toys."""
     folder = tmp_path_factory.mktemp("copy")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "src" / "ftbench", folder / "src" / "ftbench", ignore=ignored)
@@ -103,7 +102,7 @@ def copy(tmp_path_factory):
 
 @pytest.fixture
 def ftbench(copy, tmp_path):
-    """Runs the copy's command on a spec of the tiny model with the toy and these optimizations."""
+    """Return a function that runs a command of the copy on a spec with the toys."""
 
     def run(*arguments, **optimizations):
         spec = {
@@ -126,46 +125,46 @@ def _environment(copy):
     return os.environ | {"PYTHONPATH": str(copy / "src"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-def test_the_toy_is_listed(ftbench):
-    assert "play with the model" in ftbench("list", "optimizations").stdout
+def test_toy_is_listed(ftbench):
+    assert "mark the model" in ftbench("list", "optimizations").stdout
 
 
-def test_the_toy_method_is_listed_and_an_estimate_does_not_guess_what_it_takes(ftbench):
-    assert re.search(r"norms +The weights of the norms", ftbench("list", "methods").stdout)
+def test_toy_method_is_listed_but_not_estimated(ftbench):
+    assert re.search(r"norms +Train the weights of norms", ftbench("list", "methods").stdout)
     done = ftbench("estimate", "spec.yaml", "--gpu", "H200")
     assert done.returncode == 2
     assert "method norms has no formula for memory and time" in done.stderr
 
 
-def test_the_toy_is_examined_by_the_doctor(ftbench):
+def test_doctor_checks_the_toy(ftbench):
     assert re.search(r"\btoy +works\b", ftbench("doctor").stdout)
 
 
 @pytest.mark.slow
-def test_the_toys_are_applied_and_told_by_the_run(ftbench, tmp_path, cache):
+def test_run_applies_the_toys(ftbench, tmp_path, cache):
     done = ftbench("run", "spec.yaml", chunked_loss=True)
     (applied,) = tmp_path.glob("results/*/*/applied.json")
     assert done.returncode == 0, done.stderr
     found = json.loads(applied.read_text())
-    assert found["played_with"] == "chunked_forward"
+    assert found["marked_by"] == "chunked_forward"
     kinds = found["parameters"]["by_kind"]
     assert {kind for kind in kinds if kinds[kind]["trainable"]} == {"attention", "norm"}  # with q_norm, k_norm
 
 
-def test_the_toy_is_a_variant_of_an_ablation(ftbench, tmp_path):
+def test_ablation_has_a_toy_variant(ftbench, tmp_path):
     lines = ftbench("ablate", "spec.yaml", "--only", "toy", "--dry-run", "--json").stdout
     assert "toy" in lines
 
 
-def test_the_toy_is_refused_beside_what_it_excludes(ftbench):
+def test_toy_incompatibility_is_an_error(ftbench):
     done = ftbench("run", "spec.yaml", packing=True)
     assert done.returncode == 2
-    assert "optimizations.toy plays with single samples: set packing to off" in done.stderr
+    assert "optimizations.toy supports single samples: set packing to off" in done.stderr
 
 
-def test_the_toy_gets_a_row_in_the_documentation(copy):
+def test_toy_has_a_row_in_the_table(copy):
     script = [sys.executable, copy / "scripts" / "optimizations-table"]
     assert subprocess.run([*script, "--check"], capture_output=True).returncode == 1
     subprocess.run(script, check=True)
-    row = "| `toy` | on | play with the model | the model says that it was played with | 0.1 % |"
+    row = "| `toy` | on | mark the model | the model is marked | 0.1 % |"
     assert row in (copy / "docs" / "reference" / "optimizations.md").read_text("utf-8")
