@@ -18,10 +18,10 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "ftbench"
 FILES = sorted(SOURCE.rglob("*.py"))
-LINES_OF_A_MODULE, LINES_OF_A_FUNCTION, MEDIAN_LINES_OF_A_FUNCTION = 300, 50, 8
+MODULE_LINES, FUNCTION_LINES, MEDIAN_FUNCTION_LINES = 300, 50, 8
 PRONOUNS = {"found", "told", "place", "one", "mine", "asked", "here"}
-# Modules by the package that brings them: named as its module, or by the package that requires it.
-BROUGHT_BY = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py", "PIL": "pillow", "compression": "backports.zstd",
+# Module → the package that installs it, if the names differ.
+INSTALLED_BY = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py", "PIL": "pillow", "compression": "backports.zstd",
               "backports": "backports.zstd", "pydantic_core": "pydantic", "typing_extensions": "pydantic",
               "tokenizers": "transformers",
               "safetensors": "transformers", "huggingface_hub": "transformers", "pyarrow": "datasets",
@@ -46,32 +46,32 @@ def lines(node: ast.AST) -> int:
     return node.end_lineno - node.lineno + 1
 
 
-def test_no_two_classes_have_one_name():
+def test_class_names_are_unique():
     places = defaultdict(set)
     for where, node in definitions(ast.ClassDef):
         places[node.name].add(where)
     assert {name for name, files in places.items() if len(files) > 1} == set()
 
 
-def test_modules_are_short_enough_to_be_read_at_once():
+def test_modules_have_at_most_300_lines():
     lengths = {str(path.relative_to(SOURCE)): len(path.read_text("utf-8").splitlines()) for path in FILES}
-    assert {name for name, length in lengths.items() if length > LINES_OF_A_MODULE} == set()
+    assert {name for name, length in lengths.items() if length > MODULE_LINES} == set()
 
 
-def test_functions_fit_a_screen():
+def test_functions_have_at_most_50_lines():
     lengths = {where: lines(node) for where, node in definitions(ast.FunctionDef, ast.AsyncFunctionDef)}
-    assert {where for where, length in lengths.items() if length > LINES_OF_A_FUNCTION} == set()
-    assert statistics.median(lengths.values()) <= MEDIAN_LINES_OF_A_FUNCTION
+    assert {where for where, length in lengths.items() if length > FUNCTION_LINES} == set()
+    assert statistics.median(lengths.values()) <= MEDIAN_FUNCTION_LINES
 
 
-def test_imports_between_modules_go_in_no_circle():
+def test_imports_have_no_cycle():
     graph = grimp.build_graph("ftbench", cache_dir=None, exclude_type_checking_imports=True)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
     assert len(list(TopologicalSorter(imports).static_order())) == len(imports)
 
 
-def test_what_is_imported_is_installed_with_ftbench_or_an_extra_of_users():
-    """Imports in functions may be of what a user chose to have: those at the head of a module may not."""
+def test_top_level_imports_are_declared_dependencies():
+    """Imports inside functions may be optional; imports at the top of a module may not."""
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
     extras = [package for name, extra in project["optional-dependencies"].items() if name != "dev" for package in extra]
     declared = {re.match(r"[\w.-]+", package)[0] for package in [*project["dependencies"], *extras]}
@@ -84,10 +84,10 @@ def test_what_is_imported_is_installed_with_ftbench_or_an_extra_of_users():
                 names.append((path, node.module))
     tops = {(str(path.relative_to(SOURCE)), name.split(".")[0]) for path, name in names}
     foreign = {(path, top) for path, top in tops if top != "ftbench" and top not in sys.stdlib_module_names}
-    assert not {(path, top) for path, top in foreign if BROUGHT_BY.get(top, top) not in declared}
+    assert not {(path, top) for path, top in foreign if INSTALLED_BY.get(top, top) not in declared}
 
 
-def names_given() -> Iterator[str]:
+def defined_names() -> Iterator[str]:
     """Yield `module.py:name` of each function, class, parameter and variable."""
     for path in FILES:
         for node in ast.walk(tree_of(path)):
@@ -98,13 +98,13 @@ def names_given() -> Iterator[str]:
                 yield f"{path.relative_to(SOURCE)}:{name.strip('_')}"
 
 
-def test_names_are_nouns_of_the_field():
-    pronouns = {where for where in names_given() if re.search(rf":({'|'.join(PRONOUNS)}|what_.*)$", where)}
+def test_names_are_not_pronouns():
+    pronouns = {where for where in defined_names() if re.search(rf":({'|'.join(PRONOUNS)}|what_.*)$", where)}
     assert pronouns == set()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_every_module_says_what_is_in_it(path):
+def test_module_has_a_docstring(path):
     assert path.stat().st_size == 0 or ast.get_docstring(tree_of(path))
 
 
@@ -115,7 +115,7 @@ def python_scripts() -> Iterator[Path]:
 
 
 def top_names(path: Path) -> set[str]:
-    """Return what can be imported of a module or a package."""
+    """Return the names that can be imported from a module or a package."""
     below = {each.stem for each in path.parent.iterdir()} if path.name == "__init__.py" else set()
     nodes = [node for statement in tree_of(path).body for node in ast.walk(statement)]
     named = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -125,7 +125,7 @@ def top_names(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", [*python_scripts()], ids=lambda path: path.name)
-def test_what_a_script_imports_of_the_package_is_there(path):
+def test_imports_of_scripts_exist(path):
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "ftbench":
             folder = SOURCE.joinpath(*node.module.split(".")[1:])

@@ -180,7 +180,7 @@ class Amount:
 
 
 def amount(price: Price, seconds: float, watts: float) -> Amount | None:
-    """Return the cost of `seconds` of training: the rent, or else the share of the purchase plus electricity."""
+    """Return the cost of `seconds` of training: the rent, or the share of the purchase plus electricity."""
     costs = hourly_costs(price, None, None, watts, seconds / 3600)
     amounts = (Amount(each.per_night, each.currency, each.way) for each in costs if each.per_night is not None)
     return next(amounts, None)

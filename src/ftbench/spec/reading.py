@@ -1,4 +1,4 @@
-"""Read YAML and JSON files that users wrote, and describe mistakes with file, line, value and what is allowed."""
+"""Read YAML and JSON files of users, and describe mistakes with file, line, value and allowed values."""
 
 import json
 import os
@@ -76,11 +76,11 @@ def read_yaml(path: Path, what: str = "a spec", needs: str = "at least `model:` 
 
     Args:
         path: The file.
-        what: What the file should be, for messages.
-        needs: What it must hold, for messages.
+        what: The kind of file, for messages.
+        needs: Its required content, for messages.
 
     Raises:
-        SpecError: With file and line if it is anything else.
+        SpecError: With file and line, if it cannot be read or is not a mapping.
     """
     text = _text(path, MAX_BYTES)
     try:

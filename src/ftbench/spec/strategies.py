@@ -1,4 +1,4 @@
-"""How one run uses several GPUs: what each strategy shards and supports."""
+"""The strategies for several GPUs: their sharding, limits and messages."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ class Strategy:
     """A value of `launch.strategy`.
 
     Args:
-        description: What it does, for tables and messages.
+        description: One line for tables and messages.
         verified: How a run checks that it is active.
-        shards: What each GPU holds only a part of: optimizer, gradients, weights, matrices, experts or sequence.
+        shards: The parts that are split over GPUs: optimizer, gradients, weights, matrices, experts or sequence.
         same_samples: Whether all GPUs work on the same samples.
         offloads: The supported values of `launch.offload`.
-        incompatibilities: What it does not support, in addition to the rules for what it shards.
+        incompatibilities: Yields unsupported settings, in addition to the rules for `shards`.
     """
 
     description: str

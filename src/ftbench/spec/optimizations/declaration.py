@@ -35,15 +35,15 @@ class Optimization:
     """One key of `optimizations:`. Functions are called only if the optimization is on, and yield error messages.
 
     Args:
-        description: What it does and costs.
+        description: Its effect and cost, in one line.
         verified: How a run checks that it was applied.
         tolerance: How much the loss may differ from a run without it.
         not_with_unsloth: Why method unsloth excludes it, and what to do instead. None: it works.
         not_with_dpo: Why objective dpo excludes it. None only if a test compares it with plain dpo.
         needs_images: Whether it only makes sense for a dataset with images.
         excludes: Key of the spec → why it cannot be on at the same time.
-        incompatibilities: Everything else it excludes or needs, on any machine.
-        machine_incompatibilities: What it needs of a GPU of this compute capability.
+        incompatibilities: Other problems, on any machine.
+        machine_incompatibilities: Problems on a GPU of this compute capability.
         after: The optimizations that must be applied first.
         ablate_with: Value → further changes that an ablation makes along with this value.
         not_ablated: Values that an ablation does not try.

@@ -1,5 +1,5 @@
-"""Second part of a run in another framework, in the framework's interpreter: record its trainer, and read what it did
-from the live objects."""
+"""Second part of a run in another framework, in the framework's interpreter: record its trainer, and read the
+results from the live objects."""
 
 import hashlib
 import importlib.metadata

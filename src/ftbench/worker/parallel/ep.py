@@ -78,10 +78,10 @@ def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return a problem if no parameter is sharded: then each rank computes all experts without an error."""
+    """Return a problem unless parameters are sharded. Otherwise each rank silently computes all experts."""
     if applied(trainer)["sharded"]:
         return []
-    return ["launch.strategy is ep, but no parameter is sharded"]
+    return ["launch.strategy is ep, but the parameters are not sharded"]
 
 
 def applied(trainer: Any) -> dict[str, Any]:

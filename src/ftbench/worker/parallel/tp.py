@@ -74,8 +74,8 @@ def _summed(gradient: Any) -> Any:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return a problem if no parameter is sharded: then each rank computes complete products without an error."""
+    """Return a problem unless parameters are sharded. Otherwise each rank silently computes complete products."""
     facts, ranks = applied(trainer), spec.launch.ranks
     if facts["sharded"]:
         return []
-    return [f"launch.strategy is tp, but no parameter is sharded over the {ranks} ranks"]
+    return [f"launch.strategy is tp, but the parameters are not sharded over the {ranks} ranks"]
