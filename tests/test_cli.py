@@ -557,7 +557,7 @@ def test_conflicting_sweep_options_are_refused(ftbench, tmp_path, arguments, sai
         (["report", "STUDY", "--format", ""], 2, "--format : "),
         (["doctor", "--set", "train.batch_size=8"], 2, "--set: changes a spec; name the spec file"),
         (["doctor", "--python", ""], 3, "no such interpreter"),
-        (["verify", "STUDY"], 2, "is a folder; `ftbench bundle"),
+        (["verify", "STUDY"], 2, "is a folder; pack it with `ftbench bundle"),
     ],
 )
 def test_misplaced_options_are_refused(ftbench, study, arguments, code, said):
