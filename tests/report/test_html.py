@@ -363,7 +363,7 @@ def test_unwritable_output_is_an_error(tmp_path, monkeypatch, capsys):
         cli.main()
     err = capsys.readouterr().err
     assert end.value.code == 3
-    assert "cannot be written" in err
+    assert "does not exist" in err
     assert err.count("\n") == 1
 
 
