@@ -20,7 +20,7 @@ def output_file(path: Path) -> Path:
     if target.is_symlink() or (os.path.exists(target) and not target.is_file()):  # a link to itself stays a link
         raise SpecError(f"-o {path}: is not a regular file; name a file")
     if not target.parent.is_dir():
-        raise MissingError(f"-o {path}: the folder {target.parent} does not exist; create it first")
+        raise MissingError(f"-o {path}: cannot be written: the folder {target.parent} does not exist; create it first")
     return target
 
 
