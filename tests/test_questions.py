@@ -8,7 +8,6 @@ import re
 import shlex
 
 import pytest
-import yaml
 
 from ftbench.spec.load import load
 from made_runs import RESULTS, gpu, make_run, steps
@@ -29,13 +28,15 @@ def test_what_does_a_night_with_an_rtx_4090_make_of_20000_rows_of_my_own(ftbench
 
     code, out, _ = ftbench("recommend", "mine.yaml", "--gpu", "RTX 4090", "--deadline", "8h", "-o", "best.yaml")
     assert code == 0
-    assert "RTX 4090 · 20,000 samples · deadline 8 h 00 min" in out
-    first = next(line for line in out.splitlines() if line.startswith(" 1  "))
+    assert "20,000 samples" in words(out)
+    assert "deadline 8 h 00 min" in words(out)
+    first = next(line for line in out.splitlines() if line.startswith("RTX 4090"))
     assert re.search(r"\d+ min \d\d s .* keeps", first)
     assert re.search(r"in 8 h 00 min the best trains [\d,]+ samples \([\d,]+ to [\d,]+\), [\d,]+ passes", words(out))
     best = load(tmp_path / "best.yaml")
     assert (best.dataset.samples or 20_000, best.dataset.path) == (20_000, str(tmp_path / "own.jsonl"))
-    assert yaml.safe_load(out.partition("(`ftbench run best.yaml` trains it):")[2])["name"] == "mine-best"
+    assert best.name == "mine-best"
+    assert out.splitlines()[-1].strip() == "ftbench run best.yaml"
 
     code, out, _ = ftbench("estimate", "best.yaml", "--gpu", "RTX 4090", "--check")
     assert code == 0
@@ -69,11 +70,11 @@ def test_why_was_my_run_slow(ftbench, slow, tmp_path):
     assert "--set optimizations.loader_processes=on" in waited
     assert "launch-bound" in launched
     assert "the GPU worked 35 % of the time and waited for the CPU in the rest" in words(launched)
-    assert re.search(r"compile: about \+\d+ % tokens/s, [\d.]+ of [\d.]+ GiB \(measured", words(launched))
+    assert "ftbench recommend " in launched
 
-    tried = [line.strip() for line in (waited + launched).splitlines() if line.strip().startswith("ftbench run ")]
-    assert len(tried) >= 3
-    for line in (tried[0], tried[-1]):
+    commands = [line.strip() for line in waited.splitlines() if line.strip().startswith("ftbench run ")]
+    assert commands
+    for line in commands:
         pretended = ["--set", "launch.mock=ok", "--out", tmp_path / "out"]
         assert ftbench(*shlex.split(line)[1:], *pretended)[0] == 0
 
@@ -82,7 +83,7 @@ def test_why_was_my_run_slow_of_committed_runs(ftbench):
     code, out, _ = ftbench("show", "qwen3-0.6b-lora-b1-dcc2630c0176-r1", RESULTS / "launch-bound")
     assert code == 0
     assert "launch-bound: the GPU worked 10 % of the time and waited for the CPU in the rest" in words(out)
-    assert out.count("    ftbench run ") >= 3
+    assert "    ftbench recommend " in out
 
 
 def test_is_a_blackwell_or_an_h100_better_of_two_stores(ftbench, tmp_path):
