@@ -162,7 +162,7 @@ def test_qwen3_32b_with_the_smallest_recipe_needs_less_than_8_gib() -> None:
 
 def test_only_a_slow_link_adds_waiting_time() -> None:
     """By hand: of 0.3 s forward and 0.7 s back, copies of 0.2, 0.5 and 0.9 s a pass leave 0, 0.2 and 0.6 + 0.2 s;
-    of states 0.9 s back alone leaves 0.2 s."""
+    of states only 0.9 s back leaves 0.2 s."""
     for name, copied, late in ((WEIGHTS, 0.2, 0.0), (WEIGHTS, 0.5, 0.2), (WEIGHTS, 0.9, 0.8), (STATES, 0.9, 0.2)):
         work = StepWork(((1.0, {"products": 1.0, name: copied, "host": 0.0}),), 1, {})
         found = step(work, dict.fromkeys(("products", name, "host"), 1.0))

@@ -122,8 +122,9 @@ DEEPSPEED = {("zero2", "none"): 49.58, ("zero2", "optimizer"): 15.26, ("zero3", 
 
 @pytest.mark.parametrize(("strategy", "offload"), DEEPSPEED)
 def test_zero_states_agree_with_deepspeeds_estimator(strategy: str, offload: str) -> None:
-    """Which takes the largest layer, and that alone, for gathered at all times, and leaves out a short row's
-    activations and the optimizer's own temporary tensor of 4 bytes a parameter that is updated at once."""
+    """DeepSpeed's estimator counts the largest layer as always gathered.
+
+    It ignores activations and the optimizer's temporary tensor of 4 bytes per updated parameter."""
     shape = describe(architectures()["Qwen/Qwen3-8B"])
     plan = MemoryCase(shape, TrainingPlan(full=True), BatchShape(1, 8, 7), sharding=divided(strategy, 4, offload))
     largest = 2 * shape.parameters["embedding"] if strategy == "zero3" else 0
@@ -136,8 +137,9 @@ def test_zero_states_agree_with_deepspeeds_estimator(strategy: str, offload: str
     ("off", 10**9, 2 * WORDS + LAYER), ("full", WORDS + 2 * LAYER, 2 * WORDS + LAYER),
 ])  # fmt: skip
 def test_zero3_gathers_a_head_that_stays_and_layers(checkpointing: str, backward: int, end: int) -> None:
-    """One more where they are fetched at once, else as much as DeepSpeed fetches ahead; and in the end the embedding
-    (tests/test_several_gpus.py holds the first against DeepSpeed itself)."""
+    """One more layer if layers are fetched at once, otherwise DeepSpeed's prefetching; finally the embedding.
+
+    tests/test_several_gpus.py compares the first case with DeepSpeed."""
     shape = describe(architectures()["Qwen/Qwen3-8B"])
     part = share(divided("zero3", 4))
     found = gathered(shape, TrainingPlan(full=True, checkpointing=checkpointing), part)
