@@ -38,7 +38,7 @@ def probe(spec: Experiment, batch: int) -> Dataset:
         return spec.dataset.model_copy(update={"samples": count, "eval_samples": 0})
     longest = spec.dataset.max_length
     return Dataset(name="synthetic", structure="tasks", samples=count, max_length=longest, seed=spec.dataset.seed,
-                   mean_length=max(8.0, min(longest / 3, 100.0)))  # fmt: skip
+                   mean_length=max(8.0, min(longest / 8, 100.0)))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
