@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -75,6 +76,7 @@ def train(spec: str, path: Path, damage: str) -> None:
     from ftbench.worker.training_run import TrainingRun
 
     torch.set_num_threads(1)
+    gc.freeze()  # each training collects garbage, which need not include the imported modules
     directory = rundir.create_at(path)
     rundir.write_json(directory.spec_json, json.loads(spec))
     rundir.write_json(directory.machine, {})
