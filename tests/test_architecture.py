@@ -109,8 +109,12 @@ def test_module_has_a_docstring(path):
 
 
 def python_scripts() -> Iterator[Path]:
-    for path in sorted(path for path in (SOURCE.parents[1] / "scripts").rglob("*") if path.is_file()):
-        if path.is_file() and (path.suffix == ".py" or "python" in path.read_text("utf-8").partition("\n")[0]):
+    for path in sorted((SOURCE.parents[1] / "scripts").rglob("*")):
+        if (
+            path.is_file()
+            and path.suffix != ".pyc"
+            and (path.suffix == ".py" or "python" in path.read_text("utf-8")[:60])
+        ):
             yield path
 
 
