@@ -21,8 +21,8 @@ CONFIG = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64,
     "max_position_embeddings": 256, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-TASKS = {"name": "synthetic", "structure": "tasks", "mean_length": 24, "max_length": 200}
-STEPS = 30
+TASKS = {"name": "synthetic", "structure": "tasks", "mean_length": 24, "max_length": 96}
+STEPS = 60
 
 
 def spec_of(model: Path, /, **sections) -> Experiment:

@@ -149,8 +149,8 @@ def test_held_out_losses_are_equivalent_within_the_margin(candidate, untrained, 
 def tiny(name="recipe", refused=None, **sections) -> Contender:
     values = {
         "name": "learning", "model": {"id": "tiny/qwen3", "weights": "random"}, "method": {"name": "lora"},
-        "dataset": {**parity_runs.TASKS, "samples": 240, "eval_samples": 16},
-        "train": {"batch_size": 8, "max_steps": 30},
+        "dataset": {**parity_runs.TASKS, "samples": 480, "eval_samples": 16},
+        "train": {"batch_size": 8, "max_steps": 60},
     }  # fmt: skip
     spec = resolve(Experiment.model_validate({**values, **sections}), None)
     plain = resolve(Experiment.model_validate(values), None)
@@ -179,9 +179,9 @@ def test_packed_rows_train_as_many_samples_as_padded_ones(tmp_path):
     packed = tiny("packed", optimizations={"packing": True})
     plan = plan_of(tmp_path, packed)
     spec = plan.train(packed.spec, 0, packed).spec
-    lengths = synthetic_lengths(spec.dataset, 240)
-    assert lengths == synthetic_lengths(packed.spec.dataset, 240)
-    assert abs(len(rows_of(lengths, spec.dataset.max_length)) / spec.train.batch_size - 30) < 2
+    lengths = synthetic_lengths(spec.dataset, 480)
+    assert lengths == synthetic_lengths(packed.spec.dataset, 480)
+    assert abs(len(rows_of(lengths, spec.dataset.max_length)) / spec.train.batch_size - 60) < 3
     long = packed.spec.model_copy(update={"dataset": packed.spec.dataset.model_copy(update={"max_length": 2048})})
     spec = plan.train(long, 0, packed).spec
     assert spec.train.batch_size == 1
@@ -232,7 +232,7 @@ def test_training_with_another_schedule_or_size_is_not_compared():
 
 SPEC = {
     "name": "learning", "model": {"id": "tiny/qwen3", "weights": "random"}, "method": "lora",
-    "dataset": {**parity_runs.TASKS, "samples": 240, "eval_samples": 16}, "train": {"batch_size": 8, "max_steps": 30},
+    "dataset": {**parity_runs.TASKS, "samples": 480, "eval_samples": 16}, "train": {"batch_size": 8, "max_steps": 60},
     "optimizations": {"chunked_loss": True},
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from conftest import train_in
+from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.datasets import Dataset
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
@@ -85,7 +86,11 @@ def test_tasks_need_their_prompts_and_mask_them():
     dataset = Dataset(name="synthetic", structure="tasks", mean_length=24, max_length=64, samples=30, seed=3)
     samples = draw(dataset, 30, 64)
     assert samples == draw(dataset, 30, 64)
-    assert len({len(sample.ids) for sample in samples}) > 5
+    lengths = synthetic_lengths(dataset, 30)
+    assert len({*lengths}) > 5
+    assert all(
+        abs(len(sample.ids) - length) <= 1 for sample, length in zip(samples, lengths, strict=True) if length > 5
+    )
     assert all(sample.labels[0] == IGNORE and sample.labels[-1] == sample.ids[-1] for sample in samples)
     assert {token for sample in samples for token in sample.ids} <= set(range(64))
     answers = [[label for label in sample.labels if label != IGNORE] for sample in samples]

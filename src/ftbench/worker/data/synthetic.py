@@ -123,25 +123,25 @@ def _recall(generator: np.random.Generator, count: int, symbols: np.ndarray) -> 
     """Return keys with values and, after them, some of the keys; the answer is their values."""
     pairs = min(SYMBOLS // 3, max(1, count // 3))
     keys, values = symbols[:pairs], generator.choice(symbols[SYMBOLS // 3 :], pairs)
-    queries = generator.integers(0, pairs, max(1, count - 2 * pairs))
+    queries = generator.integers(0, pairs, max(1, count - pairs))
     order = generator.permutation(pairs)
     return np.concatenate([np.stack([keys[order], values[order]], 1).ravel(), keys[queries]]), values[queries]
 
 
 def _brackets(generator: np.random.Generator, count: int, symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return opening brackets of several kinds, some closed; the answer closes the others from the inside out."""
+    """Return opening brackets of several kinds, some closed; the answer closes the others from the inside out.
+    `count` brackets are opened, so question and answer have 2 * `count` tokens."""
     opening, closing = symbols[: SYMBOLS // 2], symbols[SYMBOLS // 2 :]
     open_kinds: list[int] = []
     question: list[int] = []
-    for _ in range(count):
+    opened = 0
+    while opened < count:
         if open_kinds and generator.random() < 0.25:
             question.append(closing[open_kinds.pop()])
         else:
+            opened += 1
             open_kinds.append(int(generator.integers(len(opening))))
             question.append(opening[open_kinds[-1]])
-    if not open_kinds:
-        open_kinds.append(0)
-        question.append(opening[0])
     return np.array(question), closing[open_kinds[::-1]]
 
 
