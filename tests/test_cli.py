@@ -569,8 +569,8 @@ def test_misplaced_options_are_refused(ftbench, study, arguments, code, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--method", "lora,lora"], "cells that stand there twice run once: 2 of 4"),
-        (["--batch-size", "1,1,2"], "cells that stand there twice run once: 1 of 3"),
+        (["--method", "lora,lora"], "2 of 4 cells are duplicates"),
+        (["--batch-size", "1,1,2"], "1 of 3 cells are duplicates"),
     ],
 )
 def test_settings_without_effect_are_reported(ftbench, tmp_path, arguments, said):

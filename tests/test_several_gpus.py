@@ -160,7 +160,7 @@ def test_tp_is_refused_for_families_without_a_plan():
     from transformers import CONFIG_MAPPING
 
     plans = {name: CONFIG_MAPPING[name]().get_text_config().base_model_tp_plan for name in (*FAMILIES, *TRAINED)}
-    assert {name for name, plan in plans.items() if not plan} == {*strategies._UNDIVIDED}
+    assert {name for name, plan in plans.items() if not plan} == {*strategies._WITHOUT_PLAN}
     with pytest.raises(ValueError, match="no plan by which tp divides tiny/qwen3-vl: use fsdp"):
         Experiment.model_validate({"name": "a", **QWEN3, "launch": {"gpus": 2, "strategy": "tp"}})
     config, spec = CONFIG_MAPPING["qwen3_vl"](), SimpleNamespace(model=SimpleNamespace(id="a/b"))

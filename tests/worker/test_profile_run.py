@@ -201,7 +201,7 @@ def test_where_no_steps_are_left_what_was_lost_is_said(tmp_path, cache):
 def test_too_few_steps_are_a_sentence_before_anything_is_loaded(tmp_path):
     ended = profile(write_spec(tmp_path, dataset=DATA), tmp_path / "out", "--set", "train.max_steps=5")
     assert ended.returncode == 2
-    assert "needs 11 steps to profile 3 of them and train.max_steps is 5" in ended.stderr
+    assert "needs 11 steps to profile 3 of them, and train.max_steps is 5" in ended.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -203,7 +203,7 @@ def mlp(layer: Layer, plan: TrainingPlan) -> float:
 def experts(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes that fused experts save through grouped products (transformers, grouped_mm_experts_forward).
 
-    For each of the `active` experts of a token: gate and up (2 i), the gate function's operands (i of silu; 4 i of
+    For each of the `active` experts per token, gate and up (2 i), the gate function's operands (i of silu; 4 i of
     gpt_oss's clamped one), the output (h) that the routing weight multiplies, and indices. Trained experts also save
     their inputs, h and i."""
     moe = layer.experts
