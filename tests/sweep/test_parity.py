@@ -59,6 +59,7 @@ def test_honest_variants_pass_and_all_controls_are_caught(learned, tmp_path_fact
 
 @pytest.mark.torch
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_other_bugs_are_caught_and_a_dead_projection_is_named_first(learned, tmp_path):
     spec = {name: contender(learned, name, 50 + at) for at, name in enumerate(parity_runs.BUGS)}
