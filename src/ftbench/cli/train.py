@@ -91,7 +91,7 @@ def _predict(spec: Experiment, described: dict[str, Any], out: Path, yes: bool) 
 
 
 def _confirm(doubt: str, yes: bool) -> None:
-    """Print why a run may fail and ask for confirmation. Raise MissingError without it."""
+    """Print why a run may fail and ask for confirmation. Raise MissingError if the user does not confirm."""
     log(f"ftbench: {doubt}")
     if yes:
         return

@@ -41,7 +41,7 @@ _POLL_S = 0.5
 def slots(
     on: str, spec: Experiment, source: Path, folder: Path, notify: Callable[[str], None]
 ) -> tuple[Sequence[SlurmSlot], dict[str, Any]]:
-    """Return as many slots as jobs may be in the queue, and the machine.json of a node."""
+    """Return one slot per job that may be in the queue, and the machine.json of a node."""
     settings = slurm.load_settings(_settings_file(on, source))
     queue = Queue(settings, folder)
     described = _describe_node(queue, spec, notify)
@@ -165,7 +165,7 @@ class SlurmSlot:
         return remote.finished(job.run)
 
     def _without_result(self, job: Job, number: str, state: str, control: RunControl) -> FinishedRun:
-        """Record a job that has ended without moving its run to its place."""
+        """Record a job that has ended before it moved its run to its final path."""
         run_id = job.run.run_id
         _eventually(lambda: job.run.state.exists() or self.queue.outcome(run_id))
         if job.run.state.exists():
@@ -223,7 +223,7 @@ def _train(folder: Path, order: dict[str, Any]) -> int:
     if destination.state.exists():
         print("the run is already finished")
         return 0
-    if own.path.exists():  # of an attempt that was requeued
+    if own.path.exists():  # left by an attempt that was requeued
         rundir.archive(own, destination)
     spec = Experiment.model_validate(order["spec"])
     request = Order(spec, order["source"].encode(), order["sets"], folder.parents[2])

@@ -60,7 +60,7 @@ class JobStatus:
 
 
 def command(*arguments: str) -> str:
-    """Return the output of a Slurm command. Raise OSError with its error message, also after ANSWER_S seconds."""
+    """Return the output of a Slurm command. Raise OSError if it fails or takes longer than ANSWER_S seconds."""
     try:
         done = subprocess.run(
             arguments, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_S, text=True, errors="replace",

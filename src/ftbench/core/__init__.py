@@ -1,1 +1,1 @@
-"""Facts and arithmetic: no I/O but the data files that ship with ftbench, no torch."""
+"""Facts and arithmetic. No torch, and no I/O except reading the shipped data files."""

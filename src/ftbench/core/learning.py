@@ -165,8 +165,8 @@ def _common_steps(reference: Sequence[TrainedStep], candidate: Sequence[TrainedS
 
 
 def _common_samples(reference: Sequence[TrainedStep], candidate: Sequence[TrainedStep]) -> _Sides:
-    """Return the steps of both runs from the start over the same number of samples; nothing if samples, label tokens or
-    losses are unknown."""
+    """Return the first steps of both runs, cut to the same number of samples. Return nothing if samples, label tokens
+    or losses are unknown."""
     windows = reference, candidate
     if any(None in (step.samples, step.labels, step.loss) for side in windows for step in side):
         return [], []
@@ -196,9 +196,9 @@ def _shares(reference: Sequence[TrainedStep], candidate: Sequence[TrainedStep]) 
 
 
 def equivalence(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 90 % interval of the mean of paired differences. Two one-sided tests at 5 % find two ways of training
-    equivalent where it is within the margin (D. J. Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). One difference
-    has no spread: the interval is the value itself."""
+    """Return the 90 % interval of the mean of paired differences. Two one-sided tests at 5 % judge two trainings as
+    equivalent if this interval is within the margin (D. J. Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). One
+    difference has no spread: the interval is the value itself."""
     mean, count = statistics.fmean(differences), len(differences)
     if count < 2:
         return mean, mean

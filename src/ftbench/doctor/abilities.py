@@ -1,4 +1,4 @@
-"""Check which methods and optimizations work on this machine, with the same rules that refuse a run."""
+"""Check which methods and optimizations work on this machine, with the same rules as `run`."""
 
 import shutil
 from collections.abc import Sequence

@@ -39,7 +39,7 @@ class Prediction:
 
 
 class Predictor:
-    """Predicts many specs for the GPU of a machine.json, by the runs and probes of a results folder."""
+    """Predicts many specs for the GPU of a machine.json, using the runs and probes of a results folder."""
 
     def __init__(self, gpu: dict[str, Any] | None, folder: Path) -> None:
         self._gpu, self._history = gpu, RunHistory.read(folder) if gpu else RunHistory()
@@ -111,7 +111,7 @@ def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | N
 
 
 def _cpu_seconds(spec: Experiment, threads: int) -> float:
-    """Return the least seconds of a training's products on a CPU, or 0 if the number of steps is not known."""
+    """Return a lower bound in seconds for the matrix products of a training on a CPU; 0 if the steps are not known."""
     history = RunHistory()
     batches = batches_of(spec, history.lengths(spec))
     samples_per_step = per_step(spec, batches, "samples")

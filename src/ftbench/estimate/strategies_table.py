@@ -1,4 +1,4 @@
-"""All strategies for a spec on several GPUs: memory per GPU, and speed together."""
+"""All strategies for a spec on several GPUs: the memory per GPU, and the speed of all GPUs together."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,7 +110,7 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
 
 
 def _confirmed(names: Iterable[str]) -> list[str]:
-    """Return the strategies whose memory runs confirm, and the margin of the others."""
+    """Return the strategies with memory estimates that runs confirm, and the margin of the others."""
     seen = [name for name in names if name in constants().strategies]
     unseen = [name for name in names if name not in ("none", *seen)]
     more = f"{', '.join(unseen)}, which may take {units.percent(SHARDED_SPREAD, 0)} more" if unseen else ""

@@ -11,9 +11,9 @@ from ftbench.families.shape import Layer, Linear, Norm, NormKind
 class Dense:
     """How a family differs from llama.
 
-    `defaults` are those of its configuration in transformers. `norms` are before attention and MLP, after them, both,
-    or one before both at once (`parallel`); `qk_norm` are those of queries and keys, by head or over all heads.
-    `sliding`: see `Config.kinds`."""
+    `defaults` are those of its configuration in transformers. `norms` is their position: before attention and MLP,
+    after them, both, or a single norm before both (`parallel`). `qk_norm` is the norm of queries and keys: per head, or
+    over all heads. `sliding`: see `Config.kinds`."""
 
     defaults: dict[str, Any]
     norms: Literal["before", "after", "both", "parallel"] = "before"
@@ -78,7 +78,8 @@ def attention(
     """Return the projections of grouped-query attention.
 
     `fused` is phi3's single matrix for queries, keys and values. If `copied`, o_proj reads a copy of attention's
-    output: flash returns the layout of the queries, and partly rotated heads are joined one by one."""
+    output. It is copied because flash attention returns the queries' layout, in which partly rotated heads are joined
+    one by one."""
     out = Linear("o_proj", query, hidden, "attention copy" if copied else "attention", "attention", bias_out)
     if fused:
         return Linear("qkv_proj", hidden, query + 2 * key, "input", "attention", bias), out

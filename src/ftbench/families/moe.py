@@ -38,7 +38,7 @@ def layers(family: str, config: Config) -> tuple[Layer, ...]:
 
 
 def experts(family: str, config: Config) -> Experts:
-    """Return the experts of one layer. Raise ValueError if a token visits more than there are."""
+    """Return the experts of one layer. Raise ValueError if a token visits more experts than the layer has."""
     count = config.whole("num_experts" if config.get("num_experts") else "num_local_experts")
     inner = config.whole("moe_intermediate_size", config.whole("intermediate_size"))
     active, hidden = visited(config, count), config.whole("hidden_size")

@@ -40,8 +40,8 @@ class Linear:
 class Norm:
     """A norm over `width` elements per token in `groups`, each with its own scale. Heads share one weight.
 
-    `position` is its input: the residual stream, a product's output, each `head` of it, or (`after`) the output of
-    attention or MLP."""
+    `position` names its input: the residual stream, a product's output, each `head` of a product's output, or (`after`)
+    the output of attention or MLP."""
 
     width: int
     groups: int = 1
@@ -92,9 +92,9 @@ class Layer:
     """One decoder layer.
 
     `inner` is the width of its gated MLP or shared expert, 0 without one. With `gated_heads` a gate from q_proj
-    multiplies attention's output. `delta` replaces softmax attention. `fused_values` are elements per token that stay
-    because the values are a part of them. `others` counts parameters of attention outside linear layers: sinks,
-    convolutions, time steps. `matrices` of them multiply each token."""
+    multiplies attention's output. `delta` replaces softmax attention. `fused_values` are the elements per token of a
+    fused product that stays in memory because attention saves a part of it, the values. `others` counts parameters of
+    attention outside linear layers: sinks, convolutions, time steps. `matrices` of them multiply each token."""
 
     hidden: int
     heads: int

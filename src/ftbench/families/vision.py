@@ -46,10 +46,10 @@ class VisionShape:
 
     `patch` is the side of a patch in pixels. `merge` patches in each direction become one token. `tile` is the side of
     a tile in pixels, and `pinpoints` are the sizes (height, width) to which an image is scaled before tiling. Without
-    tiles an image is scaled to between `pixels[0]` and `pixels[1]` pixels. `windows` are the patches that a patch
-    attends to in each layer, None for its image. `values` are the numbers of a patch. `matrices` are inputs and outputs
-    of a layer's matrices, `merging` those of the projector per token. A layer's MLP keeps `activations` tensors of
-    width `inner`. `deep` decoder layers also get image features."""
+    tiles an image is scaled to between `pixels[0]` and `pixels[1]` pixels. `windows` is the number of patches that a
+    patch attends to in each layer; None is the full image. `values` is the number of values in a patch. `matrices` are
+    inputs and outputs of a layer's matrices, `merging` those of the projector per token. A layer's MLP keeps
+    `activations` tensors of width `inner`. `deep` decoder layers also get image features."""
 
     family: str
     layers: int

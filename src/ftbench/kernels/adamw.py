@@ -22,7 +22,7 @@ _A, _B = constexpr(0x7FEB352D), constexpr(0x846CA68B)  # of lowbias32 (C. Wellon
 
 @triton.jit
 def _hash(x: tensor) -> tensor:
-    """Return 32 bits that look drawn, of 32 bits."""
+    """Hash 32 bits to 32 bits that look random."""
     x = (x ^ (x >> 16)) * tl.full((), _A, tl.uint32)
     x = (x ^ (x >> 15)) * tl.full((), _B, tl.uint32)
     return x ^ (x >> 16)
@@ -30,8 +30,8 @@ def _hash(x: tensor) -> tensor:
 
 @triton.jit
 def _rounded(values: tensor, bits: tensor, to: constexpr) -> tensor:
-    """Convert float32 to another type, to bfloat16 with stochastic rounding by 16 random bits. NaN stays NaN: a
-    GPU's NaN has all bits set (0x7FFFFFFF), and adding one would make it -0."""
+    """Convert float32 to another type. bfloat16 is rounded stochastically with 16 random bits. NaN stays NaN: a GPU's
+    NaN is 0x7FFFFFFF, and adding one would make it -0."""
     if to == tl.bfloat16:
         drawn = (values.to(tl.uint32, bitcast=True) + bits) & tl.full((), 0xFFFF0000, tl.uint32)
         values = tl.where(values == values, drawn.to(tl.float32, bitcast=True), values)
@@ -43,9 +43,9 @@ def _adamw(
     weight: tensor, gradient: tensor, first: tensor, second: tensor, factor: tensor, size: tensor, seed: tensor,
     lr: tensor, decay: tensor, fresh1: tensor, fresh2: tensor, root: tensor, eps: tensor, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Update a parameter in place. `lr` is the learning rate over the bias correction of the first moment, `decay`
-    the factor of weight decay, `fresh1` and `fresh2` are 1 - beta (computed in float64, since float32 would leave
-    four digits), `root` is one over the root of the second moment's bias correction."""
+    """Update a parameter in place. `lr` is the learning rate divided by the bias correction of the first moment.
+    `decay` is the factor of weight decay. `fresh1` and `fresh2` are 1 - beta, computed in float64 because float32 would
+    leave four digits. `root` is 1 / sqrt(bias correction of the second moment)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < size
     p = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
@@ -65,8 +65,9 @@ def adamw_step(
     weight: torch.Tensor, gradient: torch.Tensor, first: torch.Tensor, second: torch.Tensor, factor: torch.Tensor,
     step: int, seed: int, group: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Change a dense parameter by its gradient times `factor` (a number on the device), the `step`th time. `seed`: 32
-    bits, other ones each time; `group` has lr, betas, weight_decay and eps as torch.optim.AdamW."""
+    """Update a dense parameter in optimizer step `step` (from 1). The gradient is multiplied by `factor`, a number on
+    the device. `seed` has 32 bits and differs for each call. `group` has lr, betas, weight_decay and eps, as in
+    torch.optim.AdamW."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     numbers = (
         lr / (1 - beta1**step), 1 - lr * group["weight_decay"], 1 - beta1, 1 - beta2, (1 - beta2**step) ** -0.5,

@@ -1,12 +1,12 @@
-"""The gate of an MLP between 8-bit products, silu(gate) * up, fused with the products of the adapters around it,
-forward and backward. Between 16-bit products this backward pass was slower on an H200 than the compiler's gate,
+"""Fuse the gate of an MLP, silu(gate) * up, with the adapter products around it, forward and backward. It is used
+between 8-bit products. Between 16-bit products, its backward pass was slower on an H200 than the compiler's gate with
 `swiglu`'s gradient and separate adapter products.
 
-Passes over the activations (tokens x inner). Forward: gate and up are read and half as much is written: 2.5; the
-product with down's adapter (tokens x rank) is a sum over the tiles. Backward: gate, up and the gradient are read (3)
-and the gradients of both are written in 8 bits (1). Separate products would read these five times more: for the
-gradients of B of gate and up (2), of A of down (1), and for A's gradients and the input's (2). Tiles of one column
-add up in registers over many rows. Sums over the columns are written per tile (tokens x rank) and added up later:
+Passes over the activations (tokens x inner). Forward, 2.5: gate and up are read (2), and the 8-bit result is written
+(0.5). The product with down's adapter (tokens x rank) is summed over the tiles. Backward, 4: gate, up and the gradient
+are read (3), and the 8-bit gradients of gate and up are written (1). Separate adapter products would add five passes:
+the gradients of B of gate and up (2), the gradient of A of down (1), and the gradients of A and of the input (2). Sums
+over rows are kept in registers. Sums over columns are written per tile (tokens x rank) and added later, which takes
 half a pass per 16 of rank.
 """
 
@@ -22,12 +22,12 @@ from triton.language import constexpr, tensor
 from ftbench.kernels.delayed_cast import scale_to, shortened
 
 TILE = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
-PARTS = 8  # forward of the columns, backward of the rows: a program goes through the tiles of one
+PARTS = 8  # parts of the columns (forward) or rows (backward); a program loops over the tiles of one part
 
 
 @triton.jit
 def _tile(x: tensor, row: tensor, column: tensor, width: tensor, rows: tensor, columns: tensor) -> tensor:
-    """Return a tile, zeros beyond its rows and columns; rows lie `width` apart."""
+    """Return a tile, with zeros outside its rows and columns. Rows are `width` elements apart."""
     there = (row < rows)[:, None] & (column < columns)[None, :]
     return tl.load(x + row[:, None] * width + column[None, :], mask=there, other=0.0)
 
@@ -52,14 +52,14 @@ def _adapted_swiglu_forward(
     tokens: tensor, columns: tensor, mid_row: tensor, b_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor,
     LIMIT: constexpr, AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Write silu(gate) * up in 8 bits, and its product with a' over one part of the columns: a program for ROWS rows
-    and that part."""
+    """Write silu(gate) * up in 8 bits, and its product with a'. One program handles ROWS rows and one part of the
+    columns."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
     scale, largest = scale_to(known, maxima + 1, LIMIT), tl.zeros((ROWS, COLUMNS), tl.float32)
     above, row, r = tl.program_id(0).to(tl.int64) * ROWS, tl.arange(0, ROWS), tl.arange(0, RANK)
-    left = tokens - tl.program_id(0) * ROWS  # rows from here on, whose places 32 bits hold
+    left = tokens - tl.program_id(0) * ROWS  # remaining rows; relative positions fit in 32 bits
     base += above * 2 * columns
     small += above * columns
     of_rows += (tl.program_id(1).to(tl.int64) * tokens + above) * RANK
@@ -86,8 +86,9 @@ def _adapted_swiglu_backward(
     b_row: tensor, thin_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor, size: tensor, LIMIT: constexpr,
     AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of gate and up next to each other in 8 bits, their products with b of these columns, and
-    the partial adapter gradients over these rows. One program handles COLUMNS columns and `size` rows."""
+    """Write the gradients of gate and up side by side in 8 bits. Also write their products with b over the program's
+    columns, and the adapter gradients over its rows, which are summed later. One program handles COLUMNS columns and
+    `size` rows."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
@@ -127,8 +128,8 @@ def _adapted_swiglu_backward(
 
 
 def constants_of(rank: int, dtype: torch.dtype, small: torch.dtype, interpreted: bool) -> dict[str, Any]:
-    """Return the rank that a kernel uses: tensor cores need an inner width of at least 16. Triton's interpreter has
-    no 16-bit products."""
+    """Return the constants of a kernel. Its rank is at least 16, because tensor cores need this inner width. Its type
+    is float32 under Triton's interpreter, which has no 16-bit products."""
     types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     TYPE = tl.float32 if interpreted else types.get(dtype, tl.float32)
     return {"RANK": max(16, triton.next_power_of_2(rank)), "TYPE": TYPE, "LIMIT": torch.finfo(small).max, **TILE}
@@ -167,9 +168,10 @@ def gate_gradients(
     dout: torch.Tensor, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, thin: torch.Tensor, a: torch.Tensor,
     maxima: torch.Tensor, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients of [gate up] = base + mid b' side by side, tokens x 2 inner, in 8 bits; their factor; their
-    product with b, tokens x rank; the gradients of b, 2 inner x rank, and of a, down's rank x inner. The gradient of
-    silu(gate) * up is dout + thin a. Base is contiguous; rows of mid, b, thin and a may lie further apart."""
+    """Return five tensors: the gradients of gate and up side by side (tokens x 2 inner, 8 bits), their factor, their
+    product with b (tokens x rank), the gradient of b (2 inner x rank), and the gradient of a (rank of down x inner).
+    [gate up] is base + mid b', and the gradient of silu(gate) * up is dout + thin a. base is contiguous. Rows of mid,
+    b, thin and a may have any stride."""
     tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
     constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
     tiles, wide = triton.cdiv(columns, TILE["COLUMNS"]), constants["RANK"]

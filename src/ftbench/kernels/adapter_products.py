@@ -35,30 +35,30 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers
 
 
 def siblings(name: str) -> tuple[str, Any]:
-    """Return what layers that read one input have in common, of the dotted name of one or of its base layer."""
+    """Return a key that is equal for layers with the same input, given the dotted name of a layer or its base layer."""
     parent, _, own = name.removesuffix(".base_layer").rpartition(".")
     return parent, next((names for names in _SIBLINGS if own in names), own)
 
 
 @torch.library.custom_op("ftbench::fill_columns", mutates_args=("wide",))
 def fill_columns(wide: torch.Tensor, factor: torch.Tensor, width: int) -> None:
-    """Write the product of the first `width` columns with `factor` into the columns of `wide` after them. It is a
-    custom operation because torch.compile would copy all of `wide` to write a part of it."""
+    """Multiply the first `width` columns of `wide` by `factor`, and write the product into the columns after them. This
+    is a custom operation because torch.compile would copy all of `wide` to write a part of it."""
     torch.mm(wide[:, :width], factor, out=wide[:, width:])
 
 
 @torch.library.custom_op("ftbench::add_product", mutates_args=("total",))
 def add_product(total: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> None:
-    """Add the product of two thin matrices where it belongs: torch.addmm of another result copies `total` first."""
+    """Add the product of two thin matrices to `total` in place. torch.addmm with a new output would copy `total`."""
     total.addmm_(x, factor)
 
 
 class Augmented(torch.autograd.Function):
-    """Multiply tokens x in → tokens x (out of all layers, and r unused columns for the backward pass).
+    """Multiply tokens x in → tokens x (out of all layers + r unused columns for the backward pass).
 
-    `weight` is [[W, s B], [A, 0]], (out + r) x (in + r), with B block by block. Then follow the scales, and A and B
-    of each layer in turn, which only receive gradients, as in `Beside`. The incoming gradient is overwritten, and so
-    is x if it has such extra columns.
+    `weight` is [[W, s B], [A, 0]], (out + r) x (in + r), with B block by block. The next arguments are the scales, then
+    A and B of each layer in turn. A and B only receive gradients, as in `Beside`. The incoming gradient is overwritten.
+    x is overwritten too if it has the extra columns.
     """
 
     @staticmethod
@@ -103,12 +103,12 @@ def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: A
 class Beside(torch.autograd.Function):
     """Compute, for tokens x in, what the adapters of each layer add to its product.
 
-    `a` is A of all layers, (layers r) x in; `b` is s B of all, out x r; `sizes` are their output widths. Then follow
-    the scales, and A and B of each layer in turn, which only receive gradients.
+    `a` is A of all layers, (layers r) x in; `b` is s B of all, out x r; `sizes` are their output widths. The next
+    arguments are the scales, then A and B of each layer in turn. A and B only receive gradients.
 
-    The scales are passed with the adapters because torch.compile without gradients takes a call with exactly as many
-    arguments as `forward` has parameters for one without a context (torch 2.11 and 2.13, `call_apply`). With one
-    layer the counts would be equal.
+    The scales are passed together with the adapters to change the number of arguments. Without gradients, torch.compile
+    assumes that `forward` has no context if a call has as many arguments as `forward` has parameters (torch 2.11 and
+    2.13, `call_apply`). With one layer these counts would be equal.
     """
 
     @staticmethod

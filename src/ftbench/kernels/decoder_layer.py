@@ -18,11 +18,12 @@ from ftbench.kernels.rms_norm import RmsNorm, SumRmsNorm
 from ftbench.kernels.rotary import RotaryHeads
 from ftbench.kernels.swiglu import SwiGlu
 
-_GROUP = "joined_group"  # where a module has the group whose product is all that its first products make
+_GROUP = "joined_group"  # attribute of a module: the group that computes its first products
 
 
 def _group(module: Any) -> Any:
-    """Return what multiplies the module's first layers and their adapters as one, if anything does now."""
+    """Return the group that multiplies the module's first layers and their adapters as one matrix; None if it is
+    off."""
     group = getattr(module, _GROUP, None)
     return group if group is not None and group.is_on() else None
 
@@ -37,12 +38,12 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _together(group: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return the outputs of a group side by side, tokens x (all of them and room)."""
+    """Return the outputs of a group side by side: tokens x (sum of their widths + extra columns)."""
     return group.product(_rows(x))
 
 
 class _Norm:
-    """In front of the class of the last norm."""
+    """Replaces the forward pass of the last norm."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = RmsNorm.apply(_rows(hidden_states), self.weight, self.variance_epsilon, 0)[0]
@@ -50,7 +51,7 @@ class _Norm:
 
 
 class _Layer:
-    """In front of a decoder layer's class."""
+    """Replaces the forward pass of a decoder layer."""
 
     def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         shape, norm = hidden_states.shape, self.post_attention_layernorm
@@ -63,7 +64,7 @@ class _Layer:
 
 
 class _Attention:
-    """In front of the class of a layer's attention."""
+    """Replaces the forward pass of a layer's attention."""
 
     def forward(
         self: Any, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any = None,
@@ -96,7 +97,7 @@ def _heads(attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 
 
 class _Mlp:
-    """In front of the class of a gated MLP."""
+    """Replaces the forward pass of a gated MLP."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         shape, group, down = (*x.shape[:-1], -1), _group(self), _group(self.down_proj)
@@ -105,7 +106,7 @@ class _Mlp:
             return whole.view(shape)
         parts = [_rows(self.gate_proj(x)), _rows(self.up_proj(x))] if group is None else [_together(group, x), None]
         gated: torch.Tensor = SwiGlu.apply(*parts, self.gate_proj.out_features)
-        if down is None or down.columns:  # it would read and leave room that is not there
+        if down is None or down.columns:  # it would need extra columns, which `gated` does not have
             return self.down_proj(gated.view(shape))
         return _together(down, gated).view(shape)
 
@@ -117,7 +118,7 @@ def _with_kernels(kind: Any, ours: Any) -> Any:
 
 
 def replace_forward(layer: Any) -> None:
-    """Let a layer compute by the kernels."""
+    """Make a layer use the kernels."""
     attention, mlp = layer.self_attn, layer.mlp
     _join(attention, attention.q_proj, attention.k_proj, attention.v_proj)
     _join(attention.o_proj, attention.o_proj)

@@ -1,9 +1,9 @@
 """Casts to 8 bits in one pass, scaled by the largest value of the previous step.
 
-A cast by the values' own maximum reads everything twice and writes half as much: 2.5 passes. This one reads once and
-writes half: 1.5. The scale leaves room for values twice as large as the previous maximum; larger ones are clamped to
-the largest 8-bit number. In the first step no maximum is known, so the kernel runs again with the maximum that it
-found. Later this second launch returns at once, so nothing waits for the device.
+A cast that is scaled by the current maximum reads all values twice and writes half as many bytes: 2.5 passes. This one
+reads once and writes half: 1.5. The scale leaves room for values twice as large as the previous maximum; larger ones
+are clamped to the largest 8-bit number. In the first step no maximum is known, so the kernel runs again with the
+maximum that it found. Later this second launch returns at once, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-BLOCK, PROGRAMS = 4096, 1056  # of few programs, because each ends by an atomic operation on one number
+BLOCK, PROGRAMS = 4096, 1056  # few programs, because each ends with an atomic operation on one number
 ROOM = constexpr(2.0)
 SMALLEST = constexpr(1e-12)
 
 
 @triton.jit
 def scale_to(known: tensor, seen: tensor, LIMIT: constexpr) -> tensor:
-    """Return what values are multiplied by so that those expected are within LIMIT; `known` is 0 at first."""
+    """Return the factor that scales the expected values to within LIMIT. `known` is 0 in the first step."""
     largest = tl.where(known > 0, known * ROOM, tl.load(seen))
     return LIMIT / tl.maximum(largest, SMALLEST)
 
@@ -38,8 +38,8 @@ def _cast_to_fp8(
     x: tensor, small: tensor, factor: tensor, maxima: tensor, size: tensor, LIMIT: constexpr, AGAIN: constexpr,
     BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write values in 8 bits, the factor that undoes their scale, and the largest that was seen: each program every
-    so many blocks."""
+    """Write the values in 8 bits, the factor that undoes their scale, and their largest magnitude. The blocks are dealt
+    to the programs in turn."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
@@ -58,8 +58,8 @@ def _cast_to_fp8(
 # graph and back. Nothing reads them before the next step, and writing them twice changes nothing.
 @torch.library.custom_op("ftbench::cast_by_last", mutates_args=())
 def cast_by_last(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x in 8 bits and the factor of its products. `maxima` holds the largest value of the previous step (0:
-    none) and the largest value since, which is updated."""
+    """Return x in 8 bits and the factor of its products. `maxima` holds the largest value of the previous step (0 if
+    unknown) and the largest value since then, which is updated."""
     x = x.contiguous()
     small, factor = torch.empty_like(x, dtype=dtype), maxima.new_empty(())
     grid = (min(triton.cdiv(x.numel(), BLOCK), PROGRAMS),)
@@ -75,16 +75,16 @@ def _(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> tuple[torch.
 
 
 class Maxima:
-    """The largest values of every layer's input and gradient: layers x (input, gradient) x (last step's, seen since).
-    Nothing of it is saved: a run that is resumed begins as at first."""
+    """The largest values of the input and the gradient of every layer: layers x (input, gradient) x (previous step,
+    since then). They are not saved, so a resumed run starts without them."""
 
     def __init__(self, layers: int, device: Any) -> None:
         self.values = torch.zeros(layers, 2, 2, device=device)
         self.trained = False
 
     def next_pass(self, model: torch.nn.Module, *_: Any) -> None:
-        """Use the maxima of the last training pass before a forward pass of the model; values seen in evaluation are
-        discarded. Recomputed layers and the backward pass use the same scales."""
+        """Start a forward pass with the maxima of the last training pass. Values seen in evaluation are discarded.
+        Recomputed layers and the backward pass use the same scales."""
         known, seen = self.values.data.unbind(
             -1
         )  # no version counter: a pass may be open, for example of the policy while its reference runs

@@ -18,15 +18,15 @@ ALIGNED = 8  # 16-bit values: grouped products need rows of a multiple of 16 byt
 
 
 def grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply each group of rows by its matrix: rows x in, groups x in x out → rows x out. `ends` (int32) are the
-    groups' ends in the rows."""
+    """Multiply each group of rows by its matrix: rows x in, groups x in x out → rows x out. `ends` (int32) holds the
+    end row of each group."""
     return F.grouped_mm(rows, matrices, offs=ends)
 
 
 @torch.library.custom_op("ftbench::in_rows", mutates_args=())
 def in_rows(matrices: torch.Tensor) -> torch.Tensor:
-    """Copy, row after row. The compiler leaves out a plain `contiguous()` where a pointwise operation is before it, and
-    a grouped product refuses what comes of it."""
+    """Copy to row-major order. The compiler removes a plain `contiguous()` after a pointwise operation, and a grouped
+    product rejects the result."""
     return matrices.clone(memory_format=torch.contiguous_format)
 
 
@@ -35,8 +35,7 @@ in_rows.register_autograd(lambda _, gradient: gradient)
 
 
 class GroupedExperts:
-    """Fused experts with gate and up in one matrix, in front of a class of transformers that has them, or in its
-    place."""
+    """Fused experts with gate and up in one matrix. This mixin overrides transformers' class, or replaces it."""
 
     adapters: dict[str, tuple[torch.Tensor, torch.Tensor, float]]
     num_experts: int
@@ -47,7 +46,8 @@ class GroupedExperts:
     def forward(
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute tokens x width of tokens x width, tokens x k (which experts) and tokens x k (their weights)."""
+        """Return tokens x width from hidden states (tokens x width), chosen experts and their weights (tokens x k
+        each)."""
         tokens, k = router_indices.shape
         experts, order = router_indices.reshape(-1).sort(stable=True)
         numbers = torch.arange(self.num_experts, device=experts.device)
@@ -70,13 +70,13 @@ class GroupedExperts:
         return result
 
     def frozen(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Return the product with the frozen matrices; `experts` are those of the rows."""
+        """Return the product with the frozen matrices. `experts` holds the expert of each row."""
         matrices = getattr(self, name)
         return grouped(rows, matrices if self.is_transposed else matrices.transpose(-2, -1), ends)
 
 
 class ExpertAdapter(ParamWrapper):
-    """peft's adapter of a fused matrix, with peft's names and shapes, handed to the experts as its two factors."""
+    """peft's adapter of a fused matrix, with peft's names and shapes. It passes its two factors to the experts."""
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
@@ -99,7 +99,7 @@ def _grouped_class(kind: Any) -> Any:
 
 
 def group_adapters(model: Any) -> int:
-    """Make peft's adapters of fused experts grouped products; return how many matrices have some."""
+    """Compute peft's adapters of fused experts as grouped products. Return the number of adapted matrices."""
     wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     for wrapper in wrappers:
         experts = wrapper.get_base_layer()

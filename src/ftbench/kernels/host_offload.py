@@ -18,7 +18,7 @@ _SMALL = 1 << 20  # bytes; smaller tensors are not worth a copy on a GPU
 
 
 class Kept:
-    """One tensor on the host: its copy, where it came from, and the tensor that was kept before it."""
+    """One tensor on the host: its copy, its device, and the tensor that was kept before it."""
 
     __slots__ = ("__weakref__", "back", "before", "copied", "device", "fetched", "host")
 

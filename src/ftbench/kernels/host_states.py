@@ -20,7 +20,7 @@ _Copied = list[tuple[torch.Tensor, Any]]  # tensors on the device, each with the
 
 
 class HostStates:
-    """The states of `state`, an optimizer's: parameter → name → value."""
+    """Keeps optimizer states on the host. `state` maps parameter → name → value."""
 
     def __init__(self, state: Any, device: torch.device) -> None:
         self._state, self._in, self._out = state, Copies(device), Copies(device)
@@ -32,11 +32,11 @@ class HostStates:
 
     @property
     def bytes(self) -> int:
-        """What waits in host memory."""
+        """Bytes of the states in host memory."""
         return self._out.held
 
     def around(self, parameter: Any, step: Callable[[], Any]) -> None:
-        """Put a parameter's states on the device, step it, and let them leave."""
+        """Copy a parameter's states to the device, run its optimizer step, and start copying them back."""
         self._begin(parameter)
         if parameter in self._coming:
             for part, (there, ready) in zip(self._parts(parameter), self._coming.pop(parameter), strict=True):
@@ -65,7 +65,7 @@ class HostStates:
         self._coming[parameter] = [(each, self._in.start(each, host)) for each, host in zip(there, hosts, strict=True)]
 
     def _leave(self, parameter: Any) -> None:
-        """Begin to copy a parameter's states to the host, where the optimizer holds them from now on."""
+        """Start copying a parameter's states to the host. The optimizer refers to the host tensors from now on."""
         parts = list(self._parts(parameter))
         if parameter not in self._hosts:
             tensors = [part.tensor for part in parts]

@@ -48,8 +48,7 @@ def _rms_norm_backward(
     dnormed: tensor, dtotal: tensor, total: tensor, weight: tensor, dx: tensor, wide: tensor, dnormed_row: tensor,
     wide_row: tensor, columns: tensor, eps: tensor, SUM: constexpr, WIDE: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradient of a normed row: with SUM including the gradient of the sum, with WIDE also into a wider
-    buffer."""
+    """Write the gradient of a normed row. SUM adds the gradient of the sum. WIDE also writes to a wider buffer."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     there = column < columns
@@ -67,7 +66,7 @@ def _rms_norm_backward(
 
 
 def _block(columns: int) -> dict[str, int]:
-    """Return columns of a program, all of a row, and its warps: sixteen values a thread."""
+    """Return the columns of a program (a full row) and its warps, with sixteen values per thread."""
     block = triton.next_power_of_2(columns)
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
@@ -86,8 +85,9 @@ def _total(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
 def rms_norm_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, room: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of x + residual, tokens x (width + room) with unwritten room, and the sum, tokens x width.
-    Without a residual the sum is x and an empty tensor is returned. x may be wider than the weight."""
+    """Return the norm of x + residual (tokens x (width + room), where the last `room` columns are not written) and the
+    sum (tokens x width). Without a residual the sum is x, and an empty tensor is returned instead. x may be wider than
+    the weight."""
     width = len(weight)
     residual = None if residual is None else residual.contiguous()
     normed, total = _normed(x if residual is None else _total(x, residual), weight, width, room), _total(x, residual)
@@ -154,8 +154,8 @@ class RmsNorm(torch.autograd.Function):
 
 
 class SumRmsNorm(torch.autograd.Function):
-    """Return the norm of x + residual (tokens x (width + room)) and the sum (tokens x width). x may have extra
-    columns; its gradient has the same, unwritten."""
+    """Return the norm of x + residual (tokens x (width + room)) and the sum (tokens x width). x may have extra columns.
+    Its gradient has them too, but they are not written."""
 
     @staticmethod
     def forward(

@@ -111,7 +111,7 @@ def _rotary_forward(
     value_row: tensor, positions: tensor, heads: tensor, pairs: tensor, eps: tensor, NORM: constexpr, HALF: constexpr,
     BLOCK_HALF: constexpr, BLOCK_HEADS: constexpr, BLOCK_PAIRS: constexpr,
 ) -> None:  # fmt: skip
-    """Write a token's heads, tokens x heads x width: a program for a token, which reads its cosines once."""
+    """Write a token's heads, tokens x heads x width. One program handles a token and reads its cosines once."""
     row = tl.program_id(0).to(tl.int64)
     c1, c2, s1, s2 = _turns(cos, sin, row % positions, tl.arange(0, BLOCK_HALF)[None, :], HALF)
     q, k, v = query + row * query_row, key + row * key_row, value + row * value_row
@@ -131,7 +131,7 @@ def _rotary_backward(
     positions: tensor, heads: tensor, pairs: tensor, eps: tensor, NORM: constexpr, HALF: constexpr,
     BLOCK_HALF: constexpr, BLOCK_HEADS: constexpr, BLOCK_PAIRS: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of a token's queries, keys and values side by side: a program for a token."""
+    """Write the gradients of a token's queries, keys and values side by side. One program handles a token."""
     row = tl.program_id(0).to(tl.int64)
     c1, c2, s1, s2 = _turns(cos, sin, row % positions, tl.arange(0, BLOCK_HALF)[None, :], HALF)
     dq, dk, dv = dquery + row * dquery_row, dkey + row * dkey_row, dvalue + row * dvalue_row
@@ -207,9 +207,9 @@ def _(
 
 
 class RotaryHeads(torch.autograd.Function):
-    """Queries, keys and values of the projections, tokens x (heads width) each, → normed with frozen weights (or not),
-    rotated, tokens x heads x width. They are three tensors, or one that holds them side by side and may be wider (`key`
-    and `value` are None): then its gradient is one as wide. `sizes` are their columns."""
+    """Norm (optional, with frozen weights) and rotate the outputs of the projections: tokens x (heads width) → tokens x
+    heads x width. Queries, keys and values are three tensors, or one tensor that holds them side by side and may be
+    wider (`key` and `value` are None). The gradient has the same form. `sizes` are their numbers of columns."""
 
     @staticmethod
     def forward(

@@ -9,8 +9,8 @@ from ftbench.kernels.adapter_products import add_product, split_gradients
 WEIGHT = torch.float8_e4m3fn
 ROWWISE, DELAYED = "rowwise", "tensorwise-delayed"
 FAST = ("tensorwise-fast", DELAYED)
-# Of torchao's recipes. `tensorwise-fast` is tensorwise with sums of fewer bits in the gradient's product, too, and
-# `tensorwise-delayed` is that with inputs and gradients scaled by the step before (`kernels/delayed_cast.py`).
+# torchao's recipes and two of our own. `tensorwise-fast` uses sums of fewer bits in the gradient's product too.
+# `tensorwise-delayed` also scales inputs and gradients by the previous step's maxima (`kernels/delayed_cast.py`).
 GRADIENT = dict.fromkeys(("tensorwise", *FAST), torch.float8_e5m2) | {ROWWISE: torch.float8_e4m3fn}
 SMALLEST = 1e-12  # torchao.float8.float8_utils.EPS: no division by zero
 
@@ -18,9 +18,9 @@ SMALLEST = 1e-12  # torchao.float8.float8_utils.EPS: no division by zero
 def cast(
     values: torch.Tensor, dtype: torch.dtype, recipe: str, largest: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows x columns in 8 bits, and the factor of its products: one number, or one per row (rows x 1). As
-    torchao's hp_tensor_to_float8_dynamic; rowwise factors are powers of two there too. `largest` is the maximum of
-    the values, or of several tensors that share a factor."""
+    """Cast a matrix to 8 bits. Return it and the factor that undoes its scale: one number, or one per row (rows x 1).
+    The result equals torchao's hp_tensor_to_float8_dynamic, where rowwise factors are powers of two too. `largest` is
+    the maximum of the values, or of several tensors that share a factor."""
     if largest is None:
         largest = values.abs().amax(1, keepdim=True) if recipe == ROWWISE else values.abs().amax()
     limit = torch.finfo(dtype).max
@@ -45,8 +45,9 @@ def multiply(
     x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None,
     short: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Multiply tokens x in → tokens x out with an 8-bit weight, out x in. `maxima` are those of the input and of the
-    gradient if scales are delayed. `short` is x already cast, with its factor; then x only gives the dtype."""
+    """Multiply tokens x in by an 8-bit weight (out x in). Return tokens x out. `maxima` are those of the input and of
+    the gradient; None unless scales are delayed. `short` is x already cast, with its factor; x then only gives the
+    dtype."""
     small, scale = short or _cast(x, WEIGHT, recipe, None if maxima is None else maxima[0])
     return torch._scaled_mm(small, weight.t(), scale, factor.t(), out_dtype=_out(x, recipe), use_fast_accum=True)
 
@@ -55,8 +56,9 @@ def multiply_back(
     dy: torch.Tensor, turned: torch.Tensor, factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None,
     short: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradient of `multiply`'s input, of the transposed weight, in x out. It adds up in 32 bits (torchao:
-    use_fast_accum only in the forward pass), but for the recipes in FAST. `short`: as of `multiply`."""
+    """Return the gradient of `multiply`'s input. `turned` is the transposed weight (in x out). Sums have 32 bits,
+    except for the recipes in FAST (torchao: use_fast_accum only in the forward pass). `short` is dy already cast, with
+    its factor; dy then only gives the dtype."""
     small, scale = short or _cast(dy, GRADIENT[recipe], recipe, None if maxima is None else maxima[1])
     factors = (torch.ones_like(factor[0, 0]),) * 2 if recipe == ROWWISE else (scale, factor)
     dx = torch._scaled_mm(small, turned.t(), *factors, out_dtype=_out(dy, recipe), use_fast_accum=recipe in FAST)
@@ -66,7 +68,7 @@ def multiply_back(
 
 
 class Product(torch.autograd.Function):
-    """tokens x in → tokens x out with a frozen weight in 8 bits and its transpose, for the gradient."""
+    """Multiply tokens x in by a frozen 8-bit weight. The gradient uses its transposed copy."""
 
     @staticmethod
     def forward(
@@ -86,12 +88,12 @@ class Product(torch.autograd.Function):
 
 
 class AdaptedProduct(torch.autograd.Function):
-    """Compute `Product` of several layers and add their adapters' products, with one product with A and one with B per
-    direction, in place.
+    """Compute `Product` of several layers and add the products of their adapters in place. Each direction has one
+    product with A and one with B.
 
-    For readers with custom kernels, so that no separate pass for the sum remains. `given` are the arguments of
-    `Product`, A of all layers, (layers r) x in, and s B of all, block by block, out x (layers r); then the scales,
-    and A and B of each layer in turn, which only receive gradients, as in `Beside`.
+    It is used if custom kernels read the result, so that the sum needs no separate pass. `given` are the arguments of
+    `Product`, A of all layers ((layers r) x in), s B of all layers (block diagonal, out x (layers r)), the scales, and
+    A and B of each layer in turn. The last ones only receive gradients, as in `Beside`.
     """
 
     @staticmethod
@@ -154,5 +156,5 @@ class GatedMlp(torch.autograd.Function):
 
 
 def _out(like: torch.Tensor, recipe: str) -> torch.dtype:
-    """Return the dtype of a product: by rows there is bfloat16 only (torch._scaled_mm)."""
+    """Return the dtype of a product. Rowwise products support bfloat16 only (torch._scaled_mm)."""
     return torch.bfloat16 if recipe == ROWWISE else like.dtype

@@ -23,7 +23,7 @@ def _swiglu_backward(
     dout: tensor, gate: tensor, up: tensor, both: tensor, columns: tensor, dout_row: tensor, gate_row: tensor,
     up_row: tensor, both_row: tensor, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of gate and of up side by side: a program for a row and BLOCK of its columns."""
+    """Write the gradients of gate and up side by side. One program handles BLOCK columns of a row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < columns
@@ -39,8 +39,8 @@ def _swiglu_backward(
 
 @torch.library.custom_op("ftbench::swiglu_backward", mutates_args=())
 def swiglu_backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, room: int) -> torch.Tensor:
-    """Return the gradients of gate and up (tokens x inner each, rows of any stride) of that of silu(gate) * up, side by
-    side: tokens x (2 inner + room). Nothing is written into the room behind them."""
+    """Return the gradients of gate and up side by side, tokens x (2 inner + room), from the gradient of silu(gate) *
+    up. gate and up are tokens x inner each, with rows of any stride. The last `room` columns are not written."""
     tokens, columns = gate.shape
     dout = dout if dout.stride(1) == 1 else dout.contiguous()
     both = gate.new_empty(tokens, 2 * columns + room)
@@ -55,8 +55,8 @@ def _(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, room: int) -> to
 
 
 class SwiGlu(torch.autograd.Function):
-    """Gate and up, tokens x inner each, → silu(gate) * up. They are two tensors, or one that holds them side by side
-    and may be wider (`up` is None): then its gradient is one as wide."""
+    """Compute silu(gate) * up from gate and up (tokens x inner each). They are two tensors, or one tensor that holds
+    them side by side and may be wider (`up` is None). The gradient has the same form."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, inner: int) -> torch.Tensor:

@@ -13,11 +13,11 @@ RECIPES = {  # classes of transformer_engine.common.recipe
     "te-delayed": "DelayedScaling",
     "te-mxfp8": "MXFP8BlockScaling",
 }
-ROWS = 32  # its products take rows in multiples of 16, of 32 where a block shares a scale: 577 tokens are neither
+ROWS = 32  # products need a multiple of 16 rows, or of 32 if a block shares a scale; 577 tokens are neither
 
 
 class TeLinear(torch.nn.Module):
-    """A frozen linear layer in Transformer Engine's place, for inputs of any number of rows."""
+    """A frozen linear layer computed by Transformer Engine, for inputs with any number of rows."""
 
     def __init__(self, base: torch.nn.Linear, recipe: str) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class TeLinear(torch.nn.Module):
 
     @property
     def weight(self) -> Any:
-        """Return the frozen weight, where peft looks for one."""
+        """Return the frozen weight under the name that peft reads."""
         return self.linear.weight
 
     @property

@@ -18,19 +18,19 @@ from typing import Any, NamedTuple
 import torch
 
 ALIGNED = 256  # bytes, as torch's allocator does; compiled layers read 16 at a time
-_MAPPED = 2  # cudaHostRegisterMapped: the device may read it where it is
+_MAPPED = 2  # cudaHostRegisterMapped: the device may read it in place
 
 
 class Weight(NamedTuple):
-    """A tensor in host memory, and what puts another in its place."""
+    """A tensor in host memory, and the function that puts another tensor in its place."""
 
     tensor: torch.Tensor
     put: Callable[[torch.Tensor], None]
 
 
 class HostMatrix:
-    """A matrix in pinned host memory. `view` is the same memory as the device sees it, to read a few rows of;
-    `fetch` copies all of it."""
+    """A matrix in pinned host memory. `view` is the same memory as a device tensor, for reading a few rows. `fetch`
+    copies the full matrix to the device."""
 
     def __init__(self, matrix: torch.Tensor, copies: Copies) -> None:
         self._copies, self.fetches = copies, 0
@@ -45,7 +45,7 @@ class HostMatrix:
         self._coming = there, self._copies.start(there, self._host)
 
     def fetch(self) -> torch.Tensor:
-        """Return a copy on the device that is not kept here."""
+        """Return a copy on the device. This object does not keep it."""
         if self._coming is None:
             self.begin()
         assert self._coming is not None
@@ -56,8 +56,8 @@ class HostMatrix:
 
 
 class _LockedPages(mmap):
-    """Shared pages, locked as long as a tensor uses them: the driver rejects memory that is registered later at the
-    same address."""
+    """Shared pages that are locked while a tensor uses them. They are unlocked afterwards, because the driver rejects a
+    later registration of an address that is still locked."""
 
     _address = 0
 
@@ -92,7 +92,7 @@ class Copies:
             return self._stream.record_event()
 
     def wait_for(self, ready: Any) -> None:
-        """Let the device go on only when a copy is there."""
+        """Make the device wait until a copy is complete."""
         if ready is not None:
             torch.cuda.current_stream(self.device).wait_event(ready)
 
@@ -114,14 +114,14 @@ class _OnDevice:
     """Host memory, described to torch as memory that a GPU can read."""
 
     def __init__(self, host: torch.Tensor) -> None:
-        self._host = host  # is kept as long as the tensor made of this
+        self._host = host  # torch keeps this object, and so the memory, as long as the tensor
         self.__cuda_array_interface__ = {
             "shape": (host.nbytes,), "typestr": "|u1", "data": (host.data_ptr(), False), "version": 3,
         }  # fmt: skip
 
 
 class WeightStream:
-    """The layers' weights. `turns` counts how often each layer had its own; `head` is fetched for the loss."""
+    """The layers' weights. `turns` counts how often each layer was loaded. `head` is fetched for the loss."""
 
     head: HostMatrix | None = None
 
@@ -142,7 +142,7 @@ class WeightStream:
         self._last = -1
 
     def _packed(self, weights: Sequence[Weight]) -> list[tuple[int, torch.Tensor, Callable[[torch.Tensor], None]]]:
-        """Lay a layer's weights end to end in host memory; return where, of what shape, and what puts them in place."""
+        """Copy a layer's weights to host memory, end to end. Return the offset, shape and `put` function of each."""
         sizes = [-(-weight.tensor.nbytes // ALIGNED) * ALIGNED for weight in weights]
         *offsets, size = accumulate(sizes, initial=0)
         host = self.copies.pinned(size)
@@ -163,7 +163,7 @@ class WeightStream:
         following = self._following(index)
         if following is not None and self._there[following % 2] != following:
             self._fetch(following)
-        learning = torch.is_grad_enabled()  # answers and evaluations may end without a loss over chunks
+        learning = torch.is_grad_enabled()  # generation and evaluation may not use the chunked loss
         if self.head and learning and self._last < index == len(self.turns) - 2:
             self.head.begin()
         self._last = index
@@ -183,5 +183,5 @@ class WeightStream:
 
 
 def view(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """Return the part of a buffer of bytes that begins at `offset` as a tensor like another."""
+    """Return the part of a byte buffer that begins at `offset`, with the dtype and shape of `like`."""
     return buffer[offset : offset + like.nbytes].view(like.dtype).view(like.shape)

@@ -1,5 +1,5 @@
-"""The controls of `measure.control`: each damages a training on purpose, so that a check of learning can show that it
-would notice. The other half is `worker/measure/controls.py`."""
+"""The controls of `measure.control`: each damages a training on purpose, to test that a check of learning detects it.
+`worker/measure/controls.py` applies them."""
 
 CONTROLS = {
     "learning_rate_0": "nothing is learned",

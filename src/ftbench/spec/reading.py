@@ -256,7 +256,7 @@ def _in_a_section(key: str, root: type[BaseModel]) -> str:
 
 
 def keys_at(root: type[BaseModel], where: Sequence[int | str]) -> list[str]:
-    """Return the keys of the section at pydantic's location, which names the member of a union by its tag."""
+    """Return the keys of the section at pydantic's location. The location names a member of a union by its tag."""
     models = [root]
     for part in where:
         fields = [model.model_fields[part] for model in models if part in model.model_fields]

@@ -151,7 +151,7 @@ def _clean_document(text: str) -> str | None:
 
 
 def _made_at(sources: dict[str, Path]) -> str | None:
-    """Return when the last run ended. Today's date would change the bytes of each bundle."""
+    """Return the time when the last run ended. With today's date, equal runs would give different bundles."""
     ends = [read_state(RunDir(path.parent)).get("ended_at") for path in sources.values() if path.name == "state.json"]
     return max((end for end in ends if isinstance(end, str)), default=None)
 

@@ -87,7 +87,7 @@ class LocalSlot:
     def _when_free(self, spec: Experiment, control: RunControl) -> dict[str, Any]:
         """Wait up to FREE_S while other programs use the GPU, and return machine.json.
 
-        If they are still there, the run carries a warning and its batch is not blamed for running out of memory.
+        If they still use it then, the run gets a warning. If it runs out of memory, larger batches are not skipped.
         """
         until = time.monotonic() + FREE_S
         waiting = False

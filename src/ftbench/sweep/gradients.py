@@ -18,8 +18,9 @@ NO_GRADIENT = 1e-5  # share of the median norm; a smaller gradient is rounding n
 
 
 def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
-    """Return what agreement.json holds: `problems`, each a sentence; `losses`, nats per sample of both at each point
-    before and after the steps; `tensors`, with point, change, name, direction error and log of the norm ratio."""
+    """Return the content of agreement.json. `problems` are sentences. `losses` are the nats per sample of both runs at
+    each point, before and after the steps. `tensors` have point, change, name, direction error and log of the norm
+    ratio."""
     a, b = _loaded(reference), _loaded(candidate)
     made: dict[str, Any] = {"reference": reference.run_id, "problems": [], "losses": {}, "tensors": []}
     if not a or not b or a["gradient"].shape[2] != b["gradient"].shape[2]:

@@ -1,4 +1,4 @@
-"""`ftbench parity`: whether recipes learn the same as the plain recipe in float32. A spec → the runs that show it."""
+"""`ftbench parity`: plan the runs that show whether recipes learn the same as the plain recipe in float32."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ CONTROLS = ("few", "all")
 
 @dataclass(frozen=True, kw_only=True)
 class ParityRequest(PlanRequest):
-    """The command line. `reference` names the recipe that is compared with, `recipes` those that are judged, by default
+    """The command line. `reference` names the recipe to compare with. `recipes` names the recipes to judge, by default
     the spec itself. `steps` is the length of each training; `controls` is one of `CONTROLS`."""
 
     reference: str = "plain"
@@ -78,8 +78,8 @@ def _check(spec: Experiment) -> None:
 
 
 def _contender(request: ParityRequest, name: str, sets: Sequence[str], described: dict[str, Any]) -> Contender:
-    """Return a recipe with its reference; one that cannot run on this machine has the reason. Raise SpecError for a
-    spec that is wrong, MissingError if the recipe would lose its published settings or the reference cannot run."""
+    """Return a recipe with its reference, and the reason if it cannot run on this machine. Raise SpecError for an
+    invalid spec. Raise MissingError if the recipe would lose its published settings or the reference cannot run."""
     own = [*sets, *([f"recipe={name}"] if name else [])]
     capability = checks.capability(described)
     made, reason = load(request.spec, request.sets), None

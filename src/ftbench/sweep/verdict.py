@@ -1,7 +1,8 @@
 """The three levels of a parity verdict, from the numbers that runs left: forward, gradient and training.
 
-The reference is the plain recipe in float32. A recipe that only rounds differently may have twice the error of plain
-bfloat16 against it, as FlashAttention's tests allow (T. Dao et al., arXiv 2205.14135). Others have a stated budget.
+The reference is the plain recipe in float32. The error of a recipe is its difference from this reference. A recipe that
+only rounds differently may have twice the error of plain bfloat16, as in FlashAttention's tests (T. Dao et al., arXiv
+2205.14135). Other recipes have a stated budget.
 """
 
 import math
@@ -28,8 +29,9 @@ LEARNED = 0.05  # share of what learning rate 0 loses that held-out losses may d
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
     """Largest errors allowed: `loss` in nats (root mean square over samples), `direction` of the unit vectors and
-    `norm` as the log of the ratio, for one tensor's gradient, and `update` for the direction of its weight change.
-    Medians over tensors may have half. None compares with plain bfloat16. `source` is the origin of the numbers."""
+    `norm` as the log of the ratio, for one tensor's gradient, and `update` for the direction of its weight change. The
+    limits for medians over tensors are half as large. None compares with plain bfloat16. `source` is the origin of the
+    numbers."""
 
     source: str
     loss: float | None = None
@@ -71,7 +73,7 @@ class LevelResult:
 
 
 def kinds(spec: Experiment) -> tuple[str, ...]:
-    """Return the names of the budgets that a resolved spec falls under, the products' first."""
+    """Return the names of the budgets that apply to a resolved spec, the one for products first."""
     if spec.optimizations.fp8 != "off" or getattr(spec.method, "load_in_fp8", False):
         products = "8-bit products"
     elif spec.train.precision == "fp32" and spec.model.dtype == "float32":
@@ -87,7 +89,7 @@ def rounds(spec: Experiment) -> bool:
 
 
 def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> LevelResult:
-    """Return how far the losses of single samples are from the reference's at the same weights."""
+    """Compare the losses of single samples with those of the reference at the same weights."""
     if problem := [each for each in record["problems"] if "tokens or labels" in each or "loss of a sample" in each]:
         return LevelResult("forward", FAIL, problem[0])
     if not record["losses"]:
@@ -140,7 +142,7 @@ class _Check:
 
     @property
     def share(self) -> float:
-        """Return the number over its limit; with a limit of 0, any error is infinitely far beyond it."""
+        """Return the number divided by its limit. With a limit of 0, any error gives infinity."""
         if not math.isfinite(self.number):
             return math.inf
         return self.number / self.limit if self.limit else math.inf if self.number else 0.0

@@ -247,7 +247,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def _verify_mean(trainer: Trainer) -> list[str]:
-    """Return a problem if ranks have equal weights in the loss whatever their number of tokens."""
+    """Return a problem if all ranks have the same weight in the loss, whatever their number of tokens."""
     if trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs:
         return []
     return [f"{type(trainer.model).__name__} divides its loss by the tokens of each rank, not by those of all ranks"]

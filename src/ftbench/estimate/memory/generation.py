@@ -53,14 +53,16 @@ def tokens(made: Generation | None) -> float:
 def _product(plan: TrainingPlan) -> int:
     """Return bytes of an element that a linear layer returns.
 
-    Only the outermost module runs under autocast, and with adapters `generate` calls the inner one."""
+    accelerate applies autocast to the outermost module only. With adapters, `generate` calls the inner module, without
+    autocast."""
     if plan.full and plan.autocast:
         return plan.compute
     return plan.stream if plan.quantised and not plan.mxfp4 else plan.weight
 
 
 def _turned(plan: TrainingPlan) -> int:
-    """Return bytes of an element of the cache: the wider type of the product and of the rotation's table."""
+    """Return the bytes of an element of the cache. Its type is the wider one of the product and the rotation's
+    table."""
     return max(_product(plan), plan.stream)
 
 
@@ -97,7 +99,8 @@ def _attending(layer: Layer, plan: TrainingPlan, batch: BatchShape, queries: int
     """Return the bytes that attention needs per past position, with `queries` of each row.
 
     Keys and values are repeated for each query head in eager mode, with a mask, and if no kernel supports their type,
-    which also scales them. The plain formula holds scores, cast and as probabilities (with sinks in their own type)."""
+    which also scales them. Eager attention holds the scores, a cast copy, and the probabilities (with sinks in their
+    own type)."""
     each, by = _turned(plan), kernel(layer, plan, batch)
     grouped = layer.heads != layer.kv_heads
     spread, scores = each * (layer.query + layer.output) if grouped else 0, layer.heads * queries
@@ -115,8 +118,8 @@ def _attending(layer: Layer, plan: TrainingPlan, batch: BatchShape, queries: int
 def _reading(layer: Layer, plan: TrainingPlan, prompts: BatchShape) -> float:
     """Return the bytes that a layer of the batch needs while prompts are read.
 
-    The model holds embeddings, the residual stream before and after attention, one of them normalized, and the rotation
-    tables. The widest of attention, MLP and experts is added."""
+    The model holds the embeddings, the residual stream before and after attention, a normalized copy of one of them,
+    and the rotation tables. The largest of attention, MLP and experts is added."""
     held = plan.stream * (4 * layer.hidden + 2 * layer.head_dim)
     attention = 0.0
     if layer.delta is None:
@@ -138,7 +141,7 @@ def _masks(layers: Sequence[Layer], plan: TrainingPlan, prompts: BatchShape) -> 
 def _mlp(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes that the MLP needs: the gate's activation, up, and their product.
 
-    If up has adapters, their output, scaled or summed in the wider type, and their cast input are added."""
+    If `up` has adapters, their cast input and their output (scaled, or summed in the wider type) are added."""
     p, a = _product(plan), plan.adapter
     if "up_proj" not in plan.targets:
         return 3.0 * p * layer.inner
@@ -153,10 +156,10 @@ def _experts(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def _words(model: ModelShape, plan: TrainingPlan, rows: int) -> tuple[float, float]:
-    """Return the bytes of one token's logits that stay during the next token, and the most that they need.
+    """Return the bytes of one token's logits that stay during the next token, and their peak.
 
-    A float32 copy, the logits after temperature and minimum length, and probabilities stay. At the peak the logits and
-    noise are added."""
+    A float32 copy, the logits after temperature and minimum length, and the probabilities stay. At the peak, the
+    original logits and the sampling noise are added."""
     each = float(rows * model.vocab * FLOAT)
     made = FLOAT if plan.full and plan.autocast else _product(plan)
     return 3 * each, 4 * each + rows * model.vocab * made

@@ -45,7 +45,7 @@ def saved(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
 def reached(vision: VisionShape, plan: TrainingPlan) -> bool:
     """Return whether the encoder gets a gradient.
 
-    A frozen CLIP encoder does with checkpoints, because transformers requires one for CLIP's patch embedding
+    With checkpoints, a frozen CLIP encoder gets one, because transformers requires one for CLIP's patch embedding
     (enable_input_require_grads)."""
     return plan.vision != "frozen" or (plan.checkpointing != "off" and bool(vision.tile))
 
@@ -67,9 +67,9 @@ def stream(vision: VisionShape, plan: TrainingPlan) -> int:
 def _ends(vision: VisionShape, plan: TrainingPlan) -> float:
     """Return the bytes saved per patch outside the layers.
 
-    Qwen's rotation keeps sines and cosines per head. If the encoder is trained fully, the pixels as the first product
-    reads them and CLIP's first norm count. With adapters the first layer's norm saves nothing, but with checkpoints
-    CLIP keeps the output of its first product, and its norm."""
+    Qwen's rotation keeps sines and cosines per head. If the encoder is trained fully, the input pixels of the first
+    product and CLIP's first norm are saved too. With adapters, the first layer's norm saves nothing. With checkpoints,
+    CLIP keeps the output of its first product and the norm of it."""
     rotation = 0 if vision.tile else 2 * FLOAT * (vision.hidden // vision.heads)
     norm = FLOAT * vision.hidden + 2 * FLOAT
     if plan.vision == "full":
@@ -94,9 +94,9 @@ def _layer(vision: VisionShape, plan: TrainingPlan) -> float:
 def _inputs(vision: VisionShape, plan: TrainingPlan) -> float:
     """Return the bytes that matrices save of their inputs.
 
-    Each adapter copies its input. Trained matrices: CLIP casts the input for q, k, v and fc1 and shares attention's
-    output; Qwen joins the outputs of windows, and casts a LayerNorm's output, or keeps an RMSNorm's output before and
-    after its weight."""
+    Each adapter copies its input. In CLIP, trained matrices q, k, v and fc1 save a cast input, and the output
+    projection shares attention's output. In Qwen, trained matrices save the joined outputs of the windows and a
+    LayerNorm's cast output, or an RMSNorm's output before and after its weight."""
     if plan.vision == "frozen":
         return 0.0
     if plan.vision == "lora":

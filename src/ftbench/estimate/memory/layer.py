@@ -24,8 +24,8 @@ def norms(layer: Layer, plan: TrainingPlan, of: Sequence[Norm] | None = None) ->
     """Return the bytes that norms save: their input in float32 (4 h) and a scale (4).
 
     A trained norm also saves its normalized input, in the type that its weight multiplies. A LayerNorm in Python saves
-    its centered input twice. Liger (LigerRMSNormFunction) and unsloth save the input as it is, which before attention
-    and MLP is the residual stream. Our kernels recompute the scale (kernels/rms_norm.py).
+    its centered input twice. Liger (LigerRMSNormFunction) and unsloth save the input as it is. For the norms before
+    attention and MLP, this is the residual stream. Our kernels recompute the scale (kernels/rms_norm.py).
 
     Args:
         layer: The decoder layer.
@@ -57,7 +57,8 @@ def adapter_input(plan: TrainingPlan, linear: Linear) -> float:
     """Return the bytes that the adapters of one matrix save: their input, and r numbers between both matrices.
 
     peft casts the input to the adapters' type and autocast casts it back to the product's type, so each matrix saves
-    its own copy. The copy is shared only if the input already has the adapters' type (o under a quantized model)."""
+    its own copy. The copy is shared only if the input already has the adapters' type (the output projection of a
+    quantized model)."""
     shared = linear.reads == "attention" and plan.adapter == plan.compute
     copy = 0 if shared or plan.casts_nothing else plan.compute * linear.inputs
     return copy + plan.compute * plan.rank
@@ -92,8 +93,8 @@ def linear_inputs(layer: Layer, plan: TrainingPlan) -> float:
 def fused_inputs(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes that fused_lora saves of the inputs of its groups (kernels/adapter_products.py).
 
-    `augmented`: a copy of the input next to the product with A. `separate`: the input, cast if it has another type, and
-    the product with A. The attention's output is saved already and needs no copy."""
+    `augmented` saves a buffer with a copy of the input and the product with A. `separate` saves the input (cast if it
+    has another type) and the product with A. Attention's output is saved already and needs no copy."""
     if plan.fused == "augmented":
         return plan.compute * sum(group.inputs + group.columns for group in groups(plan, layer))
     widths = sum(group.inputs for group in groups(plan, layer) if group.reads != "attention")
@@ -103,7 +104,7 @@ def fused_inputs(layer: Layer, plan: TrainingPlan) -> float:
 def fused_outputs(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the bytes that stay because the outputs of a group are parts of one buffer, besides the saved outputs.
 
-    For gate and up these are the unused columns. For queries, keys and values these are the unused columns, and queries
+    For gate and up, the unused columns stay. For queries, keys and values, the unused columns stay, and also queries
     and keys before rotation if attention saves the values. If values are repeated for each query head, the buffer stays
     only if a compiled head norm saves queries and keys before rotation; then its values count too. Our kernel copies
     the values and always saves the buffer (kernels/rotary.py)."""

@@ -36,15 +36,15 @@ def head_cast(model: ModelShape, plan: TrainingPlan) -> float:
 def logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the transient peak of the logits.
 
-    trl: for a chunk of up to 256 positions, logits, log-probabilities, probabilities and their product, 16 V bytes per
-    token, and 4 V more if a tanh is saved (softcap). Ours: logits and their gradient for one chunk, and in eager mode
-    log-probabilities and probabilities in float32 (worker/optimizations/chunked_loss.py). Liger: chunks of T h / V
-    tokens rounded up to a power of two, logits twice, 16-bit and float32.
+    trl: a chunk has up to 256 positions. It holds logits, log-probabilities, probabilities and their product: 16 V
+    bytes per token, and 4 V more if a tanh is saved (softcap). Ours: one chunk holds logits and their gradient. Eager
+    mode adds log-probabilities and probabilities in float32 (worker/optimizations/chunked_loss.py). Liger: a chunk has
+    T h / V tokens, rounded up to a power of two. It holds the logits in 16 bits and in float32.
 
-    Pairs: the logits of all positions as the head computes them, under autocast also in float32 (accelerate), then
-    their gradient, of which autograd makes a second copy without the last position. The reference's logits exist at the
-    same time while trl computes its metrics of the chosen answers. Completions: the logits of their positions and of
-    the one before, in the same way, but those of the reference are freed by then."""
+    Pairs: the logits of all positions exist in the head's type and, under autocast, also in float32 (accelerate). Then
+    their gradient is added, and autograd copies it without the last position. The reference's logits exist at the same
+    time, while trl computes its metrics of the chosen answers. Completions: the same holds for the logits of their
+    positions and of the position before, but the reference's logits are freed by then."""
     if plan.loss == "completions":
         return _completion_logits(model, plan, batch)
     if plan.loss == "pairs":
@@ -79,7 +79,7 @@ def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> f
     """Return the temporary gradients of a trained head.
 
     trl: the gradients of two chunks and their sum exist at the same time (autograd adds them). Ours: the sum and the
-    gradient of one chunk, then the sum and the gradient from the backward pass."""
+    gradient of one chunk exist first, later the sum and the gradient from the backward pass."""
     if not plan.full:
         return 0.0
     copies = 2 if plan.loss == "chunked" else 3 if plan.loss == "trl" and batch.labels > TRL_CHUNK else 1
@@ -89,7 +89,7 @@ def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> f
 def tied_gradients(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the gradients at the end of the backward pass if embedding and head share a weight.
 
-    Besides the gradient that stays, those of both uses exist while they are added."""
+    While the gradients of both uses are added, they exist in addition to the result."""
     return 2.0 * model.vocab * model.hidden * plan.weight if plan.full and model.tied else 0.0
 
 

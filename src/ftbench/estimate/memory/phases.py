@@ -59,10 +59,10 @@ def resident(case: MemoryCase) -> Parts:
 class _Activations:
     """Bytes of the layers' activations.
 
-    `kept` are saved activations, and `marks` the checkpoints of checkpointed layers. At the layer with the largest sum,
-    `there` is kept, `again` recomputed and `peak` temporary; this is usually the last layer. `first_*` are those of the
-    first layer. `away` has been offloaded to the host before the loss. `ungraded` is temporary in layers before the
-    first adapter."""
+    `kept` are saved activations, and `marks` the checkpoints of checkpointed layers. At the layer with the largest sum
+    (usually the last one), `there` are kept bytes, `again` recomputed ones and `peak` temporary ones. `first_*` are the
+    same for the first layer. `away` are bytes offloaded to the host before the loss. `ungraded` are temporary bytes in
+    layers before the first adapter."""
 
     kept: float
     marks: float
@@ -120,7 +120,7 @@ def checkpoints_on_host(case: MemoryCase) -> float:
 
 
 def _frozen(model: ModelShape, plan: TrainingPlan) -> int:
-    """Return the number of layers before the first one with adapters, which save nothing.
+    """Return the number of layers before the first layer with adapters. They save nothing.
 
     With checkpoints the embedding's output requires a gradient (transformers, enable_input_require_grads), so it is 0.
     """

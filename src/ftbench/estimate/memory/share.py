@@ -60,8 +60,8 @@ def share(sharding: Sharding) -> Share:
 def kept_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
     """Return the plan with the types in which the strategy stores weights and adapters.
 
-    DeepSpeed casts the model to 16 bits if products are. accelerate casts what FSDP trains to float32, and gathers it
-    in 16 bits."""
+    DeepSpeed casts the model to 16 bits if products use 16 bits. Under FSDP, accelerate casts trained weights to
+    float32 and gathers them in 16 bits."""
     if part.keeper == "torch" or not plan.autocast:
         return plan
     if part.keeper == "fsdp":
@@ -74,7 +74,7 @@ def kept_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
 def computed_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
     """Return the plan with the types of weights and adapters during computation.
 
-    Those of DeepSpeed and those that FSDP gathers are 16 bits, so adapters do not cast their input."""
+    DeepSpeed's weights and the weights that FSDP gathers have 16 bits, so adapters do not cast their input."""
     if part.keeper == "torch" or not plan.autocast:
         return plan
     narrow = plan.compute
@@ -115,8 +115,8 @@ def update(model: ModelShape, plan: TrainingPlan, part: Share) -> tuple[float, f
 def _sub_group(model: ModelShape, held: float) -> float:
     """Return the elements of the largest sub-group of ZeRO-3.
 
-    A sub-group collects matrices in order until it has SUB_GROUP elements (stage3.py, _create_fp16_sub_groups). Its
-    last matrix may be large, such as the head."""
+    A sub-group collects matrices in order until it has SUB_GROUP elements (stage3.py, _create_fp16_sub_groups). It
+    exceeds this size if its last matrix is large, such as the head."""
     if held <= SUB_GROUP:
         return held
     sizes = [model.parameters["embedding"]]
@@ -143,10 +143,11 @@ def gathered(model: ModelShape, plan: TrainingPlan, part: Share) -> Gathered:
     """Return the gathered weights of a sharded model.
 
     FSDP2 as accelerate sets it up (fsdp2_prepare_model): the embedding, each layer, and the head with the last norm are
-    units. In the forward pass a unit exists twice, in its place and as received; the latter is freed when the next unit
-    arrives or the pass ends. In the backward pass the next unit arrives during computation. So the loss sees the
-    received last layer and a head that our loss gathers separately, or the head twice. A head that shares the
-    embedding's weight stays until the end. Trained units also exist as gradients and as the buffers that are reduced.
+    units. In the forward pass a unit exists twice: in its place and in the receive buffer. The buffer is freed when the
+    next unit arrives or the pass ends. In the backward pass the next unit arrives during computation. So during the
+    loss there are the last layer's buffer and a head that our loss gathers separately, or the head exists twice. A head
+    that shares the embedding's weight stays until the end. Trained units also exist as gradients and as the buffers
+    that are reduced.
     """
     if not part.gathered:
         return Gathered(0.0, 0.0, 0.0, 0.0)
@@ -166,10 +167,10 @@ def gathered(model: ModelShape, plan: TrainingPlan, part: Share) -> Gathered:
 def _gathered_by_zero(model: ModelShape, plan: TrainingPlan) -> Gathered:
     """Return the gathered weights of ZeRO-3.
 
-    Source: DeepSpeed 0.19, partitioned_param_coordinator.py, and traces of its fetches on the CPU. The head stays from
-    the start, because TRL's loss uses it without its forward pass, until the end, because its output has no gradient.
-    In addition there are the current layer, the next one, and finally the embedding, if layers are gathered at once
-    (worker/parallel/zero.py). Otherwise it is as much as DeepSpeed prefetches."""
+    Source: DeepSpeed 0.19, partitioned_param_coordinator.py, and traces of its fetches on the CPU. The head is gathered
+    at the start, because TRL's loss uses it without its forward pass. It stays until the end, because its output has no
+    gradient. If layers are gathered at once (worker/parallel/zero.py), the current layer, the next one and finally the
+    embedding are added. Otherwise the amount is what DeepSpeed prefetches."""
     largest, head = model.largest_layer, model.parameters["head"] or model.parameters["embedding"]
     embedding, c = 0 if model.tied else model.parameters["embedding"], float(plan.compute)
     there = head + 2 * largest if plan.checkpointing != "off" else max(head, min(LIVE, model.total))
@@ -179,8 +180,8 @@ def _gathered_by_zero(model: ModelShape, plan: TrainingPlan) -> Gathered:
 def offloaded(model: ModelShape, plan: TrainingPlan, sharding: Sharding) -> float:
     """Return the bytes of offloaded states of all GPUs in host memory.
 
-    These are float32 weights and gradients of trained parameters and the optimizer state. With `params` also 16-bit
-    weights, if those are separate."""
+    These are the optimizer state and the float32 weights and gradients of trained parameters. With `params`, 16-bit
+    weights are added if they are separate."""
     if sharding.offload == "none":
         return 0.0
     name, count, _, embedding = weights.kept_by(model, plan)
@@ -192,7 +193,7 @@ def offloaded(model: ModelShape, plan: TrainingPlan, sharding: Sharding) -> floa
 def whole_gradient(model: ModelShape, plan: TrainingPlan, part: Share) -> float:
     """Return the gradient of a gathered embedding before ZeRO-3 shards it.
 
-    With its weight these are the 4 bytes per element of the largest layer in DeepSpeed's estimator."""
+    Gradient and weight together are the 4 bytes per element of the largest layer in DeepSpeed's estimator."""
     there = plan.full and part.gathered and part.keeper == "deepspeed"
     return float(plan.compute * model.parameters["embedding"]) if there else 0.0
 

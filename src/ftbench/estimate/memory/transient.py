@@ -28,12 +28,12 @@ def checkpoint_buffers(hidden: int, plan: TrainingPlan, batch: BatchShape) -> fl
 def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
     """Return the peak bytes of one layer's MLP beyond the saved tensors.
 
-    Full: gradients of the product, of the activation and of up, minus the freed product, and the stream. Float32
-    adapters: the product and its float32 copy for down, and five times the stream. bfloat16 adapters on a float32
-    stream: the gradient through the base, through the adapters, and their sum, minus the freed input; forward the
-    product and three times the stream, one of them cast. Compiled: only the gradients (with fused adapters minus the
-    product, whose part is finished before), and forward the output of down, because the rest is saved. unsloth: two
-    gradients, in place."""
+    Full training holds the gradients of the product, of the activation and of up, and the stream; the product is freed.
+    Float32 adapters hold the product, its float32 copy for down, and five times the stream. bfloat16 adapters on a
+    float32 stream hold the gradients through the base and through the adapters, and their sum; the input is freed.
+    Their forward pass holds the product and three times the stream, one of them cast. Compiled layers hold only the
+    gradients (with fused adapters without the product's, which is finished before). Their forward pass holds the output
+    of down, because the rest is saved. unsloth holds two gradients, in place."""
     h, i, p, c = layer.hidden, layer.inner, plan.product, plan.compute
     if plan.unsloth:
         return c * (2 * i + 2 * h)
@@ -55,11 +55,12 @@ def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
 def unkept(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the bytes that the forward pass of a checkpointed layer needs at once, besides its input.
 
-    Compiled: everything that the layer would save, because a graph returns it at its end, plus the adapters' outputs of
-    gate and up, or the layer's output. Otherwise the residual stream, its norm and the largest moment of the MLP. That
-    is gate, up's base, adapters and their sum (peft adds out of place); or bases, adapters and both sums (`separate`);
-    or both in one buffer with two tensors of the gate function (`augmented`); or gate, up and their product (no
-    adapters, unsloth)."""
+    A compiled layer needs everything that it would save, because its graph returns it at the end, plus the adapters'
+    outputs of gate and up, or the layer's output. Other layers need the residual stream, its norm and the largest
+    moment of the MLP. With peft this moment has gate, up's base output, its adapters' output and their sum (peft adds
+    out of place). With `separate` it has base outputs, adapter outputs and both sums. With `augmented` it has one
+    buffer for both and two tensors of the gate function. Without adapters, and with unsloth, it has gate, up and their
+    product."""
     h, i = plan.stream * layer.hidden, plan.product * layer.inner
     adapted = "up_proj" in plan.targets and not plan.unsloth
     if plan.compiled:
@@ -87,10 +88,10 @@ def experts_peak(layer: Layer, plan: TrainingPlan, backward: bool) -> float:
 def experts_again(layer: Layer, plan: TrainingPlan) -> float:
     """Return the same for a checkpointed layer.
 
-    While its forward pass is recomputed there are the experts' ordered inputs if they are not saved, their weighted
-    outputs, the residual stream, its norm, and the waiting gradient. That gradient is expanded already (torch
-    recomputes a layer at the first access to one of its tensors), unless a shared expert adds to the sum, which is
-    float32 and cast. In the backward pass each saved tensor is freed after its use."""
+    During recomputation, memory holds the experts' ordered inputs (if they are not saved), their weighted outputs, the
+    residual stream, its norm, and the waiting gradient. That gradient is expanded already (torch recomputes a layer at
+    the first access to one of its tensors), unless a shared expert adds to the sum, which is float32 and cast. In the
+    backward pass each saved tensor is freed after its use."""
     moe, c, h = layer.experts, plan.compute, layer.hidden
     assert moe is not None
     weighted, shared = FLOAT if moe.float_weights else c, mlp(layer, plan) if moe.shared_after else 0.0
@@ -117,8 +118,8 @@ def ungraded(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes that linear attention needs per position if no gradient is computed.
 
     These are ten float32 tensors of queries, keys and values, three squares of a chunk, the fused product, the input of
-    the convolution, queries and keys for each head, and the residual stream. Softmax attention needs less than the
-    loss: 0."""
+    the convolution, queries and keys for each head, and the residual stream. The result is 0 for softmax attention,
+    which needs less than the loss."""
     if (net := layer.delta) is None:
         return 0.0
     a, b = net.value_heads * net.key_dim, net.value_heads * net.value_dim
@@ -130,8 +131,8 @@ def ungraded(layer: Layer, plan: TrainingPlan) -> float:
 def dequantised(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes of the largest matrix in 16 bits.
 
-    bitsandbytes dequantizes it for its backward product (MatMul4Bit.backward), unsloth into a buffer that stays
-    (fast_dequantize). With MXFP4 it is gate and up of all experts (worker/model/mxfp4.py)."""
+    bitsandbytes dequantizes this matrix for its backward product (MatMul4Bit.backward). unsloth dequantizes it into a
+    permanent buffer (fast_dequantize). With MXFP4 the matrix is gate and up of all experts (worker/model/mxfp4.py)."""
     if plan.mxfp4 and layer.experts:
         return float(plan.compute * layer.experts.count * 2 * layer.experts.inner * layer.hidden)
     if not plan.quantised or plan.mxfp4:
@@ -152,8 +153,8 @@ def peak(layer: Layer, plan: TrainingPlan, batch: BatchShape, backward: bool, ag
     """Return the bytes that one layer needs at its largest moment, beyond its saved or (`again`) recomputed tensors.
 
     The moment is one of three. In the MLP, a norm after it has saved nothing yet. In the backward pass of that norm
-    there are five float32 copies of its input, minus its output. In attention, what the MLP saves is not there yet, or
-    freed."""
+    there are five float32 copies of its input, minus its output. In attention, the tensors that the MLP saves do not
+    exist yet, or they are freed already."""
     if layer.experts:
         second = experts_again(layer, plan) if again else experts_peak(layer, plan, backward)
     else:

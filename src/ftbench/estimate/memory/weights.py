@@ -27,11 +27,11 @@ def four_bit(count: float, double_quant: bool) -> float:
 def weights(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the bytes of the base model on the GPU.
 
-    It is 16-bit, or 4-bit linear layers and the rest in 16 bits, or in 32 bits if peft's
-    prepare_model_for_kbit_training casts it (dense models; `worker/methods/qlora.py`). unsloth keeps gpt-oss's experts
-    as published: the founding study trained the 120b on 96 GB. fp8 keeps two 8-bit layouts of each linear layer instead
-    of the 16-bit one (worker/optimizations/fp8.py), and fp8_head one more of the head. Weights in host memory do not
-    count, but their buffers do."""
+    The weights have 16 bits. With a 4-bit method, linear layers have 4 bits and the rest has 16 bits, or 32 bits if
+    peft's prepare_model_for_kbit_training casts it (dense models; `worker/methods/qlora.py`). unsloth keeps gpt-oss's
+    experts as published: the founding study trained the 120b on 96 GB. fp8 keeps two 8-bit layouts of each linear layer
+    instead of the 16-bit one (worker/optimizations/fp8.py), and fp8_head one more of the head. Weights in host memory
+    do not count, but their buffers do."""
     return _unstreamed(model, plan) - on_host(model, plan) + buffers(model, plan)
 
 
@@ -123,8 +123,8 @@ def fused(model: ModelShape, plan: TrainingPlan) -> float:
 def loading(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the most bytes during loading: the weights.
 
-    For 4 bits these are the quantized ones, the rest in 16 bits, one matrix before it is quantized, and then embedding
-    or head in both types while peft casts it."""
+    For 4 bits these are the quantized weights, the rest in 16 bits, and one matrix before it is quantized. Later, the
+    embedding or the head exists in both types while peft casts it."""
     resident = weights(model, plan)
     if not plan.quantised or plan.mxfp4 or plan.streamed:
         return resident

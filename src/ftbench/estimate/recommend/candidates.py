@@ -93,7 +93,7 @@ def with_batch(spec: Experiment, batch: int, accumulation: int) -> Experiment:
 
 
 def switched_off(spec: Experiment, way: Experiment) -> str:
-    """Return the parts of `measure` that a way switches off; empty if it keeps all."""
+    """Return the parts of `measure` that a training variant switches off; empty if it keeps all."""
     return ", ".join(f"measure.{key}" for key in _EXTRAS if getattr(spec.measure, key) != getattr(way.measure, key))
 
 
@@ -157,7 +157,7 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
 
 
 def _without_losses(spec: Experiment) -> Experiment:
-    """Return the way without losses over given answers, which other objectives do not use."""
+    """Return the variant without `chunked_loss` and `liger`, whose losses only supervised training uses."""
     if spec.objective.name == "sft":
         return spec
     on = spec.optimizations.model_copy(update={"chunked_loss": False, "liger": False})

@@ -31,7 +31,8 @@ class Fit:
     memory: MemoryEstimate
 
     def command(self, path: Path, before: Sequence[str], written: Experiment) -> str:
-        """Return the command that runs it: `before` are the user's `--set` values, which give `written` from `path`."""
+        """Return the command that runs this spec. `path` with the user's `--set` values (`before`) gives the spec
+        `written`."""
         return run_command(path, (*before, *changed_keys(written, self.spec)))
 
 

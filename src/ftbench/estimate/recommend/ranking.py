@@ -188,9 +188,9 @@ def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Op
 
 
 def _rows_per_step(smallest: Experiment, goal: Goal) -> int | None:
-    """Return how many rows of one GPU make a step of the effective batch: None for any, 0 if no number does.
+    """Return the rows per GPU and step that give the effective batch. None allows any number; 0 if it is impossible.
 
-    For packed rows this is the number that holds about as many samples (within PACKED)."""
+    Packed rows only need to hold about as many samples as the effective batch (within PACKED)."""
     shares = sharding_of(smallest.launch).data
     if goal.effective_batch is None:
         return None

@@ -255,7 +255,7 @@ def as_yaml(answer: Recommendation) -> str:
 
 
 def spec_values(spec: Experiment) -> dict[str, Any]:
-    """Return the values of a spec file: everything that is not the default, and the name of the method."""
+    """Return the values of a spec file: the name of the method, and every value that is not the default."""
     values: dict[str, Any] = spec.model_dump(mode="json", exclude_defaults=True)
     values["method"] = {"name": spec.method.name, **values.get("method", {})}
     return {key: value for key, value in values.items() if value != {}}

@@ -88,8 +88,8 @@ def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, pa
 def _copied(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape) -> float:
     """Return bytes that FSDP2 reads and writes for its collectives (_fsdp_collectives.py).
 
-    Twice, each shard is cast into the send buffer, and each unit copied out of the receive buffer. Gradients are copied
-    into the send buffer, and received ones are cast to the shard's type."""
+    Each shard is cast into the send buffer, and each unit is copied out of the receive buffer. This happens twice.
+    Gradients are copied into the send buffer, and received ones are cast to the shard's type."""
     count, trained, part = shape.model.weight_bytes(HALF) / HALF, shape.trained, 1 / sharding.holders
     kept = FLOAT if plan.full else plan.weight
     gathered = count * (part * (kept + HALF) + 2 * HALF)

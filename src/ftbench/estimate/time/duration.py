@@ -55,9 +55,9 @@ class DurationEstimate:
 
     A step has `samples` samples and `tokens` real tokens; `padding` is the share of padded positions. `start_s` are the
     seconds until the first steady step, `watts` the power of one GPU. `parts` are the device's terms of the step in
-    seconds. `exposed_s` of the step wait for other GPUs, and `generation_s` generate completions. `bound` is `GPU`,
-    `host` (the GPU waits for Python) or `images` (for image processing). `basis` is MEASURED, SCALED, OTHER or SHEET,
-    and `confidence` explains it."""
+    seconds. `exposed_s` is the part of the step that waits for other GPUs, and `generation_s` the part that generates
+    completions. `bound` is `GPU`, `host` (the GPU waits for Python) or `images` (for image processing). `basis` is
+    MEASURED, SCALED, OTHER or SHEET, and `confidence` explains it."""
 
     step_s: Band
     samples: float
@@ -191,7 +191,7 @@ def _lengths(spec: Experiment, lengths: Lengths) -> tuple[str, bool]:
 def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape, config: dict[str, Any] | None) -> float:
     """Return the seconds per step in which the allocator frees its cache on a GPU that is full.
 
-    In each step the optimizer's temporary tensors take the place of activations."""
+    In each step, the optimizer's temporary tensors need the memory that activations used."""
     if spec.method.name != "full":
         return 0.0
     part = share(sharding_of(spec.launch))

@@ -46,7 +46,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Measured over modelled step time in `runs` similar runs, `alike` of them with the same method and switches."""
+    """The ratio of measured to modelled step time in `runs` similar runs. `alike` of them have the same method and
+    optimizations."""
 
     factor: float
     runs: int

@@ -151,7 +151,7 @@ def _share_of_sheet(gpu: Gpu) -> float:
 
 
 def _slowed(power: float) -> float:
-    """Return the share of its rate that a board keeps with this share of the power that it would draw."""
+    """Return the share of its rate that a board reaches if it is limited to this share of the power it would draw."""
     return float(min(1.0, power) ** _POWER_EXPONENT)
 
 

@@ -1,4 +1,4 @@
-"""The work of a step by term: FLOPs, bytes and operations. `rates.py` turns it into seconds."""
+"""The work of a step, split into terms (FLOPs, bytes, operations). `rates.py` turns it into seconds."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -63,9 +63,9 @@ class StepWork:
     """The work of an optimizer step.
 
     It has `passes` micro-batches. Each group of similar size has a weight and amounts by term. `update` happens once.
-    `generation` holds how often something is done before the first forward pass, and its amounts. Amounts are FLOPs for
-    `products` and `attention` (8-bit ones in `products.fp8`), bytes over the link to the host for `offload`, operations
-    of the host for `host`, and bytes of GPU memory for the others."""
+    `generation` describes the work before the first forward pass: the number of repetitions and the amounts of each.
+    Amounts are FLOPs for `products` and `attention` (8-bit ones in `products.fp8`), bytes over the link to the host for
+    `offload`, operations of the host for `host`, and bytes of GPU memory for the others."""
 
     groups: tuple[tuple[float, Mapping[str, float]], ...]
     passes: int

@@ -66,7 +66,7 @@ class Batch:
 
     `positions` include padding. `square` is the number of query-key pairs per layer without a window. If `masked`,
     attention computes all pairs with a mask instead of the causal half. An encoder reads `patches` of images in
-    `tiles`. Of each sample the model generates `made` positions one after the other."""
+    `tiles`. The model generates `made` positions per sample, one after the other."""
 
     weight: float
     samples: float

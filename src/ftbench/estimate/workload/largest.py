@@ -121,8 +121,8 @@ def _largest_with_images(known: KnownSamples, layout: Layout, buckets: bool, see
 def _whole(layout: Layout, lengths: Sequence[int]) -> bool:
     """Return whether attention sees rows of one length with one sample each.
 
-    Either every sample has max_length tokens, or no two fit in one row and each row is filled (worker/data/collate.py,
-    `_laid_out`)."""
+    This is true if every sample has max_length tokens. It is also true if each row has one sample (packing is off, or
+    no two samples fit) and is padded to a fixed length (worker/data/collate.py, `_concatenated`)."""
     two = sum(sorted(lengths)[:2]) if len(lengths) > 1 else 2 * layout.max_length
     filled = layout.flat and layout.fixed and (not layout.packing or two > layout.max_length)
     return min(lengths) == layout.max_length or filled

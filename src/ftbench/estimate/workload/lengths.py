@@ -36,8 +36,8 @@ class Lengths:
     """Lengths of samples in tokens, the share of tokens with labels, and their source.
 
     With `upper_bound`, only the maximum length is known. `rows` is the number of samples in the data set, if it was
-    read. `patches` and `tiles` are those of the images per sample. Compared by identity, because batches are cached by
-    it."""
+    read. `patches` and `tiles` are those of the images per sample. Objects are compared by identity, which is the key
+    of the batch cache."""
 
     values: tuple[int, ...]
     labels: float
@@ -119,7 +119,7 @@ def file_basis(dataset: Dataset, file: FileLengths) -> str:
 
 
 def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[tuple[int, ...] | None, str]:
-    """Return the lengths of all samples (of pairs, of all sequences) or None, and their source."""
+    """Return the lengths of all samples (for pairs, of both sequences) or None, and their source."""
     if dataset.name != "synthetic":
         return None, f"at most max_length {dataset.max_length:,} per sample"
     count = ((dataset.samples or 0) + dataset.eval_samples) * sequences
@@ -197,7 +197,7 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
 def _most_bytes(
     rows: FileRows, turns_of: Callable[[int], list[list[str]]], shown: Mapping[int, list[list[str]]]
 ) -> int:
-    """Return the most bytes of a sequence of any row, with its template.
+    """Return the maximum number of bytes of a sequence over all rows, including the template.
 
     Rows are rendered by decreasing size until no other row can be longer. `shown` rows show what a format adds."""
     held = [_bytes_held(rows[at]) for at in range(len(rows))]

@@ -75,7 +75,7 @@ def shared_how(launch: Launch) -> str:
 
 
 def counts(most: int) -> list[int]:
-    """Return the numbers of GPUs to consider: all, and powers of two below."""
+    """Return the numbers of GPUs to consider: `most`, and the powers of two below it."""
     return sorted({most, *(2**power for power in range(most.bit_length()))})
 
 

@@ -20,7 +20,7 @@ _MOST_CHANGES = 12  # in a note
 
 @dataclass(frozen=True, slots=True)
 class GateRow:
-    """A cell before (`pair.baseline`) and now (`pair.cell`), and its regressions as sentences."""
+    """A pair of the old cell (`pair.baseline`) and the new cell (`pair.cell`), with the regressions as sentences."""
 
     pair: Pair
     regressed: tuple[str, ...]

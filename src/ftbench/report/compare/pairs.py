@@ -61,7 +61,7 @@ class Pair:
 
     @property
     def iso(self) -> bool:
-        """Whether the two are the same recipe except for the compared axis."""
+        """Whether both cells are the same recipe except for the compared axis."""
         return self.baseline is not None and not self.differences
 
 

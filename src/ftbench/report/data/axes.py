@@ -97,7 +97,7 @@ def framework_words(facts: Mapping[str, str]) -> str:
 
 @cache
 def _outcomes() -> tuple[tuple[str, dict[str, str]], ...]:
-    """Return each shipped recipe with its keys, once per possible result of an `auto` in it."""
+    """Return each shipped recipe with its keys. A recipe with `auto` is listed once per possible result."""
     made = []
     for name in recipes():
         given = recipe(name, FOLDER)

@@ -179,7 +179,7 @@ def _chosen(workload: Sequence[str], memory: int, choice: Choice) -> dict[str, A
 
 
 def best(cells: Sequence[Cell], memory: float) -> Iterator[Choice]:
-    """Yield the cells that fit, in the order of taking the lead as more images are trained."""
+    """Yield the cells that fit and are fastest for some number of images, in the order of that number."""
     paces = {
         id(cell): (cell, pace) for cell in cells
         if (cell.figure(PEAK) or memory) <= _ROOM * memory and (pace := cell.pace()) is not None

@@ -46,7 +46,7 @@ class ParityTables(Tables):
         return "\n".join([*self._verdicts(), "", *tables])
 
     def document(self) -> dict[str, Any]:
-        """Return all of it, for programs; unknown values are None."""
+        """Return the result as a document for programs. Unknown values are None."""
         plan = self.plan
         return {
             "folder": str(self.folder), "seeds": plan.seeds, "passed": plan.passed(), "left": plan.left(),
@@ -61,7 +61,7 @@ class ParityTables(Tables):
         }  # fmt: skip
 
     def _verdicts(self) -> Iterator[str]:
-        """Yield a line for each recipe: its verdict, the cause, and with which kernels on which GPU it was found."""
+        """Yield a line for each recipe: its verdict, the cause, and the kernels and the GPU of the run."""
         for recipe, judgement in zip(self.plan.recipes, self.plan.judgements(), strict=True):
             words = {key: as_text(value).strip('"') for key, value in self._settings(recipe).items()}
             settings = ", ".join(f"{key} {word}" for key, word in words.items())

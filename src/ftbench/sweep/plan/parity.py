@@ -1,4 +1,4 @@
-"""The plan of a parity check: which runs a verdict needs, and the verdict from the files that they leave.
+"""The plan of a parity check: the runs that a verdict needs, and the verdict from their files.
 
 Each recipe has a reference: the plain recipe in float32 that trains the same tensors. Three kinds of runs are
 compared: short ones that record losses, gradients and weight changes at the weights of the reference's first run;
@@ -45,7 +45,7 @@ class Judgement:
     levels: tuple[LevelResult, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """Return all of it as plain values."""
+        """Return the verdict as a dictionary of plain values."""
         return asdict(self) | {"levels": {level.level: asdict(level) for level in self.levels}}
 
 

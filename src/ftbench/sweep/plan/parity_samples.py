@@ -1,4 +1,4 @@
-"""The samples of parity's runs: those that are recorded, those that packed runs train on, and what a training left."""
+"""The samples of parity's recording runs and of packed trainings, and the result files of a training."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""Build counted batches from rows: padded on the right, or concatenated in one row."""
+"""Build batches from rows and count their tokens. Rows are padded on the right, or concatenated."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -176,7 +176,8 @@ def filled(rows: Sequence[Row], size: int) -> list[Row]:
 
 
 def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice = slice(None)) -> str:
-    """Return the recorder's hash of `count` batches (repeating the data), or of a rank's slice `dealt` of them."""
+    """Return the hash that the recorder computes for `count` batches, or for a rank's slice `dealt` of them. The data
+    repeats after its last row."""
     size = spec.train.batch_size
     full = filled(rows, size * spec.launch.shares)
     batches = [full[at : at + size] for at in range(0, len(full), size)]

@@ -106,13 +106,14 @@ class Levels(TrainerCallback):
                     parameter.data.copy_(file.get_tensor(f"{point}/{name}"))
 
     def _samples(self) -> Iterator[int]:
-        """Yield a number for each sample, in the order of `_losses`, that its tokens and labels decide."""
+        """Yield a number for each sample that depends only on its tokens and labels, in the order of `_losses`."""
         for row in self._loop.train_dataset:
             for ids, labels in samples_of(row):
                 yield zlib.crc32(labels.tobytes(), zlib.crc32(ids.tobytes()))
 
     def _losses(self) -> np.ndarray:
-        """Return the loss of each sample within its batch: the labels of the others are masked, their tokens stay."""
+        """Return the loss of each sample within its batch: the labels of the other samples are masked, but their tokens
+        stay."""
         loop, losses = self._loop, list[float]()
         rows, size = list(loop.train_dataset), loop.args.per_device_train_batch_size
         loop.model.eval()
@@ -142,7 +143,7 @@ class Weights(TrainerCallback):
 
 
 def trained(model: Any) -> dict[str, torch.nn.Parameter]:
-    """Return the trained parameters by name, without what compilation and wrappers add to a name."""
+    """Return the trained parameters by name, without the parts of a name that compilation and wrappers add."""
     named = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     return {name.replace("_orig_mod.", "").removeprefix("module."): p for name, p in named}
 

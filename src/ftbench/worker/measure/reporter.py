@@ -28,7 +28,7 @@ _NOT_LOGGED = ("step", "rank")
 
 
 class Reporter(TrainerCallback):
-    """Replaces the services' callbacks in the trainer. Call `finish` once, after the recorder's."""
+    """Replaces the services' callbacks in the trainer. Call `finish` once, after the recorder has finished."""
 
     def __init__(self, services: list[TrainerCallback], names: list[str]) -> None:
         self._services, self._names = services, names

@@ -55,7 +55,7 @@ class BusyMeter:
                 break
 
     def read(self) -> list[Interval]:
-        """Return the intervals since the previous call."""
+        """Return the shares measured since the previous call, by interval."""
         if self._read is None:
             return []
         try:

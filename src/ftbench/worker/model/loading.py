@@ -24,8 +24,8 @@ from ftbench.worker.optimizations.attention import CUDNN, VARLEN, register
 def source_of(model: Model, method: Any = None, drawn: bool = False) -> str:
     """Return the argument of from_pretrained: a directory or a hub id. Random weights are written first.
 
-    Random weights are created in memory instead for methods with MXFP4 experts (61 GiB for gpt-oss-120b), and for ranks
-    that shard them while they are `drawn`. unsloth always gets files in the published format.
+    Random weights are created in memory instead if the method has MXFP4 experts (61 GiB for gpt-oss-120b), or if ranks
+    draw and shard them at the same time (`drawn`). unsloth always gets files in the published format.
     """
     if model.weights == "random":
         mxfp4 = method is not None and method.mxfp4

@@ -2,7 +2,7 @@
 
 transformers recognizes samples by positions that restart, and builds masks from them. gpt-oss (transformers 5.17)
 builds masks without positions, so a sample would see the previous ones. Qwen2.5-VL takes an extra row of positions for
-the masks, and treats three rows as those of the rotary embedding only.
+the masks, and uses three rows only for the rotary embedding.
 """
 
 from typing import Any

@@ -15,13 +15,13 @@ VARLEN, CUDNN = "varlen", "cudnn"
 
 
 def register() -> None:
-    """Make `varlen` and `cudnn` names that from_pretrained takes."""
+    """Register `varlen` and `cudnn` as attention implementations of from_pretrained."""
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    # The boundaries come as cu_seq_lens: without a function for its mask transformers makes none, and does not wait for
-    # the device to find out whether a row holds several samples.
+    # The boundaries are passed as cu_seq_lens. Without a registered mask function, transformers makes no mask and does
+    # not wait for the device to find out whether a row has several samples.
     AttentionInterface.register(VARLEN, attention(varlen_attn))
     AttentionInterface.register(CUDNN, cudnn)
     AttentionMaskInterface.register(CUDNN, sdpa_mask)
@@ -47,9 +47,9 @@ def attention(kernel: Any) -> Any:
         scaling: float | None = None, cu_seq_lens_q: Any = None, max_length_q: Any = None, sliding_window: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Compute causal attention within each sample of one row: 1 x heads x tokens x width in, 1 x tokens x heads
-        x width out. Samples that are all as long as the longest are a batch of rows, for which torch has faster
-        kernels. Raises SpecError for what torch's kernel does not compute."""
+        """Compute causal attention within each sample of a row: 1 x heads x tokens x width → 1 x tokens x heads x
+        width. Samples of equal length are computed as a batch of rows, for which torch has faster kernels. Raises
+        SpecError for features that torch's kernel does not support."""
         if cu_seq_lens_q is None or query.shape[0] != 1:
             raise SpecError("optimizations.attention varlen was given a padded batch: set packing or padding_free")
         if kwargs.get("softcap"):
@@ -75,7 +75,7 @@ def attention(kernel: Any) -> Any:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         if "scale" in takes:
             options["scale"] = scaling
-        elif scaling is not None:  # then it is 1 / sqrt(width)
+        elif scaling is not None:  # this kernel always scales by 1 / sqrt(width)
             query = query * (scaling * query.shape[-1] ** 0.5)
         rows = _rows(query, key, value)
         out = kernel(*rows, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **options)
@@ -87,7 +87,7 @@ def attention(kernel: Any) -> Any:
 def _rows(*parts: torch.Tensor) -> list[torch.Tensor]:
     """Return tokens x heads x width in 16 bits."""
     half = (part.to(torch.bfloat16) if part.dtype == torch.float32 else part for part in parts)
-    return [part.squeeze(0).transpose(0, 1) for part in half]  # of part[0] the gradient is a copy
+    return [part.squeeze(0).transpose(0, 1) for part in half]  # the gradient of part[0] would be a copy
 
 
 def _with_sinks(

@@ -28,8 +28,8 @@ POSITIONS = "label_positions"  # key of the batch: positions of labels in the fl
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Give the base model a forward pass that ends in the loss. Raises SpecError for a model whose logits are more
-    than a product with the head."""
+    """Replace the base model's forward pass by one that returns the loss. Raises SpecError for a model whose logits are
+    not simply a product with the head."""
     setting = spec.optimizations.chunked_loss
     base = base_model(model)
     text = base.config.get_text_config()
@@ -108,7 +108,7 @@ class _Loss(torch.autograd.Function):
             logits = F.linear(states, weight, bias)
             targets = labels.reshape(-1)[chunk]
             if any(wanted):
-                if len(chunk) < size:  # of another length in each batch: one graph for all
+                if len(chunk) < size:  # the last chunk's length differs between batches: use one graph for all lengths
                     torch._dynamo.maybe_mark_dynamic(logits, 0)
                     torch._dynamo.maybe_mark_dynamic(targets, 0)
                 given_type, scale = (logits.dtype, 1.0) if small is None else (GRADIENT["tensorwise"], SMALL)
@@ -133,15 +133,15 @@ class _Loss(torch.autograd.Function):
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return values as something that torch can scatter: of 8-bit floats their bytes."""
+    """Return values in a type that torch can scatter: 8-bit floats as bytes."""
     return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
 
 
 def _add(
     gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, rows: Any, small: Any
 ) -> None:
-    """Add the gradient of one chunk's logits to those of the hidden states, the head's weight and its bias. With
-    `small` (a frozen head in 8 bits, transposed, and its factor) the gradient is in 8 bits, times SMALL."""
+    """Add one chunk's part to the gradients of the hidden states, the head's weight and its bias. With `small` (a
+    frozen head in 8 bits, transposed, and its factor), the gradient of the logits is in 8 bits and scaled by SMALL."""
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         if small is None:

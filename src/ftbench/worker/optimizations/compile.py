@@ -11,14 +11,14 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model, decoder_layers, vision_layers
 
-# What keeps the compiler from making a value again that it could: each guards its time, and none its numbers.
+# Settings that keep the compiler from recomputing values. They affect its speed and not its results.
 _GUARDS = ("used_far_apart", "long_fusible_chains", "materialized_backward")
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Compile the layers. With images, batches have many lengths: then the decoder's graphs are dynamic unless a
-    fixed shape is set, and the encoder's if image sizes differ. Qwen3-VL is always dynamic: compiled for one length
-    (torch 2.11, H200) its gradients were 4 % too short, and once NaN."""
+    """Compile the layers. With images, batches have many lengths: then the decoder's graphs are dynamic unless a fixed
+    shape is set, and the encoder's if image sizes differ. Qwen3-VL is always dynamic: compiled for one length (torch
+    2.11, H200) its gradients were 4 % too small, and once NaN."""
     torch._dynamo.config.specialize_float = True  # scales never change: dynamic ones get a C++ kernel on the host
     for guard in _GUARDS:
         setattr(torch._functorch.config, f"ban_recompute_{guard}", spec.optimizations.compile != "lean")
@@ -66,9 +66,8 @@ def graphs() -> int:
 
 
 def cache() -> str | None:
-    """Return where the graphs compiled so far came from: `cold` (all were compiled), `warm` (all were in the
-    compiler's cache on disk, from an earlier process), `partly warm`; None where nothing was compiled or the cache
-    is off."""
+    """Return where the graphs compiled so far came from: `cold` (all were compiled), `warm` (all were in the compiler's
+    cache on disk, from an earlier process), `partly warm`; None if nothing was compiled or the cache is off."""
     from torch._dynamo.utils import counters
 
     hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]

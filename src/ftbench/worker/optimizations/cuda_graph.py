@@ -15,7 +15,7 @@ from ftbench.spec.experiment import Experiment
 
 WARM_UP = 3  # passes before the recorded one (torch.cuda.make_graphed_callables): kernels load, graphs are compiled
 _TOKENS = "num_items_in_batch"
-_HELD = "graphed_step"  # where a model has it
+_HELD = "graphed_step"  # attribute of the model
 
 
 class CudaGraph:
@@ -44,7 +44,7 @@ class CudaGraph:
 
 
 class GraphedStep:
-    """In place of the trainer's forward and backward pass. Counts its `replays`."""
+    """Replaces the trainer's forward and backward pass. Counts its `replays`."""
 
     def __init__(self) -> None:
         self.replays = 0
@@ -78,7 +78,7 @@ class GraphedStep:
 
         def passes() -> Any:
             for parameter in trained:
-                parameter.grad = None  # so that the pass makes it, where it then stays
+                parameter.grad = None  # so that the pass allocates it; later passes reuse the address
             return train(model, dict(batch), self._batch[_TOKENS]), [parameter.grad for parameter in trained]
 
         graph = CudaGraph()
@@ -125,12 +125,12 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def of(model: Any) -> GraphedStep | None:
-    """Return what takes the place of a model's passes, if anything does."""
+    """Return the object that replaces a model's forward and backward pass, or None."""
     return getattr(model, _HELD, None)
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
-    """Return how many replays there were so far, where there are to be some."""
+    """Return the number of replays so far; empty if the optimization is off."""
     step = of(model)
     return {} if step is None else {"cuda_graph_replays": step.replays}
 

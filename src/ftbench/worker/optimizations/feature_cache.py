@@ -1,4 +1,4 @@
-"""What encoder and projector make of an image, computed once: exact, for nothing that it depends on is trained."""
+"""Compute the output of encoder and projector once per image. It is exact, because neither is trained."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -10,20 +10,20 @@ from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model
 
-_DROPPED = ("attention_dropout", "hidden_dropout", "dropout")  # what would make each epoch's features others
+_DROPPED = ("attention_dropout", "hidden_dropout", "dropout")  # with dropout, features differ between epochs
 
 
 class Features:
-    """In place of a model's `get_image_features`: those of the images that were shown last, on the host once they are
-    computed. An image has one tensor of tokens x hidden, and another for each layer of the decoder that is handed
-    some (Qwen3-VL)."""
+    """Replaces a model's `get_image_features`: returns the features of the images passed to `show`, and keeps them on
+    the host. An image has one tensor of tokens x hidden, and another one for each decoder layer that gets image
+    features (Qwen3-VL)."""
 
     def __init__(self, compute: Callable[..., Any]) -> None:
         self.kept: dict[str, tuple[torch.Tensor, ...]] = {}
         self._compute, self._shown = compute, tuple[str, ...]()
 
     def show(self, images: Sequence[str]) -> bool:
-        """Say which images the next batch shows; return whether all of them are kept."""
+        """Set the images of the next batch. Return whether the features of all of them are kept."""
         self._shown = tuple(images)
         return all(image in self.kept for image in images)
 
@@ -43,12 +43,12 @@ class Features:
 
 
 def _on_host(part: torch.Tensor) -> torch.Tensor:
-    """Return a copy in host memory without waiting: only the device reads it, after it has written it."""
+    """Return a copy in host memory without waiting. This is safe because only the device reads it later."""
     return torch.empty_like(part, device="cpu", pin_memory=part.is_cuda).copy_(part, non_blocking=True)
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Keep what images become. Raises SpecError for an encoder that drops some of it at random."""
+    """Keep the features of images. Raises SpecError for an encoder with dropout."""
     base = base_model(model)
     for name in _DROPPED:
         if share := getattr(base.config.vision_config, name, 0):
@@ -59,7 +59,7 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def of(model: Any) -> Features | None:
-    """Return the features that a model keeps, if it does."""
+    """Return the model's feature cache, or None."""
     features = getattr(getattr(base_model(model), "model", None), "get_image_features", None)
     return features if isinstance(features, Features) else None
 

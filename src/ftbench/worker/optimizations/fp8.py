@@ -100,8 +100,8 @@ def apply(model: Any, spec: Experiment) -> None:
         for name in _wanted_names(model):
             _replace(model, name, TeLinear(model.get_submodule(name), recipe))
         return
-    groups = grouped_by(_wanted_names(model), siblings)  # layers of one input share a factor: one product may have all
-    for names in groups.values():  # by name: modules would keep every 16-bit weight until the last one is cast
+    groups = grouped_by(_wanted_names(model), siblings)  # layers with one input share a factor and can share a product
+    for names in groups.values():  # names, because references to modules would keep all 16-bit weights in memory
         weights = [model.get_submodule(name).weight.abs().amax() for name in names if recipe != ROWWISE]
         largest = torch.stack(weights).amax() if weights else None
         for name in names:

@@ -1,8 +1,8 @@
-"""The gradient of the hidden states by an 8-bit product with the output head, within the loss over chunks.
+"""Compute the gradient of the hidden states as an 8-bit product with the output head, within the chunked loss.
 
-The head's two products are a twelfth of a step's FLOPs (Qwen3-8B: 0.62 of 7.57 billion weights), at half the speed of
-the layers' in 8 bits. Logits need their bits, for a difference of 0.1 is one of 10 % in a probability; the gradient is
-a sum over all words, in which what rounding adds to each averages out.
+The head's two products are a twelfth of a step's FLOPs (Qwen3-8B: 0.62 of 7.57 billion weights), but run at half the
+speed of the layers' 8-bit products. Logits need high precision, because an error of 0.1 changes a probability by 10 %.
+The gradient is a sum over all words, so rounding errors average out.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ ROWS = 256  # rows of the transposed head cast at a time: all at once would need
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Give the head a transposed copy in 8 bits. Raises SpecError for one that is trained, or of another shape."""
+    """Give the head a transposed copy in 8 bits. Raises SpecError for a trained head or an unsupported shape."""
     head = base_model(model).get_output_embeddings()
     weight = head.weight.detach()
     if any(parameter.requires_grad for parameter in head.parameters()) or any(side % MULTIPLE for side in weight.shape):

@@ -17,13 +17,13 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model
 from ftbench.worker.optimizations import fp8
 
-ADAPTER = "default"  # peft's name for the only one
+ADAPTER = "default"  # peft's name of the only adapter
 MOST = 32  # maximum adapter columns of the fused MLP kernels (`kernels/adapted_swiglu.py`)
 
 
 class AdapterGroup(torch.nn.Module):
-    """Adapted layers that read the same input: computed together when the first of them is called. Holds no parameter:
-    `refresh` takes the adapters' values from peft's."""
+    """Adapted layers that read the same input. All are computed when the first of them is called. The group has no
+    parameters: `refresh` copies the adapters' values from peft's modules."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class AdapterGroup(torch.nn.Module):
         self.scales = [layer.scaling[ADAPTER] for layer in layers]
         self.rank = layers[0].r[ADAPTER]
         self.width = layers[0].in_features
-        self.columns = 0  # that a product's input and output have room for
+        self.columns = 0  # extra columns in the input and output of a product
         self.ready: dict[int, torch.Tensor] = {}
         self.read: torch.Tensor | None = None
 
@@ -54,12 +54,12 @@ class AdapterGroup(torch.nn.Module):
         return self.layers == tuple(layers) and all(bias is None for bias in biases)
 
     def gated(self, x: torch.Tensor, down: Any) -> torch.Tensor | None:
-        """Return the output of an MLP whose first layers are this group and whose last is the group `down`, or None
-        if there is no fused MLP for them."""
+        """Return the output of an MLP with this group as its first layers and `down` as its last layer. Return None if
+        no fused MLP supports them."""
         return None
 
     def is_on(self) -> bool:
-        """Return whether the adapters take part now."""
+        """Return whether the adapters are active and not merged."""
         return not any(layer.disable_adapters or layer.merged for layer in self.layers)
 
     def refresh(self) -> None:
@@ -97,8 +97,8 @@ class AugmentedGroup(AdapterGroup):
             start += self.sizes[index]
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layers' outputs for x (tokens x width, or wider: the extra columns are overwritten), side by
-        side, with extra columns."""
+        """Return the layers' outputs side by side, with extra columns. x is tokens x width, or wider; its extra columns
+        are overwritten."""
         return Augmented.apply(x.to(self.weight.dtype), self.weight, self.scales, *self.adapters())
 
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -109,7 +109,7 @@ class AugmentedGroup(AdapterGroup):
 
 
 class BesideGroup(AdapterGroup):
-    """The base layers multiply as they do, those in 8 bits as one; the adapters' products are added."""
+    """The base layers compute as before (8-bit layers in one product), and the adapters' products are added."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -138,7 +138,7 @@ class BesideGroup(AdapterGroup):
         return made
 
     def operands(self) -> tuple[Any, ...]:
-        """Return what their product takes besides its input."""
+        """Return the arguments of the product after its input."""
         return *self.joined[0].operands(), self.a, self.blocks, self.scales, *self.adapters()
 
     def gated(self, x: torch.Tensor, down: Any) -> torch.Tensor | None:
@@ -197,7 +197,7 @@ def apply(model: Any, spec: Experiment) -> None:
         for group in groups:
             group.refresh()
 
-    base_model(model).register_forward_pre_hook(refresh)  # before an encoder of images, too
+    base_model(model).register_forward_pre_hook(refresh)  # runs before the image encoder too
 
 
 def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
@@ -231,7 +231,7 @@ def grouped(layers: dict[str, Any]) -> list[list[Any]]:
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
-    """Return how many layers' adapters are multiplied so."""
+    """Return the number of layers with fused adapters."""
     return {"fused_lora_layers": sum(isinstance(module, _Fused) for module in model.modules())}
 
 

@@ -10,11 +10,11 @@ from ftbench.kernels.host_offload import HostTensors
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import decoder_layers
 
-_KEEPS = "ftbench_host_memory"  # where a model has the memory that its layers' inputs are moved to
+_KEEPS = "ftbench_host_memory"  # attribute of the first layer: the host memory for the layers' inputs
 
 
 class _Changed(TrainerCallback):
-    """Changes the layers once the trainer has switched all of them on, as training begins."""
+    """Calls `change` at the start of training, after the trainer has turned on checkpointing in all layers."""
 
     def __init__(self, change: Any) -> None:
         self._change = change
@@ -50,14 +50,14 @@ def offload(model: Any) -> HostTensors:
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
-    """Return the share of the layers that do it, and GiB moved to the host so far where anything is to be moved."""
+    """Return the share of layers with checkpointing and, with `offload`, the GiB moved to the host so far."""
     memory = getattr(decoder_layers(model)[0], _KEEPS, None)
     moved = {} if memory is None else {"checkpoints_moved_gb": memory.moved_bytes / GIB}
     return {"gradient_checkpointing": share(model), **moved}
 
 
 def share(model: Any) -> float:
-    """Return the share of the decoder's layers whose activations are made again."""
+    """Return the share of the decoder's layers whose activations are recomputed."""
     layers = decoder_layers(model)
     return sum(any(_is_on(module) for module in layer.modules()) for layer in layers) / len(layers)
 

@@ -13,7 +13,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker.measure.effective_config import innermost
 from ftbench.worker.model.parts import base_model, part_of
 
-_STEPS = "steps_in_backward"  # where a model has what steps its parameters
+_STEPS = "steps_in_backward"  # attribute of the model: the object that updates its parameters
 
 
 class StepsInBackward(TrainerCallback):
@@ -53,7 +53,7 @@ class StepsInBackward(TrainerCallback):
             self.states.end_step()
 
     def norm(self, parameters: Iterable[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the norm of the last step's gradients, in the place of a function that would clip them."""
+        """Return the norm of the last step's gradients. This replaces the function that clips them."""
         norms = [self._norms[parameter] for parameter in parameters if parameter in self._norms]
         self._norms.clear()
         return torch.linalg.vector_norm(torch.stack(norms))

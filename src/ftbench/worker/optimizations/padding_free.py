@@ -1,4 +1,4 @@
-"""Batches without padding: the collator lays samples end to end (`data/collate.py`), each seeing only itself."""
+"""Batches without padding: the collator concatenates samples (`data/collate.py`). Attention stays within a sample."""
 
 from typing import Any
 

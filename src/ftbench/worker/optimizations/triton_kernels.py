@@ -9,7 +9,7 @@ from ftbench.worker.model.parts import base_model, decoder, decoder_layers
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Let the layers compute by the kernels. Raises SpecError for layers of another form."""
+    """Make the layers use the kernels. Raises SpecError for unsupported layers."""
     from ftbench.kernels import decoder_layer  # needs triton
 
     config = base_model(model).config.get_text_config()
@@ -28,14 +28,14 @@ def _is_ours(module: Any) -> bool:
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
-    """Return how many modules compute by the kernels, where some are to."""
+    """Return the number of modules that use the kernels; empty if the optimization is off."""
     if not spec.optimizations.triton_kernels:
         return {}
     return {"triton_kernel_modules": sum(map(_is_ours, model.modules()))}
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Return which layer computes otherwise."""
+    """Return a problem with the first layer that does not use the kernels."""
     if not spec.optimizations.triton_kernels:
         return []
     left = [index for index, layer in enumerate(decoder_layers(model)) if not _is_ours(layer)]

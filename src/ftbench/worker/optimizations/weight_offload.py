@@ -1,6 +1,6 @@
-"""Frozen weights in host memory: a model is loaded there (`model/loading.py`), its layers take turns on the device
-(`kernels/weight_stream.py`). The embedding stays, and its rows are read over the link; where the loss is over chunks
-the head is copied for it."""
+"""Keep frozen weights in host memory. The model is loaded there (`model/loading.py`), and its layers take turns on the
+device (`kernels/weight_stream.py`). The embedding stays on the host, and its rows are read over the link. The chunked
+loss copies the head to the device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +16,13 @@ from ftbench.kernels.weight_stream import Copies, HostMatrix, Weight, WeightStre
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import decoder, decoder_layers
 
-_STREAM = "weight_stream"  # where a decoder has its layers' weights
+_STREAM = "weight_stream"  # attribute of the decoder: its layers' weights
 
 
 @contextmanager
 def quantised_on(device: torch.device) -> Iterator[None]:
-    """Let bitsandbytes quantize host tensors on the device, one matrix at a time: the same codes as for a model
-    loaded on the device, and much faster than on the CPU."""
+    """Make bitsandbytes quantize host tensors on the device, one matrix at a time. The codes are the same as for a
+    model loaded on the device, and it is much faster than on the CPU."""
     from bitsandbytes.nn import Params4bit
 
     quantise = Params4bit._quantize
@@ -38,8 +38,8 @@ def quantised_on(device: torch.device) -> Iterator[None]:
 
 
 def keep_on_host(model: Any, spec: Experiment, device: torch.device) -> Any:
-    """Return a model that was loaded in host memory with its layers' matrices, embedding and head left there, and the
-    rest on the device."""
+    """Return a model that was loaded in host memory. The layers' matrices, the embedding and the head stay there, and
+    the rest moves to the device."""
     copies = Copies(device)
     stream = WeightStream(([*_matrices(layer)] for layer in decoder_layers(model)), copies)
     embedding, head = (part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()))
@@ -58,7 +58,8 @@ def keep_on_host(model: Any, spec: Experiment, device: torch.device) -> Any:
 
 
 def _matrices(layer: Any) -> Iterator[Weight]:
-    """Yield a layer's matrices, each with what puts another tensor in its place; of 4-bit ones the scales too."""
+    """Yield a layer's matrices, each with the function that replaces its tensor. For 4-bit matrices also yield the
+    scales."""
 
     def attribute(owner: Any, name: str) -> Weight:
         return Weight(getattr(owner, name), lambda tensor: setattr(owner, name, tensor))
@@ -105,7 +106,7 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
-    """Return GiB that wait on the host and that the layers' buffers take on the device, and GiB copied so far."""
+    """Return the GiB of weights on the host, the GiB of buffers on the device, and the GiB copied so far."""
     stream = getattr(decoder(model), _STREAM, None)
     if stream is None:
         return {}
@@ -117,7 +118,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Return layers' matrices on the device outside the two buffers, and layers that were not loaded in both passes."""
+    """Return a problem if a layer's matrices are outside the two buffers or were not loaded in both passes."""
     if not spec.optimizations.weight_offload:
         return []
     stream = getattr(decoder(model), _STREAM, None)

@@ -49,8 +49,8 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 def prepare(made: Any) -> None:
     """Count ring passes, and replace attention kernels that the ring does not support.
 
-    No 32-bit kernel of the ring supports grouped keys, so keys are repeated. On a CPU, let accelerate shard, and let
-    the ring use torch's CPU attention: it only knows kernels for GPUs.
+    No 32-bit kernel of the ring supports grouped keys, so keys are repeated. On a CPU, make accelerate shard, and make
+    the ring use torch's CPU attention, because the ring only supports GPU kernels.
     """
     fsdp.prepare(made)
     grouped = sdpa_attention.use_gqa_in_sdpa
@@ -97,7 +97,7 @@ def _as_shards(results: Any, mesh: Any) -> Any:
 def verify(trainer: Any, spec: Experiment) -> list[str]:
     """Return the problems of the weights, as with fsdp, and whether attention saw the keys of all parts.
 
-    If the ring is not active, attention is computed within each part without an error.
+    This check is needed because nothing fails if the ring is not active: each part then attends only to itself.
     """
     problems = fsdp.verify(trainer, spec)
     if applied(trainer)["rounds"] < len(list(decoder_layers(trainer.model_wrapped))):

@@ -64,8 +64,8 @@ def _shard_head_with_norm(trainer: Any) -> None:
 
 
 def _match_adapter_names() -> None:
-    """Make peft find the adapters to save. It looks for them by module names, which contain a part for checkpointed
-    layers that the state does not have, so none would be saved."""
+    """Make peft find the adapters to save. It looks for them by module names. In checkpointed layers these have an
+    extra part that the state's names lack, so no adapter would be saved."""
     if (names := getattr(tuners_utils, "_get_tuner_state_dict_key_prefixes", None)) is not None:  # of peft 0.21.2
         tuners_utils._get_tuner_state_dict_key_prefixes = lambda *args, **kwargs: {
             name.replace(_CHECKPOINT_PREFIX, "") for name in names(*args, **kwargs)
@@ -107,7 +107,7 @@ def prepare(made: Any) -> None:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return the problems: unsharded layers or parameters, a wrong number of ranks, or a wrong place of the shares."""
+    """Return a problem: unsharded layers or parameters, a wrong number of ranks, or shares on the wrong device."""
     model, launch = trainer.model_wrapped, spec.launch
     if not isinstance(model, FSDPModule):
         return [f"launch.strategy is fsdp, but the trainer has a {type(model).__name__}, which is not sharded"]

@@ -83,7 +83,7 @@ def _prefetch_one_layer(model: Any) -> dict[str, int]:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return what is not sharded as the stage requires, read from DeepSpeed's engine."""
+    """Return the parts that are not sharded as the stage requires, read from DeepSpeed's engine."""
     engine, name, ranks = trainer.model_wrapped, spec.launch.strategy, spec.launch.ranks
     if type(engine).__name__ != "DeepSpeedEngine":
         return [f"launch.strategy is {name}, but the trainer has a {type(engine).__name__}"]

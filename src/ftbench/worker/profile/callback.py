@@ -4,9 +4,9 @@
            load  │ timed │ profiler│ profiled  │ memory
            kernels│      │ warms up│           │
 
-Memory is recorded in the first and in the last part, because its stack traces slow down a step, and so does the
-profiler; the timed steps are ordinary ones. With compiled layers the first part lasts until three steps compiled
-nothing. If the profiler lost the GPU's events on any rank, one more step is profiled by a new profiler.
+Memory is recorded only in the first and the last part, because its stack traces slow down a step. The profiler slows
+down a step too, so neither is on in the timed steps. With compiled layers, the timed steps are the first three in a row
+that compile nothing. If the profiler lost the GPU's events on any rank, one more step is profiled by a new profiler.
 """
 
 import re
@@ -29,7 +29,7 @@ from ftbench.worker.profile.ranges import Ranges, mark
 
 SCHEMA = 1
 _TIMED = 3
-_LATEST = 20  # a run that compiles for ever is profiled all the same
+_LATEST = 20  # from this step on, a run is profiled even if it still compiles
 _LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
 _LEAST_SEEN = 0.9  # share of launches; below it the trace is unusable (profile/trace.py)
 
@@ -60,7 +60,7 @@ def _on_any_rank(fact: bool) -> bool:
 
 
 class Profiler(TrainerCallback):
-    """Profiles `measure.profile_steps` steps once speed is steady. To be added after the recorder."""
+    """Profiles `measure.profile_steps` steps once speed is steady. Add it after the recorder."""
 
     def __init__(self, spec: Experiment, run: RunDir, loop: Any, clock: Any) -> None:
         self._folder, self._clock = run.profile, clock
@@ -70,7 +70,7 @@ class Profiler(TrainerCallback):
         self._memory = Memory(run.profile, loop, self._ranges)
         self._on_gpu = next(loop.model.parameters()).device.type == "cuda"
         self._profiler: Any = None
-        self._first: int | None = None  # of the profiled steps
+        self._first: int | None = None  # first profiled step
         self._window: dict[str, Any] = {"schema": SCHEMA}
         self._lost = False
         self._compiled = (0, 0)  # graphs so far, and the step that compiled the last of them
@@ -139,8 +139,8 @@ class Profiler(TrainerCallback):
         self._lost = is_lost(profiler.profiler.kineto_results.events())
 
     def _next(self, step: int, first: int, most: int) -> None:
-        """Go on after the step that warms the profiler up, and after each profiled one. The device is waited for where
-        the profiled steps begin and end, so that their work is in the trace and no other's."""
+        """Advance the profiler after its warm-up step and after each profiled step. Wait for the device before the
+        first and after the last profiled step, so that the trace contains exactly their work."""
         begins, ends = step == first - 1, step == first + self._count - 1
         if begins or ends:
             self._clock.wait()
@@ -157,5 +157,5 @@ class Profiler(TrainerCallback):
             self._memory.start()
 
     def failed(self, error: BaseException) -> None:
-        """Keep what memory held when the device ran out of it."""
+        """Write the contents of memory if the device ran out of it."""
         self._memory.failed(error)

@@ -1,4 +1,4 @@
-"""What memory is for over one step: the allocator's own history on a GPU, the profiler's on a CPU."""
+"""Record the memory of one step by purpose: from the allocator's history on a GPU, from the profiler on a CPU."""
 
 import json
 import time
@@ -23,7 +23,7 @@ _KNOWN = ("ftbench", "transformers", "peft", "trl", "unsloth", "unsloth_zoo", "b
 
 
 class Memory:
-    """Records from `start` to `pause` or `finish`; the latter writes memory.json."""
+    """Records from `start` to `pause` or `finish`. `finish` writes memory.json."""
 
     def __init__(self, folder: Path, loop: Any, ranges: Ranges) -> None:
         self._folder, self._loop = folder, loop
@@ -37,7 +37,7 @@ class Memory:
         ranges.listeners.append(self._hear)
 
     def watch(self) -> None:
-        """Record for the case that a GPU runs out of memory; the first steps are where that happens."""
+        """Start recording in case the GPU runs out of memory, which usually happens in the first steps."""
         if self._on_gpu:
             self.start()
 
@@ -123,13 +123,13 @@ def owned(loop: Any) -> dict[int, tuple[str, int]]:
 
 
 def gradients(loop: Any) -> set[int]:
-    """Return the addresses of the gradients that there are."""
+    """Return the addresses of the existing gradients."""
     present = (p.grad for p in loop.model.parameters() if p.grad is not None and p.grad.numel())
     return {_of_rank(gradient).untyped_storage().data_ptr() for gradient in present}
 
 
 def _of_rank(tensor: Any) -> Any:
-    """Return this rank's shard of a distributed tensor, whose own storage is elsewhere."""
+    """Return this rank's shard of a distributed tensor, or the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
@@ -151,8 +151,8 @@ def from_entries(entries: Iterable[dict[str, Any]]) -> tuple[list[Event], int | 
 
 
 def from_trace(entries: Iterable[dict[str, Any]]) -> tuple[list[Event], list[tuple[float, str]]]:
-    """Return the same from the profiler's trace of a CPU (recorded with memory and stacks), and where the phases
-    began."""
+    """Return events from the profiler's trace of a CPU (recorded with memory and stacks), and the start of each
+    phase."""
     memory = [entry for entry in entries if entry.get("name") == "[memory]" and entry["args"]["Device Type"] == 0]
     calls = [entry for entry in entries if entry.get("cat") == "python_function"]
     marks = sorted(

@@ -16,7 +16,7 @@ from ftbench.worker.optimizations import chunked_loss
 
 
 class Ranges:
-    """One range at a time. Where no profiler listens it costs a microsecond or two."""
+    """Marks one range at a time. Without a profiler, a range costs one or two microseconds."""
 
     def __init__(self) -> None:
         self._open: Any = None
@@ -37,7 +37,7 @@ class Ranges:
             self._open = None
 
     def around(self, function: Callable[..., Any], name: str, then: str) -> Callable[..., Any]:
-        """Return the function within the range `name`, with `then` after it."""
+        """Return the function, wrapped to run in the range `name` and to enter the range `then` afterwards."""
 
         @wraps(function)
         def ranged(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ class Ranges:
 
 
 def mark(loop: Any, ranges: Ranges) -> None:
-    """Put ranges around the parts of this trainer's step, on its own objects: no other run is touched."""
+    """Put ranges around the parts of this trainer's step."""
     loop.model.register_forward_pre_hook(lambda *_: ranges.enter(FORWARD))
     loop.model.register_forward_hook(lambda *_: ranges.enter(METRICS))
     loop.accelerator.backward = ranges.around(loop.accelerator.backward, BACKWARD, DATA)
