@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ftbench.core import stderr
 from ftbench.core.table import printable
 from ftbench.core.units import some
 from ftbench.errors import BROKEN_PIPE, MissingError, SpecError
@@ -140,7 +141,8 @@ def log(text: str) -> None:
     line = printable(text)
     if (more := len(line) - _MAX_LINE) > 0:
         line = f"{line[: _MAX_LINE // 2]}… ({some(more, 'character')} more) …{line[-_MAX_LINE // 2 :]}"
-    print(line, file=sys.stderr)
+    with stderr.optional():
+        print(line, file=sys.stderr, flush=True)
 
 
 class ProgressLine:
@@ -157,11 +159,13 @@ class ProgressLine:
         text = f"  {follower.text()} · {seconds(now - self._started)} so far"
         if self._live:
             visible = printable(text)[: shutil.get_terminal_size().columns - 1]
-            print(f"\r\033[K{visible}", end="", file=sys.stderr, flush=True)
+            with stderr.optional():
+                print(f"\r\033[K{visible}", end="", file=sys.stderr, flush=True)
         elif self._log_every_s and now - self._logged >= self._log_every_s:
             self._logged = now
             log(text)
 
     def clear(self) -> None:
         if self._live:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            with stderr.optional():
+                print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from ftbench.core import stderr
 from ftbench.core.rows import RunSummary
 from ftbench.core.units import gibibytes, rate, seconds, some
 from ftbench.errors import SpecError
@@ -27,34 +28,45 @@ REFRESH_S = 1.0  # the view uses the CPU of the measured run
 UNFINISHED = ".slurm"  # folder with the unfinished runs of Slurm jobs, each in a folder of its name
 
 
+class _Console(Console):
+    """A console on stderr that continues without a reader; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        stderr.discard()
+
+
 class LiveView:
     """Context manager that shows progress: live on a terminal, else a report every `log_every_s` seconds."""
 
     def __init__(self, log_every_s: float | None = None) -> None:
         self._log_every_s, self._logged = log_every_s, time.monotonic()
-        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._console = _Console(stderr=True, highlight=False, soft_wrap=True)
         self._live = Live(console=self._console, auto_refresh=False, transient=True) if sys.stderr.isatty() else None
         self._shown = 0.0
 
     def __enter__(self) -> LiveView:
         if self._live:
-            self._live.start()
+            with stderr.optional():
+                self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._live:
-            self._live.stop()
+            with stderr.optional():
+                self._live.stop()
 
     def event(self, text: str) -> None:
         """Print a line with the time."""
-        self._console.print(Text(f"{time.strftime('%H:%M:%S')}  {text}"))
+        with stderr.optional():
+            self._console.print(Text(f"{time.strftime('%H:%M:%S')}  {text}"))
 
     def show(self, counted: str, running: Sequence[str]) -> None:
         """Show the running jobs and the counts."""
         if self._live and time.monotonic() - self._shown >= REFRESH_S:
             self._shown = time.monotonic()
             lines = [fitting(f"  {line}", self._console.width) for line in (*running, counted)]
-            self._live.update(Group(*map(Text, lines)), refresh=True)
+            with stderr.optional():
+                self._live.update(Group(*map(Text, lines)), refresh=True)
         elif not self._live and self._log_every_s and time.monotonic() - self._logged >= self._log_every_s:
             self._logged = time.monotonic()
             for line in (*running, counted):
