@@ -111,7 +111,11 @@ def _sources(paths: Sequence[Path], made: Made) -> dict[str, Path]:
                 break
             name = f"runs/{experiment}-{number}/{run_id}"
         made.runs += 1
-        sources |= {"/".join([name, *map(without_secrets, file.split("/"))]): run.path / file for file in files_of(run)}
+        for file in files_of(run):
+            target = "/".join([name, *map(without_secrets, file.split("/"))])
+            if not target.isprintable():  # such as bytes that are not UTF-8
+                raise SpecError(f"{run.path}: {target!r} has characters that cannot be shown: rename the folder")
+            sources[target] = run.path / file
     if not sources:
         raise SpecError("bundle: all runs are still running; bundle them when they have finished")
     return sources
