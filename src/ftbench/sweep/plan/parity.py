@@ -21,7 +21,7 @@ from ftbench.sweep.plan.parity_samples import Training, probe, same_samples
 from ftbench.sweep.verdict import FAIL, INCONCLUSIVE, PASS, LevelResult
 
 STEPS = 3  # recorded at each point: Adam's betas and weight decay show in the second
-PENDING, UNPROVEN = "not run yet", "no verdict"
+PENDING, UNPROVEN, BROKEN = "not run yet", "no verdict", "did not end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +185,10 @@ class ParityPlan(Grid):
         if missed and worst.state != FAIL:
             reason = f"{', '.join(missed)} passed, so this check proves nothing: train longer, or on other data"
             return Judgement(recipe.name, UNPROVEN, reason, levels)
+        broken = [each for each in self.controls(recipe) if each.state == BROKEN]
+        if broken and worst.state != FAIL:
+            cause = broken[0].result.sentence if broken[0].result else ""
+            return Judgement(recipe.name, UNPROVEN, f"{cause}: a control that did not end proves nothing", levels)
         if worst.state == PASS and any(each.state == PENDING for each in self.controls(recipe)):
             return Judgement(recipe.name, PENDING, "", levels)
         return Judgement(recipe.name, worst.state, "" if worst.state == PASS else worst.sentence, levels)
@@ -194,10 +198,13 @@ class ParityPlan(Grid):
             jobs = [self.train(recipe.reference, seed, None, name) for seed in range(self.seeds)]
             results = [self._trained(recipe, jobs)]
         else:
-            record = self.record_of(self.plain(recipe), recipe, name)
-            results = [each for each in self._recorded(recipe, record) if level in ("any", each.level)]
+            jobs = [self.record_of(self.plain(recipe), recipe, name)]
+            results = [each for each in self._recorded(recipe, jobs[0]) if level in ("any", each.level)]
         failed = next((each for each in results if each.state == FAIL), None)
         pending = any(each.state == PENDING for each in results)
+        ended = [self.standings[each] for each in jobs if self.standings[each].done]
+        if any(each.state not in ("ok", NOT_FINITE) for each in ended):  # such as a control that damages nothing
+            return ControlResult(name, level, BROKEN, failed or results[0])
         state = "caught" if failed else PENDING if pending else "missed"
         return ControlResult(name, level, state, failed or results[0])
 
