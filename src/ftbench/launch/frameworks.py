@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,6 +11,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from ftbench.core.programs import run_program
 from ftbench.errors import MissingError
 from ftbench.launch import trl
 from ftbench.spec.experiment import Experiment
@@ -129,10 +129,6 @@ def _version(python: str, package: str) -> str:
 def _answer(command: list[str], limit_s: float) -> str:
     """Return the output of an interpreter, or `_FAILED`."""
     try:
-        ended = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, env={**os.environ, **_SWITCHES},
-            text=True, errors="replace", check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
+        return run_program(command, limit_s, {**os.environ, **_SWITCHES}).stdout.strip()
+    except OSError:
         return _FAILED
-    return ended.stdout.strip()

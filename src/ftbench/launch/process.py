@@ -21,7 +21,7 @@ from ftbench.launch import process_tree
 
 GRACE_S = 20.0  # between SIGTERM and SIGKILL: time to write the last rows
 TICK_S = 0.5
-_MOST_LOG = 1 << 26  # bytes of output of a probe or simulation
+_MOST_LOG = 1 << 26  # bytes of output of a probe
 
 
 @dataclass(frozen=True, slots=True)
