@@ -31,6 +31,8 @@ def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
         return made
     if absent := sorted({*a["names"]} - {*b["names"]}):
         made["problems"].append(f"{_few(absent)} not trained, and plain trains them")
+    if more := sorted({*b["names"]} - {*a["names"]}):
+        made["problems"].append(f"{_few(more)} trained, and plain does not train them")
     made["problems"] += _settings(*(json.loads(str(side["settings"])) for side in (a, b)))
     made["problems"] += _initial(a, b)
     order = [list(side["samples"].argsort(kind="stable")) for side in (a, b)]
