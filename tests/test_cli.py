@@ -403,6 +403,24 @@ def test_full_stdout_exits_with_3():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("lost", ["full disk", "closed pipe"])
+@pytest.mark.parametrize("command", ["run", "sweep"])
+def test_lost_stderr_ends_no_run(tmp_path, command, lost):
+    data = {"name": "synthetic", "samples": 64, "length": 32}
+    spec = write_spec(tmp_path, dataset=data, train={"max_steps": 3}, launch={"mock": "ok"})
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed, open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ftbench", command, spec, "--out", tmp_path / "out"], stdout=subprocess.PIPE,
+            stderr=closed if lost == "closed pipe" else full, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == 0
+    assert "tokens/s" in done.stdout
+    (run,) = rundir.find_runs(tmp_path / "out")
+    assert rundir.read_state(run)["state"] == "ok"
+
+
 def test_ascii_terminal(study):
     plain = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = ftbench_process("run", study / "日本語.yaml", stdout=subprocess.PIPE, env=plain)

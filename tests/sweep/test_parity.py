@@ -207,6 +207,23 @@ def test_control_that_passes_means_no_verdict(tmp_path, monkeypatch):
     assert "lora_scale_x1.05" in found.reason
 
 
+def test_control_that_did_not_end_means_no_verdict(tmp_path, monkeypatch):
+    recipe = tiny("chunked", optimizations={"chunked_loss": True})
+    plan = plan_of(tmp_path, recipe)
+    for job in plan.standings:
+        rundir.create_at(job.run.path)
+        failed = job.values["recipe"].startswith("control")
+        rundir.write_json(job.run.state, {"state": "error", "reason": "nothing damaged"} if failed else {"state": "ok"})
+        plan.ended(job)
+    same = record() | {"reference": plan.record_of(recipe.reference, recipe).run.run_id}
+    monkeypatch.setattr(plan, "agreement", lambda *_: same)
+    monkeypatch.setattr(Training, "read", classmethod(lambda cls, run: Training(2.0, 240.0, ())))
+    (found,) = plan.judgements()
+    assert found.verdict == UNPROVEN
+    assert "nothing damaged" in found.reason
+    assert not any(each.caught for each in plan.controls(recipe))
+
+
 def test_failed_run_and_refused_recipe_do_not_pass(tmp_path):
     recipe, refused = tiny("chunked", optimizations={"chunked_loss": True}), tiny("fp8", "needs a GPU")
     plan = plan_of(tmp_path, recipe, refused)
