@@ -152,11 +152,11 @@ class ProgressLine:
         self._live, self._log_every_s = sys.stderr.isatty(), log_every_s
         self._started = self._logged = time.monotonic()
 
-    def show(self, follower: Progress) -> None:
+    def show(self, progress: Progress) -> None:
         from ftbench.core.units import seconds
 
         now = time.monotonic()
-        text = f"  {follower.text()} · {seconds(now - self._started)} so far"
+        text = f"  {progress.text()} · {seconds(now - self._started)} so far"
         if self._live:
             visible = printable(text)[: shutil.get_terminal_size().columns - 1]
             with stderr.optional():

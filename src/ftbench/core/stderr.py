@@ -1,4 +1,4 @@
-"""Writing to stderr, which a long run may lose: the reader of a pipe ends, the terminal is closed, the disk is full."""
+"""Write to stderr, which can become unwritable during a run: a pipe or a terminal is closed, or the disk is full."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def optional() -> Iterator[None]:
-    """Discard stderr from now on if the block cannot write to it: a run must not end because of its progress."""
+    """Discard stderr from now on if the block cannot write to it. A run continues without progress lines."""
     try:
         yield
     except OSError:
