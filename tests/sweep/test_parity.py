@@ -116,6 +116,11 @@ def test_rounding_recipe_may_have_twice_the_error_of_plain_bfloat16(mine, states
     assert tuple(level.state for level in found) == states
 
 
+def test_reference_without_finite_gradients_is_inconclusive():
+    empty = record() | {"tensors": []}
+    assert verdict.gradient(empty, [empty], spec_in("fp32")).state == INCONCLUSIVE
+
+
 def test_each_kind_of_number_has_its_budget():
     assert verdict.kinds(spec_in("fp32")) == ("float32",)
     assert verdict.kinds(spec_in("bf16", method={"name": "qlora"})) == ("4-bit weights",)

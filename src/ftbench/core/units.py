@@ -103,9 +103,12 @@ def difference(value: float) -> str:
     return f"{value * 100:+.2g} %" if abs(value) >= 1e-4 else "< 0.01 %" if value else "0 %"
 
 
+_RANKS = ("not there, so nothing is known by rank", "missing, so there are no figures per rank")
+
+
 def reworded(text: str) -> str:
-    """Return a sentence of an older run in today's form: singular for one, a space before the percent sign."""
-    text = _SHARE.sub(" %", text)
+    """Return a sentence of an older run in its current form: singular for one, a space before the percent sign."""
+    text = _SHARE.sub(" %", text).replace(*_RANKS)
     return _ONE.sub(lambda match: f"1 {match[1]}{' was' if match[2] else ''}", text)
 
 

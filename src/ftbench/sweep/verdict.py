@@ -149,6 +149,8 @@ class _Check:
 
 
 def _result(level: str, checks: Sequence[_Check], unit: str) -> LevelResult:
+    if not checks:
+        return LevelResult(level, INCONCLUSIVE, "the reference has no finite value to compare")
     worst = max(checks, key=lambda check: check.share)
     others = sum(check.share > 1 for check in checks) - 1
     more = f" (and {others} more of {len(checks)} checks)" if others > 0 else ""
