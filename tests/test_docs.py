@@ -161,7 +161,7 @@ def test_generated_page_is_current(script):
 def test_guide_states_the_tokens_per_step_that_fp8_needs():
     """The sentence agrees with the runs, and `ftbench recommend` with the sentence."""
     said = " ".join((ROOT / "docs/how-to/choose-a-card.md").read_text("utf-8").split())
-    sentence = said.partition("**Few tokens a step?**")[2].partition("**Few steps?**")[0]
+    sentence = said.partition("**Few tokens per step?**")[2].partition("**Few steps?**")[0]
     rates = {}
     for path in (ROOT / "results/h200/headline").glob("*/*/summary.json"):
         spec, summary = (json.loads((path.parent / name).read_text()) for name in ("spec.json", "summary.json"))
@@ -171,7 +171,7 @@ def test_guide_states_the_tokens_per_step_that_fp8_needs():
             found.append(summary["tokens_per_s"]["real"])
     assert sorted(rates) == [(2048, False), (2048, True), (8192, False), (8192, True)]
     for (tokens, _), found in rates.items():
-        assert f"{tokens:,} tokens a step" in sentence
+        assert f"{tokens:,} tokens per step" in sentence
         assert f"{statistics.geometric_mean(found):,.0f}" in sentence
     for rows, eight in ((1, False), (4, True)):
         spec = Experiment.model_validate({

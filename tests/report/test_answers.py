@@ -180,8 +180,8 @@ def test_decision_names_the_smaller_recipe_and_its_cost_in_speed(tmp_path):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=2.0, seed=2, peak_memory_gb=20.0), spec=method("qlora"))
     text = words(tmp_path)
-    assert re.search(r"Memory short: qlora at batch 4 needs 20\.0 GiB, lora at batch 4 77\.\d GiB", text)
-    assert re.search(r"price is speed, likely -(49|50)\.\d %", text)
+    assert re.search(r"Least memory: qlora at batch 4 needs 20\.0 GiB, lora at batch 4 77\.\d GiB", text)
+    assert re.search(r"its speed is likely -(49|50)\.\d %", text)
 
 
 def test_decision_names_a_recipe_that_is_smallest_and_fastest(tmp_path):
@@ -201,11 +201,11 @@ def test_decision_ignores_small_memory_savings(tmp_path):
     make_run(tmp_path, "b", steps(seconds=2.0, seed=2, peak_memory_gb=76.0), spec=method("qlora"))
     text = words(tmp_path)
     assert "Memory: lora at batch 4 is the fastest" in text
-    assert "the price is speed" not in text
+    assert "its speed is" not in text
 
 
 def test_decision_names_the_fastest_of_the_small_recipes():
-    assert "Memory short: unsloth 16-bit + checkpointing off at batch 1 needs 24.3 GiB" in words(
+    assert "Least memory: unsloth 16-bit + checkpointing off at batch 1 needs 24.3 GiB" in words(
         RESULTS / "qwen3-8b-frontier"
     )
 

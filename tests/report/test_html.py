@@ -221,7 +221,7 @@ def test_decision_points_link_to_their_runs(tmp_path):
     page = Page(report(Request([tmp_path], "html")).text)
     links = [attributes for tag, attributes in page.tags if tag == "a" and attributes.get("class") == "evidence"]
     rows = {attributes["id"] for tag, attributes in page.tags if tag == "tr" and "id" in attributes}
-    assert "Memory short:" in page.words
+    assert "Least memory:" in page.words
     assert [(link["data-runs"] or "").split() for link in links[:2]] == [["2", "1"], ["1", "2"]]
     assert {(link["href"] or "").removeprefix("#") for link in links} <= rows
 

@@ -9,7 +9,7 @@ ABSENT = {"accelerate", "bitsandbytes", "datasets", "peft", "torch", "transforme
 
 
 class Finder(PathFinder):
-    """Finds what lies on the path but for them, as on a machine where nobody has installed them."""
+    """Find all modules except these, as on a machine without them."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):

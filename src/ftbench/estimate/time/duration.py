@@ -33,7 +33,7 @@ HOST_SPREAD = 1.1  # in addition, if Python sets the pace: processors differ mor
 ROUGH_SPREAD = 2.0  # in addition, for specs that are known roughly and not measured, and for several machines
 SEVERAL_SPREAD = 1.2  # in addition, for several GPUs: the time they wait for each other was not measured
 # In addition, under DeepSpeed, whose work on the host and passes over its partitions are not modelled: a step of ZeRO-3
-# without prefetching took half as long again as estimated (results/h200/several-gpus).
+# without prefetching took 1.5 times the estimated time (results/h200/several-gpus).
 ZERO_SPREAD = 1.5
 EXPERTS_SPREAD = 1.5  # in addition, for a step of a mixture of experts that was not measured
 # Bytes per second at which a full pool is freed and allocated again for the optimizer's temporary tensors: 16.4 GB

@@ -102,8 +102,8 @@ def _memory(measured: Sequence[Cell], noise: Noise) -> Iterator[Point]:
         pair = _pair(small, fast, noise)
         rest = "" if needs == least else f" (the least, {units.gibibytes(least)} GiB, is slower)"
         yield point(
-            f"Memory short: {small.name} needs {units.gibibytes(needs)} GiB{rest}, {fast.name} "
-            f"{units.gibibytes(most)} GiB; the price is speed, {change_in_words(pair.speed)}.",
+            f"Least memory: {small.name} needs {units.gibibytes(needs)} GiB{rest}, {fast.name} "
+            f"{units.gibibytes(most)} GiB; its speed is {change_in_words(pair.speed)}.",
             small, fast, also=_also(pair),
         )  # fmt: skip
 

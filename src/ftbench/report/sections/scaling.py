@@ -23,8 +23,8 @@ _DIVISION = ("launch.", "train.batch_size", "train.gradient_accumulation_steps",
 _TIERS = {"allocated": "tensors", "reserved": "rest of the pool", "device": "driver, NCCL and others"}
 _WORDS = (
     "Tokens per second of all GPUs. Weak scaling: each GPU has the batch of the single GPU. Strong scaling: all GPUs "
-    "share that batch. Both in % of the single GPU's speed times the number of GPUs, same recipe. Skew is the share of "
-    "a step that the mean rank waits for the rank with the most tokens."
+    "share that batch. Both are relative to one GPU with the same recipe times the number of GPUs. Skew is the share "
+    "of a step that the mean rank waits for the rank with the most tokens."
 )
 
 
