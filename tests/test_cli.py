@@ -598,7 +598,7 @@ def test_settings_without_effect_are_reported(ftbench, tmp_path, arguments, said
     assert "2 runs" in out
 
 
-@pytest.mark.parametrize("option", ["--answers", "--hours=8", "--repeats=merge"])
+@pytest.mark.parametrize("option", ["--answers", "--hours=8", "--rows=merge"])
 def test_gate_refuses_options_without_effect(ftbench, study, option):
     code, out, err = ftbench("report", study, "--against", study, option)
     assert (code, out, "leave it out" in err) == (2, "", True), err

@@ -186,7 +186,7 @@ def test_merged_repeats_are_one_row(tmp_path, ftbench):
     good = [record["tokens_per_s.real"] for record in records if record["state"] == "ok"]
     assert merged["runs"] == "2 of 3"
     assert merged["tokens_per_s.real"] == pytest.approx(statistics.geometric_mean(good))
-    code, out, _ = ftbench("report", tmp_path, "--repeats", "merge")
+    code, out, _ = ftbench("report", tmp_path, "--rows", "merge")
     assert (code, [line.split()[0] for line in out.splitlines() if "lora at batch 4" in line]) == (0, ["1"])
 
 
@@ -344,7 +344,7 @@ def test_different_samples_per_step_are_inconclusive(tmp_path):
         (["--compare", "method", "--baseline", "l"], "matches full, lora: write the full value"),
         (["--baseline", "lora"], "need an axis"),
         (["--strict"], "need an axis"),
-        (["--repeats", "merged"], "--repeats merged: allowed are each, merge"),
+        (["--rows", "merged"], "--rows merged: allowed are each, merge"),
         (["--hours", "-1"], "--hours -1: give a number of hours above 0"),
         (["--fail-above", "5%"], "--fail-above needs --against"),
         (["--compare", "method", "--format", "jsn"], "did you mean json?"),

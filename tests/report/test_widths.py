@@ -54,7 +54,7 @@ def test_report_of_committed_runs_fits_the_terminal(monkeypatch, tmp_path, store
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(
-    "options", [[], ["--compare", "method"], ["--compare", "gpu"], ["--repeats", "merge"]], ids=" ".join
+    "options", [[], ["--compare", "method"], ["--compare", "gpu"], ["--rows", "merge"]], ids=" ".join
 )
 def test_report_of_mixed_runs_fits_the_terminal(ftbench, monkeypatch, tmp_path, options, width):
     monkeypatch.setenv("COLUMNS", str(width))
@@ -123,7 +123,7 @@ def test_note_of_a_merged_row_names_the_repeat(ftbench, tmp_path):
     make_run(tmp_path, "a-r1", steps(seed=1))
     make_run(tmp_path, "a-r2", steps(seed=2), applied={"warnings": ["hot"]})
     make_run(tmp_path, "b-r1", steps(seed=3), spec=method("full"))
-    out = ftbench("report", tmp_path, "--repeats", "merge")[1]
+    out = ftbench("report", tmp_path, "--rows", "merge")[1]
     assert [line for line in out.splitlines() if "hot" in line] == ["note: #2: repeat 2 of 2: hot"]
 
 

@@ -18,7 +18,7 @@ def report(
     compare: Annotated[str | None, typer.Option(help="compare runs along this axis", metavar="AXIS")] = None,
     baseline: Annotated[str | None, typer.Option(help="--compare: baseline value of the axis")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="--compare: only pairs of the same recipe")] = False,
-    repeats: Annotated[str, typer.Option(help="each, or merge: one row per spec and GPU")] = "each",
+    rows: Annotated[str, typer.Option(help="each run, or merge: one row per spec and GPU")] = "each",
     answers: Annotated[
         bool, typer.Option("--answers", help="add what to do, samples per night, largest batch")
     ] = False,
@@ -40,7 +40,7 @@ def report(
     show_in_full(wide or output is not None)
 
     request = build.Request(
-        paths, formats.format_of(output) if format is None else format, compare, baseline, strict, repeats, answers,
+        paths, formats.format_of(output) if format is None else format, compare, baseline, strict, rows, answers,
         hours, against, fail_above, prices, where or [], sort,
         [name.strip() for name in columns.split(",")] if columns is not None else [],
     )  # fmt: skip

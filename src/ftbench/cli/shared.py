@@ -27,6 +27,7 @@ RENAMED_OPTIONS = {
     "ablate": {"--objective": "--goal"},
     "parity": {"--against": "--reference"},
     "sweep": {"--gpus": "--gpu-ids"},
+    "report": {"--repeats": "--rows"},
 }
 OUTPUT, INPUT, CLUSTER, ADVANCED = "Output", "Input", "Several GPUs", "Advanced"  # groups of options in --help
 

@@ -132,7 +132,7 @@ def _check(request: Request) -> None:
     problems = []
     formats.known_format(request.format)
     if request.repeats not in _REPEATS:
-        problems.append(f"--repeats {request.repeats}: allowed are {', '.join(_REPEATS)}")
+        problems.append(f"--rows {request.repeats}: allowed are {', '.join(_REPEATS)}")
     if request.compare is None and (request.baseline is not None or request.strict):
         problems.append("--baseline and --strict need an axis: add for example --compare method")
     if request.columns and request.format not in _WITH_COLUMNS:
@@ -144,7 +144,7 @@ def _check(request: Request) -> None:
     if request.against is not None and request.compare is not None:
         problems.append("--against and --compare cannot be combined: run the command twice")
     others = {"--answers": request.answers, "--prices": request.prices, "--hours": request.hours,
-              "--repeats": request.repeats != "each"}  # fmt: skip
+              "--rows": request.repeats != "each"}  # fmt: skip
     if request.against is not None and any(others.values()):
         given = " and ".join(name for name, value in others.items() if value)
         problems.append(f"--against cannot be combined with {given}: leave it out")
