@@ -50,7 +50,7 @@ def test_unreadable_runs_have_a_row_with_the_reason(tmp_path, format_name, ftben
     odd = make_run(tmp_path, os.fsdecode(b"not-utf8-\xff"))
     for name, (damage, _) in breaks().items():
         damage(make_run(tmp_path, f"broken-{name}"))
-    code, out, err = ftbench("report", tmp_path, "--format", format_name, "--answers", "--repeats", "each")
+    code, out, err = ftbench("report", tmp_path, "--format", format_name, "--answers", "--rows", "each")
     assert (code, err) == (0, "")
     rows = {record["run_id"]: record for record in collect([tmp_path])}
     assert {rows[run.run_id]["state"] for run in (good, odd)} == {"ok"}

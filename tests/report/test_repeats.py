@@ -69,7 +69,7 @@ def test_edited_data_files_are_not_repeats(tmp_path, ftbench):
     for name, tokens in (("b", "one"), ("c", "one"), ("d", "another")):
         make_run(tmp_path, name, steps(seed=ord(name)), applied={"dataset.hash": tokens})
     assert [[run.run_id for run in cell.runs] for cell in cells(tmp_path)] == [["a", "b", "c"], ["d"]]
-    out = ftbench("report", tmp_path, "--repeats", "merge", "--format", "csv")[1]
+    out = ftbench("report", tmp_path, "--rows", "merge", "--format", "csv")[1]
     assert [row["runs"] for row in csv.DictReader(io.StringIO(out))] == ["2 of 3", "1"]
 
 
