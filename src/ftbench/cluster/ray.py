@@ -33,6 +33,7 @@ RETRIES = 2  # by Ray, after a lost node or worker
 _POLL_S = 0.5
 _DESCRIBE_S = 60.0  # longest wait for the description of a node
 _CONNECT_S = 5.0
+_ATTEMPTS, _RETRY_S = 3, 3.0
 _THREADS = "OMP_NUM_THREADS"
 
 
@@ -92,11 +93,16 @@ def _connect(on: str, stack: ExitStack) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    try:
-        ray.init(address=address, namespace="ftbench", log_to_driver=False, logging_level="ERROR",
-                 configure_logging=False)  # fmt: skip
-    except Exception as error:  # noqa: BLE001 - no cluster, another version, or the client's package is missing
-        raise MissingError(f"--on {on}: cannot join the Ray cluster: {_reason(error)}") from None
+    for attempt in range(_ATTEMPTS):  # on a busy machine Ray's client server may start too late
+        try:
+            ray.init(address=address, namespace="ftbench", log_to_driver=False, logging_level="ERROR",
+                     configure_logging=False)  # fmt: skip
+            break
+        except Exception as error:  # noqa: BLE001 - no cluster, another version, or the client's package is missing
+            if attempt < _ATTEMPTS - 1 and "Initialization failure from server" in str(error):
+                time.sleep(_RETRY_S)
+                continue
+            raise MissingError(f"--on {on}: cannot join the Ray cluster: {_reason(error)}") from None
     stack.callback(ray.shutdown)
     return ray
 
