@@ -1,6 +1,8 @@
 import pytest
 
-from ftbench.core.hardware import find_gpu, gpus, gpus_called, supports_fp8
+from ftbench.core.hardware import find_gpu, gpus, supports_fp8
+from ftbench.errors import SpecError
+from ftbench.estimate.gpu_selection import gpu_named
 
 
 @pytest.mark.parametrize(
@@ -98,22 +100,26 @@ def test_a_gpu_without_bf16_has_the_peak_of_fp16_only():
     assert find_gpu("Tesla T4").peak_tflops("bf16") is None
 
 
-@pytest.mark.parametrize(
-    ("words", "names"),
-    [
-        ("rtx4090", ["RTX 4090"]),
-        ("4090", ["RTX 4090"]),
-        ("GeForce RTX-4090", ["RTX 4090"]),
-        ("h100pcie", ["H100 PCIe"]),
-        ("H100", ["H100 NVL", "H100 PCIe", "H100 SXM5"]),
-        ("l4", ["L4"]),
-        ("a100-80gb", ["A100 80GB"]),
-        ("409", []),
-        ("", []),
-    ],
-)
-def test_parts_of_a_name_find_all_matching_cards(words, names):
-    assert [gpu.name for gpu in gpus_called(words)] == names
+MAX_Q, SERVER, WORKSTATION = (f"RTX PRO 6000 Blackwell {kind}" for kind in ("Max-Q", "Server", "Workstation"))
+
+
+@pytest.mark.parametrize(("words", "names"), [
+    ("rtx4090", ["RTX 4090"]), ("4090", ["RTX 4090"]), ("GeForce RTX-4090", ["RTX 4090"]), ("h100pcie", ["H100 PCIe"]),
+    ("H100", ["H100 NVL", "H100 PCIe", "H100 SXM5"]), ("h100 80GB", ["H100 PCIe", "H100 SXM5"]), ("l4", ["L4"]),
+    ("a100-80gb", ["A100 80GB"]), ("A100 SXM 80GB", ["A100 80GB"]), ("A100 SXM", ["A100 80GB", "A100 40GB"]),
+    ("NVIDIA A100", ["A100 80GB", "A100 40GB"]), ("A100 80GB PCIe", ["A100 80GB"]), ("H200", ["H200 NVL", "H200 SXM"]),
+    ("NVIDIA H200", ["H200 SXM"]), ("RTX PRO 6000", [MAX_Q, SERVER, WORKSTATION]), ("max-q", [MAX_Q]),
+    ("NVIDIA RTX PRO 6000 Blackwell", [MAX_Q, SERVER, WORKSTATION]), ("6000 ada", ["RTX 6000 Ada"]),
+    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", [WORKSTATION]), ("409", []), ("4090 Laptop", []), (" ", []),
+])  # fmt: skip
+def test_a_name_finds_one_card_or_the_error_lists_the_choices(words, names):
+    if len(names) == 1:
+        assert gpu_named(words).name == names[0]
+        return
+    with pytest.raises(SpecError) as error:
+        gpu_named(words)
+    assert all(f"{name} (" in str(error.value) for name in names)
+    assert ("matches several" in str(error.value)) == bool(names)
 
 
 def test_fp8_begins_with_ada():

@@ -40,7 +40,7 @@ def times(path: Path, tmp_path: Path) -> dict[str, Any]:
     spec = tmp_path / "spec.yaml"
     spec.write_text(json.dumps({"model": "Qwen/Qwen3-8B", "dataset": {"name": "file", "path": str(path)},
                                 "train": {"precision": "bf16"}}))  # fmt: skip
-    answer = estimate(EstimateRequest(spec, gpu="H200", store=tmp_path / "none"))
+    answer = estimate(EstimateRequest(spec, gpu="H200 SXM", store=tmp_path / "none"))
     return json.loads(answer.document)["gpus"][0]["time"]
 
 

@@ -115,7 +115,7 @@ def test_keys_and_values_have_the_published_size():
 
 def test_completions_of_open_length_count_with_their_maximum(ftbench):
     sets = ["--set", "objective.fixed_length=off", "--set", "model=Qwen/Qwen3-8B", "--set", "dataset.length=100"]
-    code, out, err = ftbench("estimate", TINY, "--gpu", "H200", *sets)
+    code, out, err = ftbench("estimate", TINY, "--gpu", "H200 SXM", *sets)
     told = " ".join(out.split())
     assert (code, err) == (0, "")
     assert "8 x 116 positions (every sample has 100 tokens; completions of at most 16 tokens)" in told
@@ -123,7 +123,7 @@ def test_completions_of_open_length_count_with_their_maximum(ftbench):
     assert "so these times are upper bounds" in told
     assert "of the step, before its first forward pass" in told
     assert "no run of objective grpo on this GPU" in told
-    document = json.loads(ftbench("estimate", TINY, "--gpu", "H200", "--json", *sets)[1])
+    document = json.loads(ftbench("estimate", TINY, "--gpu", "H200 SXM", "--json", *sets)[1])
     (row,) = document["gpus"]
     assert 0 < row["time"]["generation_s"] < row["time"]["step_s"]["expected"]
     assert {"generation", "generation, prompts"} <= {*row["phases"]}
@@ -268,12 +268,12 @@ def test_prompts_are_counted_without_answers(tmp_path, row):
 
 @pytest.mark.parametrize("command", [["estimate"], ["recommend"]])
 def test_a_model_with_images_is_an_error(ftbench, command):
-    code, _, err = ftbench(*command, TINY, "--gpu", "H200", "--set", "model=Qwen/Qwen2.5-VL-7B-Instruct")
+    code, _, err = ftbench(*command, TINY, "--gpu", "H200 SXM", "--set", "model=Qwen/Qwen2.5-VL-7B-Instruct")
     assert (code, "supports text only" in " ".join(err.split())) == (2, True), err
     with pytest.raises(SpecError, match="choose another model"):
         estimate_duration(spec(model={"id": "Qwen/Qwen2.5-VL-7B-Instruct"}), H200)
 
 
 def test_a_step_without_full_groups_is_an_error(ftbench):
-    code, _, err = ftbench("recommend", TINY, "--gpu", "H200", "--effective-batch", 10)
+    code, _, err = ftbench("recommend", TINY, "--gpu", "H200 SXM", "--effective-batch", 10)
     assert (code, "must be a multiple" in err) == (2, True), err

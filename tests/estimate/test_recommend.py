@@ -132,7 +132,7 @@ def test_small_steps_are_not_packed():
     (("--set", "train.batch_size=8"), {24}),
 ], ids=str)  # fmt: skip
 def test_the_specs_effective_batch_is_the_default(ftbench, spec_file, arguments, held):
-    asked = ("--gpu", "H200", "--samples", 5000, "--set", "train.gradient_accumulation_steps=3", *arguments)
+    asked = ("--gpu", "H200 SXM", "--samples", 5000, "--set", "train.gradient_accumulation_steps=3", *arguments)
     _, out, _ = ftbench("recommend", spec_file, *asked, "--json")
     plain = [option for option in json.loads(out)["options"] if "packing" not in option["optimizations"]]
     steps = {option["batch_size"] * option["gradient_accumulation_steps"] for option in plain}
@@ -142,7 +142,7 @@ def test_the_specs_effective_batch_is_the_default(ftbench, spec_file, arguments,
 @pytest.mark.parametrize(("gpu", "sets"), [
     ("L40S", ["train.batch_size=16"]), ("RTX 4090", []),
     ("A100 80GB", ["train.batch_size=64", "dataset.max_length=4096"]),
-    ("H200", ["method=full", "train.batch_size=64"]), ("RTX 4090", ["method=qlora", "train.batch_size=32"]),
+    ("H200 SXM", ["method=full", "train.batch_size=64"]), ("RTX 4090", ["method=qlora", "train.batch_size=32"]),
 ], ids=str)  # fmt: skip
 def test_a_spec_that_does_not_fit_comes_with_a_command_that_does(ftbench, spec_file, gpu, sets):
     words = [word for value in sets for word in ("--set", value)]
@@ -289,7 +289,7 @@ def test_recommending_needs_few_calls():
 def test_the_best_way_is_written_as_a_valid_spec(ftbench, spec_file, tmp_path):
     best = tmp_path / "best.yaml"
     code, out, err = ftbench(
-        "recommend", spec_file, "--gpu", "H200", "--samples", 50000, "--deadline", "8h", "-o", best
+        "recommend", spec_file, "--gpu", "H200 SXM", "--samples", 50000, "--deadline", "8h", "-o", best
     )
     assert (code, err) == (0, "")
     assert f"ftbench run {best}" in out
@@ -300,7 +300,7 @@ def test_the_best_way_is_written_as_a_valid_spec(ftbench, spec_file, tmp_path):
 
 
 def test_json_has_options_and_the_spec(ftbench, spec_file):
-    code, out, _ = ftbench("recommend", spec_file, "--gpu", "H200,L4", "--samples", 1000, "--json")
+    code, out, _ = ftbench("recommend", spec_file, "--gpu", "H200 SXM,L4", "--samples", 1000, "--json")
     found = json.loads(out)
     assert code == 0
     assert found["options"][0]["seconds"]["expected"] <= found["options"][1]["seconds"]["expected"]
@@ -312,14 +312,14 @@ def test_json_has_options_and_the_spec(ftbench, spec_file):
 
 
 def test_no_option_is_exit_code_1(ftbench, spec_file):
-    code, out, _ = ftbench("recommend", spec_file, "--gpu", "H200", "--samples", 10**12, "--deadline", "8h")
+    code, out, _ = ftbench("recommend", spec_file, "--gpu", "H200 SXM", "--samples", 10**12, "--deadline", "8h")
     assert code == 1
     assert "The closest is later than the deadline" in out
 
 
 def test_sentence_table_command_and_file_name_the_same_best_way(ftbench, spec_file, tmp_path):
     best = tmp_path / "best.yaml"
-    arguments = ("recommend", spec_file, "--gpu", "H200,H100 SXM5", "--samples", 1000)
+    arguments = ("recommend", spec_file, "--gpu", "H200 SXM,H100 SXM5", "--samples", 1000)
     first, *others = json.loads(ftbench(*arguments, "--json")[1])["options"]
     out = ftbench(*arguments, "--wide")[1]
     table = out.partition("\nGPU ")[2].splitlines()[1:3]
@@ -342,12 +342,12 @@ def test_sentence_table_command_and_file_name_the_same_best_way(ftbench, spec_fi
 
 
 def test_the_answer_states_the_mean_sample_length(ftbench, spec_file):
-    out = " ".join(ftbench("recommend", spec_file, "--gpu", "H200", "--samples", 1000)[1].split())
+    out = " ".join(ftbench("recommend", spec_file, "--gpu", "H200 SXM", "--samples", 1000)[1].split())
     assert "mean 117 tokens (random, with the mean of japanese-alpaca)" in out
 
 
 def test_all_ways_are_listed_on_request(ftbench, spec_file):
-    arguments = ("recommend", spec_file, "--gpu", "H200", "--samples", 1000)
+    arguments = ("recommend", spec_file, "--gpu", "H200 SXM", "--samples", 1000)
     count = len(json.loads(ftbench(*arguments, "--json")[1])["options"])
     rows = [line for line in ftbench(*arguments, "--all", "--wide")[1].splitlines() if line.startswith("H200 SXM")]
     assert len(rows) == count > 10
@@ -355,7 +355,7 @@ def test_all_ways_are_listed_on_request(ftbench, spec_file):
 
 def test_gpus_with_the_same_reason_share_one_sentence(ftbench, spec_file):
     small = ("--set", "model.id=Qwen/Qwen3-0.6B", "--set", "train.batch_size=1")
-    code, out, err = ftbench("estimate", spec_file, *small, "--gpu", "T4,V100 SXM2 32GB,H200")
+    code, out, err = ftbench("estimate", spec_file, *small, "--gpu", "T4,V100 SXM2 32GB,H200 SXM")
     assert code == 0, err
     said = " ".join(out.split())
     assert said.count("is not known: run `ftbench probe`") == 1
@@ -377,7 +377,7 @@ def test_a_batch_of_unknown_data_is_not_all_samples(ftbench, spec_file):
 
 
 def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench, spec_file):
-    code, out, err = ftbench("recommend", spec_file, "--gpu", "T4,H200", "--samples", 1000, "--json")
+    code, out, err = ftbench("recommend", spec_file, "--gpu", "T4,H200 SXM", "--samples", 1000, "--json")
     found = json.loads(out)
     assert code == 0, err
     assert {option["gpu"] for option in found["options"]} == {"H200 SXM"}
@@ -390,23 +390,23 @@ def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench
     (["--gpu", "M3 Max", "--samples", "9"], "trains with CUDA only"),
     (["--gpu", "h100", "--samples", "9"], "several GPUs: H100 NVL (94 GB), H100 PCIe (80 GB), H100 SXM5 (80 GB)"),
     (["--gpu", ",", "--samples", "9"], "--gpu: name GPUs"),
-    (["--gpu", "H200"], "--samples: required, because"),
-    (["--gpu", "H200", "--samples", "0"], "--samples 0: must be from 1"),
-    (["--gpu", "H200", "--samples", "9", "--deadline", "0h"], "--deadline 0h: write it as 8h"),
-    (["--gpu", "H200", "--samples", "9", "--deadline=-8h"], "--deadline -8h: write it as 8h"),
-    (["--gpu", "H200", "--samples", "9", "--deadline", "soon"], "--deadline soon: write it as 8h"),
-    (["--gpu", "H200", "--samples", "9", "--goal", "best"], "'best' is no goal; allowed: speed"),
-    (["--gpu", "H200", "--samples", "9", "--goal", "cost"], "--goal cost: needs --prices"),
-    (["--gpu", "H200", "--samples", "9", "--max-cost", "5"], "--max-cost 5: needs --prices"),
-    (["--gpu", "H200", "--samples", "9", "--max-cost", "nan", "--prices", "PRICES"], "--max-cost nan: must be above 0"),
-    (["--gpu", "H200,L40S", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "has no price for L40S"),
-    (["--gpu", "H200,H100 PCIe", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "prices in JPY and USD"),
-    (["--gpu", "H200", "--samples", "9", "--method", "lora,loar"], "'loar' is no method"),
-    (["--gpu", "H200", "--samples", "9", "--effective-batch", "0"], "--effective-batch 0: samples per step"),
-    (["--gpu", "H200", "--samples", "9", "--set", "model=some/model"], "the shape of some/model is unknown"),
-    (["--gpu", "H200", "--samples", "9", "--set", "train.precision=fp32"], "in fp32 is not known: run `ftbench probe`"),
-    (["--gpu", "H200", "--samples", "9", "-o", "SPEC"], "is the spec itself"),
-    (["--gpu", "H200", "--samples", "9", "--store", "SPEC"], "not a folder"),
+    (["--gpu", "H200 SXM"], "--samples: required, because"),
+    (["--gpu", "H200 SXM", "--samples", "0"], "--samples 0: must be from 1"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--deadline", "0h"], "--deadline 0h: write it as 8h"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--deadline=-8h"], "--deadline -8h: write it as 8h"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--deadline", "soon"], "--deadline soon: write it as 8h"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--goal", "best"], "'best' is no goal; allowed: speed"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--goal", "cost"], "--goal cost: needs --prices"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--max-cost", "5"], "--max-cost 5: needs --prices"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--max-cost", "nan", "--prices", "PRICES"], "nan: must be above 0"),
+    (["--gpu", "H200 SXM,L40S", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "has no price for L40S"),
+    (["--gpu", "H200 SXM,H100 PCIe", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "in JPY and USD"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--method", "lora,loar"], "'loar' is no method"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--effective-batch", "0"], "--effective-batch 0: samples per step"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--set", "model=some/model"], "the shape of some/model is unknown"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--set", "train.precision=fp32"], "in fp32 is not known: run"),
+    (["--gpu", "H200 SXM", "--samples", "9", "-o", "SPEC"], "is the spec itself"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--store", "SPEC"], "not a folder"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
 def test_invalid_options_are_errors(ftbench, spec_file, arguments, sentence):
     files = {"SPEC": spec_file, "PRICES": ROOT / "configs" / "prices-example.yaml"}
@@ -418,7 +418,7 @@ def test_invalid_options_are_errors(ftbench, spec_file, arguments, sentence):
 
 def test_estimate_reports_time_energy_and_cost(ftbench, spec_file):
     prices = ROOT / "configs" / "prices-example.yaml"
-    asked = ("estimate", spec_file, "--gpu", "H200", "--samples", 1000, "--hours", 10, "--prices", prices, "--json")
+    asked = ("estimate", spec_file, "--gpu", "H200 SXM", "--samples", 1000, "--hours", 10, "--prices", prices, "--json")
     code, out, _ = ftbench(*asked, "--store", ROOT / "results")
     time_told = json.loads(out)["gpus"][0]["time"]
     assert code == 0
@@ -466,7 +466,7 @@ def test_without_a_number_of_samples_prices_give_the_cost_of_1000(ftbench, spec_
 def test_very_many_samples_are_estimated(ftbench, spec_file, count):
     data = f"dataset={{name: synthetic, mean_length: 200, samples: {count}, max_length: 2048}}"
     for command in ("estimate", "recommend"):
-        code, _, err = ftbench(command, spec_file, "--gpu", "H200", "--set", data)
+        code, _, err = ftbench(command, spec_file, "--gpu", "H200 SXM", "--set", data)
         assert (code in (0, 1), "Traceback" in err) == (True, False), err
 
 
@@ -478,7 +478,7 @@ def test_very_many_samples_are_estimated(ftbench, spec_file, count):
     (["--prices", "/nowhere"], "/nowhere: no such file"),
 ], ids=" ".join)  # fmt: skip
 def test_estimate_rejects_invalid_amounts(ftbench, spec_file, arguments, sentence):
-    code, _, err = ftbench("estimate", spec_file, "--gpu", "H200", *arguments)
+    code, _, err = ftbench("estimate", spec_file, "--gpu", "H200 SXM", *arguments)
     assert code == 2
     assert sentence in err
 
@@ -486,7 +486,7 @@ def test_estimate_rejects_invalid_amounts(ftbench, spec_file, arguments, sentenc
 def test_it_needs_no_torch(spec_file):
     program = (
         "import sys; from ftbench import cli\n"
-        f"sys.argv = ['ftbench', 'recommend', {str(spec_file)!r}, '--gpu', 'H200', '--samples', '1000']\n"
+        f"sys.argv = ['ftbench', 'recommend', {str(spec_file)!r}, '--gpu', 'H200 SXM', '--samples', '1000']\n"
         "try: cli.main()\n"
         "finally: assert not {'torch', 'transformers', 'pandas'} & set(sys.modules)\n"
     )

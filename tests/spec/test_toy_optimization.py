@@ -131,7 +131,7 @@ def test_toy_is_listed(ftbench):
 
 def test_toy_method_is_listed_but_not_estimated(ftbench):
     assert re.search(r"norms +Train the weights of norms", ftbench("list", "methods").stdout)
-    done = ftbench("estimate", "spec.yaml", "--gpu", "H200")
+    done = ftbench("estimate", "spec.yaml", "--gpu", "H200 SXM")
     assert done.returncode == 2
     assert "method norms has no formula for memory and time" in done.stderr
 

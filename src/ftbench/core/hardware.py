@@ -89,26 +89,6 @@ def limited_gpu(described: Mapping[str, Any] | None) -> Gpu | None:
     return replace(gpu, watts=limit) if gpu and limit and limit < gpu.watts else gpu
 
 
-def gpus_called(words: str) -> list[Gpu]:
-    """Return the rows that match a user's spelling, such as `rtx4090`, `4090` or `h100-pcie`."""
-    wanted = "".join(_words(words))
-    return [gpu for gpu in gpus() if wanted and wanted in _runs_of_words(gpu.name)]
-
-
-@cache
-def _runs_of_words(name: str) -> frozenset[str]:
-    words = _words(name)
-    ends = range(1, len(words) + 1)
-    return frozenset("".join(words[start:end]) for start in range(len(words)) for end in ends if start < end)
-
-
-def _words(name: str) -> list[str]:
-    return [word for word in re.findall(r"[a-z0-9]+", name.casefold()) if word not in _MAKERS]
-
-
-_MAKERS = ("nvidia", "geforce", "tesla", "amd", "instinct")
-
-
 @cache
 def canonical_name(name: str) -> str:
     """Return the table's name of a GPU, given that name or the driver's; other names are returned unchanged."""
