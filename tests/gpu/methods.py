@@ -38,6 +38,7 @@ FULL = (  # so that gradients and states dominate the memory
     "optimizations.gradient_checkpointing=on",
     "optimizations.chunked_loss=256",
 )
+UNEQUAL = "dataset={name: synthetic, samples: 96, length: null, mean_length: 120, max_length: 512}"
 METHODS = {  # the least tried first
     "lora": (),
     "recipe-fastest-small": ("recipe=fastest-small",),
@@ -116,6 +117,10 @@ METHODS = {  # the least tried first
     "paged-8bit": ("train.optimizer=paged_adamw_8bit",),
     "unsloth": ("method=unsloth",),
     "unsloth-lora": ("method={name: unsloth, load_in_4bit: off, use_gradient_checkpointing: off}",),
+    "unsloth-graphs": ("method={name: unsloth, load_in_4bit: off, padded: on, cuda_graphs: on}",),
+    "unsloth-unequal": ("method={name: unsloth, load_in_4bit: off}", UNEQUAL),
+    "unsloth-padded": ("method={name: unsloth, load_in_4bit: off, padded: on}", UNEQUAL),
+    "lora-unequal": (UNEQUAL,),
     "unsloth-packing": ("method={name: unsloth, load_in_4bit: off}", "optimizations.packing=on"),
     "unsloth-fp8": ("method={name: unsloth, load_in_4bit: off, load_in_fp8: on}",),
     "chunked-loss": ("optimizations.chunked_loss=on",),

@@ -62,6 +62,24 @@ def test_it_learns_what_the_same_without_it_learns(run, name):
         assert other["loss"][place] == pytest.approx(plain["loss"][place], rel=0.005)
 
 
+@pytest.mark.parametrize(("name", "batches", "compiled"), [
+    ("unsloth-unequal", "padding-free", 0), ("unsloth-padded", "padded", 28), ("unsloth-graphs", "padded", 28),
+    ("unsloth-packing", "packed", 0),
+])  # fmt: skip
+def test_unsloth_chooses_its_batches_and_each_step_has_the_loss_of_lora(run, name, batches, compiled):
+    document = run(*METHODS[name])[1]
+    found = json.loads(Path(document["run_dir"], "applied.json").read_text())["unsloth"]
+    assert (found["batches"], found["compiled_layers"]) == (batches, compiled)
+    assert found["cuda_graph_shapes"] == (name == "unsloth-graphs")
+    if not name.endswith(("unequal", "padded")):
+        return
+    plain = run(*METHODS["lora-unequal"])[1]
+    rows = [read_steps(Path(each["run_dir"], "steps.csv"))[0] for each in (plain, document)]
+    for one, two in zip(*rows, strict=True):
+        assert two.loss == pytest.approx(one.loss, rel=0.005)
+        assert (two.real_tokens, two.label_tokens) == (one.real_tokens, one.label_tokens)
+
+
 def test_every_step_is_a_replay_of_one_graph(run):
     document = run(*METHODS["recipe-fastest-small"])[1]
     applied = json.loads(Path(document["run_dir"], "applied.json").read_text())

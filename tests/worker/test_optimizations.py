@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
-import sys
 import weakref
 from collections import Counter, defaultdict
 from itertools import pairwise
@@ -514,23 +512,6 @@ def test_the_longest_samples_come_first_and_the_others_keep_their_order():
     found = [len(each.ids) for each in prepare.longest_first(made, 2)]
     assert found == [40, 30, 5, 7, 9, 8]
     assert all(a >= b for a, b in pairwise(found[:2]))
-
-
-@pytest.mark.parametrize("name", ["packing", "padding_free"])
-def test_unsloth_attention_must_read_the_sample_boundaries(name, monkeypatch):
-    spec = spec_of(method={"name": "unsloth"}, optimizations={name: True})
-    collator = Collator(spec, 0, 8, 4)
-    rows = [{"input_ids": [1, 2, 3, 4, 5], "labels": [1, 2, 3, 4, 5], "lengths": [3, 2]}]
-    batch = collator(rows)
-    assert batch["packed_seq_lengths"].tolist() == [3, 2]
-    assert batch["packed_seq_lengths"].dtype == torch.int32
-    assert "attention_mask" not in batch
-    assert "packed_seq_lengths" not in Collator(spec_of(optimizations={name: True}), 0, 8, 4)(rows)
-    module = importlib.import_module(f"ftbench.worker.optimizations.{name}")
-    (told,) = module.verify(None, spec)
-    assert "did not get the sample boundaries" in told
-    monkeypatch.setitem(sys.modules, "unsloth.utils.packing", SimpleNamespace(_PACKED_INFO_CACHE={"cuda:0": {}}))
-    assert module.verify(None, spec) == []
 
 
 def test_unsloths_8_bit_weights_exclude_its_4_bits_and_need_a_new_gpu():

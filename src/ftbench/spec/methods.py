@@ -209,6 +209,14 @@ class Unsloth(_Adapters):
     offload_layers: Int = Field(0, ge=0, le=1024, description="number of decoder layers that are kept in host memory")
     offload_embedding: Switch = Field(False, description="keep the embedding in host memory")
     tiled_mlp: Switch = Field(False, description="compute the MLP in tiles of the sequence: less memory, slower")
+    padded: Switch = Field(
+        False, description="pad batches; off: unsloth's choice, for most text models one row without padding"
+    )
+    block_compile: Switch = Field(
+        True, description="let unsloth compile each decoder layer, which it does for padded batches"
+    )
+    cuda_graphs: Switch = Field(False, description="CUDA graphs of the compiled layers, for batches of few shapes")
+    compile_maximum: Switch = Field(False, description="compile with more autotuning (UNSLOTH_COMPILE_MAXIMUM)")
     random_state: Int = Field(3407, ge=0, description="unsloth's seed for the adapters")
 
     @property
@@ -221,6 +229,12 @@ class Unsloth(_Adapters):
             yield from self._of_images(spec)
         if self.load_in_fp8 and self.load_in_4bit:
             yield "method.load_in_fp8 and load_in_4bit exclude each other: set one to off"
+        if self.padded and (spec.optimizations.packing or spec.optimizations.padding_free):
+            yield "method.padded: optimizations.packing and padding_free remove the padding: set one to off"
+        if self.cuda_graphs and not self.block_compile:
+            yield "method.cuda_graphs needs method.block_compile: set it to on"
+        if spec.optimizations.packing and spec.optimizations.fixed_shape:
+            yield "optimizations.fixed_shape with method unsloth needs one sample per row: set packing to off"
         if self.offload_layers and self.use_gradient_checkpointing == "off":
             yield "method.offload_layers needs use_gradient_checkpointing: set it to unsloth or on"
 

@@ -32,7 +32,7 @@ def main(path: str, handed_over: bool = False) -> int:
         spec = _spec(directory)
         if spec.method.name == "unsloth":  # patches the other libraries and initializes the GPU when it is imported
             _acquire_gpu(spec, directory, phases)
-            _import_unsloth()
+            _import_unsloth(spec.method)
         from ftbench.worker.training_run import TrainingRun
 
         train = _loop(spec, handed_over)
@@ -107,9 +107,17 @@ def _write_load(directory: RunDir, load: HostLoad) -> None:
         write_json(directory.machine, read_json(directory.machine) | interval.shares)
 
 
-def _import_unsloth() -> None:
-    """Import unsloth without its telemetry, and with a folder for the modules that it generates."""
-    os.environ["UNSLOTH_DISABLE_STATISTICS"] = "1"
+def _import_unsloth(method: Any) -> None:
+    """Import unsloth with the method's settings, without its telemetry, and with a folder for the modules that it
+    generates. It reads its environment variables when it is imported."""
+    os.environ |= {
+        "UNSLOTH_DISABLE_STATISTICS": "1",
+        "UNSLOTH_PADDING_CHOICE": "auto",
+        "UNSLOTH_DISABLE_AUTO_PADDING_FREE": "0",
+        "UNSLOTH_BLOCK_COMPILE": str(int(method.block_compile)),
+        "UNSLOTH_BLOCK_CUDAGRAPHS": str(int(method.cuda_graphs)),
+        "UNSLOTH_COMPILE_MAXIMUM": str(int(method.compile_maximum)),
+    }
     os.environ.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_dir() / "unsloth"))
     import unsloth  # noqa: F401
 

@@ -21,6 +21,7 @@ from ftbench.worker.data.tokens import Row
 from ftbench.worker.device import device
 from ftbench.worker.measure import effective_config
 from ftbench.worker.measure.batch_count import COUNT
+from ftbench.worker.methods import unsloth
 from ftbench.worker.model.vision import reads_images
 from ftbench.worker.optimizations import cuda_graph, feature_cache, gradient_checkpointing, optimizer_in_backward
 
@@ -113,7 +114,12 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         _check_pictures(spec, data, size)
     train, evaluation = (dataset(filled(rows, size), pictures) for rows in (data.train, data.evaluation))
     labels = data.most_labels(spec.train.batch_size) if spec.optimizations.cuda_graph else 0
-    collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, data.pixels, pictures, labels)
+    collator = None
+    if own_batches := unsloth.batches_itself(spec, data.pixels):
+        for each in (train, evaluation):
+            vars(each)[unsloth.LONGEST] = data.longest
+    else:
+        collator = Collator(spec, tokenizer.pad_token_id or 0, data.longest, most, data.pixels, pictures, labels)
     loop = Trainer(
         model=model,
         args=sft_config(spec, run, model),
@@ -123,6 +129,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         data_collator=collator,
         **optimizer.arguments(spec),
     )
+    if own_batches:
+        loop.data_collator.torch_call = collate.counting(loop.data_collator.torch_call)
     # transformers does not pass the number of label tokens to Qwen's vision models, although their losses accept it.
     # Without it micro-batches and ranks get equal weights, whatever their number of tokens.
     loop.model_accepts_loss_kwargs |= reads_images(model.config)
@@ -155,6 +163,8 @@ def sft_config(spec: Experiment, run: RunDir, model: Any) -> SFTConfig:
     options = training_arguments(spec, run, model) | {"dataset_kwargs": {"skip_prepare_dataset": True}}
     if spec.optimizations.chunked_loss or spec.optimizations.liger:
         options["loss_type"] = "nll"
+    if spec.method.name == "unsloth":
+        options |= unsloth.batching(spec)
     if spec.launch.ranks == 1:
         return SFTConfig(**options)
     strategy = parallel.load(spec.launch.strategy)
@@ -235,6 +245,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
     if spec.optimizations.activation_offload and isinstance(trainer.maybe_activation_offload_context, nullcontext):
         problems.append("optimizations.activation_offload is on and the trainer does not offload")
     problems += collate.verify(spec, trainer.batches)
+    problems += unsloth.verify_choices(trainer, spec) if spec.method.name == "unsloth" else []
     processes = sum(len(loader._workers) for loader in trainer.loaders()[:1])
     if processes != _loader_processes(spec):
         problems.append(f"optimizations.loader_processes is on and the loader has {processes} processes")

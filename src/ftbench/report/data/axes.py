@@ -74,13 +74,14 @@ def shipped_recipe(name: str | None) -> bool:
 
 
 def _unsloth(facts: Mapping[str, str]) -> list[str]:
-    """Return unsloth with the width of its weights, its checkpointing, and its memory savers."""
+    """Return unsloth with the width of its weights, its checkpointing, and its other options."""
     widths = {"4-bit": "method.load_in_4bit", "8-bit": "method.load_in_fp8"}
     bits = next((name for name, key in widths.items() if facts.get(key) == "on"), "16-bit")
     kept = facts.get("method.use_gradient_checkpointing", "unsloth")
-    savers = ("offload_layers", "offload_embedding", "tiled_mlp")
-    saved = [name.replace("_", " ") for name in savers if facts.get(f"method.{name}", "off") not in ("off", "0")]
-    return [f"unsloth {bits}", *([] if kept == "unsloth" else [f"checkpointing {kept}"]), *saved]
+    others = ("offload_layers", "offload_embedding", "tiled_mlp", "padded", "cuda_graphs", "compile_maximum")
+    words = [name.replace("_", " ") for name in others if facts.get(f"method.{name}", "off") not in ("off", "0")]
+    words += ["not compiled"] if facts.get("method.block_compile") == "off" else []
+    return [f"unsloth {bits}", *([] if kept == "unsloth" else [f"checkpointing {kept}"]), *words]
 
 
 @cache

@@ -1,13 +1,14 @@
 """Build batches from rows and count their tokens. Rows are padded on the right, or concatenated."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 import torch
 
+from ftbench.errors import NotAppliedError
 from ftbench.families.vision import NOTHING
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.data.images import Picture, Pixels
@@ -18,6 +19,7 @@ NO_TOKENS = (np.empty(0, dtype=np.int64),) * 2
 BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention that takes sequence boundaries
 # In float32 torch's attention kernel pads its output to a multiple of this, and ring attention adds the outputs up.
 ROWS_IN_32_BITS = 32
+_COLUMNS = {"input_ids": "input_ids", "labels": "labels", "seq_lengths": "lengths"}  # of trl, by ours
 
 
 class Collator:
@@ -49,7 +51,6 @@ class Collator:
         self._tiles = max((pixels.size(each).tiles for each in pictures), default=0) if pixels and self._fixed else 0
         self._positions, self._labels = on.chunked_loss, labels
         self._boundaries = on.attention in BY_BOUNDARIES
-        self._for_unsloth = spec.method.name == "unsloth"
         self._max_length = max(longest, spec.dataset.max_length)
         self._most = most
         self._pad = pad_token_id
@@ -60,17 +61,10 @@ class Collator:
         pictures = [self._pictures[index] for row in rows for index in row.get("shown", ())]
         if pictures and self._pixels:
             batch |= self._pixels.batch(pictures, batch, self._tiles)
-        count = BatchCount(
-            real=sum(len(ids) for ids, _ in samples),
-            padded=batch["input_ids"].size,
-            labels=int((batch["labels"][:, 1:] != IGNORE).sum()),
-            samples=len(samples),
-            longest=max((len(ids) for ids, _ in samples), default=0),
-            images=len(pictures),
-            of_images=sum(map(self._pixels.size, pictures), NOTHING) if self._pixels else NOTHING,
-            pictures=tuple(picture.key for picture in pictures),
-            tokens=[*(ids.tobytes() for ids, _ in samples), *(picture.key.encode() for picture in pictures)],
-        )
+        count = count_of(samples, batch["input_ids"], batch["labels"])
+        count.images, count.pictures = len(pictures), tuple(picture.key for picture in pictures)
+        count.of_images = sum(map(self._pixels.size, pictures), NOTHING) if self._pixels else NOTHING
+        count.tokens += [picture.key.encode() for picture in pictures]
         if self._positions:
             labels = batch["labels"].copy()
             labels[:, 0] = IGNORE  # nothing predicts the first token
@@ -122,8 +116,6 @@ class Collator:
             "labels": targets[None],
             "position_ids": np.concatenate([np.arange(length) for length in lengths])[None],
         }
-        if self._for_unsloth:
-            batch["packed_seq_lengths"] = np.array(lengths, dtype=np.int32)  # as in unsloth's collator
         if self._boundaries:
             bounds = self._bounds(starts)
             # Constant across batches, because compiled graphs are specialized on the value.
@@ -148,6 +140,42 @@ class Collator:
         """Return the sample boundaries. With a fixed shape, empty samples at the end keep their number constant."""
         missing = self._most + 1 - len(starts) if self._fixed and self._most else 0
         return np.concatenate([starts, np.full(max(missing, 0), starts[-1])]).astype(np.int32)
+
+
+def count_of(samples: Sequence[tuple[np.ndarray, np.ndarray]], ids: np.ndarray, labels: np.ndarray) -> BatchCount:
+    """Return the counts of a batch of text samples, given its ids and labels [rows, width]."""
+    return BatchCount(
+        real=sum(len(each) for each, _ in samples),
+        padded=ids.size,
+        labels=int((labels[:, 1:] != IGNORE).sum()),
+        samples=len(samples),
+        longest=max((len(each) for each, _ in samples), default=0),
+        tokens=[each.tobytes() for each, _ in samples],
+    )
+
+
+def counting(collate: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Sequence[dict[str, Any]]], dict[str, Any]]:
+    """Return a library's own `collate` for ftbench's rows, with the counts of each batch.
+
+    Raises:
+        NotAppliedError: A batch has other tokens or other labels than its samples.
+    """
+
+    def call(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        batch = dict(collate([{key: row[name] for key, name in _COLUMNS.items()} for row in rows]))
+        samples = [sample for row in rows for sample in samples_of(row)]
+        ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
+        kept = batch["attention_mask"].numpy().astype(bool) if "attention_mask" in batch else np.ones_like(ids, bool)
+        starts = np.cumsum([0, *(len(each) for each, _ in samples)])[:-1]
+        actual, expected = labels[kept].copy(), np.concatenate([each for _, each in samples])
+        actual[starts] = expected[starts] = IGNORE  # nothing predicts the first token
+        if not np.array_equal(ids[kept], np.concatenate([each for each, _ in samples])):
+            raise NotAppliedError("a batch of the library's collator has other tokens than its samples")
+        if not np.array_equal(actual, expected):
+            raise NotAppliedError("a batch of the library's collator has loss on other tokens than its samples")
+        return batch | {COUNT: count_of(samples, ids, labels)}
+
+    return call
 
 
 def verify(spec: Experiment, batches: Iterable[tuple[tuple[int, ...], bool]]) -> list[str]:

@@ -40,14 +40,7 @@ def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
         "trained_dtype": ", ".join(sorted({_dtype(p.dtype) for p in model.parameters() if p.requires_grad})),
         "matmul_shape": asdict(matmul_shape(model)),
         **({"vision_shape": asdict(seen)} if (seen := vision_shape(model)) else {}),
-        **(_unsloth(model) if spec.method.name == "unsloth" else {}),
     }
-
-
-def _unsloth(model: Any) -> dict[str, Any]:
-    from ftbench.worker.methods import unsloth
-
-    return {"unsloth": unsloth.applied(model)}
 
 
 def model_facts(model: Any) -> dict[str, Any]:
@@ -79,7 +72,14 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
         **optimizations.applied(trainer.model, spec),
         **parallel.applied(trainer, spec),
         **trainer.facts(),
+        **(_unsloth(trainer) if spec.method.name == "unsloth" else {}),
     }
+
+
+def _unsloth(trainer: Any) -> dict[str, Any]:
+    from ftbench.worker.methods import unsloth
+
+    return {"unsloth": unsloth.applied(trainer)}
 
 
 def autocast(trainer: Any) -> str:

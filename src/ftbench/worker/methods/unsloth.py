@@ -17,6 +17,8 @@ from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.model.vision import reads_images
 
+# The attribute of a data set with its longest row: unsloth keeps padding-free batches only if no row exceeds its limit.
+LONGEST = "_unsloth_truncated_to"
 PACKED = "Mxfp4ExpertParam"  # unsloth's class for MXFP4 experts of gpt-oss
 
 
@@ -106,8 +108,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     if method.load_in_fp8 and not any(map(_in_fp8, model.parameters())):
         problems.append("method unsloth: load_in_fp8 is on and the model lacks 8-bit layers")
     problems += _memory_not_saved(model, method)
-    facts = applied(model)
-    if not facts["fused_attention"] and not facts["fused_mlp"] and not facts["compiled_modules"]:
+    if not any(_functions(model).values()):
         problems.append("method unsloth: no layer uses unsloth's functions")
     return problems
 
@@ -127,30 +128,110 @@ def _in_fp8(parameter: Any) -> bool:
     return parameter.dtype == torch.float8_e4m3fn or type(parameter).__name__ == "Float8Tensor"  # torch's or torchao's
 
 
-def unread_boundaries(spec: Experiment, optimization: str) -> list[str]:
-    """Return a problem if unsloth's attention did not get the boundaries of concatenated samples in a step."""
-    read = getattr(sys.modules.get("unsloth.utils.packing"), "_PACKED_INFO_CACHE", None)
-    if not getattr(spec.optimizations, optimization) or spec.method.name != "unsloth" or read:
-        return []
-    return [f"optimizations.{optimization} is on and unsloth's attention did not get the sample boundaries"]
+def batches_itself(spec: Experiment, pixels: Any) -> bool:
+    """Return whether unsloth makes the batches: of text, unless the spec requests one shape for all of them.
+
+    It disables its padding-free batches and its packing if it gets a collator.
+    """
+    return spec.method.name == "unsloth" and pixels is None and not spec.optimizations.fixed_shape
 
 
-def applied(model: Any) -> dict[str, Any]:
-    """Return the numbers of layers with unsloth's functions and modules, and its attention, for applied.json.
+def batching(spec: Experiment) -> dict[str, Any]:
+    """Return trl's arguments for batches. Without `padding_free` unsloth decides."""
+    method: Any = spec.method
+    on = spec.optimizations
+    chosen = {"padding_free": bool(on.padding_free)} if on.padding_free or method.padded else {}
+    return chosen | {"packing": bool(on.packing)}
+
+
+def batches_of(trainer: Any) -> str:
+    """Return how the live collator makes batches: `packed`, `padding-free` or `padded`."""
+    if not getattr(trainer.data_collator, "padding_free", False):
+        return "padded"
+    return "packed" if trainer.args.packing else "padding-free"
+
+
+def verify_choices(trainer: Any, spec: Experiment) -> list[str]:
+    """Check unsloth's batches and compilation after the first step."""
+    method: Any = spec.method
+    on, facts = spec.optimizations, applied(trainer)
+    requested = {"packed": ("optimizations.packing", on.packing),
+                 "padding-free": ("optimizations.padding_free", on.padding_free),
+                 "padded": ("method.padded", method.padded)}  # fmt: skip
+    batches, compiled = facts["batches"], facts["compiled_layers"]
+    problems = [f"{key} is on and unsloth's batches are {batches}"
+                for name, (key, value) in requested.items() if value and batches != name]  # fmt: skip
+    if batches != "padded" and not getattr(sys.modules.get("unsloth.utils.packing"), "_PACKED_INFO_CACHE", None):
+        problems.append(f"batches are {batches} and unsloth's attention did not get the sample boundaries")
+    if compiled and not method.block_compile:
+        problems.append(f"method.block_compile is off and unsloth compiled {compiled} layers")
+    if method.cuda_graphs and not facts["cuda_graph_shapes"]:
+        problems.append(
+            f"method.cuda_graphs is on and unsloth recorded no graph: {compiled} layers are compiled, and batches are "
+            f"{batches}. Set method.padded to on, because padding-free batches are not compiled"
+        )
+    if facts["compile_maximum"] != method.compile_maximum:
+        problems.append(f"method.compile_maximum is {method.compile_maximum} and unsloth's is the opposite")
+    return problems
+
+
+def applied(trainer: Any) -> dict[str, Any]:
+    """Return what unsloth chose for applied.json: batches, compiled layers, functions and attention.
 
     On Blackwell published wheels of xformers may lack kernels, and unsloth falls back to SDPA.
     """
     import unsloth
 
-    dispatch = sys.modules.get("unsloth.utils.attention_dispatch")  # loaded by unsloth if there is a GPU
-    layers = decoder_layers(model)
+    model, modules = trainer.model, sys.modules
+    dispatch = modules.get("unsloth.utils.attention_dispatch")  # loaded by unsloth if there is a GPU
     return {
         "version": unsloth.__version__,
+        **_functions(model),
+        "attention": dispatch.select_attention_backend() if dispatch else None,
+        "xformers": dispatch.HAS_XFORMERS if dispatch else None,
+        "batches": batches_of(trainer),
+        "batches_reason": _reason(trainer),
+        "compiled_layers": sum(bool(vars(each).get("_unsloth_block_checked")) for each in decoder_layers(model)),
+        "cuda_graph_shapes": _graph_shapes(decoder_layers(model)[0]),
+        "compile_maximum": bool(getattr(modules.get("unsloth.models._utils"), "UNSLOTH_COMPILE_MAXIMUM", False)),
+    }
+
+
+def _reason(trainer: Any) -> str:
+    """Return why unsloth chose these batches: its own rule, or a setting or model that leaves no choice."""
+    choice: Any = sys.modules.get("unsloth.utils.padding_choice")
+    if choice is None or trainer.args.packing:
+        return "requested"
+    free, reason = choice.decide_auto_padding_free(
+        trainer.model, trainer.args, trainer.train_dataset, trainer.processing_class
+    )
+    chosen = free == (batches_of(trainer) == "padding-free")
+    return str(reason) if chosen else "requested, or the only way for the model"
+
+
+def _graph_shapes(layer: Any) -> int:
+    """Return for how many batch shapes unsloth records CUDA graphs of this layer's class, from its function's
+    variables."""
+    forward = type(layer).forward
+    for _ in range(2):  # the variables are in the function that `forward` calls
+        variables = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
+        if "graph_shapes" in variables:
+            names = ("graphs", "graph_shapes", "graphs_off")
+            on, shapes, off = (variables[name].cell_contents for name in names)
+            return len(shapes) if on and not off[0] else 0
+        if "run" not in variables:
+            break
+        forward = variables["run"].cell_contents
+    return 0
+
+
+def _functions(model: Any) -> dict[str, int]:
+    """Return the numbers of layers with unsloth's functions, and of its modules."""
+    layers = decoder_layers(model)
+    return {
         "fused_attention": sum(_function(layer, "self_attn", "apply_qkv") == "apply_lora_qkv" for layer in layers),
         "fused_mlp": sum("lora" in _function(layer, "mlp", "forward") for layer in layers),
         "compiled_modules": sum("unsloth_compiled" in type(module).__module__ for module in model.modules()),
-        "attention": dispatch.select_attention_backend() if dispatch else None,
-        "xformers": dispatch.HAS_XFORMERS if dispatch else None,
     }
 
 

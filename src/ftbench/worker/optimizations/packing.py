@@ -3,13 +3,8 @@
 from typing import Any
 
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.methods import unsloth
 from ftbench.worker.model.packed_samples import isolate_packed_samples
 
 
 def apply(model: Any, spec: Experiment) -> None:
     isolate_packed_samples(model, "packing")
-
-
-def verify(model: Any, spec: Experiment) -> list[str]:
-    return unsloth.unread_boundaries(spec, "packing")
