@@ -16,8 +16,8 @@ import numpy as np
 import yaml
 
 from ftbench.core import units
-from ftbench.core.grouping import grouped_by
 from ftbench.core.hardware import gpus
+from ftbench.core.stats import grouped_by
 from ftbench.core.units import change, percent
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import Observation, RunHistory

@@ -15,7 +15,7 @@ from ftbench import cli
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.launch import process
 from ftbench.probe import probing as probe
-from ftbench.store import ceilings, machine, rundir
+from ftbench.store import machine, rundir
 from ftbench.store.rundir import first_gpu
 
 H200 = {
@@ -222,7 +222,7 @@ def kept(store, name="NVIDIA H200", kind="cuda", file="a", **rates):
 
 
 def rates(store, name):
-    return ceilings.of(store, name).get("tflops", {})
+    return machine.ceilings(store, name).get("tflops", {})
 
 
 def test_the_peak_rate_is_the_best_one_of_the_same_gpu(tmp_path):

@@ -10,9 +10,9 @@ import types
 import psutil
 import pytest
 
+from ftbench.core.processes import process_start
 from ftbench.launch import process
 from ftbench.launch.process import run_child, signals
-from ftbench.store.process_identity import process_start
 from waiting import eventually
 
 

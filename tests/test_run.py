@@ -15,7 +15,7 @@ import pytest
 
 from commands import Left, trained_once
 from ftbench.core.rows import StepRow
-from ftbench.store import digests, health, run_warnings, rundir, summary
+from ftbench.store import digests, run_warnings, rundir, summary
 from ftbench.store.steps import read_steps
 
 pytest.importorskip("torch", reason="training libraries are not installed")
@@ -197,11 +197,11 @@ class TestARunBesideOthers:
     def test_the_summary_and_its_warnings_say_so(self, contended):
         found = contended.summary()
         assert found["contention"]["contended"] is True
-        assert found["contention"]["host_cpu_by_others"] > health.HOST_SHARE
+        assert found["contention"]["host_cpu_by_others"] > run_warnings.HOST_SHARE
         assert any(warning.startswith("contended: other processes used") for warning in found["warnings"])
 
     def test_the_machine_is_described_as_it_was_while_the_run_started(self, contended):
-        assert rundir.read_json(contended.run.machine)["host_cpu_by_others"] > health.HOST_SHARE
+        assert rundir.read_json(contended.run.machine)["host_cpu_by_others"] > run_warnings.HOST_SHARE
 
     def test_it_did_learn(self, contended):
         assert contended.summary()["learning"] == {"state": "ok", "first_step": None, "count": 0}

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ftbench.core import rows
+from ftbench.core import processes, rows
 from ftbench.core.rows import StepRow, header, to_csv
 from ftbench.errors import MissingError
-from ftbench.store import bundle, ceilings, models, process_identity, rundir
+from ftbench.store import bundle, machine, models, rundir
 from ftbench.store.rundir import RunDir, create, find_runs, read_json, read_state, write_json
 from ftbench.store.steps import StepsWriter, read_steps
 
@@ -241,7 +241,7 @@ def test_run_with_a_live_owner_is_running(run):
 
 def test_run_of_another_live_process_is_running(run):
     with subprocess.Popen(["sleep", "60"]) as other:
-        write_json(run.state, owned_by(other.pid, process_identity.process_start(other.pid)))
+        write_json(run.state, owned_by(other.pid, processes.process_start(other.pid)))
         before = read_state(run)["state"]
         other.kill()
         other.wait()
@@ -250,7 +250,7 @@ def test_run_of_another_live_process_is_running(run):
 
 def test_zombie_owner_counts_as_dead(run):
     with subprocess.Popen(["sleep", "60"]) as other:
-        write_json(run.state, owned_by(other.pid, process_identity.process_start(other.pid)))
+        write_json(run.state, owned_by(other.pid, processes.process_start(other.pid)))
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the process table
         assert read_state(run)["state"] == "interrupted"
@@ -306,17 +306,17 @@ def test_invalid_state_is_an_error(run, content, reason):
 
 
 def test_process_start_is_stable(tmp_path):
-    assert process_identity.process_start(os.getpid()) == process_identity.process_start(os.getpid())
-    assert process_identity.process_start(2**22 + 1) is None
+    assert processes.process_start(os.getpid()) == processes.process_start(os.getpid())
+    assert processes.process_start(2**22 + 1) is None
 
 
 def test_process_name_with_spaces_and_brackets(tmp_path):
     program = tmp_path / "a ) b ("
     program.symlink_to(shutil.which("sleep"))
     with subprocess.Popen([program, "60"]) as process:
-        start = process_identity.process_start(process.pid)
+        start = processes.process_start(process.pid)
         process.kill()
-    assert start >= process_identity.process_start(os.getpid())
+    assert start >= processes.process_start(os.getpid())
 
 
 def test_find_runs_below_a_folder(tmp_path):
@@ -478,7 +478,7 @@ def test_invalid_probe_is_ignored(tmp_path):
     (tmp_path / "probe").mkdir()
     for number, content in enumerate(({"machine": {"gpus": 3}}, {"machine": []}, {"products": {"bf16": 7}})):
         write_json(tmp_path / "probe" / f"{number}.json", content)
-    assert ceilings.of(tmp_path, "NVIDIA H200") == {}
+    assert machine.ceilings(tmp_path, "NVIDIA H200") == {}
 
 
 def test_folder_named_state_json_is_an_unreadable_run(run):
@@ -501,4 +501,4 @@ def test_number_of_gpus_is_limited(tmp_path, gpus):
 def test_invalid_links_of_a_probe_are_ignored(tmp_path, links):
     (tmp_path / "probe").mkdir()
     (tmp_path / "probe" / "a.json").write_text(json.dumps({"device": {"kind": "cpu"}, "links": links}))
-    assert ceilings.of(tmp_path, None) == {}
+    assert machine.ceilings(tmp_path, None) == {}

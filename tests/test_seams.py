@@ -14,8 +14,8 @@ import pytest
 
 from ftbench import cli
 from ftbench.cluster.ray import RaySlot
-from ftbench.core.architectures import architectures
 from ftbench.errors import FtbenchError
+from ftbench.facts import architectures
 from ftbench.families import FAMILIES, describe, vision
 from ftbench.launch.launchers import LAUNCHERS, Launcher, launcher_of
 from ftbench.report.formats import FORMATS, format_of

@@ -1,7 +1,7 @@
 import pytest
 
-from ftbench.core.architectures import architectures
 from ftbench.core.units import GIB
+from ftbench.facts import architectures
 from ftbench.families import describe
 
 PUBLISHED = {  # the hub's own counts (safetensors metadata)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftbench.core.architectures import architectures
 from ftbench.core.hardware import cublas_workspace
 from ftbench.estimate.memory import layer, loss, transient, weights
 from ftbench.estimate.memory.phases import MemoryCase, peak, phases, resident
@@ -16,6 +15,7 @@ from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.estimate.workload.sharding import Sharding, sharding_of
 from ftbench.estimate.workload.trainable import adapter_parameters
+from ftbench.facts import architectures
 from ftbench.families import describe
 from ftbench.families.shape import ModelShape
 from ftbench.spec.experiment import Launch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ftbench.core.programs import run_program
+from ftbench.core.processes import run_program
 
 LONG_S = 500.0  # never reached
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from ftbench.core.architectures import architectures
+from ftbench.facts import architectures
 from ftbench.families import describe
 from ftbench.families.vision import PIXELS
 

@@ -16,11 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftbench.core import units
-from ftbench.core.architectures import architectures
 from ftbench.core.hardware import Gpu, find_gpu, gpus, limited_gpu
 from ftbench.errors import SpecError
 from ftbench.estimate import api
-from ftbench.estimate.memory.weights import weights
 from ftbench.estimate.time.duration import (
     FLUSHES,
     MEASURED,
@@ -37,10 +35,8 @@ from ftbench.estimate.time.timed_runs import logits_twice, step_key, timed_runs
 from ftbench.estimate.time.work import step_work
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.lengths import lengths_of
-from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.facts import read_facts
-from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
 from ftbench.store.steps import read_steps
@@ -130,17 +126,6 @@ def test_chunked_loss_has_two_head_products_and_trl_three():
     ours, theirs = (_work(optimizations={"chunked_loss": on}) for on in (True, False))
     head = 2 * 2047 * 4 * trainable_shape(spec_of()).matmul.head
     assert theirs["products"] - ours["products"] == pytest.approx(head, rel=1e-3)
-
-
-def test_fp8_head_covers_the_gradient_product_and_keeps_a_copy():
-    parts = {"compile": True, "chunked_loss": True, "fp8": "tensorwise"}
-    plain, small = (_work(optimizations={**parts, "fp8_head": on}) for on in (False, True))
-    head = 2 * 2047 * 4 * trainable_shape(spec_of()).matmul.head
-    assert small["products.fp8"] - plain["products.fp8"] == pytest.approx(head, rel=1e-3)
-    assert plain["products"] - small["products"] == pytest.approx(head, rel=1e-3)
-    shape = describe(architectures()["Qwen/Qwen3-8B"])
-    without, copied = (weights(shape, TrainingPlan(fp8=True, fp8_head=on)) for on in (False, True))
-    assert copied - without == shape.vocab * shape.hidden
 
 
 def test_fused_adapters_read_activations_less_often():

@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from counting import calls_of
-from ftbench.core.architectures import architectures
 from ftbench.core.hardware import find_gpu, gpus
 from ftbench.errors import SpecError
 from ftbench.estimate import api
@@ -28,6 +27,7 @@ from ftbench.estimate.workload.largest import BatchShape, Largest, largest
 from ftbench.estimate.workload.lengths import sample_lengths
 from ftbench.estimate.workload.sharding import on_gpus
 from ftbench.estimate.workload.trainable import trainable_shape
+from ftbench.facts import architectures
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load, recipe

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from ftbench.core.architectures import architectures
 from ftbench.core.hardware import find_gpu, gpus
 from ftbench.core.rows import StepRow
 from ftbench.core.units import GIB
@@ -38,6 +37,7 @@ from ftbench.estimate.workload.lengths import Lengths
 from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.estimate.workload.sharding import Sharding, on_gpus, rank_batch, rank_model, sharding_of
 from ftbench.estimate.workload.trainable import trainable_shape
+from ftbench.facts import architectures
 from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.incompatibilities import incompatibilities

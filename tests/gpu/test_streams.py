@@ -254,32 +254,6 @@ def test_the_loss_over_chunks_waits_for_nothing_under_autocast():
     near(found, [expected.detach(), plain.grad, head.weight.grad])
 
 
-def test_the_gradient_by_a_head_in_8_bits_is_that_of_16_and_waits_for_nothing():
-    from ftbench.worker.optimizations import fp8_head
-    from ftbench.worker.optimizations.chunked_loss import chunked_loss, probabilities
-
-    torch.manual_seed(0)
-    head = torch.nn.Linear(1024, 151936, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
-    hidden = torch.randn(2, 1500, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    labels = torch.randint(0, 151936, (2, 1500), device="cuda")
-    positions = torch.tensor([n for n in range(3000) if n % 1500], device="cuda")
-    softmax = torch.compile(probabilities)
-
-    def made():
-        loss, hidden.grad = chunked_loss(hidden, labels, positions, head, softmax), None
-        loss.backward()
-        return loss.item(), hidden.grad.double()
-
-    loss, exact = made()
-    fp8_head.apply(SimpleNamespace(get_output_embeddings=lambda: head), None)
-    made()
-    with unwaited():
-        chunked_loss(hidden, labels, positions, head, softmax).backward()
-    found_loss, found = made()
-    assert found_loss == loss
-    assert ((found - exact).norm() / exact.norm()).item() < 1 / 16
-
-
 def test_kept_features_leave_and_come_back_while_the_device_is_busy():
     from ftbench.worker.optimizations.feature_cache import Features
 

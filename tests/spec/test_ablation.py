@@ -21,8 +21,7 @@ LEFT_OUT = {
     "attention": {"sdpa", "eager"},
     "compile": {"lean"},  # saves memory, not faster
     "image_size": {True},  # a size is a number
-    "fp8": {"tensorwise-delayed", "te-current", "te-delayed", "te-mxfp8"},  # not tested
-    "fp8_head": {True},  # needs two others
+    "fp8": {"tensorwise-delayed"},  # not tested
     "cuda_graph": {True},  # needs three others; has its own recipe
     "optimizer_in_backward": {True, "offload"},  # needs a recipe without clipping
 }

@@ -324,14 +324,6 @@ def test_conflicting_dataset_keys_are_errors(problems, dataset, sentence):
             "optimizations.fp8 converts frozen base layers and method full",
         ),
         ("train: {precision: fp16}\noptimizations: {fp8: rowwise}", "optimizations.fp8 needs train.precision bf16"),
-        (
-            "optimizations: {fp8_head: on, chunked_loss: on}",
-            "optimizations.fp8_head needs fp8 and chunked_loss",
-        ),
-        (
-            "optimizations: {fp8_head: on, fp8: rowwise, chunked_loss: on, weight_offload: on}",
-            "optimizations.fp8_head keeps a copy of the head on the GPU",
-        ),
         ("method: {name: lora, experts: on, dropout: 0.1}", "method.experts needs method.dropout 0"),
         ("measure: {eval: epoch}", "measure.eval: epoch needs dataset.eval_samples"),
         ("method: qlora\ntrain: {precision: fp16}", "set train.precision to bf16 or fp32"),

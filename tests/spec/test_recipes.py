@@ -6,7 +6,7 @@ from ftbench.errors import SpecError
 from ftbench.spec.experiment import resolve
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.load import load
-from ftbench.spec.optimizations import Optimizations, triton_kernels
+from ftbench.spec.optimizations import Optimizations, compute
 from ftbench.spec.recipes import recipes
 from ftbench.spec.sweep import cells
 
@@ -89,7 +89,7 @@ def test_auto_kernels_are_on_only_if_measured(write, model, capability, sets, wh
         if "launch.strategy=fsdp" in sets and name == "fastest-fp8":
             continue  # impossible on any machine
         spec = load(write(model), [f"recipe={name}", *sets])
-        word, resolved = triton_kernels.left_out(spec, capability), resolve(spec, capability)
+        word, resolved = compute.kernels_left_out(spec, capability), resolve(spec, capability)
         assert resolved.optimizations.triton_kernels is (why is None)
         assert resolved.optimizations.fp8 == (by_kernels if why is None or name == "fastest" else "tensorwise")
         assert incompatibilities(resolved) == []
@@ -98,7 +98,7 @@ def test_auto_kernels_are_on_only_if_measured(write, model, capability, sets, wh
 
 def test_explicit_kernels_stay_on(write):
     spec = load(write(MODEL), ["recipe=fastest-fp8", "optimizations.triton_kernels=on"])
-    assert triton_kernels.left_out(spec, AMPERE) is None
+    assert compute.kernels_left_out(spec, AMPERE) is None
     assert resolve(spec, BLACKWELL).optimizations == spec.optimizations
 
 

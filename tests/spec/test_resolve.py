@@ -9,9 +9,9 @@ import pytest
 
 from ftbench.errors import MissingError
 from ftbench.spec.experiment import resolve
+from ftbench.spec.incompatibilities import require_published
 from ftbench.spec.load import load
 from ftbench.spec.methods import family
-from ftbench.spec.resolve import require_published
 
 H200, AMPERE = (9, 0), (8, 0)
 KERNELS = "optimizations.triton_kernels"

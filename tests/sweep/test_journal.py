@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from ftbench.core import processes
 from ftbench.errors import FtbenchError, MissingError
-from ftbench.store import process_identity
 from ftbench.sweep import journal
 from ftbench.sweep.journal import LOCK, Journal, holder_of, is_held, locked
 from sweeps import read_journal
@@ -121,7 +121,7 @@ def holder(tmp_path):
     yield process
     process.kill()
     process.communicate()
-    if process_identity.process_start(child) is not None:
+    if processes.process_start(child) is not None:
         os.kill(child, signal.SIGKILL)
 
 
@@ -130,7 +130,7 @@ def test_folder_is_locked_within_the_block(tmp_path):
     assert not is_held(folder)
     with locked(folder):
         assert is_held(folder)
-        assert holder_of(folder) == process_identity.this_process()
+        assert holder_of(folder) == processes.this_process()
     assert not is_held(folder)
     with locked(folder):
         assert is_held(folder)
@@ -141,7 +141,7 @@ def test_second_sweep_names_the_pid_of_the_first(tmp_path, holder):
         pytest.fail("two at once")
     assert caught.value.exit_code == 1
     assert str(caught.value) == (
-        f"{tmp_path}: a sweep is already running (process {holder.pid} on {process_identity.this_process()['host']}); "
+        f"{tmp_path}: a sweep is already running (process {holder.pid} on {processes.this_process()['host']}); "
         f"watch it with `ftbench sweep --status {tmp_path}`, or choose another --out"
     )
     assert is_held(tmp_path)

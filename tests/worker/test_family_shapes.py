@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from conftest import spec_of
 from ftbench.core import flops
-from ftbench.core.architectures import architectures
 from ftbench.errors import SpecError
 from ftbench.estimate.workload.trainable import trainable_shape
+from ftbench.facts import architectures
 from ftbench.families import FAMILIES, describe
 from ftbench.worker import methods
 from ftbench.worker.measure import effective_config

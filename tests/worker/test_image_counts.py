@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from conftest import spec_of
 from ftbench.core import flops
-from ftbench.core.architectures import architectures
 from ftbench.core.rows import StepRow
+from ftbench.facts import architectures
 from ftbench.families import describe
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from conftest import spec_of
-from ftbench.core.architectures import architectures
+from ftbench.facts import architectures
 from ftbench.families import describe
 from ftbench.store.rundir import read_json
 from ftbench.worker import methods

@@ -14,8 +14,8 @@ from PIL import Image
 from pydantic import ValidationError
 
 from conftest import spec_of
-from ftbench.core.architectures import architectures
 from ftbench.errors import MissingError, NotAppliedError, SpecError
+from ftbench.facts import architectures
 from ftbench.families import describe
 from ftbench.spec import batches
 from ftbench.spec.load import load

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ftbench.core.architectures import architectures
 from ftbench.errors import MissingError, SpecError
+from ftbench.facts import architectures
 from ftbench.spec.experiment import Model
 from ftbench.store.summary import summarise
 from ftbench.worker.model import loading

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from conftest import spec_of
-from ftbench.core.architectures import architectures
 from ftbench.errors import SpecError
+from ftbench.facts import architectures
 from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store.rundir import read_json

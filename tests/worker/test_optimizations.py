@@ -7,7 +7,6 @@ import json
 import weakref
 from collections import Counter, defaultdict
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from ftbench.worker.data import collate, prepare
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.tokens import IGNORE, Tokens
 from ftbench.worker.model.random_weights import materialise
-from ftbench.worker.optimizations import attention, chunked_loss, compile, fp8_head, packing
+from ftbench.worker.optimizations import attention, chunked_loss, compile, packing
 
 BF16 = torch.finfo(torch.bfloat16).eps
 
@@ -317,49 +316,6 @@ def test_chunked_loss_and_gradient_equal_plain():
     torch.testing.assert_close(found, [hidden.grad, head.weight.grad, head.bias.grad])
     with torch.no_grad():
         torch.testing.assert_close(chunked_loss.chunked_loss(hidden, labels, positions, head), plain)
-
-
-def with_small_head(head):
-    model = SimpleNamespace(get_output_embeddings=lambda: head)
-    fp8_head.apply(model, spec_of(optimizations={"fp8": "tensorwise", "chunked_loss": True, "fp8_head": True}))
-    return model
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fp8_head_gradient_differs_by_rounding_only(dtype):
-    """e4m3 rounds a weight by at most 1/16, e5m2 a probability by 1/8, which averages out over the vocabulary.
-    Logits and loss use the unquantized head."""
-    torch.manual_seed(0)
-    hidden = (3 * torch.randn(2, 65, 64)).to(dtype).requires_grad_()
-    head = torch.nn.Linear(64, 512, bias=False).to(dtype).requires_grad_(False)
-    labels = torch.randint(0, 512, (2, 65))
-    labels[0, :20] = IGNORE
-    positions = torch.tensor([at for at in torch.nonzero(labels.reshape(-1) != IGNORE).squeeze(1) if at % 65])
-    plain = chunked_loss.chunked_loss(hidden, labels, positions, head, size=50)
-    plain.backward()
-    exact, hidden.grad = hidden.grad.double(), None
-    with_small_head(head)
-    loss = chunked_loss.chunked_loss(hidden, labels, positions, head, size=50)
-    (3 * loss).backward()
-    found = hidden.grad.double() / 3
-    assert torch.equal(loss, plain)
-    assert torch.equal(found.any(-1), exact.any(-1))
-    assert ((found - exact).norm() / exact.norm()).item() < 1 / 16
-    assert F.cosine_similarity(found.sum((0, 1)), exact.sum((0, 1)), dim=0).item() > 0.995
-    assert (found.norm() / exact.norm()).item() == pytest.approx(1.0, abs=0.02)
-
-
-def test_trained_or_odd_sized_head_is_an_error():
-    for head, said in ((torch.nn.Linear(64, 512), "512 x 64 and trained"), (torch.nn.Linear(64, 500), "500 x 64")):
-        with pytest.raises(SpecError, match=f"multiples of 16, and this one is {said}"):
-            with_small_head(head)
-    model = with_small_head(torch.nn.Linear(64, 512).requires_grad_(False))
-    spec = spec_of(optimizations={"fp8": "tensorwise", "chunked_loss": True, "fp8_head": True})
-    assert fp8_head.verify(model, spec) == []
-    del model.get_output_embeddings().of_gradient
-    assert fp8_head.verify(model, spec) == [
-        "optimizations.fp8_head is on, but the head is trained or lacks its 8-bit copy"
-    ]
 
 
 def test_chunk_is_freed_before_the_next():

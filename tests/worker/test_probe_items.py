@@ -14,9 +14,9 @@ pytest.importorskip("torch", reason="training libraries are not installed")
 
 import torch
 
+from ftbench.core.processes import process_start
 from ftbench.probe import probing
 from ftbench.store import rundir
-from ftbench.store.process_identity import process_start
 from ftbench.worker.measure.meters import HostClock
 from ftbench.worker.measure.sampler import Sampler
 from ftbench.worker.probe import __main__ as child

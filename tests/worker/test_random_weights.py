@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from ftbench.core.architectures import architectures
 from ftbench.errors import MissingError, SpecError
+from ftbench.facts import architectures
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.worker import parallel
 from ftbench.worker.model import loading, random_weights

@@ -13,11 +13,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import warm
-from ftbench.core.architectures import architectures
 from ftbench.estimate.memory import share
 from ftbench.estimate.memory.weights import trained
 from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.estimate.workload.sharding import Sharding
+from ftbench.facts import architectures
 from ftbench.families import describe
 from waiting import free_ports
 

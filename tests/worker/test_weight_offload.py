@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from conftest import spec_of, train_in
-from ftbench.core.architectures import architectures
 from ftbench.core.units import GIB
 from ftbench.errors import NotAppliedError
 from ftbench.estimate.memory import weights
 from ftbench.estimate.workload.model import shape_of
 from ftbench.estimate.workload.plan import plan_of
+from ftbench.facts import architectures
 from ftbench.kernels.weight_stream import Copies, HostMatrix, Weight, WeightStream
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.incompatibilities import incompatibilities

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftbench.core import stderr
+from ftbench.core import processes
 from ftbench.core.table import printable
 from ftbench.core.units import some
 from ftbench.errors import BROKEN_PIPE, MissingError, SpecError
@@ -142,7 +142,7 @@ def log(text: str) -> None:
     line = printable(text)
     if (more := len(line) - _MAX_LINE) > 0:
         line = f"{line[: _MAX_LINE // 2]}… ({some(more, 'character')} more) …{line[-_MAX_LINE // 2 :]}"
-    with stderr.optional():
+    with processes.optional_stderr():
         print(line, file=sys.stderr, flush=True)
 
 
@@ -160,7 +160,7 @@ class ProgressLine:
         text = f"  {progress.text()} · {seconds(now - self._started)} so far"
         if self._live:
             visible = printable(text)[: shutil.get_terminal_size().columns - 1]
-            with stderr.optional():
+            with processes.optional_stderr():
                 print(f"\r\033[K{visible}", end="", file=sys.stderr, flush=True)
         elif self._log_every_s and now - self._logged >= self._log_every_s:
             self._logged = now
@@ -168,5 +168,5 @@ class ProgressLine:
 
     def clear(self) -> None:
         if self._live:
-            with stderr.optional():
+            with processes.optional_stderr():
                 print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -57,7 +57,7 @@ def _train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) ->
     from ftbench.core.units import parse_seconds
     from ftbench.launch import checks, ranks, runner
     from ftbench.spec.load import load
-    from ftbench.spec.optimizations import triton_kernels
+    from ftbench.spec.optimizations import compute
     from ftbench.spec.sweep import has_axes
 
     if has_axes(spec, sets):
@@ -67,7 +67,7 @@ def _train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) ->
         )
 
     def on_checked(resolved: Experiment, described: dict[str, Any]) -> None:
-        if word := triton_kernels.left_out(load(spec, sets), checks.capability(described)):
+        if word := compute.kernels_left_out(load(spec, sets), checks.capability(described)):
             log(f"ftbench: note: {word}")
         _predict(resolved, described, out, yes)
         if resolved.launch.nodes > 1:

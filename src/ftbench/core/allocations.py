@@ -11,11 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ftbench.core import phases as parts
-from ftbench.core.units import GIB
+from ftbench.core import rows
+from ftbench.core.units import GIB, MEMORY_CATEGORIES
 
-CATEGORIES = ("weights", "adapters", "gradients", "optimizer", "activations", "temporary", "other")
-_FORWARD = (parts.FORWARD, parts.LOSS, parts.METRICS)
+CATEGORIES = MEMORY_CATEGORIES
+_FORWARD = (rows.FORWARD, rows.LOSS, rows.METRICS)
 _POINTS, _MOST_ALIVE = 240, 40
 
 
@@ -109,7 +109,7 @@ def _blocks(history: AllocationHistory) -> list[_Block]:
 
 def _categorise(blocks: Sequence[_Block], history: AllocationHistory, at: int | None) -> None:
     times = [event.time for event in history.events]
-    backward = [bisect_left(times, time) for time, name in history.marks if name == parts.BACKWARD]
+    backward = [bisect_left(times, time) for time, name in history.marks if name == rows.BACKWARD]
     update = bisect_left(times, history.gradients_at)
     phases, last = _Phases(history.marks), len(times)
     for block in blocks:

@@ -11,6 +11,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 SCHEMA = 1
+# The phases of a training step, as named in a profile.
+PREFIX = "ftbench."  # of range names in a trace
+DATA, FORWARD, LOSS, METRICS, BACKWARD = "data", "forward", "loss", "metrics", "backward"
+CLIP, OPTIMIZER = "clip", "optimizer"
+OTHER = "other"  # not covered by a range
 
 
 def _column(unit: str, meaning: str, ranks: str = "highest") -> Any:

@@ -2,13 +2,23 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
 MINIMUM_STEADY = 5  # fewer steady steps give a warning
 CONFIDENCE = 0.95
 MAD_TO_SIGMA = 1.4826  # median absolute deviation → standard deviation of a normal distribution
+
+
+def grouped_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Return the items by key. Keys and items keep their order."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def total(values: Iterable[float | int | None]) -> float:

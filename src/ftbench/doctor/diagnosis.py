@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.architectures import architectures
 from ftbench.core.units import GIB, gibibytes
 from ftbench.doctor import abilities, gpu, host, stack
 from ftbench.doctor.facts import Facts, Finding, as_text, gather
 from ftbench.errors import FtbenchError
+from ftbench.facts import architectures
 from ftbench.families import describe
 from ftbench.launch import checks
 from ftbench.spec.experiment import Experiment, resolve

@@ -12,7 +12,7 @@ from typing import Any
 from ftbench.core import lengths, units
 from ftbench.core.data_files import read_file
 from ftbench.core.data_formats import Example
-from ftbench.core.programs import run_program
+from ftbench.core.processes import run_program
 from ftbench.errors import DataError, MissingError, SpecError
 from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import MOST_SAMPLES, file_lengths, lengths_of, tokenizer_file

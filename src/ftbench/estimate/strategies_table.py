@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.grouping import grouped_by
 from ftbench.core.hardware import Gpu
+from ftbench.core.stats import grouped_by
 from ftbench.core.table import folded, text_table
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.constants import constants

@@ -5,8 +5,8 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.grouping import grouped_by
 from ftbench.core.hardware import Gpu
+from ftbench.core.stats import grouped_by
 from ftbench.core.table import folded, text_table
 from ftbench.core.units import JOULES_PER_KWH, gibibytes
 from ftbench.estimate.memory.estimate import HOST, Band, MemoryEstimate

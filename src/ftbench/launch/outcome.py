@@ -12,9 +12,7 @@ from ftbench.core.redact import without_secrets
 from ftbench.core.rows import RunSummary
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError
 from ftbench.launch import process
-from ftbench.profile import files as profiles
-from ftbench.profile.trace import TraceError
-from ftbench.store import digests, health, ranks, rundir, summary
+from ftbench.store import digests, ranks, run_warnings, rundir, summary
 from ftbench.store.rundir import RunDir
 
 _LOG_TAIL = 64 * 1024  # bytes
@@ -105,7 +103,10 @@ def _write_results(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], 
     summarised = summary.summarise(run, state)
     is_control = rundir.read_json(run.spec_json).get("measure", {}).get("control", "off") != "off"
     if state["state"] == "ok" and summarised.learning.get("state") == rundir.NOT_FINITE and not is_control:
-        summarised.state, summarised.reason = rundir.NOT_FINITE, health.reason(summarised.learning, summarised.warnings)
+        summarised.state, summarised.reason = (
+            rundir.NOT_FINITE,
+            run_warnings.not_finite_reason(summarised.learning, summarised.warnings),
+        )
         state |= {"state": summarised.state, "reason": summarised.reason}
     rundir.write_json(run.state, state)
     rundir.write_json(run.summary, summary.as_dict(summarised))
@@ -115,8 +116,13 @@ def _write_results(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], 
 
 def _finish_profile(run: RunDir) -> dict[str, Any]:
     """Write the profile from the worker's records. Return the error state if they cannot be read."""
+    if not run.profile.is_dir():
+        return {}
+    from ftbench.profile import files
+    from ftbench.profile.trace import TraceError
+
     try:
-        profiles.finish(run)
+        files.finish(run)
     except TraceError as error:
         return {"state": "error", "reason": str(error)}
     return {}

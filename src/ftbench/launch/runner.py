@@ -15,7 +15,7 @@ from ftbench.launch.progress import Progress, Watchdog
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
-from ftbench.store import ceilings, machine, rundir, summary
+from ftbench.store import machine, rundir, summary
 from ftbench.store.rundir import RunDir
 
 SUMMARY_S = 60.0  # longest wait for node 0's summary after all ranks have ended
@@ -157,7 +157,7 @@ def execute(
         rundir.write_json(created.spec_json, resolved)
         if spec.resolved:
             rundir.write_json(created.applied, {"resolved": spec.resolved})
-        best = ceilings.of(order.store or created.path.parents[1], gpu_name(described))
+        best = machine.ceilings(order.store or created.path.parents[1], gpu_name(described))
         rundir.write_json(created.machine, described | {"ceilings": best})
         progress = Progress(created)
         watchdog = Watchdog(spec, progress, deadline)

@@ -10,7 +10,7 @@ from ftbench.errors import MissingError
 from ftbench.launch import ranks
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.incompatibilities import machine_incompatibilities
-from ftbench.spec.optimizations.fp8 import DELAYED, TRANSFORMER_ENGINE
+from ftbench.spec.optimizations.compute import DELAYED
 from ftbench.store import machine
 from ftbench.store.rundir import RunDir
 
@@ -58,11 +58,6 @@ def check_installed(spec: Experiment) -> None:
         raise MissingError(
             f"train.report_to needs {', '.join(absent)}, which this Python ({sys.executable}) does not have: "
             f"pip install {' '.join(absent)}, or leave it out"
-        )
-    if spec.optimizations.fp8 in TRANSFORMER_ENGINE and not _installed("transformer_engine"):
-        raise MissingError(
-            f"optimizations.fp8 {spec.optimizations.fp8} needs Transformer Engine, which this Python "
-            f"({sys.executable}) does not have: pip install --no-build-isolation 'transformer-engine[pytorch]'"
         )
     needed = [*NEEDED]
     if (spec.method.quantised and not spec.method.mxfp4) or spec.train.optimizer in BITSANDBYTES:

@@ -16,7 +16,7 @@ from ftbench.core.hardware import Gpu, find_gpu
 from ftbench.core.table import folded, text_table
 from ftbench.errors import FtbenchError, MissingError
 from ftbench.launch import process
-from ftbench.store import ceilings, machine, rundir
+from ftbench.store import machine, rundir
 from ftbench.store.rundir import first_gpu
 
 SCHEMA = 1
@@ -43,7 +43,7 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
             f"probe needs torch, which is not installed for {sys.executable}: pip install 'ftbench[train]'"
         )
     described = machine.describe()
-    folder = out / ceilings.FOLDER
+    folder = out / machine.PROBES
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()  # fails early if the folder is not writable

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ftbench.core.phases import BACKWARD
+from ftbench.core.rows import BACKWARD
 from ftbench.core.units import some
 from ftbench.profile.groups import GROUPS, OTHER
 from ftbench.profile.trace import Span, Trace

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ftbench.core import phases
+from ftbench.core import rows
 
 MATMUL, ATTENTION, NORM, QUANTISE = "matmul", "attention", "norm/elementwise", "quantise/dequantise"
 OPTIMIZER, LOSS, COMMUNICATION, COPY, OTHER = "optimizer", "loss", "communication", "memory copy", "other"
@@ -70,7 +70,7 @@ _OPERATORS: tuple[tuple[str, str], ...] = (
     (COPY, r"^Mem(cpy|set)\b|pin_memory"),
     (NORM, r"^aten::|^triton_|^prims::|^liger|Backward\d*$|AccumulateGrad"),
 )  # fmt: skip
-_BY_PHASE = {phases.OPTIMIZER: OPTIMIZER, phases.CLIP: OPTIMIZER, phases.LOSS: LOSS, phases.METRICS: LOSS}
+_BY_PHASE = {rows.OPTIMIZER: OPTIMIZER, rows.CLIP: OPTIMIZER, rows.LOSS: LOSS, rows.METRICS: LOSS}
 _CALLERS = (ATTENTION, QUANTISE, LOSS, OPTIMIZER)  # groups that include the plain kernels they launch
 
 

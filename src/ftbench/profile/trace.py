@@ -16,7 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.phases import PREFIX
+from ftbench.core.rows import PREFIX
 from ftbench.errors import FtbenchError
 
 MOST_BYTES = 2**30

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ftbench.core.phases import LOSS, OTHER
+from ftbench.core.rows import LOSS, OTHER
 from ftbench.profile.groups import group_of_kernel, group_of_operator
 from ftbench.profile.trace import Span, Trace
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable
 
 from ftbench.core import units
-from ftbench.core.architectures import architectures
 from ftbench.core.hardware import Gpu, gpus
 from ftbench.core.table import text_table
 from ftbench.errors import SpecError
+from ftbench.facts import architectures
 from ftbench.families import describe
 from ftbench.spec.base import known
 from ftbench.spec.datasets import DATASETS

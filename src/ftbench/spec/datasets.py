@@ -6,14 +6,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from ftbench.core.data_files import read_file
-from ftbench.core.data_formats import BadRow, Example, detect, example
 from ftbench.errors import DataError, MissingError
 from ftbench.spec.base import Float, Int, Part, Switch, known, nearest, shown
+
+if TYPE_CHECKING:
+    from ftbench.core.data_formats import Example
 
 _FILES = (".json", ".jsonl", ".csv", ".parquet")
 Format = Literal[
@@ -219,6 +220,8 @@ def row_format(dataset: Dataset, row: Mapping[str, Any], where: str, pairs: bool
             )
     if dataset.name == "wikipedia-ja":
         return "wikipedia-title"
+    from ftbench.core.data_formats import detect
+
     return dataset.format or dataset.source.format or detect(named_row(row, dataset), where, pairs)
 
 
@@ -229,6 +232,8 @@ def named_row(row: Mapping[str, Any], dataset: Dataset) -> dict[str, Any]:
 
 def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, where: str) -> Example:
     """Return the example in a row. Raise DataError if the row is unusable."""
+    from ftbench.core.data_formats import BadRow, example
+
     try:
         return example(named_row(row, dataset), format_name, dataset.prompt)
     except BadRow as error:
@@ -239,6 +244,8 @@ def check_file(dataset: Dataset, pairs: bool = False) -> None:
     """Raise DataError for the first unusable row among the first 1,000 of a file."""
     if not dataset.path or not Path(dataset.path).is_file():
         return
+    from ftbench.core.data_files import read_file
+
     try:
         rows = read_file(Path(dataset.path), MOST_CHECKED)
     except MissingError:  # the Parquet reader may be installed only on the training machine

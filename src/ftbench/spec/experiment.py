@@ -8,16 +8,16 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
-from ftbench.core.architectures import architectures
+from ftbench.facts import architectures
 from ftbench.spec.base import Float, Int, Part, Switch, Word
 from ftbench.spec.controls import CONTROLS
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.incompatibilities import incompatibilities
+from ftbench.spec.incompatibilities import resolve as resolve
 from ftbench.spec.launch import Launch as Launch
 from ftbench.spec.methods import Lora, Method
 from ftbench.spec.objectives import Objective, Sft
 from ftbench.spec.optimizations import Optimizations
-from ftbench.spec.resolve import resolve as resolve
 
 
 def experiment_name(value: str) -> str:

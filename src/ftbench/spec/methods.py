@@ -11,8 +11,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ftbench.core.architectures import architectures
 from ftbench.errors import SpecError
+from ftbench.facts import architectures
 from ftbench.families.vision import TRAINED
 from ftbench.spec.base import Experiment, Float, Int, Model, Part, Switch, Word
 from ftbench.spec.reading import read_config

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from typing_extensions import TypeAliasType
 
-from ftbench.core.allocations import CATEGORIES
+from ftbench.core.units import MEMORY_CATEGORIES
 
 MAX_RANKS = 1024  # of a run
 _NUMBER_PROBLEMS = ("finite_number", "less_than", "greater_than")
@@ -165,7 +165,7 @@ _Timeline = _model(
     "timeline.json", device=_need(str), ms=_need(Number), groups=_need(dict[str, list[list[Number]]]),
     phases=_need(list[list[Number | str]]), idle=_need(list[list[Number]]),
 )  # fmt: skip
-_PARTS: dict[str, Any] = dict.fromkeys(("total_gb", *CATEGORIES), _need(Number))
+_PARTS: dict[str, Any] = dict.fromkeys(("total_gb", *MEMORY_CATEGORIES), _need(Number))
 _Allocations = _model(
     "memory.json", categories=_need(list[str]), alive=_need(Json),
     peak=_need(_model("Peak", _NumbersDocument, phase=_need(str), **_PARTS)),

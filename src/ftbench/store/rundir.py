@@ -20,11 +20,11 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from ftbench.core import processes
 from ftbench.errors import MissingError, SpecError
-from ftbench.store import models, process_identity
+from ftbench.store import models
 
-SCHEMA = 1
-MOST_JSON_BYTES, MOST_CSV_BYTES = 64 * 2**20, 256 * 2**20
+SCHEMA, MOST_JSON_BYTES, MOST_CSV_BYTES = 1, 64 * 2**20, 256 * 2**20
 ARCHIVED = ".superseded"  # the folder of archived runs, which reports skip
 NOT_FINITE = "not finite"  # the state of a run that finished with a loss or gradient that is NaN or infinite
 STATES = ("running", "ok", "oom", "timeout", "error", "interrupted", NOT_FINITE)
@@ -237,7 +237,7 @@ def disk_error(path: Path, error: OSError) -> MissingError:
 
 def running() -> dict[str, Any]:
     """Return the state of a run that this process starts, with the process as its owner."""
-    owner = process_identity.this_process()
+    owner = processes.this_process()
     return {"schema": SCHEMA, "state": "running", "started_at": now(), "owner": owner}
 
 
@@ -251,7 +251,7 @@ def state_of(document: dict[str, Any]) -> dict[str, Any]:
     """Return the state in a state.json. A running run whose owner has died is `interrupted`."""
     if document.get("state") not in STATES:
         return {"state": "error", "reason": "state.json is missing or has an unknown state"}
-    if document["state"] == "running" and not process_identity.alive(document.get("owner", {})):
+    if document["state"] == "running" and not processes.alive(document.get("owner", {})):
         reason = "ftbench was killed or the machine went down during the run"
         return document | {"state": "interrupted", "reason": reason}
     return document

@@ -12,7 +12,7 @@ from ftbench.core import hardware, stats, units
 from ftbench.core.bottleneck import classify_bottleneck
 from ftbench.core.rows import FIELDS, SCHEMA, RunSummary, StepRow
 from ftbench.core.stats import total
-from ftbench.store import health, rates, run_warnings, rundir
+from ftbench.store import rates, run_warnings, rundir
 from ftbench.store.ranks import merge, read_ranks, spread
 from ftbench.store.rundir import KERNELS, RunDir, first_gpu, read_json, state_of
 from ftbench.store.steps import read_steps
@@ -90,7 +90,7 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
         summary.warnings += sentences
         summary.drift = run_warnings.drift(steady)
         summary.outliers = run_warnings.outliers(steady)
-        summary.contention, sentences = health.contention(steady, on_gpu=summary.gpu is not None)
+        summary.contention, sentences = run_warnings.contention(steady, on_gpu=summary.gpu is not None)
         summary.warnings += sentences
     elif rate := config.get("reported", {}).get("samples_per_s"):  # of the training, from the imported log
         summary.samples_per_s, summary.samples_per_hour = rate, rate * 3600
@@ -121,8 +121,8 @@ def _described(run: RunDir, documents: dict[str, dict[str, Any]], state: dict[st
 
 def _learning(summary: RunSummary, everything: Sequence[StepRow], spec: dict[str, Any]) -> None:
     loss_scaled = spec.get("train", {}).get("precision") == "fp16"
-    summary.learning = health.learning(everything, loss_scaled)
-    summary.warnings += health.learning_warnings([row for row in everything if row.phase == "train"], loss_scaled)
+    summary.learning = run_warnings.learning(everything, loss_scaled)
+    summary.warnings += run_warnings.learning_warnings([row for row in everything if row.phase == "train"], loss_scaled)
 
 
 def _first_steps(summary: RunSummary, train: Sequence[StepRow], warm: int) -> None:

@@ -11,10 +11,10 @@ from ftbench.launch import checks, runner, trl
 from ftbench.spec import ablation
 from ftbench.spec.base import known
 from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.incompatibilities import require_published
 from ftbench.spec.load import load, merge, nested, set_layer
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.reading import as_text
-from ftbench.spec.resolve import require_published
 from ftbench.store.output import write_output
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep import sweep

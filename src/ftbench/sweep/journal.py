@@ -12,8 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ftbench.core import processes
 from ftbench.errors import FtbenchError
-from ftbench.store import process_identity, rundir
+from ftbench.store import rundir
 
 LOCK, JOURNAL = ".lock", "journal.jsonl"
 
@@ -59,7 +60,7 @@ def locked(folder: Path) -> Iterator[None]:
                 "choose another --out"
             )
         os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(process_identity.this_process()).encode(), 0)
+        os.pwrite(file, json.dumps(processes.this_process()).encode(), 0)
         yield
         os.ftruncate(file, 0)
     finally:

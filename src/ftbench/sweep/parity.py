@@ -9,10 +9,9 @@ from ftbench.errors import MissingError, SpecError
 from ftbench.launch import checks, runner
 from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import Experiment, resolve
-from ftbench.spec.incompatibilities import incompatibilities
+from ftbench.spec.incompatibilities import incompatibilities, require_published
 from ftbench.spec.load import ImpossibleError, load
 from ftbench.spec.methods import Full, Lora, Method, Qlora
-from ftbench.spec.resolve import require_published
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep import sweep as command
 from ftbench.sweep.gpu_slots import LocalSlot

@@ -13,7 +13,7 @@ from ftbench.errors import MissingError, SpecError
 from ftbench.launch import checks, runner
 from ftbench.spec.ablation import settings
 from ftbench.spec.experiment import Experiment, resolve
-from ftbench.spec.resolve import require_published
+from ftbench.spec.incompatibilities import require_published
 from ftbench.spec.sweep import GridCell, cells
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep.gpu_slots import GpuSlot, local_slots

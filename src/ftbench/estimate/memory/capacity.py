@@ -7,7 +7,7 @@ from typing import Any
 
 from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.core.units import GIB, gibibytes
-from ftbench.store import ceilings
+from ftbench.store import machine
 
 RESERVE = 0.62  # GiB that the driver keeps, if unknown: the maximum of the GPU table, and an H200's
 DISPLAY = 0.5  # GiB left for a display on cards with display outputs
@@ -44,7 +44,7 @@ def capacity(gpu: Gpu | float, total: float | None = None) -> Capacity:
 
 def probed(gpu: Gpu, store: Path | None) -> Gpu:
     """Return the GPU with the usable memory that a probe in the store measured, if there is one."""
-    figures = ceilings.of(store, gpu.name) if store else {}
+    figures = machine.ceilings(store, gpu.name) if store else {}
     if "usable_gb" not in figures:
         return gpu
     driver = figures.get("driver_total_gb")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ftbench.core.grouping import grouped_by
+from ftbench.core.stats import grouped_by
 from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.estimate.workload.trainable import adapter_parameters, trained_vision, vision_adapter_parameters
 from ftbench.families.shape import Layer, ModelShape
@@ -30,8 +30,8 @@ def weights(model: ModelShape, plan: TrainingPlan) -> float:
     The weights have 16 bits. With a 4-bit method, linear layers have 4 bits and the rest has 16 bits, or 32 bits if
     peft's prepare_model_for_kbit_training casts it (dense models; `worker/methods/qlora.py`). unsloth keeps gpt-oss's
     experts as published: the founding study trained the 120b on 96 GB. fp8 keeps two 8-bit layouts of each linear layer
-    instead of the 16-bit one (worker/optimizations/fp8.py), and fp8_head one more of the head. Weights in host memory
-    do not count, but their buffers do."""
+    instead of the 16-bit one (worker/optimizations/fp8.py). Weights in host memory do not count, but their buffers
+    do."""
     return _unstreamed(model, plan) - on_host(model, plan) + buffers(model, plan)
 
 
@@ -41,8 +41,7 @@ def _unstreamed(model: ModelShape, plan: TrainingPlan) -> float:
     linear = model.linear_parameters
     if not plan.quantised:
         eight = linear if plan.fp8 else 0
-        copy = model.vocab * model.hidden if plan.fp8_head else 0
-        return (model.total - eight) * plan.weight + 2 * eight + copy + fused(model, plan)
+        return (model.total - eight) * plan.weight + 2 * eight + fused(model, plan)
     return four_bit(linear, plan.double_quant) + (model.total - linear) * plan.upcast + fused(model, plan)
 
 

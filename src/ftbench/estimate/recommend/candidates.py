@@ -19,7 +19,7 @@ from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.load import recipe
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
-from ftbench.spec.optimizations.triton_kernels import FAMILIES as KERNEL_FAMILIES
+from ftbench.spec.optimizations.compute import KERNEL_FAMILIES
 from ftbench.spec.recipes import recipes
 
 ADAPTERS = ("lora", "qlora", "unsloth")  # train the same matrices; full trains others

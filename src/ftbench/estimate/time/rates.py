@@ -15,7 +15,7 @@ from ftbench.core.hardware import Gpu, gpus
 from ftbench.errors import SpecError
 from ftbench.estimate.time.work import StepWork
 from ftbench.facts import read_facts
-from ftbench.store import ceilings as probes
+from ftbench.store import machine
 
 # Shares of the data sheet that large products and copies reach on a GPU without measurements of its kind: medians of
 # the GPU table's `gemm_bf16` over `bf16` (0.83), and of triad over data sheet bandwidth as usually published (0.9).
@@ -92,7 +92,7 @@ class Step:
 
 def ceilings(gpu: Gpu, precision: str, store: Path | None = None) -> Ceilings:
     """Return the highest rates of a GPU; `precision` is bf16, fp16 or fp32, as in `train.precision`."""
-    probed = probes.of(store, gpu.name) if store else {}
+    probed = machine.ceilings(store, gpu.name) if store else {}
     rates = probed.get("tflops", {})
     fp8, sheet, board = rates.get("fp8"), gpu.peak_tflops(precision), _unlimited(gpu)
     rate, source = rates.get(precision), "ceilings measured by `ftbench probe`"

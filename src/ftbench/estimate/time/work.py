@@ -14,7 +14,7 @@ from ftbench.estimate.workload.sharding import sharding_of
 from ftbench.estimate.workload.trainable import TrainableShape, vision_matmul
 from ftbench.families.vision import VisionShape
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.optimizations.fp8 import DELAYED
+from ftbench.spec.optimizations.compute import DELAYED
 
 # Forward bytes per element. A norm upcasts, squares, averages, scales and casts back: 36; two for the hidden state and
 # one each for queries and keys. Residual sums 12. Rotary embedding 20 and a transposition 4. Silu 4 and its product 6.
@@ -153,7 +153,6 @@ def _products(
     head = heads * (flops.head_per_token(matmul) + (references if once else 1) * 2 * matmul.head)
     experts = n * (4 + 2 * again + 2 * references + 2 * plan.full) * shape.expert_matmul
     fp8 = n * (4 + 2 * again) * (matmul.base - shape.expert_matmul) if plan.fp8 else 0.0
-    fp8 += heads * 2 * matmul.head if plan.fp8_head else 0.0  # of the gradient
     return {"products": n * layers + head - fp8 - experts, "products.fp8": fp8, "products.experts": experts}
 
 

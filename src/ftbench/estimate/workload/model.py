@@ -4,8 +4,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.architectures import architectures
 from ftbench.errors import SpecError
+from ftbench.facts import architectures
 from ftbench.families import UnknownFamilyError, describe
 from ftbench.families.shape import ModelShape
 from ftbench.spec.experiment import Experiment, Model

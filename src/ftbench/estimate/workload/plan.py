@@ -7,8 +7,7 @@ from ftbench.errors import SpecError
 from ftbench.families.shape import Layer, ModelShape
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Full, Lora, Qlora, Trained, Unsloth
-from ftbench.spec.optimizations.fp8 import DELAYED, in_8_bits
-from ftbench.spec.optimizations.triton_kernels import FAMILIES as KERNEL_FAMILIES
+from ftbench.spec.optimizations.compute import DELAYED, KERNEL_FAMILIES
 
 Loss = Literal["trl", "chunked", "liger", "unsloth", "pairs", "completions"]
 Attention = Literal["sdpa", "masked", "eager", "flash", "varlen"]
@@ -60,7 +59,6 @@ class TrainingPlan:
     lean: bool = False
     graphed: bool = False
     fp8: bool = False
-    fp8_head: bool = False
     fused: Fused = "off"
     triton: bool = False
     whole_mlp: bool = False
@@ -150,8 +148,7 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         compiled=bool(on.compile),
         lean=on.compile == "lean",
         graphed=on.cuda_graph,
-        fp8=in_8_bits(on.fp8),
-        fp8_head=on.fp8_head,
+        fp8=on.fp8 != "off",
         chunk=CHUNK if on.chunked_loss is True else on.chunked_loss or CHUNK,
         fused=fused(spec),
         triton=on.triton_kernels,

@@ -5,9 +5,8 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.compare import Ratio
-from ftbench.core.grouping import grouped_by
 from ftbench.core.learning import CANNOT_TELL
-from ftbench.core.stats import MINIMUM_STEADY
+from ftbench.core.stats import MINIMUM_STEADY, grouped_by
 from ftbench.report.compare.pairs import Comparison, Pair
 from ftbench.report.compare.words import (
     break_even_text,

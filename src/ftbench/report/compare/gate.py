@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftbench.core import units
-from ftbench.core.grouping import grouped_by
+from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
 from ftbench.report.compare.pairs import Pair, noise_of, pair_of
 from ftbench.report.compare.words import change, flat_learning, flat_ratio, learning_text

@@ -7,7 +7,7 @@ from typing import Any
 from ftbench.report.data.facts import LIMIT, as_fact, flat
 from ftbench.spec.load import recipe
 from ftbench.spec.methods import METHODS
-from ftbench.spec.optimizations import triton_kernels
+from ftbench.spec.optimizations import compute
 from ftbench.spec.recipes import FOLDER, recipes
 
 SHORT = {
@@ -102,7 +102,7 @@ def _outcomes() -> tuple[tuple[str, dict[str, str]], ...]:
     made = []
     for name in recipes():
         given = recipe(name, FOLDER)
-        ends = [given["optimizations"], *triton_kernels.ends(given["optimizations"])]
+        ends = [given["optimizations"], *compute.kernel_ends(given["optimizations"])]
         made += [
             (name, {key: as_fact(key, value) for key, value in flat(given | {"optimizations": on})}) for on in ends
         ]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.compare import geometric_mean
-from ftbench.core.grouping import grouped_by
+from ftbench.core.stats import grouped_by
 from ftbench.report.data.axes import FRAMEWORK, PREFIX, TRL, framework_words, varying_keys
 from ftbench.report.data.cells import ACCUMULATION, BATCH, Cell, Run, cache_of, gpu_of
 from ftbench.report.data.collect import Record, data_labels, known

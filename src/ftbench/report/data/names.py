@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ftbench.core.grouping import grouped_by
 from ftbench.core.hardware import canonical_name
+from ftbench.core.stats import grouped_by
 from ftbench.report.data.axes import (
     GPUS,
     NO_OPTIMIZATION,

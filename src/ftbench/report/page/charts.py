@@ -10,8 +10,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.compare import TYPICAL_SPREAD, variance_of
-from ftbench.core.grouping import grouped_by
-from ftbench.core.stats import CONFIDENCE, t_quantile
+from ftbench.core.stats import CONFIDENCE, grouped_by, t_quantile
 from ftbench.report.page.view import NUMBERS, RunRow, View
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_columns

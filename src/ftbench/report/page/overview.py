@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ftbench.core import units
-from ftbench.core.grouping import grouped_by
-from ftbench.core.stats import MINIMUM_STEADY
+from ftbench.core.stats import MINIMUM_STEADY, grouped_by
 from ftbench.report.compare.pairs import noise_of, pair_of
 from ftbench.report.compare.words import change_in_words
 from ftbench.report.data.axes import in_order

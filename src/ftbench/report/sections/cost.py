@@ -8,8 +8,8 @@ from operator import itemgetter
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.grouping import grouped_by
 from ftbench.core.hardware import canonical_name
+from ftbench.core.stats import grouped_by
 from ftbench.report.data.cells import ENERGY, SAMPLES, TOKENS, Cell, gpu_of
 from ftbench.report.data.collect import Record, figure
 from ftbench.report.document import Section

@@ -4,9 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ftbench.core import units
-from ftbench.core.grouping import grouped_by
 from ftbench.core.learning import CANNOT_TELL
-from ftbench.core.stats import MINIMUM_STEADY
+from ftbench.core.stats import MINIMUM_STEADY, grouped_by
 from ftbench.report.compare.pairs import Noise, Pair, learning_of, noise_of, pair_of
 from ftbench.report.compare.words import change_in_words, differences_text
 from ftbench.report.data.axes import FRAMEWORK, SETTINGS

@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from ftbench.core import stderr
+from ftbench.core import processes
 from ftbench.core.rows import RunSummary
 from ftbench.core.units import gibibytes, rate, seconds, some
 from ftbench.errors import SpecError
@@ -32,7 +32,7 @@ class _Console(Console):
     """A console on stderr that continues without a reader; rich would end the process."""
 
     def on_broken_pipe(self) -> None:
-        stderr.discard()
+        processes.discard_stderr()
 
 
 class LiveView:
@@ -46,18 +46,18 @@ class LiveView:
 
     def __enter__(self) -> LiveView:
         if self._live:
-            with stderr.optional():
+            with processes.optional_stderr():
                 self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._live:
-            with stderr.optional():
+            with processes.optional_stderr():
                 self._live.stop()
 
     def event(self, text: str) -> None:
         """Print a line with the time."""
-        with stderr.optional():
+        with processes.optional_stderr():
             self._console.print(Text(f"{time.strftime('%H:%M:%S')}  {text}"))
 
     def show(self, counted: str, running: Sequence[str]) -> None:
@@ -65,7 +65,7 @@ class LiveView:
         if self._live and time.monotonic() - self._shown >= REFRESH_S:
             self._shown = time.monotonic()
             lines = [fitting(f"  {line}", self._console.width) for line in (*running, counted)]
-            with stderr.optional():
+            with processes.optional_stderr():
                 self._live.update(Group(*map(Text, lines)), refresh=True)
         elif not self._live and self._log_every_s and time.monotonic() - self._logged >= self._log_every_s:
             self._logged = time.monotonic()

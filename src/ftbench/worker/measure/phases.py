@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ftbench.store.process_identity import process_start
+from ftbench.core.processes import process_start
 from ftbench.store.rundir import RunDir, read_json, write_json
 
 SCHEMA = 1

@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from ftbench.core.architectures import architectures
 from ftbench.errors import MissingError, SpecError
+from ftbench.facts import architectures
 from ftbench.spec.experiment import Model
 from ftbench.spec.methods import GPT_OSS
 from ftbench.spec.reading import read_config

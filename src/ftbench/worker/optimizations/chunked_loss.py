@@ -4,7 +4,7 @@ trl's chunked loss counts the label tokens on the device, waits for the count, a
 which wait again. Here the collator counts the label tokens and passes their positions. The logits of one chunk exist
 at a time, and their gradient is computed immediately (as in Liger's fused loss): two products with the head per
 label instead of three with recomputed logits. With `compile` the softmax of a chunk is one compiled function, which
-reads or writes the logits three times instead of eleven. With `fp8_head` the gradient is multiplied in 8 bits.
+reads or writes the logits three times instead of eleven.
 """
 
 import inspect
@@ -17,13 +17,11 @@ from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ftbench.errors import SpecError
-from ftbench.kernels.small_products import GRADIENT, multiply_back
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model
 
 SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # of gemma2, cohere2 and granite
 CHUNK = 2048  # label tokens; x 152k words x 4 bytes is 1.2 GB of logits
-SMALL = 2.0**15  # largest power of two that scales gradients of -1 to 1 into the 8-bit range (e5m2)
 POSITIONS = "label_positions"  # key of the batch: positions of labels in the flattened labels
 
 
@@ -66,8 +64,7 @@ def chunked_loss(
     labels in the flattened `labels`, each predicted from the position before it; `size` is the chunk length.
     `softmax` is `probabilities`, compiled or not."""
     weight, bias = _whole(head.weight), _whole(head.bias)
-    small = (head.of_gradient, head.of_gradient_factor) if hasattr(head, "of_gradient") else None
-    given = (labels, positions, softmax or probabilities, size, torch.is_grad_enabled(), small)
+    given = (labels, positions, softmax or probabilities, size, torch.is_grad_enabled())
     return _Loss.apply(hidden, weight, bias, *given)
 
 
@@ -80,15 +77,12 @@ def _whole(parameter: Any) -> Any:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def probabilities(
-    logits: torch.Tensor, targets: torch.Tensor, dtype: torch.dtype | None = None, scale: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probabilities (labels x vocabulary) times `scale`, in the dtype of the logits or in `dtype`, and
-    the log probability of the target (labels x 1, float32). Both are zero for ignored targets, which then add
-    nothing to the loss and its gradient."""
+def probabilities(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the probabilities (labels x vocabulary) in the dtype of the logits, and the log probability of the target
+    (labels x 1, float32). Both are zero for ignored targets, which then add nothing to the loss and its gradient."""
     logarithms, there = torch.log_softmax(logits.float(), -1), targets[:, None] >= 0
     of_targets = torch.where(there, logarithms.gather(1, targets.clamp(min=0)[:, None]), 0.0)
-    return torch.where(there, logarithms.exp() * scale, 0.0).to(dtype or logits.dtype), of_targets
+    return torch.where(there, logarithms.exp(), 0.0).to(logits.dtype), of_targets
 
 
 class _Loss(torch.autograd.Function):
@@ -97,7 +91,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, labels: torch.Tensor, positions: torch.Tensor,
-        softmax: Any, size: int, learning: bool, small: Any,
+        softmax: Any, size: int, learning: bool,
     ) -> torch.Tensor:  # fmt: skip
         given = (hidden, weight, bias)
         wanted = [learning and is_wanted for is_wanted in ctx.needs_input_grad[:3]]
@@ -111,13 +105,11 @@ class _Loss(torch.autograd.Function):
                 if len(chunk) < size:  # the last chunk's length differs between batches: use one graph for all lengths
                     torch._dynamo.maybe_mark_dynamic(logits, 0)
                     torch._dynamo.maybe_mark_dynamic(targets, 0)
-                given_type, scale = (logits.dtype, 1.0) if small is None else (GRADIENT["tensorwise"], SMALL)
-                gradient, of_targets = softmax(logits, targets, given_type, scale)
+                gradient, of_targets = softmax(logits, targets)
                 del logits
-                of_target = (of_targets.expm1() * scale).to(gradient.dtype)
-                _bits(gradient).scatter_(1, targets.clamp(min=0)[:, None], _bits(of_target))
+                gradient.scatter_(1, targets.clamp(min=0)[:, None], of_targets.expm1().to(gradient.dtype))
                 total -= of_targets.sum()
-                _add(gradients, gradient, states, weight, chunk - 1, small)
+                _add(gradients, gradient, states, weight, chunk - 1)
                 del gradient  # free it before the next chunk's logits are computed
             else:
                 total += F.cross_entropy(logits.float(), targets, reduction="sum")
@@ -129,28 +121,14 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         (factor,) = gradients
         scaled = [None if part is None else part * factor.to(part.dtype) for part in ctx.saved_tensors]
-        return *scaled, *[None] * 6
+        return *scaled, *[None] * 5
 
 
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Return values in a type that torch can scatter: 8-bit floats as bytes."""
-    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
-
-
-def _add(
-    gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, rows: Any, small: Any
-) -> None:
-    """Add one chunk's part to the gradients of the hidden states, the head's weight and its bias. With `small` (a
-    frozen head in 8 bits, transposed, and its factor), the gradient of the logits is in 8 bits and scaled by SMALL."""
+def _add(gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, rows: Any) -> None:
+    """Add one chunk's part to the gradients of the hidden states, the head's weight and its bias."""
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
-        if small is None:
-            made = gradient @ weight
-        else:
-            turned, factor = small
-            short = (gradient, factor.new_full((), 1 / SMALL))
-            made = multiply_back(states, turned, factor, "tensorwise", None, short)
-        of_hidden.view(-1, of_hidden.shape[-1])[rows] = made.to(of_hidden.dtype)
+        of_hidden.view(-1, of_hidden.shape[-1])[rows] = (gradient @ weight).to(of_hidden.dtype)
     if of_weight is not None and gradient.dtype == states.dtype == of_weight.dtype:
         of_weight.addmm_(gradient.t(), states)  # in place, without a temporary product
     elif of_weight is not None:  # under autocast only the products are in 16 bits

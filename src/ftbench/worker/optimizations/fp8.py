@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from ftbench.core.grouping import grouped_by
+from ftbench.core.stats import grouped_by
 from ftbench.kernels.adapter_products import siblings
 from ftbench.kernels.small_products import DELAYED, ROWWISE, WEIGHT, Product, cast
-from ftbench.kernels.te_linear import RECIPES, TeLinear
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model
 
@@ -96,10 +95,6 @@ def join(layers: list[Any]) -> Any:
 
 def apply(model: Any, spec: Experiment) -> None:
     recipe = spec.optimizations.fp8
-    if recipe in RECIPES:
-        for name in _wanted_names(model):
-            _replace(model, name, TeLinear(model.get_submodule(name), recipe))
-        return
     groups = grouped_by(_wanted_names(model), siblings)  # layers with one input share a factor and can share a product
     for names in groups.values():  # names, because references to modules would keep all 16-bit weights in memory
         weights = [model.get_submodule(name).weight.abs().amax() for name in names if recipe != ROWWISE]
@@ -140,7 +135,7 @@ def layers(model: Any) -> int:
 
 
 def multiplies_in_8_bits(module: Any) -> bool:
-    return isinstance(module, (Fp8Linear, TeLinear))
+    return isinstance(module, Fp8Linear)
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 
-from ftbench.core.grouping import grouped_by
+from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
 from ftbench.kernels.adapter_products import ALIGNED, Augmented, Beside, siblings
 from ftbench.kernels.expert_products import group_adapters

@@ -4,7 +4,7 @@ from typing import Any
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.optimizations.triton_kernels import FAMILIES
+from ftbench.spec.optimizations.compute import KERNEL_FAMILIES as FAMILIES
 from ftbench.worker.model.parts import base_model, decoder, decoder_layers
 
 

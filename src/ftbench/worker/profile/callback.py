@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from ftbench.core.phases import DATA, OPTIMIZER
+from ftbench.core.rows import DATA, OPTIMIZER
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import STEPS_BEFORE_PROFILE, Experiment
 from ftbench.store.rundir import TRACE, WINDOW, RunDir, write_json

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ftbench.core.allocations import AllocationHistory, Event, by_category
-from ftbench.core.phases import OPTIMIZER, PREFIX
+from ftbench.core.rows import OPTIMIZER, PREFIX
 from ftbench.core.units import GIB
 from ftbench.store.rundir import MEMORY, OOM_MEMORY, write_json
 from ftbench.worker.measure.effective_config import innermost

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from trl.trainer import sft_trainer
 
-from ftbench.core.phases import BACKWARD, CLIP, DATA, FORWARD, LOSS, METRICS, PREFIX
+from ftbench.core.rows import BACKWARD, CLIP, DATA, FORWARD, LOSS, METRICS, PREFIX
 from ftbench.worker.optimizations import chunked_loss
 
 

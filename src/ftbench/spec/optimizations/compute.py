@@ -1,0 +1,259 @@
+"""Optimizations of attention, 8-bit products, fused and compiled code, and our own Triton kernels."""
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from ftbench.core.hardware import supports_fp8
+from ftbench.spec.base import Experiment, Word
+from ftbench.spec.methods import GPT_OSS, family
+from ftbench.spec.optimizations.declaration import (
+    COARSE,
+    OWN_KERNELS,
+    OWN_LOSS,
+    ROUNDING,
+    Capability,
+    Optimization,
+    Tolerance,
+    or_number,
+    or_words,
+)
+
+_FLASH = ("flash_attention_2", "flash_attention_3", "flex_attention")
+
+
+def _attention(spec: Experiment) -> Iterator[str]:
+    kernel, precision = spec.optimizations.attention, spec.train.precision
+    name = f"optimizations.attention {kernel}"
+    if family(spec.model) == GPT_OSS and kernel in ("sdpa", "cudnn"):
+        yield f"{name} does not support the attention sinks of gpt-oss: use auto, or varlen with packing"
+    if kernel == "varlen" and not _unpadded(spec):
+        yield f"{name} needs rows without padding: set packing or padding_free to on, or use attention sdpa"
+    if kernel == "varlen" and precision == "fp32":
+        yield f"{name} computes in 16 bits: set train.precision to bf16"
+    if (objective := spec.objective.name) != "sft" and kernel not in ("auto", "eager", "sdpa"):
+        yield f"{name} with objective {objective}: only eager and sdpa are tested: use one of them"
+    if kernel == "cudnn" and precision == "fp32":
+        yield f"{name} computes in 16 bits: set train.precision to bf16, or use attention sdpa"
+
+
+def _unpadded(spec: Experiment) -> bool:
+    return bool(spec.optimizations.packing or spec.optimizations.padding_free)
+
+
+def _attention_on_machine(spec: Experiment, capability: Capability) -> Iterator[str]:
+    kernel = spec.optimizations.attention
+    if kernel in (*_FLASH, "varlen", "cudnn") and capability is None:
+        yield f"optimizations.attention {kernel} needs a GPU: set it to sdpa"
+    elif capability is not None and kernel in ("flash_attention_2", "cudnn") and capability < (8, 0):
+        yield f"optimizations.attention {kernel} needs compute capability 8.0: set it to sdpa"
+    elif capability is not None and kernel == "flash_attention_3" and capability != (9, 0):
+        yield "optimizations.attention flash_attention_3 is for Hopper GPUs (9.0): set it to sdpa or flash_attention_2"
+
+
+DELAYED = "tensorwise-delayed"
+RECIPES = ("tensorwise", "tensorwise-fast", DELAYED, "rowwise")
+
+
+def _fp8(spec: Experiment) -> Iterator[str]:
+    if spec.method.quantised:
+        yield f"optimizations.fp8 needs 16-bit base weights and method {spec.method.name} stores 4-bit ones: use lora"
+    if spec.method.name == "full":
+        yield "optimizations.fp8 converts frozen base layers and method full has none: use lora"
+    if spec.train.precision not in ("auto", "bf16"):
+        yield f"optimizations.fp8 needs train.precision bf16, not {spec.train.precision}"
+    if spec.launch.sharded:
+        strategy = spec.launch.strategy
+        yield f"optimizations.fp8 needs unsharded matrices, and {strategy} shards them: set it to off, or use ddp"
+
+
+def _fp8_on_machine(spec: Experiment, capability: Capability) -> Iterator[str]:
+    if capability is None or not supports_fp8(capability):
+        have = "this machine has no GPU" if capability is None else f"this GPU has {capability[0]}.{capability[1]}"
+        yield f"optimizations.fp8 needs a GPU of compute capability 8.9 or higher and {have}: set it to off"
+
+
+def _cuda_graph(spec: Experiment) -> Iterator[str]:
+    name, on, train = "optimizations.cuda_graph", spec.optimizations, spec.train
+    if not (on.packing and on.fixed_shape):
+        yield f"{name} replays one batch shape in every step: set packing and fixed_shape to on"
+    if not on.chunked_loss:
+        yield f"{name}: the losses of trl and Liger synchronize with the device: set chunked_loss to on"
+    if train.gradient_accumulation_steps > 1:
+        yield f"{name} overwrites gradients in each pass: set train.gradient_accumulation_steps to 1"
+    if train.precision == "fp16":
+        yield f"{name}: train.precision fp16 scales gradients on the host: set it to bf16"
+    if spec.launch.ranks > 1:
+        yield f"{name} records one GPU: set launch.gpus to 1, or {name} to off"
+    if spec.dataset.has_images:
+        yield f"{name}: images change the batch shape: set it to off"
+
+
+def _fused_lora(spec: Experiment) -> Iterator[str]:
+    method: Any = spec.method
+    name, strategy = "optimizations.fused_lora", spec.launch.strategy
+    if not method.adapters:
+        yield f"{name} needs adapters and method {method.name} has none: use lora or qlora"
+    if not method.adapters or method.name == "unsloth":
+        return
+    if method.dropout:
+        yield f"{name} reads one input for all adapters, and dropout gives each its own: set method.dropout to 0"
+    if method.bias != "none":
+        yield f"{name} does not train biases: set method.bias to none"
+    if spec.launch.sharded:
+        yield f"{name} needs unsharded weight matrices, and {strategy} shards them: set it to off, or use ddp"
+    if spec.objective.name == "dpo" and spec.objective.in_step:
+        yield (
+            f"{name} overwrites its adapter buffers in the forward pass of the reference model: set "
+            "objective.precompute_ref_log_probs to on"
+        )
+    if spec.train.precision == "fp16":
+        yield f"{name} supports train.precision bf16 or fp32: set one of them"
+
+
+KERNEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # families whose layers the kernels implement
+MEASURED = (9, 0)  # compute capability of the GPUs where they were measured to be faster
+
+
+def kernels_left_out(spec: Experiment, capability: Capability) -> str | None:
+    """Return why `auto` is off; None if it is on, or if the setting is not auto."""
+    if spec.optimizations.triton_kernels != "auto":
+        return None
+    why = [reason.partition(": ")[0] for reason in _triton_kernels(spec)]
+    if capability != MEASURED:
+        why.append(f"the kernels were measured only on compute capability {'.'.join(map(str, MEASURED))}")
+    if spec.optimizations.liger or spec.method.name == "unsloth":
+        why.append("liger and unsloth have their own kernels")
+    if (kind := family(spec.model)) not in KERNEL_FAMILIES:
+        why.append(f"they do not support the layers of {kind or spec.model.id}")
+    return f"optimizations.triton_kernels auto is off: {'; '.join(why)}" if why else None
+
+
+def kernel_ends(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the two possible results of `auto`, on and off. Without the kernels there is no delayed fp8 scaling."""
+    if values.get("triton_kernels") != "auto":
+        return [dict(values)]
+    fp8 = "tensorwise" if values["fp8"] == DELAYED else values["fp8"]
+    return [{**values, "triton_kernels": True}, {**values, "triton_kernels": False, "fp8": fp8}]
+
+
+def kernels_decided(spec: Experiment, capability: Capability) -> dict[str, Any]:
+    """Return the changes of `auto` on a machine with this compute capability."""
+    if spec.optimizations.triton_kernels != "auto":
+        return {}
+    on, off = kernel_ends({name: getattr(spec.optimizations, name) for name in ("triton_kernels", "fp8")})
+    return on if kernels_left_out(spec, capability) is None else off
+
+
+def _triton_kernels(spec: Experiment) -> Iterator[str]:
+    name = "optimizations.triton_kernels"
+    if not spec.method.adapters:
+        yield f"{name} needs frozen norms, and method {spec.method.name} trains them: use lora or qlora"
+    if spec.launch.strategy not in ("none", "ddp"):
+        yield f"{name} was not tested with launch.strategy {spec.launch.strategy}: set it to off, or use ddp"
+
+
+OPTIMIZATIONS = {
+    "attention": Optimization(
+        type=Literal[
+            "auto", "eager", "sdpa", "cudnn", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
+        ],
+        default="auto",
+        description="attention implementation; auto: the library's choice for the model; cudnn: sdpa with cuDNN's "
+        "kernels; varlen: torch's kernel for rows without padding",
+        verified="the model's own setting is read",
+        tolerance=Tolerance(ROUNDING),
+        not_with_dpo=None,
+        not_with_unsloth="unsloth chooses the attention itself: set it to auto",
+        incompatibilities=_attention,
+        machine_incompatibilities=_attention_on_machine,
+        ablate_with={"varlen": {"optimizations.padding_free": True}},
+        not_ablated=("sdpa", "eager"),  # auto already takes sdpa; eager keeps all attention scores in memory
+    ),
+    "fp8": Optimization(
+        type=Annotated[Literal["off", *RECIPES], Word],
+        default="off",
+        description="multiply with the frozen base layers in 8-bit floats: faster if compiled; tensorwise-fast also "
+        "accumulates the backward pass in fewer bits; tensorwise-delayed is tensorwise-fast with scales from the "
+        "previous step",
+        verified="no suitable frozen layer still multiplies in 16 bits",
+        tolerance=Tolerance(COARSE),
+        not_with_unsloth="unsloth's fused functions multiply in 16 bits: set it to off, or use method lora",
+        incompatibilities=_fp8,
+        machine_incompatibilities=_fp8_on_machine,
+        after=("liger",),  # Liger finds layers by their class
+        ablate_with={name: {"optimizations.compile": True} for name in RECIPES},
+        not_ablated=(DELAYED,),
+    ),
+    "chunked_loss": Optimization(
+        type=Annotated[bool | int, or_number("the label tokens per chunk", 16, 1 << 20)],
+        description="compute the loss and its gradient in chunks of label tokens, without trl's metrics and "
+        "synchronizations; a number sets the tokens per chunk (on: 2048), fewer need less memory",
+        verified="the model's forward method is replaced by ours",
+        tolerance=Tolerance(ROUNDING),
+        not_with_dpo="it computes only the sft loss: set it to off",
+        not_with_unsloth=OWN_LOSS,
+    ),
+    "liger": Optimization(
+        description="Liger's Triton kernels: norms, rotary embedding, SwiGLU, fused loss",
+        verified="modules with a Liger function are counted",
+        tolerance=Tolerance(ROUNDING),
+        not_with_dpo="it computes only the sft loss: set it to off",
+        not_with_unsloth=OWN_KERNELS,
+        needs_gpu=True,
+        after=("chunked_loss",),  # if chunked_loss is on, Liger does not replace the loss
+    ),
+    "compile": Optimization(
+        type=Annotated[bool | Literal["dynamic", "lean"], or_words("dynamic", "lean")],
+        description="torch.compile each decoder layer and the vision encoder: faster steps, a slow start, and a new "
+        "compilation for each new shape; dynamic: compile once for all lengths; lean: recompute norms and MLP "
+        "activations in the backward pass instead of keeping them",
+        verified="every layer is compiled, and compiled graphs were counted",
+        tolerance=Tolerance(ROUNDING),
+        not_with_dpo=None,
+        not_with_unsloth="unsloth compiles its own code: set it to off",
+        after=("liger",),  # compile the layer that Liger has changed
+        not_ablated=("lean",),  # saves memory and is not faster
+    ),
+    "fused_lora": Optimization(
+        description="compute the adapters' products together with the base product, for all layers that share an "
+        "input: fewer passes over the activations",
+        verified="every layer with an adapter uses the fused product",
+        tolerance=Tolerance(ROUNDING),
+        not_with_dpo=None,
+        not_with_unsloth="unsloth fuses adapters itself: set it to off",
+        incompatibilities=_fused_lora,
+        after=("fp8",),  # the type of the base layer decides how its adapters are multiplied
+        ablate_with={True: {"optimizations.compile": True}},
+    ),
+    "cuda_graph": Optimization(
+        description="record forward and backward pass as one CUDA graph and replay it in every step: no Python and no "
+        "kernel launches, which limit small models and batches; the optimizer step stays outside",
+        verified="the first step was a replay; a batch of another shape ends the run",
+        tolerance=Tolerance(ROUNDING),
+        not_with_unsloth="unsloth's functions synchronize with the device: set it to off",
+        excludes={
+            "optimizations.gradient_checkpointing": "optimizations.cuda_graph: gradient_checkpointing reads the state "
+            "of the random number generator from the device, which a graph cannot: set one to off",
+            "optimizations.activation_offload": "optimizations.cuda_graph: activation_offload needs the host in each "
+            "step: set one to off",
+        },
+        incompatibilities=_cuda_graph,
+        needs_gpu=True,
+        after=("compile", "fused_lora"),
+        not_ablated=(True,),  # needs several others; `recipe: fastest-small` has them all
+    ),
+    "triton_kernels": Optimization(
+        type=Annotated[bool | Literal["auto"], or_words("auto")],
+        description="our own kernels for norms with the sums before them, for heads with their norms and rotary "
+        "embedding, and for the gradient of the MLP's gate; auto: on for supported models on GPUs where they were "
+        "measured to be faster, else off with fp8 tensorwise instead of tensorwise-delayed",
+        verified="every decoder layer uses them",
+        tolerance=Tolerance(ROUNDING),
+        not_with_unsloth=OWN_KERNELS,
+        excludes={"optimizations.liger": "optimizations.triton_kernels and liger replace the same code: choose one"},
+        incompatibilities=_triton_kernels,
+        needs_gpu=True,
+        after=("fused_lora", "liger"),  # it writes into the buffers of fused_lora
+        ablate_with={True: {"optimizations.compile": True, "optimizations.fused_lora": True}},
+    ),
+}
