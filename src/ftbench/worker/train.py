@@ -41,7 +41,7 @@ def train(run: TrainingRun) -> None:
     method, first = methods.load(spec.method.name), parallel.is_first()
 
     phases.enter("make_weights")
-    source = loading.source_of(spec.model, spec.method, loading.are_drawn(spec))
+    source = loading.source_of(spec.model, spec.method, loading.are_drawn(spec), loading.are_packed(spec))
     phases.enter("prepare_data")
     tokenizer, data = prepared(spec, source)
 
