@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import warm
-from ftbench.doctor import stack
 from ftbench.errors import MissingError
 from ftbench.launch import frameworks
 from ftbench.spec.experiment import resolve
@@ -27,7 +26,6 @@ train: {max_steps: 2}
 
 
 AXOLOTL = FRAMEWORKS["axolotl"]
-COMPLETE = {"versions": AXOLOTL.versions, "torch": {"version": "2.13.0+cpu", "works": False}, "problem": None}
 ANSWERS = '[ "$#" -gt 3 ] && exec echo 5; [ "$3" = axolotl ] && exec echo 0.19.0; exit 1'  # the version, then garbage
 
 
@@ -150,38 +148,6 @@ def test_interpreter_that_hangs_or_prints_no_version_is_reported(tmp_path, monke
     for script, version in (("exec sleep 60", "?"), ("printf '\\377'", "\ufffd"), ("exit 1", "")):
         python = interpreter(tmp_path / version, script)
         assert frameworks._version(str(python), "axolotl") == version
-    (finding,) = [
-        each for each in stack.check_environment(interpreter(tmp_path / "x", ANSWERS), True) if each.name == "trainer"
-    ]
-    assert (finding.verdict, "does not answer like Python" in finding.text) == ("fail", True)
-
-
-@pytest.mark.parametrize(
-    ("contents", "version", "code", "words"),
-    [
-        (COMPLETE, "0.19.0", 0, ["0.19.0", "can be imported"]),
-        (COMPLETE | {"versions": AXOLOTL.versions | {"axolotl": "0.21.0"}}, "0.21.0", 0, ["0.21.0"]),
-        (COMPLETE | {"versions": {"axolotl": "0.19.0", "trl": "1.15.0"}}, "0.19.0", 0, ["accelerate missing (1.13.0)"]),
-        (COMPLETE | {"problem": "ImportError: no triton"}, "0.19.0", 3, ["cannot be imported: ImportError: no triton"]),
-    ],
-)  # fmt: skip
-def test_doctor_checks_an_environment(ftbench, tmp_path, contents, version, code, words):
-    (tmp_path / "contents.json").write_text(json.dumps(contents))
-    script = f'[ "$#" -gt 3 ] && exec cat {tmp_path}/contents.json; [ "$3" = axolotl ] && exec echo {version}; exit 1'
-    ended, out, err = ftbench("doctor", "--python", interpreter(tmp_path, script), "--wide")
-    assert ended == code, out + err
-    text = " ".join(out.split())
-    assert all(word in text for word in words), text
-
-
-@pytest.mark.parametrize(
-    ("python", "message"), [("/nowhere/bin/python", "no such interpreter"), (sys.executable, "none of axolotl")]
-)
-def test_doctor_names_the_guide_for_a_missing_environment(ftbench, python, message):
-    code, out, _ = ftbench("doctor", "--python", python, "--wide")
-    assert code == 3
-    assert message in out
-    assert "other-frameworks.md" in out
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

@@ -39,7 +39,7 @@ def verify(
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help="trainer_state.json, a log of another tool, or a seven-column CSV")],
+    file: Annotated[Path, typer.Argument(help="trainer_state.json, or a seven-column CSV")],
     name: Annotated[str, typer.Option(help="name of the experiment: the folder below --out")],
     model: Annotated[str, typer.Option(help="the trained model: Qwen/Qwen3-8B")],
     method: Annotated[str, typer.Option(help="a method of `ftbench list methods`")],

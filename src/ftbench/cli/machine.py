@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import ADVANCED, Json, Out, Sets, Wide, app, emit, log
+from ftbench.cli.shared import Json, Out, Sets, Wide, app, emit, log
 from ftbench.errors import MissingError, SpecError
 
 
@@ -24,20 +24,15 @@ def doctor(
     spec: Annotated[Path | None, typer.Argument(help="check whether this spec can run here")] = None,
     sets: Sets = None,
     out: Out = Path("results"),
-    python: Annotated[
-        str | None, typer.Option(help="check the environment of another framework", rich_help_panel=ADVANCED)
-    ] = None,
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
     """Check this machine: which features work, which versions are installed, how to fix the rest."""
-    from ftbench.doctor.diagnosis import examine, examine_environment
+    from ftbench.doctor.diagnosis import examine
 
-    if python is not None and (spec or sets):
-        raise SpecError("--python: cannot be combined with a spec, which names its environment in launch.python")
     if sets and spec is None:
         raise SpecError("--set: changes a spec; name the spec file too")
-    diagnosis = examine(spec, sets or [], out) if python is None else examine_environment(python)
+    diagnosis = examine(spec, sets or [], out)
     emit(diagnosis.as_dict() if as_json else diagnosis.as_text())
     raise typer.Exit(MissingError.exit_code if diagnosis.can_run is False else 0)
 

@@ -4,17 +4,12 @@ import importlib.util
 import json
 import os
 import platform
-import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
-
-from packaging import requirements as pep508
-from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion
 
 from ftbench.core.table import text_table
 from ftbench.launch import process
@@ -23,7 +18,6 @@ from ftbench.store import machine
 from ftbench.store.rundir import first_gpu
 
 CHILD_S = 120.0  # importing torch takes 2 s, or 20 s from a cold disk
-_EXTRA = re.compile(r"extra == \"([\w-]+)\"")
 
 Verdict = Literal["ok", "warn", "fail", "n/a"]
 Answer = tuple[Verdict, str]
@@ -53,59 +47,22 @@ def as_text(findings: Iterable[Finding], width: int | None = None) -> str:
     return "\n\n".join(f"{area}\n{text_table(['', '', ''], rows, width)}" for area, rows in areas.items())
 
 
-class Requirement(pep508.Requirement):
-    """A required package. `extra` is the extra of ftbench that needs it, None for ftbench itself."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.name, extra = canonicalize_name(self.name), _EXTRA.search(str(self.marker or ""))
-        self.extra = extra[1] if extra else None
-
-    @property
-    def bounds(self) -> str:
-        """Return `>=2.8,<2.14`, the lower bound first."""
-        return ",".join(sorted(map(str, self.specifier), key=lambda bound: (bound[0] != ">", bound)))
-
-    def met_by(self, version: str) -> bool:
-        """Return whether a version is within the bounds (PEP 440)."""
-        try:
-            return self.specifier.contains(version, prereleases=True)
-        except InvalidVersion:
-            return False
-
-
-def requirements() -> list[Requirement]:
-    """Return the requirements of the installed ftbench without the development tools; empty if it is not installed."""
-    try:
-        texts = metadata.requires("ftbench") or ()
-    except metadata.PackageNotFoundError:
-        return []
-    return [need for need in map(Requirement, texts) if need.extra != "dev"]
-
-
 @dataclass(frozen=True, slots=True)
 class Facts:
     """The facts about this machine.
 
     Attributes:
         described: The contents of machine.json.
-        clocks: SM clocks and throttle reasons from NVML. Empty without a GPU.
         torch: The output of `worker.versions`. Empty if torch cannot be imported.
         why_no_torch: Why torch cannot be imported.
-        version: Maps a package to its installed version.
-        has: Whether a module can be imported.
-        files: Maps a package to the names of its files.
+        environment: The variables of this process.
+        kernel: The name of the kernel's release.
     """
 
     described: dict[str, Any]
-    clocks: dict[str, Any]
     torch: dict[str, Any]
     why_no_torch: str | None
     environment: Mapping[str, str]
-    requirements: list[Requirement]
-    version: Callable[[str], str | None]
-    has: Callable[[str], bool]
-    files: Callable[[str], list[str]]
     kernel: str = field(default_factory=platform.release)
 
     @property
@@ -126,16 +83,13 @@ def gather() -> Facts:
     """Return the facts about this machine. Read the GPU before torch uses it."""
     environment = dict(os.environ)
     described = machine.describe()
-    nvml = machine.nvml_module()
-    handle = machine.handle_of(nvml, environment.get("CUDA_VISIBLE_DEVICES")) if nvml else None
-    clocks = read_clocks(nvml, handle) if handle is not None else {}
     torch, why = inspect_torch(environment)
-    return Facts(described, clocks, torch, why, environment, requirements(), version, has, files)
+    return Facts(described, torch, why, environment)
 
 
 def inspect_torch(environment: Mapping[str, str], limit_s: float = CHILD_S) -> tuple[dict[str, Any], str | None]:
     """Import torch in a child process and return what `worker.versions` prints, or nothing and the reason."""
-    if not has("torch"):
+    if importlib.util.find_spec("torch") is None:
         return {}, "torch is not installed"
     with tempfile.TemporaryDirectory() as folder:
         _, why = process.run_module(
@@ -150,46 +104,9 @@ def inspect_torch(environment: Mapping[str, str], limit_s: float = CHILD_S) -> t
         return {}, f"torch {why or 'printed nothing'}"
 
 
-def read_clocks(nvml: Any, handle: Any) -> dict[str, Any]:
-    """Return application and default SM clock in MHz and the throttle reasons; None if the driver does not support a
-    query."""
-
-    def query(function: str, *arguments: Any) -> Any:
-        try:
-            return getattr(nvml, function)(handle, *arguments)
-        except (nvml.NVMLError, AttributeError):
-            return None
-
-    return {
-        "application_clock_mhz": query("nvmlDeviceGetApplicationsClock", nvml.NVML_CLOCK_SM),
-        "default_clock_mhz": query("nvmlDeviceGetDefaultApplicationsClock", nvml.NVML_CLOCK_SM),
-        "throttle": query("nvmlDeviceGetCurrentClocksThrottleReasons"),
-    }
-
-
 def version(package: str) -> str | None:
     """Return the installed version of a package, None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def has(module: str) -> bool:
-    """Return whether a top-level module can be imported, without importing it."""
-    return importlib.util.find_spec(module) is not None
-
-
-def files(package: str) -> list[str]:
-    """Return the names of the files in a top-level package's folder, without importing it."""
-    spec = importlib.util.find_spec(package)
-    folders = (spec.submodule_search_locations if spec else None) or ()
-    return sorted(path.name for folder in folders for path in Path(folder).iterdir())
-
-
-def cuda_version(text: str | int | None) -> tuple[int, int] | None:
-    """Return `13.0`, or NVML's 13000, as (13, 0)."""
-    if isinstance(text, int):
-        return text // 1000, text % 1000 // 10
-    parts = re.match(r"(\d+)\.(\d+)", text or "")
-    return (int(parts[1]), int(parts[2])) if parts else None

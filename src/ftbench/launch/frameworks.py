@@ -1,53 +1,32 @@
 """Runs of other frameworks: the worker prepares the run and then starts the framework's interpreter."""
 
-import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 from ftbench.core.processes import run_program
 from ftbench.errors import MissingError
 from ftbench.launch import trl
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.frameworks import FRAMEWORKS, Framework, interpreter, needs
+from ftbench.spec.frameworks import FRAMEWORKS, interpreter, needs
+from ftbench.spec.incompatibilities import machine_incompatibilities
 from ftbench.spec.optimizations import Optimizations
 from ftbench.store import machine
 
 devices, command = trl.devices, trl.command
-_LIMIT_S, _IMPORT_LIMIT_S = 30, 300  # an import from a cold disk takes minutes
-_FAILED = "?"  # answer of an interpreter that cannot be started or does not end
+_LIMIT_S = 30
+_FAILED = "?"
 _VERSION = re.compile(r"[\w.+!-]{1,40}")
 _PRINT_VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 # Telemetry and version checks of these frameworks are off.
 _SWITCHES = {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "DISABLE_VERSION_CHECK": "1", "USE_HF": "1"}
-_PRINT_CONTENTS = """
-import importlib, importlib.metadata as m, json, sys
-found = {"versions": {}, "torch": None, "problem": None}
-for name in sys.argv[2:]:
-    try:
-        found["versions"][name] = m.version(name)
-    except m.PackageNotFoundError:
-        pass
-try:
-    import torch
-    found["torch"] = {"version": torch.__version__, "works": torch.cuda.is_available()}
-    importlib.import_module(sys.argv[1])
-except BaseException as error:
-    found["problem"] = f"{type(error).__name__}: {error}"[:300]
-print()
-print(json.dumps(found))
-"""
 
 
 def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
     """Return why the spec cannot run on a GPU of this compute capability (None: no GPU)."""
-    sentences = trl.refusals(spec, capability)
+    sentences = machine_incompatibilities(spec, capability)
     if spec.launch.settings == "best" and capability is None:
         sentences.append("launch.settings best: its kernels need a GPU, and this machine has none: use plain")
     return sentences
@@ -65,7 +44,7 @@ def check_installed(spec: Experiment) -> None:
     """
     trl.check_installed(spec.model_copy(update={"optimizations": Optimizations()}))  # the framework applies them
     wanted, python = FRAMEWORKS[spec.launch.framework], interpreter(spec.launch)
-    if not is_interpreter(python):
+    if not Path(python).is_file() or not os.access(python, os.X_OK):
         raise MissingError(f"launch.python: {spec.launch.python}: no such interpreter; {wanted.way}")
     version = _version(python, wanted.package)
     if not version:
@@ -88,47 +67,13 @@ def check_installed(spec: Experiment) -> None:
             )
 
 
-def is_interpreter(python: str) -> bool:
-    return Path(python).is_file() and os.access(python, os.X_OK)
-
-
-def framework_of(python: str) -> str | None:
-    """Return the framework that is installed for an interpreter, or None."""
-    for name, each in FRAMEWORKS.items():
-        if (version := _version(python, each.package)) == _FAILED:
-            return None
-        if _VERSION.fullmatch(version):
-            return name
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """Packages of an environment with their versions, its torch, and why the trainer cannot be imported, if so."""
-
-    versions: dict[str, str]
-    torch: dict[str, Any] | None
-    problem: str | None
-
-
-def contents(python: str, framework: Framework) -> Contents:
-    """Return the tested packages that an environment has. This imports the framework's trainer."""
-    answer = _answer([python, "-c", _PRINT_CONTENTS, framework.entry, *framework.versions], _IMPORT_LIMIT_S)
-    try:
-        return TypeAdapter(Contents).validate_python(json.loads(answer.splitlines()[-1]))
-    except (ValueError, IndexError, ValidationError):
-        return Contents({}, None, f"{python} does not answer like Python within {_IMPORT_LIMIT_S} s")
-
-
 @lru_cache(maxsize=16)
 def _version(python: str, package: str) -> str:
-    """Return the version of a package in an interpreter's environment; empty if it is not installed."""
-    return _answer([python, "-c", _PRINT_VERSION, package], _LIMIT_S)
-
-
-def _answer(command: list[str], limit_s: float) -> str:
-    """Return the output of an interpreter, or `_FAILED`."""
+    """Return the version of a package in an interpreter's environment: empty if it is not installed, `_FAILED` if the
+    interpreter cannot be started or does not end."""
     try:
-        return run_program(command, limit_s, {**os.environ, **_SWITCHES}).stdout.strip()
+        return run_program(
+            [python, "-c", _PRINT_VERSION, package], _LIMIT_S, {**os.environ, **_SWITCHES}
+        ).stdout.strip()
     except OSError:
         return _FAILED

@@ -17,7 +17,23 @@ from ftbench.store.rundir import RunDir
 BITSANDBYTES = ("adamw_bnb_8bit", "paged_adamw_8bit")  # optimizers of bitsandbytes
 NEEDED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
-refusals = machine_incompatibilities
+_FLASH = {
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+}
+
+
+def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
+    """Return why the spec cannot run on a GPU of this compute capability (None: no GPU)."""
+    problems = machine_incompatibilities(spec, capability)
+    attention = spec.optimizations.attention
+    module, package = _FLASH.get(attention, ("", ""))
+    if module and not problems and not _installed(module) and not _installed("kernels"):
+        problems.append(
+            f"optimizations.attention {attention}: {package} is not installed: pip install it, or pip install kernels, "
+            "or use sdpa"
+        )
+    return problems
 
 
 def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
@@ -80,20 +96,6 @@ def check_installed(spec: Experiment) -> None:
             f"training needs {', '.join(missing)}, which this Python ({sys.executable}) does not have: "
             f"pip install 'ftbench[{wanted}]'"
         )
-
-
-FLASH = {
-    "flash_attention_2": ("flash_attn", "flash-attn"),
-    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
-}
-
-
-def lacks_kernels(attention: str) -> str | None:
-    """Return the package that an attention implementation lacks, or None."""
-    module, package = FLASH.get(attention, ("", ""))
-    if not module or _installed(module) or _installed("kernels"):
-        return None
-    return f"{package} is not installed: pip install it, or pip install kernels"
 
 
 @cache

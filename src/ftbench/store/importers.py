@@ -1,7 +1,8 @@
 """Convert logs of other tools to run directories for reports. Unknown fields stay empty.
 
-Reads the founding study's CSV (seven columns, a line every few steps) and the logs of `foreign_logs.py` and
-`megatron_log.py`. These files do not contain the GPU, the model or the method; the command line provides them.
+Reads the founding study's CSV (seven columns, a line every few steps) and the Trainer's trainer_state.json, which
+axolotl and LLaMA-Factory write too. They do not contain the GPU, the model or the method; the command line provides
+them.
 """
 
 import hashlib
@@ -9,20 +10,19 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from ftbench.core import units
-from ftbench.core.rows import StepRow
-from ftbench.errors import SpecError, file_problem
+from ftbench.core.rows import LARGEST, MOST_STEPS, StepRow
+from ftbench.errors import SpecError, file_problem, json_problem
 from ftbench.spec.base import known
 from ftbench.spec.experiment import experiment_name
 from ftbench.spec.identity import model_slug
 from ftbench.spec.methods import METHODS
 from ftbench.store import digests, rundir, summary
-from ftbench.store.foreign_logs import ForeignLog, reader_of
-from ftbench.store.megatron_log import is_megatron, megatron
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_steps
 
@@ -30,6 +30,12 @@ COLUMNS = ("step", "epoch", "elapsed_time_sec", "progress_ratio", "memory_alloca
            "peak_memory_gb")  # fmt: skip
 _NEEDED = ("step", "elapsed_time_sec")
 MAX_BYTES = 128 * 2**20
+# Keys of trainer_state.json → the column. axolotl reports GiB.
+_FIELDS = {
+    "epoch": "epoch", "loss": "loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate",
+    "memory/max_active (GiB)": "peak_memory_gb", "memory/device_reserved (GiB)": "peak_reserved_gb",
+}  # fmt: skip
+_MAY_DIVERGE = ("loss", "eval_loss", "grad_norm")  # may be NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,29 @@ class About:
         return self.batch_size and self.batch_size * self.gradient_accumulation_steps
 
 
+@dataclass(slots=True)
+class ForeignLog:
+    """The content of a log.
+
+    Attributes:
+        kind: The tool and the file.
+        rows: A row per logged step.
+        lacks: The fields that the tool does not log, for a warning.
+        notes: Further warnings.
+        batch_size: Samples per forward pass, if logged.
+        train_s: Seconds of the training, if logged.
+        samples_per_s: The tool's own rate, if logged.
+    """
+
+    kind: str
+    rows: list[StepRow]
+    lacks: str
+    notes: list[str] = field(default_factory=list)
+    batch_size: int | None = None
+    train_s: float | None = None
+    samples_per_s: float | None = None
+
+
 def import_run(file: Path, about: About, out: Path) -> RunDir:
     """Write the run directory of a log and return it.
 
@@ -62,11 +91,7 @@ def import_run(file: Path, about: About, out: Path) -> RunDir:
     _check(about)
     data = _read(file)
     digest = hashlib.sha256(data).hexdigest()
-    reader = reader_of(file, data) or (megatron if is_megatron(data) else None)
-    log = reader(file, data) if reader else _seven_columns(file, data, about)
-    if log.timed_from_zero is not None:
-        timed = [row for row in log.rows if row.elapsed_time_sec is not None]
-        _time_all(file, timed, about, log.timed_from_zero)
+    log = _trainer_state(file, data) if data.lstrip().startswith(b"{") else _seven_columns(file, data, about)
     batch = about.batch_size or log.batch_size
     if batch is None:
         raise SpecError(f"{file}: lacks a batch size; add --batch-size")
@@ -137,8 +162,8 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     header = data.partition(b"\n")[0].decode("utf-8", "replace").strip().split(",")
     if missing := [name for name in _NEEDED if name not in header]:
         raise SpecError(
-            f"{file}: not a trainer_state.json, not a log of LLaMA-Factory, Megatron, TensorBoard or W&B, and not a "
-            f"CSV with the columns {', '.join(COLUMNS)} (missing in its first line: {', '.join(missing)})"
+            f"{file}: not a trainer_state.json or a CSV with the columns {', '.join(COLUMNS)} (missing in its first "
+            f"line: {', '.join(missing)})"
         )
     rows, notes = read_steps(file)
     rows = [row for row in rows if row.phase in (None, "train")]
@@ -146,8 +171,10 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
         raise SpecError(f"{file}: lacks a step" + (f" ({notes[0]})" if notes else ""))
     for row in rows:
         row.phase = "train"
-    _time_all(file, rows, about, from_zero=True)
     before = StepRow(step=0, elapsed_time_sec=0.0)
+    samples_of = _samples_of_step(about.step_samples, about.samples)
+    for last, row in pairwise([before, *rows]):
+        _time(file, last, row, samples_of)
     every = max(int(row.step or 0) - int(last.step or 0) for last, row in pairwise([before, *rows]))
     if every > 1:
         notes.append(f"a line is the mean of up to {every} steps: single steps are not known")
@@ -157,15 +184,6 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
         notes.append(f"the file ends at {units.percent(progress, 0)} of the planned steps")
     lacks = "tokens, losses, energy and the recipe"
     return ForeignLog("the founding study's seven-column CSV", rows, lacks, notes)
-
-
-def _time_all(file: Path, rows: Sequence[StepRow], about: About, from_zero: bool) -> None:
-    """Set the mean step time of each training line. The first line gets one only if times start with the training."""
-    samples_of = _samples_of_step(about.step_samples, about.samples)
-    train = [row for row in rows if row.phase == "train"]
-    before = [StepRow(step=0, elapsed_time_sec=0.0)] if from_zero else []
-    for last, row in pairwise([*before, *train]):
-        _time(file, last, row, samples_of)
 
 
 def _time(file: Path, last: StepRow, row: StepRow, samples_of: Callable[[int], int | None]) -> None:
@@ -188,3 +206,53 @@ def _samples_of_step(batch: int | None, samples: int | None) -> Callable[[int], 
         return lambda step: batch
     steps = math.ceil(samples / batch)
     return lambda step: samples - (steps - 1) * batch if step % steps == 0 else batch
+
+
+def _trainer_state(file: Path, data: bytes) -> ForeignLog:
+    try:
+        state = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise SpecError(f"{file}: not valid JSON ({json_problem(error)})") from None
+    history = state.get("log_history")
+    if not isinstance(history, list) or not all(isinstance(entry, dict) for entry in history):
+        raise SpecError(f"{file}: not a trainer_state.json of the Trainer: `log_history` is missing")
+    rows = _rows_of(file, history, _number(state.get("max_steps")))
+    if not any(row.phase == "train" for row in rows):
+        raise SpecError(f"{file}: its log_history lacks a loss; train with logging_steps")
+    total: dict[str, Any] = next((entry for entry in reversed(history) if _number(entry.get("train_runtime"))), {})
+    rate, batch = _number(total.get("train_samples_per_second")), _number(state.get("train_batch_size"))
+    notes = [f"the Trainer's own rate, warm-up and evaluations included: {rate:g} samples/s"] if rate else []
+    memory = "" if any(row.peak_memory_gb for row in rows) else "memory, "
+    lacks = f"step times, {memory}tokens, energy and most of the recipe"
+    samples, runtime = int(batch) if batch and batch >= 1 else None, _number(total.get("train_runtime"))
+    return ForeignLog("a Trainer's trainer_state.json", rows, lacks, notes, samples, runtime, rate)
+
+
+def _rows_of(file: Path, history: Sequence[dict[str, Any]], planned: float | None) -> list[StepRow]:
+    """Return a row per entry with a loss. Raise SpecError for an invalid step number."""
+    rows = []
+    for entry in history:
+        step = _number(entry.get("step"))
+        if step is None:
+            continue
+        if step < 0 or step % 1 or step >= MOST_STEPS:
+            raise SpecError(f"{file}: {step:g} is not a valid step number")
+        row = StepRow(step=int(step), phase="train", progress_ratio=step / planned if planned else None)
+        if "eval_loss" in entry and "loss" not in entry:
+            row.phase, row.epoch = "evaluate", _number(entry.get("epoch"))
+            row.loss, row.step_time_s = _number(entry["eval_loss"], "eval_loss"), _number(entry.get("eval_runtime"))
+        else:
+            for name, column in _FIELDS.items():
+                setattr(row, column, _number(entry.get(name), name))
+        if row.loss is not None:
+            rows.append(row)
+    return sorted(rows, key=lambda row: (row.step or 0, row.phase == "evaluate"))
+
+
+def _number(value: object, name: str = "") -> float | None:
+    """Return a plausible number, or None."""
+    if type(value) is int or type(value) is float:
+        if abs(value) < LARGEST:
+            return float(value)
+        return value if type(value) is float and name in _MAY_DIVERGE else None
+    return None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.errors import FtbenchError, MissingError, SpecError
-from ftbench.launch import checks, runner, trl
+from ftbench.launch import checks, runner
 from ftbench.spec import ablation
 from ftbench.spec.base import known
 from ftbench.spec.experiment import Experiment, resolve
@@ -63,10 +63,7 @@ def prepare(request: AblationRequest) -> sweep.Ready:
 
 def _refused(spec: Experiment, described: dict[str, Any]) -> str | None:
     """Return why a spec cannot run on this machine, or None."""
-    problems, attention = checks.problems(spec, described), spec.optimizations.attention
-    if spec.launch.mock == "off" and (lacking := trl.lacks_kernels(attention)):
-        problems.append(f"optimizations.attention {attention}: {lacking}")
-    if problems:
+    if problems := checks.problems(spec, described):
         return "; ".join(problems)
     try:
         checks.check_needed(spec)

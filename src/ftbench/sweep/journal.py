@@ -19,29 +19,12 @@ from ftbench.store import rundir
 LOCK, JOURNAL = ".lock", "journal.jsonl"
 
 
-class Journal:
-    """Append one JSON object per line. An incomplete last line of an earlier crash is terminated first."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._torn = path, False
-        with rundir.writing(path):
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-            size = os.fstat(self._file).st_size
-            if size and os.pread(self._file, 1, size - 1) != b"\n":
-                os.write(self._file, b"\n")
-
-    def write(self, event: str, **more: Any) -> None:
-        """Append an event with the time in UTC. Raise MissingError if the disk is full."""
-        line = json.dumps({"at": rundir.now(), "event": event, **more}, ensure_ascii=False) + "\n"
-        data = (b"\n" if self._torn else b"") + line.encode("utf-8", errors="backslashreplace")
-        with rundir.writing(self._path):
-            while data:
-                written = os.write(self._file, data)
-                self._torn = written < len(data)
-                data = data[written:]
-
-    def close(self) -> None:
-        os.close(self._file)
+def write_event(folder: Path, event: str, **more: Any) -> None:
+    """Append an event to the journal, one JSON object per line. Raise MissingError if the disk is full."""
+    path = folder / JOURNAL
+    line = json.dumps({"at": rundir.now(), "event": event, **more}, ensure_ascii=False) + "\n"
+    with rundir.writing(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(line)
 
 
 @contextmanager
@@ -50,7 +33,7 @@ def locked(folder: Path) -> Iterator[None]:
     path = folder / LOCK
     with rundir.writing(path):
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         if not _lock(file):
             holder = holder_of(folder)
@@ -85,7 +68,7 @@ def holder_of(folder: Path) -> dict[str, Any]:
 def is_held(folder: Path) -> bool:
     """Return whether a sweep is running in the folder."""
     try:
-        file = os.open(folder / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+        file = os.open(folder / LOCK, os.O_RDONLY)
     except OSError:
         return False
     try:

@@ -20,7 +20,7 @@ from ftbench.launch import outcome, process
 from ftbench.launch.runner import FinishedRun
 from ftbench.store import rundir
 from ftbench.sweep.gpu_slots import GpuSlot, RunControl
-from ftbench.sweep.journal import Journal
+from ftbench.sweep.journal import write_event
 from ftbench.sweep.output import live
 from ftbench.sweep.output.table import BOARD, Tables
 from ftbench.sweep.plan.base import FAILED, Job, Plan
@@ -52,7 +52,6 @@ class Session:
     plan: Plan
     slots: Sequence[GpuSlot]
     tables: Tables
-    journal: Journal
     view: live.LiveView
     deadline: float | None = None
     about: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +72,7 @@ class Session:
         Return the exit code: 0, 1 if a run failed, 130 after a signal. Raise MissingError if the disk is full.
         """
         self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self.journal.write("begin", **self.about)
+        write_event(self.folder, "begin", **self.about)
         try:
             with process.signals() as signals:
                 self._loop(signals)
@@ -152,7 +151,7 @@ class Session:
 
         running.thread = threading.Thread(target=work, name=job.run.run_id)
         self._running.append(running)
-        self.journal.write("start", run=job.run.run_id, what=job.what, slot=slot.name)
+        write_event(self.folder, "start", run=job.run.run_id, what=job.what, slot=slot.name)
         if self._is_due():
             self._write_board()
         running.thread.start()
@@ -160,7 +159,7 @@ class Session:
     def _take(self, message: Any) -> None:
         """Handle a message of a thread: an event for people, or the result of its run."""
         if isinstance(message, str):
-            self.journal.write("note", text=message)
+            write_event(self.folder, "note", text=message)
             self.view.event(message)
             return
         running, result = message
@@ -201,7 +200,7 @@ class Session:
     def _note(self, event: str, **more: Any) -> None:
         """Write the journal, the tables and sweep.json. A full disk stops the sweep; finished runs are safe."""
         try:
-            self.journal.write(event, **more)
+            write_event(self.folder, event, **more)
             self._write(last=event == "end")
         except FtbenchError as error:
             self._fail(error)

@@ -17,7 +17,7 @@ from ftbench.spec.incompatibilities import require_published
 from ftbench.spec.sweep import GridCell, cells
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep.gpu_slots import GpuSlot, local_slots
-from ftbench.sweep.journal import JOURNAL, Journal, locked
+from ftbench.sweep.journal import locked
 from ftbench.sweep.loop import Session
 from ftbench.sweep.output import live
 from ftbench.sweep.output.table import Tables
@@ -184,16 +184,14 @@ def run(ready: Ready, log_every_s: float | None = None) -> tuple[int, Tables]:
     deadline = None if limit is None else time.monotonic() + limit
     # Libraries of clusters print to stdout, which is reserved for the result.
     with locked(folder), live.LiveView(log_every_s) as view, redirect_stdout(sys.stderr):
-        journal = Journal(folder / JOURNAL)
         tables = ready.tables(plan, ready.impossible)
         about = {"spec": ready.request.spec.name, "gpu": plan.options.gpu, "until_oom": isinstance(plan, Search)}
         view.event(f"{folder}: {live.counted(plan.standings.values(), None) or 'searching'}")
         for cell, reason in ready.impossible:
             view.event(f"impossible  {cell}: {reason}")
-        session = Session(ready.source, plan, ready.slots, tables, journal, view, deadline, about)
+        session = Session(ready.source, plan, ready.slots, tables, view, deadline, about)
         try:
             return tables.exit_code(session.run()), tables
         finally:
             if left := plan.left():
                 view.event(f"{units.some(left, 'run')} left; run the same command to continue")
-            journal.close()

@@ -1,0 +1,299 @@
+"""Check the installed packages, the build of torch, the GPU, the methods, and the host."""
+
+import os
+import shutil
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from packaging.requirements import Requirement
+
+from ftbench.core import units
+from ftbench.core.hardware import find_gpu, rocm_refusal
+from ftbench.core.units import GIB
+from ftbench.doctor.facts import Answer, Facts, Finding, Verdict, version
+from ftbench.errors import MissingError
+from ftbench.launch import trl
+from ftbench.launch.checks import MINIMUM_FREE_BYTES
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import METHODS
+from ftbench.store import machine
+from ftbench.store.run_warnings import FOREIGN_MEMORY_GB
+
+# --- packages --------------------------------------------------------------------------------------------------------
+
+STACK = "stack"
+
+
+def stack(facts: Facts) -> list[Finding]:
+    """Return findings for ftbench, its extras (training first), the build of torch, and the compiler."""
+    about = facts.described["ftbench"]
+    commit = f", commit {about['commit'][:12]}" if about["commit"] else ""
+    title = f"{about['version']}{commit}, Python {facts.described['os']['python']}"
+    needs = sorted((extra != "train", need.name, extra, need) for need, extra in requirements() if extra)
+    return [
+        Finding(STACK, "ftbench", "ok", title),
+        *(Finding(STACK, name, *_package(need, extra)) for _, name, extra, need in needs),
+        Finding(STACK, "torch build", *_torch_build(facts)),
+        Finding(STACK, "compiler", *_compiler(facts)),
+    ]
+
+
+def requirements() -> list[tuple[Requirement, str]]:
+    """Return the requirements of the installed ftbench with their extras, without those for development."""
+    try:
+        texts = metadata.requires("ftbench") or ()
+    except metadata.PackageNotFoundError:
+        return []
+    pairs = ((need, str(need.marker or "").partition("extra == ")[2].strip('"')) for need in map(Requirement, texts))
+    return [(need, extra) for need, extra in pairs if extra != "dev"]
+
+
+def _package(need: Requirement, extra: str) -> Answer:
+    installed, install = version(need.name), f"pip install 'ftbench[{extra}]'"
+    if installed is None and extra == "train":
+        return "fail", f"not installed, but training needs it: {install}"
+    if installed is None:
+        return "n/a", f"not installed; optional ({extra}): {install}"
+    bounds = ",".join(sorted(map(str, need.specifier), reverse=True))
+    if not need.specifier.contains(installed, prereleases=True):
+        return "warn", f"{installed} is outside of the tested versions {bounds}: {install}"
+    return "ok", f"{installed}, within {bounds}" if bounds else installed
+
+
+def _torch_build(facts: Facts) -> Answer:
+    torch = facts.torch
+    if not torch:
+        return "n/a", f"{facts.why_no_torch}: pip install 'ftbench[train]'"
+    if torch["rocm"]:
+        return "fail", rocm_refusal(torch["torch"])
+    if torch["cuda"] is None and facts.gpu:
+        return "fail", (
+            f"{torch['torch']} is built for the CPU, but this machine has {facts.gpu['name']}: install a build "
+            "of torch for CUDA, or set CUDA_VISIBLE_DEVICES= (empty) to measure the CPU"
+        )
+    if torch["cuda"] is None:
+        return "ok", f"{torch['torch']}, for the CPU"
+    if torch["works"]:
+        return "ok", f"{torch['torch']}, CUDA {torch['cuda']}; a test kernel ran on the GPU"
+    if facts.gpu or torch["devices"]:
+        driver = facts.gpu.get("cuda")  # 13000 is 13.0
+        supported = f", and the driver supports CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else ""
+        return "fail", (
+            f"{torch['torch']} cannot use the GPU ({torch['error'] or 'wrong result'}); it is built for CUDA "
+            f"{torch['cuda']}{supported}: update the driver, or install a build of torch for this driver and GPU"
+        )
+    return "ok", f"{torch['torch']}, CUDA {torch['cuda']}; there is no GPU, runs use the CPU"
+
+
+def _compiler(facts: Facts) -> Answer:
+    """Check that torch.compile finds a compiler: C for Triton's launchers, C++ for the CPU."""
+    variable, names = ("CC", ("gcc", "clang", "cc")) if facts.capability else ("CXX", ("g++", "clang++", "c++"))
+    chosen = facts.environment.get(variable)
+    if found := next(filter(None, map(shutil.which, [chosen] if chosen else names)), None):
+        return "ok", found
+    return "n/a", "optimizations.compile needs a C compiler: apt-get install g++, or set CC and CXX"
+
+
+# --- GPU -------------------------------------------------------------------------------------------------------------
+
+GPU = "gpu"
+
+
+def gpu(facts: Facts) -> list[Finding]:
+    """Return findings; a single `n/a` with the reason if there is no GPU."""
+    if facts.gpu:
+        answers = {
+            "GPU": _card(facts), "memory": _shared_memory(facts), "other processes": _other_processes(facts),
+            "memory errors": _memory_errors(facts), "power limit": _power_limit(facts),
+        }  # fmt: skip
+    elif devices := facts.torch.get("devices"):
+        answers = {"memory": _shared_memory(facts), "GPU": (
+            "warn", f"torch sees {devices[0]['name']}, but NVML does not: power, clocks, temperature and device memory "
+            "stay empty in every run; install the driver's libnvidia-ml"
+        )}  # fmt: skip
+    else:
+        hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
+        reason = (
+            f"CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None
+            else "no NVIDIA driver was found; install it, or start the container with --gpus all"
+        )  # fmt: skip
+        answers = {"GPU": ("n/a", f"no GPU, runs measure the CPU: {reason}")}
+    return [Finding(GPU, name, *answer) for name, answer in answers.items() if answer]
+
+
+def _card(facts: Facts) -> Answer:
+    card, capability = facts.gpu, facts.capability
+    size = f", {units.gibibytes(card['memory_gb'])} GiB" if card["memory_gb"] else ""
+    title = f"{card['name']}{size}" + (f", compute capability {capability[0]}.{capability[1]}" if capability else "")
+    if card["mig"] or "MIG" in (card["name"] or ""):
+        return "warn", f"{title}; it is split into MIG instances: compare only with the same profile"
+    if find_gpu(card["name"] or "") is not None:
+        return "ok", title
+    return "warn", f"{title}; it is not in ftbench's table, so MFU stays empty: measure its limits with `ftbench probe`"
+
+
+def _shared_memory(facts: Facts) -> Answer | None:
+    if "microsoft" in facts.kernel.lower():
+        return "warn", (
+            "the Windows driver moves what does not fit into system memory, and a run gets many times slower instead "
+            "of running out: set CUDA - Sysmem Fallback Policy to Prefer No Sysmem Fallback in NVIDIA's control panel"
+        )
+    if any(device["integrated"] for device in facts.torch.get("devices", ())):
+        return "warn", (
+            "GPU and host share their memory: use the allocated memory for comparisons, and leave some GiB to the host"
+        )
+    return None
+
+
+def _other_processes(facts: Facts) -> Answer:
+    others, used = facts.gpu["foreign_processes"], facts.gpu["memory_used_before_gb"]
+    if others or (used is not None and used > FOREIGN_MEMORY_GB):
+        return "warn", (
+            f"{units.some(others or 0, 'process')} of others, {units.gibibytes(used or 0)} GiB in use: stop them "
+            "(see nvidia-smi), otherwise measurements are not valid"
+        )
+    if others is None and used is None:
+        return "n/a", "the driver does not report them; make sure that the GPU is free"
+    return "ok", "none"
+
+
+def _memory_errors(facts: Facts) -> Answer:
+    count = facts.gpu["ecc_uncorrected"]
+    if not count:
+        return ("n/a", "not counted: ECC is off or not supported") if count is None else ("ok", "none uncorrected")
+    return "fail", f"{count} uncorrected since the driver was loaded: do not trust this GPU; reset or replace it"
+
+
+def _power_limit(facts: Facts) -> Answer | None:
+    limit, highest = facts.gpu["power_limit_w"], facts.gpu["power_limit_max_w"]
+    if limit is None or highest is None:
+        return None
+    if limit >= highest - 1:
+        return "ok", f"{limit:.0f} W, the maximum"
+    return "warn", (
+        f"{limit:.0f} W of {highest:.0f} W: the GPU is slower than others of its kind; raise it with nvidia-smi -pl "
+        f"{highest:.0f}, or publish the limit with your results"
+    )
+
+
+# --- methods ---------------------------------------------------------------------------------------------------------
+
+METHOD = "methods"
+
+
+def methods(facts: Facts) -> list[Finding]:
+    """Return whether each method can train on this machine, with the same rules as `run`."""
+    return [Finding(METHOD, name, *_method(facts, name)) for name in METHODS]
+
+
+def _method(facts: Facts, name: str) -> Answer:
+    spec = Experiment.model_validate({"name": "doctor", "model": {"id": "doctor/none"}, "method": {"name": name}})
+    if problems := trl.refusals(spec, facts.capability):
+        return "n/a", "; ".join(problems)
+    try:
+        trl.check_installed(spec)
+    except MissingError as error:
+        return "n/a" if facts.torch else "fail", str(error)
+    return "ok", "works"
+
+
+# --- host ------------------------------------------------------------------------------------------------------------
+
+HOST = "host"
+HUB_S = 3.0
+ROOM_GB = 20.0  # the 16-bit weights of an 8B model take 16 GB
+MEMORY_SHARE = 0.1
+CGROUPS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")  # versions 2 and 1
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+_TRUE = ("1", "ON", "YES", "TRUE")
+# Variables that slow training down or change its behaviour.
+DEBUG = (
+    "CUDA_LAUNCH_BLOCKING", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS",
+    "NCCL_P2P_DISABLE", "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS",
+)  # fmt: skip
+
+
+def host(out: Path, environment: Mapping[str, str]) -> list[Finding]:
+    """Return the findings. Contact the Hub for at most HUB_S seconds."""
+    weights, cache = machine.cache_dir(), hub_cache(environment)
+    on = [f"{name}={environment[name][:60]}" for name in DEBUG if environment.get(name, "0") not in ("", "0")]
+    variables: Answer = (
+        ("warn", f"{', '.join(on)}: it changes measurements: unset it, or set it in all runs") if on
+        else ("ok", "no variable changes measurements")
+    )  # fmt: skip
+    return [
+        Finding(HOST, "disk for runs", *disk(out, "choose another disk with --out", MINIMUM_FREE_BYTES / GIB)),
+        Finding(HOST, "disk for weights", *disk(weights, "set FTBENCH_CACHE to a larger disk", ROOM_GB, "warn")),
+        Finding(HOST, "disk for the hub", *disk(cache, "set HF_HOME to a larger disk", ROOM_GB, "warn")),
+        Finding(HOST, "memory", *_memory()),
+        Finding(HOST, "environment", *variables),
+        Finding(HOST, "hub", *hub(environment)),
+    ]
+
+
+def disk(path: Path, fix: str, needed_gb: float, full: Verdict = "fail") -> Answer:
+    """Check that a folder is writable and has `needed_gb` GiB; `full` is the verdict if it has less."""
+    folder = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return "fail", f"{path} is not writable: {fix}"
+    free_gb = shutil.disk_usage(folder).free / GIB
+    free = f"{units.gibibytes(free_gb)} GiB free at {path}"
+    return ("ok", free) if free_gb >= needed_gb else (full, f"{free}: {fix}, or delete files")
+
+
+def hub_cache(environment: Mapping[str, str]) -> Path:
+    """Return the cache folder of the Hub's client."""
+    if folder := environment.get("HF_HUB_CACHE"):
+        return Path(folder)
+    caches = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(environment.get("HF_HOME") or Path(caches, "huggingface"), "hub")
+
+
+def _memory() -> Answer:
+    memory = psutil.virtual_memory()
+    limits = [int(text) for path in CGROUPS if path.exists() and (text := path.read_text().strip()).isdigit()]
+    text = f"{units.gibibytes(memory.available / GIB)} GiB of {units.gibibytes(memory.total / GIB)} GiB are free"
+    if limits and min(limits) < memory.total:
+        return "warn", (
+            f"{text}, but this container may use only {units.gibibytes(min(limits) / GIB)} GiB: raise the limit "
+            "(docker run --memory), or keep weights, data and pinned memory below it"
+        )
+    if memory.available < memory.total * MEMORY_SHARE:
+        return "warn", f"{text}: stop other programs, otherwise loading a model may swap or be killed"
+    return "ok", text
+
+
+def hub(environment: Mapping[str, str]) -> Answer:
+    """Check whether models and data sets can be downloaded, with one HEAD request of at most HUB_S seconds."""
+    if variable := next((name for name in _OFFLINE if environment.get(name, "").upper() in _TRUE), None):
+        return "n/a", f"not checked because {variable} is set: only cached models and data sets can be loaded"
+    endpoint = environment.get("HF_ENDPOINT") or "https://huggingface.co"
+    reasons: list[str] = []
+    # The timeout of a socket does not cover the name lookup, so the request runs in a thread.
+    thread = threading.Thread(target=lambda: reasons.append(_connect(endpoint)), daemon=True)
+    thread.start()
+    thread.join(HUB_S)
+    reason = reasons[0] if reasons else f"no answer within {HUB_S:.0f} s"
+    if not reason:
+        return "ok", "reachable"
+    return "warn", (
+        f"not reachable ({reason}): set model.path or model.weights=random, set HF_ENDPOINT to a mirror, or fill the "
+        "cache elsewhere and set HF_HUB_OFFLINE=1"
+    )
+
+
+def _connect(endpoint: str) -> str:
+    """Return why the endpoint cannot be reached; empty if it answers."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=HUB_S):
+            return ""
+    except urllib.error.HTTPError as error:
+        return f"HTTP {error.code}" if error.code in (401, 403, 407) or error.code >= 500 else ""
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))
