@@ -94,8 +94,8 @@ def _compiler(facts: Facts) -> Answer:
     """Check that torch.compile finds a compiler: C for Triton's launchers, C++ for the CPU."""
     variable, names = ("CC", ("gcc", "clang", "cc")) if facts.capability else ("CXX", ("g++", "clang++", "c++"))
     chosen = facts.environment.get(variable)
-    if found := next(filter(None, map(shutil.which, [chosen] if chosen else names)), None):
-        return "ok", found
+    if path := next(filter(None, map(shutil.which, [chosen] if chosen else names)), None):
+        return "ok", path
     return "n/a", "optimizations.compile needs a C compiler: apt-get install g++, or set CC and CXX"
 
 
