@@ -153,7 +153,16 @@ def test_shown_specs_load(text, tmp_path):
         assert load(path)
 
 
-@pytest.mark.parametrize("script", ["commands", "studies/several-gpus", "studies/frameworks-table"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "commands",
+        "studies/several-gpus",
+        "studies/frameworks-table",
+        "studies/founding-text",
+        "studies/founding-images",
+    ],
+)
 def test_generated_page_is_current(script):
     subprocess.run([sys.executable, ROOT / "scripts" / script, "--check"], check=True)
 

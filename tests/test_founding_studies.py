@@ -1,0 +1,110 @@
+"""`scripts/studies/founding-*` and `unsloth-best`: valid specs, resuming, what is kept, and the page, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ftbench.spec.experiment import resolve
+from ftbench.spec.load import load
+from ftbench.store.rundir import RunDir, read_json, write_json
+from made_runs import make_run, steps
+
+ROOT = Path(__file__).parents[1]
+STUDIES = {name: runpy.run_path(str(ROOT / "scripts/studies" / name)) for name in ("founding-text", "founding-images")}
+TEXT = STUDIES["founding-text"]
+study = sys.modules["study"]
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_cell_is_a_valid_spec_and_ends_within_one_call(name):
+    cells = STUDIES[name]["CELLS"]
+    assert len({cell.name for cell in cells}) == len(cells)
+    for cell in cells:
+        spec = resolve(load(ROOT / f"configs/{cell.config}.yaml", [*cell.sets, f"name={cell.name}"]), (9, 0))
+        assert spec.model.weights == "random"
+        assert spec.measure.generate is None
+        assert cell.train_s + cell.weights_s < 540
+        assert spec.optimizations.gradient_checkpointing or spec.method.name == "unsloth"
+
+
+def test_the_studys_own_cells_come_first_and_each_figure_has_a_cell():
+    names = [cell.name for cell in TEXT["CELLS"]]
+    assert names[:2] == [*TEXT["PUBLISHED"]][:2]
+    assert set(TEXT["PUBLISHED"]) <= set(names)
+
+
+def test_a_finished_cell_is_not_repeated_and_only_small_files_are_kept(tmp_path, capsys, monkeypatch):
+    cell = next(cell for cell in TEXT["CELLS"] if cell.name == "qwen3-8b-lora-japanese-alpaca-b4")
+    unsloth = next(cell for cell in TEXT["CELLS"] if "unsloth" in cell.name)
+    runner, really = study.Study(tmp_path / "out", 1, tiny=True), subprocess.run
+
+    def pretend(command, **options):
+        """Leave the files of a run, or call ftbench for the spec that it refuses."""
+        if f"configs/{cell.config}.yaml" not in command:
+            return really(command, **options)
+        run = make_run(tmp_path, "a").path
+        (run / "log.txt").write_text("a log\n")
+        shutil.copytree(run, runner.out / cell.name / "a")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", pretend)
+    assert runner.run([cell, unsloth]) == 1
+    out = capsys.readouterr().out
+    assert "b4: ok" in out
+    assert "method unsloth needs a GPU" in out
+    assert runner.run([cell]) == 0
+    assert capsys.readouterr().out == ""
+    assert study.Study(tmp_path / "other", 0.1, tiny=True).run([cell]) == 1
+    assert "needs 20 s and" in capsys.readouterr().out
+    study.keep(runner.out, tmp_path / "kept")
+    kept = {path.name for path in (tmp_path / "kept").rglob("*") if path.is_file()}
+    assert {"summary.json", "steps.csv", "state.json"} <= kept <= set(study.KEPT)
+    assert str(tmp_path) not in "".join(path.read_text() for path in (tmp_path / "kept").rglob("*.json"))
+
+
+def test_a_whole_run_counts_the_first_steps_as_they_were_and_the_rest_at_the_steady_rate(tmp_path):
+    run = RunDir(make_run(tmp_path, "a", steps(20, 1.0, 21.0, noise=0.0)).path)
+    summary = read_json(run.summary)
+    tokens = sum(row.real_tokens for row in TEXT["read_steps"](run.steps)[0])
+    summary["dataset"] = {"tokens": {"total": 3 * tokens}}
+    write_json(run.summary, summary)
+    seconds = 21.0 + 19 * 1.0 + 2 * tokens / summary["tokens_per_s"]["real"]
+    assert TEXT["whole_run"](run) == pytest.approx(3600 * 1000 / seconds, rel=1e-3)
+
+
+def test_the_page_shows_a_run_with_its_study_figure_and_prediction(tmp_path, monkeypatch):
+    cell = TEXT["CELLS"][0]
+    folder = tmp_path / "results/h100/founding-text"
+    run = make_run(tmp_path, "a", steps(20, 3.8, 21.0, noise=0.0))
+    shutil.copytree(run.path, folder / cell.name / "a")
+    (tmp_path / "predictions").mkdir()
+    guess = {"verdict": "fits", "samples_per_hour": [20000, 26000, 33000], "device_gb": [20, 22, 25]}
+    (tmp_path / "predictions/founding-text-h100.json").write_text(json.dumps({"cells": {cell.name: guess}}))
+    names = TEXT["tables"].__globals__
+    monkeypatch.setitem(names, "ROOT", tmp_path)
+    monkeypatch.setitem(names, "PREDICTIONS", tmp_path / "predictions")
+    line = next(line for line in TEXT["tables"]().splitlines() if line.startswith(f"| {cell.name}"))
+    values = [part.strip() for part in line.strip("|").split("|")]
+    assert values[1] == "27,000"
+    assert values[4] == "26,000 (20,000 to 33,000)"
+    assert values[7] == "21.0 s"
+
+
+@pytest.mark.parametrize(
+    ("published", "here", "signs"),
+    [
+        ("-53 to -47 %", "-20 %", ("-", "-")),
+        ("+0 %", "+1 to +2 %", ("0", "0")),
+        ("-53 to +20 %", "-3 %", ("both", "-")),
+    ],
+)
+def test_signs_of_changes(published, here, signs):
+    sign = STUDIES["founding-images"]["sign"]
+    assert (sign(published), sign(here)) == signs
