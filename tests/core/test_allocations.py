@@ -79,18 +79,6 @@ def test_categories_add_up_to_the_allocated_memory():
     assert mib(found["end"]) == {"weights": 100, "adapters": 4, "optimizer": 8}
 
 
-def test_another_event_can_be_described():
-    found = by_category(history(), at=4)  # just before the activations go
-    assert mib(found["peak"]) == {"weights": 100, "adapters": 4, "optimizer": 8, "gradients": 4, "activations": 30}
-
-
-def test_blocks_of_a_failed_forward_pass_are_activations():
-    events = [Event(10, 21, 5 * MIB), Event(11, 22, 9 * MIB), Event(12, 22, -9 * MIB), Event(20, 21, -5 * MIB)]
-    found = by_category(history(events=events, marks=[(5, "forward")], gradients=()), at=2)
-    assert mib(found["peak"]) == {"weights": 100, "adapters": 4, "optimizer": 8, "activations": 5}
-    assert [each["category"] for each in found["alive"]][1:3] == ["optimizer", "activations"]
-
-
 def test_activations_belong_to_their_forward_pass():
     events = [Event(10, 21, 5 * MIB), Event(50, 21, -5 * MIB), Event(110, 22, 6 * MIB), Event(120, 22, -6 * MIB)]
     marks = [(5, "forward"), (30, "backward"), (105, "forward"), (130, "backward")]

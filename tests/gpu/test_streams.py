@@ -254,26 +254,6 @@ def test_the_loss_over_chunks_waits_for_nothing_under_autocast():
     near(found, [expected.detach(), plain.grad, head.weight.grad])
 
 
-def test_kept_features_leave_and_come_back_while_the_device_is_busy():
-    from ftbench.worker.optimizations.feature_cache import Features
-
-    made = [torch.randn(2928, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    deep = [torch.cat(made) + 1]
-
-    def compute(pixels):
-        busy()
-        return SimpleNamespace(pooler_output=[each.clone() for each in made], deepstack_features=list(deep))
-
-    features = Features(compute)
-    features.show(["a", "b"])
-    with unwaited():
-        found = [features(made[0]) for _ in range(3)]
-    for each in found:
-        assert all(torch.equal(one, other) for one, other in zip(each.pooler_output, made, strict=True))
-        assert torch.equal(each.deepstack_features[0], deep[0])
-    assert all(part.is_pinned() for parts in features.kept.values() for part in parts)
-
-
 def test_mxfp4_is_written_out_by_one_kernel_as_it_is_step_by_step():
     from torch._dynamo.utils import counters
 

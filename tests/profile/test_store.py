@@ -133,7 +133,7 @@ def test_text_contains_all_parts(run):
     text = as_text(files.load(run.profile), run.profile)
     for said in (
         "2 steps on NVIDIA H200", "1 ms profiled, 0.5 ms just before", "88.0 % of the steps just before",
-        "matmul", "nvjet_sm90_tst_192x192", "aten::mm", "cudaStreamSynchronize 0.250 ms",
+        "matmul", "nvjet_sm90_tst_192x192",
         "2.00 GiB at its peak, in forward: weights 2.00", "2.00 GiB  weights, 3 tensors, a.py:1 f", "trace.json.gz",
     ):  # fmt: skip
         assert said in text

@@ -26,7 +26,7 @@ LEFT_OUT = {
     "optimizer_in_backward": {True, "offload"},  # needs a recipe without clipping
 }
 # Datasets for optimizations of images.
-OF_IMAGES = {key: {"name": "file", "path": "/images"} for key in ("image_cache", "feature_cache", "tile_buckets")}
+OF_IMAGES = {key: {"name": "file", "path": "/images"} for key in ("image_cache",)}
 
 
 @pytest.mark.parametrize("key", Optimizations.model_fields)

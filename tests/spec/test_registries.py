@@ -60,7 +60,6 @@ def test_optimization_has_a_worker_module(name):
         "image_cache": ("model/loading.py", "optimizations.image_cache"),
         "length_grouping": ("data/prepare.py", "optimizations.length_grouping"),
         "loader_processes": ("trainer.py", "optimizations.loader_processes is on and"),
-        "tile_buckets": ("data/prepare.py", "optimizations.tile_buckets"),
         "packing": ("data/collate.py", "'packing' if on.packing else 'padding_free'} is on and"),
         "padding_free": ("data/collate.py", "'packing' if on.packing else 'padding_free'} is on and"),
     }

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from pydantic import ValidationError
 
 from conftest import spec_of
-from ftbench.errors import MissingError, NotAppliedError, SpecError
+from ftbench.errors import MissingError, NotAppliedError
 from ftbench.facts import architectures
 from ftbench.families import describe
-from ftbench.spec import batches
 from ftbench.spec.load import load
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
@@ -293,7 +290,7 @@ def test_a_disk_without_room_is_a_sentence(train_here, cache, monkeypatch):
         rows_of(train_here, QWEN3, MADE | {"seed": 99}, optimizations={"image_cache": True})
 
 
-@pytest.mark.parametrize("name", ["image_size", "image_cache", "tile_buckets"])
+@pytest.mark.parametrize("name", ["image_size", "image_cache"])
 def test_text_has_no_images_to_make_cheaper(name):
     with pytest.raises(ValidationError, match=rf"optimizations\.{name} .*synthetic has none: set it to off"):
         spec_of(optimizations={name: 336 if name == "image_size" else True})
@@ -331,96 +328,6 @@ def test_processes_beside_the_training_make_the_same_batches_and_are_gone_after_
         assert two.images
         assert (two.data_time_s is None) == (two.phase == "evaluate")
     assert orders_of(plain) == orders_of(other)
-
-
-@pytest.mark.parametrize(("model", "more"), [
-    (LLAVA, {}), (QWEN3, {"fixed_shape": True, "gradient_checkpointing": True}),
-    pytest.param(LLAVA, {"fixed_shape": True, "gradient_checkpointing": True}, marks=pytest.mark.exhaustive),
-    pytest.param(QWEN25, {}, marks=pytest.mark.exhaustive), pytest.param(QWEN3, {}, marks=pytest.mark.exhaustive),
-], ids=lambda value: value if isinstance(value, str) else "+".join(value))  # fmt: skip
-def test_what_a_frozen_encoder_makes_of_an_image_is_computed_in_the_first_epoch_alone(train_here, model, more):
-    """Also for an evaluation. In batches of one shape the last one has rows that show nothing."""
-    sections = {
-        "dataset": MADE | {"samples": 5, "images_per_sample": 2, "eval_samples": 2},
-        "measure": {"eval": "epoch"},
-        "train": TRAIN | {"max_steps": 6},
-        "method": {},
-    }
-    plain = rows_of(train_here, model, **sections, optimizations=more)
-    kept = rows_of(train_here, model, **sections, optimizations={"feature_cache": True, **more})
-    assert [row.phase for row in kept] == ["train"] * 3 + ["evaluate"] + ["train"] * 3 + ["evaluate"]
-    for one, two in zip(plain, kept, strict=True):
-        assert two.loss == pytest.approx(one.loss, rel=1e-5)
-        assert two.grad_norm == one.grad_norm is None or two.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
-    seen = [row.image_patches for row in plain]
-    assert [row.image_patches for row in kept] == seen[:4] + [0] * 4
-    assert [row.image_tokens for row in kept] == [row.image_tokens for row in plain]
-    assert abs(plain[4].loss - plain[0].loss) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("sections", "sentence"),
-    [
-        ({"method": {"vision": "lora"}}, "set method.vision to frozen"),
-        ({"method": {"vision": "full", "projector": "full"}}, "set method.vision and method.projector to frozen"),
-        ({"method": {"name": "full"}}, "method full trains it: use lora or qlora"),
-        ({"method": {"name": "unsloth"}}, "optimizations.feature_cache with method unsloth"),
-        ({"dataset": {"name": "synthetic"}}, "synthetic has none: set it to off"),
-    ],
-)
-def test_what_changes_is_not_kept(sections, sentence):
-    with pytest.raises(ValidationError, match=sentence):
-        spec_of(**{"model": {"id": QWEN3}, "dataset": MADE, "optimizations": {"feature_cache": True}} | sections)
-
-
-def test_features_that_were_not_kept_are_told_and_those_that_differ_are_refused(cache):
-    spec = spec_of(model={"id": LLAVA}, dataset=MADE, optimizations={"feature_cache": True})
-    model = loading.load_model(spec, loading.source_of(spec.model))
-    optimizations.apply(model, spec)
-    assert any("nothing that an image became is kept" in sentence for sentence in optimizations.verify(model, spec))
-    model.config.vision_config.attention_dropout = 0.1
-    with pytest.raises(SpecError, match="has attention_dropout"):
-        optimizations.apply(model, spec)
-
-
-@pytest.mark.parametrize("model", [LLAVA, QWEN3])
-def test_batches_hold_images_of_equally_many_tiles_and_every_sample_is_trained_on(train_here, model):
-    """At a rate that changes nothing the samples of an epoch lose the same in any order."""
-    sizes = {"samples": 21, "image_size": [60, 40], "mean_length": None, "length": 12}
-    train = TRAIN | {"max_steps": None, "learning_rate": 1e-12, "batch_size": 3}
-    plain = rows_of(train_here, model, MADE | sizes, train=train)
-    rows = rows_of(train_here, model, MADE | sizes, train=train, optimizations={"tile_buckets": True})
-    spec = spec_of(model={"id": model}, dataset=MADE | sizes, train=train, optimizations={"tile_buckets": True})
-    _, data = prepared(spec, loading.source_of(spec.model))
-    patches = [data.pixels.size(sample.pictures[0]).patches for (sample,) in data.train]
-    most_alike = sum(patches.count(size) // 3 for size in set(patches))
-    alike = [len(set(patches[at : at + 3])) == 1 for at in range(0, 21, 3)]
-    assert 1 < len(set(patches)) < 21
-    assert alike[:most_alike] == [True] * most_alike
-    assert most_alike > 1
-    assert [row.image_patches for row in rows] == [sum(patches[at : at + 3]) for at in range(0, 21, 3)]
-    for name in ("real_tokens", "label_tokens", "image_patches", "tiles", "samples"):
-        assert sum(getattr(row, name) for row in rows) == sum(getattr(row, name) for row in plain)
-    mean = [sum(row.loss * row.label_tokens for row in each) / 21 for each in (plain, rows)]
-    assert mean[1] == pytest.approx(mean[0], rel=1e-5)
-
-
-@given(st.lists(st.integers(1, 5), max_size=60), st.integers(1, 7), st.integers(0, 9))
-def test_as_many_batches_as_there_can_be_hold_one_size(sizes, batch_size, seed):
-    order = batches.bucketed(sizes, batch_size, seed)
-    assert sorted(order) == list(range(len(sizes)))
-    first = sum(sizes.count(size) // batch_size for size in set(sizes))
-    made = [[sizes[place] for place in order[at : at + batch_size]] for at in range(0, len(order), batch_size)]
-    assert all(len(set(batch)) == 1 for batch in made[:first])
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [{"optimizations": {"tile_buckets": True, "length_grouping": True}}, {"dataset": MADE | {"longest_first": True}}],
-)
-def test_samples_are_ordered_in_one_way(sections):
-    with pytest.raises(ValidationError, match="each order the samples: choose one"):
-        spec_of(**{"model": {"id": QWEN3}, "dataset": MADE, "optimizations": {"tile_buckets": True}} | sections)
 
 
 def orders_of(run):

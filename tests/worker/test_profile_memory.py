@@ -20,24 +20,12 @@ def entry(action, addr, size, time_us, frames=()):
 
 
 def test_blocks_are_given_back_when_they_are_asked_back():
-    events, ran_out = from_entries([
+    events = from_entries([
         entry("segment_alloc", 1000, 2**21, 9), entry("alloc", 1000, 512, 10, FRAMES),
         entry("free_requested", 1000, 512, 20), entry("free_completed", 1000, 512, 21), entry("snapshot", 0, 0, 22),
     ])  # fmt: skip
     assert [(event.time, event.address, event.size) for event in events] == [(10, 1000, 512), (20, 1000, -512)]
     assert events[0].frame == "peft/tuners/lora/layer.py:1074 forward"
-    assert ran_out is None
-
-
-def test_the_moment_at_which_memory_ran_out_is_known():
-    entries = [
-        entry("alloc", 1000, 512, 10), entry("alloc", 2000, 512, 11),
-        {"action": "oom", "device_free": 3, "size": 2**30, "time_us": 12, "stream": 0},
-        entry("free_requested", 1000, 512, 13),
-    ]  # fmt: skip
-    events, ran_out = from_entries(entries)
-    assert len(events) == 3
-    assert ran_out == 1
 
 
 def test_of_a_stack_the_innermost_known_frame_is_told():

@@ -60,22 +60,21 @@ class AllocationHistory:
     gradients_at: float = 0.0
 
 
-def by_category(history: AllocationHistory, at: int | None = None) -> dict[str, Any]:
+def by_category(history: AllocationHistory) -> dict[str, Any]:
     """Return the memory by category as a JSON document.
 
     Args:
         history: The allocations.
-        at: Index of the event to describe as the peak, by default the maximum.
 
     Returns:
         `timeline` (ms, phase, GiB by category; the maximum of each of about 240 intervals), `peak`, `alive` (the
         blocks at the peak by category and allocating line), `start` and `end`.
     """
     blocks = _blocks(history)
-    _categorise(blocks, history, at)
+    _categorise(blocks, history)
     points = _points(blocks, len(history.events))
     origin = history.events[0].time if history.events else 0.0
-    index = max(range(len(points)), key=lambda i: sum(points[i])) if at is None else at + 1
+    index = max(range(len(points)), key=lambda i: sum(points[i]))
     times = [origin, *(event.time for event in history.events)]
     phases = _Phases(history.marks)
 
@@ -107,7 +106,7 @@ def _blocks(history: AllocationHistory) -> list[_Block]:
     return blocks + [_Block(address, size, -1, last, "") for address, size in history.alive if address not in taken]
 
 
-def _categorise(blocks: Sequence[_Block], history: AllocationHistory, at: int | None) -> None:
+def _categorise(blocks: Sequence[_Block], history: AllocationHistory) -> None:
     times = [event.time for event in history.events]
     backward = [bisect_left(times, time) for time, name in history.marks if name == rows.BACKWARD]
     update = bisect_left(times, history.gradients_at)
@@ -121,8 +120,7 @@ def _categorise(blocks: Sequence[_Block], history: AllocationHistory, at: int | 
         elif block.begin < 0:
             block.category = history.owners.get(block.address, "other")
         elif phases.at(times[block.begin]) in _FORWARD:
-            # A forward pass that ran out of memory has no backward pass, so its live blocks are activations.
-            needed = backward[next_backward] if next_backward < len(backward) else last if at is None else at + 1
+            needed = backward[next_backward] if next_backward < len(backward) else last
             block.category = "activations" if block.end >= needed > block.begin else "temporary"
 
 

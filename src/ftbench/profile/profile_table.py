@@ -1,15 +1,15 @@
-"""Print a profile: groups, kernels, phases, idle gaps, memory."""
+"""Print a profile: groups, kernels, phases, communication, memory."""
 
 from pathlib import Path
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.table import folded, text_table
+from ftbench.core.table import text_table
 from ftbench.profile import files
 from ftbench.profile.groups import short
 from ftbench.store.rundir import MEMORY, RunDir, read_json
 
-_KERNELS, _GAPS, _ALIVE, _OPERATORS = 15, 5, 8, 8
+_KERNELS, _ALIVE = 15, 8
 _LEAST_GB = 0.0005  # GiB; smaller values would print as 0.00
 
 
@@ -26,7 +26,6 @@ def document_of(run: RunDir) -> dict[str, Any] | None:
 def as_text(document: dict[str, Any], folder: Path) -> str:
     """Return the profile as text. Times are per step."""
     on_gpu, steps = document["device"] == "cuda", document["steps"]
-    idle = ("longest idle gaps, with the CPU activity" if on_gpu else "longest gaps without an operator")  # fmt: skip
     parts = [
         f"{units.some(steps, 'step')} on {document['gpu'] or 'the CPU'}\n{text_table(['', ''], _head(document))}",
         text_table(("group", ">ms/step", ">share", ">calls/step"), [
@@ -38,16 +37,11 @@ def as_text(document: dict[str, Any], folder: Path) -> str:
              f"{kernel['mean_us'] or 0:.1f}", f"{short(kernel['name'])} ({kernel['group']})")
             for kernel in document["kernels"][:_KERNELS]
         ]),
-        text_table((">GPU ms/step", ">CPU ms/step", ">calls/step", "operator"), [
-            (*_ms(steps, each["device_ms"], each["cpu_ms"]), f"{each['calls'] / steps:,.0f}", each["name"])
-            for each in document["operators"][:_OPERATORS]
-        ]) if on_gpu else "",
         text_table(("phase", ">thread ms", ">work ms", ">idle ms"), [
             (phase["phase"], *_ms(steps, phase["cpu_ms"], phase["device_ms"], phase["idle_ms"]))
             for phase in document["phases"]
         ]),
         _sent(document, folder),
-        f"{folded(idle)}\n" + text_table(("", ">", ""), [("  ", *_gap(gap)) for gap in document["gaps"][:_GAPS]]),
         _memory(folder),
         text_table(["", ""], _below(document, folder)),
     ]  # fmt: skip
@@ -106,11 +100,6 @@ def _head(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _percent(share: float) -> str:
     return f"{share * 100:.1f} %"
-
-
-def _gap(gap: dict[str, Any]) -> tuple[str, str]:
-    ran = ", ".join(f"{each['name']} {each['ms']:.3f} ms" for each in gap["meanwhile"])
-    return f"{gap['ms']:.3f} ms", f"{gap['phase'] or 'between phases'}: {ran}"
 
 
 def _memory(folder: Path) -> str:

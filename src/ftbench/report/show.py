@@ -24,7 +24,7 @@ from ftbench.store.rundir import RunDir, first_gpu, read_json
 from ftbench.store.summary import read_summary
 
 _MAX_NAMED = 5  # runs in a message
-_DATA = ("loader_processes", "image_cache", "feature_cache")  # optimizations for data-bound runs
+_DATA = ("loader_processes", "image_cache")  # optimizations for data-bound runs
 _BATCH, _ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
 
 

@@ -117,17 +117,3 @@ def grouped(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
         result += [index for at in order for index in full[at]]
         result += [index for batch in batches if len(batch) < batch_size for index in batch]
     return result
-
-
-def bucketed(sizes: Sequence[int], batch_size: int, seed: int) -> list[int]:
-    """Return an order of the samples in which batches have one size: complete batches shuffled, then the rest."""
-    buckets: dict[int, list[int]] = {size: [] for size in sorted(set(sizes))}
-    for index, size in enumerate(sizes):
-        buckets[size].append(index)
-    full, others = list[list[int]](), list[int]()
-    for places in buckets.values():
-        complete = len(places) // batch_size * batch_size
-        full += [places[at : at + batch_size] for at in range(0, complete, batch_size)]
-        others += places[complete:]
-    order = np.random.default_rng(seed).permutation(len(full)).tolist()
-    return [index for at in order for index in full[at]] + others

@@ -161,10 +161,6 @@ _Kernels = _model(
     groups=_need(_list(_model("Group", group=_need(str), time_ms=_need(Number)))),
     kernels=_need(_list(_Kernel)), warnings=list[str],
 )  # fmt: skip
-_Timeline = _model(
-    "timeline.json", device=_need(str), ms=_need(Number), groups=_need(dict[str, list[list[Number]]]),
-    phases=_need(list[list[Number | str]]), idle=_need(list[list[Number]]),
-)  # fmt: skip
 _PARTS: dict[str, Any] = dict.fromkeys(("total_gb", *MEMORY_CATEGORIES), _need(Number))
 _Allocations = _model(
     "memory.json", categories=_need(list[str]), alive=_need(Json),
@@ -176,7 +172,7 @@ _Hash = _model("Hash", sha256=str, redacted=Integer)
 
 MODELS: dict[str, type[FileModel]] = {
     "machine.json": _Machine, "state.json": _State, "phases.json": _Phases, "applied.json": _Applied,
-    "spec.json": _Spec, "summary.json": _Summary, "kernels.json": _Kernels, "timeline.json": _Timeline,
+    "spec.json": _Spec, "summary.json": _Summary, "kernels.json": _Kernels,
     "memory.json": _Allocations,
     "samples.json": _model(
         "samples.json", prompts=_list(_model("Prompt", prompt=_need(str), before=Text, after=Text))

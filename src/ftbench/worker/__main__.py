@@ -124,7 +124,7 @@ def _import_unsloth(method: Any) -> None:
 
 def _rescue(run: Any, error: BaseException) -> None:
     """Write the steps that finished before an error, and the profile while the objects of the step still exist."""
-    saves = [run.finish, *([lambda: run.profiler.failed(error)] if run.profiler else [])] if run else []
+    saves = [run.finish] if run else []
     for save in saves:
         try:
             save()

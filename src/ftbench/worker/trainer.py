@@ -1,7 +1,6 @@
 """trl's SFTTrainer with a spec's settings, and their verification."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,7 +22,7 @@ from ftbench.worker.measure import effective_config
 from ftbench.worker.measure.batch_count import COUNT
 from ftbench.worker.methods import unsloth
 from ftbench.worker.model.vision import reads_images
-from ftbench.worker.optimizations import cuda_graph, feature_cache, gradient_checkpointing, optimizer_in_backward
+from ftbench.worker.optimizations import cuda_graph, gradient_checkpointing, optimizer_in_backward
 
 DEFAULT_PROCESSES = 4  # data loader processes for `loader_processes: on`
 PRECISION = {"bf16": {"bf16": True}, "fp16": {"bf16": False, "fp16": True}, "fp32": {"bf16": False}}
@@ -74,11 +73,10 @@ class TrainerMixin:
 
 
 class Trainer(TrainerMixin, SFTTrainer):
-    """SFTTrainer with CUDA graphs, cached image features and losses without logits."""
+    """SFTTrainer with CUDA graphs and losses without logits."""
 
     without_trls_metrics = False
     shares: int | None = None  # number of data shares if several ranks process parts of the same sequences
-    features: feature_cache.Features | None = None
     graph: cuda_graph.GraphedStep | None = None
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
@@ -97,8 +95,6 @@ class Trainer(TrainerMixin, SFTTrainer):
             # Normalize by this rank's tokens, with which the recorder weights the rows.
             kwargs["num_items_in_batch"] = self.shares and max(1, count.labels) * self.shares
         self.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
-        if self.features is not None and self.features.show(count.pictures):
-            count.of_images = replace(count.of_images, patches=0)  # the encoder processes none
         if not self.without_trls_metrics:
             return super().compute_loss(model, inputs, *args, **kwargs)
         inputs.pop("_prediction_loss_only", None)
@@ -138,7 +134,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         strategy.attach(loop, spec)
     optimizer.attach(loop, spec)
     optimizer_in_backward.attach(loop, spec)
-    loop.batches, loop.features, loop.graph = set(), feature_cache.of(model), cuda_graph.of(model)
+    loop.batches, loop.graph = set(), cuda_graph.of(model)
     loop.shares = spec.launch.shares if spec.launch.parts_of_sequence > 1 else None
     loop.without_trls_metrics = bool(spec.optimizations.chunked_loss or spec.optimizations.liger)
     return loop

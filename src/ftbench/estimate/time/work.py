@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ftbench.core import flops
 from ftbench.core.flops import vision_per_patch
@@ -119,12 +119,9 @@ def _add_images(
 ) -> None:
     """Add the work of encoder and projector, and the pixels that the step itself processes.
 
-    A cache or loader processes remove the pixels from the step. With `feature_cache` only the first epoch runs the
-    encoder."""
+    A cache or loader processes remove the pixels from the step."""
     on, windowed = spec.optimizations, sum(window is not None for window in vision.windows)
     work["images"] = 0.0 if on.image_cache or on.loader_processes else batch.patches * vision.values
-    if on.feature_cache and not spec.train.max_steps:
-        batch = replace(batch, patches=batch.patches / spec.train.epochs, tiles=batch.tiles / spec.train.epochs)
     learns = plan.vision != "frozen"
     again = float(plan.checkpointing != "off")
     each = vision_per_patch(vision_matmul(vision, plan), batch.patches / max(batch.tiles, 1e-9), again * learns)

@@ -12,7 +12,7 @@ from ftbench.estimate.workload.batches import Layout, layout_of
 from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import FileLengths, expected_longest, file_basis, file_lengths, sample_lengths
 from ftbench.families.vision import NOTHING, ImageSize, VisionShape
-from ftbench.spec.batches import DEFAULT_SIGMA, SHORTEST, bucketed, packed
+from ftbench.spec.batches import DEFAULT_SIGMA, SHORTEST, packed
 from ftbench.spec.datasets import DATASETS, Dataset
 from ftbench.spec.experiment import Experiment
 
@@ -64,7 +64,7 @@ def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
     if spec.objective.prompts:
         return _answered(spec, _largest(spec.dataset, layout_of(spec), file))
     if vision is not None and (known := known_samples(spec, vision)) is not None:
-        return _largest_with_images(known, layout_of(spec), spec.optimizations.tile_buckets, spec.dataset.seed)
+        return _largest_with_images(known, layout_of(spec))
     return _largest(spec.dataset, layout_of(spec), file)
 
 
@@ -91,13 +91,11 @@ def _answered(spec: Experiment, prompts: Largest) -> Largest:
 
 
 @lru_cache(maxsize=1024)
-def _largest_with_images(known: KnownSamples, layout: Layout, buckets: bool, seed: int) -> Largest:
+def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
     """Return the largest batch of samples with images. If not all are known, each may be as long as the longest."""
     samples = known.samples * (1 if known.exact else -(-layout.size // len(known.samples)))
     lengths = [sample.length for sample in samples]
     rows = packed(lengths, layout.max_length) if layout.packing else [[index] for index in range(len(samples))]
-    if buckets:
-        rows = [[index] for index in bucketed([sample.images.patches for sample in samples], layout.size, seed)]
     sizes = [sum(lengths[index] for index in row) for row in rows]
     if layout.ordered:
         rows.sort(key=lambda row: -sum(lengths[index] for index in row))

@@ -29,7 +29,8 @@ TOLERANCES: dict[str, Tolerance] = {
     },
 }
 
-_REMOVED = ("fp8_head",)  # earlier optimizations; the spec.json of an older run has them, switched off
+# Earlier optimizations. The spec.json of an older run has them, switched off.
+_REMOVED = ("feature_cache", "fp8_head", "tile_buckets")
 
 
 class _Section(Part):

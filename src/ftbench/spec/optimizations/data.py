@@ -1,20 +1,8 @@
 """Optimizations of how samples become batches, and of how images are processed."""
 
-from collections.abc import Iterator
 from typing import Annotated
 
-from ftbench.spec.base import Experiment
 from ftbench.spec.optimizations.declaration import COARSE, EXACT, ROUNDING, Optimization, Tolerance, or_number
-
-
-def _feature_cache(spec: Experiment) -> Iterator[str]:
-    trained = [part for part in ("vision", "projector") if getattr(spec.method, part, "full") != "frozen"]
-    if trained and spec.method.name == "full":
-        yield "optimizations.feature_cache needs a frozen encoder, and method full trains it: use lora or qlora"
-    elif trained:
-        keys = " and ".join(f"method.{part}" for part in trained)
-        yield f"optimizations.feature_cache needs a frozen encoder and projector: set {keys} to frozen"
-
 
 OPTIMIZATIONS = {
     "packing": Optimization(
@@ -60,17 +48,6 @@ OPTIMIZATIONS = {
             "choose one",
         },
     ),
-    "tile_buckets": Optimization(
-        description="batch samples whose images have the same number of tiles (patches in Qwen models): few shapes for "
-        "the vision encoder, another sample order",
-        verified="the tile counts of the batches",
-        tolerance=Tolerance(COARSE, another_order=True),
-        needs_images=True,
-        excludes=dict.fromkeys(
-            ("optimizations.length_grouping", "dataset.longest_first"),
-            "optimizations.tile_buckets, length_grouping and dataset.longest_first each order the samples: choose one",
-        ),
-    ),
     "loader_processes": Optimization(
         type=Annotated[bool | int, or_number("a number of processes", 1, 64)],
         description="build batches and process images in worker processes, two batches ahead each; a number sets how "
@@ -78,15 +55,6 @@ OPTIMIZATIONS = {
         verified="the trainer's data loader has this many workers",
         tolerance=Tolerance(EXACT),
         not_with_dpo=None,
-    ),
-    "feature_cache": Optimization(
-        description="keep the output of a frozen vision encoder and projector in host memory, and compute it only in "
-        "the first epoch",
-        verified="the features of the first step's images are cached",
-        tolerance=Tolerance(EXACT),
-        needs_images=True,
-        not_with_unsloth="unsloth's own classes compute the features: set it to off",
-        incompatibilities=_feature_cache,
     ),
     "image_cache": Optimization(
         description="process images once before training and keep them on disk, so that no step waits for them",

@@ -62,7 +62,7 @@ class Collator:
         if pictures and self._pixels:
             batch |= self._pixels.batch(pictures, batch, self._tiles)
         count = count_of(samples, batch["input_ids"], batch["labels"])
-        count.images, count.pictures = len(pictures), tuple(picture.key for picture in pictures)
+        count.images = len(pictures)
         count.of_images = sum(map(self._pixels.size, pictures), NOTHING) if self._pixels else NOTHING
         count.tokens += [picture.key.encode() for picture in pictures]
         if self._positions:

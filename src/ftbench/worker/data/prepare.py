@@ -13,7 +13,6 @@ from ftbench.core import lengths
 from ftbench.core.data_formats import Example
 from ftbench.core.units import some
 from ftbench.errors import DataError, SpecError
-from ftbench.families.vision import NOTHING
 from ftbench.spec import batches
 from ftbench.spec.datasets import Dataset, row_example, row_format
 from ftbench.spec.experiment import Experiment
@@ -109,10 +108,6 @@ def _ordered(spec: Experiment, samples: list[Tokens], pixels: Pixels | None) -> 
         samples = longest_first(samples, first)
     if spec.optimizations.length_grouping:
         samples = grouped(samples, batch_size, dataset.seed)
-    if spec.optimizations.tile_buckets:
-        sizes = [[_require(pixels, dataset).size(picture) for picture in sample.pictures] for sample in samples]
-        patches = [sum(each, NOTHING).patches for each in sizes]  # equal patches are also equal tiles
-        samples = [samples[index] for index in batches.bucketed(patches, batch_size, dataset.seed)]
     return samples
 
 

@@ -26,14 +26,13 @@ class BatchCount:
     longest: int | None = 0
     images: int = 0
     of_images: ImageSize = NOTHING
-    pictures: tuple[str, ...] = ()  # keys of the images
     sequences: int = 1  # per sample: 2 for preference pairs
     rewards: tuple[float, float] | None = None  # sums of accuracy and margin of pairs
     generation: dict[str, float] = field(default_factory=dict)  # columns of a GRPO step
     tokens: list[bytes] = field(default_factory=list)  # real tokens and image keys, for the order hash
 
     def add(self, other: BatchCount) -> None:
-        """Add another batch of the same step, without its tokens and pictures."""
+        """Add another batch of the same step, without its tokens."""
         self.real = self.real + other.real
         self.padded += other.padded
         self.labels = self.labels + other.labels

@@ -4,7 +4,7 @@
            load  │ timed │ profiler│ profiled  │ memory
            kernels│      │ warms up│           │
 
-Memory is recorded only in the first and the last part, because its stack traces slow down a step. The profiler slows
+Memory is recorded only in the last part, because its stack traces slow down a step. The profiler slows
 down a step too, so neither is on in the timed steps. With compiled layers, the timed steps are the first three in a row
 that compile nothing. If the profiler lost the GPU's events on any rank, one more step is profiled by a new profiler.
 """
@@ -85,7 +85,6 @@ class Profiler(TrainerCallback):
                 f"measure.profile needs {self._needed} steps to profile {self._count} of them and this run has "
                 f"{state.max_steps}: set train.max_steps={self._needed}, or give it more samples"
             )
-        self._memory.watch()
         self._ranges.enter(DATA)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -95,8 +94,6 @@ class Profiler(TrainerCallback):
         self._ranges.leave()
         step = state.global_step
         if self._first is None:
-            if step == STEPS_BEFORE_PROFILE - _TIMED:
-                self._memory.pause()
             if self._is_steady(step, state.max_steps):
                 self._begin(step)
         elif step < self._first + self._count:
@@ -155,7 +152,3 @@ class Profiler(TrainerCallback):
                 return
         if ends:
             self._memory.start()
-
-    def failed(self, error: BaseException) -> None:
-        """Write the contents of memory if the device ran out of it."""
-        self._memory.failed(error)

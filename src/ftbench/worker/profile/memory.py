@@ -11,10 +11,9 @@ import torch
 from ftbench.core.allocations import AllocationHistory, Event, by_category
 from ftbench.core.rows import OPTIMIZER, PREFIX
 from ftbench.core.units import GIB
-from ftbench.store.rundir import MEMORY, OOM_MEMORY, write_json
+from ftbench.store.rundir import MEMORY, write_json
 from ftbench.worker.measure.effective_config import innermost
 from ftbench.worker.model.parts import kept_tensors
-from ftbench.worker.outcome import of_exception
 from ftbench.worker.profile.ranges import Ranges
 
 SCHEMA = 1
@@ -23,7 +22,7 @@ _KNOWN = ("ftbench", "transformers", "peft", "trl", "unsloth", "unsloth_zoo", "b
 
 
 class Memory:
-    """Records from `start` to `pause` or `finish`. `finish` writes memory.json."""
+    """Records from `start` to `finish`, which writes memory.json."""
 
     def __init__(self, folder: Path, loop: Any, ranges: Ranges) -> None:
         self._folder, self._loop = folder, loop
@@ -33,13 +32,7 @@ class Memory:
         self._gradients: set[int] = set()
         self._gradients_at = 0.0
         self._profiler: Any = None
-        self._ran_out: int | None = None
         ranges.listeners.append(self._hear)
-
-    def watch(self) -> None:
-        """Start recording in case the GPU runs out of memory, which usually happens in the first steps."""
-        if self._on_gpu:
-            self.start()
 
     def start(self) -> None:
         self._recording, self._marks = True, []
@@ -52,22 +45,16 @@ class Memory:
             self._profiler = torch.profiler.profile(activities=activities, profile_memory=True, with_stack=True)
             self._profiler.start()
 
-    def pause(self) -> None:
+    def finish(self) -> None:
+        history, allocated = self._on_cuda() if self._on_gpu else self._on_cpu()
         self._recording = False
         if self._on_gpu:
             torch.cuda.memory._record_memory_history(None)
-
-    def finish(self) -> None:
-        history, allocated = self._on_cuda() if self._on_gpu else self._on_cpu()
-        self.pause()
-        self._write(MEMORY, history, allocated)
-
-    def failed(self, error: BaseException) -> None:
-        """Write oom.json after a GPU ran out of memory: the live tensors at that moment."""
-        if self._on_gpu and of_exception(error, "", None)["state"] == "oom":
-            self._gradients |= gradients(self._loop)
-            history, allocated = self._on_cuda()
-            self._write(OOM_MEMORY, history, allocated, self._ran_out)
+        write_json(self._folder / MEMORY, {
+            "schema": SCHEMA, "device": "cuda" if self._on_gpu else "cpu",
+            "allocated_gb": None if allocated is None else allocated / GIB,
+            "complete": len(history.events) < _MOST_EVENTS, **by_category(history),
+        })  # fmt: skip
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -78,19 +65,12 @@ class Memory:
         if phase == OPTIMIZER:
             self._gradients, self._gradients_at = gradients(self._loop), self._marks[-1][0]
 
-    def _write(self, name: str, history: AllocationHistory, allocated: int | None, at: int | None = None) -> None:
-        write_json(self._folder / name, {
-            "schema": SCHEMA, "device": "cuda" if self._on_gpu else "cpu",
-            "allocated_gb": None if allocated is None else allocated / GIB,
-            "complete": len(history.events) < _MOST_EVENTS, **by_category(history, at),
-        })  # fmt: skip
-
     def _on_cuda(self) -> tuple[AllocationHistory, int]:
         allocated = torch.cuda.memory_allocated()
         snapshot = torch.cuda.memory._snapshot()
         device = torch.cuda.current_device()
         entries = snapshot["device_traces"][device] if snapshot["device_traces"] else []
-        events, self._ran_out = from_entries(entries)
+        events = from_entries(entries)
         alive = [
             (block["address"], block["size"]) for segment in snapshot["segments"] if segment["device"] == device
             for block in segment["blocks"] if block["state"] == "active_allocated"
@@ -133,21 +113,16 @@ def _of_rank(tensor: Any) -> Any:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def from_entries(entries: Iterable[dict[str, Any]]) -> tuple[list[Event], int | None]:
-    """Return the allocator's trace (torch.cuda.memory._snapshot) as events, and the index of the last one before
-    memory ran out. A block counts as freed when its free is requested, which is when `memory_allocated` falls."""
-    events: list[Event] = []
-    ran_out = None
-    for entry in entries:
-        action, size = entry["action"], entry["size"]
-        if action == "oom":
-            ran_out = len(events) - 1
-        elif action in ("alloc", "free_requested"):
-            events.append(Event(
-                entry["time_us"], entry["addr"], size if action == "alloc" else -size,
-                frame_of([(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ())]),
-            ))  # fmt: skip
-    return events, ran_out
+def from_entries(entries: Iterable[dict[str, Any]]) -> list[Event]:
+    """Return the allocator's trace (torch.cuda.memory._snapshot) as events. A block counts as freed when its free is
+    requested, which is when `memory_allocated` falls."""
+    return [
+        Event(
+            entry["time_us"], entry["addr"], entry["size"] if entry["action"] == "alloc" else -entry["size"],
+            frame_of([(frame["filename"], frame["line"], frame["name"]) for frame in entry.get("frames", ())]),
+        )
+        for entry in entries if entry["action"] in ("alloc", "free_requested")
+    ]  # fmt: skip
 
 
 def from_trace(entries: Iterable[dict[str, Any]]) -> tuple[list[Event], list[tuple[float, str]]]:
