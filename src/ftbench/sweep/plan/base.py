@@ -192,8 +192,8 @@ class WallTimes:
 
         The bound comes from the closest finished runs: repeats of the same cell, else the same settings at another
         batch size, else the slowest run overall and the slowest at the nearest batch size. With a fixed number of steps
-        time grows at most in proportion to the samples per step. With a fixed number of epochs a smaller batch needs
-        proportionally more steps.
+        time grows at most in proportion to the samples of all steps. With a fixed number of epochs a smaller batch
+        needs proportionally more steps.
         """
         if repeats := self._cells.get(job.cell):
             return MARGIN * max(repeats)
@@ -231,7 +231,9 @@ def _batch(spec: Experiment) -> int:
 
 def _growth(known: Experiment, wanted: Experiment) -> float:
     ratio = _batch(wanted) / _batch(known)
-    return max(1.0, ratio if wanted.train.max_steps else 1 / ratio)
+    if not wanted.train.max_steps:
+        return max(1.0, 1 / ratio)
+    return max(1.0, ratio * wanted.train.max_steps / (known.train.max_steps or wanted.train.max_steps))
 
 
 class Plan:
