@@ -15,7 +15,7 @@ from ftbench.estimate.memory.generation import CACHE
 from ftbench.estimate.memory.phases import GATHERED, MemoryCase, Parts, checkpoints_on_host, peak, phases
 from ftbench.estimate.memory.share import offloaded
 from ftbench.estimate.memory.weights import fetched_head, kept_by, on_host, optimizer_state, paged_state
-from ftbench.estimate.workload.largest import Largest, largest
+from ftbench.estimate.workload.largest import BatchShape, Largest, largest
 from ftbench.estimate.workload.model import check_modelled, is_rough, shape_of
 from ftbench.estimate.workload.plan import plan_of
 from ftbench.estimate.workload.sharding import rank_model, rank_shape, sharding_of
@@ -101,14 +101,13 @@ def estimate_memory(
         SpecError: The shape of the model is not known."""
     case, batch = _case(spec, gpu, config, batch)
     try:
-        named = most = phases(case)
-        if batch.most != batch.expected:
-            most = phases(replace(case, batch=rank_shape(batch.most, case.sharding)))
+        named = phases(case)
+        least, most = (_peak_of(case, named, batch, end) for end in (batch.least, batch.most))
     except ValueError as error:
         raise SpecError(str(error)) from None
     has, known = capacity(gpu, total), known or constants()
     spread = ROUGH_SPREAD if is_rough(spec) else _spread(case, known)
-    allocated, reserved, device = _tiers(case, named, peak(most)[1], known, spread)
+    allocated, reserved, device = _tiers(case, named, (least, most), known, spread)
     phase, _ = peak(named)
     parts = {name: part * known.allocated_factor / GIB for name, part in named[phase].items() if part > 0}
     return MemoryEstimate(
@@ -127,6 +126,13 @@ def estimate_memory(
         batch=(batch.expected.rows, batch.expected.length),
         basis=batch.basis,
     )
+
+
+def _peak_of(case: MemoryCase, named: dict[str, Parts], batch: Largest, end: BatchShape | None) -> float:
+    """Return the peak bytes with another batch; `named` are the phases of the expected one."""
+    if end is None or end == batch.expected:
+        return peak(named)[1]
+    return peak(phases(replace(case, batch=rank_shape(end, case.sharding))))[1]
 
 
 def _host(case: MemoryCase) -> float:
@@ -157,12 +163,14 @@ def _case(
     return case, batch
 
 
-def _tiers(case: MemoryCase, named: dict[str, Parts], most: float, known: Constants, spread: float) -> list[Band]:
-    """Return the allocated, reserved and device memory. The largest possible batch takes `most` bytes."""
+def _tiers(
+    case: MemoryCase, named: dict[str, Parts], ends: tuple[float, float], known: Constants, spread: float
+) -> list[Band]:
+    """Return the allocated, reserved and device memory. The smallest likely and the largest batch take `ends` bytes."""
     phase, size = peak(named)
-    at_peak, highest = (each * known.allocated_factor / GIB for each in (size, most))
+    lowest, at_peak, highest = (each * known.allocated_factor / GIB for each in (ends[0], size, ends[1]))
     below = SHARDED_BELOW if spread == SHARDED_SPREAD else spread
-    allocated = Band(at_peak * (1 - below), at_peak, highest * (1 + spread))
+    allocated = Band(lowest * (1 - below), at_peak, highest * (1 + spread))
     basis = slack_basis(case, named)
     held = sum(getattr(known, name) * amount for name, amount in basis.items())
     held += fetched_head(case.model, case.plan) / GIB  # its block is split after it is freed

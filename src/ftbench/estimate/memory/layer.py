@@ -57,8 +57,7 @@ def adapter_input(plan: TrainingPlan, linear: Linear) -> float:
     """Return the bytes that the adapters of one matrix save: their input, and r numbers between both matrices.
 
     peft casts the input to the adapters' type and autocast casts it back to the product's type, so each matrix saves
-    its own copy. The copy is shared only if the input already has the adapters' type (the output projection of a
-    quantized model)."""
+    its own copy. The copy is shared only if the input already has the adapters' type (a quantized model's o)."""
     shared = linear.reads == "attention" and plan.adapter == plan.compute
     copy = 0 if shared or plan.casts_nothing else plan.compute * linear.inputs
     return copy + plan.compute * plan.rank
@@ -110,7 +109,7 @@ def fused_outputs(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     the values and always saves the buffer (kernels/rotary.py)."""
     if plan.fused != "augmented":
         return 0.0
-    copied = plan.triton or repeats(layer, plan, batch)
+    copied = plan.triton or layer.sinks or repeats(layer, plan, batch)
     kept = plan.triton or (plan.compiled and layer.head_norms)
     freed = copied and not kept
     columns = sum(
@@ -205,14 +204,15 @@ def experts(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes that fused experts save through grouped products (transformers, grouped_mm_experts_forward).
 
     For each of the `active` experts per token, gate and up (2 i), the gate function's operands (i of silu; 4 i of
-    gpt_oss's clamped one), the output (h) that the routing weight multiplies, and indices. Trained experts also save
-    their inputs, h and i."""
+    gpt_oss's clamped one; none in compiled layers, which recompute them), the output (h) that the routing weight
+    multiplies, and indices. Trained experts also save their inputs, h and i."""
     moe = layer.experts
     if moe is None:
         return 0.0
     h, i, c = layer.hidden, moe.inner, plan.compute
     inputs = h + i if plan.full or "experts" in plan.targets else 0
-    return moe.active * (c * (2 * i + (4 * i if moe.clamped else i) + h + inputs) + 3 * INDEX + 3)
+    gate = 0 if plan.compiled else 4 * i if moe.clamped else i
+    return moe.active * (c * (2 * i + gate + h + inputs) + 3 * INDEX + 3)
 
 
 def router(layer: Layer, plan: TrainingPlan) -> float:
@@ -241,7 +241,7 @@ def expert_copies(layer: Layer, plan: TrainingPlan) -> float:
     if moe is None or "experts" not in plan.targets:
         return 0.0
     adapters = plan.compute * plan.rank * expert_adapter(layer) * moe.count
-    if plan.mxfp4 or plan.fused != "off":  # two thin products next to the frozen one (kernels/expert_products.py)
+    if plan.packed_experts or plan.fused != "off":  # two thin products (kernels/expert_products.py)
         return adapters
     return plan.weight * layer.expert_matrices + adapters
 
@@ -264,7 +264,8 @@ def compiled(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     copied = plan.fused == "augmented" or (plan.fused == "off" and plan.adapter != c)
     out = c * layer.output if plan.targets and copied else 0
     again = c * (2 * h + layer.inner) if plan.lean and plan.fused != "augmented" else 0
-    kept = (2 * plan.stream + 2 * c) * h + before + attention(layer, plan, batch) + out + middle
+    normed = 1 if layer.experts and not layer.inner else 2  # nothing saves the input of frozen experts
+    kept = (2 * plan.stream + normed * c) * h + before + attention(layer, plan, batch) + out + middle
     return kept + scales + between - again
 
 

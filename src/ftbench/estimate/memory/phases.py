@@ -40,7 +40,8 @@ def resident(case: MemoryCase) -> Parts:
     model, plan = case.model, share.kept_as(case.plan, part)
     count, width = weights.trained(model, plan)
     trained = count * width
-    kept = max(transient.dequantised(each, plan) for each, _ in model.kinds) if plan.unsloth else 0
+    buffered = plan.unsloth and not plan.packed_experts
+    kept = max(transient.dequantised(each, plan) for each, _ in model.kinds) if buffered else 0
     kept += transient.checkpoint_buffers(model.hidden, plan, case.batch)
     return {
         "weights": weights.weights(model, plan) * part.weights,

@@ -133,9 +133,9 @@ def dequantised(layer: Layer, plan: TrainingPlan) -> float:
 
     bitsandbytes dequantizes this matrix for its backward product (MatMul4Bit.backward). unsloth dequantizes it into a
     permanent buffer (fast_dequantize). With MXFP4 the matrix is gate and up of all experts (worker/model/mxfp4.py)."""
-    if plan.mxfp4 and layer.experts:
+    if plan.packed_experts and layer.experts:
         return float(plan.compute * layer.experts.count * 2 * layer.experts.inner * layer.hidden)
-    if not plan.quantised or plan.mxfp4:
+    if not plan.quantised or plan.packed_experts:
         return 0.0
     return float(plan.compute * max((each.inputs * each.outputs for each in layer.linears), default=0))
 
@@ -164,6 +164,6 @@ def peak(layer: Layer, plan: TrainingPlan, batch: BatchShape, backward: bool, ag
         second = max(second, norm_peak) if backward else second - norms(layer, plan, after)
     each = max(second, attention_peak(layer, plan, batch) - inside(layer, plan)) * batch.tokens
     # the gradient of gate and up together, after the copy of down is freed
-    copies = 0 if plan.mxfp4 or plan.fused != "off" else expert_copies(layer, plan) / 3
-    bits = 0.0 if plan.unsloth else dequantised(layer, plan)
+    copies = 0 if plan.packed_experts or plan.fused != "off" else expert_copies(layer, plan) / 3
+    bits = 0.0 if plan.unsloth and not plan.packed_experts else dequantised(layer, plan)
     return max(each, copies, each / 2 + max(bits, fp8_casts(layer, plan, batch)))  # in 16 bits, before sums

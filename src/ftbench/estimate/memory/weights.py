@@ -36,7 +36,7 @@ def weights(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def _unstreamed(model: ModelShape, plan: TrainingPlan) -> float:
-    if plan.mxfp4 or (plan.unsloth and model.family == "gpt_oss"):
+    if plan.packed_experts:
         return model.weight_bytes(plan.weight, mxfp4=True)
     linear = model.linear_parameters
     if not plan.quantised:

@@ -59,6 +59,7 @@ def _forward(
     else:
         done["attention.causal"] = n * flops.attention_per_token(matmul, batch.square / n, passes=1)
     base, adapters = work.forward_bytes(shape)
+    done[work.EAGER_EXPERTS] = n * shape.model.summed(work.expert_bytes)
     done["elementwise.eager"] += n * (base + adapters) + _WORD * words * matmul.head / shape.model.hidden
     read = (_SIXTEEN_BITS if plan.quantised and not plan.mxfp4 else weight) * shape.model.linear_parameters
     done["generation"] = read + weight * matmul.head

@@ -12,8 +12,9 @@ from typing import Any
 from ftbench.core.hardware import canonical_name, limited_gpu
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.errors import SpecError
-from ftbench.estimate.workload.batches import Batch, mean_batch
+from ftbench.estimate.workload.batches import Batch, concatenates, mean_batch
 from ftbench.estimate.workload.model import check_modelled
+from ftbench.estimate.workload.plan import EarlierUnsloth
 from ftbench.estimate.workload.sharding import sharding_of
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth
@@ -101,7 +102,16 @@ def recorded_spec(run: RunDir) -> Experiment | None:
         check_modelled(spec)
     except (SpecError, ValueError):
         return None
+    if concatenates(spec) and not _concatenated(run):  # ftbench's collator padded unsloth's batches until November 2026
+        spec = spec.model_copy(update={"method": EarlierUnsloth(**spec.method.model_dump())})
     return None if spec.launch.mock != "off" or (spec.optimizations.chunked_loss and logits_twice(run)) else spec
+
+
+def _concatenated(run: RunDir) -> bool:
+    try:
+        return b'"padding_free": true' in rundir.read_bytes(run.applied)
+    except (OSError, ValueError):
+        return False
 
 
 def logits_twice(run: RunDir) -> bool:

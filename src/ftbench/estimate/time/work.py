@@ -12,6 +12,7 @@ from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.plan import DTYPE_BYTES, Fused, TrainingPlan, is_upcast, plan_of
 from ftbench.estimate.workload.sharding import sharding_of
 from ftbench.estimate.workload.trainable import TrainableShape, vision_matmul
+from ftbench.families.shape import Layer
 from ftbench.families.vision import VisionShape
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations.compute import DELAYED
@@ -20,6 +21,9 @@ from ftbench.spec.optimizations.compute import DELAYED
 # one each for queries and keys. Residual sums 12. Rotary embedding 20 and a transposition 4. Silu 4 and its product 6.
 _HIDDEN, _HEADS, _INNER = 2 * 36 + 12, 36 + 20 + 4, 10
 _ADAPTER_IN, _ADAPTER_OUT = 14, 12  # input to float32 and back to 16 bits; scaled output and sum with the base's
+# Per visited expert: rows are gathered, weighted, put back in order and added up. With biases and a clamped gate
+# (gpt-oss), both outputs are read and written again, and the gate has seven operations instead of two.
+_EXPERT_ROW, _BIASED_ROW, _CLAMPED_INNER = 14, 18, 30
 _BACKWARD = 2.0  # times the bytes of the forward pass
 _ADAPTER_BACKWARD = 1.3
 # Shares of the adapters' passes and operations that remain with fused_lora (see kernels/adapter_products.py).
@@ -34,11 +38,13 @@ _PAIR_LOGIT, _REFERENCE_LOGIT = 44, 12
 # Bytes per element of a cast to 8 bits: read for the maximum, read, written; eager mode casts to float32 first. With
 # the previous step's maximum it is read once.
 _CAST, _CAST_EAGER, _CAST_DELAYED = 5, 33, 3
+EAGER_EXPERTS = "elementwise.experts"
 SCORE = 40  # bytes per score of eager attention, forward and backward
 DEQUANTISED = 2.5  # bytes per weight that a product reads in 4 bits and writes in 16
 MXFP4_OUT = 17 / 32 + 2  # bytes per weight that is read in 4 bits with its scale and written in 16
 # Operations that the host starts per layer, forward and backward; each takes some microseconds of Python and launch.
-_LAYER_OPS, _ADAPTER_OPS, _QUANTISED_OPS, _MASK_OPS, _EXPERT_OPS = 320, 26, 36, 60, 120
+# Those of a 4-bit matrix: QLoRA against LoRA at batch 1 in results/h200/qwen3-8b-frontier (0.31 and 0.25 s).
+_LAYER_OPS, _ADAPTER_OPS, _QUANTISED_OPS, _MASK_OPS, _EXPERT_OPS = 320, 26, 20, 40, 120
 _ENCODER_OPS, _WINDOW_OPS = 40, 8  # forward, per encoder layer, and per attention window
 _HOST_SHARE = {"eager": 1.0, "liger": 0.85, "compiled": 0.5, "unsloth": 0.45}  # share of the operations that remain
 # Fitted to one run each (results/h200/headline): operations per layer of unsloth's checkpointing, which moves inputs to
@@ -47,6 +53,13 @@ _OFFLOADED_OPS, _EIGHT_BIT_SHARE = 450, 0.8
 # Share of operations in a CUDA graph, and operations of a step outside of it (not measured): batch copy, clipping,
 # update.
 _REPLAYED, _OUTSIDE = 0.05, 600
+# Operations per expert that is a module with 4-bit weights: 32 forward (gather, two dequantized products with biases,
+# the clamped gate, routing weight, index_add) and twice as many backward (unsloth_zoo, GptOssExpertsBnb4bit).
+_LOOP_OPS = 96
+# Operations per layer and sample of unsloth's padding-free batches: it attends to one sample after the other (torch
+# 2.11 lacks varlen_attn with enable_gqa) and does not compile these layers. Six plain scripts were -33 to +27 % off
+# (Qwen3-8B and 32B, 4 to 32 samples per step, docs/evidence/published.md).
+_SEGMENT_OPS = 40
 _RECOMPUTED = 1 / 3  # a second forward pass, as a share of a layer's forward and backward pass
 
 # Bytes per element of an optimizer moment, None for the weights' type. AdamW reads and writes two moments, and for each
@@ -162,10 +175,13 @@ def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: B
     base, adapters = _elementwise(shape, again, references)
     adapters *= _FUSED_PASSES[plan.fused]
     moved[f"elementwise.{kind}"] += base * n
+    moved[EAGER_EXPERTS if kind == "eager" else f"elementwise.{kind}"] += (
+        n * shape.model.summed(expert_bytes) * (1 + _BACKWARD + again + references)
+    )
     moved["elementwise.eager" if kind == "liger" else f"elementwise.{kind}"] += adapters * n
     if is_upcast(spec.method, shape.model):  # the residual stream is float32 too
         moved["elementwise.float32"] += (base + adapters) * n
-    if plan.mxfp4:
+    if plan.packed_experts:
         moved["dequantise.mxfp4"] += (2 + again + references) * shape.model.expert_matrices * MXFP4_OUT
     elif plan.quantised:
         moved["dequantise"] += (2 + again + references) * shape.model.linear_parameters * DEQUANTISED
@@ -224,6 +240,14 @@ def forward_bytes(shape: TrainableShape) -> tuple[float, float]:
     return base, _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs
 
 
+def expert_bytes(layer: Layer) -> int:
+    """Return bytes per position of a forward pass around the products of a layer's experts."""
+    if (moe := layer.experts) is None:
+        return 0
+    row = (_BIASED_ROW if moe.biases else _EXPERT_ROW) * layer.hidden
+    return moe.active * (row + (_CLAMPED_INNER * moe.inner if moe.clamped else 0))
+
+
 def _kept(shape: TrainableShape) -> float:
     """Return bytes per position that the backward pass needs: norms and products keep their inputs."""
     return 2 * (8 * shape.model.hidden * len(shape.model.layers) + 4 * shape.query_key + 4 * shape.inner)
@@ -235,9 +259,16 @@ def operations(plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: f
     total = len(shape.model.layers) * each + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[plan.fused]
     total += _QUANTISED_OPS * shape.linears.count if plan.quantised and not plan.mxfp4 else 0
     total += _EXPERT_OPS * shape.moe_layers
+    loops = _LOOP_OPS * shape.model.summed(lambda layer: layer.experts.count if layer.experts else 0)
     share = _EIGHT_BIT_SHARE if plan.triton and plan.fp8 else _HOST_SHARE[plan.kernels]
-    offloaded = _OFFLOADED_OPS * len(shape.model.layers) if plan.kernels == "unsloth" and again else 0
-    return total * share * (1 + _RECOMPUTED * again) + offloaded
+    layers, offloaded = len(shape.model.layers), 0
+    if plan.unsloth and batch.joined:
+        total += _SEGMENT_OPS * batch.joined * layers
+    else:
+        total *= share
+        offloaded = _OFFLOADED_OPS * layers if plan.unsloth and again else 0
+    total += loops if plan.looped_experts else 0
+    return total * (1 + _RECOMPUTED * again) + offloaded
 
 
 def update(spec: Experiment, shape: TrainableShape) -> dict[str, float]:

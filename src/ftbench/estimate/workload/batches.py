@@ -8,8 +8,10 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 from ftbench.estimate.workload.lengths import Lengths
+from ftbench.estimate.workload.plan import EarlierUnsloth
 from ftbench.spec.batches import length_windows, packed
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import family
 
 CLASSES = 8  # groups of micro-batches of similar size, because time is not proportional to size
 BOUNDARIES = (
@@ -20,7 +22,7 @@ BOUNDARIES = (
 )  # kernels that know sample ends
 
 Column: TypeAlias = tuple[int, ...]  # one value per row
-LaidOut: TypeAlias = tuple[int, int, int, int, bool]  # positions, samples, real tokens, pairs, masked
+LaidOut: TypeAlias = tuple[int, int, int, int, bool, int]  # positions, samples, real tokens, pairs, masked, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,29 @@ class Layout:
 
 
 def layout_of(spec: Experiment) -> Layout:
-    on, train, data = spec.optimizations, spec.train, spec.dataset
+    on, train, data, unsloth = spec.optimizations, spec.train, spec.dataset, spec.method.name == "unsloth"
+    flat = on.packing or on.padding_free or concatenates(spec)
     size, passes = train.batch_size * spec.objective.sequences, train.gradient_accumulation_steps
     if spec.objective.prompts:
         size, passes = -(-spec.global_batch // spec.objective.group), 1
     seen = None if train.max_steps is None else train.max_steps * size * passes
     # unsloth drops the mask of a batch that is padded on the right: a causal kernel never looks there
     return Layout(
-        size, data.max_length, on.packing, on.packing or on.padding_free, on.fixed_shape,
-        on.length_grouping, data.longest_first or on.length_grouping, seen, on.attention in BOUNDARIES,
-        spec.method.name == "unsloth", spec.objective.sequences,
+        size, data.max_length, on.packing, flat, on.fixed_shape, on.length_grouping,
+        data.longest_first or on.length_grouping, seen, on.attention in BOUNDARIES or (unsloth and flat), unsloth,
+        spec.objective.sequences,
     )  # fmt: skip
+
+
+def concatenates(spec: Experiment) -> bool:
+    """Return whether unsloth makes padding-free batches by itself.
+
+    It does so for text since December 2025, except for Gemma 2 and gpt_oss (unsloth/trainer.py,
+    PADDING_FREE_BLOCKLIST). Its rule for small steps (utils/padding_choice.py) is not modelled."""
+    padded = isinstance(spec.method, EarlierUnsloth) or spec.objective.name != "sft" or spec.dataset.has_images
+    if spec.method.name != "unsloth" or padded:
+        return False
+    return family(spec.model) not in ("gemma2", "gpt_oss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +79,8 @@ class Batch:
     """The mean micro-batch of a group with share `weight` of all micro-batches.
 
     `positions` include padding. `square` is the number of query-key pairs per layer without a window. If `masked`,
-    attention computes all pairs with a mask instead of the causal half. An encoder reads `patches` of images in
-    `tiles`. The model generates `made` positions per sample, one after the other."""
+    attention computes all pairs with a mask instead of the causal half. Rows hold `joined` samples one after the other.
+    An encoder reads `patches` of images in `tiles`. The model generates `made` positions per sample, one by one."""
 
     weight: float
     samples: float
@@ -75,6 +89,7 @@ class Batch:
     labels: float
     square: float
     masked: bool
+    joined: float = 0.0
     patches: float = 0.0
     tiles: float = 0.0
     made: float = 0.0
@@ -145,8 +160,8 @@ def _batches(lengths: Lengths, layout: Layout) -> tuple[Batch, ...]:
 
 
 def _mean(laid: Sequence[LaidOut], weight: float, labels: float) -> Batch:
-    positions, samples, real, square, masked = (sum(column) / len(laid) for column in zip(*laid, strict=True))
-    return Batch(weight, samples, positions, real, real * labels, square, masked > 0.5)
+    positions, samples, real, square, masked, joined = (sum(column) / len(laid) for column in zip(*laid, strict=True))
+    return Batch(weight, samples, positions, real, real * labels, square, masked > 0.5, joined)
 
 
 @lru_cache(maxsize=64)
@@ -169,9 +184,10 @@ def _laid_out(layout: Layout, totals: Column, squares: Column, counts: Column, l
     """Return the layout of a batch, as in `worker/data/collate.py`."""
     real, samples, wide = sum(totals), sum(counts), longest if layout.fixed else max(totals)
     positions = real if layout.flat and not layout.fixed else max(real, wide * layout.size)
+    joined = samples if layout.flat else 0
     if layout.boundaries:
-        return positions, samples, real, sum(squares), False
+        return positions, samples, real, sum(squares), False, joined
     if layout.flat:
-        return positions, samples, real, positions * positions, samples > 1 or positions > real
+        return positions, samples, real, positions * positions, samples > 1 or positions > real, joined
     masked = positions > real and not layout.unmasked
-    return positions, samples // layout.sequences, real, layout.size * wide * wide, masked
+    return positions, samples // layout.sequences, real, layout.size * wide * wide, masked, 0

@@ -16,6 +16,8 @@ from ftbench.spec.batches import DEFAULT_SIGMA, SHORTEST, packed
 from ftbench.spec.datasets import DATASETS, Dataset
 from ftbench.spec.experiment import Experiment
 
+_UNLIKELY = 0.05  # probability that the longest sample is shorter than at the low end of the range
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -46,7 +48,7 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The batch that is expected to be the largest, and the largest possible one.
+    """The batch that is expected to be the largest, the largest possible one, and the smallest likely one.
 
     `padded`: it has padding, or rows with several samples. `whole`: all rows have one length and one sample. `basis` is
     the source of the lengths."""
@@ -56,6 +58,7 @@ class Largest:
     padded: bool
     whole: bool
     basis: str
+    least: BatchShape | None = None
 
 
 def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
@@ -129,6 +132,7 @@ def _whole(layout: Layout, lengths: Sequence[int]) -> bool:
 @lru_cache(maxsize=1024)
 def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) -> Largest:
     lengths, basis = sample_lengths(dataset, layout.sequences)
+    least = None
     if file is not None:
         basis = file_basis(dataset, file)
     flat = layout.flat
@@ -136,6 +140,7 @@ def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) 
         expected = _packed(dataset, layout, lengths)
     elif lengths is None:
         expected = _unknown(dataset, layout, file)
+        least = _unknown(dataset, layout, file, _UNLIKELY)
     else:
         longest = max(lengths)
         in_order = _longest_first(dataset, layout.sequences) if layout.ordered else lengths
@@ -150,7 +155,7 @@ def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) 
     even = lengths is not None and min(lengths) == max(lengths)
     single = expected.rows == 1 and not flat and not layout.fixed
     whole = lengths is not None and _whole(layout, lengths)
-    return Largest(expected, most, not (even and not flat) and not single, whole, basis)
+    return Largest(expected, most, not (even and not flat) and not single, whole, basis, least)
 
 
 @lru_cache(maxsize=32)
@@ -183,8 +188,8 @@ def _packed(dataset: Dataset, layout: Layout, lengths: Sequence[int] | None) -> 
     return BatchShape(1, laid, tokens - layout.size)
 
 
-def _unknown(dataset: Dataset, layout: Layout, file: FileLengths | None) -> BatchShape:
-    """Return the expected largest batch of real data.
+def _unknown(dataset: Dataset, layout: Layout, file: FileLengths | None, chance: float = 0.5) -> BatchShape:
+    """Return the largest batch of real data, which is larger with probability 1 - `chance`.
 
     The longest sample comes from the file, otherwise from the data set's known mean, otherwise it is max_length."""
     source, size = DATASETS[dataset.like] if dataset.like else dataset.source, layout.size
@@ -194,7 +199,7 @@ def _unknown(dataset: Dataset, layout: Layout, file: FileLengths | None) -> Batc
         cut = [min(longest, length) for length in file.values]
         longest, mean = max(cut), sum(cut) / len(cut)
     elif known:
-        longest = expected_longest(known, source.sigma or DEFAULT_SIGMA, dataset.samples or 10_000, longest)
+        longest = expected_longest(known, source.sigma or DEFAULT_SIGMA, dataset.samples or 10_000, longest, chance)
         mean = min(known, longest)
     if layout.flat:
         tokens = round(longest + (size - 1) * mean)

@@ -131,10 +131,10 @@ def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[tuple[int, ...
     return lengths[: (dataset.samples or 0) * sequences], f"synthetic lengths, the longest {max(lengths):,}"
 
 
-def expected_longest(mean: float, sigma: float, count: int, longest: int) -> int:
-    """Return the median of the longest of `count` log-normal lengths with this mean, at most `longest`."""
+def expected_longest(mean: float, sigma: float, count: int, longest: int, chance: float = 0.5) -> int:
+    """Return the quantile of the longest of `count` log-normal lengths with this mean, at most `longest`."""
     # Use the complement: 0.5 ** (1 / count) rounds to 1 from 10^16 on.
-    quantile = -NormalDist().inv_cdf(-math.expm1(-math.log(2) / max(count, 1)))
+    quantile = -NormalDist().inv_cdf(-math.expm1(math.log(chance) / max(count, 1)))
     return max(SHORTEST, min(longest, round(math.exp(math.log(mean) - sigma * sigma / 2 + sigma * quantile))))
 
 

@@ -22,6 +22,10 @@ _MLP, _MOST_COLUMNS = (
 DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 
+class EarlierUnsloth(Unsloth):
+    """unsloth until November 2025: batches are padded, experts of gpt-oss are computed one by one and not adapted."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
     """How a model is trained, as far as memory and time depend on it. Bytes are per element.
@@ -29,7 +33,8 @@ class TrainingPlan:
     weight: of the weights as loaded; upcast: of embedding, head and norms after peft prepared a quantized model
     (float32); compute: of products' operands; autocast: whether products cast their inputs. adapter: of the adapters, 0
     without. targets: last parts of the names of adapted linear layers, and `experts` for fused experts. mxfp4: experts
-    stay in 4 bits as gpt-oss is published. checkpointing: `offload` and `unsloth` keep layer inputs in host memory.
+    stay in 4 bits as gpt-oss is published; packed_experts: by unsloth, too; looped_experts: each is a separate module.
+    checkpointing: `offload` and `unsloth` keep layer inputs in host memory.
     chunk: label tokens per chunk of our loss. graphed: forward and backward pass are a CUDA graph, and gradients stay
     in place. fused: how fused_lora multiplies adapters. lean: compiled layers recompute everything except products.
     triton: our kernels run between the products. whole_mlp: they keep no product of the gate. streamed: frozen weights
@@ -47,6 +52,8 @@ class TrainingPlan:
     adapter: int = 0
     rank: int = 0
     targets: frozenset[str] = frozenset()
+    packed_experts: bool = False
+    looped_experts: bool = False
     double_quant: bool = True
     optimizer: str = "adamw_torch"
     checkpointing: Checkpointing = "off"
@@ -119,11 +126,7 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         padded: Whether a batch has padding, or rows with several samples.
         whole: Whether all rows have one length and one sample."""
     method, on = spec.method, spec.optimizations
-    if on.triton_kernels and model.family not in KERNEL_FAMILIES:
-        raise SpecError(f"optimizations.triton_kernels does not support {model.family}: set it to off")
-    if spec.objective.prompts and model.vision:
-        raise SpecError(f"objective {spec.objective.name} supports text only, and {spec.model.id} reads images: choose "
-                        "another model")  # fmt: skip
+    _check(spec, model)
     weight, autocast = DTYPE_BYTES[spec.model.dtype], spec.train.precision != "fp32"
     compute = 2 if autocast or weight == 2 else 4
     return TrainingPlan(
@@ -138,6 +141,8 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         adapter=_adapter(method),
         rank=getattr(method, "rank", 0),
         targets=targets(method, model),
+        looped_experts=isinstance(method, EarlierUnsloth) and model.has_experts,
+        packed_experts=method.mxfp4 or (isinstance(method, Unsloth) and model.family == "gpt_oss"),
         double_quant=method.double_quant if isinstance(method, Qlora) else True,
         optimizer=spec.train.optimizer,
         checkpointing=_checkpointing(spec),
@@ -159,6 +164,15 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         projector=getattr(method, "projector", "full") if model.vision else "frozen",
         reference="second model" if spec.second_model else "base" if spec.objective.in_step else "none",
     )
+
+
+def _check(spec: Experiment, model: ModelShape) -> None:
+    """Raise SpecError for a model that an optimization or objective does not support."""
+    if spec.optimizations.triton_kernels and model.family not in KERNEL_FAMILIES:
+        raise SpecError(f"optimizations.triton_kernels does not support {model.family}: set it to off")
+    if spec.objective.prompts and model.vision:
+        raise SpecError(f"objective {spec.objective.name} supports text only, and {spec.model.id} reads images: choose "
+                        "another model")  # fmt: skip
 
 
 def _whole_mlp(spec: Experiment, model: ModelShape) -> bool:
@@ -196,12 +210,19 @@ def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozens
     (worker/methods/lora.py)."""
     if isinstance(method, Full):
         return frozenset()
-    names = model.linear_names
+    names: frozenset[str] = model.linear_names
     if method.targets != "all-linear":
         names = names & {name.rsplit(".", 1)[-1] for name in method.targets}
-    if model.has_experts:
-        names = names - {"gate_proj", "up_proj", "down_proj"}
-    return names | {"experts"} if method.experts and model.has_experts else names
+    if not model.has_experts:
+        return names
+    return (names - _MLP) | ({"experts"} if method.experts or adapts_experts(method, model) else set())
+
+
+def adapts_experts(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
+    """Return whether unsloth adapts fused experts because the targets name an MLP (get_moe_target_parameters)."""
+    if not isinstance(method, Unsloth) or isinstance(method, EarlierUnsloth) or model.family != "gpt_oss":
+        return False
+    return method.targets == "all-linear" or bool(_MLP & {name.rsplit(".", 1)[-1] for name in method.targets})
 
 
 def _checkpointing(spec: Experiment) -> Checkpointing:
@@ -213,6 +234,8 @@ def _checkpointing(spec: Experiment) -> Checkpointing:
 def is_eager(spec: Experiment, model: ModelShape) -> bool:
     """Return whether attention stores a weight per pair of positions. transformers has no sdpa for sinks."""
     attention = spec.optimizations.attention
+    if spec.method.name == "unsloth":  # FlexAttention for sinks
+        return False
     return attention == "eager" or (attention == "auto" and model.has_sinks)
 
 
