@@ -84,13 +84,15 @@ def test_the_page_shows_a_run_with_its_study_figure_and_prediction(tmp_path, mon
     folder = tmp_path / "results/h100/founding-text"
     run = make_run(tmp_path, "a", steps(20, 3.8, 21.0, noise=0.0))
     shutil.copytree(run.path, folder / cell.name / "a")
-    (tmp_path / "predictions").mkdir()
-    guess = {"verdict": "fits", "samples_per_hour": [20000, 26000, 33000], "device_gb": [20, 22, 25]}
-    (tmp_path / "predictions/founding-text-h100.json").write_text(json.dumps({"cells": {cell.name: guess}}))
-    names = TEXT["tables"].__globals__
-    monkeypatch.setitem(names, "ROOT", tmp_path)
-    monkeypatch.setitem(names, "PREDICTIONS", tmp_path / "predictions")
-    line = next(line for line in TEXT["tables"]().splitlines() if line.startswith(f"| {cell.name}"))
+    (tmp_path / "results/predictions").mkdir()
+    guess = {"verdict": "fits", "run_samples_per_hour": {"low": 20000, "expected": 26000, "high": 33000},
+             "reserved_gb": {"low": 70.2, "expected": 78.0, "high": 80.0}}  # fmt: skip
+    file = tmp_path / "results/predictions/founding-h100.json"
+    file.write_text(json.dumps({"cells": {"qwen3-32b unsloth japanese-alpaca batch 32": guess}}))
+    monkeypatch.setitem(TEXT["tables"].__globals__, "ROOT", tmp_path)
+    page = TEXT["tables"]()
+    assert "reserved memory: median error 0.0 %" in page
+    line = next(line for line in page.splitlines() if line.startswith(f"| {cell.name}"))
     values = [part.strip() for part in line.strip("|").split("|")]
     assert values[1] == "27,000"
     assert values[4] == "26,000 (20,000 to 33,000)"

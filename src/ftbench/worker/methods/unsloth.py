@@ -214,10 +214,10 @@ def _graph_shapes(layer: Any) -> int:
     variables."""
     forward = type(layer).forward
     for _ in range(2):  # the variables are in the function that `forward` calls
-        variables = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
+        names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
+        variables = dict(zip(names, getattr(forward, "__closure__", None) or (), strict=False))
         if "graph_shapes" in variables:
-            names = ("graphs", "graph_shapes", "graphs_off")
-            on, shapes, off = (variables[name].cell_contents for name in names)
+            on, shapes, off = (variables[name].cell_contents for name in ("graphs", "graph_shapes", "graphs_off"))
             return len(shapes) if on and not off[0] else 0
         if "run" not in variables:
             break
