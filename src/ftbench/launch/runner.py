@@ -15,6 +15,7 @@ from ftbench.launch.progress import Progress, Watchdog
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
+from ftbench.spec.model_argument import spec_text
 from ftbench.store import machine, rundir, summary
 from ftbench.store.rundir import RunDir
 
@@ -81,7 +82,7 @@ def run(
     created = rundir.create(out, experiment(spec), identity.slug(spec, gpu_name(described)))
     on_start(created)
     with process.signals() as signals_pipe:
-        return execute(created, Order(spec, spec_path.read_bytes(), sets), described, signals_pipe, on_tick)
+        return execute(created, Order(spec, spec_text(spec_path), sets), described, signals_pipe, on_tick)
 
 
 def _join(spec: Experiment, node: int, described: dict[str, Any], on_start: Callable[[RunDir], None]) -> FinishedRun:

@@ -16,7 +16,7 @@ from ftbench.spec.base import Float, Int, Part, Switch, known, nearest, shown
 if TYPE_CHECKING:
     from ftbench.core.data_formats import Example
 
-_FILES = (".json", ".jsonl", ".csv", ".parquet")
+FILES = (".json", ".jsonl", ".csv", ".parquet")
 Format = Literal[
     "alpaca", "messages", "prompt-completion", "question-answer", "text", "image-text", "preference", "prompt"
 ]  # fmt: skip
@@ -153,7 +153,7 @@ class Dataset(Part):
     @field_validator("name")
     @classmethod
     def _known_name(cls, value: str) -> str:
-        if Path(value).suffix.lower() in _FILES:
+        if Path(value).suffix.lower() in FILES:
             raise ValueError(f"{shown(value)} is a file: write `dataset: {{name: file, path: {value}}}`")
         return value if re.fullmatch(r"[\w.-]+/[\w.-]+", value) else known(value, DATASETS, "dataset")
 

@@ -15,6 +15,7 @@ from ftbench.spec import recipes
 from ftbench.spec.base import shortened, shown
 from ftbench.spec.experiment import Experiment, experiment_name
 from ftbench.spec.methods import METHODS
+from ftbench.spec.model_argument import model_keys, names_model
 from ftbench.spec.objectives import OBJECTIVES, absolute_reward
 from ftbench.spec.reading import location, parse_value, read_yaml, sentence
 
@@ -49,8 +50,9 @@ def load(path: Path, sets: Sequence[str] = ()) -> Experiment:
 
 
 def read_layers(path: Path, sets: Sequence[str]) -> list[SpecLayer]:
-    """Return the files of the `extends:` chain, the base first, and then each `--set`."""
-    return [*_chain(path, ()), *(set_layer(text) for text in sets)]
+    """Return the files of the `extends:` chain (or the model that `path` names), the base first, then each `--set`."""
+    files = [SpecLayer(str(path), model_keys(path))] if names_model(path) else _chain(path, ())
+    return [*files, *(set_layer(text) for text in sets)]
 
 
 def merged(layers: Iterable[SpecLayer], path: Path) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def merged(layers: Iterable[SpecLayer], path: Path) -> dict[str, Any]:
         result = merge(result, layer.data)
     if "name" not in result:
         try:
-            result = {"name": experiment_name(path.stem), **result}
+            result = {"name": experiment_name(path.name if names_model(path) else path.stem), **result}
         except ValueError as error:
             other = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem, flags=re.ASCII).strip("-._")[:80] or "my-run"
             raise SpecError(
@@ -261,7 +263,8 @@ def _origin(key: tuple[str, ...], layers: Sequence[SpecLayer]) -> str:
             section = section.get(part) if isinstance(section, dict) and part in section else _MISSING
         if key and section is not _MISSING:
             return location(layer.file, key) if layer.file else layer.origin
-    return location([layer.file for layer in layers if layer.file][-1], key[:1])
+    files = [layer.file for layer in layers if layer.file]
+    return location(files[-1], key[:1]) if files else layers[0].origin
 
 
 _MISSING = object()

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from ftbench.core.architectures import architectures
 from ftbench.errors import SpecError, file_problem, json_problem
 from ftbench.spec.base import MAX_NUMBER, nearest, shown
 
@@ -163,10 +164,16 @@ def _text(path: Path, most: int) -> str:
 
 
 def _similar_file(path: Path) -> str:
+    """Return `; did you mean x?` for a similar file in the folder, or a model if the name has no suffix of a spec."""
     try:
-        return nearest(path.name, [p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml")])
+        similar = nearest(path.name, [p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml")])
     except OSError:
-        return f"; the folder {path.parent} does not exist"
+        similar = f"; the folder {path.parent} does not exist"
+    if path.suffix in (".yaml", ".yml", ".json") or similar.endswith("?"):
+        return similar
+    called = [name for name in architectures() if name.rpartition("/")[2].casefold() == path.name.casefold()]
+    meant = f"; did you mean {called[0]}?" if called else nearest(str(path), architectures())
+    return f", and not a model (owner/name, or a folder with its config.json){meant}"
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -227,7 +234,7 @@ def sentence(problem: Any, root: type[BaseModel], extra_keys: Sequence[str] = ()
     if kind == "extra_forbidden":
         extra = extra_keys if len(where) == 1 else _ALSO_ALLOWED.get(where[:-1], ())
         allowed = [*extra, *keys_at(root, where[:-1])]
-        meant = _in_a_section(str(where[0]), root) if len(where) == 1 else ""
+        meant = _in_a_section(str(where[-1]), root)
         return f"no such key{meant or nearest(str(where[-1]), allowed)} (allowed: {', '.join(allowed)})"
     if kind == "missing":
         return "is missing"
@@ -250,7 +257,7 @@ def sentence(problem: Any, root: type[BaseModel], extra_keys: Sequence[str] = ()
 
 
 def _in_a_section(key: str, root: type[BaseModel]) -> str:
-    """Return `; did you mean train.batch_size?` for a key that was written without its section."""
+    """Return `; did you mean train.batch_size?` for a key without its section, or in another section."""
     sections = ((name, model) for name, field in root.model_fields.items() for model in _models(field.annotation))
     return next((f"; did you mean {name}.{key}?" for name, model in sections if key in model.model_fields), "")
 

@@ -13,6 +13,7 @@ from ftbench.spec.base import known
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import require_published
 from ftbench.spec.load import load, merge, nested, set_layer
+from ftbench.spec.model_argument import spec_text
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.reading import as_text
 from ftbench.store.output import write_output
@@ -56,7 +57,7 @@ def prepare(request: AblationRequest) -> sweep.Ready:
     folder = request.out / runner.experiment(plain)
     plan = AblationPlan(start, request.options(folder, runner.gpu_name(described), (*sets, *recipe)))
     return sweep.Ready(
-        request, request.spec.read_bytes(), plan, slots, first_gpu(described) or None, list(plan.refused.items()),
+        request, spec_text(request.spec), plan, slots, first_gpu(described) or None, list(plan.refused.items()),
         AblationTables,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import incompatibilities, require_published
 from ftbench.spec.load import ImpossibleError, load
 from ftbench.spec.methods import Full, Lora, Method, Qlora
+from ftbench.spec.model_argument import spec_text
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep import sweep as command
 from ftbench.sweep.gpu_slots import LocalSlot
@@ -52,7 +53,7 @@ def prepare(request: ParityRequest) -> command.Ready:
     options = request.options(request.out / runner.experiment(spec), runner.gpu_name(described), sets)
     plan = ParityPlan(recipes, request.seeds, request.controls == "all", options)
     return command.Ready(
-        request, request.spec.read_bytes(), plan, [LocalSlot("this machine")], first_gpu(described) or None, refused,
+        request, spec_text(request.spec), plan, [LocalSlot("this machine")], first_gpu(described) or None, refused,
         ParityTables,
     )  # fmt: skip
 

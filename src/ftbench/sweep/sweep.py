@@ -14,6 +14,7 @@ from ftbench.launch import checks, runner
 from ftbench.spec.ablation import settings
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import require_published
+from ftbench.spec.model_argument import spec_text
 from ftbench.spec.sweep import GridCell, cells
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep.gpu_slots import GpuSlot, local_slots
@@ -84,7 +85,7 @@ def prepare(request: SweepRequest, stack: ExitStack, notify: Callable[[str], Non
         notify(note)
     impossible = [(" ".join(f"{key}={short(value)}" for key, value in cell.values.items()), cell.refused)
                   for cell in grid if cell.refused]  # fmt: skip
-    return Ready(request, request.spec.read_bytes(), planner.plan(), slots, planner.device, impossible)
+    return Ready(request, spec_text(request.spec), planner.plan(), slots, planner.device, impossible)
 
 
 def _experiment(grid: Sequence[GridCell]) -> str:

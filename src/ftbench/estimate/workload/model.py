@@ -8,6 +8,7 @@ from ftbench.errors import SpecError
 from ftbench.facts import architectures
 from ftbench.families import UnknownFamilyError, describe
 from ftbench.families.shape import ModelShape
+from ftbench.spec.base import nearest
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.spec.methods import Unsloth
 from ftbench.spec.reading import read_config
@@ -72,7 +73,7 @@ def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
     if values is None:
         folder = f" (write a folder as `model: {{path: {model.id}}}`)" if model.id.startswith((".", "/", "~")) else ""
         raise SpecError(
-            f"the shape of {model.id} is not known{folder}: give --config FILE with its config.json, set model.path, "
+            f"the shape of {model.id} is not known{folder or nearest(model.id, architectures())}: give --config FILE with its config.json, set model.path, "
             "or use a model of `ftbench list models`"
         )
     try:

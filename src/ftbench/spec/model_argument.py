@@ -1,0 +1,90 @@
+"""A spec without a file: a model on the command line, and the options that set its keys."""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ftbench.core.architectures import architectures
+from ftbench.errors import SpecError
+from ftbench.facts import read_facts
+from ftbench.spec.datasets import FILES
+
+_SPECS = (".yaml", ".yml", ".json")
+_SAMPLES = 1000  # synthetic samples, if `--samples` is not given
+_MAX_LENGTH = 2048  # the default of dataset.max_length
+_LONGEST = 2**19
+
+
+def names_model(path: Path) -> bool:
+    """Return whether an argument names a model and not a spec file: `owner/name`, or a folder with a config.json."""
+    if path.suffix in _SPECS or os.path.isfile(path):
+        return False
+    if str(path) in architectures() or os.path.isfile(path / "config.json"):
+        return True
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is not None and not path.parent.exists()
+
+
+def model_keys(path: Path) -> dict[str, Any]:
+    """Return the keys of a spec for this model. The small models that ship have random weights."""
+    if os.path.isdir(path) and str(path) not in architectures():
+        return {"model": {"path": os.path.abspath(path)}}
+    shipped = any(str(path) in models for models in read_facts("tiny.yaml").values())
+    return {"model": {"id": str(path), **({"weights": "random"} if shipped else {})}}
+
+
+def spec_text(path: Path) -> bytes:
+    """Return the content of a spec file, or of a file with this model."""
+    return json.dumps(model_keys(path)).encode() if names_model(path) else path.read_bytes()
+
+
+def spec_sets(
+    sets: Sequence[str] | None, recipe: str | None, dataset: str | None, length: int | None, samples: float | None = None
+) -> list[str]:
+    """Return the `--set` values of the options `--recipe`, `--dataset` and `--length`, then those of the user.
+
+    Raises:
+        SpecError: A file is missing, or the length is impossible."""
+    if dataset is not None and length is not None:
+        raise SpecError("--length: gives the mean length of generated samples: remove it, or remove --dataset")
+    first = [] if recipe is None else [f"recipe={recipe}"]
+    if dataset is not None:
+        first.append(f"dataset={_data(dataset)}")
+    if length is not None:
+        first.append(f"dataset={json.dumps(_generated(length, samples))}")
+    return [*first, *(sets or [])]
+
+
+def _data(dataset: str) -> str:
+    path = Path(os.path.expanduser(dataset))
+    if path.exists():
+        return json.dumps({"name": "file", "path": os.path.abspath(path)})
+    if path.suffix in FILES:
+        raise SpecError(f"--dataset {dataset}: no such file; name a file, or a data set of `ftbench list datasets`")
+    return dataset
+
+
+def _generated(length: int, samples: float | None) -> dict[str, Any]:
+    if not 2 <= length <= _LONGEST:
+        raise SpecError(
+            f"--length {length}: must be from 2 to {_LONGEST:,}, the mean number of tokens of a sample; "
+            "`ftbench data MODEL --dataset FILE` counts them"
+        )
+    longest = _MAX_LENGTH if 2 * length <= _MAX_LENGTH else 1 << (2 * length - 1).bit_length()
+    count = int(samples) if samples is not None and samples >= 1 else _SAMPLES
+    return {"name": "synthetic", "samples": count, "mean_length": length, "max_length": longest}
+
+
+def options_of(sets: Sequence[str]) -> list[str]:
+    """Return the options of a command for `--set` values, with `--recipe` and `--dataset` if they say the same."""
+    words: list[str] = []
+    for text in sets:
+        key, _, value = text.partition("=")
+        if key == "dataset" and value.startswith("{"):
+            data = json.loads(value)
+            value = data["path"] if data.keys() == {"name", "path"} else ""
+        short = key in ("recipe", "dataset") and value
+        words += [f"--{key}", value] if short else [f"--set={text}"]
+    return words
