@@ -1,89 +1,196 @@
-"""`ftbench estimate`, `ftbench data` and `ftbench recommend`: predictions before a training."""
+"""`ftbench estimate`, `data`, `recommend` and `init`: predictions before a training."""
 
+from __future__ import annotations
+
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftbench.cli.shared import Config, Json, Prices, Sets, Spec, Store, Wide, app, emit, write_result
+from ftbench.cli.shared import (
+    ADVANCED,
+    CLUSTER,
+    INPUT,
+    LIMITS,
+    Config,
+    Data,
+    Json,
+    Length,
+    Output,
+    Overwrite,
+    Prices,
+    Recipe,
+    Sets,
+    Spec,
+    Store,
+    Wide,
+    app,
+    check_output,
+    emit,
+    write_result,
+)
+from ftbench.errors import SpecError
+from ftbench.spec.model_argument import spec_sets
+
+if TYPE_CHECKING:
+    from ftbench.estimate.recommend.request import RecommendRequest
+
+GpuNames = Annotated[
+    str | None, typer.Option("--gpu", help="4090, or several: 4090,L40S, or all (default: this machine's)")
+]
 
 
 @app.command()
 def estimate(
     spec: Spec,
+    gpu: GpuNames = None,
+    dataset: Data = None,
+    length: Length = None,
+    recipe: Recipe = None,
     sets: Sets = None,
-    gpu: Annotated[str | None, typer.Option(help="NAME,NAME or all (default: this machine's)")] = None,
-    memory_gb: Annotated[float | None, typer.Option(help="GiB of a GPU that is not in the table")] = None,
-    gpus: Annotated[int | None, typer.Option(help="number of GPUs (default: the spec's)")] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help="how they share the work: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp; or all")
+    samples: Annotated[
+        int | None, typer.Option(help="number of samples to train on (default: the spec's)", rich_help_panel=INPUT)
     ] = None,
-    config: Config = None,
+    hours: Annotated[
+        float | None, typer.Option(help="length of a night in hours (default: 8)", rich_help_panel=INPUT)
+    ] = None,
+    memory_gb: Annotated[
+        float | None, typer.Option(help="GiB of a GPU that is not in the table", rich_help_panel=ADVANCED)
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(help="number of GPUs (default: the spec's)", rich_help_panel=CLUSTER)
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="how they share the work: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp; or all",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="exit with 0 if it fits, 1 if uncertain, 2 if not (best GPU)")
+        bool,
+        typer.Option(
+            "--check", help="exit with 0 if it fits, 1 if uncertain, 2 if not (best GPU)", rich_help_panel=ADVANCED
+        ),
     ] = False,
-    samples: Annotated[float | None, typer.Option(help="number of samples to train on (default: the spec's)")] = None,
-    hours: Annotated[float | None, typer.Option(help="length of a night in hours (default: 8)")] = None,
+    config: Config = None,
     prices: Prices = None,
     store: Store = Path("results"),
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Estimate the memory and time of a spec, and whether it fits. Nothing is trained."""
+    """Estimate the memory and time of a training, and whether it fits. Nothing is trained."""
     from ftbench.estimate import estimates
 
     answer = estimates.estimate(estimates.EstimateRequest(
-        spec, sets or [], gpu, memory_gb, gpus, strategy, config, samples, hours, prices, store
+        spec, spec_sets(sets, recipe, dataset, length, samples), gpu, memory_gb, gpus, strategy, config, samples, hours,
+        prices, store,
     ))  # fmt: skip
     emit(answer.document if as_json else answer.text)
     raise typer.Exit(answer.code if check else 0)
 
 
 @app.command()
-def data(spec: Spec, sets: Sets = None, as_json: Json = False) -> None:
-    """Show a spec's data set as the model sees it: lengths, truncation, packing gain, three samples."""
+def data(spec: Spec, dataset: Data = None, sets: Sets = None, as_json: Json = False) -> None:
+    """Show a data set as the model sees it: lengths, truncation, packing gain, three samples."""
     from ftbench.estimate import preview
 
-    document = preview.preview(spec, sets or [])
+    document = preview.preview(spec, spec_sets(sets, None, dataset, None))
     emit(document if as_json else preview.as_text(document))
 
 
 @app.command()
 def recommend(
     spec: Spec,
-    sets: Sets = None,
-    gpu: Annotated[str | None, typer.Option(help="NAME,NAME or all (default: this machine's)")] = None,
-    gpus: Annotated[int | None, typer.Option(help="largest number of GPUs (default: the spec's)")] = None,
+    gpu: GpuNames = None,
     samples: Annotated[int | None, typer.Option(help="number of samples to train on (default: the spec's)")] = None,
-    deadline: Annotated[str | None, typer.Option(help="time limit", metavar="8h")] = None,
-    max_cost: Annotated[float | None, typer.Option(help="cost limit, in the currency of --prices")] = None,
-    prices: Prices = None,
-    goal: Annotated[str, typer.Option(help="rank by speed, cost, energy or memory")] = "speed",
+    dataset: Data = None,
+    length: Length = None,
+    sets: Sets = None,
+    deadline: Annotated[str | None, typer.Option(help="time limit", metavar="8h", rich_help_panel=LIMITS)] = None,
+    max_cost: Annotated[
+        float | None, typer.Option(help="cost limit, in the currency of --prices", rich_help_panel=LIMITS)
+    ] = None,
+    goal: Annotated[str, typer.Option(help="rank by speed, cost, energy or memory", rich_help_panel=LIMITS)] = "speed",
     method: Annotated[
-        str | None,
-        typer.Option(help="methods to compare, such as lora,full"),
+        str | None, typer.Option(help="methods to compare, such as lora,full", rich_help_panel=LIMITS)
     ] = None,
     effective_batch: Annotated[
         str | None,
-        typer.Option(help="samples per step, reached by accumulation: N or any (default: the spec's)"),
+        typer.Option(
+            help="samples per step, reached by accumulation: N or any (default: the spec's)", rich_help_panel=LIMITS
+        ),
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the best as a spec")] = None,
-    every: Annotated[bool, typer.Option("--all", help="list all ways, and the reasons against the others")] = False,
+    gpus: Annotated[
+        int | None, typer.Option(help="largest number of GPUs (default: the spec's)", rich_help_panel=CLUSTER)
+    ] = None,
+    output: Output = None,
+    force: Overwrite = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="list all ways, and the reasons against the others", rich_help_panel=ADVANCED)
+    ] = False,
     config: Config = None,
+    prices: Prices = None,
     store: Store = Path("results"),
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Find the best method, optimizations, batch and GPU within a time and a budget; exit with 1 if there is none."""
+    """Find the best method, recipe, batch and GPU within a time and a budget. Exits with 1 if nothing fits."""
+    from ftbench.estimate.recommend.request import RecommendRequest
+
+    request = RecommendRequest(
+        spec, spec_sets(sets, None, dataset, length, samples), gpu, gpus, samples, deadline, max_cost, prices, goal,
+        method, effective_batch, store, output, config,
+    )  # fmt: skip
+    _recommend(request, force, as_json, every)
+
+
+def _recommend(request: RecommendRequest, force: bool, as_json: bool = False, every: bool = False) -> None:
     from ftbench.estimate.recommend import request as requests
     from ftbench.estimate.recommend import text
 
-    request = requests.RecommendRequest(
-        spec, sets or [], gpu, gpus, samples, deadline, max_cost, prices, goal, method, effective_batch, store,
-        output, config,
-    )  # fmt: skip
     answer = requests.answer(request)
+    if answer.options:
+        check_output(request.output, force)
     emit(text.as_json(answer) if as_json else text.as_text(answer, requests.command_of(request, answer), every), end="")
-    if output is not None and answer.options:
-        write_result(text.as_yaml(answer), output)
+    if request.output is not None and answer.options:
+        write_result(text.as_yaml(answer), request.output)
     raise typer.Exit(0 if answer.options else 1)
+
+
+@app.command()
+def init(
+    model: Annotated[Path | None, typer.Argument(help="the model: Qwen/Qwen3-8B, or a local folder")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="file of samples, data set, or mean tokens of a sample", metavar="FILE")
+    ] = None,
+    gpu: GpuNames = None,
+    samples: Annotated[int | None, typer.Option(help="number of samples to train on")] = None,
+    output: Output = Path("run.yaml"),
+    force: Overwrite = False,
+) -> None:
+    """Write a commented spec with the best recipe and batch. It asks four questions, or takes them as options."""
+    from ftbench.estimate.recommend.request import RecommendRequest
+    from ftbench.store import machine
+
+    check_output(output, force)
+    model = Path(model or _asked("MODEL", "Which model? owner/name, or a folder", "Qwen/Qwen3-8B"))
+    dataset = dataset or _asked("--dataset", "Which data? A file, a data set, or mean tokens of a sample", "sample")
+    own = (machine.gpu() or {}).get("name", "RTX 4090")
+    gpu = gpu or _asked("--gpu", "Which GPU? `ftbench list gpus` lists them", own)
+    samples = samples or int(_asked("--samples", "How many samples will it train on?", "1000"))
+    of_length = dataset.isdecimal()
+    sets = spec_sets(None, None, None if of_length else dataset, int(dataset) if of_length else None, samples)
+    _recommend(RecommendRequest(model, sets, gpu, samples=samples, output=output), force=True)
+
+
+def _asked(option: str, question: str, default: str) -> str:
+    """Return the answer to a question on the terminal."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise SpecError(
+            f"init: needs {option} without a terminal, for example `ftbench init Qwen/Qwen3-8B --dataset data.jsonl "
+            "--gpu 4090 --samples 20000`"
+        )
+    answer: str = typer.prompt(question, default=default, err=True)
+    return answer

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Json, Out, Runs, app, emit, log
+from ftbench.cli.shared import ADVANCED, Json, Out, Runs, app, emit, log
 from ftbench.core import units
 
 
@@ -45,15 +45,29 @@ def import_(
     method: Annotated[str, typer.Option(help="a method of `ftbench list methods`")],
     gpu: Annotated[str, typer.Option(help="the driver's name of the GPU: NVIDIA H200; or cpu")],
     batch_size: Annotated[
-        int | None, typer.Option(min=1, max=10**6, help="samples per forward pass, if the file lacks it")
+        int | None,
+        typer.Option(min=1, max=10**6, help="samples per forward pass, if the file lacks it", rich_help_panel=ADVANCED),
     ] = None,
     accumulation: Annotated[
         int,
-        typer.Option("--gradient-accumulation-steps", min=1, max=10**6, help="forward passes per optimizer step"),
+        typer.Option(
+            "--gradient-accumulation-steps",
+            min=1,
+            max=10**6,
+            help="forward passes per optimizer step",
+            rich_help_panel=ADVANCED,
+        ),
     ] = 1,
     dataset: Annotated[str | None, typer.Option(help="name of the data set")] = None,
     samples: Annotated[
-        int | None, typer.Option(min=1, max=10**15, help="samples of the data set; the last step of an epoch is short")
+        int | None,
+        typer.Option(
+            "--dataset-samples",
+            min=1,
+            max=10**15,
+            rich_help_panel=ADVANCED,
+            help="samples of the data set; the last step of an epoch is short",
+        ),
     ] = None,
     out: Out = Path("results"),
 ) -> None:

@@ -12,11 +12,13 @@ import typer
 from ftbench.cli.shared import (
     ADVANCED,
     CLUSTER,
+    OUTPUT,
     DryRun,
     Force,
     Json,
     LogEvery,
     Out,
+    Output,
     PlanPrices,
     RetryFailed,
     Sets,
@@ -24,6 +26,7 @@ from ftbench.cli.shared import (
     TimeBudget,
     Wide,
     app,
+    check_output,
     emit,
     log,
 )  # fmt: skip
@@ -55,17 +58,26 @@ On = Annotated[
 
 @app.command()
 def sweep(
-    spec: Annotated[Path | None, typer.Argument(help="YAML file with a `sweep:` section, or with axes below")] = None,
-    sets: Sets = None,
-    axis: Annotated[list[str] | None, typer.Option(help="a key and its values", metavar="KEY=V,V")] = None,
-    out: Out = Path("results"),
-    time_budget: TimeBudget = None,
-    dry_run: DryRun = False,
-    batch_size: Annotated[str | None, typer.Option(help="the axis train.batch_size", metavar="1,2,4")] = None,
+    spec: Annotated[
+        Path | None, typer.Argument(help="YAML file with a `sweep:` section; or a model or file with axes below")
+    ] = None,
     method: Annotated[str | None, typer.Option(help="the axis method", metavar="lora,qlora")] = None,
-    repeats: Annotated[int | None, typer.Option(help="interleaved runs per cell: measure.repeats")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="the axis train.batch_size", metavar="1,2,4")] = None,
     until_oom: Annotated[bool, typer.Option("--until-oom", help="find the largest batch that fits")] = False,
-    status: Annotated[Path | None, typer.Option(help="show the progress of a sweep", metavar="DIR")] = None,
+    sets: Sets = None,
+    dry_run: DryRun = False,
+    axis: Annotated[
+        list[str] | None,
+        typer.Option(help="another key and its values", metavar="KEY=V,V", rich_help_panel=ADVANCED),
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(help="interleaved runs per cell: measure.repeats", rich_help_panel=ADVANCED)
+    ] = None,
+    time_budget: TimeBudget = None,
+    out: Out = Path("results"),
+    status: Annotated[
+        Path | None, typer.Option(help="show the progress of a sweep", metavar="DIR", rich_help_panel=OUTPUT)
+    ] = None,
     gpus: Gpus = None,
     on: On = None,
     retry_failed: RetryFailed = False,
@@ -156,15 +168,17 @@ def _plan(
 @app.command()
 def ablate(
     spec: Spec,
-    sets: Sets = None,
     only: Annotated[str | None, typer.Option(help="only these optimizations or variants", metavar="A,B")] = None,
-    goal: Annotated[str, typer.Option(help="the best combination has the best speed or memory")] = "speed",
-    out: Out = Path("results"),
-    time_budget: TimeBudget = None,
-    dry_run: DryRun = False,
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps per run: train.max_steps")] = None,
     repeats: Annotated[int, typer.Option(min=1, max=100, help="interleaved runs per variant")] = 3,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="write the best combination as a spec")] = None,
+    sets: Sets = None,
+    dry_run: DryRun = False,
+    goal: Annotated[
+        str, typer.Option(help="the best combination has the best speed or memory", rich_help_panel=ADVANCED)
+    ] = "speed",
+    time_budget: TimeBudget = None,
+    out: Out = Path("results"),
+    output: Output = None,
     retry_failed: RetryFailed = False,
     force: Force = False,
     prices: PlanPrices = None,
@@ -176,6 +190,7 @@ def ablate(
     from ftbench.sweep import ablate as command
 
     _check_prices(prices, dry_run, as_json)
+    check_output(output, force)
     request = command.AblationRequest(
         spec, steps=steps, repeats=repeats, only=_names(only), objective=goal,
         **_plan(sets, out, time_budget, retry_failed, force),
@@ -191,15 +206,19 @@ def ablate(
 @app.command()
 def parity(
     spec: Spec,
-    sets: Sets = None,
     recipe: Annotated[str | None, typer.Option(help="recipes to judge (the spec itself)", metavar="A,B")] = None,
-    reference: Annotated[str, typer.Option(help="recipe to compare with, computed in float32")] = "plain",
-    out: Out = Path("results"),
-    time_budget: TimeBudget = None,
-    dry_run: DryRun = False,
     seeds: Annotated[int, typer.Option(min=2, max=20, help="trainings per recipe")] = 3,
     steps: Annotated[int | None, typer.Option(min=6, help="optimizer steps per run: train.max_steps")] = None,
-    controls: Annotated[str, typer.Option(help="damaged runs that must fail: few (one per level), or all")] = "few",
+    sets: Sets = None,
+    dry_run: DryRun = False,
+    reference: Annotated[
+        str, typer.Option(help="recipe to compare with, computed in float32", rich_help_panel=ADVANCED)
+    ] = "plain",
+    controls: Annotated[
+        str, typer.Option(help="damaged runs that must fail: few (one per level), or all", rich_help_panel=ADVANCED)
+    ] = "few",
+    time_budget: TimeBudget = None,
+    out: Out = Path("results"),
     retry_failed: RetryFailed = False,
     force: Force = False,
     prices: PlanPrices = None,

@@ -1,43 +1,61 @@
 """`ftbench report` and `ftbench show`: compare runs, and show one run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ftbench.cli.shared import Json, Prices, Runs, Wide, app, emit, write_result
+from ftbench.cli.shared import (
+    ADVANCED,
+    OUTPUT,
+    Json,
+    Output,
+    Overwrite,
+    Runs,
+    Wide,
+    app,
+    check_output,
+    emit,
+    write_result,
+)
+
+
+def _of(panel: str, *names: str, **options: Any) -> Any:
+    return typer.Option(*names, rich_help_panel=panel, **options)
 
 
 @app.command()
 def report(
     paths: Runs,
-    format: Annotated[
-        str | None, typer.Option("--format", help="table, md, csv, json or html; by default from the suffix of -o")
-    ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="write to this file instead of stdout")] = None,
-    compare: Annotated[str | None, typer.Option(help="compare runs along this axis", metavar="AXIS")] = None,
-    baseline: Annotated[str | None, typer.Option(help="--compare: baseline value of the axis")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="--compare: only pairs of the same recipe")] = False,
-    rows: Annotated[str, typer.Option(help="each run, or merge: one row per spec and GPU")] = "each",
     answers: Annotated[
         bool, typer.Option("--answers", help="add what to do, samples per night, largest batch")
     ] = False,
-    hours: Annotated[float | None, typer.Option(help="--answers, --prices: hours of a night (8)")] = None,
-    against: Annotated[Path | None, typer.Option(help="earlier runs; exit code 1 on a regression")] = None,
-    fail_above: Annotated[str | None, typer.Option(help="--against: allowed regression (5%)")] = None,
-    prices: Prices = None,
+    compare: Annotated[str | None, typer.Option(help="compare runs along this axis", metavar="AXIS")] = None,
     where: Annotated[
         list[str] | None, typer.Option(help="only matching runs: method=lora, rank=8,16", metavar="KEY=VALUE")
     ] = None,
     sort: Annotated[str | None, typer.Option(help="best first: tokens/s; -tokens/s reverses", metavar="COLUMN")] = None,
-    columns: Annotated[str | None, typer.Option(help="only these columns: tokens/s,batch,rank", metavar="A,B")] = None,
+    prices: Annotated[Path | None, typer.Option(help="prices of GPUs: adds energy and money", metavar="FILE")] = None,
+    output: Output = None,
+    force: Overwrite = False,
+    format: Annotated[
+        str | None, _of(OUTPUT, "--format", help="table, md, csv, json or html; by default from the suffix of -o")
+    ] = None,
+    columns: Annotated[str | None, _of(OUTPUT, help="only these columns: tokens/s,batch,rank", metavar="A,B")] = None,
     wide: Wide = False,
+    baseline: Annotated[str | None, _of(ADVANCED, help="--compare: baseline value of the axis")] = None,
+    strict: Annotated[bool, _of(ADVANCED, "--strict", help="--compare: only pairs of the same recipe")] = False,
+    rows: Annotated[str, _of(ADVANCED, help="each run, or merge: one row per spec and GPU")] = "each",
+    hours: Annotated[float | None, _of(ADVANCED, help="--answers, --prices: hours of a night (8)")] = None,
+    against: Annotated[Path | None, _of(ADVANCED, help="earlier runs; exit code 1 on a regression")] = None,
+    fail_above: Annotated[str | None, _of(ADVANCED, help="--against: allowed regression (5%)")] = None,
 ) -> None:
     """Compare runs, also from other machines, in one table. Or `--compare gpu|method|batch|optimization|recipe|KEY`."""
     from ftbench.core.table import show_in_full
     from ftbench.report import build, formats
 
     show_in_full(wide or output is not None)
+    check_output(output, force)
 
     request = build.Request(
         paths, formats.format_of(output) if format is None else format, compare, baseline, strict, rows, answers,

@@ -28,8 +28,10 @@ RENAMED_OPTIONS = {
     "parity": {"--against": "--reference"},
     "sweep": {"--gpus": "--gpu-ids"},
     "report": {"--repeats": "--rows"},
+    "import": {"--samples": "--dataset-samples"},
 }
-OUTPUT, INPUT, CLUSTER, ADVANCED = "Output", "Input", "Several GPUs", "Advanced"  # groups of options in --help
+# Groups of options in --help. The five that are used most are in the first group, which has no name.
+OUTPUT, INPUT, LIMITS, CLUSTER, ADVANCED = "Output", "Input", "Limits", "Several GPUs", "Advanced"
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,10 +56,22 @@ def _check_interval(text: str) -> str:
     return text
 
 
-Spec = Annotated[Path, typer.Argument(help="YAML file that describes the training")]
+Spec = Annotated[
+    Path, typer.Argument(help="a model (Qwen/Qwen3-8B, or a local folder), or a YAML file that describes the training")
+]
+Recipe = Annotated[str | None, typer.Option(help="optimizations: fastest, small … (`ftbench list recipes`)")]
+Data = Annotated[
+    str | None,
+    typer.Option("--dataset", help="your file of samples, or one of `ftbench list datasets`", metavar="FILE"),
+]
+Length = Annotated[int | None, typer.Option(help="without data: mean number of tokens of a sample")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="change a key: train.batch_size=8", metavar="KEY=VALUE")]
 Runs = Annotated[list[Path], typer.Argument(help="run directories, folders with runs, or bundles")]
-Out = Annotated[Path, typer.Option("--out", help="folder of the results")]
+Out = Annotated[Path, typer.Option("--out", help="folder of the results", rich_help_panel=OUTPUT)]
+Output = Annotated[Path | None, typer.Option("-o", "--output", help="write to this file", rich_help_panel=OUTPUT)]
+Overwrite = Annotated[
+    bool, typer.Option("--force", help="overwrite the file of -o without asking", rich_help_panel=OUTPUT)
+]
 Prices = Annotated[
     Path | None, typer.Option(help="prices of GPUs: adds energy and money", metavar="FILE", rich_help_panel=INPUT)
 ]
@@ -83,14 +97,18 @@ Yes = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document", rich_help_panel=OUTPUT)]
 # Of every command that runs a plan.
 TimeBudget = Annotated[
-    str | None, typer.Option("--time-budget", help="start no run that would end later than this", metavar="8h")
+    str | None,
+    typer.Option(
+        "--time-budget", help="start no run that would end later than this", metavar="8h", rich_help_panel=ADVANCED
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="list the runs, their commands and durations; run nothing")]
 RetryFailed = Annotated[
     bool, typer.Option("--retry-failed", help="repeat runs that failed or timed out", rich_help_panel=ADVANCED)
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="repeat all runs and archive the earlier ones", rich_help_panel=ADVANCED)
+    bool,
+    typer.Option("--force", help="repeat all runs, archive the earlier ones, overwrite -o", rich_help_panel=ADVANCED),
 ]
 PlanPrices = Annotated[
     Path | None, typer.Option(help="with --dry-run: prices of GPUs", metavar="FILE", rich_help_panel=INPUT)
@@ -108,6 +126,15 @@ def current_options(arguments: list[str]) -> list[str]:
             argument = f"{renamed[option]}{equals}{value}"
         current.append(argument)
     return current
+
+
+def check_output(output: Path | None, force: bool) -> None:
+    """Ask before the file of `-o` is overwritten. Raise SpecError without a terminal or a yes."""
+    if output is None or force or not output.is_file():
+        return
+    asked = sys.stdin.isatty() and sys.stderr.isatty()
+    if not (asked and typer.confirm(f"{output} exists. Overwrite it?", err=True)):
+        raise SpecError(f"-o {output}: the file exists; add --force to overwrite it, or name another file")
 
 
 def write_result(text: str, output: Path | None) -> None:

@@ -8,8 +8,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ftbench.cli.shared import Json, LogEvery, Out, ProgressLine, Sets, Spec, Yes, app, emit, log
+from ftbench.cli.shared import (
+    Data,
+    Json,
+    Length,
+    LogEvery,
+    Out,
+    ProgressLine,
+    Recipe,
+    Sets,
+    Spec,
+    Yes,
+    app,
+    emit,
+    log,
+)
 from ftbench.errors import MissingError
+from ftbench.spec.model_argument import spec_sets
 
 if TYPE_CHECKING:
     from ftbench.launch.runner import FinishedRun
@@ -18,13 +33,13 @@ if TYPE_CHECKING:
 
 @app.command()
 def run(
-    spec: Spec, sets: Sets = None, out: Out = Path("results"), log_every: LogEvery = "60s", yes: Yes = False,
-    as_json: Json = False,
+    spec: Spec, recipe: Recipe = None, dataset: Data = None, length: Length = None, sets: Sets = None,
+    out: Out = Path("results"), log_every: LogEvery = "60s", yes: Yes = False, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train once, record every step, print the result."""
     from ftbench.report.show import shown
 
-    result = _train(spec, sets or [], out, log_every, yes)
+    result = _train(spec, spec_sets(sets, recipe, dataset, length), out, log_every, yes)
     emit(result.document() if as_json else shown(result.run).text())
     raise typer.Exit(result.exit_code)
 
@@ -32,9 +47,11 @@ def run(
 @app.command()
 def profile(
     spec: Spec,
+    recipe: Recipe = None,
+    dataset: Data = None,
     sets: Sets = None,
-    out: Out = Path("results"),
     steps: Annotated[int | None, typer.Option(min=1, max=20, help="number of steps (measure.profile_steps)")] = None,
+    out: Out = Path("results"),
     log_every: LogEvery = "60s",
     yes: Yes = False,
     as_json: Json = False,
@@ -44,7 +61,8 @@ def profile(
     from ftbench.report.card import card
 
     count = [f"measure.profile_steps={steps}"] if steps is not None else []
-    result = _train(spec, ["measure.profile=on", *count, *(sets or [])], out, log_every, yes)
+    changes = spec_sets(["measure.profile=on", *count, *(sets or [])], recipe, dataset, None)
+    result = _train(spec, changes, out, log_every, yes)
     if as_json:
         emit(result.document() | {"profile": profile_table.document_of(result.run)})
     else:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.hardware import Gpu
-from ftbench.core.table import folded
 from ftbench.core.units import gibibytes
 from ftbench.errors import SpecError
 from ftbench.estimate import text
@@ -16,7 +15,7 @@ from ftbench.estimate.gpu_selection import ALL, gpus_named
 from ftbench.estimate.memory.capacity import machine_gpu, probed
 from ftbench.estimate.memory.estimate import VERDICTS, estimate_memory
 from ftbench.estimate.memory.largest_batch import largest_batch
-from ftbench.estimate.text import GpuEstimate, Scope, SizeRow
+from ftbench.estimate.records import GpuEstimate, Scope, SizeRow, as_document, size_record
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.largest import largest
@@ -90,17 +89,14 @@ def estimate(request: EstimateRequest) -> Answer:
     targets = _targets(request, history.path)
     rows = [_estimated(spec, target, history, config) for target in targets]
     best = min(VERDICTS.index(row.memory.verdict) for row in rows)
-    document = text.as_document(spec, rows, scope)
-    parts = [text.memory_text(spec, rows), "", text.time_text(spec, rows, scope)]
-    if len(rows) == 1 and (sizes := image_sizes(spec, targets[0].gpu, history, config, targets[0].total)):
-        document["gpus"][0]["by_image_size"] = [text.size_record(row, scope.hours) for row in sizes]
-        parts += ["", text.image_sizes_text(sizes, scope.hours)]
-    if any(row.memory.verdict == VERDICTS[-1] and row.time for row in rows):
-        parts.append(folded("If the spec does not fit, the times are those of such a GPU with more memory."))
+    document, nearest = as_document(spec, rows, scope), ""
     if best:
         closest = min(range(len(rows)), key=lambda at: rows[at].memory.device.high - rows[at].memory.usable)
-        sentence, document["gpus"][closest]["nearest"] = _nearest(spec, targets[closest], request, config)
-        parts.append(sentence)
+        nearest, document["gpus"][closest]["nearest"] = _nearest(spec, targets[closest], request, config)
+    parts = [text.as_text(spec, rows, scope, nearest)]
+    if len(rows) == 1 and (sizes := image_sizes(spec, targets[0].gpu, history, config, targets[0].total)):
+        document["gpus"][0]["by_image_size"] = [size_record(row, scope.hours) for row in sizes]
+        parts += ["", text.image_sizes_text(sizes, scope.hours)]
     return Answer("\n".join(parts), json.dumps(document), best)
 
 
@@ -110,7 +106,7 @@ def _estimated(spec: Experiment, target: Target, history: RunHistory, config: di
     most = largest_batch(spec, target.gpu, total=target.total, config=config)
     row = GpuEstimate(target.name, target.gpu if isinstance(target.gpu, Gpu) else None, memory, most)
     if row.gpu is None:
-        return replace(row, reason="not known for --memory-gb; name a GPU of `ftbench list gpus` with --gpu")
+        return replace(row, reason="not known for --memory-gb: name a GPU of `ftbench list gpus` with --gpu")
     try:
         return replace(row, time=estimate_duration(spec, row.gpu, history, config=config))
     except SpecError as error:

@@ -1,94 +1,99 @@
 """Write an estimate as text and as a JSON document."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
-from typing import Any
+from dataclasses import astuple
+from statistics import NormalDist
 
 from ftbench.core import units
 from ftbench.core.hardware import Gpu
 from ftbench.core.stats import grouped_by
 from ftbench.core.table import folded, text_table
 from ftbench.core.units import JOULES_PER_KWH, gibibytes
-from ftbench.estimate.memory.estimate import HOST, Band, MemoryEstimate
+from ftbench.estimate.memory.capacity import RESERVE
+from ftbench.estimate.memory.estimate import HOST, VERDICTS, Band, MemoryEstimate
+from ftbench.estimate.records import GpuEstimate, Scope, SizeRow, cost_of_1k, totals
 from ftbench.estimate.time.communication import COMMUNICATION, OFFLOADED
 from ftbench.estimate.time.duration import FLUSHES, DurationEstimate, epochs_samples
 from ftbench.estimate.time.rates import shipped_terms
 from ftbench.estimate.workload.sharding import shared_how
 from ftbench.spec.experiment import Experiment, Launch
-from ftbench.spec.prices import Amount, Prices, amount
 
+_Z = 1.645  # of the ends of a 90 % range
 _BAR = 32  # characters of the longest bar
+LIMITS = {"host": "launch-bound", "images": "image loading"}  # other than the GPU
+LAUNCH_BOUND = "launch-bound: the CPU starts kernels too slowly, so a faster GPU gains little"
 _SHOWN = 4  # terms of a step, and GPUs without a price, that are named
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """What to estimate besides the step: the time for `samples` (None for the spec's own), the samples in `hours`, and
-    with `prices` the cost."""
-
-    samples: float | None
-    hours: float
-    prices: Prices | None
-
-
-@dataclass(frozen=True, slots=True)
-class GpuEstimate:
-    """Memory, largest batch that fits, and time on a GPU; `reason` explains a missing time."""
-
-    name: str
-    gpu: Gpu | None
-    memory: MemoryEstimate
-    largest: int | None
-    time: DurationEstimate | None = None
-    reason: str = ""
+def as_text(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope, nearest: str = "") -> str:
+    """Return one GPU with its details, or one line per GPU. `nearest` describes the most similar spec that fits."""
+    if len(rows) > 1:
+        return "\n".join([_fitting(rows), "", _table(spec, rows, scope), *([nearest] if nearest else [])])
+    (row,) = rows
+    lines = [f"{_name(spec)} on {row.name}: {fit_words(row.memory)}", _summary(spec, row, scope)]
+    lines += [nearest] if nearest else []
+    return "\n".join([*lines, "", _memory_details(row.memory), *_time_details(row)])
 
 
-@dataclass(frozen=True, slots=True)
-class SizeRow:
-    """Pictures of one size: tokens and tiles per sample, the largest batch that fits, and images per second."""
-
-    width: int
-    height: int
-    tokens: int
-    tiles: int
-    largest_batch: int | None
-    images_per_s: float | None
-
-
-def memory_text(spec: Experiment, rows: Sequence[GpuEstimate]) -> str:
-    """Return the details of one GPU, or one line per GPU."""
-    if len(rows) == 1:
-        return _memory_card(spec, rows[0])
-    columns = ["GPU", "verdict", ">largest batch", ">device memory, GiB", ">for a process"]
-    table = text_table(columns, [
-        (row.name, row.memory.verdict, _largest(spec, row.largest) or "none",
-         _band(row.memory.device, gibibytes), gibibytes(row.memory.usable - row.memory.margin))
-        for row in rows
-    ])  # fmt: skip
-    margin = max(row.memory.margin for row in rows)
-    kept = f", less a margin of {gibibytes(margin)} GiB on cards that may drive a display" if margin else ""
-    note = f"device memory: expected (range). for a process: GiB that CUDA gives one, as probed or published{kept}"
-    return f"{table}\n" + folded(note)
+def fit_words(memory: MemoryEstimate) -> str:
+    """Return `fits`, `does not fit`, or how likely it fits: the share of the range below the memory of a process."""
+    if memory.verdict != "uncertain":
+        return memory.verdict
+    device, room = memory.device, memory.usable - memory.margin + RESERVE
+    side = device.high - device.expected if room > device.expected else device.expected - device.low
+    chance = NormalDist().cdf(_Z * (room - device.expected) / side) if side else 0.5
+    percent = min(90, max(10, 10 * round(10 * chance)))
+    return f"{'likely fits' if percent >= 50 else 'may fit'} (about {percent} %)"
 
 
-def _memory_card(spec: Experiment, row: GpuEstimate) -> str:
-    memory = row.memory
+def _name(spec: Experiment) -> str:
+    return f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}{_on_gpus(spec.launch)}"
+
+
+def _fitting(rows: Sequence[GpuEstimate]) -> str:
+    """Return how many GPUs a spec fits, and which are the smallest and the fastest of them."""
+    fit = [row for row in rows if row.memory.verdict == VERDICTS[0]]
+    if not fit:
+        return folded(f"It is not sure to fit any of these {len(rows)} GPUs.")
+    smallest = min(fit, key=lambda row: row.memory.total)
+    text = f"It fits {len(fit)} of {len(rows)} GPUs. The smallest is {smallest.name}"
+    if timed := [(row.time.step_s.expected, row.name) for row in fit if row.time]:
+        seconds, name = min(timed)
+        text += f", the fastest {name} ({units.seconds(seconds)} per step)"
+    return folded(f"{text}.")
+
+
+def _summary(spec: Experiment, row: GpuEstimate, scope: Scope) -> str:
+    """Return the lines with memory, largest batch, time and cost of one GPU."""
+    memory, time = row.memory, row.time
+    lines = [
+        ("memory", f"{_band(memory.device, gibibytes, ' GiB')} as nvidia-smi counts; {row.name} has "
+                   f"{memory.capacity.words}"),
+        ("batch", f"largest that fits: {_largest(spec, row.largest) or 'none is sure to fit'}"),
+    ]  # fmt: skip
+    if time is None or row.gpu is None:
+        return text_table(["", ""], [*lines, ("time", row.reason)])
+    per_gpu = "" if time.gpus == 1 else f"; {units.rate(time.tokens_per_s / time.gpus)} tokens/s per GPU"
+    limit = f"; {LIMITS[time.bound]}" if time.bound in LIMITS else ""
+    lines += [
+        *_training(spec, row.gpu, time, scope),
+        (f"{scope.hours:g} h", _band(time.samples_in(3600 * scope.hours), units.count, " samples")),
+        ("speed", f"{units.rate(time.tokens_per_s)} tokens/s, {units.count(time.samples_per_hour)} samples/h of "
+                  f"{units.rate(time.mean_tokens)} tokens{per_gpu}{limit}"),
+        ("known from", time.confidence),
+    ]  # fmt: skip
+    return text_table(["", ""], lines)
+
+
+def _memory_details(memory: MemoryEstimate) -> str:
     count, length = memory.batch
     tiers = [(tier, *map(gibibytes, astuple(getattr(memory, tier)))) for tier in ("allocated", "reserved", "device")]
-    most = _largest(spec, row.largest)
     lines = [
-        f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}{_on_gpus(spec.launch)}",
+        text_table(["GiB", ">low", ">expected", ">high"], tiers), "",
         folded(f"heaviest batch: {count} x {length:,} positions ({memory.basis})"),
-        "",
-        text_table(["GiB", ">low", ">expected", ">high"], tiers),
-        "",
-        f"peak: {memory.peak_phase}, mostly {memory.peak_term}",
-        _bars(memory.parts),
-        "",
-        folded(f"{row.name} has {memory.capacity.words}: {memory.verdict}"),
-        f"largest batch that fits: {most}" if most else "no batch is sure to fit",
+        f"peak: {memory.peak_phase}, mostly {memory.peak_term}", _bars(memory.parts),
         *([f"host memory: about {gibibytes(memory.host)} GiB"] if memory.host > HOST else []),
-    ]
+    ]  # fmt: skip
     return "\n".join(lines)
 
 
@@ -111,45 +116,33 @@ def _bars(parts: Mapping[str, float]) -> str:
 
 
 def _band(band: Band, written: Callable[[float], str], unit: str = "") -> str:
-    return f"{written(band.expected)}{unit} ({written(band.low)} to {written(band.high)})"
+    """Return the expected value with its 90 % range."""
+    return f"{written(band.expected)}{unit} (90 %: {written(band.low)} to {written(band.high)})"
 
 
-def time_text(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
-    """Return the details of one GPU, or one line per GPU."""
-    if len(rows) > 1:
-        return _time_table(spec, rows, scope)
-    (only,) = rows
-    if only.gpu is None or only.time is None:
-        return folded(f"time: {only.reason}")
-    return text_table(["", ""], _time_lines(spec, only.gpu, only.time, scope))
-
-
-def _time_lines(spec: Experiment, gpu: Gpu, time: DurationEstimate, scope: Scope) -> list[tuple[str, str]]:
-    night, each = time.samples_in(3600 * scope.hours), "the" if time.gpus == 1 else "each"
-    per_gpu = "" if time.gpus == 1 else f"; {units.rate(time.tokens_per_s / time.gpus)} tokens/s per GPU"
-    return [
+def _time_details(row: GpuEstimate) -> list[str]:
+    time = row.time
+    if time is None:
+        return []
+    each = "the" if time.gpus == 1 else "each"
+    return ["", text_table(["", ""], [
         ("step", _band(time.step_s, units.seconds)),
-        ("speed", f"{units.rate(time.tokens_per_s)} tokens/s, so {units.count(time.samples_per_hour)} "
-                  f"samples/h of {units.rate(time.mean_tokens)} tokens each{per_gpu}"),
         *([("generation", f"{units.seconds(time.generation_s)} of the step, before its first forward pass")]
           if time.generation_s else []),
-        ("known from", time.confidence),
         ("lengths", f"{time.lengths}; {units.percent(time.padding)} padding"),
         *([("", "so these times are upper bounds: a short run on this data measures its lengths")]
           if time.upper_bound else []),
-        (f"{scope.hours:g} h", _band(night, units.count, " samples")),
-        *_training(spec, gpu, time, scope),
         ("power", f"{time.watts.expected:.0f} W of {each} GPU ({time.watts_source})"),
         ("spent on", _parts(time)),
-    ]  # fmt: skip
+    ])]  # fmt: skip
 
 
 def _training(spec: Experiment, gpu: Gpu, time: DurationEstimate, scope: Scope) -> list[tuple[str, str]]:
     """Return the lines on the requested samples or the spec's own; if neither is known, the cost of 1,000 samples."""
-    samples, seconds, cost = _totals(spec, gpu, time, scope)
+    samples, seconds, cost = totals(spec, gpu, time, scope)
     lines, of_what = [], ""
     if samples is None or seconds is None:
-        cost, of_what = _cost_of_1k(gpu, time, scope), " for 1,000 samples; use --samples N for another number"
+        cost, of_what = cost_of_1k(gpu, time, scope), " for 1,000 samples; use --samples N for another number"
     else:
         kwh = time.joules_for(samples).expected / JOULES_PER_KWH
         took = f"{units.some(round(samples), 'sample')} in {_band(seconds, units.seconds)}, {kwh:.3g} kWh"
@@ -159,25 +152,6 @@ def _training(spec: Experiment, gpu: Gpu, time: DurationEstimate, scope: Scope) 
     elif scope.prices is not None:
         lines.append(("cost", f"{scope.prices.path} has no price for {gpu.name}"))
     return lines
-
-
-def _totals(
-    spec: Experiment, gpu: Gpu, time: DurationEstimate, scope: Scope
-) -> tuple[float | None, Band | None, Amount | None]:
-    """Return the requested samples or the spec's own, their time and their cost, as far as known."""
-    if (samples := scope.samples or epochs_samples(spec, time.samples)) is None:
-        return None, None, None
-    seconds = time.seconds_for(samples)
-    return samples, seconds, _cost(gpu, time, scope, seconds.expected)
-
-
-def _cost_of_1k(gpu: Gpu, time: DurationEstimate, scope: Scope) -> Amount | None:
-    return _cost(gpu, time, scope, 3600 * 1000 / time.samples_per_hour)
-
-
-def _cost(gpu: Gpu, time: DurationEstimate, scope: Scope, seconds: float) -> Amount | None:
-    price = scope.prices.of(gpu.name) if scope.prices else None
-    return amount(price, time.gpus * seconds, time.watts.expected) if price else None
 
 
 def _parts(time: DurationEstimate) -> str:
@@ -193,36 +167,54 @@ def _parts(time: DurationEstimate) -> str:
     return ", ".join(f"{words[name]} {units.percent(value / total, 0)}" for name, value in terms)
 
 
-def _time_table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
+def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
     """Return one line per GPU, without empty columns, and notes on unknown times, prices and lengths."""
     known = [row.time for row in rows if row.time]
     samples = scope.samples or epochs_samples(spec, known[0].samples if known else 0.0)
     training = "" if samples is None else f">{units.count(samples)} samples"
     columns = [
-        "GPU", ">step", ">tokens/s", training, ">cost of 1k samples" if samples is None else ">cost", ">samples/h",
-        f">in {scope.hours:g} h", "limited by", "known from",
+        "GPU", "fit", ">GiB", training, ">cost of 1k samples" if samples is None else ">cost", ">largest batch",
+        "limited by", ">GiB (90 %)", ">for a process", ">step", ">tokens/s", ">samples/h", f">in {scope.hours:g} h",
+        "known from",
     ]  # fmt: skip
-    cells = [_time_row(spec, row, scope) for row in rows]
+    cells = [[*_memory_row(spec, row), *_time_row(spec, row, scope)] for row in rows]
+    order = (0, 1, 2, 7, 8, 3, 9, 4, 5, 6, 10, 11, 12, 13)
+    cells = [[each[at] for at in order] for each in cells]
     kept = [at for at in range(len(columns)) if any(row[at] for row in cells)]
     table = text_table([columns[at] for at in kept], [[row[at] for at in kept] for row in cells])
+    margin = max(row.memory.margin for row in rows)
     notes = dict.fromkeys(
         f"mean sample length: {units.rate(each.mean_tokens)} tokens ({each.lengths}), which decides samples/h and costs"
         for each in known
     )
+    notes["GiB: of the device, as nvidia-smi counts. For a process: what CUDA gives one" + (
+        f", less {gibibytes(margin)} GiB for a display" if margin else "")] = None  # fmt: skip
+    if any(time.bound == "host" for time in known):
+        notes[LAUNCH_BOUND] = None
+    if any(row.memory.verdict == VERDICTS[-1] and row.time for row in rows):
+        notes["If the spec does not fit, the times are those of such a GPU with more memory."] = None
     return "\n".join([table, *map(folded, (*_unknown(rows), *_unpriced(rows, scope), *notes))])
 
 
+def _memory_row(spec: Experiment, row: GpuEstimate) -> list[str]:
+    memory = row.memory
+    return [
+        row.name, fit_words(memory), gibibytes(memory.device.expected), _largest(spec, row.largest) or "none",
+        f"{gibibytes(memory.device.low)} to {gibibytes(memory.device.high)}", gibibytes(memory.usable - memory.margin),
+    ]  # fmt: skip
+
+
 def _time_row(spec: Experiment, row: GpuEstimate, scope: Scope) -> list[str]:
+    """Return the step, time, cost, limit, speeds and basis."""
     time = row.time
     if row.gpu is None or time is None:
-        return [row.name, "", "", "", "", "", "", "", "not known"]
-    samples, seconds, cost = _totals(spec, row.gpu, time, scope)
-    cost = _cost_of_1k(row.gpu, time, scope) if samples is None else cost
+        return ["", "", "", "", "", "", "", "not known"]
+    _, seconds, cost = totals(spec, row.gpu, time, scope)
+    cost = cost_of_1k(row.gpu, time, scope) if seconds is None else cost
     return [
-        row.name, units.seconds(time.step_s.expected), units.rate(time.tokens_per_s),
-        units.seconds(seconds.expected) if seconds else "", str(cost or ""), units.count(time.samples_per_hour),
-        units.count(time.samples_in(3600 * scope.hours).expected),
-        {"host": "the CPU (launch-bound)", "images": "image processing"}.get(time.bound, ""), time.basis,
+        units.seconds(time.step_s.expected), units.seconds(seconds.expected) if seconds else "", str(cost or ""),
+        LIMITS.get(time.bound, ""), units.rate(time.tokens_per_s), units.count(time.samples_per_hour),
+        units.count(time.samples_in(3600 * scope.hours).expected), time.basis,
     ]  # fmt: skip
 
 
@@ -251,40 +243,3 @@ def image_sizes_text(rows: Sequence[SizeRow], hours: float) -> str:
          "" if row.images_per_s is None else units.count(row.images_per_s * 3600 * hours))
         for row in rows
     ])  # fmt: skip
-
-
-def size_record(row: SizeRow, hours: float) -> dict[str, Any]:
-    return asdict(row) | {"images_in_hours": row.images_per_s and row.images_per_s * 3600 * hours}
-
-
-def as_document(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> dict[str, Any]:
-    """Return the document for --json: sizes in GiB, times in seconds."""
-    records = [
-        {"gpu": row.name, **asdict(row.memory), "largest_batch": row.largest, "time": _time_record(spec, row, scope)}
-        for row in rows
-    ]
-    return {
-        "schema": 1, "model": spec.model.id, "method": spec.method.name, "batch_size": spec.train.batch_size,
-        "gpus": records,
-    }  # fmt: skip
-
-
-def _time_record(spec: Experiment, row: GpuEstimate, scope: Scope) -> dict[str, Any]:
-    time = row.time
-    if row.gpu is None or time is None:
-        return {"why": row.reason}
-    samples, seconds, cost = _totals(spec, row.gpu, time, scope)
-    return {
-        "step_s": asdict(time.step_s), "samples_per_step": time.samples,
-        "tokens_per_s": time.tokens_per_s, "mean_tokens": time.mean_tokens,
-        "samples_per_hour": time.samples_per_hour, "real_tokens_per_step": time.tokens,
-        "padding": time.padding, "start_s": time.start_s, "bound": time.bound, "parts_s": time.parts,
-        "basis": time.basis, "confidence": time.confidence, "lengths": time.lengths,
-        "upper_bound": time.upper_bound, "hours": scope.hours,
-        "samples_in_hours": asdict(time.samples_in(3600 * scope.hours)), "samples": samples,
-        "training_s": None if seconds is None else asdict(seconds),
-        "joules": None if samples is None else asdict(time.joules_for(samples)), "watts": asdict(time.watts),
-        "watts_source": time.watts_source, "gpus": time.gpus, "exposed_s": time.exposed_s,
-        "generation_s": time.generation_s,
-        "cost": None if cost is None else asdict(cost),
-    }  # fmt: skip

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from ftbench.spec.datasets import DATASETS, Dataset
 
@@ -33,17 +34,17 @@ def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
     assert mean is not None
     normal = np.random.default_rng(dataset.seed + 1).standard_normal(count)
     spread = [math.exp(sigma * value) for value in normal.tolist()]
-    scale = _scale(sorted(spread), mean, sigma, dataset.max_length)
+    scale = _scale(np.asarray(spread), mean, sigma, dataset.max_length)
     return [min(dataset.max_length, max(SHORTEST, int(scale * value + 0.5))) for value in spread]
 
 
-def _scale(spread: Sequence[float], mean: float, sigma: float, longest: int) -> float:
-    """Return the smallest factor with which the truncated lengths of an ascending `spread` have this mean."""
+def _scale(spread: npt.NDArray[np.float64], mean: float, sigma: float, longest: int) -> float:
+    """Return the smallest factor with which the truncated lengths of a `spread` have this mean."""
     low, high = math.log(SHORTEST), math.log(longest) + 4 * sigma
     below, above = 0.0, math.inf
     for _ in range(60):  # bisection: the mean grows with the factor
         middle = (low + high) / 2
-        total = _total(spread, math.exp(middle), longest)
+        total = float(np.clip(np.floor(math.exp(middle) * spread + 0.5), SHORTEST, longest).sum())
         if total / len(spread) < mean:
             low, below = middle, total
         else:
@@ -51,13 +52,6 @@ def _scale(spread: Sequence[float], mean: float, sigma: float, longest: int) -> 
         if above - below <= 1:  # the two bounds differ by one token at most
             break
     return math.exp(high)
-
-
-def _total(spread: Sequence[float], scale: float, longest: int) -> int:
-    first = bisect.bisect_left(spread, (SHORTEST + 0.5) / scale)
-    last = bisect.bisect_left(spread, (longest - 0.5) / scale)
-    between = sum([int(scale * value + 0.5) for value in spread[first:last]])
-    return SHORTEST * first + between + longest * (len(spread) - last)
 
 
 def picture_sizes(dataset: Dataset, number: int) -> list[tuple[int, int]]:

@@ -41,7 +41,11 @@ def spec_text(path: Path) -> bytes:
 
 
 def spec_sets(
-    sets: Sequence[str] | None, recipe: str | None, dataset: str | None, length: int | None, samples: float | None = None
+    sets: Sequence[str] | None,
+    recipe: str | None,
+    dataset: str | None,
+    length: int | None,
+    samples: float | None = None,
 ) -> list[str]:
     """Return the `--set` values of the options `--recipe`, `--dataset` and `--length`, then those of the user.
 
@@ -78,13 +82,15 @@ def _generated(length: int, samples: float | None) -> dict[str, Any]:
 
 
 def options_of(sets: Sequence[str]) -> list[str]:
-    """Return the options of a command for `--set` values, with `--recipe` and `--dataset` if they say the same."""
+    """Return the options of a command for `--set` values, as `--recipe`, `--dataset` or `--length` where possible."""
     words: list[str] = []
     for text in sets:
         key, _, value = text.partition("=")
-        if key == "dataset" and value.startswith("{"):
-            data = json.loads(value)
-            value = data["path"] if data.keys() == {"name", "path"} else ""
-        short = key in ("recipe", "dataset") and value
-        words += [f"--{key}", value] if short else [f"--set={text}"]
+        data = json.loads(value) if key == "dataset" and value.startswith("{") else {}
+        if data.keys() == {"name", "path"}:
+            words += ["--dataset", data["path"]]
+        elif "mean_length" in data and data == _generated(data["mean_length"], data["samples"]):
+            words += ["--length", str(data["mean_length"]), f"--set=dataset.samples={data['samples']}"]
+        else:
+            words += [f"--{key}", value] if key in ("recipe", "dataset") and not data else [f"--set={text}"]
     return words

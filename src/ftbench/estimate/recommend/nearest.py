@@ -15,11 +15,14 @@ from ftbench.estimate.recommend.candidates import Way, launches, same_kind, ways
 from ftbench.estimate.workload.sharding import on_gpus, sharding_of
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.incompatibilities import machine_incompatibilities
+from ftbench.spec.model_argument import options_of
+from ftbench.spec.reading import as_text
 
 # Distances between specs. A changed key counts 1; these are another method (with other weights), half the batch, and
 # another strategy of the GPUs.
 _METHOD, _HALVING, _STRATEGY = 2.5, 0.5, 0.5
 _MOST_GPUS = 64
+_WIDTH = 112  # of a command's lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,15 @@ class Fit:
 
 
 def run_command(path: Path, sets: Sequence[str]) -> str:
-    """Return `ftbench run PATH --set=KEY=VALUE ...`."""
-    return shlex.join(["ftbench", "run", str(path), *(f"--set={value}" for value in sets)])
+    """Return `ftbench run PATH --set=KEY=VALUE ...`, on several lines if it is long."""
+    lines = [shlex.join(["ftbench", "run", str(path)])]
+    for word in map(shlex.quote, options_of(sets)):
+        value_of_option = not word.startswith(("-", "'-")) and lines[-1] != lines[0]
+        if len(lines[-1]) + len(word) < _WIDTH or value_of_option:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"  {word}")
+    return " \\\n  ".join(lines)
 
 
 def nearest_fit(spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None = None) -> Fit | None:
@@ -99,7 +109,7 @@ def changed_keys(spec: Experiment, other: Experiment) -> list[str]:
         changed = {key: value for key, value in new.items() if value != old[key]}
         if section == "launch" and changed and spec.launch.tp:
             changed |= _mesh(other.launch)
-        sets += [f"{section}.{key}={'off' if value is None else json.dumps(value)}" for key, value in changed.items()]
+        sets += [f"{section}.{key}={'off' if value is None else as_text(value)}" for key, value in changed.items()]
     return sets
 
 

@@ -26,9 +26,8 @@ from ftbench.store.summary import optimizations_on
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = ("speed", "cost", "energy", "memory")
 PACKED = 0.1  # relative difference allowed between the samples of a packed step and the effective batch
-_NO_ROWS = "no number of packed rows holds as many samples as a step has (--effective-batch)"
-_FREER = 1.25  # how many times better a way with other samples per step must be to be named
-_FEW_GPUS = 3  # with more GPUs only the two most promising batches of each way are estimated
+NO_ROWS = "no number of packed rows holds as many samples as a step has (--effective-batch)"
+_PROMISING = 8  # best ways that are estimated with other lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,9 @@ class Recommendation:
 
     Options that may miss the deadline come last. Without options, `closest` fits a GPU and misses a limit by the least,
     and `missed` names the limit, or the way that almost fits. `ruled_out` counts the other ways of
-    `considered` by reason. `freer` is the best way with any number of samples per step, if it is much better."""
+    `considered` by reason. `promising` are the ways that may be best in a similar goal, and whether they fit. `freer`
+    is the best way with any number of samples per step, if it is much better. `lengths` has the best way for a factor
+    of the sample length."""
 
     goal: Goal
     options: tuple[Option, ...]
@@ -94,7 +95,9 @@ class Recommendation:
     missed: str
     ruled_out: dict[str, int]
     considered: int
+    promising: tuple[tuple[Way, bool], ...] = ()
     freer: Option | None = None
+    lengths: tuple[tuple[float, Option | None], ...] = ()
 
     def best_per_gpu(self) -> list[Option]:
         """Return the best option of each GPU, best first."""
@@ -104,47 +107,53 @@ class Recommendation:
         return list(best.values())
 
 
-def recommend(goal: Goal) -> Recommendation:
-    """Return all ways that meet the goal, ranked. Raise SpecError if the model or all rates are unknown."""
+def recommend(
+    goal: Goal, among: Sequence[Way] | None = None, memory_cache: MemoryCache | None = None
+) -> Recommendation:
+    """Return all ways that meet the goal, ranked; `among` limits them. Raise SpecError if the model or all rates are
+    unknown."""
     unrated = {gpu: why for gpu in goal.gpus if (why := _unrated(gpu, goal))}
     if len(unrated) == len(goal.gpus):
         raise SpecError(*unrated.values())
     methods = goal.methods or same_kind(goal.spec)
     equal = len(set(goal.history.lengths(goal.spec).values)) == 1
-    memory_cache, reasons, fitting, considered = MemoryCache(config=goal.config), Counter[str](), list[Option](), 0
+    memory_cache, reasons = memory_cache or MemoryCache(config=goal.config), Counter[str]()
+    tried, considered = list[tuple[Way, Option | str]](), 0
     shared = [launch for count in goal.counts for launch in launches(goal.spec, count, goal.config)]
-    single = ways(on_gpus(goal.spec, 1, "none"), methods, equal, goal.config)
+    singles = ways(on_gpus(goal.spec, 1, "none"), methods, equal, goal.config) if among is None else among
     seen = set[tuple[object, ...]]()
-    for way in (each.on(launch) for each in single for launch in shared):
+    for single, way in ((single, single.on(launch)) for single in singles for launch in shared):
         for gpu in goal.gpus:
             known, considered = len(seen), considered + 1
             on = way.sized(1, 1, capability_of(gpu))
             seen.add((gpu.name, on.method, on.optimizations, on.train, on.launch))
-            if len(seen) == known:  # resolving `auto` made it equal to another way
-                continue
-            outcome = _refused(way, gpu, unrated) or _best_batch(way, gpu, goal, memory_cache)
-            if isinstance(outcome, str):
-                reasons[outcome] += 1
-            else:
-                fitting.append(outcome)
+            if len(seen) > known:  # otherwise resolving `auto` made it equal to another way
+                tried.append((single, _refused(way, gpu, unrated) or _best_batch(way, gpu, goal, memory_cache)))
+    reasons.update(outcome for _, outcome in tried if isinstance(outcome, str))
+    fitting = [outcome for _, outcome in tried if isinstance(outcome, Option)]
     reasons.update(limit[0] for option in fitting if (limit := _missed(option, goal)))
-    kept = sorted((option for option in fitting if not _missed(option, goal)), key=lambda each: _rank(each, goal))
+    kept = sorted((option for option in fitting if not _missed(option, goal)), key=lambda each: rank(each, goal))
     closest, missed = _closest(fitting, goal) if fitting and not kept else (None, "")
     if not fitting:
         missed = _closest_to_fit(goal, methods, memory_cache, unrated)
-    return Recommendation(goal, tuple(kept), closest, missed, dict(reasons.most_common()), considered)
+    ruled_out = dict(reasons.most_common())
+    return Recommendation(goal, tuple(kept), closest, missed, ruled_out, considered, _promising(tried, kept))
 
 
-def with_freer(answer: Recommendation) -> Recommendation:
-    """Return the answer with a much better way on the same GPU that changes the samples per step, if one exists.
-
-    A packed row holds so many samples that a small step may not have room for one."""
-    goal = answer.goal
-    if not answer.options or goal.effective_batch is None or _NO_ROWS not in answer.ruled_out:
-        return answer
-    free = recommend(replace(goal, gpus=(answer.options[0].gpu,), effective_batch=None)).options
-    better = free and _rank(free[0], goal)[1] * _FREER < _rank(answer.options[0], goal)[1]
-    return replace(answer, freer=free[0]) if better else answer
+def _promising(tried: Sequence[tuple[Way, Option | str]], kept: Sequence[Option]) -> tuple[tuple[Way, bool], ...]:
+    """Return the ways that may be the best with other lengths or batches, and whether they fit: the best ones, the one
+    with the least memory of each method, and those that do not fit or have no row for a step."""
+    leanest: dict[str, Option] = {}
+    for option in sorted(kept, key=lambda option: option.memory.device.expected):
+        leanest.setdefault(option.spec.method.name, option)
+    chosen = {id(option) for option in (*kept[:_PROMISING], *leanest.values())}
+    found: dict[int, tuple[Way, bool]] = {}
+    for way, outcome in tried:
+        if id(outcome) in chosen or outcome == NO_ROWS:
+            found[id(way)] = way, True
+        elif isinstance(outcome, str) and outcome.startswith(("does not fit", "may not fit")):
+            found.setdefault(id(way), (way, False))
+    return tuple(found.values())
 
 
 def _refused(way: Way, gpu: Gpu, unrated: Mapping[Gpu, str]) -> str | None:
@@ -171,18 +180,18 @@ def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Op
     if effective == 0:
         if not way.spec.optimizations.packing:
             return f"the samples of a step do not divide by {way.spec.launch.gpus} GPUs (--effective-batch)"
-        return _NO_ROWS
+        return NO_ROWS
     most = max(1, math.ceil(goal.samples / sharding_of(way.spec.launch).data))  # the first step has a full batch
     pairs = way.largest_batches(gpu, effective, min(most, effective or most), memory_cache)
     if not pairs:
         smallest = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
         uncertain = memory_cache.estimate(smallest, gpu).verdict == "uncertain"
         return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {_location(way.spec, gpu)}"
-    if len(goal.gpus) > _FEW_GPUS:  # a larger batch is rarely slower, and the smallest needs the least memory
-        pairs = pairs[-2:] if goal.objective == "memory" else pairs[:2]
+    # A larger batch is rarely slower, and the smallest needs the least memory.
+    pairs = pairs[-2:] if goal.objective == "memory" else pairs[:2]
     options = [_option(way.sized(*pair, capability), gpu, goal, memory_cache) for pair in pairs]
     within = [option for option in options if not _missed(option, goal)]
-    best = min(within or options, key=lambda option: _rank(option, goal))
+    best = min(within or options, key=lambda option: rank(option, goal))
     train = best.spec.train
     return replace(best, spec=with_batch(way.spec, train.batch_size, train.gradient_accumulation_steps))
 
@@ -221,7 +230,7 @@ def may_miss(option: Option, goal: Goal) -> bool:
     return goal.deadline_s is not None and option.seconds.high > goal.deadline_s
 
 
-def _rank(option: Option, goal: Goal) -> tuple[bool, float, float]:
+def rank(option: Option, goal: Goal) -> tuple[bool, float, float]:
     """Return the sort key: options that keep the deadline even at their slow end come first, then the objective."""
     cost = math.inf if option.cost is None else option.cost.value
     first = {

@@ -21,8 +21,9 @@ from ftbench.estimate.recommend.ranking import (
     Recommendation,
     as_runnable,
     recommend,
-    with_freer,
 )
+from ftbench.estimate.recommend.spec_file import same_recipe
+from ftbench.estimate.recommend.variations import with_variations
 from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.batches import batches_of, per_step
@@ -31,6 +32,7 @@ from ftbench.spec.base import known, shortened
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.methods import METHODS
+from ftbench.spec.model_argument import names_model
 from ftbench.spec.prices import Prices, load_prices
 from ftbench.spec.reading import read_config
 from ftbench.store import machine
@@ -38,6 +40,7 @@ from ftbench.store.output import output_file
 
 MOST_BATCH, MOST_GPUS = 65_536, 64
 ANY = "any"  # of --effective-batch
+_USUAL_BATCH = 16  # samples per step, if there is only a model and no spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,7 @@ def answer(request: RecommendRequest) -> Recommendation:
         cast(Objective, request.objective), _methods(request), _effective(request, spec, history), history,
         None if request.config is None else read_config(request.config),
     ))  # fmt: skip
-    return recommendation if request.effective_batch else with_freer(recommendation)
+    return with_variations(recommendation)
 
 
 def command_of(request: RecommendRequest, recommendation: Recommendation) -> str:
@@ -86,8 +89,12 @@ def command_of(request: RecommendRequest, recommendation: Recommendation) -> str
         return ""
     if request.output is not None:
         return shlex.join(["ftbench", "run", str(request.output)])
-    best = as_runnable(recommendation.options[0], recommendation.goal)
-    return run_command(request.spec, (*request.sets, *changed_keys(load(request.spec, request.sets), best)))
+    best, ways = as_runnable(recommendation.options[0], recommendation.goal), list[list[str]]()
+    name = None if any(text.startswith("recipe=") for text in request.sets) else same_recipe(best)
+    for first in ([], [f"recipe={name}"] if name else []):
+        sets = [*first, *request.sets]
+        ways.append([*sets, *changed_keys(load(request.spec, sets), best)])
+    return run_command(request.spec, min(ways, key=len))
 
 
 def _gpus(text: str | None) -> tuple[Gpu, ...]:
@@ -169,6 +176,8 @@ def _effective(request: RecommendRequest, spec: Experiment, history: RunHistory)
     """Return the samples per step: the spec's own unless `--effective-batch` is given, None for any."""
     if request.effective_batch == ANY:
         return None
+    if request.effective_batch is None and names_model(request.spec) and not spec.objective.prompts:
+        return _USUAL_BATCH
     if request.effective_batch and int(request.effective_batch) % spec.objective.group:
         raise SpecError(
             f"--effective-batch {request.effective_batch}: must be a multiple of objective.num_generations "

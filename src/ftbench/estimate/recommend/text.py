@@ -5,17 +5,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import yaml
-
 from ftbench.core import units
 from ftbench.core.table import folded, text_table
 from ftbench.estimate.estimates import NIGHT_H, image_sizes
 from ftbench.estimate.recommend.candidates import switched_off
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss
-from ftbench.estimate.text import SizeRow, image_sizes_text, size_record
+from ftbench.estimate.recommend.spec_file import spec_file, spec_values, way_words
+from ftbench.estimate.records import SizeRow, size_record
+from ftbench.estimate.text import LAUNCH_BOUND, LIMITS, image_sizes_text
 from ftbench.estimate.time.duration import OTHER, SHEET
 from ftbench.spec.experiment import Experiment
-from ftbench.store.summary import optimizations_on
 
 _REASONS = 10  # reasons for ruled-out ways that are listed
 _UNMEASURED = {
@@ -26,29 +25,25 @@ FP8 = "fp8 multiplies in 8 bits: the loss may differ, so compare it with a bf16 
 
 
 def as_text(answer: Recommendation, command: str = "", every: bool = False) -> str:
-    """Return the best way in one sentence, the best per GPU, notes, and the `command` that runs it.
+    """Return the best per GPU, the answer in one sentence, the `command` that runs it, and notes.
 
     With `every`, list all ways and the reasons against the others."""
     goal = answer.goal
     lines = [folded(" · ".join(_question(goal))), ""]
-    if not answer.options:
+    if answer.options:
+        per_gpu = answer.best_per_gpu()
+        lines += [_table(answer.options if every else per_gpu, goal), "", folded(_answer(answer.options[0], goal))]
+        lines += [f"  {command}"] if command else []
+        lines += ["", *map(folded, _notes(answer))]
+        if not every and (more := len(answer.options) - len(per_gpu)):
+            lines.append(folded(f"{units.some(more, 'more way')} fit and meet the limits: --all lists them"))
+    else:
         lines += map(folded, _nothing(answer))
         lines += ["", _table([answer.closest], goal)] if answer.closest else []
-    else:
-        best, per_gpu = answer.options[0], answer.best_per_gpu()
-        lines += [folded(_answer(best, goal)), ""]
-        lines += [_table(answer.options if every else per_gpu, goal)]
-        if not every and (more := len(answer.options) - len(per_gpu)):
-            lines.append(
-                folded(f"best per GPU; --all lists {units.some(more, 'more way')} that fit and meet the limits")
-            )
-        lines += ["", *map(folded, _notes(answer))]
     if answer.ruled_out and (every or not answer.options):
         lines += ["", f"ruled out, of {units.some(answer.considered, 'way')}:", _reasons(answer)]
     if sizes := _image_sizes(answer):
         lines += ["", "the best with images of other sizes:", image_sizes_text(sizes, NIGHT_H)]
-    if answer.options and command:
-        lines += ["", "run it:", f"  {command}"]
     return "\n".join(lines) + "\n"
 
 
@@ -64,16 +59,11 @@ def _question(goal: Goal) -> list[str]:
 
 def _answer(best: Option, goal: Goal) -> str:
     cost = "" if best.cost is None else f", {best.cost} ({best.cost.way})"
-    return (
-        f"Best: {method_words(best.spec)} with {switches(best.spec)}, batch {_batch(best.spec)}, on {best.location}: "
-        f"{_range(best)}{cost}, {units.gibibytes(best.memory.device.expected)} of "
-        f"{units.gibibytes(best.memory.total)} GiB. {_basis(best, goal)}"
-    )
-
-
-def _basis(best: Option, goal: Goal) -> str:
     late = " It may miss the deadline at the slow end of its range." if may_miss(best, goal) else ""
-    return f"Basis of the time: {best.duration.confidence}.{late}"
+    return (
+        f"Best: {way_words(best.spec)}, batch {_batch(best.spec)}, on {best.location}: {_range(best)}{cost}, "
+        f"{units.gibibytes(best.memory.device.expected)} of {units.gibibytes(best.memory.total)} GiB.{late}"
+    )
 
 
 def _reasons(answer: Recommendation) -> str:
@@ -93,32 +83,23 @@ def _image_sizes(answer: Recommendation) -> list[SizeRow]:
 
 
 def _table(options: Sequence[Option], goal: Goal) -> str:
-    """Return one line per option, without empty columns."""
+    """Return one line per option, without empty columns. A narrow terminal hides the last columns."""
     headings = [
-        "GPU",
-        "method",
-        "with",
-        ">batch",
-        ">time (range)",
-        "deadline",
-        ">cost",
-        ">GiB",
-        ">free GiB",
-        ">kWh",
+        "GPU", "recipe", ">batch", ">time", ">cost", ">GiB", "deadline", ">range", "limited by", ">free GiB", ">kWh",
         "known from",
-    ]
+    ]  # fmt: skip
     rows = [_row(option, goal) for option in options]
     kept = [at for at in range(len(headings)) if any(row[at] for row in rows)]
     return text_table([headings[at] for at in kept], [[row[at] for at in kept] for row in rows])
 
 
 def _row(option: Option, goal: Goal) -> list[str]:
-    cost = option.cost
+    seconds = option.seconds
     return [
-        option.location, method_words(option.spec), switches(option.spec), _batch(option.spec), _range(option),
-        _deadline(option, goal), "" if cost is None else f"{cost} ({cost.way})",
-        units.gibibytes(option.memory.device.expected), units.gibibytes(option.headroom), f"{option.kwh:.3g}",
-        option.duration.basis,
+        option.location, way_words(option.spec), _batch(option.spec), units.seconds(seconds.expected),
+        str(option.cost or ""), units.gibibytes(option.memory.device.expected), _deadline(option, goal),
+        f"{units.seconds(seconds.low)} to {units.seconds(seconds.high)}", LIMITS.get(option.duration.bound, ""),
+        units.gibibytes(option.headroom), f"{option.kwh:.3g}", option.duration.basis,
     ]  # fmt: skip
 
 
@@ -142,25 +123,12 @@ def _deadline(option: Option, goal: Goal) -> str:
     return "may miss" if may_miss(option, goal) else "keeps"
 
 
-def method_words(spec: Experiment) -> str:
-    """Return `lora`, or `unsloth 4-bit, checkpointing`."""
-    if spec.method.name != "unsloth":
-        return spec.method.name
-    own = getattr(spec.method, "use_gradient_checkpointing", "off")
-    return f"unsloth {'4' if spec.method.quantised else '16'}-bit" + ("" if own == "off" else ", checkpointing")
-
-
-def switches(spec: Experiment) -> str:
-    """Return the optimizations that are on, or `no optimization`."""
-    on = optimizations_on(spec.optimizations.model_dump())
-    on += ["fused AdamW"] if spec.train.optimizer == "adamw_torch_fused" else []
-    return ", ".join(on).replace("gradient_checkpointing", "checkpointing").replace("_", " ") or "no optimization"
-
-
 def _notes(answer: Recommendation) -> list[str]:
     """Return notes on the table."""
     best, goal, per_gpu = answer.options[0], answer.goal, answer.best_per_gpu()
-    lines = [_freer(answer, answer.freer)] if answer.freer else []
+    lines = [f"basis of the time: {best.duration.confidence}", *_other_lengths(answer)]
+    lines += [LAUNCH_BOUND] if any(option.duration.bound == "host" for option in per_gpu) else []
+    lines += [_freer(answer, answer.freer)] if answer.freer else []
     own = goal.spec.dataset.samples
     if own is not None and goal.samples > own:
         lines.append(f"passes over the {units.some(own, 'sample')} of the data set: {goal.samples / own:,.1f}")
@@ -189,6 +157,26 @@ def _notes(answer: Recommendation) -> list[str]:
     if goal.effective_batch is None:
         lines.append("samples per step differ between rows, and so does the training: use --effective-batch N")
     return lines
+
+
+def _other_lengths(answer: Recommendation) -> list[str]:
+    """Return what is best if the samples are half or twice as long."""
+    if not answer.lengths:
+        return []
+    best, mean = answer.options[0], answer.goal.history.lengths(answer.goal.spec).mean
+    texts = []
+    for factor, option in answer.lengths:
+        at = f"at {'half' if factor < 1 else 'twice'} the mean length ({units.rate(factor * mean)} tokens)"
+        if option is None:
+            texts.append(f"{at} nothing fits")
+        elif _identity(option) != _identity(best):
+            where = "" if option.location == best.location else f" on {option.location}"
+            texts.append(f"{at} the best is {way_words(option.spec)}, batch {_batch(option.spec)}{where}")
+    return ["; ".join(texts) if texts else "the same way is best at half and at twice the mean length"]
+
+
+def _identity(option: Option) -> tuple[object, ...]:
+    return option.location, way_words(option.spec), _batch(option.spec)
 
 
 def _fp8_gains_nothing(answer: Recommendation) -> list[str]:
@@ -222,7 +210,7 @@ def _freer(answer: Recommendation, option: Option) -> str:
     }[answer.goal.objective]  # fmt: skip
     return (
         f"much better with other than {units.some(answer.goal.effective_batch or 0, 'sample')} per step, which changes "
-        f"the training (--effective-batch any): {method_words(option.spec)} with {switches(option.spec)}, about "
+        f"the training (--effective-batch any): {way_words(option.spec)}, about "
         f"{units.rate(option.duration.samples)} samples per step: {by}"
     )
 
@@ -240,25 +228,17 @@ def _gpus(answer: Recommendation) -> str:
 
 
 def as_yaml(answer: Recommendation) -> str:
-    """Return the spec of the best way, with its estimate as comments."""
-    best = answer.options[0]
-    spec = as_runnable(best, answer.goal)
-    head = [
-        f"# Recommended by ftbench for {units.some(round(answer.goal.samples), 'sample')} on {best.location}, best by "
-        f"{answer.goal.objective}.",
-        f"# Expected: {units.seconds(best.seconds.expected)}, {units.gibibytes(best.memory.device.expected)} of "
+    """Return the spec of the best way with comments, and its estimate in the first lines."""
+    best, goal = answer.options[0], answer.goal
+    lines = [
+        f"# The best by {goal.objective} for {units.some(round(goal.samples), 'sample')} on {best.location}, according "
+        "to ftbench recommend.",
+        f"# Expected: {_range(best)}, {units.gibibytes(best.memory.device.expected)} of "
         f"{units.gibibytes(best.memory.total)} GiB.",
-        textwrap.fill(f"# {_basis(best, answer.goal)}", 100, subsequent_indent="# "),
-    ]
-    head += [f"# T{text[1:]}." for text in _switched_off(answer)]
-    return "\n".join(head) + "\n" + yaml.safe_dump(spec_values(spec), sort_keys=False, allow_unicode=True)
-
-
-def spec_values(spec: Experiment) -> dict[str, Any]:
-    """Return the values of a spec file: the name of the method, and every value that is not the default."""
-    values: dict[str, Any] = spec.model_dump(mode="json", exclude_defaults=True)
-    values["method"] = {"name": spec.method.name, **values.get("method", {})}
-    return {key: value for key, value in values.items() if value != {}}
+        textwrap.fill(f"# Known from: {best.duration.confidence}.", 110, subsequent_indent="# "),
+        *(f"# T{text[1:]}." for text in _switched_off(answer)),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n" + spec_file(as_runnable(best, goal))
 
 
 def as_json(answer: Recommendation) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 It is exact for synthetic data and a bound for real data."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -144,8 +144,7 @@ def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) 
     else:
         longest = max(lengths)
         in_order = _longest_first(dataset, layout.sequences) if layout.ordered else lengths
-        tried = (_shape(layout, batch, longest) for batch in _trained(layout, in_order))
-        expected = max(tried, key=lambda batch: batch.tokens)
+        expected = _shape(layout, max(_trained(layout, in_order), key=_positions(layout)), longest)
     most = expected
     if lengths is None:
         rows, longest = layout.size, dataset.max_length
@@ -169,6 +168,13 @@ def _trained(layout: Layout, lengths: Sequence[int]) -> list[Sequence[int]]:
         return [lengths[: layout.size]]
     seen = len(lengths) if layout.seen is None else min(len(lengths), layout.seen)
     return [lengths[at : at + layout.size] for at in range(0, seen, layout.size)]
+
+
+def _positions(layout: Layout) -> Callable[[Sequence[int]], int]:
+    """Return the function that orders batches of lengths by their positions."""
+    if layout.flat:
+        return sum
+    return len if layout.fixed else lambda batch: len(batch) * max(batch)
 
 
 def _shape(layout: Layout, batch: Sequence[int], longest: int) -> BatchShape:

@@ -72,8 +72,9 @@ def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
     values = config or (read_config(Path(model.path)) if model.path else None)
     if values is None:
         folder = f" (write a folder as `model: {{path: {model.id}}}`)" if model.id.startswith((".", "/", "~")) else ""
+        meant = folder or nearest(model.id, architectures())
         raise SpecError(
-            f"the shape of {model.id} is not known{folder or nearest(model.id, architectures())}: give --config FILE with its config.json, set model.path, "
+            f"the shape of {model.id} is not known{meant}: give --config FILE with its config.json, set model.path, "
             "or use a model of `ftbench list models`"
         )
     try:

@@ -1,0 +1,102 @@
+"""Name a training variant by its recipe, and write it as a spec file."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.load import SHORT_FORMS, recipe
+from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.recipes import recipes
+from ftbench.store.summary import optimizations_on
+
+_COMMENTS = {
+    "model": "weights: random needs no download",
+    "recipe": "explained by `ftbench list recipes`",
+    "method": "full, lora, qlora or unsloth",
+    "dataset": "samples are cut at {max_length} tokens (max_length)",
+    "train": "samples per step: batch_size x gradient_accumulation_steps",
+    "optimizations": "explained by `ftbench list optimizations`",
+}
+
+
+def spec_file(spec: Experiment) -> str:
+    """Return the YAML of a spec: one line per section where possible, with comments."""
+    lines = list[str]()
+    for key, value in spec_values(spec).items():
+        (only,) = value.values() if isinstance(value, dict) and len(value) == 1 else (None,)
+        short = (
+            only if key in SHORT_FORMS and isinstance(only, str) and next(iter(value)) == SHORT_FORMS[key] else value
+        )
+        flow = None if isinstance(short, dict) else False
+        text = yaml.safe_dump({key: short}, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=110)
+        comment = "  # " + _COMMENTS.get(key, "").format(max_length=spec.dataset.max_length)
+        one_line = key in _COMMENTS and text.count("\n") == 1 and len(text) + len(comment) <= 120
+        lines.append(text.rstrip() + comment * one_line)
+    return "\n".join(lines) + "\n"
+
+
+def spec_values(spec: Experiment) -> dict[str, Any]:
+    """Return the values of a spec file that differ from the defaults, with the recipe that has these optimizations."""
+    values: dict[str, Any] = spec.model_dump(mode="json", exclude_defaults=True)
+    values["method"] = {"name": spec.method.name, **values.get("method", {})}
+    if name := same_recipe(spec):
+        keys, train = recipe(name, Path()), spec.train.model_dump(mode="json")
+        own = values.get("train", {}) | {key: train[key] for key in keys["train"]}
+        values["train"] = {key: value for key, value in own.items() if keys["train"].get(key) != value}
+        values["optimizations"] = {}
+        values["method"] |= {key: spec.method.model_dump(mode="json")[key] for key in keys.get("method", {})}
+        values["recipe"] = name
+    order = ("name", "model", "recipe", "method", "dataset", "train")
+    return {key: values[key] for key in dict.fromkeys((*order, *values)) if values.get(key, {}) != {}}
+
+
+def same_recipe(spec: Experiment) -> str | None:
+    """Return the shipped recipe with exactly the optimizations of a spec, or None."""
+    for name in recipes():
+        keys = recipe(name, Path())
+        fields = type(spec.method).model_fields
+        if keys.get("method", {}).keys() <= fields.keys() and name != "plain" and (
+            Optimizations.model_validate(keys["optimizations"]) == spec.optimizations
+        ):  # fmt: skip
+            return name
+    return None
+
+
+def way_words(spec: Experiment) -> str:
+    """Return the method and the recipe: `lora: fastest`, `lora: fastest without packing`, or its optimizations."""
+    on = shipped_words(spec) or ", ".join(_switches(spec)) or "plain"
+    if spec.method.name != "unsloth":
+        return f"{spec.method.name}: {on}"
+    own = getattr(spec.method, "use_gradient_checkpointing", "off")
+    bits = f"unsloth {'4' if spec.method.quantised else '16'}-bit" + ("" if own == "off" else ", checkpointing")
+    return bits if on == "plain" else f"{bits}: {on}"
+
+
+def _switches(spec: Experiment) -> list[str]:
+    on = optimizations_on(spec.optimizations.model_dump())
+    on += ["fused AdamW"] if spec.train.optimizer == "adamw_torch_fused" else []
+    return [word.replace("gradient_checkpointing", "checkpointing").replace("_", " ") for word in on]
+
+
+def shipped_words(spec: Experiment) -> str:
+    """Return the shipped recipe with the same optimizations, or up to two more or less; empty if none is similar.
+
+    Fused AdamW counts for full training only: adapters are small."""
+    own, similar = set(_switches(spec)), []
+    for name in recipes() if spec.method.name != "unsloth" else ():
+        keys = recipe(name, Path())
+        optimizer = keys["train"]["optimizer"] if spec.method.name == "full" else spec.train.optimizer
+        made = spec.model_copy(
+            update={
+                "optimizations": Optimizations.model_validate(keys["optimizations"]),
+                "train": spec.train.model_copy(update={"optimizer": optimizer}),
+            }
+        )
+        of_recipe = set(_switches(made))
+        if keys.get("method", {}).get("name") in (spec.method.name, None) and len(own ^ of_recipe) <= 2 and of_recipe:
+            more = [f"with {word}" for word in sorted(own - of_recipe)]
+            more += [f"without {word}" for word in sorted(of_recipe - own)]
+            similar.append((len(more), " ".join([name, *more])))
+    return min(similar, default=(0, ""))[1]
