@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.load import load
+from ftbench.spec.model_argument import spec_sets
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
@@ -33,6 +38,24 @@ def write_spec(folder: Path, **parts: Any) -> Path:
     path = folder / "spec.yaml"
     path.write_text(json.dumps({"model": TINY, **parts}))
     return path
+
+
+def printed_command(out: str) -> list[str]:
+    """The words of the first `ftbench run` that an output prints, possibly on several lines, without these two."""
+    text = out[out.index("  ftbench run ") :].replace("\\\n", "")
+    return shlex.split(text.splitlines()[0])[2:]
+
+
+def typed_spec(words: Sequence[str]) -> Experiment:
+    """The spec that the arguments of `ftbench run` stand for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("spec", type=Path)
+    parser.add_argument("--set", action="append", dest="sets")
+    for name in ("recipe", "dataset"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--length", type=int)
+    typed = parser.parse_args(words)
+    return load(typed.spec, spec_sets(typed.sets, typed.recipe, typed.dataset, typed.length))
 
 
 class Left:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from commands import printed_command, typed_spec
 from counting import calls_of
 from ftbench.core import units
 from ftbench.core.hardware import capability_of, gpus
@@ -148,13 +148,12 @@ def test_a_spec_that_does_not_fit_comes_with_a_command_that_does(ftbench, spec_f
     words = [word for value in sets for word in ("--set", value)]
     code, out, _ = ftbench("estimate", spec_file, "--gpu", gpu, "--check", *words)
     assert code != 0
-    command = shlex.split(out.splitlines()[-1])
-    assert command[:2] == ["ftbench", "run"]
-    assert Path(command[2]) == spec_file
-    code, again, _ = ftbench("estimate", *command[2:], "--gpu", gpu, "--check")
+    command = printed_command(out)
+    assert Path(command[0]) == spec_file
+    code, again, _ = ftbench("estimate", *command, "--gpu", gpu, "--check")
     assert code == 0
     assert "The most similar" not in again
-    before, after = (load(spec_file, [word.removeprefix("--set=") for word in each]) for each in (sets, command[3:]))
+    before, after = load(spec_file, sets), typed_spec(command)
     samples = [spec.train.batch_size * spec.train.gradient_accumulation_steps for spec in (before, after)]
     assert samples[0] == samples[1]
 
@@ -169,8 +168,7 @@ def test_the_command_for_several_gpus_or_given_memory_fits(ftbench, spec_file, o
     code, out, _ = ftbench("estimate", spec_file, "--check", *options)
     assert code != 0
     assert "The most similar spec that fits takes" in out
-    _, command, *words = shlex.split(out.splitlines()[-1])
-    assert command == "run"
+    words = printed_command(out)
     where = ("--gpu", "L40S") if options[1] == "L4,L40S" else options[:2]
     code, again, _ = ftbench("estimate", *words, *where, "--check")
     assert code == 0
@@ -329,16 +327,13 @@ def test_sentence_table_command_and_file_name_the_same_best_way(ftbench, spec_fi
         assert units.seconds(option["seconds"]["expected"]) in row
     answer = " ".join(out.split())
     assert f"on {first['gpu']}: {units.seconds(first['seconds']['expected'])} (" in answer
-    assert f"--all lists {len(others) - 1} more ways" in answer
-    _, command, *words = shlex.split(out.splitlines()[-1])
-    assert command == "run"
-    typed = load(Path(words[0]), [word.removeprefix("--set=") for word in words[1:]])
+    assert f"{len(others) - 1} more ways fit" in answer
     ftbench(*arguments, "-o", best)
-    written = load(best)
-    for spec in (typed, written):
-        assert spec.optimizations.model_dump(exclude_defaults=True) == first["optimizations"]
-        assert spec.method.model_dump(mode="json") == first["method"]
-        assert spec.train.batch_size == first["batch_size"]
+    typed, written = typed_spec(printed_command(out)), load(best)
+    assert written.optimizations.model_dump(exclude_defaults=True) == first["optimizations"]
+    assert written.method.model_dump(mode="json") == first["method"]
+    assert written.train.batch_size == first["batch_size"]
+    assert typed.model_copy(update={"name": written.name}) == written
 
 
 def test_the_answer_states_the_mean_sample_length(ftbench, spec_file):
@@ -372,8 +367,8 @@ def test_no_probe_is_suggested_for_gpus_that_do_not_fit(ftbench, spec_file):
 
 def test_a_batch_of_unknown_data_is_not_all_samples(ftbench, spec_file):
     full = ("estimate", spec_file, "--set", "method=full", "--set", "dataset=japanese-alpaca", "--gpu")
-    assert re.search(r"T4 +does not fit +none ", ftbench(*full, "T4,L4")[1])
-    assert "no batch is sure to fit" in ftbench(*full, "T4")[1]
+    assert re.search(r"T4 +does not fit .* none ", ftbench(*full, "T4,L4")[1])
+    assert "none is sure to fit" in ftbench(*full, "T4")[1]
 
 
 def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench, spec_file):
@@ -458,7 +453,8 @@ def test_without_a_number_of_samples_prices_give_the_cost_of_1000(ftbench, spec_
     _, without, _ = ftbench("estimate", spec_file, "--gpu", "H200 SXM,L40S")
     heading = without[without.rindex("\nGPU") :].splitlines()[1].split("  ")
     assert [name.strip() for name in heading if name.strip()] == [
-        "GPU", "step", "tokens/s", "samples/h", "in 8 h", "limited by", "known from",
+        "GPU", "fit", "GiB", "largest batch", "limited by", "GiB (90 %)", "for a process", "step", "tokens/s",
+        "samples/h", "in 8 h", "known from",
     ]  # fmt: skip
 
 
@@ -471,8 +467,8 @@ def test_very_many_samples_are_estimated(ftbench, spec_file, count):
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
-    (["--samples", "0"], "--samples 0"), (["--samples", "nan"], "--samples nan"), (["--hours", "-1"], "--hours -1"),
-    (["--samples", "2.5"], "--samples 2.5: must be a whole number, such as 3"),
+    (["--samples", "0"], "--samples 0"), (["--samples", "2.5"], "estimate --help"),
+    (["--hours", "-1"], "--hours -1"),
     (["--strategy", "zero3"], "add --gpus 2, or remove it"), (["--strategy", "zero3", "--gpus", "1"], "--gpus"),
     (["--hours", "inf"], "--hours inf"), (["--hours", "1e308"], "at most 1,000,000"),
     (["--prices", "/nowhere"], "/nowhere: no such file"),

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +71,14 @@ def _data(dataset: str) -> str:
     return dataset
 
 
-def _generated(length: int, samples: float | None) -> dict[str, Any]:
+def _generated(length: int, samples: int | None) -> dict[str, Any]:
     if not 2 <= length <= _LONGEST:
         raise SpecError(
             f"--length {length}: must be from 2 to {_LONGEST:,}, the mean number of tokens of a sample; "
             "`ftbench data MODEL --dataset FILE` counts them"
         )
     longest = _MAX_LENGTH if 2 * length <= _MAX_LENGTH else 1 << (2 * length - 1).bit_length()
-    count = int(samples) if samples is not None and samples >= 1 else _SAMPLES
+    count = samples if samples is not None and samples >= 1 else _SAMPLES
     return {"name": "synthetic", "samples": count, "mean_length": length, "max_length": longest}
 
 
@@ -86,11 +87,15 @@ def options_of(sets: Sequence[str]) -> list[str]:
     words: list[str] = []
     for text in sets:
         key, _, value = text.partition("=")
-        data = json.loads(value) if key == "dataset" and value.startswith("{") else {}
-        if data.keys() == {"name", "path"}:
+        data: Any = None
+        with suppress(ValueError):
+            data = json.loads(value) if key == "dataset" else None
+        if not isinstance(data, dict):
+            words += [f"--{key}", value] if key in ("recipe", "dataset") and value[:1] != "{" else [f"--set={text}"]
+        elif data.keys() == {"name", "path"}:
             words += ["--dataset", data["path"]]
-        elif "mean_length" in data and data == _generated(data["mean_length"], data["samples"]):
+        elif data == _generated(data.get("mean_length", _SAMPLES), data.get("samples")):
             words += ["--length", str(data["mean_length"]), f"--set=dataset.samples={data['samples']}"]
         else:
-            words += [f"--{key}", value] if key in ("recipe", "dataset") and not data else [f"--set={text}"]
+            words.append(f"--set={text}")
     return words

@@ -187,8 +187,7 @@ def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Op
         smallest = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
         uncertain = memory_cache.estimate(smallest, gpu).verdict == "uncertain"
         return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {_location(way.spec, gpu)}"
-    # A larger batch is rarely slower, and the smallest needs the least memory.
-    pairs = pairs[-2:] if goal.objective == "memory" else pairs[:2]
+    pairs = pairs if goal.objective == "memory" else pairs[:2]  # a larger batch is rarely slower
     options = [_option(way.sized(*pair, capability), gpu, goal, memory_cache) for pair in pairs]
     within = [option for option in options if not _missed(option, goal)]
     best = min(within or options, key=lambda option: rank(option, goal))

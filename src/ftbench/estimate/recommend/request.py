@@ -80,7 +80,7 @@ def answer(request: RecommendRequest) -> Recommendation:
         cast(Objective, request.objective), _methods(request), _effective(request, spec, history), history,
         None if request.config is None else read_config(request.config),
     ))  # fmt: skip
-    return with_variations(recommendation)
+    return with_variations(recommendation, any_batch=request.effective_batch is None)
 
 
 def command_of(request: RecommendRequest, recommendation: Recommendation) -> str:

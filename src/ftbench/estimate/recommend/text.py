@@ -59,11 +59,15 @@ def _question(goal: Goal) -> list[str]:
 
 def _answer(best: Option, goal: Goal) -> str:
     cost = "" if best.cost is None else f", {best.cost} ({best.cost.way})"
-    late = " It may miss the deadline at the slow end of its range." if may_miss(best, goal) else ""
     return (
         f"Best: {way_words(best.spec)}, batch {_batch(best.spec)}, on {best.location}: {_range(best)}{cost}, "
-        f"{units.gibibytes(best.memory.device.expected)} of {units.gibibytes(best.memory.total)} GiB.{late}"
+        f"{units.gibibytes(best.memory.device.expected)} of {units.gibibytes(best.memory.total)} GiB."
+        f"{_late(best, goal)}"
     )
+
+
+def _late(best: Option, goal: Goal) -> str:
+    return " It may miss the deadline at the slow end of its range." if may_miss(best, goal) else ""
 
 
 def _reasons(answer: Recommendation) -> str:
@@ -235,7 +239,7 @@ def as_yaml(answer: Recommendation) -> str:
         "to ftbench recommend.",
         f"# Expected: {_range(best)}, {units.gibibytes(best.memory.device.expected)} of "
         f"{units.gibibytes(best.memory.total)} GiB.",
-        textwrap.fill(f"# Known from: {best.duration.confidence}.", 110, subsequent_indent="# "),
+        textwrap.fill(f"# Known from: {best.duration.confidence}.{_late(best, goal)}", 110, subsequent_indent="# "),
         *(f"# T{text[1:]}." for text in _switched_off(answer)),
     ]  # fmt: skip
     return "\n".join(lines) + "\n" + spec_file(as_runnable(best, goal))

@@ -12,9 +12,9 @@ _FEW_GPUS = 3  # with more GPUs only the best one is estimated with other length
 _FREER = 1.25  # how many times better a way with other samples per step must be to be named
 
 
-def with_variations(answer: Recommendation) -> Recommendation:
-    """Return the answer with what is best if the samples are half or twice as long, and with a much better way that
-    changes the samples per step, if one exists."""
+def with_variations(answer: Recommendation, any_batch: bool) -> Recommendation:
+    """Return the answer with what is best if the samples are half or twice as long. With `any_batch`, add a much better
+    way that changes the samples per step, if one exists."""
     goal, memory_cache = answer.goal, MemoryCache(config=answer.goal.config)
     if not answer.options:
         return answer
@@ -22,7 +22,7 @@ def with_variations(answer: Recommendation) -> Recommendation:
     first = [(factor, next(iter(_at_length(few, factor, answer.promising, memory_cache)), None))
              for factor in (0.5, 2.0) if _has_lengths(goal)]  # fmt: skip
     free: tuple[Option, ...] = ()
-    if goal.effective_batch is not None and NO_ROWS in answer.ruled_out:
+    if any_batch and goal.effective_batch is not None and NO_ROWS in answer.ruled_out:
         one = replace(goal, gpus=(answer.options[0].gpu,), effective_batch=None)
         free = recommend(one, [way for way, fits in answer.promising if fits], memory_cache).options
     better = free and rank(free[0], goal)[1] * _FREER < rank(answer.options[0], goal)[1]
