@@ -356,7 +356,10 @@ def test_closed_pipe_exits_with_141(study, command):
 def test_output_into_a_link_keeps_the_link(ftbench, study, tmp_path):
     (tmp_path / "target.md").write_text("before")
     (tmp_path / "link.md").symlink_to("target.md")
-    assert ftbench("report", study, "-o", tmp_path / "link.md")[0] == 0
+    link = tmp_path / "link.md"
+    code, _, err = ftbench("report", study, "-o", link)
+    assert (code, "the file exists; add --force to overwrite it" in err) == (2, True)
+    assert ftbench("report", study, "-o", link, "--force")[0] == 0
     assert (tmp_path / "link.md").is_symlink()
     assert "| " in (tmp_path / "target.md").read_text()
 
@@ -371,7 +374,7 @@ def test_output_into_a_link_keeps_the_link(ftbench, study, tmp_path):
     ],
 )
 def test_unwritable_output_file_is_an_error(ftbench, study, name, code, said):
-    found, out, err = ftbench("report", study, "-o", name)
+    found, out, err = ftbench("report", study, "-o", name, "--force")
     assert (found, out, said in err.lower()) == (code, "", True), err
     assert "Traceback" not in err
 
@@ -648,7 +651,7 @@ def test_version_as_json(ftbench):
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash on this machine")
-@pytest.mark.parametrize(("typed", "completed"), [("repo", "report"), ("report --for", "--format")])
+@pytest.mark.parametrize(("typed", "completed"), [("repo", "report"), ("report --form", "--format")])
 def test_shell_completion(tmp_path, typed, completed):
     """`ftbench --install-completion` for bash, sourced by another bash."""
     (tmp_path / "bin").mkdir()

@@ -46,7 +46,7 @@ def spec_sets(
     recipe: str | None,
     dataset: str | None,
     length: int | None,
-    samples: float | None = None,
+    samples: int | None = None,
 ) -> list[str]:
     """Return the `--set` values of the options `--recipe`, `--dataset` and `--length`, then those of the user.
 
