@@ -36,7 +36,7 @@ def test_what_does_a_night_with_an_rtx_4090_make_of_20000_rows_of_my_own(ftbench
     best = load(tmp_path / "best.yaml")
     assert (best.dataset.samples or 20_000, best.dataset.path) == (20_000, str(tmp_path / "own.jsonl"))
     assert best.name == "mine-best"
-    assert out.splitlines()[-1].strip() == "ftbench run best.yaml"
+    assert "\n  ftbench run best.yaml\n" in out
 
     code, out, _ = ftbench("estimate", "best.yaml", "--gpu", "RTX 4090", "--check")
     assert code == 0

@@ -152,7 +152,7 @@ def _nearest(
     spec: Experiment, target: Target, request: EstimateRequest, config: dict[str, Any] | None
 ) -> tuple[str, dict[str, Any] | None]:
     """Return the most similar spec that fits, as a sentence with its command and as a record."""
-    from ftbench.estimate.recommend.nearest import nearest_fit  # most specs fit
+    from ftbench.estimate.recommend.nearest import nearest_fit, on_lines  # most specs fit
 
     fit = nearest_fit(spec, target.gpu, config)
     if fit is None:
@@ -161,7 +161,7 @@ def _nearest(
     needed = f"{gibibytes(fit.memory.device.expected)} of {gibibytes(fit.memory.total)} GiB{where}"
     command = fit.command(request.spec, request.sets, load(request.spec, request.sets))
     record = {"set": fit.sets, "command": command, "device_gb": asdict(fit.memory.device)}
-    return f"The most similar spec that fits takes {needed}:\n  {command}", record
+    return f"The most similar spec that fits takes {needed}:\n{on_lines(command)}", record
 
 
 def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experiment:

@@ -40,15 +40,19 @@ class Fit:
 
 
 def run_command(path: Path, sets: Sequence[str]) -> str:
-    """Return `ftbench run PATH --set=KEY=VALUE ...`, on several lines if it is long."""
-    lines = [shlex.join(["ftbench", "run", str(path)])]
-    for word in map(shlex.quote, options_of(sets)):
-        value_of_option = not word.startswith(("-", "'-")) and lines[-1] != lines[0]
-        if len(lines[-1]) + len(word) < _WIDTH or value_of_option:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(f"  {word}")
-    return " \\\n  ".join(lines)
+    """Return `ftbench run PATH --set=KEY=VALUE ...`."""
+    return shlex.join(["ftbench", "run", str(path), *options_of(sets)])
+
+
+def on_lines(command: str) -> str:
+    """Return an indented command for a terminal, continued on further lines if it is long."""
+    lines = [""]
+    for word in shlex.split(command):
+        follows = lines[-1].endswith(("--recipe", "--dataset", "--length"))  # the value of this option
+        if lines[-1] and not follows and len(lines[-1]) + len(word) > _WIDTH:
+            lines.append(" ")
+        lines[-1] += f" {shlex.quote(word)}" if lines[-1] else word
+    return "  " + " \\\n  ".join(lines)
 
 
 def nearest_fit(spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None = None) -> Fit | None:

@@ -9,6 +9,7 @@ from ftbench.core import units
 from ftbench.core.table import folded, text_table
 from ftbench.estimate.estimates import NIGHT_H, image_sizes
 from ftbench.estimate.recommend.candidates import switched_off
+from ftbench.estimate.recommend.nearest import on_lines
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss
 from ftbench.estimate.recommend.spec_file import spec_file, spec_values, way_words
 from ftbench.estimate.records import SizeRow, size_record
@@ -33,7 +34,7 @@ def as_text(answer: Recommendation, command: str = "", every: bool = False) -> s
     if answer.options:
         per_gpu = answer.best_per_gpu()
         lines += [_table(answer.options if every else per_gpu, goal), "", folded(_answer(answer.options[0], goal))]
-        lines += [f"  {command}"] if command else []
+        lines += [on_lines(command)] if command else []
         lines += ["", *map(folded, _notes(answer))]
         if not every and (more := len(answer.options) - len(per_gpu)):
             lines.append(folded(f"{units.some(more, 'more way')} fit and meet the limits: --all lists them"))
