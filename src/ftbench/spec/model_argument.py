@@ -8,9 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.architectures import architectures
 from ftbench.errors import SpecError
-from ftbench.facts import read_facts
+from ftbench.facts import architectures, read_facts
 from ftbench.spec.datasets import FILES
 
 _SPECS = (".yaml", ".yml", ".json")

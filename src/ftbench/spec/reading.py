@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ftbench.core.architectures import architectures
 from ftbench.errors import SpecError, file_problem, json_problem
+from ftbench.facts import architectures
 from ftbench.spec.base import MAX_NUMBER, nearest, shown
 
 MAX_BYTES = 1 << 16
