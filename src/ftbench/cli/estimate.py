@@ -175,17 +175,17 @@ def init(
     from ftbench.store import machine
 
     check_output(output, force)
-    model = Path(model or _asked("MODEL", "Which model? owner/name, or a folder", "Qwen/Qwen3-8B"))
-    dataset = dataset or _asked("--dataset", "Which data? A file, a data set, or mean tokens of a sample", "sample")
+    model = Path(model or _ask("MODEL", "Which model? owner/name, or a folder", "Qwen/Qwen3-8B"))
+    dataset = dataset or _ask("--dataset", "Which data? A file, a data set, or mean tokens of a sample", "sample")
     own = (machine.gpu() or {}).get("name", "RTX 4090")
-    gpu = gpu or _asked("--gpu", "Which GPU? `ftbench list gpus` lists them", own)
-    samples = samples or int(_asked("--samples", "How many samples will it train on?", "1000"))
+    gpu = gpu or _ask("--gpu", "Which GPU? `ftbench list gpus` lists them", own)
+    samples = samples or int(_ask("--samples", "How many samples will it train on?", "1000"))
     of_length = dataset.isdecimal()
     sets = spec_sets(None, None, None if of_length else dataset, int(dataset) if of_length else None, samples)
     _recommend(RecommendRequest(model, sets, gpu, samples=samples, output=output), force=True)
 
 
-def _asked(option: str, question: str, default: str) -> str:
+def _ask(option: str, question: str, default: str) -> str:
     """Return the answer to a question on the terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise SpecError(

@@ -132,8 +132,8 @@ def check_output(output: Path | None, force: bool) -> None:
     """Ask before the file of `-o` is overwritten. Raise SpecError without a terminal or a yes."""
     if output is None or force or not output.is_file():
         return
-    asked = sys.stdin.isatty() and sys.stderr.isatty()
-    if not (asked and typer.confirm(f"{output} exists. Overwrite it?", err=True)):
+    can_ask = sys.stdin.isatty() and sys.stderr.isatty()
+    if not (can_ask and typer.confirm(f"{output} exists. Overwrite it?", err=True)):
         raise SpecError(f"-o {output}: the file exists; add --force to overwrite it, or name another file")
 
 

@@ -147,13 +147,13 @@ def _promising(tried: Sequence[tuple[Way, Option | str]], kept: Sequence[Option]
     for option in sorted(kept, key=lambda option: option.memory.device.expected):
         leanest.setdefault(option.spec.method.name, option)
     chosen = {id(option) for option in (*kept[:_PROMISING], *leanest.values())}
-    found: dict[int, tuple[Way, bool]] = {}
+    promising: dict[int, tuple[Way, bool]] = {}
     for way, outcome in tried:
         if id(outcome) in chosen or outcome == NO_ROWS:
-            found[id(way)] = way, True
+            promising[id(way)] = way, True
         elif isinstance(outcome, str) and outcome.startswith(("does not fit", "may not fit")):
-            found.setdefault(id(way), (way, False))
-    return tuple(found.values())
+            promising.setdefault(id(way), (way, False))
+    return tuple(promising.values())
 
 
 def _refused(way: Way, gpu: Gpu, unrated: Mapping[Gpu, str]) -> str | None:
