@@ -14,7 +14,6 @@ from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.errors import SpecError
 from ftbench.estimate.workload.batches import Batch, concatenates, mean_batch
 from ftbench.estimate.workload.model import check_modelled
-from ftbench.estimate.workload.plan import EarlierUnsloth
 from ftbench.estimate.workload.sharding import sharding_of
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth
@@ -102,16 +101,16 @@ def recorded_spec(run: RunDir) -> Experiment | None:
         check_modelled(spec)
     except (SpecError, ValueError):
         return None
-    if concatenates(spec) and not _concatenated(run):  # ftbench's collator padded unsloth's batches until November 2026
-        spec = spec.model_copy(update={"method": EarlierUnsloth(**spec.method.model_dump())})
+    if concatenates(spec) and _is_padded(run):  # by ftbench's collator until November 2026
+        spec = spec.model_copy(update={"method": spec.method.model_copy(update={"padded": True})})
     return None if spec.launch.mock != "off" or (spec.optimizations.chunked_loss and logits_twice(run)) else spec
 
 
-def _concatenated(run: RunDir) -> bool:
+def _is_padded(run: RunDir) -> bool:
     try:
-        return b'"padding_free": true' in rundir.read_bytes(run.applied)
+        return b'"batches": "padding-free"' not in rundir.read_bytes(run.applied)
     except (OSError, ValueError):
-        return False
+        return True
 
 
 def logits_twice(run: RunDir) -> bool:

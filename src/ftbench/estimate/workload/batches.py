@@ -8,10 +8,9 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 from ftbench.estimate.workload.lengths import Lengths
-from ftbench.estimate.workload.plan import EarlierUnsloth
 from ftbench.spec.batches import length_windows, packed
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.methods import family
+from ftbench.spec.methods import Unsloth, family
 
 CLASSES = 8  # groups of micro-batches of similar size, because time is not proportional to size
 BOUNDARIES = (
@@ -68,8 +67,9 @@ def concatenates(spec: Experiment) -> bool:
 
     It does so for text since December 2025, except for Gemma 2 and gpt_oss (unsloth/trainer.py,
     PADDING_FREE_BLOCKLIST). Its rule for small steps (utils/padding_choice.py) is not modelled."""
-    padded = isinstance(spec.method, EarlierUnsloth) or spec.objective.name != "sft" or spec.dataset.has_images
-    if spec.method.name != "unsloth" or padded:
+    if not isinstance(spec.method, Unsloth) or spec.method.padded:
+        return False
+    if spec.objective.name != "sft" or spec.dataset.has_images:
         return False
     return family(spec.model) not in ("gemma2", "gpt_oss")
 

@@ -42,7 +42,8 @@ def check_modelled(spec: Experiment) -> None:
         "layers in host memory": (method.offload_layers, "method.offload_layers=0"),
         "its embedding in host memory": (method.offload_embedding, "method.offload_embedding=off"),
         "a tiled MLP": (method.tiled_mlp, "method.tiled_mlp=off"),
-        "padding_free": (on.padding_free, "optimizations.padding_free=off"),
+        "layers that it does not compile": (not method.block_compile, "method.block_compile=on"),
+        "CUDA graphs": (method.cuda_graphs, "method.cuda_graphs=off"),
         "packed rows on 4-bit weights": (on.packing and method.load_in_4bit, "optimizations.packing=off"),
     }
     if what := {name: change for name, (given, change) in unmeasured.items() if given}:

@@ -23,7 +23,7 @@ DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 
 class EarlierUnsloth(Unsloth):
-    """unsloth until November 2025: batches are padded, experts of gpt-oss are computed one by one and not adapted."""
+    """unsloth in November 2025: it computes the experts of gpt-oss one by one and does not adapt them."""
 
 
 @dataclass(frozen=True, slots=True)
