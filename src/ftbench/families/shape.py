@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from ftbench.core import pipeline
 from ftbench.families.vision import VisionShape
 
 MXFP4_BITS = 4 + 8 / 32  # a value of 4 bits, and 8 bits of scale for 32 of them (OCP Microscaling 1.0)
@@ -243,6 +244,16 @@ class ModelShape:
     def largest_layer(self) -> int:
         """Parameters of the largest layer."""
         return max(sum(layer.parameters.values()) for layer, _ in self.kinds)
+
+    def split(self, stages: int) -> tuple[int, ...]:
+        """Return the number of layers of equally slow stages. Only the experts that a token visits count."""
+        sizes = [sum(layer.parameters.values()) for layer in self.layers]
+        costs = [
+            size - (layer.expert_matrices * (each.count - each.active) // each.count if (each := layer.experts) else 0)
+            for size, layer in zip(sizes, self.layers, strict=True)
+        ]
+        words = self.vocab * self.hidden
+        return pipeline.balanced([*costs, words], [words, *sizes, words], stages)
 
     def weight_bytes(self, width: float, mxfp4: bool = False) -> float:
         """Return the bytes of all weights with `width` bytes each.

@@ -1,10 +1,11 @@
 """The section `launch:` of a spec: the processes of a run."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ftbench.core import pipeline
 from ftbench.spec.base import Float, Int, Part, Word
 from ftbench.spec.strategies import STRATEGIES
 
@@ -23,10 +24,23 @@ class Launch(Part):
 
     gpus: Int = Field(1, ge=1, le=MOST_GPUS, description="GPUs of one run, with one process each")
     nodes: Int = Field(1, ge=1, le=MOST_GPUS, description="machines; each has the same number of these GPUs")
-    strategy: Literal["none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "tp+fsdp", "ep", "cp", "ulysses"] = Field(
-        "none", description="how a run uses several GPUs; default with several GPUs: ddp"
+    strategy: Literal[
+        "none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "tp+fsdp", "ep", "cp", "ulysses",
+        "pp", "pp+ddp", "pp+fsdp", "pp+tp", "pp+tp+fsdp",
+    ] = Field("none", description="how a run uses several GPUs; default with several GPUs: ddp")  # fmt: skip
+    tp: Int | None = Field(
+        None, ge=2, le=512, description="GPUs that share each matrix with tp+fsdp and pp+tp; default: 2"
     )
-    tp: Int | None = Field(None, ge=2, le=512, description="GPUs that share each matrix with tp+fsdp; default: 2")
+    pp: Int | None = Field(None, ge=2, le=512, description="GPUs that share the layers with pp; default: all, or 2")
+    micro_batches: Int | None = Field(
+        None, ge=1, le=4096, description="parts of a batch that pass through the stages of pp; default: 2 * pp"
+    )
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zbv"] = Field(
+        "1f1b", description="order of the micro-batches in a stage of pp; the last two give each GPU two stages"
+    )
+    split: tuple[Annotated[Int, Field(ge=1)], ...] | None = Field(
+        None, description="layers of each stage of pp, in order; default: equally slow stages"
+    )
     offload: Literal["none", "optimizer", "params"] = Field(
         "none", description="what is kept in host memory: the optimizer state, or the optimizer state and parameters"
     )
@@ -74,10 +88,15 @@ class Launch(Part):
     @property
     def shares(self) -> int:
         """The number of different batches per step (data-parallel size)."""
-        if self.tp is not None:
-            return self.ranks // self.tp
+        if self.tp or self.pp:
+            return self.ranks // ((self.tp or 1) * (self.pp or 1))
         strategy = STRATEGIES.get(self.strategy)
         return 1 if self.strategy == "ulysses" or (strategy and strategy.same_samples) else self.ranks
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of the pipeline, 1 without pp."""
+        return self.pp * pipeline.parts(self.schedule) if self.pp else 1
 
     @property
     def parts_of_sequence(self) -> int:
@@ -90,8 +109,10 @@ class Launch(Part):
 
 def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
     """Return the section with the defaults that depend on other keys. Raise ValueError for an impossible mesh."""
-    if launch.get("tp") is False:  # `off`
-        launch = {**launch, "tp": None}
+    launch = {key: None if key in ("tp", "pp") and value is False else value for key, value in launch.items()}  # `off`
+    strategy = launch.get("strategy")
+    if str(strategy).startswith("pp") or (strategy is None and launch.get("pp") is not None):
+        return _stages(launch)
     if "fsdp" in launch:
         launch = _mesh(launch)
     if launch.get("strategy") == "tp+fsdp":
@@ -111,3 +132,28 @@ def _mesh(launch: Mapping[str, object]) -> dict[str, object]:
     if launch.get("gpus", tp * fsdp) != tp * fsdp:
         raise ValueError(f"`gpus` must be `tp` times `fsdp`, {tp * fsdp}: leave it out")
     return {**others, "gpus": tp * fsdp, "strategy": "tp+fsdp"}
+
+
+def _stages(launch: Mapping[str, object]) -> dict[str, object]:
+    """Return a launch with pp and all its numbers. `fsdp` is the number of shards.
+
+    A strategy `pp` gets the parts that follow from the numbers: `pp+tp`, `pp+ddp`, ..."""
+    others = {key: value for key, value in launch.items() if key != "fsdp"}
+    name, gpus, fsdp = str(launch.get("strategy") or "pp"), launch.get("gpus"), launch.get("fsdp")
+    tp = launch.get("tp") or (2 if "tp" in name.split("+") else 1)
+    if gpus == 1 or not all(type(each) is int for each in (tp, gpus or 1, launch.get("pp") or 1, fsdp or 1)):
+        return others  # reported later
+    tp, gpus, fsdp = cast(int, tp), cast(int | None, gpus), cast(int | None, fsdp)
+    all_stages = gpus is not None and fsdp is None and name in ("pp", "pp+tp")
+    pp = cast(int | None, launch.get("pp")) or (cast(int, gpus) // tp if all_stages else 2)
+    gpus = pp * tp * (fsdp or 1) if gpus is None else gpus
+    shares = fsdp or max(1, gpus // (pp * tp))
+    if pp * tp * shares != gpus:
+        numbers = {"pp": pp, "tp": tp, "fsdp": shares}
+        product = " x ".join(f"{key} {number}" for key, number in numbers.items() if number > 1)
+        raise ValueError(f"`gpus` is {gpus}, and {product} is {pp * tp * shares}: set gpus to {pp * tp * shares}")
+    if name == "pp":
+        sharded = fsdp or (tp > 1 and shares > 1)
+        name = "+".join(["pp", *["tp"] * (tp > 1), *["fsdp" if sharded else "ddp"] * (shares > 1)])
+    numbers = {"gpus": gpus, "strategy": name, "pp": pp, "tp": tp if tp > 1 else None}
+    return others | numbers | {"micro_batches": launch.get("micro_batches") or 2 * pp}

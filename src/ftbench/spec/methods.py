@@ -3,11 +3,11 @@
 Defaults are the founding study's: rank 8, alpha 16, no dropout, no bias, the seven projections of each layer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -51,21 +51,29 @@ class _Method(Part):
 
 
 def family(model: Model) -> str | None:
-    """Return the model_type of a model, from the config.json at `model.path` or from the table of known models.
-    None: neither is available."""
+    """Return the model_type of a model. None: its configuration is not available."""
+    return _configuration(model).get("model_type")
+
+
+def number_of_layers(model: Model) -> int | None:
+    """Return the number of layers of a text model. None: its configuration is not available."""
+    return _configuration(model).get("num_hidden_layers")
+
+
+def _configuration(model: Model) -> Mapping[str, Any]:
+    """Return a model's configuration, from the config.json at `model.path` or from the table of known models."""
     if model.path:
         file = Path(model.path)
         file = file / "config.json" if file.is_dir() else file
         with suppress(OSError, ValueError):
-            return _model_type(file, file.stat().st_mtime_ns)
-    model_type: str | None = architectures().get(model.id, {}).get("model_type")
-    return model_type
+            return _read(file, file.stat().st_mtime_ns)
+    return architectures().get(model.id, {})
 
 
 @lru_cache(maxsize=64)
-def _model_type(file: Path, modified: int) -> str:
+def _read(file: Path, modified: int) -> dict[str, Any]:
     try:
-        return str(read_config(file)["model_type"])
+        return read_config(file)
     except SpecError as error:
         raise ValueError(str(error)) from None  # the worker reports a broken config.json
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ftbench.spec.base import Experiment
-from ftbench.spec.methods import GPT_OSS, family
+from ftbench.spec.methods import GPT_OSS, family, number_of_layers
+from ftbench.spec.optimizations import switched_on
 from ftbench.spec.optimizations.declaration import Capability
 
 _WITHOUT_PLAN = (GPT_OSS, "qwen3_vl")  # families without a tensor-parallel plan in transformers
@@ -17,7 +18,7 @@ class Strategy:
     Args:
         description: One line for tables and messages.
         verified: How a run checks that it is active.
-        shards: The parts that are split over GPUs: optimizer, gradients, weights, matrices, experts or sequence.
+        shards: The parts that are split over GPUs: optimizer, gradients, weights, matrices, experts, sequence or layers.
         same_samples: Whether all GPUs work on the same samples.
         offloads: The supported values of `launch.offload`.
         incompatibilities: Yields unsupported settings, in addition to the rules for `shards`.
@@ -33,7 +34,7 @@ class Strategy:
     @property
     def sharded(self) -> bool:
         """Whether no GPU holds the complete model."""
-        return bool({"weights", "matrices", "experts"} & {*self.shards})
+        return bool({"weights", "matrices", "experts", "layers"} & {*self.shards})
 
 
 def _optimizers(spec: Experiment) -> Iterator[str]:
@@ -88,6 +89,71 @@ def _cp(spec: Experiment) -> Iterator[str]:
         yield "launch.strategy: cp does not support the attention sinks of gpt-oss: use fsdp"
 
 
+PIPELINED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe")
+_WITH_PP = ("gradient_checkpointing", "compile", "packing", "fixed_shape", "length_grouping", "loader_processes")
+
+
+def _pp(spec: Experiment) -> Iterator[str]:
+    launch, train, on = spec.launch, spec.train, spec.optimizations
+    if {"tp", "fsdp"} & {*launch.strategy.split("+")}:
+        yield from _optimizers(spec)
+    if (kind := family(spec.model)) not in (None, *PIPELINED):
+        yield f"launch.strategy: pp supports {', '.join(PIPELINED)}, and {spec.model.id} is {kind}: use fsdp"
+    if spec.objective.name != "sft":
+        yield f"launch.strategy: pp supports the objective sft, not {spec.objective.name}: use ddp or fsdp"
+    if spec.dataset.has_images:
+        yield "launch.strategy: pp supports only text: use ddp or fsdp"
+    if train.precision == "fp16":
+        yield "train.precision fp16: pp does not scale losses: set it to bf16"
+    for name in switched_on(on):
+        if name not in _WITH_PP:
+            yield f"optimizations.{name} was not tested with the stages of pp: set it to off, or use fsdp"
+    if on.attention not in ("auto", "sdpa", "eager"):
+        yield f"optimizations.attention: pp supports sdpa and eager, not {on.attention}: set it to sdpa"
+    for key in ("control", "keep_weights"):
+        if getattr(spec.measure, key) not in ("off", False):
+            yield f"measure.{key}: a GPU of pp does not have all layers: set it to off"
+    if launch.pp is not None:
+        yield from _stages(spec)
+
+
+def _stages(spec: Experiment) -> Iterator[str]:
+    """Yield why the layers or the batch cannot be divided."""
+    launch, micro, rows = spec.launch, spec.launch.micro_batches, spec.train.batch_size
+    least = launch.pp if launch.schedule in ("gpipe", "1f1b") else launch.stages
+    if micro < least:
+        yield (
+            f"launch.micro_batches: {micro} micro-batches cannot fill {least} stages, and GPUs would wait for each "
+            f"other: set it to {least} or more"
+        )
+    if launch.schedule == "interleaved-1f1b" and micro % launch.pp:
+        yield f"launch.micro_batches: interleaved-1f1b needs a multiple of launch.pp ({launch.pp}), not {micro}: change it"
+    if rows % micro:
+        yield (
+            f"train.batch_size: {rows} rows cannot form {micro} equal micro-batches: set it to {micro * -(-rows // micro)}"
+            ", or set launch.micro_batches"
+        )
+    if launch.split and len(launch.split) != launch.stages:
+        yield f"launch.split has {len(launch.split)} numbers, and there are {launch.stages} stages: give one for each"
+    yield from split_problems(spec, number_of_layers(spec.model))
+
+
+def split_problems(spec: Experiment, layers: int | None) -> Iterator[str]:
+    """Yield why a model with this number of layers cannot be split into the stages."""
+    launch = spec.launch
+    if layers is None:
+        return
+    if layers < launch.stages:
+        yield (
+            f"launch.pp: {spec.model.id} has {layers} layers, too few for {launch.stages} stages: lower launch.pp, or "
+            "use fsdp"
+        )
+    elif launch.split and sum(launch.split) != layers:
+        yield f"launch.split: its sum is {sum(launch.split)}, and {spec.model.id} has {layers} layers: change it"
+
+
+_STAGES = "each GPU holds some of the layers, and micro-batches pass through them (torch)"
+_STAGED = "after the first step each GPU has only its own layers, and micro-batches have passed through all of them"
 _ZERO = "DeepSpeed's engine runs the stage, and a rank updates only its share of the parameters"
 STRATEGIES = {
     "ddp": Strategy(
@@ -146,6 +212,33 @@ STRATEGIES = {
         same_samples=True,
         incompatibilities=_cp,
     ),
+    "pp": Strategy(
+        description=_STAGES, verified=_STAGED, shards=("layers",), same_samples=True, incompatibilities=_pp
+    ),
+    "pp+ddp": Strategy(
+        description="pp in several copies of the model; gradients of equal stages are summed",
+        verified=f"{_STAGED}; equal stages hold the same weights",
+        shards=("layers",),
+        incompatibilities=_pp,
+    ),
+    "pp+fsdp": Strategy(
+        description="pp, and each layer is sharded over several GPUs (FSDP2)",
+        verified=f"{_STAGED}; every parameter is a DTensor",
+        shards=("optimizer", "gradients", "weights", "layers"),
+        incompatibilities=_pp,
+    ),
+    "pp+tp": Strategy(
+        description="pp, and `launch.tp` GPUs share each matrix of a stage",
+        verified=f"{_STAGED}; matrices are DTensors",
+        shards=("matrices", "layers"),
+        incompatibilities=_pp,
+    ),
+    "pp+tp+fsdp": Strategy(
+        description="pp, and the GPUs of a stage form a mesh as with tp+fsdp",
+        verified=f"{_STAGED}; every parameter is a DTensor",
+        shards=("optimizer", "gradients", "weights", "matrices", "layers"),
+        incompatibilities=_pp,
+    ),
 }
 _ULYSSES = (
     "launch.strategy: ulysses doubles gradients with ZeRO-1 and 2, and with ZeRO-3 weights all batches of a step "
@@ -163,8 +256,10 @@ def incompatibilities(spec: Experiment) -> list[str]:
         ]
     if launch.nodes > 1 and launch.mock != "off":
         return ["launch.nodes: launch.mock supports one machine: set launch.nodes to 1"]
-    if launch.tp is not None and name != "tp+fsdp":
-        return [f"launch.tp needs strategy tp+fsdp, and launch.strategy is {name}: leave it out, or set the strategy"]
+    for key, fitting in (("tp", "tp+fsdp"), ("pp", "pp"), ("micro_batches", "pp"), ("split", "pp")):
+        there = key in name.split("+") or (key in ("micro_batches", "split") and name.startswith("pp"))
+        if getattr(launch, key) is not None and (not there or name == "tp"):
+            return [f"launch.{key} needs strategy {fitting}, and launch.strategy is {name}: leave it out, or set the strategy"]
     if launch.ranks == 1:
         several = {"strategy": name, "offload": launch.offload}
         return [

@@ -55,10 +55,11 @@ def train(run: TrainingRun) -> None:
     recorder = run.recorder = recorder_of(spec, run.directory)
     loop = build_trainer(spec, run.directory, model, tokenizer, data, reference, phases.within)
     _attach(run, loop, recorder)
-    facts = effective_config.of_model(loop.model, spec)
-    warnings = [*checkpoint_warnings, *data.warnings, *effective_config.warnings(loop.model, spec, facts)]
+    model = parallel.complete(loop.model)
+    facts = effective_config.of_model(model, spec)
+    warnings = [*checkpoint_warnings, *data.warnings, *effective_config.warnings(model, spec, facts)]
     run.write_facts(**facts, **effective_config.of_trainer(loop, spec), dataset=data.description, warnings=warnings)
-    run.require_applied(method.verify(loop.model, spec))
+    run.require_applied(method.verify(model, spec))
 
     answers = Answers(spec, run.directory, tokenizer)
     if spec.measure.generate is not None and first:
@@ -75,6 +76,7 @@ def train(run: TrainingRun) -> None:
     run.write_facts(
         dataset=data.description | {"order_hash": _hash_of(run, data, recorder)}, padding=padding_of(recorder.shapes),
         gpu_busy_method=recorder.busy_method, **cuda_graph.applied(loop.model, spec),
+        **(parallel.applied(loop, spec) if spec.launch.pp else {}),
     )  # fmt: skip
     if spec.measure.generate is not None and first:
         phases.enter("generate")
@@ -131,6 +133,8 @@ def build_trainer(
     optimizations.apply(model, spec)
     if reference is not None:
         optimizations.apply(reference.requires_grad_(False), spec)
+    if spec.launch.pp:
+        model = parallel.load(spec.launch.strategy).cut(model, spec)
     if spec.objective.pairs:
         from ftbench.worker import dpo
 

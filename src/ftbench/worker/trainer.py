@@ -105,7 +105,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     """Return the trainer for the spec. It keeps the order of the samples, so that all methods see the same tokens."""
     most = data.most_parts(spec.train.batch_size, max(data.longest, spec.dataset.max_length))
     pictures: list[Picture] = []
-    size = spec.train.batch_size * spec.launch.shares if spec.launch.shares > 1 else 1
+    several = spec.launch.shares > 1 or spec.launch.pp
+    size = spec.train.batch_size * spec.launch.shares if several else 1
     if spec.launch.sharded and data.pixels:
         _check_pictures(spec, data, size)
     train, evaluation = (dataset(filled(rows, size), pictures) for rows in (data.train, data.evaluation))

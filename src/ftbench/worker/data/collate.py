@@ -46,7 +46,8 @@ class Collator:
         if self._parts > 1 and spec.train.precision == "fp32":
             self._parts *= ROWS_IN_32_BITS
         self._fixed = self._even(longest) if on.fixed_shape else None
-        self._rows = spec.train.batch_size
+        self._micro = spec.launch.micro_batches or 1
+        self._rows = spec.train.batch_size // (self._micro if self._flat else 1)
         self._pixels, self._pictures = pixels, pictures
         self._tiles = max((pixels.size(each).tiles for each in pictures), default=0) if pixels and self._fixed else 0
         self._positions, self._labels = on.chunked_loss, labels
@@ -57,7 +58,10 @@ class Collator:
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         samples = [sample for row in rows for sample in samples_of(row)]
-        batch = self._concatenated(samples) if self._flat else self._padded(samples)
+        if self._flat and self._micro > 1:
+            batch = self._rows_of_samples(rows)
+        else:
+            batch = self._concatenated(samples) if self._flat else self._padded(samples)
         pictures = [self._pictures[index] for row in rows for index in row.get("shown", ())]
         if pictures and self._pixels:
             batch |= self._pixels.batch(pictures, batch, self._tiles)
@@ -79,7 +83,7 @@ class Collator:
 
     def _padded(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
         longest = self._even(max((len(ids) for ids, _ in samples), default=1))
-        shape = (self._rows if self._fixed else max(1, len(samples)), self._fixed or longest)
+        shape = (self._rows if self._fixed or self._micro > 1 else max(1, len(samples)), self._fixed or longest)
         input_ids = np.full(shape, self._pad, dtype=np.int64)
         mask = np.zeros(shape, dtype=np.int64)
         targets = np.full(shape, IGNORE, dtype=np.int64)
@@ -93,6 +97,15 @@ class Collator:
     def _even(self, length: int) -> int:
         """Round a row length up so that it divides evenly among the GPUs that share it."""
         return -(-length // self._parts) * self._parts
+
+    def _rows_of_samples(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return one row of samples for each micro-batch of a pipeline, filled up to the longest one."""
+        starts = range(0, self._micro * self._rows, self._rows)
+        groups = [[each for row in rows[at : at + self._rows] for each in samples_of(row)] for at in starts]
+        lengths = [sum(len(ids) for ids, _ in group) for group in groups]
+        full = zip(groups, lengths, strict=True)
+        made = [self._concatenated([*group, *self._filler(max(2, *lengths) - length)]) for group, length in full]
+        return {key: np.concatenate([each[key] for each in made]) for key in made[0]}
 
     def _concatenated(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
         """Return one row of all samples.
@@ -181,7 +194,7 @@ def counting(collate: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Sequen
 def verify(spec: Experiment, batches: Iterable[tuple[tuple[int, ...], bool]]) -> list[str]:
     """Return the batch optimizations that were not applied, given each batch's shape and whether it had padding."""
     problems, on = [], spec.optimizations
-    if (on.packing or on.padding_free) and any(padded for _, padded in batches) and not on.fixed_shape:
+    if (on.packing or on.padding_free) and any(padded for _, padded in batches) and not on.fixed_shape and not spec.launch.pp:
         problems.append(f"optimizations.{'packing' if on.packing else 'padding_free'} is on and batches have padding")
     if on.fixed_shape and len(shapes := {shape for shape, _ in batches}) > 1:
         problems.append(f"optimizations.fixed_shape is on and batches have shapes {sorted(shapes)}")

@@ -95,6 +95,8 @@ def read(spec: Experiment, source: str, **more: Any) -> Any:
     if vision.reads_images(config) and "attn_implementation" in arguments:  # the encoder keeps its default
         arguments["attn_implementation"] = {"text_config": arguments["attn_implementation"]}
     kind = vision.auto_class(config)
+    if hasattr(strategy, "read"):
+        return reach(spec.model, lambda: strategy.read(kind, source, config, spec, arguments))
     if hasattr(strategy, "reads") and not strategy.reads(spec):
         return reach(spec.model, lambda: skeleton(kind, config, spec))
     with weight_offload.quantised_on(device()) if offload and spec.method.quantised else nullcontext():
@@ -106,9 +108,9 @@ def skeleton(kind: Any, config: Any, spec: Experiment) -> Any:
     """Return a model without values, which it gets while it is sharded.
 
     Only its buffers take memory, because the host allocates a page when it is written first. Weights that mixed
-    precision trains are in float32, as accelerate would convert them.
+    precision trains are in float32, as accelerate would convert them; pp converts them later.
     """
-    full = spec.method.name == "full" and spec.train.precision != "fp32"
+    full = spec.method.name == "full" and spec.train.precision != "fp32" and not spec.launch.pp
     dtype = torch.float32 if full else getattr(torch, spec.model.dtype)
     with torch.device("meta"):
         model = kind.from_config(config, dtype=dtype, **attention_of(spec))

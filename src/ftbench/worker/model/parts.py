@@ -3,12 +3,21 @@
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import torch
+
 from ftbench.errors import SpecError
 
 _PROJECTOR = ("multi_modal_projector", "image_newline", "merger", "deepstack_merger_list")
 _ENCODER = ("vision_tower", "visual")
 VISION_MODULES = r".*\.(vision_tower|visual|multi_modal_projector)\."  # modules of the encoder and the projector
 Part = Literal["language", "vision", "projector"]
+
+
+class Elsewhere(torch.nn.Module):
+    """A layer, embedding, norm or head that another rank has. It returns its input."""
+
+    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        return hidden
 
 
 def base_model(model: Any) -> Any:
@@ -61,8 +70,8 @@ def plain_tensors(value: Any) -> list[Any]:
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """Return the decoder's layers in order."""
-    return list(decoder(model).layers)
+    """Return the decoder's layers in order, without those of other ranks."""
+    return [layer for layer in decoder(model).layers if not isinstance(layer, Elsewhere)]
 
 
 def vision_layers(model: Any) -> list[Any]:

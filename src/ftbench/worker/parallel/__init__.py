@@ -1,10 +1,13 @@
-"""Ranks of one run, and one module per strategy with these functions (`prepare`, `attach`, `reads` are optional):
+"""Ranks of one run, and one module per strategy with these functions (only `arguments`, `verify` and `applied` are
+required):
 
 loading(spec, config): arguments for from_pretrained, if it shards the weights while loading
 arguments(spec): arguments for the trainer
 prepare(made): changes after the trainer's arguments are made
 attach(trainer, spec): changes after the trainer has its model
 reads(spec): whether this rank reads the weights
+read(kind, source, config, spec, arguments): the model, instead of from_pretrained
+cut(model, spec): the part of the model on this rank, after the method and the optimizations
 verify(trainer, spec): problems, checked after the first step
 applied(trainer): facts for applied.json, read after the first step
 """
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
 
-_MODULES = {"zero1": "zero", "zero2": "zero", "zero3": "zero", "tp+fsdp": "tp_fsdp"}
+_MODULES = {"zero1": "zero", "zero2": "zero", "zero3": "zero", "tp+fsdp": "tp_fsdp"}  # of pp and its parts: pp
 
 
 def rank() -> int | None:
@@ -45,7 +48,12 @@ def is_first_of_node() -> bool:
 
 def load(strategy: str) -> ModuleType:
     """Import and return the module of a strategy."""
-    return importlib.import_module(f"ftbench.worker.parallel.{_MODULES.get(strategy, strategy)}")
+    return importlib.import_module(f"ftbench.worker.parallel.{_MODULES.get(strategy, strategy.partition('+')[0])}")
+
+
+def complete(model: Any) -> Any:
+    """Return a description of all layers: the model, or with pp its copy without values."""
+    return model.__dict__.get("ftbench_complete", model)
 
 
 def applied(trainer: Any, spec: Experiment) -> dict[str, Any]:

@@ -42,6 +42,12 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 def attach(trainer: Any, spec: Experiment) -> None:
     """Split the optimizer's parameter groups by mesh: torch's fused and foreach steps do not support a mixture of
     sharded and unsharded tensors."""
+    split_groups(trainer)
+    save_gathered(trainer)
+
+
+def split_groups(trainer: Any) -> None:
+    """Split the optimizer's parameter groups by mesh."""
     create = trainer.create_optimizer
 
     def created(*args: Any) -> Any:
@@ -50,7 +56,6 @@ def attach(trainer: Any, spec: Experiment) -> None:
         return optimizer
 
     trainer.create_optimizer = created
-    save_gathered(trainer)
 
 
 def save_gathered(trainer: Any) -> None:

@@ -1,0 +1,68 @@
+"""Stages of a pipeline: the layers of each, the micro-batches that they keep, and the time that they wait.
+
+Sources: Narayanan et al. 2021 (1F1B and interleaved stages, sections 2.2 and 3.2); Qi et al. 2024 (ZB-V)."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv")
+
+
+def parts(schedule: str) -> int:
+    """Return the number of stages of one GPU."""
+    return 2 if schedule in ("interleaved-1f1b", "zbv") else 1
+
+
+def of_rank(schedule: str, ranks: int, rank: int) -> list[int]:
+    """Return the stages of a rank of the pipeline. ZB-V returns to the first rank, so that it has both ends."""
+    if parts(schedule) == 1:
+        return [rank]
+    return [rank, 2 * ranks - 1 - rank if schedule == "zbv" else rank + ranks]
+
+
+def bubble(schedule: str, ranks: int, micro_batches: int) -> float:
+    """Return the share of a step in which a GPU waits for the others, if all stages take equally long."""
+    waits = 0 if schedule == "zbv" else ranks - 1
+    return waits / (micro_batches * parts(schedule) + waits)
+
+
+def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int) -> float:
+    """Return how many micro-batches' activations a rank keeps at most, in all of its layers."""
+    if schedule == "gpipe":
+        return micro_batches
+    if schedule == "1f1b":
+        return min(micro_batches, ranks - rank)
+    if schedule == "zbv":
+        return min(micro_batches, ranks)
+    return min(2 * micro_batches, ranks + 2 * (ranks - 1 - rank) + 1) / 2
+
+
+def balanced(costs: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Return the number of layers of each stage, so that the slowest stage is as fast as possible.
+
+    `costs` are the parameters that multiply a token: of each layer and, last, of the head. `sizes` are the stored
+    parameters: of the embedding, each layer and the head. Among equally fast splits the largest stage is smallest."""
+    layers = len(sizes) - 2
+    cost = [0, *accumulate([*costs[: layers - 1], costs[layers - 1] + costs[layers]])]
+    size = [0, *accumulate([sizes[0] + sizes[1], *sizes[2:layers], sizes[layers] + sizes[layers + 1]][:layers])]
+    if layers == 1:
+        size[1] = sum(sizes)
+    best: list[tuple[tuple[int, int], tuple[int, ...]] | None] = [((0, 0), ()), *[None] * layers]
+    for stage in range(1, stages + 1):
+        following: list[tuple[tuple[int, int], tuple[int, ...]] | None] = [None] * (layers + 1)
+        for end in range(stage, layers + 1):
+            for start in range(stage - 1, end):
+                if (before := best[start]) is None:
+                    continue
+                (slow, large), taken = before
+                worst = max(slow, cost[end] - cost[start]), max(large, size[end] - size[start])
+                if (found := following[end]) is None or worst < found[0]:
+                    following[end] = worst, (*taken, end - start)
+        best = following
+    assert best[layers] is not None  # noqa: S101 - there are at least as many layers as stages
+    return best[layers][1]
+
+
+def layers_of(split: Sequence[int], stage: int) -> range:
+    """Return the indices of a stage's layers."""
+    return range(*list(pairwise([0, *accumulate(split)]))[stage])

@@ -1,0 +1,284 @@
+"""Pipeline parallelism with torch's schedules, and with DDP, FSDP2 and transformers' tensor parallelism.
+
+Each GPU holds some of the layers. The parts are applied in this order: load the weights of the own layers, add the
+adapters, cut the model, shard or copy its stages, and make the schedule. Until it is cut, a model has all its layers;
+those of other GPUs have no values. So adapters get the names and the initial values of a run on one GPU.
+"""
+
+import copy
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.parallelism_config import ParallelismConfig
+from peft.tuners.lora.layer import LoraLayer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+from ftbench.core import pipeline
+from ftbench.errors import SpecError
+from ftbench.families import describe
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.strategies import PIPELINED, split_problems
+from ftbench.worker.device import device
+from ftbench.worker.measure.batch_count import COUNT
+from ftbench.worker.model.loading import skeleton
+from ftbench.worker.model.parts import Elsewhere, base_model, decoder, decoder_layers
+from ftbench.worker.model.random_weights import Drawn
+from ftbench.worker.parallel import ep, tp
+from ftbench.worker.parallel.stages import Pipeline
+
+PIPELINE, COMPLETE = "ftbench_pipeline", "ftbench_complete"  # attributes of a cut model
+
+
+@cache
+def _mesh(shares: int, stages: int, tensor: int) -> Any:
+    """Return the mesh of all ranks. The ranks of one batch are neighbours, as accelerate expects."""
+    return init_device_mesh(device().type, (shares, stages, tensor), mesh_dim_names=("dp", "pp", "tp"))
+
+
+def _mesh_of(spec: Experiment) -> Any:
+    return _mesh(spec.launch.shares, spec.launch.pp, spec.launch.tp or 1)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def reads(spec: Experiment) -> bool:
+    """Return whether this rank reads the weights. Random ones are drawn, unless transformers divides them."""
+    return spec.model.weights == "pretrained" or spec.launch.tp is not None or spec.method.quantised
+
+
+def split_of(spec: Experiment, config: Any) -> tuple[int, ...]:
+    """Return the number of layers of each stage. Raise SpecError for a model that pp does not support."""
+    text = config.get_text_config()
+    if text.model_type not in PIPELINED:
+        raise SpecError(f"launch.strategy: pp supports {', '.join(PIPELINED)}, and {spec.model.id} is {text.model_type}")
+    if problems := [*split_problems(spec, text.num_hidden_layers)]:
+        raise SpecError("; ".join(problems))
+    return spec.launch.split or describe(text.to_dict()).split(spec.launch.stages)
+
+
+def _own(spec: Experiment, split: tuple[int, ...]) -> tuple[list[int], bool, bool]:
+    """Return the layers of this rank, and whether it has the embedding and the head."""
+    indices = pipeline.of_rank(spec.launch.schedule, spec.launch.pp, _mesh_of(spec)["pp"].get_local_rank())
+    layers = [layer for index in indices for layer in pipeline.layers_of(split, index)]
+    return layers, 0 in indices, len(split) - 1 in indices
+
+
+def read(kind: Any, source: str, config: Any, spec: Experiment, arguments: dict[str, Any]) -> Any:
+    """Return the model with the values of this rank's layers. The other layers are on the meta device."""
+    layers, first, last = _own(spec, split_of(spec, config))
+    if reads(spec):
+        model = _pretrained(kind, source, config, layers, arguments | _placement(spec, config))
+    else:
+        model = skeleton(kind, config, spec)
+    inner = decoder(model)
+    mine = [layer for at, layer in enumerate(inner.layers) if at in layers]
+    mine += [inner.embed_tokens] if first else []
+    mine += [inner.norm, model.get_output_embeddings()] if last else []
+    _forget(model, mine)
+    if not reads(spec):
+        values = Drawn(model.state_dict(), spec.model)
+        target = torch.device("cpu") if "fsdp" in spec.launch.strategy else device()
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta:
+                parameter.data = values[name].to(target)
+    return model
+
+
+def _placement(spec: Experiment, config: Any) -> dict[str, Any]:
+    """Return the arguments that place the weights. FSDP moves them when it shards them."""
+    launch = spec.launch
+    if launch.tp is None:
+        return {} if "fsdp" in launch.strategy or device().type == "cpu" else {"device_map": {"": device()}}
+    tp.require_even(spec, config, "launch.tp", launch.tp)
+    tp.require_shared_adapters(spec)
+    LoraLayer._get_in_out_features = lambda self, module: (module.in_features, module.out_features)  # see tp_fsdp
+    sizes = DistributedConfig(tp_size=launch.tp, fsdp_size=launch.ranks // launch.tp)
+    return {"distributed_config": sizes, "device_mesh": _mesh_of(spec)}
+
+
+def _pretrained(kind: Any, source: str, config: Any, layers: list[int], arguments: dict[str, Any]) -> Any:
+    """Return the model from files, without reading the layers of other ranks.
+
+    from_pretrained gets a class whose models lack them. They are added again afterwards."""
+    plain = kind._model_mapping[type(config)]
+    away: dict[str, Any] = {}
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain.__init__(self, *args, **kwargs)
+        there = decoder(self).layers._modules
+        away.update({name: there.pop(name) for name in [*there] if int(name) not in layers})
+
+    cut_class = type(plain.__name__, (plain,), {"__init__": build, "__module__": plain.__module__})
+    cut_class._keys_to_ignore_on_load_unexpected = [r"\.layers\.\d+\."]
+    model = cut_class.from_pretrained(source, **arguments)
+    model.__class__ = plain
+    there = decoder(model).layers._modules
+    every = {**there, **away}
+    there.clear()
+    there.update({str(at): every[str(at)] for at in range(len(every))})
+    return model
+
+
+def _forget(model: Any, modules: list[Any]) -> None:
+    """Move all parameters to the meta device that none of these modules has."""
+    kept = {id(parameter) for module in modules for parameter in module.parameters()}
+    moved: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in kept:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                moved.setdefault(id(parameter), nn.Parameter(empty, parameter.requires_grad))
+                module._parameters[name] = moved[id(parameter)]
+
+
+# --- the model with its stages ----------------------------------------------------------------------------------------
+
+
+def cut(model: Any, spec: Experiment) -> Any:
+    """Return the model with this rank's layers only, and its pipeline. A copy without values keeps all layers."""
+    split = split_of(spec, model.config)
+    layers, first, last = _own(spec, split)
+    base, inner = base_model(model), decoder(model)
+    tied = inner.embed_tokens.weight is base.get_output_embeddings().weight
+    complete = _without_values(model)
+    narrow = "fsdp" in spec.launch.strategy and spec.train.precision == "bf16"
+    dtype = torch.bfloat16 if narrow else inner.embed_tokens.weight.dtype
+    for at in range(len(inner.layers)):
+        if at not in layers:
+            inner.layers._modules[str(at)] = Elsewhere()
+    if not first:
+        inner.embed_tokens = Elsewhere()
+    if not last:
+        inner.norm = Elsewhere()
+        base.set_output_embeddings(Elsewhere())
+    base.config.tie_word_embeddings = tied
+    base._tp_size = spec.launch.tp and spec.launch.ranks // spec.launch.shares  # ranks with the same batch
+    values = {PIPELINE: Pipeline(model, spec, split, _mesh_of(spec), dtype), COMPLETE: complete}
+    model.__dict__.update(values)  # not as submodules
+    return model
+
+
+def _without_values(model: Any) -> Any:
+    """Return a copy of a model on the meta device."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    made = copy.deepcopy(model, memo)
+    made.config.distributed_config = None  # saving would wait for other ranks
+    return made
+
+
+def arguments(spec: Experiment) -> dict[str, Any]:
+    """Return the arguments of the trainer. accelerate gives the ranks of a batch the same rows, as those of tp."""
+    same = spec.launch.ranks // spec.launch.shares
+    sizes = {"dp_shard_size": spec.launch.shares} if spec.launch.shares > 1 else {}
+    return ep.arguments(spec) | {"parallelism_config": ParallelismConfig(tp_size=same, **sizes)}
+
+
+def attach(trainer: Any, spec: Experiment) -> None:
+    """Make the trainer use the pipeline for its passes, the norm of the gradients, and saving."""
+    stages: Pipeline = trainer.model.__dict__[PIPELINE]
+    accelerator = trainer.accelerator
+    accelerator._prepare_tp = lambda *objects: objects
+
+    def prepare_model(model: Any, **_: Any) -> Any:
+        accelerator._models.append(model)
+        return model
+
+    def training_step(model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+        model.train()
+        count = inputs.pop(COUNT)
+        trainer.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
+        loss = stages.run(trainer._prepare_inputs(inputs), num_items_in_batch / spec.launch.shares)
+        if accelerator.sync_gradients:
+            stages.finish_gradients()
+        return loss
+
+    def prediction_step(model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> tuple[torch.Tensor, None, None]:
+        count = inputs.pop(COUNT)
+        with torch.no_grad():
+            return stages.run(trainer._prepare_inputs(inputs), max(1, count.labels), train=False), None, None
+
+    def clip(parameters: Any, most: float, *_: Any, **__: Any) -> torch.Tensor:
+        parameters = [*parameters]
+        norm = stages.norm(parameters)
+        factor = (most / (norm + 1e-6)).clamp(max=1.0)
+        if most < float("inf"):
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        return norm
+
+    accelerator.prepare_model, accelerator.clip_grad_norm_ = prepare_model, clip
+    trainer.training_step, trainer.prediction_step = training_step, prediction_step
+    trainer._clip_grad_norm = lambda model: clip(model.parameters(), trainer.args.max_grad_norm)
+    trainer.save_model = lambda folder: _save(trainer, folder)
+    if spec.launch.tp:
+        _sum_over_tensor_ranks(trainer, stages)
+    ep.split_groups(trainer)
+
+
+def _sum_over_tensor_ranks(trainer: Any, stages: Pipeline) -> None:
+    """Sum the gradients of norms within heads once a step. transformers' hook would sum earlier micro-batches again."""
+    for module in trainer.model.modules():
+        for key, hook in [*module._backward_hooks.items()]:
+            if getattr(hook, "__name__", "") == "_all_reduce_grads":
+                del module._backward_hooks[key]
+                stages.partial += [each for each in module.parameters(recurse=False) if each.requires_grad]
+
+
+def _save(trainer: Any, folder: str) -> None:
+    """Gather the trained weights of all stages on rank 0 and save them as those of one model."""
+    named = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
+    whole = {name: each.detach().full_tensor() if isinstance(each, DTensor) else each.detach() for name, each in named.items()}
+    stages: Pipeline = trainer.model.__dict__[PIPELINE]
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    has_share = stages.mesh["dp"].get_local_rank() == stages.mesh["tp"].get_local_rank() == 0
+    dist.gather_object({name: each.cpu() for name, each in whole.items()} if has_share else {}, gathered)
+    if gathered is not None:
+        state = {name: each for part in gathered for name, each in part.items()}
+        model, trainer.model = trainer.model, trainer.model.__dict__[COMPLETE]
+        trainer._save(folder, state_dict=state)
+        trainer.model = model
+
+
+def verify(trainer: Any, spec: Experiment) -> list[str]:
+    """Return the problems after a step: foreign layers, missing passes, or copies with different weights."""
+    stages: Pipeline = trainer.model.__dict__[PIPELINE]
+    problems, launch = [], spec.launch
+    wanted = sum(stages.split[index] for index in stages.indices)
+    if (held := len(decoder_layers(trainer.model))) != wanted:
+        problems.append(f"launch.strategy is {launch.strategy}, but this rank has {held} layers, not {wanted}")
+    if any(layers.passed != launch.micro_batches for layers in stages.layers):
+        problems.append(f"launch.micro_batches is {launch.micro_batches}, but a stage has not computed all of them")
+    sharded = [isinstance(parameter, DTensor) for parameter in trainer.model.parameters()]
+    if ("fsdp" in launch.strategy and not all(sharded)) or ("tp" in launch.strategy.split("+") and not any(sharded)):
+        problems.append(f"launch.strategy is {launch.strategy}, but parameters are not sharded")
+    if "ddp" in launch.strategy:
+        sums = torch.stack([each.detach().double().sum() for each in trainer.model.parameters() if each.requires_grad])
+        others = [torch.empty_like(sums) for _ in range(launch.shares)]
+        dist.all_gather(others, sums, stages.mesh["dp"].get_group())
+        if any(not torch.equal(other, sums) for other in others):
+            problems.append(f"launch.strategy is {launch.strategy}, but the copies of a stage differ after step 1")
+    return problems
+
+
+def applied(trainer: Any) -> dict[str, Any]:
+    """Return the stages of this rank, their layers and elements, and the share of time in which it waited so far."""
+    stages: Pipeline = trainer.model.__dict__[PIPELINE]
+    parameters = list(trainer.model.parameters())
+    return {
+        "schedule": stages.launch.schedule,
+        "micro_batches": stages.launch.micro_batches,
+        "split": list(stages.split),
+        "stages": stages.indices,
+        "elements_of_rank": sum(getattr(each, "_local_tensor", each).numel() for each in parameters),
+        "waiting": stages.waiting(),
+    }

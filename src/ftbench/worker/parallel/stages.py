@@ -1,0 +1,251 @@
+"""The stages of a pipeline: their layers, the order of the micro-batches (torch.distributed.pipelining), and the
+gradients that several GPUs share."""
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ftbench.core import pipeline
+from ftbench.spec.experiment import Experiment
+from ftbench.worker.device import device
+from ftbench.worker.measure.meters import meters
+from ftbench.worker.model.parts import Elsewhere, base_model, decoder
+
+_SCHEDULES = {
+    "gpipe": pipelining.ScheduleGPipe,
+    "1f1b": pipelining.Schedule1F1B,
+    "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
+    "zbv": pipelining.ScheduleZBVZeroBubble,
+}
+_TIMED = 64  # latest passes whose waiting time is measured
+Batch = dict[str, Any]
+
+
+class Layers(nn.Module):
+    """The layers of one stage, with the embedding before the first and the head and the loss after the last.
+
+    Its input and output are hidden states. The last stage returns its loss, of one element."""
+
+    def __init__(self, model: Any, layers: range, stages: tuple[int, int], autocast: torch.dtype | None) -> None:
+        super().__init__()
+        base, inner, (index, total) = base_model(model), decoder(model), stages
+        self.first, self.last, self.autocast = index == 0, index == total - 1, autocast
+        head = [inner.norm, base.get_output_embeddings()] if self.last else []
+        own = [layer for at, layer in enumerate(inner.layers) if at in layers]
+        self.parts = nn.ModuleList([*([inner.embed_tokens] if self.first else []), *own, *head])
+        view = nn.ModuleList(layer if at in layers else Elsewhere() for at, layer in enumerate(inner.layers))
+        self._model = (base, inner, {"layers": view, "norm": inner.norm if self.last else Elsewhere()})
+        self.batches: Sequence[Batch] = ()
+        self.items: Any = None
+        self.passed = 0
+
+    def begin(self, batches: Sequence[Batch], items: Any) -> None:
+        """Set the micro-batches of the next pass, and the number of label tokens that divides the loss."""
+        self.batches, self.items, self.passed = batches, items, 0
+
+    def forward(self, *hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of the next micro-batch after these layers, or its loss."""
+        base, inner, view = self._model
+        batch = dict(self.batches[self.passed])
+        self.passed += 1
+        labels = batch.pop("labels")
+        if not self.first:
+            batch = {key: value for key, value in batch.items() if key != "input_ids"} | {"inputs_embeds": hidden[0]}
+        complete = {name: inner._modules[name] for name in view}  # a GPU with two stages has the layers of both
+        inner._modules.update(view)
+        try:
+            return self._computed(base, inner, batch, labels)
+        finally:
+            inner._modules.update(complete)
+
+    def _computed(self, base: Any, inner: Any, batch: Batch, labels: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device().type, self.autocast) if self.autocast else nullcontext():
+            if self.last:
+                made = base(**batch, labels=labels, num_items_in_batch=self.items, use_cache=False)
+                return made.loss.reshape(1)
+            return inner(**batch, use_cache=False).last_hidden_state
+
+
+class _Stage(pipelining.PipelineStage):
+    """torch's stage, which marks the begin and the end of its computation."""
+
+    marks: list[Any]
+    clock: Any
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timed(super().forward_one_chunk, *args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timed(super().backward_one_chunk, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timed(super().backward_weight_one_chunk, *args, **kwargs)
+
+    def _timed(self, compute: Any, *args: Any, **kwargs: Any) -> Any:
+        begin = self.clock.mark()
+        result = compute(*args, **kwargs)
+        self.marks.append((begin, self.clock.mark()))
+        return result
+
+
+class Pipeline:
+    """The stages of this rank.
+
+    Args:
+        model: The model, with the layers of this rank.
+        spec: The run.
+        split: The number of layers of each stage.
+        mesh: The ranks, with the dimensions dp, pp and tp.
+        dtype: The type of the hidden states.
+    """
+
+    def __init__(self, model: Any, spec: Experiment, split: Sequence[int], mesh: Any, dtype: torch.dtype) -> None:
+        self.spec, self.launch, self.mesh, self.dtype, self.split = spec, spec.launch, mesh, dtype, tuple(split)
+        self.group, self.rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
+        self.hidden, self.config = base_model(model).config.hidden_size, base_model(model).config
+        self.indices = pipeline.of_rank(self.launch.schedule, mesh["pp"].size(), self.rank)
+        narrow = torch.bfloat16 if spec.train.precision == "bf16" else None
+        total = len(split)
+        self.layers = [Layers(model, pipeline.layers_of(split, at), (at, total), narrow) for at in self.indices]
+        self.modules = [self._shared(layers, narrow) for layers in self.layers]
+        self.last_rank = 0 if self.launch.schedule == "zbv" else mesh["pp"].size() - 1
+        self.clock, _ = meters(device())
+        self.passes: deque[tuple[Any, list[Any], Any]] = deque(maxlen=_TIMED)
+        self._made: tuple[Any, Any] = (None, None)
+        self.tied = self._tied_weight(model)
+        self.partial: list[Any] = []  # weights whose gradient is summed over the ranks of tp
+        self.ends = self._ends() if self.config.tie_word_embeddings else None
+
+    def _shared(self, layers: Layers, narrow: torch.dtype | None) -> nn.Module:
+        """Return the module of a stage whose gradients are summed over the other copies of the stage."""
+        strategy = self.launch.strategy.split("+")
+        if "ddp" in strategy:
+            return DistributedDataParallel(
+                layers, process_group=self.mesh["dp"].get_group(), broadcast_buffers=False
+            )
+        if "fsdp" in strategy:
+            policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow) if narrow else MixedPrecisionPolicy()
+            shard = partial(fully_shard, mesh=self.mesh["dp"], mp_policy=policy)
+            if narrow:
+                for parameter in layers.parameters():
+                    parameter.data = parameter.data.float() if parameter.requires_grad else parameter.data
+            first, last = int(layers.first), len(layers.parts) - 2 * layers.last
+            for layer in layers.parts[first:last]:
+                shard(layer)
+            shard(layers)
+        return layers
+
+    # --- passes -------------------------------------------------------------------------------------------------------
+
+    def run(self, batch: Batch, items: Any, train: bool = True) -> torch.Tensor:
+        """Pass a batch forward and, to train, backward through all stages. Return its loss on every rank.
+
+        The loss is the sum over label tokens divided by `items`."""
+        batches = micro_batches(batch, self.launch.micro_batches)
+        schedule, marks = self._schedule(batches[0]["input_ids"].shape, train)
+        for layers in self.layers:
+            layers.begin(batches, items)
+        losses: list[torch.Tensor] = []
+        target = torch.zeros(len(batches)) if self.rank == self.last_rank else None
+        begin = self.clock.mark()
+        (schedule.step if train else schedule.eval)(target=target, losses=losses, return_outputs=False)
+        if train:
+            self.passes.append((begin, [*marks], self.clock.mark()))
+        marks.clear()
+        loss = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=device())
+        dist.broadcast(loss, dist.get_global_rank(self.group, self.last_rank), self.group)
+        return loss
+
+    def _schedule(self, shape: Sequence[int], train: bool) -> tuple[Any, list[Any]]:
+        """Return torch's schedule and the marks of its stages. Their buffers have one shape, so another shape of
+        micro-batches gets another schedule."""
+        key = (*shape, train)
+        if self._made[0] != key:
+            marks: list[Any] = []
+            stages = [self._stage(*pair, shape, marks) for pair in zip(self.indices, self.modules, strict=True)]
+            kind = _SCHEDULES[self.launch.schedule]
+            given: Any = stages[0] if pipeline.parts(self.launch.schedule) == 1 else stages
+            made = kind(given, self.launch.micro_batches, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)
+            self._made = key, (made, marks)
+        return self._made[1]
+
+    def _stage(self, index: int, module: nn.Module, shape: Sequence[int], marks: list[Any]) -> _Stage:
+        states = torch.empty((*shape, self.hidden), dtype=self.dtype, device="meta", requires_grad=True)
+        loss = torch.empty(1, dtype=torch.float32, device="meta", requires_grad=True)
+        total = len(self.split)
+        stage = _Stage(
+            module, index, total, device(), input_args=() if index == 0 else (states,),
+            output_args=(loss if index == total - 1 else states,), group=self.group,
+        )  # fmt: skip
+        stage.marks, stage.clock = marks, self.clock
+        return stage
+
+    def waiting(self) -> float | None:
+        """Return the share of the latest passes in which this rank waited for others."""
+        busy = sum(self.clock.seconds(*pair) for _, marks, _ in self.passes for pair in marks)
+        total = sum(self.clock.seconds(begin, end) for begin, _, end in self.passes)
+        return 1 - busy / total if total else None
+
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    def _ends(self) -> Any:
+        """Return the group of the first and the last rank of this rank's pipeline. All ranks must call it."""
+        made = None
+        for line in self.mesh.mesh.transpose(1, 2).reshape(-1, self.mesh.mesh.shape[1]).tolist():
+            ends = dist.new_group([line[0], line[-1]])
+            made = ends if dist.get_rank() in (line[0], line[-1]) else made
+        return made
+
+    def _tied_weight(self, model: Any) -> Any:
+        """Return the weight that embedding and head share on the first and last stage."""
+        ends = [layers for layers in self.layers if layers.first or layers.last]
+        there = ends and self.config.tie_word_embeddings
+        return (ends[0].parts[0] if ends[0].first else ends[0].parts[-1]).weight if there else None
+
+    def finish_gradients(self) -> None:
+        """Sum the gradients of weights that several ranks have, after the last backward pass of a step."""
+        for weight in self.partial:
+            _sum(weight, self.mesh["tp"].get_group())
+        if self.tied is not None and self.tied.grad is not None and len({layers.first for layers in self.layers}) == 1:
+            _sum(self.tied, self.ends)
+
+    def norm(self, parameters: Sequence[Any]) -> torch.Tensor:
+        """Return the norm of the gradients of all stages. A weight of two stages counts once."""
+        copy = self.tied if self.tied is not None and not self.layers[0].first else None
+        grads = [each.grad for each in parameters if each.grad is not None and each is not copy]
+        kinds: dict[tuple[str, ...], list[Any]] = {}
+        for grad in grads:
+            names = grad.device_mesh.mesh_dim_names if isinstance(grad, DTensor) else ()
+            over = tuple(name for at, name in enumerate(names) if not grad.placements[at].is_replicate())
+            kinds.setdefault(over, []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
+        squares = torch.zeros((), device=device())
+        for names, kind in kinds.items():
+            square = nn.utils.get_total_norm(kind).float() ** 2
+            for name in names:
+                dist.all_reduce(square, group=self.mesh[name].get_group())
+            squares += square
+        dist.all_reduce(squares, group=self.group)
+        return squares.sqrt()
+
+
+def _sum(weight: Any, group: Any) -> None:
+    """Sum the gradient of a weight over a group whose ranks hold equal shards of it."""
+    if isinstance(weight.grad, DTensor) and weight.grad.placements != weight.placements:
+        weight.grad = weight.grad.redistribute(weight.device_mesh, weight.placements)
+    dist.all_reduce(weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad, group=group)
+
+
+def micro_batches(batch: Batch, count: int) -> list[Batch]:
+    """Return equal parts of a batch's rows."""
+    parts = {key: value.chunk(count) for key, value in batch.items() if torch.is_tensor(value)}
+    return [{key: value[at] for key, value in parts.items()} for at in range(count)]
