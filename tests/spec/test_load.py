@@ -506,9 +506,17 @@ def test_model_needs_an_id_or_a_path(problems, text):
         ("fsdp: 4", "a mesh needs `tp` and `fsdp`, each from 2 to 512"),
         ("tp: 2, zero3: 2", "launch.zero3: no such key"),
         ("gpus: 2, strategy: tp+fsdp", "launch.tp: 2 GPUs do not form a mesh of 2 times two or more"),
-        ("gpus: 4, tp: 2", "launch.tp needs strategy tp+fsdp, and launch.strategy is ddp"),
+        ("gpus: 4, tp: 2", "launch.tp needs strategy tp+fsdp, and launch.strategy is ddp: change one"),
         ("tp: 2", "launch.tp needs strategy tp+fsdp, and launch.strategy is none"),
-        ("gpus: 2, strategy: pp", "launch.strategy: 'pp' is not allowed"),
+        ("gpus: 2, strategy: ddp, pp: 2", "launch.pp needs strategy pp, and launch.strategy is ddp: change one"),
+        ("gpus: 6, pp: 4", "`gpus` is 6, and pp 4 is 4: set gpus to 4"),
+        ("gpus: 8, pp: 2, fsdp: 2", "`gpus` is 8, and pp 2 x fsdp 2 is 4: set gpus to 4"),
+        ("pp: 64, micro_batches: 64", "launch.pp: tiny/qwen3 has 2 layers, too few for 64 stages: lower launch.pp"),
+        ("pp: 2, micro_batches: 1", "1 micro-batches cannot fill 2 stages, and GPUs would wait for each other: set it"),
+        ("pp: 2, micro_batches: 3", "rows cannot form 3 equal micro-batches: set it to "),
+        ("pp: 2, split: [1, 2]", "launch.split: its sum is 3, and tiny/qwen3 has 2 layers: change it"),
+        ("pp: 2, split: [2]", "launch.split has 1 numbers, and there are 2 stages: give one"),
+        ("pp: 2, fsdp: 2, schedule: zbv", "launch.schedule: zbv splits the backward pass, and other GPUs would get"),
         ("gpus: 2, strategy: ulysses", "launch.strategy: ulysses doubles gradients with ZeRO-1 and 2"),
         ("framework: axolotl", "launch.framework axolotl needs launch.python, the interpreter of its environment"),
         ("python: /opt/axolotl/bin/python", "launch.python is the interpreter of another framework: leave it out"),
@@ -516,6 +524,24 @@ def test_model_needs_an_id_or_a_path(problems, text):
 )
 def test_unsupported_launch_is_an_error_with_a_fix(problems, section, fix):
     assert any(fix in problem for problem in problems(f"{MODEL}launch: {{{section}}}\n"))
+
+
+@pytest.mark.parametrize(
+    ("section", "strategy", "sizes"),
+    [
+        ("gpus: 2, strategy: pp", "pp", (2, 2, None, 1)),
+        ("gpus: 4, pp: 2, micro_batches: 2", "pp+ddp", (4, 2, None, 2)),
+        ("pp: 2, fsdp: 2", "pp+fsdp", (4, 2, None, 2)),
+        ("pp: 2, tp: 2", "pp+tp", (4, 2, 2, 1)),
+        ("gpus: 8, pp: 2, tp: 2, fsdp: 2", "pp+tp+fsdp", (8, 2, 2, 2)),
+        ("gpus: 8, strategy: pp+tp+fsdp", "pp+tp+fsdp", (8, 2, 2, 2)),
+    ],
+)
+def test_numbers_of_a_pipeline_name_its_strategy(files, section, strategy, sizes):
+    own = files(own=f"{MODEL}train: {{batch_size: 4}}\nlaunch: {{{section}}}\n") / "own.yaml"
+    launch = load(own).launch
+    assert (launch.strategy, (launch.gpus, launch.pp, launch.tp, launch.shares)) == (strategy, sizes)
+    assert type(launch).model_validate(launch.model_dump()) == launch
 
 
 def test_tp_and_fsdp_make_a_mesh(files):
@@ -558,6 +584,12 @@ def test_tp_and_fsdp_make_a_mesh(files):
         ("cp", "optimizations: {attention: eager}", "cp supports torch's own attention, not eager: set it to sdpa"),
         ("cp", "optimizations: {gradient_checkpointing: offload}", "cp checkpoints all layers or none"),
         ("ddp", "method: unsloth", "method unsloth trains on one GPU"),
+        (
+            "pp",
+            "objective: {name: dpo}\ndataset: {name: preferences}",
+            "pp supports the objective sft, not dpo: use ddp or fsdp",
+        ),
+        ("pp", "optimizations: {liger: on}", "liger was not tested with the stages of pp: set it to off, or use fsdp"),
     ],
 )
 def test_strategy_incompatibilities_have_a_fix(problems, strategy, section, fix):

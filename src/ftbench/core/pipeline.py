@@ -3,6 +3,7 @@
 Sources: Narayanan et al. 2021 (1F1B and interleaved stages, sections 2.2 and 3.2); Qi et al. 2024 (ZB-V)."""
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv")
@@ -43,24 +44,27 @@ def balanced(costs: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[i
     `costs` are the parameters that multiply a token: of each layer and, last, of the head. `sizes` are the stored
     parameters: of the embedding, each layer and the head. Among equally fast splits the largest stage is smallest."""
     layers = len(sizes) - 2
-    cost = [0, *accumulate([*costs[: layers - 1], costs[layers - 1] + costs[layers]])]
-    size = [0, *accumulate([sizes[0] + sizes[1], *sizes[2:layers], sizes[layers] + sizes[layers + 1]][:layers])]
-    if layers == 1:
-        size[1] = sum(sizes)
-    best: list[tuple[tuple[int, int], tuple[int, ...]] | None] = [((0, 0), ()), *[None] * layers]
-    for stage in range(1, stages + 1):
-        following: list[tuple[tuple[int, int], tuple[int, ...]] | None] = [None] * (layers + 1)
-        for end in range(stage, layers + 1):
-            for start in range(stage - 1, end):
-                if (before := best[start]) is None:
-                    continue
-                (slow, large), taken = before
-                worst = max(slow, cost[end] - cost[start]), max(large, size[end] - size[start])
-                if (found := following[end]) is None or worst < found[0]:
-                    following[end] = worst, (*taken, end - start)
-        best = following
-    assert best[layers] is not None  # noqa: S101 - there are at least as many layers as stages
-    return best[layers][1]
+    cost = [0, *accumulate(costs[:layers])]
+    size = [0, *accumulate(sizes[1:-1])]
+    cost[-1] += costs[layers]
+    size = [0, *(each + sizes[0] for each in size[1:])]
+    size[-1] += sizes[-1]
+
+    @cache
+    def best(start: int, left: int) -> tuple[tuple[int, int, int], tuple[int, ...]]:
+        """Return the largest cost and size of stages from this layer on, the sum of squared costs, and the layers."""
+        if left == 1:
+            last = cost[-1] - cost[start]
+            return (last, size[-1] - size[start], last**2), (layers - start,)
+        candidates = []
+        for end in range(start + 1, layers - left + 2):
+            (slow, large, squares), others = best(end, left - 1)
+            own = cost[end] - cost[start]
+            worst = max(slow, own), max(large, size[end] - size[start]), squares + own**2
+            candidates.append((worst, (end - start, *others)))
+        return min(candidates)
+
+    return best(0, stages)[1]
 
 
 def layers_of(split: Sequence[int], stage: int) -> range:

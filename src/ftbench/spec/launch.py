@@ -155,5 +155,5 @@ def _stages(launch: Mapping[str, object]) -> dict[str, object]:
     if name == "pp":
         sharded = fsdp or (tp > 1 and shares > 1)
         name = "+".join(["pp", *["tp"] * (tp > 1), *["fsdp" if sharded else "ddp"] * (shares > 1)])
-    numbers = {"gpus": gpus, "strategy": name, "pp": pp, "tp": tp if tp > 1 else None}
-    return others | numbers | {"micro_batches": launch.get("micro_batches") or 2 * pp}
+    made = {"gpus": gpus, "strategy": name, "pp": pp, "tp": tp if tp > 1 else None}
+    return {**others, **made, "micro_batches": launch.get("micro_batches") or 2 * pp}

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ftbench.spec.base import Experiment
-from ftbench.spec.methods import GPT_OSS, family, number_of_layers
-from ftbench.spec.optimizations import switched_on
+from ftbench.spec.methods import GPT_OSS, family
 from ftbench.spec.optimizations.declaration import Capability
+from ftbench.spec.pipelines import incompatibilities as _of_stages
 
 _WITHOUT_PLAN = (GPT_OSS, "qwen3_vl")  # families without a tensor-parallel plan in transformers
 
@@ -18,7 +18,7 @@ class Strategy:
     Args:
         description: One line for tables and messages.
         verified: How a run checks that it is active.
-        shards: The parts that are split over GPUs: optimizer, gradients, weights, matrices, experts, sequence or layers.
+        shards: The parts that are split over GPUs: optimizer, gradients, weights, matrices, experts, sequence, layers.
         same_samples: Whether all GPUs work on the same samples.
         offloads: The supported values of `launch.offload`.
         incompatibilities: Yields unsupported settings, in addition to the rules for `shards`.
@@ -89,67 +89,10 @@ def _cp(spec: Experiment) -> Iterator[str]:
         yield "launch.strategy: cp does not support the attention sinks of gpt-oss: use fsdp"
 
 
-PIPELINED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe")
-_WITH_PP = ("gradient_checkpointing", "compile", "packing", "fixed_shape", "length_grouping", "loader_processes")
-
-
 def _pp(spec: Experiment) -> Iterator[str]:
-    launch, train, on = spec.launch, spec.train, spec.optimizations
-    if {"tp", "fsdp"} & {*launch.strategy.split("+")}:
+    if {"tp", "fsdp"} & {*spec.launch.strategy.split("+")}:
         yield from _optimizers(spec)
-    if (kind := family(spec.model)) not in (None, *PIPELINED):
-        yield f"launch.strategy: pp supports {', '.join(PIPELINED)}, and {spec.model.id} is {kind}: use fsdp"
-    if spec.objective.name != "sft":
-        yield f"launch.strategy: pp supports the objective sft, not {spec.objective.name}: use ddp or fsdp"
-    if spec.dataset.has_images:
-        yield "launch.strategy: pp supports only text: use ddp or fsdp"
-    if train.precision == "fp16":
-        yield "train.precision fp16: pp does not scale losses: set it to bf16"
-    for name in switched_on(on):
-        if name not in _WITH_PP:
-            yield f"optimizations.{name} was not tested with the stages of pp: set it to off, or use fsdp"
-    if on.attention not in ("auto", "sdpa", "eager"):
-        yield f"optimizations.attention: pp supports sdpa and eager, not {on.attention}: set it to sdpa"
-    for key in ("control", "keep_weights"):
-        if getattr(spec.measure, key) not in ("off", False):
-            yield f"measure.{key}: a GPU of pp does not have all layers: set it to off"
-    if launch.pp is not None:
-        yield from _stages(spec)
-
-
-def _stages(spec: Experiment) -> Iterator[str]:
-    """Yield why the layers or the batch cannot be divided."""
-    launch, micro, rows = spec.launch, spec.launch.micro_batches, spec.train.batch_size
-    least = launch.pp if launch.schedule in ("gpipe", "1f1b") else launch.stages
-    if micro < least:
-        yield (
-            f"launch.micro_batches: {micro} micro-batches cannot fill {least} stages, and GPUs would wait for each "
-            f"other: set it to {least} or more"
-        )
-    if launch.schedule == "interleaved-1f1b" and micro % launch.pp:
-        yield f"launch.micro_batches: interleaved-1f1b needs a multiple of launch.pp ({launch.pp}), not {micro}: change it"
-    if rows % micro:
-        yield (
-            f"train.batch_size: {rows} rows cannot form {micro} equal micro-batches: set it to {micro * -(-rows // micro)}"
-            ", or set launch.micro_batches"
-        )
-    if launch.split and len(launch.split) != launch.stages:
-        yield f"launch.split has {len(launch.split)} numbers, and there are {launch.stages} stages: give one for each"
-    yield from split_problems(spec, number_of_layers(spec.model))
-
-
-def split_problems(spec: Experiment, layers: int | None) -> Iterator[str]:
-    """Yield why a model with this number of layers cannot be split into the stages."""
-    launch = spec.launch
-    if layers is None:
-        return
-    if layers < launch.stages:
-        yield (
-            f"launch.pp: {spec.model.id} has {layers} layers, too few for {launch.stages} stages: lower launch.pp, or "
-            "use fsdp"
-        )
-    elif launch.split and sum(launch.split) != layers:
-        yield f"launch.split: its sum is {sum(launch.split)}, and {spec.model.id} has {layers} layers: change it"
+    yield from _of_stages(spec)
 
 
 _STAGES = "each GPU holds some of the layers, and micro-batches pass through them (torch)"
@@ -212,9 +155,7 @@ STRATEGIES = {
         same_samples=True,
         incompatibilities=_cp,
     ),
-    "pp": Strategy(
-        description=_STAGES, verified=_STAGED, shards=("layers",), same_samples=True, incompatibilities=_pp
-    ),
+    "pp": Strategy(description=_STAGES, verified=_STAGED, shards=("layers",), same_samples=True, incompatibilities=_pp),
     "pp+ddp": Strategy(
         description="pp in several copies of the model; gradients of equal stages are summed",
         verified=f"{_STAGED}; equal stages hold the same weights",
@@ -259,7 +200,7 @@ def incompatibilities(spec: Experiment) -> list[str]:
     for key, fitting in (("tp", "tp+fsdp"), ("pp", "pp"), ("micro_batches", "pp"), ("split", "pp")):
         there = key in name.split("+") or (key in ("micro_batches", "split") and name.startswith("pp"))
         if getattr(launch, key) is not None and (not there or name == "tp"):
-            return [f"launch.{key} needs strategy {fitting}, and launch.strategy is {name}: leave it out, or set the strategy"]
+            return [f"launch.{key} needs strategy {fitting}, and launch.strategy is {name}: change one of them"]
     if launch.ranks == 1:
         several = {"strategy": name, "offload": launch.offload}
         return [

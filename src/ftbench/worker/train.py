@@ -55,8 +55,7 @@ def train(run: TrainingRun) -> None:
     recorder = run.recorder = recorder_of(spec, run.directory)
     loop = build_trainer(spec, run.directory, model, tokenizer, data, reference, phases.within)
     _attach(run, loop, recorder)
-    model = parallel.complete(loop.model)
-    facts = effective_config.of_model(model, spec)
+    facts = effective_config.of_model(model := parallel.complete(loop.model), spec)
     warnings = [*checkpoint_warnings, *data.warnings, *effective_config.warnings(model, spec, facts)]
     run.write_facts(**facts, **effective_config.of_trainer(loop, spec), dataset=data.description, warnings=warnings)
     run.require_applied(method.verify(model, spec))
@@ -73,11 +72,7 @@ def train(run: TrainingRun) -> None:
     if data.evaluation and spec.measure.eval == "end" and run.profiler is None:
         loop.evaluate()
     run.finish()
-    run.write_facts(
-        dataset=data.description | {"order_hash": _hash_of(run, data, recorder)}, padding=padding_of(recorder.shapes),
-        gpu_busy_method=recorder.busy_method, **cuda_graph.applied(loop.model, spec),
-        **(parallel.applied(loop, spec) if spec.launch.pp else {}),
-    )  # fmt: skip
+    _write_final_facts(run, loop, data, recorder)
     if spec.measure.generate is not None and first:
         phases.enter("generate")
         answers.generate(loop.accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False), "after")
@@ -86,6 +81,16 @@ def train(run: TrainingRun) -> None:
         _save(run, loop)
     loop.accelerator.wait_for_everyone()
     shutil.rmtree(run.directory.path / "trainer", ignore_errors=True)
+
+
+def _write_final_facts(run: TrainingRun, loop: Any, data: Prepared, recorder: Recorder) -> None:
+    """Write the facts that are known after training."""
+    spec = run.spec
+    run.write_facts(
+        dataset=data.description | {"order_hash": _hash_of(run, data, recorder)}, padding=padding_of(recorder.shapes),
+        gpu_busy_method=recorder.busy_method, **cuda_graph.applied(loop.model, spec),
+        **(parallel.applied(loop, spec) if spec.launch.pp else {}),  # with the time that stages waited
+    )  # fmt: skip
 
 
 def _save(run: TrainingRun, loop: Any) -> None:

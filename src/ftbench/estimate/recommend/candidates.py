@@ -11,7 +11,7 @@ from typing import Any
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.workload.model import shape_of
-from ftbench.estimate.workload.sharding import on_gpus, problem
+from ftbench.estimate.workload.sharding import STRATEGIES, on_gpus, problem
 from ftbench.facts import read_facts
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch, resolve
@@ -109,7 +109,8 @@ def launches(spec: Experiment, gpus: int, config: dict[str, Any] | None = None) 
     model = shape_of(spec.model, config)
     shared = (
         on_gpus(spec, gpus, name, offload).launch
-        for name, strategy in strategies.STRATEGIES.items() for offload in ("none", *strategy.offloads)
+        for name, strategy in strategies.STRATEGIES.items() if name in STRATEGIES
+        for offload in ("none", *strategy.offloads)
     )  # fmt: skip
     return [launch for launch in shared if problem(model, launch) is None]
 

@@ -10,7 +10,9 @@ from ftbench.estimate.workload.largest import BatchShape
 from ftbench.families.shape import Experts, Layer, Linear, ModelShape, Norm
 from ftbench.spec.experiment import Experiment, Launch
 
-STRATEGIES: tuple[str, ...] = get_args(Launch.model_fields["strategy"].annotation)
+STRATEGIES: tuple[str, ...] = tuple(
+    name for name in get_args(Launch.model_fields["strategy"].annotation) if not name.startswith("pp")
+)
 
 # transformers' tensor parallel plans (base_model_tp_plan): split by outputs, and split by inputs.
 _BY_OUTPUTS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}

@@ -22,7 +22,7 @@ from ftbench.core import pipeline
 from ftbench.errors import SpecError
 from ftbench.families import describe
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.strategies import PIPELINED, split_problems
+from ftbench.spec.pipelines import PIPELINED, split_problems
 from ftbench.worker.device import device
 from ftbench.worker.measure.batch_count import COUNT
 from ftbench.worker.model.loading import skeleton
@@ -56,7 +56,9 @@ def split_of(spec: Experiment, config: Any) -> tuple[int, ...]:
     """Return the number of layers of each stage. Raise SpecError for a model that pp does not support."""
     text = config.get_text_config()
     if text.model_type not in PIPELINED:
-        raise SpecError(f"launch.strategy: pp supports {', '.join(PIPELINED)}, and {spec.model.id} is {text.model_type}")
+        raise SpecError(
+            f"launch.strategy: pp supports {', '.join(PIPELINED)}, and {spec.model.id} is {text.model_type}"
+        )
     if problems := [*split_problems(spec, text.num_hidden_layers)]:
         raise SpecError("; ".join(problems))
     return spec.launch.split or describe(text.to_dict()).split(spec.launch.stages)
@@ -64,7 +66,7 @@ def split_of(spec: Experiment, config: Any) -> tuple[int, ...]:
 
 def _own(spec: Experiment, split: tuple[int, ...]) -> tuple[list[int], bool, bool]:
     """Return the layers of this rank, and whether it has the embedding and the head."""
-    indices = pipeline.of_rank(spec.launch.schedule, spec.launch.pp, _mesh_of(spec)["pp"].get_local_rank())
+    indices = pipeline.of_rank(spec.launch.schedule, spec.launch.pp or 1, _mesh_of(spec)["pp"].get_local_rank())
     layers = [layer for index in indices for layer in pipeline.layers_of(split, index)]
     return layers, 0 in indices, len(split) - 1 in indices
 
@@ -77,10 +79,10 @@ def read(kind: Any, source: str, config: Any, spec: Experiment, arguments: dict[
     else:
         model = skeleton(kind, config, spec)
     inner = decoder(model)
-    mine = [layer for at, layer in enumerate(inner.layers) if at in layers]
-    mine += [inner.embed_tokens] if first else []
-    mine += [inner.norm, model.get_output_embeddings()] if last else []
-    _forget(model, mine)
+    parts = [layer for at, layer in enumerate(inner.layers) if at in layers]
+    parts += [inner.embed_tokens] if first else []
+    parts += [inner.norm, model.get_output_embeddings()] if last else []
+    _forget(model, parts)
     if not reads(spec):
         values = Drawn(model.state_dict(), spec.model)
         target = torch.device("cpu") if "fsdp" in spec.launch.strategy else device()
@@ -114,7 +116,7 @@ def _pretrained(kind: Any, source: str, config: Any, layers: list[int], argument
         there = decoder(self).layers._modules
         away.update({name: there.pop(name) for name in [*there] if int(name) not in layers})
 
-    cut_class = type(plain.__name__, (plain,), {"__init__": build, "__module__": plain.__module__})
+    cut_class: Any = type(plain.__name__, (plain,), {"__init__": build, "__module__": plain.__module__})
     cut_class._keys_to_ignore_on_load_unexpected = [r"\.layers\.\d+\."]
     model = cut_class.from_pretrained(source, **arguments)
     model.__class__ = plain
@@ -196,15 +198,14 @@ def attach(trainer: Any, spec: Experiment) -> None:
         model.train()
         count = inputs.pop(COUNT)
         trainer.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
-        loss = stages.run(trainer._prepare_inputs(inputs), num_items_in_batch / spec.launch.shares)
+        loss = stages.train(trainer._prepare_inputs(inputs), num_items_in_batch / spec.launch.shares)
         if accelerator.sync_gradients:
             stages.finish_gradients()
         return loss
 
     def prediction_step(model: Any, inputs: dict[str, Any], *_: Any, **__: Any) -> tuple[torch.Tensor, None, None]:
         count = inputs.pop(COUNT)
-        with torch.no_grad():
-            return stages.run(trainer._prepare_inputs(inputs), max(1, count.labels), train=False), None, None
+        return stages.evaluate(trainer._prepare_inputs(inputs), max(1, count.labels)), None, None
 
     def clip(parameters: Any, most: float, *_: Any, **__: Any) -> torch.Tensor:
         parameters = [*parameters]
@@ -236,9 +237,10 @@ def _sum_over_tensor_ranks(trainer: Any, stages: Pipeline) -> None:
 
 def _save(trainer: Any, folder: str) -> None:
     """Gather the trained weights of all stages on rank 0 and save them as those of one model."""
-    named = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
-    whole = {name: each.detach().full_tensor() if isinstance(each, DTensor) else each.detach() for name, each in named.items()}
     stages: Pipeline = trainer.model.__dict__[PIPELINE]
+    named = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
+    own = {name: each.detach() for name, each in named.items() if each is not stages.copy}
+    whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in own.items()}
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     has_share = stages.mesh["dp"].get_local_rank() == stages.mesh["tp"].get_local_rank() == 0
     dist.gather_object({name: each.cpu() for name, each in whole.items()} if has_share else {}, gathered)

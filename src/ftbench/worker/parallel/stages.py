@@ -111,18 +111,18 @@ class Pipeline:
 
     def __init__(self, model: Any, spec: Experiment, split: Sequence[int], mesh: Any, dtype: torch.dtype) -> None:
         self.spec, self.launch, self.mesh, self.dtype, self.split = spec, spec.launch, mesh, dtype, tuple(split)
-        self.group, self.rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
+        self.group = mesh["pp"].get_group()
         self.hidden, self.config = base_model(model).config.hidden_size, base_model(model).config
-        self.indices = pipeline.of_rank(self.launch.schedule, mesh["pp"].size(), self.rank)
+        self.indices = pipeline.of_rank(self.launch.schedule, mesh["pp"].size(), mesh["pp"].get_local_rank())
         narrow = torch.bfloat16 if spec.train.precision == "bf16" else None
         total = len(split)
         self.layers = [Layers(model, pipeline.layers_of(split, at), (at, total), narrow) for at in self.indices]
         self.modules = [self._shared(layers, narrow) for layers in self.layers]
-        self.last_rank = 0 if self.launch.schedule == "zbv" else mesh["pp"].size() - 1
         self.clock, _ = meters(device())
         self.passes: deque[tuple[Any, list[Any], Any]] = deque(maxlen=_TIMED)
         self._made: tuple[Any, Any] = (None, None)
-        self.tied = self._tied_weight(model)
+        self.tied = self._tied_weight()
+        self.copy = None if self.layers[0].first else self.tied  # the first stage has the same weight
         self.partial: list[Any] = []  # weights whose gradient is summed over the ranks of tp
         self.ends = self._ends() if self.config.tie_word_embeddings else None
 
@@ -130,9 +130,7 @@ class Pipeline:
         """Return the module of a stage whose gradients are summed over the other copies of the stage."""
         strategy = self.launch.strategy.split("+")
         if "ddp" in strategy:
-            return DistributedDataParallel(
-                layers, process_group=self.mesh["dp"].get_group(), broadcast_buffers=False
-            )
+            return DistributedDataParallel(layers, process_group=self.mesh["dp"].get_group(), broadcast_buffers=False)
         if "fsdp" in strategy:
             policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow) if narrow else MixedPrecisionPolicy()
             shard = partial(fully_shard, mesh=self.mesh["dp"], mp_policy=policy)
@@ -147,36 +145,63 @@ class Pipeline:
 
     # --- passes -------------------------------------------------------------------------------------------------------
 
-    def run(self, batch: Batch, items: Any, train: bool = True) -> torch.Tensor:
-        """Pass a batch forward and, to train, backward through all stages. Return its loss on every rank.
+    def train(self, batch: Batch, items: Any) -> torch.Tensor:
+        """Pass a batch forward and backward through all stages. Return its loss on every rank.
 
         The loss is the sum over label tokens divided by `items`."""
-        batches = micro_batches(batch, self.launch.micro_batches)
-        schedule, marks = self._schedule(batches[0]["input_ids"].shape, train)
+        batches = self._begin(batch, items)
+        schedule, marks = self._schedule(batches[0]["input_ids"].shape)
+        losses: list[torch.Tensor] = []
+        target = torch.zeros(len(batches)) if len(self.split) - 1 in self.indices else None
+        begin = self.clock.mark()
+        schedule.step(target=target, losses=losses, return_outputs=False)
+        self.passes.append((begin, [*marks], self.clock.mark()))
+        marks.clear()
+        return self._everywhere(losses)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, items: Any) -> torch.Tensor:
+        """Return the same loss without gradients."""
+        losses, batches = list[torch.Tensor](), self._begin(batch, items)
+        for micro in batches:
+            states = torch.empty((*micro["input_ids"].shape, self.hidden), dtype=self.dtype, device=device())
+            for index, module in zip(self.indices, self.modules, strict=True):
+                if index and index - 1 not in self.indices:
+                    dist.recv(states, group=self.group, group_src=self._rank_of(index - 1))
+                states = module(*([states] if index else []))
+                if index == len(self.split) - 1:
+                    losses.append(states.sum())
+                elif index + 1 not in self.indices:
+                    dist.send(states.contiguous(), group=self.group, group_dst=self._rank_of(index + 1))
+        return self._everywhere(losses)
+
+    def _rank_of(self, index: int) -> int:
+        """Return the rank of the pipeline that has a stage."""
+        ranks = self.mesh["pp"].size()
+        return next(rank for rank in range(ranks) if index in pipeline.of_rank(self.launch.schedule, ranks, rank))
+
+    def _begin(self, batch: Batch, items: Any) -> list[Batch]:
+        batches = micro_batches(batch, self.launch.micro_batches or 1)
         for layers in self.layers:
             layers.begin(batches, items)
-        losses: list[torch.Tensor] = []
-        target = torch.zeros(len(batches)) if self.rank == self.last_rank else None
-        begin = self.clock.mark()
-        (schedule.step if train else schedule.eval)(target=target, losses=losses, return_outputs=False)
-        if train:
-            self.passes.append((begin, [*marks], self.clock.mark()))
-        marks.clear()
-        loss = torch.stack(losses).sum().detach() if losses else torch.zeros((), device=device())
-        dist.broadcast(loss, dist.get_global_rank(self.group, self.last_rank), self.group)
+        return batches
+
+    def _everywhere(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of the last rank's losses on every rank."""
+        loss = torch.stack([*losses]).sum().detach() if losses else torch.zeros((), device=device())
+        dist.broadcast(loss, dist.get_global_rank(self.group, self._rank_of(len(self.split) - 1)), self.group)
         return loss
 
-    def _schedule(self, shape: Sequence[int], train: bool) -> tuple[Any, list[Any]]:
+    def _schedule(self, shape: Sequence[int]) -> tuple[Any, list[Any]]:
         """Return torch's schedule and the marks of its stages. Their buffers have one shape, so another shape of
         micro-batches gets another schedule."""
-        key = (*shape, train)
-        if self._made[0] != key:
+        if self._made[0] != shape:
             marks: list[Any] = []
             stages = [self._stage(*pair, shape, marks) for pair in zip(self.indices, self.modules, strict=True)]
             kind = _SCHEDULES[self.launch.schedule]
             given: Any = stages[0] if pipeline.parts(self.launch.schedule) == 1 else stages
             made = kind(given, self.launch.micro_batches, loss_fn=lambda loss, _: loss.sum(), scale_grads=False)
-            self._made = key, (made, marks)
+            self._made = shape, (made, marks)
         return self._made[1]
 
     def _stage(self, index: int, module: nn.Module, shape: Sequence[int], marks: list[Any]) -> _Stage:
@@ -206,7 +231,7 @@ class Pipeline:
             made = ends if dist.get_rank() in (line[0], line[-1]) else made
         return made
 
-    def _tied_weight(self, model: Any) -> Any:
+    def _tied_weight(self) -> Any:
         """Return the weight that embedding and head share on the first and last stage."""
         ends = [layers for layers in self.layers if layers.first or layers.last]
         there = ends and self.config.tie_word_embeddings
@@ -216,13 +241,13 @@ class Pipeline:
         """Sum the gradients of weights that several ranks have, after the last backward pass of a step."""
         for weight in self.partial:
             _sum(weight, self.mesh["tp"].get_group())
-        if self.tied is not None and self.tied.grad is not None and len({layers.first for layers in self.layers}) == 1:
+        has_both = len(self.split) - 1 - self.indices[-1] == self.indices[0] == 0
+        if self.tied is not None and self.tied.grad is not None and not has_both:
             _sum(self.tied, self.ends)
 
     def norm(self, parameters: Sequence[Any]) -> torch.Tensor:
         """Return the norm of the gradients of all stages. A weight of two stages counts once."""
-        copy = self.tied if self.tied is not None and not self.layers[0].first else None
-        grads = [each.grad for each in parameters if each.grad is not None and each is not copy]
+        grads = [each.grad for each in parameters if each.grad is not None and each is not self.copy]
         kinds: dict[tuple[str, ...], list[Any]] = {}
         for grad in grads:
             names = grad.device_mesh.mesh_dim_names if isinstance(grad, DTensor) else ()
