@@ -15,6 +15,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
@@ -238,6 +239,9 @@ def _sum_over_tensor_ranks(trainer: Any, stages: Pipeline) -> None:
 def _save(trainer: Any, folder: str) -> None:
     """Gather the trained weights of all stages on rank 0 and save them as those of one model."""
     stages: Pipeline = trainer.model.__dict__[PIPELINE]
+    for module in stages.modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation leaves the embedding and the head complete
     named = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
     own = {name: each.detach() for name, each in named.items() if each is not stages.copy}
     whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in own.items()}
