@@ -67,7 +67,7 @@ def concatenates(spec: Experiment) -> bool:
 
     It does so for text since December 2025, except for Gemma 2 and gpt_oss (unsloth/trainer.py,
     PADDING_FREE_BLOCKLIST). Its rule for small steps (utils/padding_choice.py) is not modelled."""
-    if not isinstance(spec.method, Unsloth) or spec.method.padded:
+    if not isinstance(spec.method, Unsloth) or spec.method.padded or spec.optimizations.fixed_shape:
         return False
     if spec.objective.name != "sft" or spec.dataset.has_images:
         return False

@@ -49,6 +49,7 @@ def check_modelled(spec: Experiment) -> None:
         "a tiled MLP": (method.tiled_mlp, "method.tiled_mlp=off"),
         "layers that it does not compile": (not method.block_compile, "method.block_compile=on"),
         "CUDA graphs": (method.cuda_graphs, "method.cuda_graphs=off"),
+        "more autotuning": (method.compile_maximum, "method.compile_maximum=off"),
         "packed rows on 4-bit weights": (on.packing and method.load_in_4bit, "optimizations.packing=off"),
     }
     if what := {name: change for name, (given, change) in unmeasured.items() if given}:
