@@ -500,7 +500,7 @@ def test_the_range_of_unsloth_packing_contains_its_run() -> None:
     [
         (["method.load_in_4bit=off", "method.load_in_fp8=on"], "--set method.load_in_fp8=off"),
         (["optimizations.packing=on"], "--set optimizations.packing=off"),
-        (["method.load_in_4bit=off", "optimizations.padding_free=on"], "--set optimizations.padding_free=off"),
+        (["method.load_in_4bit=off", "method.cuda_graphs=on"], "--set method.cuda_graphs=off"),
     ],
 )
 def test_unmeasured_unsloth_settings_name_an_estimated_one(file: Path, sets: list[str], nearest: str) -> None:
