@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from ftbench.core.rows import StepRow
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.constants import Constants, constants
 from ftbench.estimate.memory.estimate import (
-    ALLOCATED_SPREAD,
+    UNSEEN_SPREAD,
     MemoryEstimate,
     SlackBasis,
     estimate_memory,
@@ -34,6 +35,8 @@ TIERS = ("allocated", "reserved", "device")
 # The constants of the slack. A run is used for one of them only if it has none of the terms listed with it.
 EXCLUDED = {"logits_share": ("compiled_gib", "varying_share", "optimizer_share"), "compiled_gib": ("varying_share",),
             "varying_share": ("compiled_gib",), "optimizer_share": ("varying_share",)}  # fmt: skip
+AGREES = 0.03  # largest error of a strategy whose runs confirm the estimate
+LEVEL = 0.9  # of the ranges
 FEWEST = 3  # with fewer runs a constant keeps its shipped value
 
 
@@ -200,14 +203,35 @@ def fit(runs: Sequence[Measured]) -> Constants:
     if len(context) >= FEWEST:
         values["context_gib"] = median(context)
     fitted = replace(constants(), runs=tuple(sorted({run.name for run in ended})), **values)
-    return replace(fitted, strategies=_confirmed(runs, fitted))
+    fitted = replace(fitted, strategies=_confirmed(runs, fitted))
+    seen = [abs(row.errors["allocated"]) for row in rows(ended, fitted)
+            if row.estimate.allocated.high < row.estimate.allocated.expected * (1 + UNSEEN_SPREAD) - 1e-9]  # fmt: skip
+    fitted = replace(fitted, allocated_range=quantile(seen))
+    return replace(fitted, pool_range=quantile([_needed(row, fitted) for row in rows(ended, fitted)]))
+
+
+def _needed(row: RunErrors, fitted: Constants) -> float:
+    """Return the smallest `pool_range` whose range of reserved memory holds the run."""
+    allocated, reserved = row.estimate.allocated, row.estimate.reserved
+    got = row.run.reserved or reserved.expected
+    held, above = reserved.expected - allocated.expected, reserved.high - reserved.expected
+    beyond = (above - (allocated.high - allocated.expected)) / fitted.pool_range
+    high = (got - reserved.expected - (allocated.high - allocated.expected)) / max(beyond, 1e-9)
+    low = (reserved.expected - got - (allocated.expected - allocated.low)) / max(held, 1e-9)
+    return min(1.0, max(0.0, high, low))
+
+
+def quantile(values: Sequence[float], level: float = LEVEL) -> float:
+    """Return the value below which a new one is with this probability (split conformal prediction)."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered), math.ceil((len(ordered) + 1) * level)) - 1]
 
 
 def _confirmed(runs: Sequence[Measured], fitted: Constants) -> tuple[str, ...]:
-    """Return the strategies whose runs on several GPUs are all within ALLOCATED_SPREAD of the estimate."""
+    """Return the strategies whose runs on several GPUs are all within AGREES of the estimate."""
     several = [row for row in rows(runs, fitted) if row.run.spec.launch.gpus > 1 and not row.run.outdated]
     strategies = {row.run.spec.launch.strategy for row in several}
-    missed = {row.run.spec.launch.strategy for row in several if abs(row.errors["allocated"]) > ALLOCATED_SPREAD}
+    missed = {row.run.spec.launch.strategy for row in several if abs(row.errors["allocated"]) > AGREES}
     return tuple(sorted(strategies - missed))
 
 

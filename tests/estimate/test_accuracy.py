@@ -80,10 +80,11 @@ def test_runs_that_fitted_are_not_estimated_not_to_fit(runs: list[study.Measured
 
 
 @pytest.mark.parametrize("tier", study.TIERS)
-def test_measured_peaks_are_within_the_estimated_range(runs: list[study.Measured], tier: str) -> None:
-    found = [row for row in study.rows(runs, constants()) if tier in row.errors]
-    assert len(found) >= 110
-    assert [row.run.name for row in found if not study.is_inside(row, tier)] == []
+def test_nine_tenths_of_the_held_out_peaks_are_within_the_range(runs: list[study.Measured], tier: str) -> None:
+    held = [run for run in runs if study.held_out(run)]
+    found = [study.is_inside(row, tier) for row in study.rows(held, constants()) if tier in row.errors]
+    assert len(found) >= 60
+    assert 0.85 <= sum(found) / len(found) <= 0.97
 
 
 def test_the_shipped_constants_are_those_of_the_fitted_runs(runs: list[study.Measured]) -> None:

@@ -279,7 +279,7 @@ def test_full_fine_tuning_of_8b_does_not_fit_four_small_gpus(name: str, strategy
 def test_an_unmeasured_strategy_has_the_widest_range() -> None:
     one, several = estimate_memory(spec(), H200), estimate_memory(on_gpus(spec(), 4, "zero3"), H200)
     assert several.allocated.high / several.allocated.expected == pytest.approx(1.15)
-    assert one.allocated.high / one.allocated.expected == pytest.approx(1.03)
+    assert one.allocated.high / one.allocated.expected == pytest.approx(1 + constants().allocated_range)
 
 
 def test_an_unknown_model_says_how_to_give_its_shape(tmp_path: Path, file: Path) -> None:
@@ -429,8 +429,8 @@ def test_a_24_gb_card_has_less_for_a_process() -> None:
 def test_verdicts_compare_with_the_memory_of_a_process(high: float, verdict: str) -> None:
     """NVML's device memory includes 0.62 GiB of the driver: 23.6 are 22.98 for a process, and 0.5 is for a display."""
     small = next(gpu for gpu in gpus() if gpu.name == "RTX 4090")
-    assert verdict_of(Band(22.0, 23.0, high), capacity(small)) == verdict
-    assert verdict_of(Band(23.7, 24.0, 24.5), capacity(small)) == "does not fit"
+    assert verdict_of(Band(21.5, 22.0, 22.5), Band(22.0, 23.0, high), capacity(small)) == verdict
+    assert verdict_of(Band(23.3, 24.0, 24.5), Band(23.7, 24.0, 25.5), capacity(small)) == "does not fit"
 
 
 def test_the_text_has_the_heaviest_and_the_largest_batch(file: Path) -> None:

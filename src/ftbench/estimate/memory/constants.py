@@ -14,8 +14,9 @@ class Constants:
     `allocated_factor` multiplies the sum of the terms. `context_gib` is the memory of the driver and the CUDA context.
     The others describe the unused part of the allocator's pool: a share of the logits' blocks, GiB for
     compiled graphs, a share of the activations if batches vary in shape, and a share of the optimizer's temporary
-    tensors if its step takes as much as the backward pass. `runs` were used for the fit. Runs of `strategies` on
-    several GPUs agree with the estimate."""
+    tensors if its step takes as much as the backward pass. 90 % of the fitted runs are within `allocated_range` (a
+    share of their tensors) and within `pool_range` (a share of the widest difference that the pool may have). `runs`
+    were used for the fit. Runs of `strategies` on several GPUs agree with the estimate."""
 
     allocated_factor: float
     context_gib: float
@@ -23,6 +24,8 @@ class Constants:
     compiled_gib: float
     varying_share: float
     optimizer_share: float
+    allocated_range: float
+    pool_range: float
     runs: tuple[str, ...] = ()
     strategies: tuple[str, ...] = ()
 

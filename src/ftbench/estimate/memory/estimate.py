@@ -24,12 +24,12 @@ from ftbench.spec.experiment import Experiment, resolve
 Verdict = Literal["fits", "uncertain", "does not fit"]
 VERDICTS: tuple[Verdict, ...] = ("fits", "uncertain", "does not fit")
 
-# Half-widths of the range, as shares of the expected value (errors: docs/evidence/memory-estimates.md).
-ALLOCATED_SPREAD = 0.03
+# Half-widths of the range, as shares of the expected value, for cases without committed runs. The range of others is
+# fitted (memory/constants.py, docs/evidence/memory-estimates.md).
 SHARDED_SPREAD = 0.15  # for strategies without a measured run; less below, because states are known exactly
 SHARDED_BELOW = 0.1
 ROUGH_SPREAD = 0.2  # for specs that `is_rough`
-UNSEEN_SPREAD = 0.08  # for settings without a committed run, or not fully understood: see `_spread`
+UNSEEN_SPREAD = 0.055  # for settings without a committed run, or not fully understood: see `_spread`
 MEASURED = {"gpt_oss", "llama", "llava_next", "qwen2", "qwen3", "qwen3_moe"}  # families whose memory was measured
 VARYING_MOST = 0.5  # share of the activations that the pool may hold in addition if shapes vary
 CONTEXT_LEAST = 0.4  # GiB: a context on a small GPU without the driver's own reserve
@@ -119,7 +119,7 @@ def estimate_memory(
         total=has.total,
         usable=has.usable,
         margin=has.margin,
-        verdict=verdict_of(device, has),
+        verdict=verdict_of(allocated, device, has),
         host=_host(case) / spec.launch.nodes,
         parts=parts,
         phases={name: sum(of.values()) * known.allocated_factor / GIB for name, of in named.items()},
@@ -176,13 +176,17 @@ def _tiers(
     held += fetched_head(case.model, case.plan) / GIB  # its block is split after it is freed
     widest = 3 if case.plan.compiled else 2  # pools of runs with compiled layers held 0.5 to 2.4 GiB more
     beyond = max(widest * held, _not_reused(named, phase, basis), POOL_LEAST * at_peak, SEGMENTS)
-    reserved = Band(allocated.low, at_peak + held, allocated.high + beyond)
+    share = known.pool_range
+    reserved = Band(
+        allocated.low + held * (1 - share), at_peak + held, allocated.high + held + share * max(0.0, beyond - held)
+    )
     several = case.sharding.gpus > 1
     outside = known.context_gib + paged_state(*kept_by(case.model, case.plan)) / GIB + (NCCL if several else 0)
     more = CONTEXT_MORE + (NCCL_MORE if several else 0)
     device = Band(
-        allocated.low + min(CONTEXT_LEAST, outside), reserved.expected + outside, reserved.high + outside + more
-    )
+        reserved.low + outside - share * max(0.0, outside - CONTEXT_LEAST), reserved.expected + outside,
+        reserved.high + outside + share * more,
+    )  # fmt: skip
     return [allocated, reserved, device]
 
 
@@ -199,14 +203,14 @@ def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float
     return max(VARYING_MOST * basis["varying_share"], loss_only, temporary, gathered, grown)
 
 
-def verdict_of(device: Band, has: Capacity) -> Verdict:
+def verdict_of(allocated: Band, device: Band, has: Capacity) -> Verdict:
     """Return whether a process fits.
 
     The allocator frees unused blocks before it fails, so only the tensors can show that something does not fit.
     `device` includes the driver's part as on measured GPUs."""
     if device.high - RESERVE <= has.usable - has.margin:
         return "fits"
-    return "does not fit" if device.low > has.usable else "uncertain"
+    return "does not fit" if allocated.low + CONTEXT_LEAST > has.usable else "uncertain"
 
 
 def _spread(case: MemoryCase, known: Constants) -> float:
@@ -220,7 +224,7 @@ def _spread(case: MemoryCase, known: Constants) -> float:
     unseen |= plan.loss in ("pairs", "completions")  # no committed run trains them: compared with recorded peaks
     if case.sharding.gpus > 1 and case.sharding.name not in known.strategies:
         return SHARDED_SPREAD
-    return UNSEEN_SPREAD if unseen else ALLOCATED_SPREAD
+    return UNSEEN_SPREAD if unseen else known.allocated_range
 
 
 SlackBasis = dict[str, float]  # GiB that each of `Constants` multiplies; 1 or 0 for compiled graphs

@@ -42,7 +42,7 @@ class MemoryCache:
             train = spec.train.model_copy(update={"batch_size": size})
             resolved = resolve(spec.model_copy(update={"train": train}), capability_of(gpu))
             curve[size] = estimate_memory(resolved, gpu, config=self._config, total=self._total)
-        verdict = verdict_of(curve[size].device, has)
+        verdict = verdict_of(curve[size].allocated, curve[size].device, has)
         return replace(curve[size], total=has.total, usable=has.usable, margin=has.margin, verdict=verdict)
 
     def largest_batch(
