@@ -85,10 +85,10 @@ def test_the_page_shows_a_run_with_its_study_figure_and_prediction(tmp_path, mon
     run = make_run(tmp_path, "a", steps(20, 3.8, 21.0, noise=0.0))
     shutil.copytree(run.path, folder / cell.name / "a")
     (tmp_path / "results/predictions").mkdir()
-    guess = {"verdict": "fits", "set": [], "run_samples_per_hour": {"low": 20000, "expected": 26000, "high": 33000},
+    guess = {"verdict": "fits", "run_samples_per_hour": {"low": 20000, "expected": 26000, "high": 33000},
              "reserved_gb": {"low": 70.2, "expected": 78.0, "high": 80.0}}  # fmt: skip
     file = tmp_path / "results/predictions/founding-h100.json"
-    file.write_text(json.dumps({"cells": {"qwen3-32b unsloth japanese-alpaca batch 32": guess}}))
+    file.write_text(json.dumps({"cells": {cell.name: guess}}))
     monkeypatch.setitem(TEXT["tables"].__globals__, "ROOT", tmp_path)
     page = TEXT["tables"]()
     assert "reserved memory: median error 0.0 %" in page
