@@ -20,7 +20,7 @@ from commands import write_spec
 from ftbench import cli
 from ftbench.doctor import checks, diagnosis, facts
 from ftbench.doctor.facts import Facts, Finding, as_text
-from ftbench.launch import trl
+from ftbench.launch import hub, trl
 from ftbench.spec.methods import METHODS
 
 GPU = {
@@ -209,8 +209,8 @@ def test_a_full_or_read_only_disk_fails(tmp_path):
 
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 def test_the_hub_is_not_contacted_offline(monkeypatch, name):
-    monkeypatch.setattr(checks, "_connect", lambda endpoint: pytest.fail("asked"))
-    verdict, text = checks.hub({name: "1"})
+    monkeypatch.setattr(hub, "_connect", lambda endpoint: pytest.fail("asked"))
+    verdict, text = hub.reach({name: "1"})
     assert verdict == "n/a"
     assert name in text
 
@@ -233,17 +233,32 @@ def test_the_reason_is_given_if_the_hub_does_not_answer(monkeypatch, error, frag
         return nullcontext()
 
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    verdict, text = checks.hub({"HF_ENDPOINT": "https://mirror.example/"})
+    verdict, text = hub.reach({"HF_ENDPOINT": "https://mirror.example/"})
     assert (verdict, fragment in text) == ("warn" if fragment else "ok", True)
 
 
 def test_the_hub_check_has_a_time_limit(monkeypatch):
-    monkeypatch.setattr(checks, "HUB_S", 0.1)
+    monkeypatch.setattr(hub, "WAIT_S", 0.1)
     answer = threading.Event()
-    monkeypatch.setattr(checks, "_connect", lambda endpoint: str(answer.wait()))
-    assert checks.hub({})[0] == "warn"
+    monkeypatch.setattr(hub, "_connect", lambda endpoint: str(answer.wait()))
+    assert hub.reach({})[0] == "warn"
     assert not answer.is_set()
     answer.set()
+
+
+def test_run_without_the_hub_ends_before_a_run_directory_exists(ftbench, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "_connect", lambda endpoint: "no route")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    code, out, err = ftbench("run", "nobody/nothing", "--dataset", "alpaca", "--out", tmp_path / "out")
+    assert (code, out, (tmp_path / "out").exists()) == (3, "", False)
+    for words in (
+        "nobody/nothing is not in the cache",
+        "tatsu-lab/alpaca is not in the cache",
+        "not reachable (no route)",
+    ):
+        assert words in err
+    (tmp_path / "hub" / "models--nobody--nothing").mkdir(parents=True)
+    assert "nobody/nothing" not in ftbench("run", "nobody/nothing", "--dataset", "alpaca", "--out", tmp_path)[2]
 
 
 # --- the spec and the command ----------------------------------------------------------------------------------------
@@ -253,9 +268,9 @@ def test_the_hub_check_has_a_time_limit(monkeypatch):
 def doctor(monkeypatch, capsys, tmp_path):
     """Return a function that runs the command with these facts."""
 
-    def call(*arguments, facts_of=None, hub="ok"):
+    def call(*arguments, facts_of=None, answer="ok"):
         monkeypatch.setattr(diagnosis, "gather", lambda: facts_of or machine())
-        monkeypatch.setattr(checks, "hub", lambda environment: (hub, "not reached (no route): …"))
+        monkeypatch.setattr(hub, "reach", lambda environment: (answer, "not reached (no route): …"))
         monkeypatch.setenv("FTBENCH_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(sys, "argv", ["ftbench", "doctor", "--out", str(tmp_path / "out"), *map(str, arguments)])
         with pytest.raises(SystemExit) as end:
@@ -312,7 +327,7 @@ def test_compile_needs_a_compiler(doctor, tmp_path, monkeypatch):
 
 def test_a_mock_needs_a_writable_disk_but_no_gpu_and_no_hub(doctor, tmp_path):
     spec = write_spec(tmp_path, model={"id": "Qwen/Qwen3-8B"}, launch={"mock": "ok"})
-    assert doctor(spec, facts_of=machine(torch=ON_CPU), hub="warn")[0] == 0
+    assert doctor(spec, facts_of=machine(torch=ON_CPU), answer="warn")[0] == 0
     (tmp_path / "file").write_text("")
     code, out, _ = doctor(spec, "--out", tmp_path / "file" / "runs")
     assert (code, "the spec cannot run here" in out) == (3, True)
@@ -321,7 +336,7 @@ def test_a_mock_needs_a_writable_disk_but_no_gpu_and_no_hub(doctor, tmp_path):
 def test_weights_in_the_cache_need_no_hub(doctor, tmp_path):
     facts_of = machine(HF_HOME=str(tmp_path / "hf"))
     (tmp_path / "hf" / "hub" / "models--Qwen--Qwen3-8B").mkdir(parents=True)
-    code, _, _ = doctor(write_spec(tmp_path, model={"id": "Qwen/Qwen3-8B"}), facts_of=facts_of, hub="warn")
+    code, _, _ = doctor(write_spec(tmp_path, model={"id": "Qwen/Qwen3-8B"}), facts_of=facts_of, answer="warn")
     assert code == 0
 
 

@@ -2,9 +2,6 @@
 
 import os
 import shutil
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +14,7 @@ from ftbench.core.hardware import find_gpu, rocm_refusal
 from ftbench.core.units import GIB
 from ftbench.doctor.facts import Answer, Facts, Finding, Verdict, version
 from ftbench.errors import MissingError
-from ftbench.launch import trl
+from ftbench.launch import hub, trl
 from ftbench.launch.checks import MINIMUM_FREE_BYTES
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
@@ -205,12 +202,9 @@ def _method(facts: Facts, name: str) -> Answer:
 # --- host ------------------------------------------------------------------------------------------------------------
 
 HOST = "host"
-HUB_S = 3.0
 ROOM_GB = 20.0  # the 16-bit weights of an 8B model take 16 GB
 MEMORY_SHARE = 0.1
 CGROUPS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")  # versions 2 and 1
-_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
-_TRUE = ("1", "ON", "YES", "TRUE")
 # Variables that slow training down or change its behaviour.
 DEBUG = (
     "CUDA_LAUNCH_BLOCKING", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE",
@@ -220,8 +214,8 @@ DEBUG = (
 
 
 def host(out: Path, environment: Mapping[str, str]) -> list[Finding]:
-    """Return the findings. Contact the Hub for at most HUB_S seconds."""
-    weights, cache = machine.cache_dir(), hub_cache(environment)
+    """Return the findings. Contact the Hub for at most hub.WAIT_S seconds."""
+    weights, cache = machine.cache_dir(), hub.cache(environment)
     on = [f"{name}={environment[name][:60]}" for name in DEBUG if environment.get(name, "0") not in ("", "0")]
     variables: Answer = (
         ("warn", f"{', '.join(on)}: it changes measurements: unset it, or set it in all runs") if on
@@ -233,7 +227,7 @@ def host(out: Path, environment: Mapping[str, str]) -> list[Finding]:
         Finding(HOST, "disk for the hub", *disk(cache, "set HF_HOME to a larger disk", ROOM_GB, "warn")),
         Finding(HOST, "memory", *_memory()),
         Finding(HOST, "environment", *variables),
-        Finding(HOST, "hub", *hub(environment)),
+        Finding(HOST, "hub", *hub.reach(environment)),
     ]
 
 
@@ -245,14 +239,6 @@ def disk(path: Path, fix: str, needed_gb: float, full: Verdict = "fail") -> Answ
     free_gb = shutil.disk_usage(folder).free / GIB
     free = f"{units.gibibytes(free_gb)} GiB free at {path}"
     return ("ok", free) if free_gb >= needed_gb else (full, f"{free}: {fix}, or delete files")
-
-
-def hub_cache(environment: Mapping[str, str]) -> Path:
-    """Return the cache folder of the Hub's client."""
-    if folder := environment.get("HF_HUB_CACHE"):
-        return Path(folder)
-    caches = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(environment.get("HF_HOME") or Path(caches, "huggingface"), "hub")
 
 
 def _memory() -> Answer:
@@ -267,33 +253,3 @@ def _memory() -> Answer:
     if memory.available < memory.total * MEMORY_SHARE:
         return "warn", f"{text}: stop other programs, otherwise loading a model may swap or be killed"
     return "ok", text
-
-
-def hub(environment: Mapping[str, str]) -> Answer:
-    """Check whether models and data sets can be downloaded, with one HEAD request of at most HUB_S seconds."""
-    if variable := next((name for name in _OFFLINE if environment.get(name, "").upper() in _TRUE), None):
-        return "n/a", f"not checked because {variable} is set: only cached models and data sets can be loaded"
-    endpoint = environment.get("HF_ENDPOINT") or "https://huggingface.co"
-    reasons: list[str] = []
-    # The timeout of a socket does not cover the name lookup, so the request runs in a thread.
-    thread = threading.Thread(target=lambda: reasons.append(_connect(endpoint)), daemon=True)
-    thread.start()
-    thread.join(HUB_S)
-    reason = reasons[0] if reasons else f"no answer within {HUB_S:.0f} s"
-    if not reason:
-        return "ok", "reachable"
-    return "warn", (
-        f"not reachable ({reason}): set model.path or model.weights=random, set HF_ENDPOINT to a mirror, or fill the "
-        "cache elsewhere and set HF_HUB_OFFLINE=1"
-    )
-
-
-def _connect(endpoint: str) -> str:
-    """Return why the endpoint cannot be reached; empty if it answers."""
-    try:
-        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=HUB_S):
-            return ""
-    except urllib.error.HTTPError as error:
-        return f"HTTP {error.code}" if error.code in (401, 403, 407) or error.code >= 500 else ""
-    except (OSError, ValueError) as error:
-        return str(getattr(error, "reason", error))

@@ -1,7 +1,7 @@
 """All findings about this machine, and whether a spec can run on it."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from ftbench.doctor import checks
 from ftbench.doctor.facts import Facts, Finding, as_text, gather
 from ftbench.errors import FtbenchError
 from ftbench.launch import checks as launch_checks
+from ftbench.launch import hub
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.store import rundir
@@ -82,7 +83,8 @@ def obstacles(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> li
     if spec.launch.mock == "off":
         needed |= {"torch build": ("fail",)}
         needed |= {"compiler": ("n/a",)} if spec.optimizations.compile else {}
-        pairs += unreachable(spec, facts, findings)
+        if next(each for each in findings if each.name == "hub").verdict != "ok":
+            pairs += hub.missing(spec, facts.environment)
     pairs += [(each.name, each.text) for each in findings if each.verdict in needed.get(each.name, ())]
     names: dict[str, str] = {}
     for name, sentence in pairs:
@@ -96,29 +98,3 @@ def _refused(spec: Experiment, facts: Facts) -> list[str]:
     except FtbenchError as error:
         return str(error).splitlines()
     return []
-
-
-def unreachable(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
-    """Yield weights and data that are not in the cache and cannot be downloaded."""
-    if next(each for each in findings if each.name == "hub").verdict == "ok":
-        return
-    cache = checks.hub_cache(facts.environment)
-    kept = cache / f"models--{spec.model.id.replace('/', '--')}"
-    if spec.model.weights == "pretrained" and not spec.model.path and not kept.exists():
-        yield (
-            "weights",
-            (
-                f"{spec.model.id} is not in the cache and the Hub cannot be reached: set model.path or "
-                "model.weights=random, or download it while online"
-            ),
-        )
-    if source := spec.dataset.source.hub:
-        prepared = Path(facts.environment.get("HF_DATASETS_CACHE") or cache.parent / "datasets")
-        if not (prepared / source.replace("/", "___")).exists():
-            yield (
-                "data",
-                (
-                    f"{source} is not in the cache and the Hub cannot be reached: use dataset=sample or a file, or "
-                    "download it while online"
-                ),
-            )

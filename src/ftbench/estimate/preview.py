@@ -107,7 +107,7 @@ def _document(
         "schema": 1, "dataset": spec.dataset.name, "rows": rows, "format": format_name, "source": source,
         "tokens": lengths.describe(values), "max_length": longest,
         "truncated_samples": sum(value > longest for value in values) / len(values),
-        "truncated_tokens": 1 - sum(kept) / sum(values),
+        "truncated_tokens": 1 - sum(kept) / sum(values), "mean_kept": sum(kept) / len(kept),
         "batch_size": batch if prompts else spec.train.batch_size, "padding": 1 - padded,
         "packing_gain": None if prompts or spec.objective.pairs else packed / padded, "prompts": prompts,
         "rendered_by": how, "samples": samples,
@@ -200,7 +200,8 @@ def _beyond(document: Mapping[str, Any]) -> str:
     if document["prompts"]:
         return f"longer than max_length {longest}: {share} of the prompts, which are removed"
     tokens = units.percent(document["truncated_tokens"])
-    return f"truncated at max_length {longest}: {share} of the samples, {tokens} of the tokens"
+    mean = f"; the mean becomes {document['mean_kept']:.0f}" if document["truncated_samples"] else ""
+    return f"truncated at max_length {longest}: {share} of the samples, {tokens} of the tokens{mean}"
 
 
 def _lines_of_images(images: Mapping[str, float] | None) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ftbench.core.rows import RunSummary
 from ftbench.errors import MissingError, SpecError
-from ftbench.launch import checks, outcome, process, ranks
+from ftbench.launch import checks, hub, outcome, process, ranks
 from ftbench.launch.launchers import command_of, launcher_of
 from ftbench.launch.progress import Progress, Watchdog
 from ftbench.spec import identity
@@ -75,6 +75,7 @@ def run(
     described = describe(spec)
     spec = resolve(spec, checks.capability(described))
     checks.check(spec, described, spec.launch.nodes)
+    hub.check(spec)
     checks.check_disk(out)
     on_checked(spec, described)
     if node := ranks.node_number(spec):

@@ -10,7 +10,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.errors import MissingError, SpecError
-from ftbench.launch import checks, runner
+from ftbench.launch import checks, hub, runner
 from ftbench.spec.ablation import settings
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import require_published
@@ -131,6 +131,8 @@ class _Planner:
         problems = checks.problems(spec, self.machine)
         if not problems:
             checks.check_needed(spec)
+            if self.request.on is None:
+                hub.check(spec)
         return "; ".join(problems) or None
 
     def duplicates(self) -> Iterator[str]:

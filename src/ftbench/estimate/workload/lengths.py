@@ -21,13 +21,16 @@ from ftbench.facts import SAMPLE
 from ftbench.spec.batches import SHORTEST, synthetic_lengths
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Model
+from ftbench.store.machine import cache_dir
 
 MOST_SAMPLES = 4096  # samples of an estimate; more change the mean of a batch by about 1 %
 DRAWN = 20_000  # samples whose lengths are drawn; with more, the longest follows from the distribution
 # UTF-8 bytes per token. Qwen's documentation has 3 to 4 English or 1.5 to 1.8 Chinese characters. The tokenizer of a
 # model with random weights is trained on the shipped sample: 6.7 there and 2.6 on other text.
-_BYTES, _BYTES_RANDOM, _BYTES_SAMPLE = 4.0, 2.6, 6.7
+_BYTES, _BYTES_RANDOM, _BYTES_SAMPLE = 4.0, 2.6, 6.6
+_BYTES_TINY = 3.0  # on the sample, with the vocabulary of 2,048 tokens of the tiny models
 _TURN = 5  # tokens that a chat template adds per turn: role, start and end
+_TURN_RANDOM = 6.5  # the template of random weights (worker/model/tokenizer.py), on the sample
 _TEMPLATE = 100  # tokens before the first turn: gpt-oss has date and channels, Qwen2.5 an assistant
 
 
@@ -185,10 +188,12 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
         ]
         how = f"counted in {path.name} by the model's tokenizer"
     else:
-        ratio = _BYTES if model.weights != "random" else _BYTES_RANDOM if dataset.path else _BYTES_SAMPLE
+        of_sample = _BYTES_TINY if model.id.startswith("tiny/") else _BYTES_SAMPLE
+        ratio = _BYTES if model.weights != "random" else _BYTES_RANDOM if dataset.path else of_sample
         counts = [sum(len(turn.encode()) for turn in turns) / ratio for turns in texts]
         how = f"{path.name} at {ratio:g} bytes per token, because the model's tokenizer is not on this machine"
-    lengths = (round(count) + _TURN * len(turns) for count, turns in zip(counts, texts, strict=True))
+    turn = _TURN_RANDOM if model.weights == "random" else _TURN
+    lengths = (round(count + turn * len(turns)) for count, turns in zip(counts, texts, strict=True))
     values = tuple(max(2, length) for length in lengths)
     whole = tokenizer is not None and len(rows) <= MOST_SAMPLES
     return FileLengths(values, len(rows), _TEMPLATE + (max(values) if whole else most_bytes), how)
@@ -240,9 +245,10 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def tokenizer_file(model: Model) -> Path | None:
-    """Return the tokenizer.json of the model's directory or of the hub's cache."""
+    """Return the tokenizer.json of the model's directory, of the hub's cache, or that of random weights."""
     if model.weights == "random":
-        return None
+        kept = (cache_dir() / "models").glob(f"{model.id.replace('/', '-')}-*/tokenizer.json")
+        return next(kept, None) if not model.path else None
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
     snapshots = cache.expanduser() / f"models--{model.id.replace('/', '--')}" / "snapshots"
     result = Path(model.path).glob("tokenizer.json") if model.path else snapshots.glob("*/tokenizer.json")
