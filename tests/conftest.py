@@ -14,6 +14,7 @@ import pytest
 from hypothesis import settings
 
 from ftbench import cli
+from ftbench.core import table
 from ftbench.core.table import show_in_full
 
 WITH_TORCH = {"worker", "gpu"}  # the folders of tests that all need it
@@ -65,8 +66,9 @@ def signals() -> None:
 
 @pytest.fixture(autouse=True)
 def _unlimited_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Print tables as for a pipe, whatever the shell exports and earlier commands in this process did."""
+    """Print all columns of tables, whatever the shell exports and earlier commands in this process did."""
     monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(table, "_PIPE", None)
     show_in_full(False)
 
 

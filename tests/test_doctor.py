@@ -309,7 +309,7 @@ def test_doctor_reports_that_a_spec_can_run(doctor, tmp_path):
 )
 def test_a_spec_that_cannot_run_gives_exit_code_3_and_the_reason(doctor, tmp_path, parts, facts_of, hub, fragment):
     facts_of.environment["HF_HOME"] = str(tmp_path / "hf")
-    code, out, _ = doctor(write_spec(tmp_path, **parts), "--json", facts_of=facts_of, hub=hub)
+    code, out, _ = doctor(write_spec(tmp_path, **parts), "--json", facts_of=facts_of, answer=hub)
     document = json.loads(out)
     assert (code, document["can_run"], document["schema"]) == (3, False, 1)
     about = [finding for finding in document["findings"] if finding["area"] == "spec"]

@@ -153,6 +153,8 @@ def _run_plan(ready: Ready, dry_run: bool, prices: Path | None, log_every: str, 
         lines = planned.dry_run(ready)
         emit([dataclasses.asdict(line) for line in lines] if as_json else planned.as_text(lines, ready, prices))
         raise typer.Exit
+    if total := planned.known_total(ready):
+        log(total)
     code, tables = command.run(ready, parse_seconds(log_every))
     emit(tables.document() if as_json else tables.terminal(), end="\n" * as_json)
     return code, tables

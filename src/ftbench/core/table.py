@@ -15,6 +15,7 @@ from rich.text import Text
 NARROWEST = 12  # minimum width of a column of words
 _NAME = 28  # minimum width of the first column, at most a third of the line
 _LEAST_TERMINAL, _PAGE, _UNLIMITED = 40, 120, 10_000
+_PIPE: int | None = _PAGE  # maximum line length of a table without a terminal
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _CURSOR = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _wide = False
@@ -27,9 +28,11 @@ def show_in_full(wanted: bool) -> None:
 
 
 def terminal_width() -> int | None:
-    """Return the maximum line length; None for a pipe or a file without COLUMNS, and with `--wide`."""
-    if _wide or not (sys.stdout.isatty() or os.environ.get("COLUMNS")):
+    """Return the maximum line length, 120 for a pipe or a file without COLUMNS; None with `--wide`."""
+    if _wide:
         return None
+    if not (sys.stdout.isatty() or os.environ.get("COLUMNS")):
+        return _PIPE
     return max(_LEAST_TERMINAL, shutil.get_terminal_size().columns)
 
 

@@ -28,10 +28,10 @@ def check(spec: Experiment) -> None:
 def missing(spec: Experiment, environment: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return (weights or data, sentence) for what is not in the cache and has to be downloaded."""
     hub, problems = cache(environment), list[tuple[str, str]]()
-    if spec.model.weights == "pretrained" and not spec.model.path:
-        if not (hub / f"models--{spec.model.id.replace('/', '--')}").exists():
-            fix = "set model.path or model.weights=random"
-            problems.append(("weights", f"{spec.model.id} {_UNREACHABLE}: {fix}, or download it while online"))
+    model, kept = spec.model, hub / f"models--{spec.model.id.replace('/', '--')}"
+    if model.weights == "pretrained" and not model.path and not kept.exists():
+        fix = "set model.path or model.weights=random"
+        problems.append(("weights", f"{model.id} {_UNREACHABLE}: {fix}, or download it while online"))
     if source := spec.dataset.source.hub:
         prepared = Path(environment.get("HF_DATASETS_CACHE") or hub.parent / "datasets")
         if not (prepared / source.replace("/", "___")).exists():

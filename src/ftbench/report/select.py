@@ -23,6 +23,7 @@ _ORDERED: dict[str, Callable[[Any, Any], bool]] = {
 }  # fmt: skip
 _SWITCHES = {"true": "on", "false": "off", "yes": "on", "no": "off"}
 _MOST_VALUES = 12  # in a message
+_ALIASES = {"speed": "tokens/s", "memory": "peak GiB", "time": "step"}  # words of users for headings
 SEEN = "shown."  # prefix of record fields with the text of a column
 
 
@@ -39,7 +40,8 @@ class Selection:
 
     def column(self, option: str, name: str) -> Column:
         """Return the column of this name. Raise SpecError with the nearest name if it does not exist."""
-        if (column := self._columns.get(_plain(name))) is None:
+        known = (self._columns.get(_plain(each)) for each in (name, _ALIASES.get(name, name)))
+        if (column := next(filter(None, known), None)) is None:
             near = nearest(_plain(name), self._columns)
             raise SpecError(
                 f"{option} {shortened(name)}: unknown column{near} (use method, batch, gpu, state, tokens/s, a "

@@ -85,6 +85,16 @@ def as_text(lines: Sequence[Planned], ready: Ready | None = None, prices: Path |
     return "\n".join([*text, *_totals([line for line in lines if line.state == "pending"], ready, prices)])
 
 
+def known_total(ready: Ready) -> str | None:
+    """Return the number of runs and their time before a sweep starts; None if no time is known, and for a search."""
+    if isinstance(ready.plan, Search):
+        return None
+    pending = [line for line in dry_run(ready) if line.state == "pending"]
+    return (
+        _totals(pending, ready, None)[0].strip() if any(line.seconds or line.estimated_s for line in pending) else None
+    )
+
+
 def _totals(pending: Sequence[Planned], ready: Ready | None, prices: Path | None) -> list[str]:
     """Return one line with the runs, time, GPU energy and cost, and the number of runs with known times."""
     gpu = ready.device["name"] if ready and ready.device else ""

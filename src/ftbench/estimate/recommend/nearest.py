@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.hardware import Gpu, capability_of
+from ftbench.core.table import terminal_width
 from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.recommend.candidates import Way, launches, same_kind, ways, with_batch
@@ -22,7 +23,7 @@ from ftbench.spec.reading import as_text
 # another strategy of the GPUs.
 _METHOD, _HALVING, _STRATEGY = 2.5, 0.5, 0.5
 _MOST_GPUS = 64
-_WIDTH = 112  # of a command's lines
+_WIDTH = 120  # of the lines of a command
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,10 @@ def run_command(path: Path, sets: Sequence[str]) -> str:
 
 def on_lines(command: str) -> str:
     """Return an indented command for a terminal, continued on further lines if it is long."""
-    lines = [""]
+    lines, width = [""], (terminal_width() or _WIDTH) - 8
     for word in shlex.split(command):
         follows = lines[-1].endswith(("--recipe", "--dataset", "--length"))  # the value of this option
-        if lines[-1] and not follows and len(lines[-1]) + len(word) > _WIDTH:
+        if lines[-1] and not follows and len(lines[-1]) + len(word) > width:
             lines.append(" ")
         lines[-1] += f" {shlex.quote(word)}" if lines[-1] else word
     return "  " + " \\\n  ".join(lines)
