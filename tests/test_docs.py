@@ -136,7 +136,6 @@ def test_shown_reports_and_bundles_run(reader, ftbench, page):
 
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_shown_specs_load(text, tmp_path):
-    shutil.copytree(ROOT / "configs" / "prompts", tmp_path / "prompts")
     for name in set(re.findall(r"path: (\w+\.jsonl)|recipe: (\w+\.yaml)", text)):
         (tmp_path / "".join(name)).touch()
     path = tmp_path / "spec.yaml"

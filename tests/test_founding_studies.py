@@ -29,7 +29,6 @@ def test_every_cell_is_a_valid_spec_and_ends_within_one_call(name):
     for cell in cells:
         spec = resolve(load(ROOT / f"configs/{cell.config}.yaml", [*cell.sets, f"name={cell.name}"]), (9, 0))
         assert spec.model.weights == "random"
-        assert spec.measure.generate is None
         assert cell.train_s + cell.weights_s < 540
         assert spec.optimizations.gradient_checkpointing or spec.method.name == "unsloth"
 

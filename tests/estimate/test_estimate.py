@@ -382,7 +382,7 @@ def test_every_shipped_config_has_an_estimate_for_every_gpu() -> None:
             assert estimate_memory(one, gpu).allocated.expected > 0, path
 
 
-@pytest.mark.parametrize("sets", [["measure.profile=on"], ["measure.generate=configs/prompts/ja.yaml"],
+@pytest.mark.parametrize("sets", [["measure.profile=on"],
                                   ["recipe=small"], ["recipe=smallest"], ["recipe=smallest-exact"],
                                   ["recipe=smallest-full"],
                                   ["recipe=fastest-fp8", "optimizations.fused_lora=on"],

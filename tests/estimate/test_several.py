@@ -556,23 +556,23 @@ def test_incompatible_specs_are_not_estimated(tmp_path, strategy, method, why):
 
 
 def test_unsupported_measurements_are_switched_off_and_named(tmp_path: Path) -> None:
-    """Generation needs the full model, which ddp, ZeRO-1 and ZeRO-2 keep on each GPU."""
+    """Only ddp keeps complete gradients on each GPU."""
     path = tmp_path / "asks.yaml"
     path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\nmethod: full\n"
                     "dataset: {name: synthetic, samples: 64, length: 512}\n"
-                    "measure: {generate: [{id: a, prompt: hello}]}\n")  # fmt: skip
+                    "measure: {gradients: 2}\n")  # fmt: skip
     answer = estimate(EstimateRequest(path, gpu="H100 SXM5", gpus=2, strategy="all"))
     table = json.loads(answer.document)["strategies"]
     rows = {row["strategy"]: row["left_out"] for row in table if not row["problems"]}
-    refused = {name for name, keys in rows.items() if keys == "measure.generate"}
-    assert refused == {"fsdp", "zero3", "tp", "cp"}
-    assert {name for name, keys in rows.items() if not keys} == {"none", "ddp", "zero1", "zero2"}
-    assert "without measure.generate: fsdp, zero3, tp, cp" in answer.text
+    refused = {name for name, keys in rows.items() if keys == "measure.gradients"}
+    assert refused == {"fsdp", "zero1", "zero2", "zero3", "tp", "cp"}
+    assert {name for name, keys in rows.items() if not keys} == {"none", "ddp"}
+    assert "without measure.gradients: " in answer.text
     best = recommend.answer(recommend.RecommendRequest(path, gpu="L40S", gpus=4, effective_batch="4"))
     spec = best.options[0].spec
     assert spec.launch.strategy in refused
-    assert spec.measure.generate is None
-    words = f"he best is without measure.generate, which {spec.launch.strategy} does not support"
+    assert spec.measure.gradients == 0
+    words = f"he best is without measure.gradients, which {spec.launch.strategy} does not support"
     assert f"t{words}" in " ".join(recommend_text.as_text(best).split())
     assert f"# T{words}.\n" in recommend_text.as_yaml(best)
 

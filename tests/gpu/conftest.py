@@ -10,7 +10,7 @@ import sys
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
-from methods import ASKED, LARGE, METHODS, SHARED, SPEC
+from methods import LARGE, METHODS, SHARED, SPEC
 
 SLOW = ("unsloth", "compile", "recipe", "gpt-oss-20b")  # started first, because they take longest
 SIDE_BY_SIDE = max(1, min(6, (os.cpu_count() or 1) // 3))
@@ -64,7 +64,7 @@ def needed(item: pytest.Item) -> list[tuple[str, ...]]:
         return [LARGE[name]]
     if name not in METHODS:
         return []
-    return [(), METHODS[name], *([(*METHODS[name], ASKED)] if "answers" in item.name else [])]
+    return [(), METHODS[name]]
 
 
 @pytest.fixture(scope="session")

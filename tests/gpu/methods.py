@@ -30,7 +30,6 @@ dataset: {name: synthetic, samples: 96, length: 512, max_length: 512}
 train: {batch_size: 4}
 """
 SHARED = "measure.share_gpu=on"
-ASKED = "measure.generate={prompts: [{id: a, prompt: 東京は}, {id: b, prompt: Why does ice float}], max_new_tokens: 24}"
 FULL = (  # so that gradients and states dominate the memory
     "method=full",
     "train.max_grad_norm=0",

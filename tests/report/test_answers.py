@@ -15,7 +15,7 @@ from ftbench.report.document import Report
 from ftbench.report.formats import render
 from ftbench.report.sections.answers import answers, frontier, memory, night, trained
 from ftbench.report.sections.decision import decision
-from ftbench.report.sections.profiles import generations, groups, kernels
+from ftbench.report.sections.profiles import groups, kernels
 from ftbench.store import rundir
 from made_runs import MAX_Q, OOM, RESULTS, gpu, make_run, method, steps
 
@@ -119,27 +119,6 @@ def test_trained_parameters_need_applied(tmp_path):
 
 
 # --- samples and kernels ---------------------------------------------------------------------------------------------
-
-SAMPLES = {
-    "schema": 1,
-    "prompts": [
-        {"prompt": "京都は?", "before": "…", "after": "日本の古都です。"},
-        {"prompt": "no answer", "after": None},
-    ],
-}
-
-
-def test_generations_show_before_and_after(tmp_path):
-    make_run(tmp_path, "a").samples.write_text(json.dumps(SAMPLES))
-    rows = generations(cells(tmp_path)).table.rows
-    assert [row[2:] for row in rows] == [["京都は?", "…", "日本の古都です。"], ["no answer", "", ""]]
-
-
-@pytest.mark.parametrize("text", ["", "{", "3", "[]", '{"prompts": 7}', '{"prompts": [{"prompt": 1}]}', "[" * 100_000])
-def test_malformed_samples_are_skipped(tmp_path, text):
-    make_run(tmp_path, "a").samples.write_text(text)
-    assert generations(cells(tmp_path)) is None
-
 
 PROFILE = {
     "steps": 3, "window_ms": 30.0, "busy_share": 0.5, "busy_share_unprofiled": None, "step_ms": {"before": 9.0},
@@ -340,11 +319,11 @@ def test_decision_of_the_committed_sweep():
 
 @pytest.mark.parametrize("format", ["table", "md", "json"])
 def test_answers_in_every_format(tmp_path, ftbench, format):
-    make_run(tmp_path, "a", steps(seed=1)).samples.write_text(json.dumps(SAMPLES))
+    make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(1, seed=2), spec={"train.batch_size": 8}, state=OOM)
     code, out, err = ftbench("report", tmp_path, "--hours", "12", "--format", format)
     assert (code, err) == (0, "")
-    for text in ("12 hours", "Which batch fits", "日本の古都です。", "Trained parameters", "progress"):
+    for text in ("12 hours", "Which batch fits", "Trained parameters", "progress"):
         assert text.casefold() in out.casefold()
     if format == "json":
         document = json.loads(out)

@@ -37,8 +37,6 @@ def runs(tmp_path, monkeypatch) -> Path:
     spec = rundir.read_json(run.spec_json)
     spec["dataset"] |= {"split": f"password='quoted part' {PASSWORD}"}
     rundir.write_json(run.spec_json, spec)
-    sample = {"prompt": TOKEN, "before": PASSWORD, "after": f"{'long ' * 30} token=s3cr3t"}
-    rundir.write_json(run.samples, {"prompts": [sample]})
     rundir.write_json(run.applied, rundir.read_json(run.applied) | {"warnings": [reason]})
     run = RunDir(run.path.rename(run.path.with_name(f"lora-{TOKEN}-r1")))
     rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))

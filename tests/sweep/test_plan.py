@@ -340,12 +340,12 @@ def test_family_runs_one_trial_at_a_time(search):
 def test_settings_of_a_trial(search):
     plan = search(
         dataset={"name": "sample", "eval_samples": 8},
-        measure={"eval": "epoch", "repeats": 3, "generate": {"prompts": [{"id": "a", "prompt": "b"}]}},
+        measure={"eval": "end", "repeats": 3, "profile": "on"},
     )
     each = plan.next(lambda each: True)
     assert (each.spec.train.max_steps, each.spec.dataset.longest_first, each.spec.measure.eval) == (7, True, "off")
-    assert (each.spec.measure.repeats, each.spec.measure.generate, each.repeat) == (1, None, 1)
-    assert "measure.generate=off" in each.sets
+    assert (each.spec.measure.repeats, each.spec.measure.profile, each.repeat) == (1, "off", 1)
+    assert "measure.profile=off" in each.sets
     assert each.values == {"method": "lora", "train.batch_size": 1}
 
 

@@ -21,7 +21,6 @@ from ftbench.spec.methods import PROJECTIONS
 from ftbench.spec.optimizations import OPTIMIZATIONS
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
-from ftbench.worker import generate
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.optimizations import compile as compiled
 from ftbench.worker.optimizations import fp8, fused_lora, triton_kernels
@@ -90,21 +89,6 @@ def test_generation_is_unchanged(kernels):
     kernels.apply(ours, ON)
     answers = [model.generate(input_ids=IDS[:1], max_new_tokens=3, do_sample=False) for model in (ours, plain)]
     assert torch.equal(*answers)
-
-
-@pytest.mark.parametrize("with_kernels", [True, False], ids=["kernels", "no kernels"])
-def test_generation_uses_no_8_bit_products(with_kernels, monkeypatch):
-    """An answer grows by a row, and those want many."""
-    if with_kernels:
-        module("kernels.decoder_layer")
-    ours = in_8_bits("tensorwise", kernels=with_kernels)
-    products, plain = [], torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: products.append(1) or plain(*args, **options))
-    with generate.plain(ours, spec_of()), torch.no_grad(), torch.autocast(DEVICE, dtype=torch.bfloat16):
-        ours(input_ids=IDS)
-    assert not products
-    learned_in_16_bits(ours)
-    assert len(products) == 2 * (4 + 4) - 1
 
 
 def test_one_compiled_graph_serves_all_layers_without_copies(kernels):

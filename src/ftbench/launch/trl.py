@@ -54,14 +54,11 @@ def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str
     """Return the child's environment.
 
     Only the requested GPUs are visible; transformers would train on all visible ones with nn.DataParallel. They have
-    the driver's numbers. Telemetry is off, and so are logging services that `train.report_to` does not name.
+    the driver's numbers. Telemetry and logging services are off.
     """
     foreign = (*ranks.VARIABLES, *(ranks.MEETING if spec.launch.nodes == 1 else ()))
     env = {name: value for name, value in inherited.items() if name not in foreign}
-    off = {"wandb": {"WANDB_DISABLED": "true", "WANDB_MODE": "disabled"},
-           "mlflow": {"DISABLE_MLFLOW_INTEGRATION": "TRUE"}}  # fmt: skip
-    for service, switches in off.items():
-        env |= switches if service not in spec.train.report_to else {}
+    env |= {"WANDB_DISABLED": "true", "WANDB_MODE": "disabled", "DISABLE_MLFLOW_INTEGRATION": "TRUE"}
     env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     visible = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(spec.launch.gpus_of_node))))
     env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: spec.launch.gpus_of_node])
@@ -70,11 +67,6 @@ def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str
 
 def check_installed(spec: Experiment) -> None:
     """Raise MissingError with the command to type if a package is missing. Import nothing."""
-    if absent := [name for name in spec.train.report_to if importlib.util.find_spec(name) is None]:
-        raise MissingError(
-            f"train.report_to needs {', '.join(absent)}, which this Python ({sys.executable}) does not have: "
-            f"pip install {' '.join(absent)}, or leave it out"
-        )
     needed = [*NEEDED]
     if (spec.method.quantised and not spec.method.mxfp4) or spec.train.optimizer in BITSANDBYTES:
         needed.append("bitsandbytes")

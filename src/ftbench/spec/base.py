@@ -3,9 +3,9 @@
 import difflib
 import unicodedata
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment as Experiment
@@ -15,6 +15,7 @@ else:
     Experiment = Launch = Model = Any  # for annotations in modules that experiment.py imports
 
 MAX_NUMBER = 2**63 - 1
+_SWITCHED_OFF: tuple[object, ...] = (None, False, "off", [], ())
 
 
 class Part(BaseModel):
@@ -23,6 +24,19 @@ class Part(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), defer_build=True
     )
+
+
+class OlderPart(Part):
+    """A section that had more keys in earlier versions. The spec.json of an older run has them, switched off."""
+
+    removed: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if key not in cls.removed or value not in _SWITCHED_OFF}
 
 
 def _number(value: Any) -> Any:

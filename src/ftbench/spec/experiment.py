@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from ftbench.facts import architectures
-from ftbench.spec.base import Float, Int, Part, Switch, Word
+from ftbench.spec.base import Float, Int, OlderPart, Part, Switch, Word
 from ftbench.spec.controls import CONTROLS
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.incompatibilities import incompatibilities
@@ -68,18 +68,10 @@ class Model(Part):
         return self
 
 
-SERVICES = ("tensorboard", "mlflow", "wandb", "trackio")  # also the names of their packages
-
-
-def _services(value: object) -> object:
-    """Accept one service without a list, and none or off."""
-    if value is None or value is False or value == "none":
-        return ()
-    return (value,) if isinstance(value, str) else value
-
-
-class Train(Part):
+class Train(OlderPart):
     """Training settings. Defaults are the founding study's if it states a value."""
+
+    removed = ("report_to",)
 
     batch_size: Int = Field(4, ge=1, le=65536, description="samples per forward pass and GPU")
     gradient_accumulation_steps: Int = Field(1, ge=1, le=65536, description="forward passes per optimizer step")
@@ -103,65 +95,6 @@ class Train(Part):
         description="autocast type (fp32: no autocast); auto: bf16 on a GPU that supports it, else fp32",
     )
     seed: Int = Field(42, ge=0, lt=2**32, description="seed of adapters and dropout")
-    report_to: Annotated[
-        tuple[Literal["tensorboard", "mlflow", "wandb", "trackio"], ...], BeforeValidator(_services)
-    ] = Field((), description="services that steps are logged to during training")
-
-
-MOST_PROMPTS = 32  # they are answered in one batch
-
-
-class Prompt(Part):
-    """One question and its name."""
-
-    id: str = Field(min_length=1, max_length=80, description="a short name")
-    prompt: str = Field(min_length=1, max_length=20_000, description="the question to the model")
-
-    @field_validator("prompt")
-    @classmethod
-    def _some_text(cls, value: str) -> str:
-        if not value.strip():
-            raise ValueError("is empty: write a question")
-        return value
-
-
-class Generate(Part):
-    """Prompts, and how answers are sampled. Defaults are the founding study's (facts: 2025-11)."""
-
-    prompts: tuple[Prompt, ...] = Field(description="list of {id, prompt}, or of YAML files with `prompts:`")
-    max_new_tokens: Int = Field(1024, ge=1, le=32_768, description="maximum tokens per answer")
-    greedy: Switch = Field(False, description="always take the most likely token instead of sampling")
-    temperature: Float = Field(0.7, gt=0, le=100)
-    top_k: Int = Field(50, ge=1, le=1_000_000)
-    top_p: Float = Field(0.95, gt=0, le=1)
-    seed: Int = Field(42, ge=0, lt=2**32, description="seed of the sampling, before and after training")
-    max_seconds: Float = Field(600, gt=0, le=86_400, description="time limit; later answers are cut off")
-
-    @field_validator("prompts", mode="before")
-    @classmethod
-    def _listed(cls, value: object) -> object:
-        if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= MOST_PROMPTS:
-            raise ValueError(f"must be a list of 1 to {MOST_PROMPTS} prompts, each with id and prompt")
-        for entry in value:
-            if not isinstance(entry, Prompt) and (not isinstance(entry, dict) or set(entry) != {"id", "prompt"}):
-                raise ValueError(f"{str(entry)[:60]!r} is not a prompt: write {{id: a name, prompt: the question}}")
-        return value
-
-    @field_validator("prompts")
-    @classmethod
-    def _distinct(cls, value: tuple[Prompt, ...]) -> tuple[Prompt, ...]:
-        names = [prompt.id for prompt in value]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two prompts are named {twice[0]}: give each its own id")
-        return value
-
-
-def _generate(value: object) -> object:
-    if value is False or value == "off":
-        return None
-    if value is not None and not isinstance(value, (dict, Generate)):
-        raise ValueError("must be off, a YAML file with prompts, a list of them, or a section with `prompts`")
-    return value
 
 
 def _warmup(value: object) -> object:
@@ -173,8 +106,10 @@ def _warmup(value: object) -> object:
 STEPS_BEFORE_PROFILE = 6  # the first ones load kernels and compile; the last three are timed
 
 
-class Measure(Part):
+class Measure(OlderPart):
     """What is measured, and how often."""
+
+    removed = ("generate",)
 
     repeats: Int = Field(1, ge=1, le=100, description="runs per cell of a sweep, each in a new process")
     warmup: Annotated[Literal["auto"] | Int, BeforeValidator(_warmup)] = Field(
@@ -204,9 +139,6 @@ class Measure(Part):
     keep_weights: Switch = Field(False, description="parity: keep the trained tensors before and after training")
     control: Annotated[Literal["off", *CONTROLS], Word] = Field(  # type: ignore[valid-type]
         "off", description="damage the training on purpose; `ftbench parity` must notice it"
-    )
-    generate: Annotated[Generate | None, BeforeValidator(_generate)] = Field(
-        None, description="prompts that are answered before and after training: a YAML file, or a section"
     )
 
     @property

@@ -88,7 +88,7 @@ def incompatibilities(spec: Experiment) -> list[str]:
     if on.gradient_checkpointing not in (*OFF, True):
         problems.append(f"optimizations.gradient_checkpointing: {who} supports on and off")
     measured = {
-        "eval": spec.dataset.eval_samples and spec.measure.eval != "off", "generate": spec.measure.generate,
+        "eval": spec.dataset.eval_samples and spec.measure.eval != "off",
         "profile": spec.measure.profile != "off", "gradients": spec.measure.gradients,
         "control": spec.measure.control != "off", "save_adapter": spec.measure.save_adapter,
     }  # fmt: skip

@@ -20,8 +20,7 @@ _TOKENIZER = (
 _AS_TEXT = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 _IGNORED = {  # keys that do not change the result
     "launch": {"python", "timeout_s", "no_step_s", "mock", "mock_fits"},
-    "measure": {"warmup", "save_adapter", "repeats", "profile_steps", "generate"},
-    "train": {"report_to"},
+    "measure": {"warmup", "save_adapter", "repeats", "profile_steps"},
 }
 
 

@@ -174,35 +174,7 @@ def expand(data: dict[str, Any], folder: Path) -> dict[str, Any]:
     objective = data.get("objective")
     if isinstance(objective, dict) and "reward" in objective:
         data["objective"] = objective | {"reward": absolute_reward(objective["reward"], folder)}
-    measure = data.get("measure")
-    if isinstance(measure, dict) and "generate" in measure:
-        data["measure"] = measure | {"generate": with_prompts(measure["generate"], folder)}
     return data
-
-
-def with_prompts(value: Any, folder: Path) -> Any:
-    """Return the value of `measure.generate` with its prompt files loaded. The spec's sampling settings win over a
-    file's. Raise SpecError for a file that cannot be read."""
-    if isinstance(value, str) and value != "off":
-        value = [value]
-    if isinstance(value, list):
-        value = {"prompts": value}
-    if not isinstance(value, dict) or "prompts" not in value:
-        return value
-    listed = value["prompts"]
-    settings: dict[str, Any] = {}
-    prompts: list[Any] = []
-    for entry in listed if isinstance(listed, list) else [listed]:
-        if not isinstance(entry, str):
-            prompts.append(entry)
-            continue
-        file = read_yaml(folder / os.path.expanduser(entry), "a prompt file", "`prompts:`, a list of {id, prompt}")
-        entries = file.pop("prompts", None)
-        if not isinstance(entries, list):
-            raise SpecError(f"{folder / entry}: needs `prompts`, a list of {{id, prompt}}")
-        prompts += entries
-        settings |= file
-    return settings | value | {"prompts": prompts}
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -216,8 +188,6 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         old = result.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
             result[key] = {**_surviving(key, old, value), **value}
-            if key == "measure" and isinstance(value.get("generate"), dict):  # the same prompts with other sampling
-                result[key]["generate"] = {**(old.get("generate") or {}), **value["generate"]}
         else:
             result[key] = value
     return result
@@ -252,7 +222,7 @@ def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:
     parts = [str(part) for part in loc if not isinstance(part, int)]
     if len(parts) > 1 and parts[1] in KINDS.get(parts[0], ()):
         del parts[1]
-    return tuple(parts[: 3 if parts[:2] == ["measure", "generate"] else 2])
+    return tuple(parts[:2])
 
 
 def _origin(key: tuple[str, ...], layers: Sequence[SpecLayer]) -> str:

@@ -221,8 +221,6 @@ def _of_strategy(spec: Experiment, strategy: Strategy) -> Iterator[str]:
             f"launch.strategy: {name} cannot shard 4-bit weights: bitsandbytes stores them as bytes that stay on each "
             "GPU, or computes wrong results if they are stored as bfloat16: use ddp, or method lora"
         )
-    if strategy.sharded and spec.measure.generate is not None:
-        yield f"measure.generate: generation needs the complete model and {name} shards it: set it to off"
     if strategy.shards and spec.measure.gradients:
         yield f"measure.gradients: {name} does not keep complete gradients: set it to 0, or use ddp"
     yield from strategy.incompatibilities(spec)

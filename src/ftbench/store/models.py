@@ -174,9 +174,6 @@ MODELS: dict[str, type[FileModel]] = {
     "machine.json": _Machine, "state.json": _State, "phases.json": _Phases, "applied.json": _Applied,
     "spec.json": _Spec, "summary.json": _Summary, "kernels.json": _Kernels,
     "memory.json": _Allocations,
-    "samples.json": _model(
-        "samples.json", prompts=_list(_model("Prompt", prompt=_need(str), before=Text, after=Text))
-    ),
     "digest.json": _model("digest.json", files=_need(dict[str, str])),
     "manifest.json": _model("manifest.json", files=_need(_map(_Hash))),
     "sweep.json": _model("sweep.json", at=_need(str), left_s=Figure, running=_need(list[str]),

@@ -1,4 +1,4 @@
-"""One training run from top to bottom: data, model, method, optimizations, trainer, training, evaluation, answers.
+"""One training run from top to bottom: data, model, method, optimizations, trainer, training, evaluation.
 
 `train` lists the stages in order. Each stage is implemented in the module of its name.
 """
@@ -18,13 +18,11 @@ from ftbench.worker import methods, optimizations, parallel, trainer
 from ftbench.worker.data.collate import token_hash, verify_order
 from ftbench.worker.data.prepare import Prepared, prepare
 from ftbench.worker.device import check_device
-from ftbench.worker.generate import Answers
 from ftbench.worker.measure import controls, effective_config
 from ftbench.worker.measure.batch_count import padding_of
 from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.measure.levels import Levels, Weights
 from ftbench.worker.measure.recorder import Recorder
-from ftbench.worker.measure.reporter import Reporter
 from ftbench.worker.model import loading
 from ftbench.worker.model.diagnosis import require_complete
 from ftbench.worker.model.parts import base_model, decoder
@@ -38,7 +36,7 @@ def train(run: TrainingRun) -> None:
     """Train the spec and write applied.json and steps.csv."""
     spec, phases = run.spec, run.phases
     check_device(first_gpu(read_json(run.directory.machine)))
-    method, first = methods.load(spec.method.name), parallel.is_first()
+    method = methods.load(spec.method.name)
 
     phases.enter("make_weights")
     source = loading.source_of(spec.model, spec.method, loading.are_drawn(spec), loading.are_packed(spec))
@@ -60,11 +58,6 @@ def train(run: TrainingRun) -> None:
     run.write_facts(**facts, **effective_config.of_trainer(loop, spec), dataset=data.description, warnings=warnings)
     run.require_applied(method.verify(model, spec))
 
-    answers = Answers(spec, run.directory, tokenizer)
-    if spec.measure.generate is not None and first:
-        phases.enter("generate")
-        answers.generate(loop.model, "before")
-
     phases.enter("train")
     loop.train()
 
@@ -73,9 +66,6 @@ def train(run: TrainingRun) -> None:
         loop.evaluate()
     run.finish()
     _write_final_facts(run, loop, data, recorder)
-    if spec.measure.generate is not None and first:
-        phases.enter("generate")
-        answers.generate(loop.accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False), "after")
     if spec.measure.save_adapter:
         phases.enter("save")
         _save(run, loop)
@@ -156,9 +146,8 @@ def build_trainer(
 
 
 def _attach(run: TrainingRun, loop: Any, recorder: Recorder) -> None:
-    """Attach reporting services, controls, recorder, verification and profiler, in the order of their callbacks."""
+    """Attach controls, recorder, verification and profiler, in the order of their callbacks."""
     spec, directory, run.trainer = run.spec, run.directory, loop
-    run.reporter = Reporter.of(loop, directory, recorder)  # before the recorder, so that startup is not timed
     if spec.measure.control != "off":
         run.write_facts(control=controls.apply(loop, spec))
     weighed_by = "samples" if spec.objective.pairs else "labels"

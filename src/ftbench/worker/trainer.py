@@ -208,7 +208,7 @@ def training_arguments(spec: Experiment, run: RunDir, model: Any) -> dict[str, A
         logging_strategy="no",
         logging_nan_inf_filter=False,  # it synchronizes with the device in every micro-batch
         save_strategy="no",
-        report_to=(list(train.report_to) if parallel.is_first() else []) or "none",
+        report_to="none",
         run_name=run.run_id,
         project="ftbench",
         router_aux_loss_coef=0.0,  # keeps the loss in nats per token

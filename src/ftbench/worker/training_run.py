@@ -5,7 +5,7 @@ This module must not import trl, because another framework's environment has a d
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,9 +22,6 @@ from ftbench.worker.measure.recorder import Recorder
 from ftbench.worker.measure.sampler import Sampler
 from ftbench.worker.measure.utilization import GpuLoad, HostLoad, own_processes
 
-if TYPE_CHECKING:
-    from ftbench.worker.measure.reporter import Reporter
-
 
 class TrainingRun:
     """The objects that are needed when a run ends, for any reason."""
@@ -32,7 +29,6 @@ class TrainingRun:
     def __init__(self, spec: Experiment, directory: RunDir, phases: Phases) -> None:
         self.spec, self.directory, self.phases = spec, directory, phases
         self.recorder: Recorder | None = None
-        self.reporter: Reporter | None = None
         self.profiler: Any = None
         self.trainer: Any = None
         resolved = read_json(directory.applied).get("resolved")  # written by the parent
@@ -45,13 +41,11 @@ class TrainingRun:
         return self.phases.current, None
 
     def finish(self) -> None:
-        """Stop the data loaders, write the last rows of steps.csv, and close the reporting services."""
+        """Stop the data loaders, and write the last rows of steps.csv."""
         if self.trainer:
             self.trainer.end_loaders()
         if self.recorder:
             self.recorder.finish()
-        if self.reporter:
-            self.warn(*self.reporter.finish())
 
     def write_facts(self, **more: Any) -> None:
         """Add to applied.json."""

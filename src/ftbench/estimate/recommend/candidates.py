@@ -23,7 +23,7 @@ from ftbench.spec.optimizations.compute import KERNEL_FAMILIES
 from ftbench.spec.recipes import recipes
 
 ADAPTERS = ("lora", "qlora", "unsloth")  # train the same matrices; full trains others
-_EXTRAS = {"generate": None, "gradients": 0}  # parts of `measure` besides the training, with their value for off
+_EXTRAS = {"gradients": 0}  # parts of `measure` besides the training, with their value for off
 _SHARED = {"rank", "alpha", "dropout", "bias", "targets", "experts", "vision", "projector"}
 _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "unsloth"))
 
@@ -38,8 +38,8 @@ class Way:
     def on(self, launch: Launch) -> Way:
         """Return the same way on several GPUs, with the problems that this causes.
 
-        Answers to prompts and kept gradients are switched off if several GPUs do not support them, because they are not
-        part of the training."""
+        Kept gradients are switched off if several GPUs do not support them, because they are not part of the
+        training."""
         if launch is self.spec.launch or launch == self.spec.launch:
             return self
         spec = self.spec.model_copy(update={"launch": launch})

@@ -28,7 +28,6 @@ MOST_CURVES = 150  # runs with curves; reading the steps of more takes longer th
 # The groups of sections on the page. Other sections follow the curves.
 _CUSTOM = ("decision", "frontier")  # have their own markup
 _COMPARED = ("comparison", "gate")
-_LEARNED = ("generations",)
 _KERNELS = ("kernel_groups", "memory_by_category", "kernels")
 _LAST = ("night", "energy", "cost", "memory", "trained")
 _OF_WORKLOAD = ("model", "weights", "data")
@@ -110,7 +109,7 @@ def _curves(shown: View) -> tuple[dict[int, dict[str, Any]], int]:
 def _placed(report: Report, shown: View) -> dict[str, list[PlacedSection]]:
     """Return the sections by group."""
     parts = {section.key: _part(section, shown) for section in report.sections if section.key not in _CUSTOM}
-    places = {"compared": _COMPARED, "learned": _LEARNED, "kernels": _KERNELS, "last": _LAST}
+    places = {"compared": _COMPARED, "kernels": _KERNELS, "last": _LAST}
     named = {key for keys in places.values() for key in keys}
     placed = {name: [parts[key] for key in keys if key in parts] for name, keys in places.items()}
     return placed | {"more": [part for key, part in parts.items() if key not in named]}

@@ -10,7 +10,6 @@ from ftbench.report.data.cells import PEAK, SAMPLES, TOKENS, Cell, Run
 from ftbench.report.data.collect import figure
 from ftbench.report.document import Section, table_of
 from ftbench.report.sections.cost import NIGHT_H
-from ftbench.report.sections.profiles import generations
 from ftbench.report.sections.rows import Record, field, first_of, named_rows, names_of, section
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_columns
@@ -21,7 +20,7 @@ _BEFORE = ("import", "prepare_data", "load", "setup")  # the phases before the f
 def answers(cells: Sequence[Cell], hours: float = NIGHT_H, *, curves: bool = True) -> list[Section]:
     """Return all available answers. `curves` includes memory and time over progress, which reads every step."""
     over_progress = memory(cells) if curves else None
-    parts = [night(cells, hours), frontier(cells), over_progress, trained(cells), generations(cells)]
+    parts = [night(cells, hours), frontier(cells), over_progress, trained(cells)]
     return [part for part in parts if part is not None]
 
 

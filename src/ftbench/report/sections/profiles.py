@@ -1,5 +1,4 @@
-"""Sections on profiled runs: kernels by group, the longest kernels, memory by purpose. And the model's answers before
-and after training."""
+"""Sections on profiled runs: kernels by group, the longest kernels, memory by purpose."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from ftbench.report.document import Section
 from ftbench.report.sections.rows import Record, field, first_of, names_of, section
 from ftbench.store.rundir import MEMORY, read_json
 
-_MOST_KERNELS, _MOST_SAMPLES = 10, 5
+_MOST_KERNELS = 10
 _NOTE = (
     "Milliseconds per step. Profiling slows launches, so busy is the GPU time of the profiled steps divided by the "
     "duration of the steps just before. Without a GPU it is the operator time divided by that of the profiled steps."
@@ -91,18 +90,3 @@ def _kernels(run: Run) -> list[Record]:
          "calls": kernel.get("calls"), "share": kernel["time_ms"] / total if total else None}
         for kernel in listed[:_MOST_KERNELS]
     ]  # fmt: skip
-
-
-def generations(cells: Sequence[Cell]) -> Section | None:
-    """Return the model's answers to prompts before and after training."""
-    records = [names_of(cell) | sample for cell in cells for sample in first_of(cell, _samples) or []]
-    columns = {
-        "trained by": field("trained_by"), "batch": field("batch"), "prompt": field("prompt"),
-        "before": field("before"), "after": field("after"),
-    }  # fmt: skip
-    return section("generations", "Before and after", records, columns, named=False, text=tuple(columns))
-
-
-def _samples(run: Run) -> list[Record]:
-    listed = read_json(run.dir.samples).get("prompts", [])[:_MOST_SAMPLES]
-    return [{name: sample.get(name) or "" for name in ("prompt", "before", "after")} for sample in listed]

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, create_model, model_validator
+from pydantic import Field, create_model
 
-from ftbench.spec.base import Part
+from ftbench.spec.base import OlderPart
 from ftbench.spec.optimizations import compute, data, memory
 from ftbench.spec.optimizations.declaration import COARSE, OFF, ROUNDING, Optimization, Tolerance
 
@@ -29,22 +29,14 @@ TOLERANCES: dict[str, Tolerance] = {
     },
 }
 
-# Earlier optimizations. The spec.json of an older run has them, switched off.
-_REMOVED = ("feature_cache", "fp8_head", "tile_buckets")
 
-
-class _Section(Part):
-    @model_validator(mode="before")
-    @classmethod
-    def _without_removed(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        return {key: value for key, value in values.items() if key not in _REMOVED or value not in OFF}
+class _Section(OlderPart):
+    removed = ("feature_cache", "fp8_head", "tile_buckets")
 
 
 if TYPE_CHECKING:
 
-    class Optimizations(Part):
+    class Optimizations(OlderPart):
         """The section `optimizations:` with one field per optimization."""
 
         def __getattr__(self, name: str) -> Any: ...

@@ -251,7 +251,7 @@ class Search(Plan):
         changes: dict[str, dict[str, Any]] = {
             "train": {"batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": STEPS},
             "dataset": {"longest_first": True},
-            "measure": {"eval": "off", "profile": "off", "generate": None, "repeats": 1},
+            "measure": {"eval": "off", "profile": "off", "repeats": 1},
         }
         if spec.dataset.is_made:
             changes["dataset"]["samples"] = max(spec.dataset.samples or 0, batch)
@@ -275,11 +275,10 @@ def _first_trial(spec: Experiment, gpu: dict[str, Any] | None, folder: Path) -> 
 def _settings(spec: Experiment, changes: dict[str, dict[str, Any]]) -> list[str]:
     """Return the effective changes as `--set` arguments."""
     unchanged = {"measure.repeats"}  # a single run ignores it
-    unchanged |= {f"measure.{key}" for key in ("profile", "generate") if getattr(spec.measure, key) in ("off", None)}
-    words = {None: "off", True: "on"}
+    unchanged |= {"measure.profile"} if spec.measure.profile == "off" else set()
     flat = {f"{section}.{key}": value for section, values in changes.items() for key, value in values.items()}
     return [
-        f"{key}={value if type(value) is int else words.get(value, value)}"
+        f"{key}={'on' if value is True else value}"
         for key, value in flat.items() if key not in unchanged
     ]  # fmt: skip
 

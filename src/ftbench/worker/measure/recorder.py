@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -55,7 +54,6 @@ class Recorder:
         self._writer, self._device, self._sampler, self._count_graphs = writer, device, sampler, count_graphs
         self._rank, self._data_rank = rank, data_rank
         self.clock, self.memory = meters(device)
-        self.on_rows: Callable[[list[StepRow]], None] | None = None  # called with rows after they are written
         self.position: str | None = None
         self.step = self.batches = 0
         self._planned: int | None = None
@@ -216,8 +214,6 @@ class Recorder:
                 done.append(self._complete(self._pending.popleft()))
             if done:
                 self._writer.append(done)
-        if done and self.on_rows:
-            self.on_rows(done)
 
     @property
     def order_hash(self) -> str:

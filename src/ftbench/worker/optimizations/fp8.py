@@ -55,12 +55,6 @@ class Fp8Linear(torch.nn.Module):
         """Return the arguments of a product after its input."""
         return self.weight, self.factor, self.turned, self.turned_factor, self.recipe, self.maxima
 
-    def forward_in_16_bits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product with the dequantized weight, for inputs of a few rows, where 8-bit products are
-        inefficient."""
-        weight = (self.weight.float() * self.factor).to(x.dtype)
-        return torch.nn.functional.linear(x, weight, self.bias)
-
 
 def _wanted(module: Any, name: str) -> bool:
     frozen = not any(parameter.requires_grad for parameter in module.parameters())
