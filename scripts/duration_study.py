@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from estimate_study import quantile
 
 from ftbench.core import units
 from ftbench.core.hardware import gpus
@@ -62,6 +63,10 @@ def same_settings(each: Observation) -> str:
     return f"{each.run.gpu} {each.run.spec.method.name} {each.run.spec.optimizations}"
 
 
+def same_model(each: Observation) -> str:
+    return str(each.run.spec.model.id)
+
+
 def observations(history: RunHistory) -> list[Observation]:
     """Return the runs on all GPUs of the table, with their work."""
     return [each for gpu in gpus() for each in history.observations(gpu)]
@@ -93,6 +98,22 @@ def several_gpus(history: RunHistory, coefficients: Mapping[str, float]) -> list
             others = [other for other in history.runs if other.key != run.key]
             rows.append(_row(run, RunHistory(history.path, others, coefficients)))
     return rows
+
+
+def spreads(rows: Sequence[LeftOut]) -> dict[str, float]:
+    """Return by bound the factor around the estimate that holds 90 % of the runs."""
+    missed = grouped_by(rows, lambda row: "host" if row.estimate.bound == "host" else "GPU")
+    return {bound: math.exp(quantile([abs(math.log1p(row.error)) for row in each])) for bound, each in missed.items()}
+
+
+def coverage(rows: Sequence[LeftOut]) -> float:
+    """Return the share of runs in a range that comes from the runs of other models only."""
+    inside = 0
+    for model in {row.run.spec.model.id for row in rows}:
+        known = spreads([row for row in rows if row.run.spec.model.id != model])
+        inside += sum(abs(math.log1p(row.error)) <= math.log(known["host" if row.estimate.bound == "host" else "GPU"])
+                      for row in rows if row.run.spec.model.id == model)  # fmt: skip
+    return inside / len(rows)
 
 
 def _row(run: TimedRun, rest: RunHistory) -> LeftOut:
@@ -225,12 +246,16 @@ def coefficient_table(terms: Mapping[str, Term]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def facts(rows: Sequence[LeftOut], terms: Mapping[str, Term]) -> str:
-    """Return facts/durations.yaml: the coefficients with the runs that they come from."""
+def facts(rows: Sequence[LeftOut], models: Sequence[LeftOut], terms: Mapping[str, Term]) -> str:
+    """Return facts/durations.yaml: the coefficients with the runs that they come from.
+
+    The range comes from `models`, the rows without any run of their model.
+    """
     mean, worst = errors_of(rows)
     document = {
         "gpus": sorted({row.run.gpu for row in rows}),
         "error": {"mean": round(mean, 4), "worst": round(worst, 4)},
+        "spread": {bound: round(value, 3) for bound, value in spreads(models).items()},
         "coefficients": {name: asdict(term) for name, term in terms.items()},
         "runs": [row.run.run_id for row in rows],
     }
@@ -241,5 +266,6 @@ _HEAD = """\
 # Coefficients of the time estimate: seconds = value x seconds of the term at the GPU's ceilings (estimate/time/work.py,
 # estimate/time/rates.py). Written by `scripts/duration-table --write`. `prior` and `why` are by hand, and some priors
 # were set with these runs in mind. `runs` of a coefficient: the runs in which it is at least a twentieth of the step.
-# `error`: each step estimated without its own runs.
+# `error`: each step estimated without its own runs. `spread`: the factor around an estimate that holds 90 % of the runs
+# of unseen models, if the GPU or the host sets the pace.
 """

@@ -229,6 +229,9 @@ def test_unseen_methods_and_optimizations_stay_within_bounds(store):
     mean, worst = study.errors_of(study.left_out(store, study.same_settings, study.fit))
     assert mean <= 0.1
     assert worst <= 0.4
+    unseen_models = study.left_out(store, study.same_model, study.fit)
+    assert 0.85 <= study.coverage(unseen_models) <= 0.97
+    assert study.spreads(unseen_models) == pytest.approx(read_facts("durations.yaml")["spread"], abs=1e-3)
 
 
 def test_the_shipped_coefficients_are_those_of_the_committed_runs(store):
@@ -266,7 +269,7 @@ def test_the_range_widens_as_less_is_known(store):
         SHEET: estimate(named("RTX 5090"), store),
     }
     assert [found.basis for found in known.values()] == list(known)
-    widths = [found.step_s.high / found.step_s.low for found in known.values()]
+    widths = [round(found.step_s.high / found.step_s.low, 6) for found in known.values()]
     assert widths == sorted(widths)
     assert re.match(r"scaled from \d+ runs of this method and these optimizations", known[SCALED].confidence)
     assert known[SHEET].confidence.endswith(", corrected by runs on H200 SXM; no run on this GPU")
