@@ -57,7 +57,7 @@ def test_a_finished_cell_is_not_repeated_and_only_small_files_are_kept(tmp_path,
     assert runner.run([cell, unsloth]) == 1
     out = capsys.readouterr().out
     assert "b4: ok" in out
-    assert "method unsloth needs a GPU" in out
+    assert "skipped: ftbench: method unsloth needs a GPU" in out
     assert runner.run([cell]) == 0
     assert capsys.readouterr().out == ""
     assert study.Study(tmp_path / "other", 0.1, tiny=True).run([cell]) == 1

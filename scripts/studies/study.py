@@ -102,10 +102,12 @@ class Study:
         command += [f"--set={text}" for text in sets]
         ended = subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, check=False)
         took = f"{time.monotonic() - begin:.0f} s"
-        if runs := cell.runs(self.out):
-            return f"{read_json(runs[-1] / 'state.json')['state']}, {took}"
-        lines = [line for line in ended.stderr.strip().splitlines() if line.startswith("ftbench: ")]
-        return f"failed after {took}: {(lines or ended.stderr.strip().splitlines() or ['no message'])[-1]}"
+        states = sorted(self.out.glob(f"{cell.name}/*/state.json"), key=lambda path: path.stat().st_mtime)
+        if states:
+            state = read_json(states[-1])
+            return f"{state['state']}, {took}" + (f": {state['reason']}" if state.get("reason") else "")
+        lines = ended.stderr.strip().splitlines() or ["no message"]
+        return f"skipped: {next((line for line in lines if line.startswith('ftbench: ')), lines[-1])}"
 
     def _folder(self) -> Path:
         return Path(self.env.get("FTBENCH_CACHE") or machine.cache_dir()) / "models"
