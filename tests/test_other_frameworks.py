@@ -44,7 +44,8 @@ def run(tmp_path, *changes):
 
 
 PYTHON = "launch.python=/nowhere/bin/python"
-SWIFT = "launch.framework=ms-swift"
+SWIFT, MEGATRON, VERL = (f"launch.framework={name}" for name in ("ms-swift", "megatron", "verl"))
+FULL = ("method=full", "model.weights=random")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,13 @@ SWIFT = "launch.framework=ms-swift"
         (["launch.settings=best"], 2, "leave it out, or use `recipe: fastest` with trl"),
         ([SWIFT, PYTHON, "train.optimizer=adamw_torchao_8bit"], 2, "takes torch's and bitsandbytes', or use trl"),
         (["launch.framework=llamafactory", PYTHON, "method=unsloth"], 2, "trains lora, qlora"),
+        ([MEGATRON, PYTHON], 2, "Megatron's LoRA is in Megatron-Bridge, which needs Transformer Engine: set method to"),
+        ([MEGATRON, PYTHON, *FULL, "model.id=tiny/mistral"], 2, "converts llama and qwen3, not mistral: use trl"),
+        ([MEGATRON, PYTHON, *FULL, "launch.gpus=2", "launch.strategy=fsdp"], 2, "supports launch.strategy tp or"),
+        ([MEGATRON, PYTHON, *FULL, "launch.settings=best"], 2, "has no other settings here: leave it out"),
+        ([VERL, PYTHON, "method=qlora"], 2, "trains lora and full: change the method, or use trl"),
+        ([VERL, PYTHON, "train.batch_size=5"], 2, "set it to a multiple of 5"),
+        ([VERL, PYTHON], 3, "registers its trainer for CUDA only, and this machine has no GPU: use a GPU machine"),
     ],
 )  # fmt: skip
 def test_unsupported_settings_are_refused(tmp_path, changes, code, said):
@@ -152,8 +160,9 @@ def test_interpreter_that_hangs_or_prints_no_version_is_reported(tmp_path, monke
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_environment_has_the_packages_that_record_a_run(name):
-    needed = {"nvidia-ml-py", "psutil", "pydantic", "pyyaml", "numpy", "datasets", "transformers", "peft"}
+    needed = {"nvidia-ml-py", "psutil", "pydantic", "pyyaml", "numpy", "datasets", "transformers"}
     assert needed <= FRAMEWORKS[name].versions.keys()
+    assert name == "megatron" or "peft" in FRAMEWORKS[name].versions
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
@@ -161,7 +170,8 @@ def test_page_has_the_tested_versions(name):
     framework = FRAMEWORKS[name]
     page = (ROOT / "docs/how-to/other-frameworks.md").read_text()
     (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
-    versions = [f"{package} {framework.versions[package]}" for package in ("transformers", "trl", "peft", "datasets")]
+    shown = [each for each in ("transformers", "trl", "peft", "datasets") if each in framework.versions]
+    versions = [f"{package} {framework.versions[package]}" for package in shown]
     assert row == f"| `{name}` | {framework.version} | {', '.join(versions)} |"
 
 

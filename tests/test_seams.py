@@ -49,7 +49,7 @@ def test_a_launcher_has_every_function_of_the_protocol(name):
 @pytest.mark.parametrize("framework", typing.get_args(Launch.model_fields["framework"].annotation))
 def test_a_framework_has_a_launcher_or_is_refused_with_a_way_out(framework):
     python = {} if framework == "trl" else {"python": "/nowhere/bin/python"}
-    values = SPEC | {"launch": {"framework": framework, **python}}
+    values = SPEC | {"method": {"name": "full"}, "launch": {"framework": framework, **python}}
     if framework in LAUNCHERS:
         assert launcher_of(resolve(Experiment.model_validate(values), None)) is LAUNCHERS[framework]
     else:

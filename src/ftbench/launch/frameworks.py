@@ -29,6 +29,11 @@ def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
     sentences = machine_incompatibilities(spec, capability)
     if spec.launch.settings == "best" and capability is None:
         sentences.append("launch.settings best: its kernels need a GPU, and this machine has none: use plain")
+    if spec.launch.framework == "verl" and capability is None:
+        sentences.append(
+            "launch.framework verl: verl registers its trainer for CUDA only, and this machine has no GPU: use a GPU "
+            "machine, or another framework"
+        )
     return sentences
 
 

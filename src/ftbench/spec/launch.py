@@ -44,7 +44,7 @@ class Launch(Part):
     offload: Literal["none", "optimizer", "params"] = Field(
         "none", description="what is kept in host memory: the optimizer state, or the optimizer state and parameters"
     )
-    framework: Literal["trl", "axolotl", "llamafactory", "ms-swift"] = Field(
+    framework: Literal["trl", "axolotl", "llamafactory", "ms-swift", "megatron", "verl"] = Field(
         "trl", description="the framework that runs the training loop"
     )
     python: str | None = Field(None, min_length=1, description="Python interpreter of the framework's environment")

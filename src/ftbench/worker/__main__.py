@@ -41,7 +41,7 @@ def main(path: str, handed_over: bool = False) -> int:
         if trains and parallel.is_first_of_node():
             _acquire_gpu(spec, directory, phases)
             _write_load(directory, load)
-        if spec.launch.ranks > 1:
+        if trains and spec.launch.ranks > 1:
             _join_ranks(run)
         train(run)
         outcome = {"state": "ok"}

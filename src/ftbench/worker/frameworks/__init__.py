@@ -3,6 +3,10 @@
 configuration(spec, model): the framework's configuration; paths are relative to the run's directory
 best(spec): the changes for the framework's best settings
 train(configuration): train through the framework's own entry point, in its own interpreter
+
+A framework that does not train through transformers.Trainer has `record` instead of `best` and `train`:
+
+record(run, configuration): train, record each step, write the facts, and return how often each row was trained on
 """
 
 import importlib

@@ -3,6 +3,7 @@ framework's interpreter."""
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from datasets import Dataset, DatasetDict
 
 from ftbench.spec.frameworks import interpreter
 from ftbench.store.rundir import write_json
-from ftbench.worker import frameworks
+from ftbench.worker import frameworks, parallel
 from ftbench.worker.data.tokens import Row
 from ftbench.worker.frameworks import entry
 from ftbench.worker.model import loading
@@ -18,6 +19,7 @@ from ftbench.worker.train import prepared
 from ftbench.worker.training_run import TrainingRun
 
 TOKENIZER = "tokenizer_config.json"
+_POLL_S = 0.1
 
 
 def train(run: TrainingRun) -> None:
@@ -25,6 +27,18 @@ def train(run: TrainingRun) -> None:
 
     The process id stays the same, so the run is watched and ended as one process. Does not return.
     """
+    if parallel.is_first():
+        _write_inputs(run)
+    else:
+        while not run.directory.framework.exists():  # if the first rank fails, all are ended
+            time.sleep(_POLL_S)
+    run.phases.enter("import")
+    python = interpreter(run.spec.launch)
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    os.execve(python, [python, str(Path(entry.__file__)), str(run.directory.path.resolve())], environment)
+
+
+def _write_inputs(run: TrainingRun) -> None:
     spec, directory = run.spec, run.directory
     run.phases.enter("make_weights")
     source = loading.source_of(spec.model, spec.method)
@@ -39,10 +53,6 @@ def train(run: TrainingRun) -> None:
     framework = frameworks.load(spec.launch.framework)
     best = framework.best(spec) if spec.launch.settings == "best" else {}
     write_json(directory.framework, framework.configuration(spec, model) | best)
-    run.phases.enter("import")
-    python = interpreter(spec.launch)
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    os.execve(python, [python, str(Path(entry.__file__)), str(directory.path.resolve())], environment)
 
 
 def write_rows(folder: Path, rows: list[Row], with_lengths: bool = False) -> None:

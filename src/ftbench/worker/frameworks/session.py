@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,14 @@ from transformers import TrainerCallback, set_seed
 
 from ftbench.core.units import some
 from ftbench.errors import FtbenchError
+from ftbench.spec.experiment import Experiment
 from ftbench.spec.frameworks import FRAMEWORKS
 from ftbench.store import machine
 from ftbench.store.rundir import first_gpu, read_json, write_json
-from ftbench.worker import frameworks
+from ftbench.worker import frameworks, parallel
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.device import check_device
-from ftbench.worker.frameworks import live
+from ftbench.worker.frameworks import live, own_loop
 from ftbench.worker.measure import effective_config
 from ftbench.worker.measure.batch_count import COUNT, BatchCount, padding_of
 from ftbench.worker.measure.hf_adapter import HfRecording
@@ -45,19 +46,43 @@ def train(run: TrainingRun) -> None:
     write_json(directory.machine, read_json(directory.machine) | {"versions": machine.versions()})
     run.phases.enter("load")
     watch_memory(run.phases)
-    plain, seen = transformers.Trainer.train, Counter[int]()
-    transformers.Trainer.train = _recorded(run, plain, seen)
+    run.write_facts(framework=_framework_facts(spec))
     with require_complete(spec.model) as weights_left_out:
-        try:
-            frameworks.load(spec.launch.framework).train(read_json(directory.framework))
-        except Trained:
-            pass
-        finally:
-            transformers.Trainer.train = plain
+        loop = _own_loop if FRAMEWORKS[spec.launch.framework].own_loop else _through_trainer
+        seen = loop(run, read_json(directory.framework))
     run.warn(*weights_left_out)
     _check_order(run, seen)
-    for made in (frameworks.OUTPUT, "data"):
-        shutil.rmtree(made, ignore_errors=True)
+    if parallel.is_first():
+        for made in (frameworks.OUTPUT, "data"):
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _framework_facts(spec: Experiment) -> dict[str, Any]:
+    name, settings = spec.launch.framework, spec.launch.settings
+    best = frameworks.load(name).best(spec) if settings == "best" else {}
+    version = importlib.metadata.version(FRAMEWORKS[name].package)
+    return {"name": name, "version": version, "settings": settings, "switched_on": best}
+
+
+def _own_loop(run: TrainingRun, values: dict[str, Any]) -> Counter[int]:
+    """Train in the framework's own loop and wait for the other ranks, which read the same files."""
+    seen: Counter[int] = frameworks.load(run.spec.launch.framework).record(run, values)
+    if run.spec.launch.ranks > 1:
+        torch.distributed.barrier()
+    return seen
+
+
+def _through_trainer(run: TrainingRun, values: dict[str, Any]) -> Counter[int]:
+    """Train through transformers' Trainer, and return the rows trained on."""
+    plain, seen = transformers.Trainer.train, Counter[int]()
+    transformers.Trainer.train = _recorded(run, plain, seen)
+    try:
+        frameworks.load(run.spec.launch.framework).train(values)
+    except Trained:
+        pass
+    finally:
+        transformers.Trainer.train = plain
+    return seen
 
 
 def _recorded(run: TrainingRun, plain: Callable[..., Any], seen: Counter[int]) -> Callable[..., Any]:
@@ -76,11 +101,7 @@ def _recorded(run: TrainingRun, plain: Callable[..., Any], seen: Counter[int]) -
         check = _RecipeCheck(run, trainer)
         trainer.compute_loss = _counting(trainer.compute_loss, seen, check)
         trainer.add_callback(check)
-        name = spec.launch.framework
-        version = importlib.metadata.version(FRAMEWORKS[name].package)
-        best = frameworks.load(name).best(spec) if spec.launch.settings == "best" else {}
-        framework = {"name": name, "version": version, "settings": spec.launch.settings, "switched_on": best}
-        run.write_facts(**effective_config.of_model(trainer.model, spec), framework=framework)
+        run.write_facts(**effective_config.of_model(trainer.model, spec))
         run.require_applied(live.model_problems(trainer.model, spec))
         run.phases.enter("train")
         plain(trainer, *args, **kwargs)
@@ -169,15 +190,29 @@ def _check_order(run: TrainingRun, seen: Counter[int]) -> None:
     """Warn if the trainer did not train on the given tokens in the given order."""
     if (recorder := run.recorder) is None:
         raise FtbenchError(f"{run.spec.launch.framework} ended without training: see log.txt")
-    facts = run.facts.get("dataset", {}) | {"order_hash": recorder.order_hash}
+    of_rank, of_all = _expected_rows(run, seen)
+    same = recorder.order_hash == order_hash_of(frameworks.DATA, of_rank)
+    order_hash = order_hash_of(frameworks.DATA, of_all) if same else recorder.order_hash
+    facts = run.facts.get("dataset", {}) | {"order_hash": order_hash}
     run.write_facts(dataset=facts, padding=padding_of(recorder.shapes))
-    if recorder.order_hash != order_hash_of(frameworks.DATA, seen.total()):
+    if not same:
         run.warn(f"not the same work: {run.spec.launch.framework} {difference(frameworks.DATA, seen)}")
+
+
+def _expected_rows(run: TrainingRun, seen: Counter[int]) -> tuple[Iterable[int], Iterable[int]]:
+    """Return the numbers of the rows that this rank and all ranks should have trained on, in order."""
+    if run.spec.launch.ranks == 1 or run.recorder is None:
+        return range(seen.total()), range(seen.total())
+    count = len(load_from_disk(frameworks.DATA)["train"])
+    share, steps = own_loop.share_of_rank(run.spec), [*own_loop.steps_of(run.spec, count)][: run.recorder.step]
+    batches = [rows for step in steps for rows in step]
+    of_rank = [row for rows in batches for row in rows[share]]
+    return of_rank, [row for rows in batches for each in rows for row in each]
 
 
 def difference(folder: str, seen: Counter[int]) -> str:
     """Describe how the rows trained on differ from the first ones that the framework was given."""
-    given = Counter(map(hash, _given_rows(folder, seen.total())))
+    given = Counter(map(hash, _given_rows(folder, range(seen.total()))))
     left_out, others = (given - seen).total(), seen - given
     changed = sum(others[row] for row in others.keys() - set(map(hash, _given_rows(folder))))
     words = [f"left out {left_out} of the first {seen.total()} rows that it was given"] if left_out > changed else []
@@ -185,15 +220,15 @@ def difference(folder: str, seen: Counter[int]) -> str:
     return " and ".join(words) or "trained on the rows that it was given in another order"
 
 
-def order_hash_of(folder: str, rows: int) -> str:
-    """Return the hash of the tokens of the first `rows` rows, starting again after the last one."""
+def order_hash_of(folder: str, rows: Iterable[int]) -> str:
+    """Return the hash of the tokens of these rows, starting again after the last one."""
     digest = hashlib.sha256()
     for row in _given_rows(folder, rows):
         digest.update(row)
     return digest.hexdigest()
 
 
-def _given_rows(folder: str, rows: int | None = None) -> Iterator[bytes]:
+def _given_rows(folder: str, rows: Iterable[int] | None = None) -> Iterator[bytes]:
     ids = load_from_disk(folder)["train"]["input_ids"]  # arrays need torchvision in older `datasets`
-    wanted = range(len(ids) if rows is None else rows)
+    wanted = range(len(ids)) if rows is None else rows
     return (np.asarray(ids[index % len(ids)], dtype=np.int64).tobytes() for index in wanted)

@@ -1,0 +1,176 @@
+"""The model and the optimizer of Megatron-core, with its local layers and torch's attention."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from ftbench.errors import MissingError, SpecError
+from ftbench.spec.frameworks import MEGATRON_FAMILIES
+from ftbench.worker.device import device
+from ftbench.worker.frameworks import megatron_weights
+
+# The factors that Megatron has for `rope_scaling`.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def supported(values: dict[str, Any], name: str) -> Any:
+    """Return the model's configuration. Raise SpecError for a model or a division that Megatron does not support."""
+    config = AutoConfig.from_pretrained(values["load"])
+    rope = config.rope_parameters
+    kind, llama3 = rope.get("rope_type", "default"), {key: float(rope.get(key, 0)) for key in _LLAMA3}
+    window = getattr(config, "use_sliding_window", False) and config.sliding_window
+    unsupported = {
+        f"model_type {config.model_type}": config.model_type not in MEGATRON_FAMILIES,
+        f"rope_type {kind}": kind != "default" and not (kind == "llama3" and llama3 == _LLAMA3),
+        f"hidden_act {config.hidden_act}": config.hidden_act != "silu",
+        "biases": getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False),
+        "a sliding window": window,
+    }
+    if others := [each for each, present in unsupported.items() if present]:
+        raise SpecError(
+            f"model {name}: launch.framework megatron converts {' and '.join(MEGATRON_FAMILIES)} without biases, and "
+            f"this one has {', '.join(others)}: use trl"
+        )
+    tp, pp = values["tensor_model_parallel_size"], values["pipeline_model_parallel_size"]
+    for what, count, ranks in (
+        ("key heads", config.num_key_value_heads, tp), ("rows of the embedding", config.vocab_size, tp),
+        ("columns of the MLP", config.intermediate_size, tp), ("layers", config.num_hidden_layers, pp),
+    ):  # fmt: skip
+        if count % ranks:
+            raise SpecError(
+                f"model {name}: launch.framework megatron cannot divide {count:,} {what} among {ranks} GPUs evenly: "
+                "set launch.gpus to a divisor, or launch.strategy to ddp"
+            )
+    return config
+
+
+def parameters(model: Any) -> dict[str, Tensor]:
+    """Return the parameters of this rank under Megatron's names."""
+    return {name.removeprefix("module."): value for name, value in model.named_parameters()}
+
+
+def read_weights(model: Any, config: Any, values: dict[str, Any]) -> None:
+    """Read this rank's share of the checkpoint. Raise MissingError if a weight is missing or has another shape."""
+    from megatron.core.parallel_state import get_tensor_model_parallel_rank
+
+    files = [safe_open(file, "pt") for file in _files(values["load"])]
+    owner = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+    layers = model.module.decoder.layers
+    first = int(layers[0].layer_number) - 1 if len(layers) else 0
+    layout = first, config.tie_word_embeddings, config.num_key_value_heads
+    ranks = get_tensor_model_parallel_rank(), values["tensor_model_parallel_size"]
+    try:
+        megatron_weights.read(parameters(model), lambda name: owner[name].get_tensor(name), *layout, *ranks)
+    except (KeyError, ValueError) as error:
+        raise MissingError(
+            f"model {values['load']}: its checkpoint does not fit its config.json ({error}): complete its files, or "
+            "set model.weights=random"
+        ) from None
+
+
+def _files(source: str) -> list[str]:
+    """Return the safetensors files of a checkpoint: a folder or a hub id."""
+    if Path(source).is_dir():
+        return [str(file) for file in sorted(Path(source).glob("*.safetensors"))]
+    if index := cached_file(source, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False):
+        return list(get_checkpoint_shard_files(source, index)[0])
+    return [str(cached_file(source, "model.safetensors"))]
+
+
+def build(config: Any, values: dict[str, Any]) -> Any:
+    """Return the model with Megatron's gradient buffers."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
+
+    transformer, rope = _transformer(config, values), config.rope_parameters
+    layer = get_gpt_layer_local_spec(qk_layernorm=transformer.qk_layernorm, normalization="RMSNorm")
+    layer.submodules.self_attention.submodules.core_attention = SdpaAttention
+    model = GPTModel(
+        transformer, layer, config.vocab_size, config.max_position_embeddings, pre_process=is_pipeline_first_stage(),
+        post_process=is_pipeline_last_stage(), share_embeddings_and_output_weights=config.tie_word_embeddings,
+        position_embedding_type="rope", rotary_base=rope["rope_theta"],
+        rope_scaling=rope.get("rope_type", "default") == "llama3", rope_scaling_factor=rope.get("factor", 8.0),
+    ).to(device())  # fmt: skip
+    buffers = DistributedDataParallelConfig(grad_reduce_in_fp32=values["accumulate_allreduce_grads_in_fp32"])
+    wrapped = DistributedDataParallel(transformer, buffers, model)
+    transformer.no_sync_func, transformer.finalize_model_grads_func = wrapped.no_sync, finalize_model_grads
+    return wrapped
+
+
+def _transformer(config: Any, values: dict[str, Any]) -> Any:
+    from megatron.core.transformer import TransformerConfig
+
+    dtype = getattr(torch, values["params_dtype"])
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=config.num_hidden_layers, hidden_size=config.hidden_size, ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads, num_query_groups=config.num_key_value_heads,
+        kv_channels=config.head_dim, qk_layernorm=config.model_type == "qwen3", normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps, gated_linear_unit=True, activation_func=functional.silu,
+        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, persist_layer_norm=False,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
+        bias_activation_fusion=False, params_dtype=dtype, pipeline_dtype=dtype, bf16=values["bf16"],
+        use_cpu_initialization=device().type == "cpu", variable_seq_lengths=True,  # sent between pipeline stages
+        moe_token_dispatcher_type="alltoall",  # required with variable lengths, also by dense models
+        tensor_model_parallel_size=values["tensor_model_parallel_size"],
+        pipeline_model_parallel_size=values["pipeline_model_parallel_size"],
+        **(recompute if values["recompute"] else {}),
+    )  # fmt: skip
+
+
+def optimizer(model: Any, values: dict[str, Any]) -> Any:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(
+        optimizer=values["optimizer"], lr=values["lr"], weight_decay=values["weight_decay"], adam_beta1=0.9,
+        adam_beta2=0.999, adam_eps=1e-8, sgd_momentum=0.0, clip_grad=values["clip_grad"], bf16=values["bf16"],
+        params_dtype=getattr(torch, values["params_dtype"]),
+    )  # fmt: skip
+    made = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    for group in (group for each in made.chained_optimizers for group in each.optimizer.param_groups):
+        group["weight_decay"] = values["weight_decay"] * group["wd_mult"]  # by Megatron's own scheduler; 0 for norms
+    return made
+
+
+class SdpaAttention(torch.nn.Module):
+    """Megatron's `core_attention` with torch's kernel. Rows are padded on the right, so the causal mask suffices."""
+
+    def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the output, [tokens, rows, heads x width], from tensors of [tokens, rows, heads, width]."""
+        q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        output = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return output.permute(2, 0, 1, 3).flatten(2)
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Creates tensors on the CPU where Megatron asks for CUDA."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **(kwargs | {"device": "cpu"} if kwargs.get("device") == "cuda" else kwargs))
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Let Megatron run on a CPU, to try a spec: its schedule, optimizer and buffers name CUDA directly."""
+    answers = {"current_device": torch.device("cpu"), "synchronize": None, "current_stream": None}
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer: answer))
+        stack.enter_context(_CudaIsCpu())
+        yield

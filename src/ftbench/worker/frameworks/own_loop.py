@@ -1,0 +1,93 @@
+"""The parts that Megatron and verl have in common: they do not train through transformers.Trainer."""
+
+import math
+import os
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from datasets import load_from_disk
+
+from ftbench.spec.experiment import Experiment
+from ftbench.worker import frameworks, parallel
+from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.measure.batch_count import BatchCount
+
+Sample = tuple[np.ndarray, np.ndarray]  # ids and labels
+
+
+def read_rows() -> list[Sample]:
+    """Return the prepared rows in training order. The first token of a row has no prediction, so no label either."""
+    data = load_from_disk(frameworks.DATA)["train"]
+    rows = [
+        (np.asarray(ids, dtype=np.int64), np.asarray(labels, dtype=np.int64))
+        for ids, labels in zip(data["input_ids"], data["labels"], strict=True)
+    ]
+    for _, labels in rows:
+        labels[0] = IGNORE
+    return rows
+
+
+def count(samples: list[Sample], width: int) -> BatchCount:
+    """Count a micro-batch of rows that are padded to `width` tokens."""
+    return BatchCount(
+        real=sum(len(ids) for ids, _ in samples),
+        padded=len(samples) * width,
+        labels=sum(int((labels != IGNORE).sum()) for _, labels in samples),
+        samples=len(samples),
+        longest=max((len(ids) for ids, _ in samples), default=0),
+        tokens=[ids.tobytes() for ids, _ in samples],
+    )
+
+
+def total_steps(spec: Experiment, rows: int) -> int:
+    """Return the number of optimizer steps, as trl counts them."""
+    batches = math.ceil(rows / (spec.train.batch_size * spec.launch.shares))
+    return spec.train.max_steps or math.ceil(
+        math.ceil(batches / spec.train.gradient_accumulation_steps) * spec.train.epochs
+    )
+
+
+def steps_of(spec: Experiment, rows: int) -> Iterator[list[list[range]]]:
+    """Yield each step: for each micro-batch, the row numbers of each share. They are trl's batches.
+
+    The last ones of an epoch are shorter or empty.
+    """
+
+    def endless() -> Iterator[list[list[range]]]:
+        size, shares, several = spec.train.batch_size, spec.launch.shares, spec.train.gradient_accumulation_steps
+        starts = range(0, rows, size * shares)
+        while True:
+            for first in range(0, len(starts), several):
+                yield [
+                    [range(min(at + size * share, rows), min(at + size * (share + 1), rows)) for share in range(shares)]
+                    for at in starts[first : first + several]
+                ]
+
+    return islice(endless(), total_steps(spec, rows))
+
+
+def share_of_rank(spec: Experiment) -> int:
+    """Return the index of this rank's share of the batch."""
+    return (parallel.rank() or 0) * spec.launch.shares // spec.launch.ranks
+
+
+def require_group() -> None:
+    """Create a process group of one if this process is the only one. Several ranks have joined theirs."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def parallel_facts(spec: Experiment, more: dict[str, Any]) -> dict[str, Any]:
+    """Return the section `parallel` of applied.json; empty for one process."""
+    launch = spec.launch
+    facts = {"strategy": launch.strategy, "ranks": launch.ranks, "shares": launch.shares}
+    return {} if launch.ranks == 1 else {"parallel": facts | {"global_batch": spec.global_batch} | more}
