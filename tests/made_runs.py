@@ -68,7 +68,8 @@ def make_run(out: Path, name: str, rows: Sequence[StepRow] | None = None, *, spe
     writer = StepsWriter(run.steps)
     writer.append(steps() if rows is None else rows)
     writer.close()
-    rundir.write_json(run.state, {"schema": 1, "wall_s": 60.0} | (state or {"state": "ok"}))
+    started = {"schema": 1, "wall_s": 60.0, "started_at": "2026-11-20T01:00:00Z"}
+    rundir.write_json(run.state, started | (state or {"state": "ok"}))
     rundir.write_json(run.summary, summary.as_dict(summary.summarise(run)))
     return run
 

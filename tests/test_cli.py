@@ -249,7 +249,7 @@ def test_markdown_has_a_row_per_run(ftbench, study):
 
 
 @pytest.mark.parametrize(
-    ("name", "begins"), [("a.html", "<!doctype html>"), ("a.CSV", "name,"), ("a.txt", "model qwen3")]
+    ("name", "begins"), [("a.html", "<!doctype html>"), ("a.CSV", "name,"), ("a.txt", "plain is the")]
 )
 def test_suffix_of_the_file_selects_the_format(ftbench, study, tmp_path, name, begins):
     code, out, err = ftbench("report", study, "-o", tmp_path / name)
@@ -616,7 +616,7 @@ def test_progress_lines_without_a_terminal(tmp_path, ftbench):
     lines = [line for line in err.splitlines() if line.startswith("  step ")]
     assert code == 0
     assert lines
-    assert all(re.fullmatch(r"  step \d of 3 · .* GiB · .* so far", line) for line in lines)
+    assert all(re.fullmatch(r"  step \d of 3 · .* tokens/s · loss .* GiB · .* so far", line) for line in lines)
     assert "step" not in ftbench("run", path, "--set", "train.max_steps=1", "--out", tmp_path, "--log-every", "off")[2]
 
 

@@ -179,13 +179,16 @@ def committed_runs():
     """Yield the figures of each row of the page, computed from the files of the committed runs."""
     specs = {}
     for path in sorted((ROOT / "results/h200/frameworks").glob("*/*/summary.json")):
-        specs.setdefault(path.parent.name.rpartition("-")[0], []).append(path)
+        specs.setdefault((path.parent.parent.name, path.parent.name.rpartition("-")[0]), []).append(path)
     for paths in specs.values():
         spec = json.loads(paths[0].with_name("spec.json").read_text())
         way = spec["launch"]["framework"] + ("'s best" if spec["launch"]["settings"] == "best" else "")
         runs = [json.loads(path.read_text()) for path in paths]
+        method = spec["method"]["name"]
+        if not way.endswith("best"):
+            method = "plain" if method == "lora" else f"plain {method}"
         yield (
-            f"{way} {spec['method']['name']}", str(len(runs)),
+            f"{way} {method}", str(len(runs)),
             f"{statistics.geometric_mean(run['tokens_per_s']['real'] for run in runs):,.0f}",
             f"{statistics.geometric_mean(run['memory_gb']['allocated_peak'] for run in runs):.1f}",
             f"{statistics.fmean(run['loss']['first'] for run in runs):.6f}",

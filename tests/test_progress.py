@@ -103,7 +103,7 @@ def test_text_after_a_step(run):
     append(run, StepRow(step=7, phase="train", progress_ratio=0.35, step_time_s=0.5, real_tokens=1000,
                         peak_memory_gb=12.3, loss=1.5))  # fmt: skip
     reader.poll()
-    assert reader.text() == "step 7 of 20 · 35 % · 2,000 tokens/s · 12.3 GiB · loss 1.500"
+    assert reader.text() == "step 7 of 20 · 2,000 tokens/s · loss 1.500 · 35 % · 12.3 GiB"
 
 
 def test_remaining_time_uses_recent_steps(run, clock):
@@ -116,7 +116,7 @@ def test_remaining_time_uses_recent_steps(run, clock):
     clock.moves(1.5)
     reader.poll()
     assert reader.left_s() == pytest.approx(178.5)
-    assert reader.text().endswith("about 2 min 58 s left")
+    assert reader.text() == "step 10 of 100 · about 2 min 58 s left · 10 %"
     append(run, *(StepRow(step=i, phase="train", progress_ratio=i / 100, elapsed_time_sec=78.0 + 4 * (i - 10))
                   for i in range(11, 41)))  # fmt: skip
     reader.poll()
@@ -128,7 +128,7 @@ def test_text_after_the_last_step(run):
     append(run, StepRow(step=20, phase="train", progress_ratio=1.0))
     phase(run, "train", "save")
     reader.poll()
-    assert reader.text() == "step 20 of 20 · 100 % · save"
+    assert reader.text() == "step 20 of 20 · save · 100 %"
 
 
 def test_only_training_steps_are_counted(run):

@@ -75,9 +75,9 @@ def test_the_end_of_a_sweep_is_ranked_and_has_a_row_for_all_repeats(ftbench, tmp
     code, out, _ = ftbench("sweep", spec, "--out", tmp_path / "out")
     lines = [line.split() for line in out.splitlines() if "at batch" in line]
     assert code == 0
-    assert [" ".join(line[1:5]) for line in lines[:2]] == ["lora at batch 1", "qlora at batch 1"]
+    names = [" ".join(line[1 : line.index("batch") + 2]) for line in lines]
+    assert names[:2] == ["plain at batch 1", "plain qlora at batch 1"]
     assert [line[line.index("ok") + 1] for line in lines[:2]] == ["2", "2"]
     assert ["oom" in " ".join(line) for line in lines[2:]] == [True, True]
     reported = ftbench("report", tmp_path / "out" / "sweep-mock")[1]
-    numbers = {line.split()[0]: " ".join(line.split()[1:5]) for line in reported.splitlines() if "at batch" in line}
-    assert all(numbers[line[0]] == " ".join(line[1:5]) for line in lines)
+    assert all(f"{line[0]}  {name} " in reported for line, name in zip(lines, names, strict=True))

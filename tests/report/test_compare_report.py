@@ -187,7 +187,7 @@ def test_merged_repeats_are_one_row(tmp_path, ftbench):
     assert merged["runs"] == "2 of 3"
     assert merged["tokens_per_s.real"] == pytest.approx(statistics.geometric_mean(good))
     code, out, _ = ftbench("report", tmp_path, "--rows", "merge")
-    assert (code, [line.split()[0] for line in out.splitlines() if "lora at batch 4" in line]) == (0, ["1"])
+    assert (code, [line.split()[0] for line in out.splitlines() if "plain at batch 4" in line]) == (0, ["1"])
 
 
 # --- failures in place -----------------------------------------------------------------------------------------------
@@ -428,22 +428,12 @@ def of_frameworks(tmp_path):
     return tmp_path
 
 
-def test_decision_names_the_fastest_framework_per_method(of_frameworks, ftbench):
-    out = " ".join(ftbench("report", of_frameworks, "--compare", "framework")[1].split())
-    best = r"axolotl's best lora \([\d,]+ samples/h, [\d.]+ GiB\)"
-    assert re.search(rf"Framework for lora at batch \d+: {best}, likely \+4\d\.\d % .* against trl lora", out)
-    assert re.search(r"Plain settings, lora at batch \d+: axolotl, trl are within 1\.\d % of each other\.", out)
-    assert re.search(
-        r"Plain settings, qlora at batch \d+: axolotl [\d,]+, trl [\d,]+ samples/h \(not the same work in trained", out
-    )
-    assert out.count("trl was run with plain settings only: its best are recipes") == 1
-
-
 def test_trl_is_named_only_next_to_another_framework(of_frameworks):
     make_run(of_frameworks, "packed", steps(seed=9), spec={"optimizations.packing": True})
     cells = cells_of(runs_of(collect([of_frameworks])))
     assert {cell.way for cell in cells} == {
-        "trl lora", "axolotl lora", "axolotl's best lora", "trl qlora", "axolotl qlora", "axolotl's best qlora",
+        "trl plain", "axolotl plain", "axolotl's best lora", "trl plain qlora", "axolotl plain qlora",
+        "axolotl's best qlora",
         "lora with packing",
     }  # fmt: skip
 

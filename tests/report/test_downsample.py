@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from page_runs import made
 
-from ftbench.report.page.charts import FEWEST, curves, downsample, points_for
+from ftbench.report.page.curves import FEWEST, curves, downsample, points_for
 from ftbench.store.steps import read_columns
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)

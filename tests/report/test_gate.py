@@ -39,12 +39,11 @@ def run(seconds=1.0, seed=0, count=30, state=None, **more):
     return steps(count, seconds, seed=seed, peak_memory_gb=peak), {"state": state, **more}
 
 
-def test_contended_speed_is_noted(against):
+def test_contended_run_is_not_judged(against):
     busy = steps(30, 2.0, seed=2, host_cpu_by_others=0.8), {}
     code, out = against([run(seed=1)], [busy])
-    assert code == 1
-    assert "slower: likely -50.0 %" in out
-    assert "; it shared the machine with other work (contended)" in out
+    assert code == 0
+    assert "not judged; it shared the machine with other work (contended)" in out
 
 
 def test_earlier_run_with_the_same_power_limit_is_preferred(against):
@@ -112,8 +111,8 @@ def test_unpaired_cells_are_listed(against):
     code, out = against(old, new)
     text = " ".join(out.split())
     assert code == 0
-    assert "no earlier run: r1 (lora at batch 16" in text
-    assert "not run again: r1 (lora at batch 8" in text
+    assert "no earlier run: r1 (plain at batch 16" in text
+    assert "not run again: r1 (plain at batch 8" in text
 
 
 def test_another_gpu_is_not_paired(against, tmp_path, ftbench):

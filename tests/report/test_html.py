@@ -17,12 +17,10 @@ from page_runs import HOSTILE, JAPANESE, SECRET, made, study
 from ftbench.errors import SpecError
 from ftbench.report import formats
 from ftbench.report.build import Request, report
-from ftbench.report.compare import pairs
 from ftbench.report.data.collect import collect
-from ftbench.report.document import Point, Report, Section, Table
+from ftbench.report.document import ANSWER, Point, Report, Section, Table
 from ftbench.report.formats import render
-from ftbench.report.page import charts, html, overview
-from ftbench.report.page.view import view
+from ftbench.report.page import html
 from ftbench.store import rundir
 from made_runs import make_run
 from made_runs import steps as made_steps
@@ -68,7 +66,7 @@ class Page(HTMLParser):
 def text(tmp_path_factory) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MY_TOKEN", SECRET)
-        return render(Report(collect([study(tmp_path_factory.mktemp("runs"))])), "html")
+        return report(Request([study(tmp_path_factory.mktemp("runs"))], "html")).text
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +127,8 @@ def test_page_contains_no_paths_or_environment(text, tmp_path_factory):
 
 def test_title_names_the_fastest(page):
     words = " ".join(" ".join(page.words).split())
-    assert "Qwen3-8B on NVIDIA H200: lora at batch" in words
-    assert "Fastest that fits" in words
-    assert "Out of memory: full at batch 8" in words
-    assert "2 of 9 runs" in words
+    assert "plain at batch 4 is the fastest of 3 recipes: 6,6" in words
+    assert re.search(r"Left out: 5 runs: 1 out of memory, 1 failed, \d on other machines\.", words)
 
 
 def test_every_run_has_a_sortable_row(page):
@@ -142,36 +138,8 @@ def test_every_run_has_a_sortable_row(page):
     heads = [attributes for tag, attributes in page.tags if tag == "th" and "aria-sort" in attributes]
     assert all(attributes["scope"] == "col" for attributes in heads)
     values = [float(a["data-v"] or "") for tag, a in page.tags if tag == "td" and "data-v" in a]
-    expected = [run["values"]["samples"] for run in page.data["runs"] if run["values"]]
+    expected = [run["rate"] for run in page.data["runs"] if run["rate"]]
     assert all(any(v == pytest.approx(e) for v in values) for e in expected)
-
-
-def test_page_data_match_the_files(page, tmp_path):
-    runs = {run["id"]: run for run in page.data["runs"]}
-    for record in collect([study(tmp_path)]):
-        shown = runs[record["run_id"]]["values"]
-        if record["state"] != "ok":
-            assert shown == {}
-            continue
-        assert shown["samples"] == pytest.approx(record["samples_per_hour"])
-        assert shown["peak"] == pytest.approx(record["memory_gb.allocated_peak"])
-        assert shown["step"] == pytest.approx(record["step_time_s.median"])
-
-
-def test_intervals_come_from_steps_or_repeats(tmp_path):
-    run = made(tmp_path, "lora", 4, speed=0.5, peak=20)
-    records = collect([tmp_path])
-    only = view(Report(records)).rows[0]
-    value, low, high = charts.of_one_run(only, "samples", only.values["samples"])
-    assert low is not None
-    assert high is not None
-    assert low < value < high
-    assert charts.of_one_run(only, "peak", 20.0) == (20.0, None, None)
-    mean, low, high = charts.of_repeats([5.0, 10.0, 20.0])
-    assert (mean, high / mean) == pytest.approx((10.0, 2 ** (3.1824 / 3**0.5)), rel=1e-4)
-    assert low is not None
-    assert low * high == pytest.approx(mean**2)
-    assert run.run_id == only.run_id
 
 
 def test_machine_details_read_the_gpu_list(tmp_path):
@@ -186,67 +154,41 @@ def test_machine_details_read_the_gpu_list(tmp_path):
 def test_models_are_not_ranked_together(tmp_path):
     made(tmp_path, "lora", 1, model="Qwen/Qwen3-0.6B", speed=0.01)
     made(tmp_path, "lora", 4)
-    made(tmp_path, "lora", 8, speed=0.8)
-    records = collect([tmp_path])
-    shown = view(Report(records))
-    assert len(shown.workloads) == 2
-    assert shown.workloads[0].startswith("Qwen3-8B")  # that of most runs
-    assert [len(cells) for cells in shown.cells] == [2, 1]
-    assert overview.title(shown, 1).startswith("Qwen3-0.6B on NVIDIA H200: lora at batch 1 is fastest")
+    made(tmp_path, "qlora", 4, speed=0.8)
+    page = Page(report(Request([tmp_path], "html")).text)
+    words = " ".join(" ".join(page.words).split())
+    assert re.search(r"Left out: 1 run: 1 of other models\. .* Other comparisons Qwen3-0.6B", words)
+    assert [attributes.get("class") for tag, attributes in page.tags if tag == "div"].count("bar") == 2
 
 
-def test_several_workloads_get_a_chooser(tmp_path):
-    """Each table row, card, grid and point names the workloads that it is about; a store of one names none."""
-    for model in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"):
-        for batch in (1, 4, 8):
-            made(tmp_path, "lora", batch, model=model)
-        made(tmp_path, "qlora", 4, model=model, peak=9)
-    text = report(Request([tmp_path], "html")).text
-    page = Page(text)
-    assert [tag for tag, attributes in page.tags if attributes.get("id") == "workload"] == ["select"]
-    assert len([tag for tag, attributes in page.tags if tag == "option" and attributes["value"] in ("0", "1")]) == 2
-    about = [(tag, attributes["data-w"]) for tag, attributes in page.tags if "data-w" in attributes]
-    rows = [place for tag, place in about if tag == "tr"]
-    assert rows.count("0") == rows.count("1") == 3 * 4  # all runs, a night, energy
-    assert {place for tag, place in about if tag == "li"} == {"0", "1"}
-    assert {place for tag, place in about if tag == "div"} == {"0", "1"}
-    assert len(page.data["titles"]) == 2
-    made(tmp_path / "single", "lora", 1)
-    assert "data-w=" not in report(Request([tmp_path / "single"], "html")).text.partition("<script")[0]
-
-
-def test_decision_points_link_to_their_runs(tmp_path):
+def test_points_of_the_answer_link_to_their_runs(tmp_path):
     made(tmp_path, "lora", 4, peak=60)
     made(tmp_path, "qlora", 4, peak=9, speed=0.9)
     page = Page(report(Request([tmp_path], "html")).text)
     links = [attributes for tag, attributes in page.tags if tag == "a" and attributes.get("class") == "evidence"]
     rows = {attributes["id"] for tag, attributes in page.tags if tag == "tr" and "id" in attributes}
-    assert "Least memory:" in page.words
-    assert [(link["data-runs"] or "").split() for link in links[:2]] == [["2", "1"], ["1", "2"]]
+    assert [(link["data-runs"] or "").split() for link in links[:2]] == [["1", "2"], ["2"]]
     assert {(link["href"] or "").removeprefix("#") for link in links} <= rows
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_loss_is_drawn_only_if_a_model_learned(tmp_path, learned):
+    rows = made_steps(loss=lambda step: 3.0 - step / 20 if learned else 12.7 + 0.05 * (step % 3))
+    make_run(tmp_path, "a", rows)
+    text = report(Request([tmp_path], "html")).text
+    assert ('<option value="loss">' in text) is learned
+    assert ("The loss did not fall beyond noise" in text) is not learned
 
 
 def test_sections_are_in_order(tmp_path):
     for batch in (1, 4):
         made(tmp_path, "lora", batch)
-    keys = ("kernels", "trained", "scaling", "image_guide", "energy")
+    keys = ("comparison", "scaling", "energy")
     sections = [Section(key, key, None, [key]) for key in keys]
     page = Page(render(Report(collect([tmp_path]), sections=sections), "html"))
     assert [attributes["id"] for tag, attributes in page.tags if tag == "section"] == [
-        "decision", "frontier", "pareto", "bars", "curves", "answer-scaling", "answer-image_guide", "answer-kernels",
-        "all-runs", "answer-energy", "answer-trained",
+        "section-comparison", "section-scaling", "section-energy", "curves", "all-runs",
     ]  # fmt: skip
-
-
-def test_page_reads_steps_of_one_run_per_spec(tmp_path, monkeypatch):
-    read: list[Path] = []
-    read_columns = pairs.read_columns
-    monkeypatch.setattr(pairs, "read_columns", lambda path, names: read.append(path) or read_columns(path, names))
-    for repeat in range(4):
-        for way in ("lora", "qlora"):
-            made(tmp_path / f"r{repeat}", way, 4, speed=0.5 + 0.01 * repeat + 0.1 * (way == "qlora"))
-    report(Request([tmp_path], "html"))
-    assert len(read) <= 2, "at most the first run of each spec, to compare losses"
 
 
 def test_style_sheet_has_no_broken_rules():
@@ -259,18 +201,9 @@ def test_style_sheet_has_no_broken_rules():
 def test_different_numbers_of_gpus_are_not_compared(tmp_path):
     make_run(tmp_path, "one", made_steps(seconds=1.0))
     make_run(tmp_path, "two", made_steps(seconds=0.9), spec={"launch.gpus": 2, "launch.strategy": "ddp"})
-    text = report(Request([tmp_path], "html")).text
-    page, words = Page(text), " ".join(" ".join(Page(text).words).split())
-    assert "is fastest on one GPU" in page.data["titles"][0]
-    assert re.search(r"samples per hour; on 2: lora \(ddp\) at batch \d+, [\d,]+$", page.data["titles"][0])
-    assert "Fastest on one GPU" in words
-    assert re.search(r"Fastest on 2 GPUs .* \([\d,]+ per GPU\)", words)
-    assert sorted(cell["gpus"] for cell in page.data["cells"]) == [1, 2]
-    assert "samples per hour per GPU" in words
-    decided = report(Request([tmp_path], "table", answers=True)).text.partition("SAMPLES PER HOUR")[0]
-    assert "Many steps" not in decided
-    make_run(tmp_path / "alone", "one", made_steps(seconds=1.0))
-    assert "hour per GPU" not in report(Request([tmp_path / "alone"], "html")).text.partition("<script")[0]
+    words = " ".join(" ".join(Page(report(Request([tmp_path], "html")).text).words).split())
+    assert "is the only recipe" in words
+    assert "1 on another number of GPUs" in words
 
 
 def test_first_run_of_each_spec_gets_a_curve(tmp_path, monkeypatch):
@@ -286,7 +219,7 @@ def test_first_run_of_each_spec_gets_a_curve(tmp_path, monkeypatch):
 def test_page_of_failed_runs_works(tmp_path):
     made(tmp_path, "full", 8, state="oom", reason="out of memory")
     page = Page(render(Report(collect([tmp_path])), "html"))
-    assert any("All runs failed" in word for word in page.words)
+    assert any("1 fine-tuning run without a valid speed" in word for word in page.words)
 
 
 @pytest.mark.parametrize("content", ["<b>", "a & b", '"quoted"', "</td><script>", "</section>"])
@@ -303,10 +236,10 @@ def test_markup_in_any_text_is_escaped(content, tmp_path):
         )
     )
     assert content not in body or content == "</section>"
-    assert Page(text).words.count(content) == 5
-    point = Section("decision", content, None, [content], points=[Point(content, also=content, about=content)])
+    assert Page(text).words.count(content) == 6
+    point = Section(ANSWER, content, None, [content], points=[Point(content)])
     words = " ".join(Page(render(Report(collect([tmp_path]), sections=[point]), "html")).words)
-    assert words.count(content) == 2
+    assert words.count(content) == 1
     assert {tag for tag, _ in Page(text).tags} <= {tag for tag, _ in plain.tags}
 
 

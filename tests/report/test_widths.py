@@ -75,6 +75,10 @@ def test_pipe_and_wide_show_all_columns(ftbench, monkeypatch, tmp_path):
     assert too_wide(file.read_text(), 160)
 
 
+def heading_of(out):
+    return next(line for line in out.splitlines() if line.lstrip().startswith("#"))
+
+
 def rows(out):
     """Return the rows of the table of runs by number."""
     return {line.split()[0]: line for line in out.splitlines() if re.match(r"\s*\d+  ", line)}
@@ -83,7 +87,7 @@ def rows(out):
 def test_results_come_first_and_rows_have_unique_names(ftbench, tmp_path):
     mixed(tmp_path)
     out = ftbench("report", tmp_path)[1]
-    heading = next(line for line in out.splitlines() if line.lstrip().startswith("#"))
+    heading = heading_of(out)
     assert heading.split("  ", 1)[0].strip() == "#"
     assert heading.split()[:4] == ["#", "name", "tokens/s", "peak"]
     listed = list(csv.DictReader(io.StringIO(ftbench("report", tmp_path, "--format", "csv")[1])))
@@ -96,7 +100,7 @@ def test_important_keys_come_first(ftbench, tmp_path):
     changes = {"measure.allow_fallback": True, "method.load_in_4bit": True, "method.rank": 64, "dataset.seed": 2}
     make_run(tmp_path, "a", spec=method("unsloth") | {"method.load_in_4bit": False})
     make_run(tmp_path, "b", spec=method("unsloth") | changes)
-    heading = ftbench("report", tmp_path)[1].splitlines()[1]
+    heading = heading_of(ftbench("report", tmp_path)[1])
     places = [heading.index(name) for name in ("tokens/s", "load in 4bit", "rank", "seed", "allow fallback")]
     assert places == sorted(places)
 
@@ -174,7 +178,7 @@ def test_sort_puts_the_best_first_and_unknown_last(ftbench, store, option, order
 
 def test_columns_shows_the_named_columns(ftbench, store):
     out = ftbench("report", store, "--columns", "rank, tokens/s,memory_gb.allocated_peak", "--where", "state=ok")[1]
-    assert out.splitlines()[1].split() == ["#", "name", "rank", "tokens/s", "memory_gb.allocated_peak"]
+    assert heading_of(out).split() == ["#", "name", "rank", "tokens/s", "memory_gb.allocated_peak"]
     assert rows(out)["2"].split()[-3:-1] == ["8", "8,192"] or "8,19" in rows(out)["2"]
 
 

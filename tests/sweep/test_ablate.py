@@ -389,7 +389,8 @@ def test_real_ablation_on_the_cpu(tmp_path, cache):
     (variant,) = found["variants"]
     assert (variant["loss_tolerance"], variant["runs_ok"]) == (0.01, 1)
     assert variant["learning"] in ("follows", "cannot tell")
-    assert variant["speed_low"] < variant["speed_ratio"] < variant["speed_high"]
-    assert found["plain"]["tokens_per_s"] > 0
+    if variant["speed_ratio"] is not None:  # no other process disturbed the runs
+        assert variant["speed_low"] < variant["speed_ratio"] < variant["speed_high"]
+    assert found["plain"]["runs_ok"] == 1
     orders = {run["dataset"]["order_hash"] for run in found["runs"]}
     assert len(orders) == 1

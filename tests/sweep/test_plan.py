@@ -519,11 +519,12 @@ def test_result_can_be_written_as_json(search, tmp_path):
 
 @pytest.mark.parametrize(
     ("width", "shown"),
-    [(80, "  this machine: a=1: step 2 of 12 · 17 % · 130 tokens/s · 0.561 GiB"),
-     (62, "  this machine: a=1: step 2 of 12 · 17 % · 130 tokens/s"), (9, "  this machine: a=1: step 2 of 12")],
+    [(80, "  method=qlora, batch 4: step 2 of 12 · 130 tokens/s · loss 2.345"),
+     (84, "  method=qlora, batch 4: step 2 of 12 · 130 tokens/s · loss 2.345 · about 3 min left"),
+     (9, "  method=qlora, batch 4: step 2 of 12")],
 )  # fmt: skip
 def test_line_of_the_live_view_fits_the_width(width, shown):
-    line = "  this machine: a=1: step 2 of 12 · 17 % · 130 tokens/s · 0.561 GiB"
+    line = "  method=qlora, batch 4: step 2 of 12 · 130 tokens/s · loss 2.345 · about 3 min left · 17 % · 0.561 GiB"
     assert view.fitting(line, width) == shown
 
 

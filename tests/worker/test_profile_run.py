@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterable
 from functools import partial
@@ -22,9 +23,10 @@ from commands import TINY, Command, Left, write_spec
 from ftbench.errors import SpecError
 from ftbench.profile.trace import read
 from ftbench.report import build as report
+from ftbench.report.show import shown
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.identity import fingerprint
-from ftbench.store import bundle, rundir
+from ftbench.store import rundir
 from ftbench.store.summary import PROFILED
 from ftbench.worker import parallel
 from ftbench.worker.profile import callback
@@ -121,26 +123,20 @@ def test_it_is_another_experiment_than_the_run_that_is_measured():
     assert of(profile=True, profile_steps=5) == of(profile="on")
 
 
-def test_a_report_shows_groups_and_no_rate(recorded):
+def test_a_report_has_no_rate_and_show_has_the_profile_and_a_verdict(recorded):
     found = json.loads(report.report(report.Request([recorded.run.path], "json")).text)
     assert found["runs"][0].get("samples_per_hour") is None
-    (row,) = found["kernel_groups"]["records"]
-    assert row["groups_ms"]["matmul"] > 0
-    text = report.report(report.Request([recorded.run.path], answers=True)).text
-    assert "WHERE THE TIME OF A STEP GOES" in text
-    assert "SAMPLES AN HOUR" not in text
+    assert found["answer"]["left_out"] == {"profiled": 1}
+    text = shown(recorded.run).text()
+    assert re.search(r"^matmul .* %", text, re.MULTILINE)
+    *_, said, _, tried = text.splitlines()
+    assert re.match(r"verdict: \S+ takes \d+ % of the time of all operators", said)
+    assert tried.split()[:2] == ["ftbench", "estimate"]
 
 
 def test_profiles_have_no_speed_to_compare(recorded):
     with pytest.raises(SpecError, match="their speeds are not valid"):
         report.report(report.Request([recorded.run.path], compare="method"))
-
-
-def test_the_page_shows_a_profile_from_a_bundle(recorded, tmp_path):
-    bundle.make([recorded.run.path], tmp_path / "x.tar.zst")
-    page = report.report(report.Request([tmp_path / "x.tar.zst"], "html")).text
-    assert "Where the time of a step goes" in page
-    assert "What memory is for" in page
 
 
 # --- a profiler that loses GPU events --------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def profile(
 ) -> None:
     """Record a few steady steps, kernel by kernel. Shows kernels by group, idle gaps with causes, memory by purpose."""
     from ftbench.profile import profile_table
-    from ftbench.report.card import card
+    from ftbench.report import show
 
     count = [f"measure.profile_steps={steps}"] if steps is not None else []
     changes = spec_sets(["measure.profile=on", *count, *(sets or [])], recipe, dataset, None)
@@ -66,7 +66,7 @@ def profile(
     if as_json:
         emit(result.document() | {"profile": profile_table.document_of(result.run)})
     else:
-        emit(profile_table.run_text(result.run) or card(result.summary, result.run))
+        emit("\n\n".join(filter(None, [profile_table.run_text(result.run), show.shown(result.run).ending()])))
     raise typer.Exit(result.exit_code)
 
 

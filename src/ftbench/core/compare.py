@@ -16,6 +16,9 @@ An interval is based on the best available evidence:
          if both runs trained on the same tokens in the same order. Repeated runs differ by more than their steps do, so
          the spread between runs is added, and the verdict is at most `likely`.
 
+A speed also differs from one sitting to the next: another card, host or day. A ratio of repeated runs of one sitting
+does not contain that spread, because it is the same for both sides. Every other interval does (`sitting`).
+
 If several comparisons are shown together, each interval has the confidence 1 - 5 % / comparisons, so that all of them
 hold simultaneously with 95 % (Bonferroni correction).
 """
@@ -34,6 +37,9 @@ TYPICAL_SPREAD = 0.0025
 # Weight of that knowledge in degrees of freedom. The spread of specs varies (0.01 to 13 % on an H200) about as much as
 # variances of two runs vary by chance (tests/core/test_compare.py).
 TYPICAL_FREEDOM = 1
+# Standard deviation of the logarithm of a rate between sittings (another card or day) of one spec, and of a
+# launch-bound one. In results/h200, seven specs have two to four sittings: median 1.7 %, launch-bound 6.2 %.
+SITTING_SPREAD, LAUNCH_BOUND_SPREAD = 0.02, 0.06
 _VAGUE = 4.0  # ratio of the ends of an interval that shows little more than the direction
 
 
@@ -112,8 +118,9 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 
 
 def ratio_of_runs(
-    baseline: Sequence[float], candidate: Sequence[float], *, spread: float | None = None, comparisons: int = 1
-) -> Ratio | None:
+    baseline: Sequence[float], candidate: Sequence[float], *, spread: float | None = None, comparisons: int = 1,
+    sitting: float = 0.0,
+) -> Ratio | None:  # fmt: skip
     """Return the ratio of two sides with an interval by the rule `runs` (see the module).
 
     Args:
@@ -121,6 +128,7 @@ def ratio_of_runs(
         candidate: The same for the other side.
         spread: Standard deviation of the logarithm between repeated runs, None if unknown.
         comparisons: Number of comparisons that are shown together.
+        sitting: Standard deviation of the logarithm of the ratio between sittings, 0 within one.
 
     Returns:
         The ratio, without an interval if neither side was repeated. None if a side is empty.
@@ -133,13 +141,32 @@ def ratio_of_runs(
         return Ratio(value, runs=counts)
     error, freedom = _standard_error([[math.log(x) for x in side] for side in (baseline, candidate)], spread)
     half = t_quantile(_two_sided(comparisons), freedom) * error if error else 0.0
-    half = min(half, 500.0)  # avoids an overflow of exp
+    half = min(math.hypot(half, _normal(comparisons) * sitting), 500.0)  # avoids an overflow of exp
     return Ratio(value, value * math.exp(-half), value * math.exp(half), "runs", counts)
 
 
 def _two_sided(comparisons: int) -> float:
     """Return the probability below the upper end of each of several simultaneous intervals."""
     return 1 - (1 - CONFIDENCE) / comparisons / 2
+
+
+def _normal(comparisons: int = 1) -> float:
+    return statistics.NormalDist().inv_cdf(_two_sided(comparisons))
+
+
+def interval(values: Sequence[float], sitting: float) -> tuple[float, float] | None:
+    """Return the 95 % interval of the geometric mean of runs, with the spread between sittings; None without a mean.
+
+    With one run, the spread between repeated runs is `TYPICAL_SPREAD`.
+    """
+    if (mean := geometric_mean(values)) is None:
+        return None
+    half = _normal() * TYPICAL_SPREAD
+    if len(values) > 1:
+        variance, freedom = variance_of(list(map(math.log, values)), TYPICAL_SPREAD)
+        half = t_quantile(_two_sided(1), freedom) * math.sqrt(variance / len(values))
+    half = min(math.hypot(half, _normal() * sitting), 500.0)
+    return mean * math.exp(-half), mean * math.exp(half)
 
 
 def _standard_error(sides: Sequence[Sequence[float]], spread: float | None) -> tuple[float, float]:
@@ -171,6 +198,7 @@ def ratio_of_steps(
     paired: bool,
     spread: float = TYPICAL_SPREAD,
     comparisons: int = 1,
+    sitting: float = 0.0,
 ) -> Ratio:
     """Return `value`, the ratio of two runs, with an interval by the rule `steps` (see the module).
 
@@ -184,6 +212,7 @@ def ratio_of_steps(
         paired: Whether step i of both runs trained on the same tokens.
         spread: Standard deviation of the logarithm between repeated runs.
         comparisons: Number of comparisons that are shown together.
+        sitting: Standard deviation of the logarithm of the ratio between sittings.
     """
     if not baseline or not candidate or min(*baseline, *candidate) <= 0:
         return Ratio(value)
@@ -196,8 +225,8 @@ def ratio_of_steps(
         errors = [median_error(side) for side in sides]
     if None in errors:
         return Ratio(value)
-    error = math.hypot(*(each for each in errors if each is not None), math.sqrt(2) * spread)
-    half = statistics.NormalDist().inv_cdf(_two_sided(comparisons)) * error
+    error = math.hypot(*(each for each in errors if each is not None), math.sqrt(2) * spread, sitting)
+    half = _normal(comparisons) * error
     ends = (math.log(value), middle)
     return Ratio(value, math.exp(min(ends) - half), math.exp(max(ends) + half), "steps")
 

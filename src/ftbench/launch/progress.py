@@ -85,7 +85,7 @@ class Progress:
         return max(0.0, left - (time.monotonic() - self._stepped))
 
     def text(self) -> str:
-        """Return the progress as one line; `starting` at first."""
+        """Return the progress as one line, the most important parts first; `starting` at first."""
         if self.last is None:
             return self.phase.replace("_", " ") or "starting"
         last, left = self.last, self.left_s()
@@ -96,7 +96,7 @@ class Progress:
         speed = f"{last.real_tokens / last.step_time_s:,.0f} tokens/s" if last.real_tokens and last.step_time_s else ""
         memory = f"{gibibytes(last.peak_memory_gb)} GiB" if last.peak_memory_gb is not None else ""
         loss = f"loss {last.loss:.3f}" if last.loss is not None else ""
-        return " · ".join(part for part in (step, share, speed, memory, loss, rest, done) if part)
+        return " · ".join(part for part in (step, speed, loss, rest, done, share, memory) if part)
 
 
 class Watchdog:

@@ -1,23 +1,30 @@
 """`ftbench report`: build the records and sections that the command line requests, and render them."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ftbench.errors import SpecError
-from ftbench.report import formats, select
+from ftbench.report import answer, formats, select
 from ftbench.report.data import groups
-from ftbench.report.data.cells import Cell, Run
+from ftbench.report.data.cells import Cell
 from ftbench.report.data.collect import Record, collect
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.report.document import Report, Section
-from ftbench.report.sections import cost
 from ftbench.spec.controls import DAMAGED, RECORDED
-from ftbench.spec.prices import Prices, load_prices
 from ftbench.store.summary import PROFILED
+
+if TYPE_CHECKING:
+    from ftbench.spec.prices import Prices
+
+NIGHT_H = 8.0  # hours of a night
 
 _REPEATS = ("each", "merge")
 _WITH_COLUMNS = ("table", "md")
+_NOT_TIMED = (PROFILED, DAMAGED, RECORDED)  # warnings of runs whose speed is not valid
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +70,26 @@ def report(request: Request) -> Rendered:
     records = select.matching(collect(request.paths), request.where)
     if request.against is not None:
         return _gate(request, records, request.against)
-    gpus = {record["gpu"] for record in records if isinstance(record["gpu"], str)}
-    prices = None if request.prices is None else load_prices(request.prices, gpus)
+    prices = _prices(request, records)
     sections = _sections(request, records, prices)
     if request.compare is not None and request.format != "html":
         return Rendered(formats.render(Report((), sections=sections, runs=False), request.format))
     shown = groups.merge_repeats(records) if request.repeats == "merge" else records
-    shown, axes = groups.with_axes(cost.with_costs(shown, prices, request.hours or cost.NIGHT_H))
+    if prices:
+        from ftbench.report.sections import cost
+
+        shown = cost.with_costs(shown, prices, request.hours or NIGHT_H)
+    shown, axes = groups.with_axes(shown)
     shown, columns = select.arranged(shown, request.sort, request.columns)
     return Rendered(formats.render(Report(shown, axes, columns, sections, request.compare is None), request.format))
+
+
+def _prices(request: Request, records: Sequence[Record]) -> Prices | None:
+    if request.prices is None:
+        return None
+    from ftbench.spec.prices import load_prices
+
+    return load_prices(request.prices, {record["gpu"] for record in records if isinstance(record["gpu"], str)})
 
 
 def _gate(request: Request, records: Sequence[Record], earlier: Path) -> Rendered:
@@ -84,48 +102,34 @@ def _gate(request: Request, records: Sequence[Record], earlier: Path) -> Rendere
 
 
 def _sections(request: Request, records: Sequence[Record], prices: Prices | None) -> list[Section]:
-    profiled = [record for record in records if PROFILED in record["warnings"]]  # their speeds are not valid
-    with_images = any(record.get("images_per_s.images") for record in records)
-    if not profiled and not request.any_measured and not with_images:
-        return []
-    from ftbench.report.sections import profiles
+    """Return the answer and the requested sections."""
+    cells = cells_of(runs_of(records))
+    parts = answer.sections(cells, full=request.every_answer)
+    if not request.any_measured:
+        return parts
+    measured = runs_of([each for each in records if not any(text.startswith(_NOT_TIMED) for text in each["warnings"])])
+    if request.compare is not None:
+        from ftbench.report.compare import comparison, pairs
 
-    left_out = (PROFILED, DAMAGED, RECORDED)
-    measured = [each for each in records if not any(text.startswith(left_out) for text in each["warnings"])]
-    runs = runs_of(measured) if request.any_measured or with_images else []
-    cells, profile_cells = cells_of(runs), cells_of(runs_of(profiled))
-    parts = _of_measured(request, runs, cells, profile_cells, prices) if request.any_measured else []
-    if with_images:
-        from ftbench.report.sections import image_study
-
-        parts += image_study.sections(cells)
-    parts.append(profiles.groups(profile_cells))
-    if request.every_answer:
-        parts += [profiles.memory(profile_cells), profiles.kernels([*cells, *profile_cells])]
-    return [part for part in parts if part is not None]
+        if not measured:
+            raise SpecError("--compare: all runs were profiled, so their speeds are not valid: add other runs")
+        compared = pairs.compare(measured, request.compare, request.baseline, strict=request.strict)
+        parts.append(comparison.section(compared))
+    return [part for part in [*parts, *_of_measured(request, cells_of(measured), prices)] if part is not None]
 
 
-def _of_measured(
-    request: Request, runs: Sequence[Run], cells: Sequence[Cell], profiled: Sequence[Cell], prices: Prices | None
-) -> list[Section | None]:
-    from ftbench.report.compare import comparison, pairs
-    from ftbench.report.sections import decision, scaling
+def _of_measured(request: Request, cells: Sequence[Cell], prices: Prices | None) -> Iterator[Section | None]:
+    from ftbench.report.sections import cost, scaling
     from ftbench.report.sections.answers import answers
 
-    hours = request.hours or cost.NIGHT_H
-    parts: list[Section | None] = []
-    if request.compare is not None:
-        if not runs:
-            raise SpecError("--compare: all runs were profiled, so their speeds are not valid: add other runs")
-        parts.append(comparison.section(pairs.compare(runs, request.compare, request.baseline, strict=request.strict)))
-    if request.every_answer or request.compare or prices:
-        parts += scaling.sections(cells, profiled, prices)
-    parts.append(decision.decision(cells))
+    hours = request.hours or NIGHT_H
+    yield from scaling.sections(cells, prices)
     if request.every_answer:
-        parts += answers(cells, hours, curves=request.format != "html")  # the page draws curves instead
-    parts.append(cost.energy(cells) if request.every_answer or prices else None)
-    parts.append(cost.money(cells, prices, hours) if prices else None)
-    return parts
+        yield from answers(cells, hours)
+    if request.every_answer or prices:
+        yield cost.energy(cells)
+    if prices:
+        yield cost.money(cells, prices, hours)
 
 
 def _check(request: Request) -> None:

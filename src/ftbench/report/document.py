@@ -7,6 +7,9 @@ from typing import Any
 _WORDS = ("name", "model", "weights", "GPU", "data", "with", "method", "state", "where it fails", "note")
 
 
+ANSWER = "answer"  # the key of the section that a report begins with
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """A table of text.
@@ -65,19 +68,11 @@ class Column:
 class Point:
     """One conclusion from runs.
 
-    `runs` are the paths of the runs that support it. `also` lists their further differences. `about`
-    names the workload and GPU.
+    `runs` are the paths of the runs that support it.
     """
 
     text: str
     runs: tuple[str, ...] = ()
-    also: str = ""
-    about: str = ""
-
-    @property
-    def sentence(self) -> str:
-        """The text, with the other differences before its full stop."""
-        return f"{self.text.removesuffix('.')} ({self.also})." if self.also else self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +80,7 @@ class Section:
     """One part of a report.
 
     `key` names it for programs. `records` hold the table's values as plain numbers (None if unknown). The page also
-    uses `points`, the paragraphs one by one, and `curves`, the lines of a chart by name.
+    uses `points`, the paragraphs one by one. The answer counts the runs that it does not use, by reason, in `left_out`.
     """
 
     key: str
@@ -94,7 +89,7 @@ class Section:
     paragraphs: Sequence[str] = ()
     records: Sequence[dict[str, Any]] = ()
     points: Sequence[Point] = ()
-    curves: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from ftbench.core.rows import SCHEMA
 from ftbench.core.table import folded, plain, text_table
 from ftbench.errors import SpecError
 from ftbench.report.data.collect import Record, named_paths
-from ftbench.report.document import Report, Table
+from ftbench.report.document import ANSWER, Report, Table
 from ftbench.report.runs_table import FOOTNOTE, NUMBER, runs_table
 from ftbench.spec.base import nearest
 
@@ -94,8 +94,10 @@ def cell(text: str) -> str:
 def _text(report: Report, table: Callable[..., str], title: str, paragraph: Callable[[str], str], end: str) -> str:
     """Return tables and paragraphs in order; `title` is a format string."""
     runs = runs_table(report.records, report.axes, report.columns) if report.runs else None
-    parts = [table(runs, FOOTNOTE)] if runs else []
-    for section in report.sections:
+    answer = [text for section in report.sections if section.key == ANSWER for text in section.paragraphs]
+    parts = ["\n".join(map(paragraph, answer)).rstrip("\n") + "\n"] if answer else []
+    parts += [table(runs, FOOTNOTE)] if runs else []
+    for section in (each for each in report.sections if each.key != ANSWER):
         lines = [title.format(section.title)] if title else []
         lines += [table(section.table)] if section.table else []
         parts.append("\n".join([*lines, *map(paragraph, section.paragraphs)]) + end)
@@ -152,8 +154,9 @@ def _json(report: Report) -> str:
         document["runs"] = named_paths(report.records)
     for section in report.sections:
         notes = section.table.notes if section.table else []
+        left_out = {"left_out": section.left_out} if section.key == ANSWER else {}
         document[section.key] = {
-            "title": section.title, "records": section.records, "text": section.paragraphs, "notes": notes,
+            "title": section.title, "records": section.records, "text": section.paragraphs, "notes": notes, **left_out,
         }  # fmt: skip
     return json.dumps(_finite(document), ensure_ascii=False, allow_nan=False) + "\n"
 

@@ -1,4 +1,4 @@
-"""`ftbench show`: one finished run, by folder, id or number in a report, and what to try next."""
+"""`ftbench show`: one finished run, by folder, id or number in a report, with a verdict and one thing to try."""
 
 import dataclasses
 import shlex
@@ -11,7 +11,10 @@ from ftbench.core import units
 from ftbench.core.hardware import canonical_name, capability_of, limited_gpu
 from ftbench.core.rows import FIELDS, LATER, RunSummary
 from ftbench.core.table import folded
+from ftbench.core.units import reworded
 from ftbench.errors import FtbenchError, SpecError
+from ftbench.profile.profile_table import document_of, run_text
+from ftbench.report.answer import rank_text
 from ftbench.report.card import card
 from ftbench.report.data import groups
 from ftbench.report.data.collect import Record, collect
@@ -20,69 +23,118 @@ from ftbench.spec.base import nearest, shortened
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.optimizations import OPTIMIZATIONS
-from ftbench.store.rundir import RunDir, first_gpu, read_json
+from ftbench.store.rundir import NOT_FINITE, RunDir, first_gpu, read_json
 from ftbench.store.summary import read_summary
 
 _MAX_NAMED = 5  # runs in a message
+_MUCH_PADDING, _MUCH_IDLE = 0.1, 0.15  # shares of the computed positions and of a step
 _DATA = ("loader_processes", "image_cache")  # optimizations for data-bound runs
 _BATCH, _ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
 
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """A change of a spec: name, effect, `--set` values, and the command that runs it."""
+    """A change of a spec, or another command: name, effect, `--set` values, and the command that runs it."""
 
     name: str
     effect: str
     sets: tuple[str, ...]
     command: str
 
+    @property
+    def text(self) -> str:
+        return folded(f"try:     {self.name}: {self.effect}") + f"\n         {self.command}"
+
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A run with suggestions."""
+    """A run with its verdict, its rank among comparable runs, and suggestions, the best first."""
 
     run: RunDir
     summary: dict[str, Any]
+    verdict: str
+    rank: str
     suggestions: list[Suggestion]
 
     def text(self) -> str:
-        """Return the card and what to try next."""
+        """Return the card, the profile if there is one, and the verdict."""
         known = {name: value for name, value in self.summary.items() if name in FIELDS | LATER}
-        lines = [card(RunSummary(**known), self.run)]
-        lines += ["what to try:"] if self.suggestions else []
-        for each in self.suggestions:
-            lines += [folded(f"  {each.name}: {each.effect}"), f"    {each.command}"]
-        if self.summary["state"] in ("ok", "oom") and (gpu := self.summary.get("gpu")):
-            lines += ["estimate other methods, batches and optimizations:"]
-            lines += [f"    {_command('recommend', self.run, '--gpu', canonical_name(gpu))}"]
-        if self.summary["state"] == "ok" and (self.summary.get("bound") or {}).get("verdict"):
-            lines += ["see the time of a step by kernel:", f"    {_command('profile', self.run)}"]
-        return "\n".join(lines)
+        profile = run_text(self.run)
+        return "\n".join([card(RunSummary(**known), self.run), *([f"\n{profile}\n"] if profile else []), self.ending()])
+
+    def ending(self) -> str:
+        """Return the verdict, the rank, and one thing to try."""
+        lines = [folded(f"verdict: {self.verdict}")]
+        return "\n".join([*lines, *([folded(f"rank:    {self.rank}")] if self.rank else []),
+                          *(each.text for each in self.suggestions[:1])])  # fmt: skip
 
     def document(self) -> dict[str, Any]:
         """Return what `--json` prints."""
-        suggestions = [dataclasses.asdict(each) for each in self.suggestions]
-        return {"run_dir": str(self.run.path), "summary": self.summary, "what_to_try": suggestions}
+        return {
+            "run_dir": str(self.run.path), "summary": self.summary, "verdict": self.verdict, "rank": self.rank or None,
+            "what_to_try": [dataclasses.asdict(each) for each in self.suggestions],
+        }  # fmt: skip
 
 
 def show(name: str, paths: Sequence[Path]) -> Shown:
     """Return the run with this folder, id or number. Raise SpecError if no run or several runs match."""
     folder = Path(name)
-    return shown(RunDir(folder if RunDir(folder).state.exists() else Path(str(_record(name, paths)["path"]))))
+    if RunDir(folder).state.exists():
+        return shown(RunDir(folder))
+    record, records = _record(name, paths)
+    return shown(RunDir(Path(str(record["path"]))), records)
 
 
-def shown(run: RunDir) -> Shown:
-    """Return a run with suggestions."""
+def shown(run: RunDir, records: Sequence[Record] = ()) -> Shown:
+    """Return a run with its verdict and suggestions. `records` are the runs of its report, to rank it."""
     summary = read_summary(run)
-    return Shown(run, summary, suggestions(run, summary))
+    rank = rank_text(str(run.path), groups.cells_of(groups.runs_of(records))) if records else ""
+    verdict, bound = _profile_verdict(document) if (document := document_of(run)) else (_verdict(summary), None)
+    return Shown(run, summary, verdict, rank, suggestions(run, {**summary, "bound": bound or summary.get("bound")}))
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
+
+
+def _verdict(summary: Mapping[str, Any]) -> str:
+    """Return what limits a run, or why it has no valid speed."""
+    state, bound = summary["state"], summary.get("bound") or {}
+    if state != "ok":
+        return f"{'out of memory' if state == 'oom' else state}: {summary.get('reason') or 'no reason is recorded'}"
+    if (summary.get("contention") or {}).get("contended"):
+        return "no valid speed: other processes used the machine. Reports leave this run out."
+    if bound.get("verdict"):
+        return f"{bound['verdict']}: {reworded(bound.get('why') or '')}"
+    wait = bound.get("data_wait")
+    waited = "" if wait is None else f"; {units.percent(wait)} of the time is spent waiting for batches"
+    if summary.get("gpu"):
+        return f"what limits the speed is not known: {bound.get('why') or 'no step was measured'}{waited}"
+    return f"limited by the CPU's arithmetic{waited}. Speed and memory of a GPU differ."
+
+
+def _profile_verdict(document: Mapping[str, Any]) -> tuple[str, dict[str, str] | None]:
+    """Return what takes the time of a profiled step, and `bound` of a summary if the GPU waits for kernels."""
+    listed, on_gpu = document["groups"], document["device"] == "cuda"
+    busy = document["busy_share_unprofiled"] or document["busy_share"]
+    work, share = ("kernels" if on_gpu else "operators"), units.percent(listed[0]["share"], 0) if listed else ""
+    largest = f"{listed[0]['group']} takes {share} of the time of all {work}" if listed else f"no {work} were recorded"
+    if on_gpu and busy < 1 - _MUCH_IDLE:
+        return f"the GPU is idle for {units.percent(1 - busy, 0)} of a step; {largest}", {"verdict": "launch-bound"}
+    return largest, None
+
+
+def _padding(summary: Mapping[str, Any]) -> float:
+    """Return the share of the computed positions that are padding."""
+    rates = summary.get("tokens_per_s") or {}
+    real, padded = rates.get("real"), rates.get("padded")
+    return 1 - real / padded if real and padded else 0.0
 
 
 # --- suggestions -----------------------------------------------------------------------------------------------------
 
 
 def suggestions(run: RunDir, summary: Mapping[str, Any]) -> list[Suggestion]:
-    """Return changes for a run that was out of memory or data-bound. Empty if this version cannot load its spec."""
+    """Return what to try next, the best first. Empty if this version cannot load the spec, and for a mock."""
     values = read_json(run.spec_json)
     try:
         spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})
@@ -92,19 +144,43 @@ def suggestions(run: RunDir, summary: Mapping[str, Any]) -> list[Suggestion]:
     capability = capability_of(gpu) if gpu else None
     if spec.launch.mock != "off":
         return []
-    if summary["state"] == "oom":
-        changes = list(_less_memory(spec))
-    else:
-        data_bound = summary["state"] == "ok" and (summary.get("bound") or {}).get("verdict") == "data-bound"
-        changes = list(_faster_data(spec)) if data_bound else []
     suggested = []
-    for name, effect, change in changes:
+    for name, effect, change in _changes(spec, summary):
         changed = with_changes(spec, change)
         if not incompatibilities(changed) and not machine_incompatibilities(changed, capability):
             sets = settings(change.items())
             options = [word for text in sets for word in ("--set", text)]
             suggested.append(Suggestion(name, effect, sets, _command("run", run, *options)))
-    return suggested
+    return [*suggested, *_other_commands(run, summary)]
+
+
+def _changes(spec: Experiment, summary: Mapping[str, Any]) -> Iterator[tuple[str, str, Changes]]:
+    state, bound = summary["state"], (summary.get("bound") or {}).get("verdict")
+    if state == "oom":
+        yield from _less_memory(spec)
+    elif state == NOT_FINITE:
+        rate = spec.train.learning_rate / 2
+        yield "half the learning rate", "steps that are too large make losses infinite", {"train.learning_rate": rate}
+    elif state == "ok" and not (summary.get("contention") or {}).get("contended"):
+        if bound == "data-bound":
+            yield from _faster_data(spec)
+        if (share := _padding(summary)) > _MUCH_PADDING:
+            effect = f"{units.percent(share)} of the computed positions are padding"
+            yield "packing", effect, {"optimizations.packing": True}
+        if bound == "launch-bound":
+            yield "compile", "fewer kernels to launch", {"optimizations.compile": True}
+
+
+def _other_commands(run: RunDir, summary: Mapping[str, Any]) -> Iterator[Suggestion]:
+    gpu, state = summary.get("gpu"), summary["state"]
+    if (summary.get("contention") or {}).get("contended"):
+        yield Suggestion("the same run", "while nothing else uses the machine", (), _command("run", run))
+    elif gpu and state in ("ok", "oom"):
+        command = _command("recommend", run, "--gpu", canonical_name(gpu))
+        yield Suggestion("other recipes", "estimates of methods, batches and optimizations", (), command)
+    elif state == "ok":
+        command = _command("estimate", run, "--gpu", "RTX 4090")
+        yield Suggestion("a GPU", "estimate its memory and time", (), command)
 
 
 def _less_memory(spec: Experiment) -> Iterator[tuple[str, str, Changes]]:
@@ -130,19 +206,21 @@ def _command(command: str, run: RunDir, *options: str) -> str:
 # --- finding a run ---------------------------------------------------------------------------------------------------
 
 
-def _record(name: str, paths: Sequence[Path]) -> Record:
+def _record(name: str, paths: Sequence[Path]) -> tuple[Record, Sequence[Record]]:
+    """Return the record of a run, and all records of its report."""
     folder = Path(name)
     if not any(path.exists() for path in paths):
         if not folder.is_dir():
             raise SpecError(
                 f"show {shortened(name)}: {_places(paths)} does not exist: name the folder, `ftbench show RUN FOLDER`"
             )
-        return _only(name, groups.with_axes(collect([folder]))[0], folder)
+        records, _ = groups.with_axes(collect([folder]))
+        return _only(name, records, folder), records
     records, _ = groups.with_axes(collect(paths))
     ids = {str(record["run_id"]): record for record in records}
     if name.isdecimal():
         if 0 < int(name) <= len(records):
-            return records[int(name) - 1]
+            return records[int(name) - 1], records
         count = units.some(len(records), "run")
         raise SpecError(f"show {shortened(name)}: {_places(paths)} has {count}, with numbers from 1")
     plain = name.casefold()
@@ -151,10 +229,11 @@ def _record(name: str, paths: Sequence[Path]) -> Record:
     if not near and folder.is_dir():
         near = [record for record in records if Path(record["path"]).resolve().is_relative_to(folder.resolve())]
         if not near:
-            return _only(name, groups.with_axes(collect([folder]))[0], folder)
+            records, _ = groups.with_axes(collect([folder]))
+            return _only(name, records, folder), records
     if not near:
         raise SpecError(f"show {shortened(name)}: no run in {_places(paths)} matches{nearest(name, ids)}")
-    return _only(name, near)
+    return _only(name, near), records
 
 
 def _only(name: str, records: Sequence[Record], folder: Path | None = None) -> Record:

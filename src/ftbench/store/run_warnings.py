@@ -12,7 +12,7 @@ from ftbench.core import stats
 from ftbench.core.bottleneck import THERMAL
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
-from ftbench.core.units import reworded
+from ftbench.core.units import reworded, some
 from ftbench.store.rundir import NOT_FINITE, first_gpu, gpus_of
 
 WALL_TOLERANCE = 0.02  # difference between the sum of the steps and the wall clock
@@ -200,6 +200,22 @@ def not_finite_reason(learned: dict[str, Any], sentences: Sequence[str]) -> str:
     if (learned["first_step"] or 0) <= 1:
         return f"{said}: see whether the model's weights are numbers (get them again), and train in bf16 or fp32"
     return f"{said}: lower train.learning_rate, or train in bf16 or fp32"
+
+
+def diverged(summary: dict[str, Any], with_nan: bool) -> str:
+    """Return which numbers of a run became NaN or infinite, or an empty string.
+
+    Args:
+        summary: Its summary. Older ones contain only a warning.
+        with_nan: Whether its steps.csv contains NaN. Its summary was then computed again.
+    """
+    starts = ("the loss is not a number", *(["steps.csv: line"] if with_nan else []))
+    warned = [str(text) for text in summary["warnings"] if text.startswith(starts)]
+    learned = summary.get("learning") or {}
+    if warned or learned.get("state") != NOT_FINITE:
+        return warned[0] if warned else ""
+    steps = some(learned.get("count") or 0, "step")
+    return f"loss or gradient norm is not a number in {steps}, first in step {learned.get('first_step')}"
 
 
 def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any], list[str]]:

@@ -7,6 +7,7 @@ infinity are kept: they show that a training diverged.
 import csv
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import compress, repeat
@@ -15,6 +16,8 @@ from pathlib import Path
 
 from ftbench.core import rows
 from ftbench.store.rundir import MOST_CSV_BYTES, open_plain_file, writing
+
+_NAN = re.compile(rb"(?im),[+-]?(?:nan|inf(?:inity)?)(?:,|\r?$)")
 
 
 class StepsWriter:
@@ -73,6 +76,13 @@ def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
     whole, newline, torn = text.rpartition("\n")
     warnings = [f"{path.name}: the last line is not finished and was left out"] if torn else []
     return list(_rows(f"{whole}{newline}", path.name, warnings)), warnings
+
+
+def has_nan(path: Path) -> bool:
+    """Return whether a field of a steps.csv is NaN or infinite. A file that cannot be read has none."""
+    with suppress(OSError, ValueError), open_plain_file(path, MOST_CSV_BYTES) as file:
+        return bool(_NAN.search(file.read()))
+    return False
 
 
 def _text(path: Path) -> tuple[str, str | None]:

@@ -15,7 +15,7 @@ from ftbench.core.stats import total
 from ftbench.store import rates, run_warnings, rundir
 from ftbench.store.ranks import merge, read_ranks, spread
 from ftbench.store.rundir import KERNELS, RunDir, first_gpu, read_json, state_of
-from ftbench.store.steps import read_steps
+from ftbench.store.steps import has_nan, read_steps
 
 SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
 _OF_IMAGES = ("images", "tiles", "image_tokens", "text_tokens")
@@ -26,7 +26,8 @@ PROFILED = "profiled: no speed is taken from this run, its steps were recorded (
 def read_summary(run: RunDir, state: str | None = None) -> dict[str, Any]:
     """Return the stored summary of a run, or compute it if it is missing, outdated or from another schema.
 
-    If a file of the run cannot be read, the summary has the state `error` and the reason.
+    A run with NaN or infinite numbers has the state `not finite`. If a file of the run cannot be read, the summary has
+    the state `error` and the reason.
 
     Args:
         run: The run directory.
@@ -38,8 +39,17 @@ def read_summary(run: RunDir, state: str | None = None) -> dict[str, Any]:
     written = documents["summary"]
     state = state or state_of(documents["state"])["state"]
     if written.get("schema") == SCHEMA and written.keys() >= FIELDS and written["state"] == state:
-        return written
-    return as_dict(summarise(run))
+        return _judged(run, written)
+    return _judged(run, as_dict(summarise(run)))
+
+
+def _judged(run: RunDir, summary: dict[str, Any]) -> dict[str, Any]:
+    """Return a summary with the state `not finite` if a number of the run became NaN or infinite."""
+    if summary["state"] != "ok":
+        return summary
+    with_nan = has_nan(run.steps) and summary.get("learning", {}).get("state") != rundir.NOT_FINITE
+    broken = run_warnings.diverged(as_dict(summarise(run)) if with_nan else summary, with_nan)
+    return summary | {"state": rundir.NOT_FINITE, "reason": broken} if broken else summary
 
 
 def read_documents(run: RunDir) -> tuple[dict[str, dict[str, Any]], str | None]:

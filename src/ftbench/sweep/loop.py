@@ -248,8 +248,11 @@ class Session:
 
     def _show(self) -> None:
         now = time.monotonic()
-        lines = [f"{each.slot.name}: {each.job.what}: {each.text} · {seconds(now - each.begun)} so far"
-                 for each in self._running]  # fmt: skip
+        lines = [
+            f"{each.slot.name}: " * (len(self.slots) > 1)
+            + f"{each.job.what}: {each.text} · {seconds(now - each.begun)} so far"
+            for each in self._running
+        ]
         self.view.show(live.counted(self.plan.standings.values(), self.left_s()), lines)
 
 

@@ -19,26 +19,10 @@
     document.documentElement.dataset.theme = isDark() ? "light" : "dark";
   });
 
-  // --- the workload: the page shows the runs of one model and data set at a time --------------------------------------
-  const workload = () => ($("workload") ? Number($("workload").value) : 0);
-  const isAbout = (node) => node.dataset.w === undefined || node.dataset.w.split(" ").includes(String(workload()));
-  const ofWorkload = [...document.querySelectorAll("[data-w]")].filter((node) => !node.closest("#runs"));
-  function choose() {
-    ofWorkload.forEach((node) => { node.hidden = !isAbout(node); });
-    const grids = $("frontier");
-    if (grids) grids.hidden = ![...grids.querySelectorAll(".scroll")].some(isAbout);
-    $("title").textContent = document.title = data.titles[workload()];
-    shorten.forEach((list) => list());
-    vary();
-    filter();
-    pickFirst();
-    Object.keys(FIGURES).forEach(draw);
-  }
-
   // Long lists show their first entries, and a search for the others.
   const LONG = 60, SHORT = 24;
   const wordsIn = (input) => input.value.toLowerCase().split(/\s+/).filter(Boolean);
-  const shorten = [...document.querySelectorAll("[data-long]")].filter((list) => list.children.length > LONG).map((list) => {
+  [...document.querySelectorAll("[data-long]")].filter((list) => list.children.length > LONG).forEach((list) => {
     const entries = [...list.children], texts = entries.map((entry) => entry.textContent.toLowerCase());
     const tools = make("div", null, { class: "tools long" }), label = make("label", "Search ");
     const search = make("input", null, { type: "search" }), all = make("button", null, { type: "button" });
@@ -47,7 +31,7 @@
       const words = wordsIn(search);
       let found = 0;
       entries.forEach((entry, i) => {
-        const fits = isAbout(entry) && words.every((word) => texts[i].includes(word));
+        const fits = words.every((word) => texts[i].includes(word));
         found += fits;
         entry.hidden = !fits || found > most;
       });
@@ -61,7 +45,7 @@
     label.append(search);
     tools.append(label, all);
     (list.closest("table") || list).before(tools);
-    return show;
+    show();
   });
 
   // Short names of items by recipe, batch and GPU, and the parts that all items share.
@@ -78,7 +62,7 @@
   const rows = [...body.rows];
   const texts = rows.map((row) => {
     const run = data.runs[Number(row.dataset.i)];
-    return [row.textContent, run.method, run.gpu, run.reason, data.workloads[run.workload]].join(" ").toLowerCase();
+    return [row.textContent, run.method, run.gpu, run.reason, run.workload].join(" ").toLowerCase();
   });
   const collator = new Intl.Collator(["ja", "en"], { numeric: true });
   const MOST_ROWS = 300; // in the table at first
@@ -88,22 +72,20 @@
     const words = wordsIn($("filter"));
     const numbers = words.filter((word) => /^runs?:/.test(word)).flatMap((word) => word.split(/[:,]/).slice(1));
     const others = words.filter((word) => !/^runs?:/.test(word)), state = $("state").value;
-    const every = numbers.length || ($("every") && $("every").checked);
-    let found = 0, candidates = 0;
+    let found = 0;
     [...body.rows].forEach((row) => {
-      const place = Number(row.dataset.i), candidate = every || isAbout(row);
-      const fits = candidate && (!state || row.dataset.s === state) && others.every((word) => texts[place].includes(word)) &&
+      const place = Number(row.dataset.i);
+      const fits = (!state || row.dataset.s === state) && others.every((word) => texts[place].includes(word)) &&
         (!numbers.length || numbers.includes(String(data.runs[place].number)));
-      candidates += candidate;
       found += fits;
       row.hidden = !fits || found > most;
     });
-    $("count").textContent = found === candidates ? some(found, "run") : `${found} of ${some(candidates, "run")}`;
+    $("count").textContent = found === rows.length ? some(found, "run") : `${found} of ${some(rows.length, "run")}`;
     table.classList.remove("first");
     $("rest").hidden = found <= most;
     $("whole").textContent = `Show all ${found} rows`;
   }
-  for (const id of ["filter", "state", "every"]) if ($(id)) $(id).addEventListener("input", () => { most = MOST_ROWS; vary(); filter(); });
+  for (const id of ["filter", "state"]) $(id).addEventListener("input", () => { most = MOST_ROWS; filter(); });
   const whole = () => { most = Infinity; filter(); };
   $("whole").addEventListener("click", whole);
   addEventListener("beforeprint", whole);
@@ -138,75 +120,6 @@
     filter();
   }
 
-  // --- its columns ----------------------------------------------------------------------------------------------------
-  const heads = new Map([...line.cells].map((head) => [head.textContent.trim(), head]));
-  const touched = new Set(); // columns that the user changed
-  const boxes = new Map();
-  function show(name, shown) {
-    let head = heads.get(name);
-    if (!head && shown) head = added(name);
-    if (!head) return;
-    [head, ...cellsOf(head)].forEach((cell) => { cell.hidden = !shown; });
-    if (boxes.has(name)) boxes.get(name).checked = shown;
-  }
-
-  function added(name) {
-    const place = data.labels.indexOf(name), head = make("th", null, { scope: "col", "aria-sort": "none" });
-    if (place >= 0) head.className = "n";
-    head.append(make("button", name, { type: "button" }));
-    heading(head);
-    line.append(head);
-    rows.forEach((row) => {
-      const run = data.runs[Number(row.dataset.i)], value = place >= 0 && run.state === "ok" ? run.numbers[place] : null;
-      const pair = place >= 0 ? null : run.facts.flatMap((i) => data.facts[i]).find(([key]) => key === name);
-      const cell = make("td", place < 0 ? pair && pair[1] : value === null ? "" : run.figures[place], place >= 0 ? { class: "n" } : {});
-      if (value !== null) cell.dataset.v = value;
-      row.append(cell);
-    });
-    heads.set(name, head);
-    return head;
-  }
-
-  // Hide columns in which all shown runs agree.
-  function vary() {
-    for (const [name, head] of heads) {
-      if (head.dataset.varies === undefined || touched.has(name)) continue;
-      const cells = cellsOf(head).filter((cell) => ($("every") && $("every").checked) || isAbout(cell.parentNode));
-      show(name, new Set(cells.map((cell) => cell.textContent)).size > 1);
-    }
-  }
-
-  const shownLabels = new Set(["samples per hour", "real tokens/s", "GiB allocated at the peak", "median step", "first step", "MFU", "evaluation loss"]);
-  const optional = [...data.labels.filter((label) => !shownLabels.has(label)),
-    ...[...new Set(data.facts.flatMap((pairs) => pairs.map(([key]) => key)))].sort()];
-  for (const name of [...heads.keys(), ...optional]) {
-    if (boxes.has(name)) continue;
-    const item = make("label"), box = make("input", null, { type: "checkbox" });
-    box.checked = heads.has(name);
-    box.addEventListener("change", () => { touched.add(name); show(name, box.checked); });
-    boxes.set(name, box);
-    item.append(box, make("span", name));
-    $("columns").append(item);
-  }
-
-  const quoted = (text) => {
-    const guarded = /^\s*[=+\-@]/.test(text) && !Number.isFinite(Number(text)) ? `'${text}` : text; // prevents spreadsheet formulas
-    return /[",\r\n]/.test(guarded) ? `"${guarded.replaceAll('"', '""')}"` : guarded;
-  };
-  $("export").addEventListener("click", () => {
-    const shown = [...line.cells].map((head, place) => [head, place]).filter(([head]) => !head.hidden);
-    const before = most;
-    whole();
-    const lines = [shown.map(([head]) => head.textContent.trim()), ...[...body.rows].filter((row) => !row.hidden).map((row) =>
-      shown.map(([, place]) => row.cells[place].dataset.v ?? row.cells[place].textContent.trim()))];
-    most = before;
-    filter();
-    const file = new Blob([lines.map((values) => values.map(quoted).join(",")).join("\n") + "\n"], { type: "text/csv" });
-    const link = make("a", null, { download: "runs.csv", href: URL.createObjectURL(file) });
-    link.click();
-    URL.revokeObjectURL(link.href);
-  });
-
   // --- one run --------------------------------------------------------------------------------------------------------
   const dialog = $("details");
   body.addEventListener("click", (event) => {
@@ -219,7 +132,7 @@
     const close = make("button", "Close", { type: "button", class: "close" });
     close.addEventListener("click", () => dialog.close());
     const parts = [close, make("h2", run.id, { id: "details-title" }),
-      make("p", [`${run.way}, batch ${run.batch}`, data.workloads[run.workload], run.gpu].join(" · "))];
+      make("p", [`${run.way}, batch ${run.batch}`, run.workload, run.gpu].join(" · "))];
     const state = make("p", null);
     state.append(make("span", run.state, { class: "badge " + (run.state === "ok" ? "good" : "bad") }));
     if (run.reason) state.append(" " + run.reason);
@@ -253,8 +166,6 @@
     return node;
   }
   const colour = (i) => `var(--c${i % 8})`; // CSS variables, so that the theme can change without redrawing
-  const SYMBOLS = ["M-5,0a5,5 0 1,0 10,0a5,5 0 1,0 -10,0", "M-4.5,-4.5h9v9h-9z", "M0,-6.5L6.5,0L0,6.5L-6.5,0z", "M0,-6L6,5H-6z",
-    "M0,6L6,-5H-6z", "M-2,-6h4v4h4v4h-4v4h-4v-4h-4v-4h4z"];
   const DASHES = ["", "7 4", "2 3", "7 3 2 3", "12 5"];
 
   // A scale from values to pixels, with round ticks; with `zero` it starts at 0.
@@ -276,16 +187,15 @@
     return { to, ticks, from: (pixel) => low + (pixel - start) / (end - start) * (high - low) };
   }
 
-  // An empty chart with a legend of [name, colour, symbol or dash], if there are at most 24 names.
+  // An empty chart with a legend of [name, colour, dash], if there are at most 24 names.
   function canvas(box, height, names) {
     const svg = document.createElementNS(NS, "svg"), width = box.clientWidth;
     for (const [key, value] of Object.entries({ viewBox: `0 0 ${width} ${height}`, width: "100%" })) svg.setAttribute(key, value);
     const legend = make("div", null, { class: "legend" });
-    for (const [name, fill, symbol, dash] of names.length <= 24 ? names : []) {
+    for (const [name, line, dash] of names.length <= 24 ? names : []) {
       const item = make("span"), key = document.createElementNS(NS, "svg");
       key.setAttribute("viewBox", "-12 -7 24 14");
-      if (dash !== undefined) shape(key, "path", { d: "M-12,0H12", class: "line", style: `stroke: ${fill}`, "stroke-dasharray": dash });
-      else shape(key, "path", { d: SYMBOLS[symbol % SYMBOLS.length], style: `fill: ${fill}` });
+      shape(key, "path", { d: "M-12,0H12", class: "line", style: `stroke: ${line}`, "stroke-dasharray": dash });
       item.append(key, name);
       legend.append(item);
     }
@@ -302,7 +212,7 @@
     shape(svg, "text", upright ? { x: 4, y: 15 } : { x: (svg.viewBox.baseVal.width + scale.ticks[0][0]) / 2, y: at + 36, "text-anchor": "middle" }, title);
   }
 
-  // Show the text of the mark nearest to the pointer: marks are [x, y, text], or [null, y, text] for a full-width mark.
+  // Show the text of the mark nearest to the pointer: marks are [x, y, text].
   function hover(box, svg, marks) {
     const tip = make("div", null, { class: "tip", role: "tooltip", hidden: "" });
     box.append(tip);
@@ -311,7 +221,7 @@
       const edge = svg.getBoundingClientRect(), x = event.clientX - edge.left, y = event.clientY - edge.top;
       let best = null, least = 40;
       for (const mark of marks) {
-        const far = Math.hypot(mark[0] === null ? 0 : mark[0] - x, mark[1] - y);
+        const far = Math.hypot(mark[0] - x, mark[1] - y);
         if (far < least) [best, least] = [mark, far];
       }
       tip.hidden = !best;
@@ -322,11 +232,10 @@
     });
   }
 
-  // Draw series {name, colour, symbol, dash, points: [{x, y, text}]}: marks if there is a symbol, and a line if there is a
-  // dash, with gaps at unknown values.
+  // Draw series {name, colour, dash, points: [{x, y, text}]} as lines with gaps at unknown values.
   function plot(box, height, xTitle, yTitle, xZero, yZero, series) {
     const every = series.flatMap((each) => each.points);
-    const svg = canvas(box, height, series.map((each) => [each.name, each.colour, each.symbol, each.dash]));
+    const svg = canvas(box, height, series.map((each) => [each.name, each.colour, each.dash]));
     const bottom = height - 46, width = box.clientWidth, marks = [];
     const ys = scaled(every.map((point) => point.y), bottom, 28, yZero, 6);
     const left = 14 + 7.5 * Math.max(...ys.ticks.map(([, text]) => text.length));
@@ -336,108 +245,16 @@
     for (const each of series) {
       const group = shape(svg, "g", { class: "series" });
       const places = each.points.map((point) => Number.isFinite(point.y) ? [xs.to(point.x), ys.to(point.y)] : null);
-      if (each.dash !== undefined) {
-        const path = places.map((at, i) => at ? `${i && places[i - 1] ? "L" : "M"}${at[0].toFixed(1)},${at[1].toFixed(1)}` : "").join("");
-        shape(group, "path", { d: path, class: "line", style: `stroke: ${each.colour}`, "stroke-dasharray": each.dash });
-      }
-      each.points.forEach((point, i) => {
-        const at = places[i];
-        if (!at) return;
-        if (each.symbol !== undefined || each.points.length < 30 && point.text) {
-          shape(group, "path", { d: SYMBOLS[(each.symbol || 0) % SYMBOLS.length], class: "point", style: `fill: ${each.colour}`,
-            transform: `translate(${at[0].toFixed(1)},${at[1].toFixed(1)})${each.symbol === undefined ? "scale(.5)" : ""}` });
-        }
-        if (point.text) marks.push([...at, point.text]);
-      });
+      const path = places.map((at, i) => at ? `${i && places[i - 1] ? "L" : "M"}${at[0].toFixed(1)},${at[1].toFixed(1)}` : "").join("");
+      shape(group, "path", { d: path, class: "line", style: `stroke: ${each.colour}`, "stroke-dasharray": each.dash });
+      each.points.forEach((point, i) => places[i] && marks.push([...places[i], point.text]));
     }
     hover(box, svg, marks);
-    return { svg, xs, ys, inner: [left + 2, 24, width - 8, bottom - 2] };
+    return { svg, xs };
   }
 
-  // --- figures --------------------------------------------------------------------------------------------------------
-  const order = (key) => [...new Set(data.runs.map((run) => run[key]))];
-  const gpus = order("gpu"), methods = order("method");
-
-  const NAMED = 12; // with more points, only those on the front are named
-  function pareto(box) {
-    const cells = data.cells.filter((cell) => cell.workload === workload() && cell.figures.samples && cell.figures.peak);
-    const metric = new Set(cells.map((cell) => cell.gpus)).size > 1 ? "each" : "samples", unit = metric === "each" ? "samples/h per GPU" : "samples/h";
-    const x = (cell) => cell.figures.peak[0], y = (cell) => cell.figures[metric][0];
-    const words = (cell) => [`${cell.texts[metric][0]} ${unit}`, `${cell.texts.peak[0]} GiB`];
-    const { names } = apart(cells), nameOf = new Map(cells.map((cell, i) => [cell, names[i]]));
-    let top = -Infinity;
-    const front = [...cells].sort((a, b) => x(a) - x(b) || y(b) - y(a)).filter((cell) => y(cell) > top && ((top = y(cell)), true));
-    const groups = new Map();
-    const several = new Set(cells.map((cell) => cell.gpu)).size > 1;
-    cells.forEach((cell) => {
-      const name = several ? `${cell.method}, ${PARTS[2](cell)}` : cell.method;
-      groups.set(name, [...(groups.get(name) || []), cell]);
-    });
-    const at = (cell) => ({ x: x(cell), y: y(cell) });
-    const line = { name: "best trade-off", colour: "var(--quiet)", dash: "2 4", points: front.map(at) };
-    const series = front.length > 1 ? [line] : [];
-    for (const [name, own] of groups) {
-      series.push({ name, colour: colour(methods.indexOf(own[0].method)), symbol: gpus.indexOf(own[0].gpu),
-        points: own.map((cell) => ({ ...at(cell), text: `${nameOf.get(cell)}\n${words(cell).join("\n")} of tensors\n` +
-          `${some(cell.runs.length, "run")}${cell.warned ? ", with a warning" : ""}` })) });
-    }
-    const drawn = plot(box, 400, "peak GiB of tensors", metric === "each" ? "samples per hour per GPU" : "samples per hour", true, true, series);
-    const named = cells.length > NAMED ? front : [...front, ...cells.filter((cell) => !front.includes(cell)).sort((a, b) => y(b) - y(a))];
-    number(drawn, cells.map((cell) => [drawn.xs.to(x(cell)), drawn.ys.to(y(cell))]), named.map((cell) => [cells.indexOf(cell), cell.runs[0]]));
-    $("pareto-names").replaceChildren(...named.map((cell) => {
-      const item = make("li", null, { value: cell.runs[0] });
-      item.append(make("a", nameOf.get(cell), { class: "evidence", href: `#run-${cell.runs[0]}`, "data-runs": cell.runs.join(" ") }),
-        make("span", ` ${words(cell).join(", ")}`, { class: "quiet" }));
-      return item;
-    }));
-  }
-
-  // Write the run number next to some points where it does not overlap, with a line to the point if it is farther away.
-  function number({ svg, inner }, points, chosen) {
-    const taken = points.map(([x, y]) => [x - 6, y - 6, x + 6, y + 6]);
-    const free = (area) => area[0] >= inner[0] && area[1] >= inner[1] && area[2] <= inner[2] && area[3] <= inner[3] &&
-      !taken.some((other) => area[0] < other[2] && area[2] > other[0] && area[1] < other[3] && area[3] > other[1]);
-    chosen.forEach(([index, name]) => {
-      const text = String(name), wide = 7 * text.length + 4, [x, y] = points[index];
-      for (const far of [15, 24, 36, 52, 70, 95, 130]) for (let turn = 0; turn < 12; turn++) {
-        const angle = -Math.PI / 2 + turn * Math.PI / 6, cx = x + far * Math.cos(angle), cy = y + far * Math.sin(angle);
-        const area = [cx - wide / 2, cy - 8, cx + wide / 2, cy + 8];
-        if (!free(area)) continue;
-        taken.push(area);
-        if (far > 15) shape(svg, "path", { d: `M${x},${y}L${x + (far - 9) * Math.cos(angle)},${y + (far - 9) * Math.sin(angle)}`, class: "leader" });
-        shape(svg, "text", { x: cx, y: cy + 4, "text-anchor": "middle", class: "number" }, text);
-        return;
-      }
-    });
-  }
-
-  const MOST_BARS = 60, RISING = ["samples", "tokens", "each"];
-  function bars(box) {
-    const metric = $("metric").value, sign = RISING.includes(metric) ? -1 : 1;
-    const all = data.cells.filter((cell) => cell.workload === workload() && cell.figures[metric])
-      .sort((a, b) => sign * (a.figures[metric][0] - b.figures[metric][0]));
-    const cells = all.slice(0, MOST_BARS), { names, shared } = apart(cells);
-    const key = new Set(cells.map((cell) => cell.gpu)).size > 1 ? "gpu" : "method", groups = key === "gpu" ? gpus : methods;
-    const longest = Math.max(...cells.map((cell) => cell.figures[metric][2] ?? cell.figures[metric][0]));
-    box.replaceChildren(...cells.map((cell, i) => {
-      const [value, low, high] = cell.figures[metric], [text, least, most] = cell.texts[metric], share = (part) => `${100 * part / longest}%`;
-      const interval = low === null ? "no interval" : `95 %: ${least} to ${most}`;
-      const item = make("div", null, { class: "bar", role: "listitem", title: `${interval}, ${some(cell.runs.length, "run")}` });
-      const track = make("span", null, { class: "track" }), fill = make("span", null, { class: "fill" });
-      fill.style.width = share(value);
-      fill.style.background = colour(groups.indexOf(cell[key]));
-      track.append(fill);
-      if (low !== null) {
-        const whisker = make("span", null, { class: "whisker" });
-        whisker.style.left = share(low);
-        whisker.style.width = share(high - low);
-        track.append(whisker);
-      }
-      item.append(make("a", names[i], { class: "evidence name", href: `#run-${cell.runs[0]}`, "data-runs": cell.runs.join(" ") }), track, make("span", text, { class: "value" }));
-      return item;
-    }));
-    $("bars-shared").textContent = (shared ? `All: ${shared}. ` : "") + (all.length > cells.length ? `The best ${cells.length} of ${all.length}.` : "");
-  }
+  // --- curves ----------------------------------------------------------------------------------------------------------
+  const methods = [...new Set(data.runs.map((run) => run.method))];
 
   // Curves are little-endian arrays in base64, unpacked when first drawn.
   const unpack = (text, size, read) => {
@@ -460,7 +277,6 @@
   }
   const CURVES = {
     memory: [["allocated", "reserved", "peak"], "GiB"], step: [["step"], "step time, s"], loss: [["loss"], "training loss, nats per token"],
-    elapsed: [["elapsed"], "elapsed time, s"],
   };
   const picked = new Set();
   let zoomed = null;
@@ -498,25 +314,24 @@
   }
 
   const withCurves = Object.keys(data.curves).map(Number), FIRST = 6, MOST = 150;
-  const ofChosen = () => withCurves.filter((index) => data.runs[index].workload === workload());
   // The initial selection: per recipe and GPU the successful run with the most steps, then the fastest of these.
   function pickFirst() {
     if (!$("pick")) return;
-    const longest = new Map(), rate = (index) => data.runs[index].values.samples || 0;
-    ofChosen().forEach((index) => {
+    const longest = new Map(), rate = (index) => data.runs[index].rate;
+    withCurves.forEach((index) => {
       const run = data.runs[index], key = `${run.way} ${run.gpu}`, before = longest.get(key);
       if (run.state !== "ok") return;
       const more = before === undefined ? 1 : data.curves[index].steps - data.curves[before].steps || rate(index) - rate(before);
       if (more > 0) longest.set(key, index);
     });
     picked.clear();
-    (longest.size ? [...longest.values()].sort((a, b) => rate(b) - rate(a)) : ofChosen()).slice(0, FIRST).forEach((index) => picked.add(index));
+    (longest.size ? [...longest.values()].sort((a, b) => rate(b) - rate(a)) : withCurves).slice(0, FIRST).forEach((index) => picked.add(index));
     list();
   }
 
   function list() {
     const words = wordsIn($("pick-filter"));
-    const own = ofChosen(), { names } = apart(own.map((index) => data.runs[index]));
+    const own = withCurves, { names } = apart(own.map((index) => data.runs[index]));
     const labels = own.map((index, i) => [index, `${data.runs[index].number}: ${names[i]}${data.runs[index].state === "ok" ? "" : ` (${data.runs[index].state})`}`]);
     const found = labels.filter(([index, label]) => {
       const text = `${label} ${data.runs[index].id} ${data.runs[index].gpu}`.toLowerCase();
@@ -525,7 +340,7 @@
     const items = found.slice(0, MOST).map(([index, label]) => {
       const item = make("label"), box = make("input", null, { type: "checkbox" });
       box.checked = picked.has(index);
-      box.addEventListener("change", () => { box.checked ? picked.add(index) : picked.delete(index); tell(); draw("curves-figure"); });
+      box.addEventListener("change", () => { box.checked ? picked.add(index) : picked.delete(index); tell(); draw(); });
       item.append(box, make("span", label));
       return item;
     });
@@ -533,30 +348,19 @@
     $("pick").replaceChildren(...items);
     tell();
   }
-  const tell = () => { $("picked").textContent = `(${picked.size} of ${ofChosen().length})`; };
+  const tell = () => { $("picked").textContent = `(${picked.size} of ${withCurves.length})`; };
   if ($("pick")) $("pick-filter").addEventListener("input", list);
-  if ($("curve") && !withCurves.some((index) => data.curves[index].loss)) $("curve").value = "memory";
 
   // --- drawing and resizing ---------------------------------------------------------------------------------------------
-  function scaling(box) {
-    const lines = Object.entries(data.scaling).map(([name, points], i) => ({ name, colour: colour(i), symbol: i, dash: DASHES[Math.floor(i / 8) % DASHES.length],
-      points: points.map(([x, y]) => ({ x, y, text: `${name}\n${Math.round(y).toLocaleString("en")} tokens/s on ${some(x, "GPU")}` })) }));
-    plot(box, 320, "GPUs", "tokens per second", true, true, lines);
-  }
-
-  const FIGURES = { "pareto-figure": pareto, "bars-figure": bars, "curves-figure": curves, "scaling-figure": scaling };
-  function draw(id) { if ($(id) && $(id).clientWidth) FIGURES[id]($(id)); }
-  const widths = new Map();
-  const resized = new ResizeObserver((entries) => entries.forEach(({ target }) => {
-    if (widths.get(target.id) === target.clientWidth) return;
-    widths.set(target.id, target.clientWidth);
-    draw(target.id);
-  }));
-  choose();
-  Object.keys(FIGURES).forEach((id) => $(id) && (widths.set(id, $(id).clientWidth), resized.observe($(id))));
-  if ($("workload")) $("workload").addEventListener("change", () => { zoomed = null; choose(); });
-  for (const [id, figure] of Object.entries({ metric: "bars-figure", curve: "curves-figure", along: "curves-figure" })) {
-    if ($(id)) $(id).addEventListener("change", () => { zoomed = id === "along" ? null : zoomed; draw(figure); });
+  const figure = $("curves-figure");
+  let drawnAt = 0;
+  function draw() { if (figure && figure.clientWidth) { drawnAt = figure.clientWidth; curves(figure); } }
+  filter();
+  pickFirst();
+  draw();
+  if (figure) {
+    new ResizeObserver(() => figure.clientWidth !== drawnAt && draw()).observe(figure);
+    for (const id of ["curve", "along"]) $(id).addEventListener("change", () => { zoomed = id === "along" ? null : zoomed; draw(); });
   }
   document.documentElement.dataset.ready = "yes";
 })();

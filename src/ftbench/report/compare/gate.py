@@ -10,7 +10,7 @@ from ftbench.report.compare.pairs import Pair, noise_of, pair_of
 from ftbench.report.compare.words import change, flat_learning, flat_ratio, learning_text
 from ftbench.report.data.cells import PEAK, SAMPLES, TOKENS, Cell, number_of
 from ftbench.report.data.collect import Record
-from ftbench.report.data.facts import LIMIT
+from ftbench.report.data.facts import CARD, LIMIT
 from ftbench.report.data.groups import DATA, cells_of, identity, runs_of
 from ftbench.report.data.names import cell_names
 from ftbench.report.document import Section, Table
@@ -81,8 +81,9 @@ def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> Gate:
 
 
 def _nearest(cell: Cell, candidates: Sequence[Cell]) -> Cell:
-    """Return the candidate with the same tokens and power limit, if possible."""
-    return max(candidates, key=lambda other: [other.facts.get(key) == cell.facts.get(key) for key in (DATA, LIMIT)])
+    """Return the candidate with the same tokens, power limit and card, if possible."""
+    keys = (DATA, LIMIT, CARD)
+    return max(candidates, key=lambda other: [other.facts.get(key) == cell.facts.get(key) for key in keys])
 
 
 def _regressed(pair: Pair, limit: float) -> list[str]:
@@ -123,7 +124,8 @@ def sections(result: Gate) -> list[Section]:
 
 def _verdict(row: GateRow) -> str:
     cell, reason = row.pair.cell, row.pair.reason
-    verdict = "; ".join(row.regressed) or ("ok" if cell.ok else f"as before: {cell.state}")
+    judged = "ok" if cell.valid or not cell.ok else "not judged"
+    verdict = "; ".join(row.regressed) or (judged if cell.ok else f"as before: {cell.state}")
     return f"{verdict}; {reason}" if reason and cell.ok else verdict
 
 

@@ -12,7 +12,7 @@ from ftbench.core.compare import BreakEven, Difference, Ratio
 from ftbench.core.learning import CANNOT_TELL, NOT_FINITE, Learning, TrainedStep, learning_verdict, not_finite
 from ftbench.report.compare.partners import along, baseline_value, partners
 from ftbench.report.data.axes import implied, value_at
-from ftbench.report.data.cells import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run
+from ftbench.report.data.cells import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run, sitting_spread
 from ftbench.report.data.collect import figure
 from ftbench.report.data.facts import IMPORTED
 from ftbench.spec.optimizations import tolerance
@@ -25,18 +25,20 @@ from ftbench.store.steps import read_columns
 class Noise:
     """Noise between runs: the standard deviation between repeats of each figure's logarithm.
 
-    `comparisons` is the number of comparisons that are read together (for the Bonferroni correction).
+    `comparisons` is the number of comparisons that are read together (for the Bonferroni correction). `sittings` adds
+    the spread between sittings to ratios of single runs and of different sittings.
     """
 
     spread: Mapping[str, float] = field(default_factory=dict)
     comparisons: int = 1
+    sittings: bool = True
 
 
-def noise_of(cells: Iterable[Cell], comparisons: int = 1) -> Noise:
+def noise_of(cells: Iterable[Cell], comparisons: int = 1, *, sittings: bool = True) -> Noise:
     """Return the spread between repeats over some cells."""
     cells = list(cells)
-    figures = (TOKENS, SAMPLES, ENERGY)
-    return Noise({name: core.spread_between(cell.values(name) for cell in cells) for name in figures}, comparisons)
+    spread = {name: core.spread_between(cell.values(name) for cell in cells) for name in (TOKENS, SAMPLES, ENERGY)}
+    return Noise(spread, comparisons, sittings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,18 +211,19 @@ def steps_of(run: Run) -> Steps:
 def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
     """Return the ratio of a figure. With one run per side, the noise comes from the steps."""
     sides, spread = (baseline.values(name), cell.values(name)), noise.spread.get(name, core.TYPICAL_SPREAD)
-    ratio = core.ratio_of_runs(*sides, spread=spread, comparisons=noise.comparisons)
-    if ratio is None or len(baseline.ok) > 1 or len(cell.ok) > 1:
+    sitting = sitting_spread([baseline, cell]) if noise.sittings else 0.0
+    ratio = core.ratio_of_runs(*sides, spread=spread, comparisons=noise.comparisons, sitting=sitting)
+    if ratio is None or max(map(len, sides)) > 1:
         return ratio
-    first, second = baseline.ok[0], cell.ok[0]
+    first, second = baseline.valid[0], cell.valid[0]
     below, above = (steps_of(run).per_step(*_PER_STEP[name]) for run in (first, second))
     common = sorted(below.keys() & above.keys())
     paired = len(common) >= min(len(below), len(above)) / 2
     paired = paired and _same_tokens(baseline, cell) and _same_samples(first, second)
     columns = [[side[step] for step in common] if paired else list(side.values()) for side in (below, above)]
     return core.ratio_of_steps(
-        ratio.value, *columns, paired=paired, spread=spread, comparisons=noise.comparisons
-    )  # fmt: skip
+        ratio.value, *columns, paired=paired, spread=spread, comparisons=noise.comparisons, sitting=sitting
+    )
 
 
 def _first_steps(baseline: Cell, cell: Cell) -> dict[str, Ratio]:

@@ -20,6 +20,7 @@ from ftbench.report.data.axes import (
     value_at,
 )
 from ftbench.report.data.cells import Cell, Run
+from ftbench.report.data.facts import CARD, COMMIT
 from ftbench.report.data.groups import cells_of
 from ftbench.spec.base import nearest
 
@@ -110,22 +111,26 @@ def partners(axis: str, baseline: Sequence[Cell]) -> Find:
             return None, f"no baseline with the same {', '.join(kept)}"
         varying, table = indexed[workload]
         spec = cell.runs[0].spec
-        partner = table.get(tuple(spec.get(key) for key in varying))
-        if partner is not None:
-            return partner, ""
+        if fitting := table.get(tuple(spec.get(key) for key in varying)):
+            return max(fitting, key=lambda other: _same_machine(cell, other)), ""
         return None, "no baseline with " + ", ".join(f"{key} {spec.get(key, 'unknown')}" for key in varying)
 
     return find
 
 
-def _index(axis: str, group: Sequence[Cell], hard: Sequence[str]) -> tuple[list[str], dict[Any, Cell]]:
-    """Return the keys that vary among baseline cells, and the first cell by its values of these keys."""
+def _same_machine(cell: Cell, other: Cell) -> list[bool]:
+    """Return a rank for baselines: with valid runs, of the same card, of the same commit."""
+    return [bool(other.valid), *(cell.facts.get(key) == other.facts.get(key) for key in (CARD, COMMIT))]
+
+
+def _index(axis: str, group: Sequence[Cell], hard: Sequence[str]) -> tuple[list[str], dict[Any, list[Cell]]]:
+    """Return the keys that vary among baseline cells, and the cells by their values of these keys."""
     specs = [dict(cell.runs[0].spec) for cell in group]
     varying = [
         key for key in dict.fromkeys(key for spec in specs for key in spec)
         if not on_axis(axis, key) and key not in hard and len({spec.get(key) for spec in specs}) > 1
     ]  # fmt: skip
-    table: dict[Any, Cell] = {}
+    table: dict[Any, list[Cell]] = {}
     for cell, spec in zip(group, specs, strict=True):
-        table.setdefault(tuple(spec.get(key) for key in varying), cell)
+        table.setdefault(tuple(spec.get(key) for key in varying), []).append(cell)
     return varying, table

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from ftbench.report.data.facts import LIMIT, as_fact, flat
+from ftbench.report.data.facts import CARD, LIMIT, as_fact, flat
 from ftbench.spec.load import recipe
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import compute
@@ -142,6 +142,8 @@ def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str]
         return "1" in (baseline.get(GPUS), candidate.get(GPUS))
     if axis in (GPUS, STRATEGY) and key == "launch.tp":  # only a mesh has this key
         return baseline.get(STRATEGY) != candidate.get(STRATEGY)
+    if key == CARD:
+        return axis in ("gpu", GPUS, STRATEGY)
     if axis == "gpu" and key == LIMIT:
         return _highest(baseline.get(key)) and _highest(candidate.get(key))
     return axis == "model.id" and key in ("model.revision", "model.path")

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import calendar
+import math
 import re
 import statistics
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.compare import Pace, geometric_mean
+from ftbench.core.compare import LAUNCH_BOUND_SPREAD, SITTING_SPREAD, Pace, geometric_mean, interval
 from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.data.axes import GPUS
 from ftbench.report.data.collect import Record, figure, known, state_of
-from ftbench.report.data.facts import CPU
+from ftbench.report.data.facts import CARD, COMMIT, CPU
 from ftbench.store.rundir import RunDir, read_json
 
 TOKENS, SAMPLES, STEP = "tokens_per_s.real", "samples_per_s", "step_time_s.median"
 PEAK, FIRST, ENERGY = "memory_gb.allocated_peak", "first_step_s", "energy.joules_per_1k_samples"
 BATCH, ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
+_SITTING_S = 12 * 3600  # a sitting: runs of one commit on one card that start within this time
 # The part of a name that gives the length of the training.
 _DURATION = re.compile(r" \((?:(?:samples|max steps|epochs|longest first) [^,()]*(?:, )?)+\)$")
 
@@ -50,8 +55,21 @@ class Run:
         return bool(self.record.get("contention.contended"))
 
     @property
+    def valid(self) -> bool:
+        """Whether figures of this run may enter a mean: it succeeded, and nothing disturbed it."""
+        return self.ok and not self.contended
+
+    @property
     def steady(self) -> int:
         return int(figure(self.record, "steps.steady") or 0)
+
+    @property
+    def started_s(self) -> float | None:
+        """The start by the clock of its machine, in seconds since 1970."""
+        started = read_json(self.dir.state).get("started_at")
+        with suppress(ValueError):
+            return float(calendar.timegm(time.strptime(started or "", "%Y-%m-%dT%H:%M:%SZ")))
+        return None
 
     @property
     def cache(self) -> str:
@@ -111,26 +129,40 @@ class Cell:
             return f"ok, {some}contended" if contended else "ok"
         return f"{len(self.ok)} of {len(self.runs)} ok; {failed[0]}" if self.ok else failed[0]
 
+    @property
+    def valid(self) -> list[Run]:
+        return [run for run in self.runs if run.valid]
+
+    @property
+    def launch_bound(self) -> bool:
+        return any(run.record.get("bound.verdict") == "launch-bound" for run in self.valid)
+
     def values(self, name: str) -> list[float]:
-        """Return the known values of a figure over the successful runs."""
-        return known((run.record for run in self.ok), name)
+        """Return the known values of a figure over the valid runs. Contention does not change memory."""
+        runs = self.valid or (self.ok if name.startswith("memory_gb.") else [])
+        return known((run.record for run in runs), name)
 
     def figure(self, name: str) -> float | None:
-        """Return the geometric mean of a figure over the successful runs."""
+        """Return the geometric mean of a figure over the valid runs."""
         return geometric_mean(self.values(name))
+
+    def speed_interval(self) -> tuple[float, float] | None:
+        """Return the 95 % interval of the tokens per second, with the spread between sittings."""
+        spread = LAUNCH_BOUND_SPREAD if self.launch_bound else SITTING_SPREAD
+        return interval(self.values(TOKENS), spread)
 
     def first_steps(self) -> dict[str, list[float]]:
         """Return the first-step times in seconds by the state of the compiler's cache. Cold and warm are not mixed."""
         seconds_by_state: dict[str, list[float]] = {}
-        for run in self.ok:
+        for run in self.valid:
             if (seconds := figure(run.record, FIRST)) is not None:
                 seconds_by_state.setdefault(run.cache, []).append(seconds)
         return seconds_by_state
 
     def pace(self) -> Pace | None:
         """Return the mean start time and rate of the runs, or None if unknown. Runs with a cold cache are preferred."""
-        cold = [run for run in self.ok if run.cache == "cold"]
-        paces = [pace for run in cold or self.ok if (pace := _pace(run.record)) is not None]
+        cold = [run for run in self.valid if run.cache == "cold"]
+        paces = [pace for run in cold or self.valid if (pace := _pace(run.record)) is not None]
         if not paces:
             return None
         rate = geometric_mean([pace.samples_per_s for pace in paces])
@@ -138,15 +170,24 @@ class Cell:
         start = statistics.fmean(pace.start_s for pace in paces)
         return Pace(start, rate, step) if rate and step else None
 
-    def without_contended(self) -> Cell | None:
-        """Return the cell without its contended runs, or None if all are contended."""
-        runs = tuple(run for run in self.runs if not run.contended)
-        return Cell(self.facts, runs, self.way) if runs else None
-
     @property
     def measured(self) -> bool:
         """Whether a run has enough steady steps for a reliable speed."""
-        return any(run.steady >= MINIMUM_STEADY for run in self.ok)
+        return any(run.steady >= MINIMUM_STEADY for run in self.valid)
+
+
+def sitting_spread(sides: Sequence[Cell]) -> float:
+    """Return the standard deviation that sittings add to the logarithm of the ratio of two cells.
+
+    It is 0 if both were repeated in one sitting.
+    """
+    runs = [run for side in sides for run in side.valid]
+    starts = [start for run in runs if (start := run.started_s) is not None]
+    one_card = len({(run.ran.get(CARD), run.ran.get(COMMIT)) for run in runs}) == 1
+    one_sitting = one_card and len(starts) == len(runs) and max(starts) - min(starts) <= _SITTING_S
+    if one_sitting and all(len(side.valid) > 1 for side in sides):
+        return 0.0
+    return math.hypot(*(LAUNCH_BOUND_SPREAD if side.launch_bound else SITTING_SPREAD for side in sides))
 
 
 def _pace(record: Mapping[str, Any]) -> Pace | None:

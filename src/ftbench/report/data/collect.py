@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.rows import RunSummary
-from ftbench.core.units import reworded, some
+from ftbench.core.units import reworded
 from ftbench.errors import SpecError
 from ftbench.spec.methods import METHODS
-from ftbench.store.rundir import MOST_CSV_BYTES, NOT_FINITE, RunDir, open_plain_file, read_json, require_runs
+from ftbench.store.rundir import MOST_CSV_BYTES, RunDir, open_plain_file, read_json, require_runs
 from ftbench.store.summary import as_dict, read_summary
 
 Record = dict[str, Any]
-_NO_NUMBER = "the loss is not a number"  # start of the warning in older summaries
 _NOT_BUNDLES = (".html", ".md", ".csv", ".json", ".yaml", ".txt", ".png", ".tex")  # files that users keep next to runs
 _SHORT_REASON = 48
 _PER_SAMPLE = "energy.joules_per_1k_samples"
@@ -47,7 +46,7 @@ def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
     """Return the contents of summary.json files as records. Missing fields are None."""
     flat = [_flat(values) for values in summaries]
     empty = dict.fromkeys(key for record in flat for key in record)
-    return [_judged(_on_one_basis(empty | record | _sentences(record))) for record in flat]
+    return [_on_one_basis(empty | record | _sentences(record)) for record in flat]
 
 
 def _sentences(record: Record) -> Record:
@@ -73,6 +72,8 @@ def _on_one_basis(record: Record) -> Record:
     is unknown or if the model generated the tokens.
     """
     counted, tokens = record.get("samples_per_s"), record.get("tokens_per_s.real")
+    known = counted and tokens and record.get(_PER_SAMPLE) is not None
+    record["energy.joules_per_1m_real_tokens"] = record[_PER_SAMPLE] * counted / tokens * 1e3 if known else None
     length = record.get("dataset.tokens.mean")
     if not (counted and tokens and length) or record.get("tokens_per_s.generated"):
         return record
@@ -90,17 +91,6 @@ def speeds(summary: RunSummary) -> tuple[float | None, float | None]:
     """Return samples per hour and joules per 1,000 samples of a run."""
     record = _on_one_basis(_flat(as_dict(summary)))
     return figure(record, "samples_per_hour"), figure(record, _PER_SAMPLE)
-
-
-def _judged(record: Record) -> Record:
-    """Mark a run as failed if its loss or gradient norm became NaN or infinite."""
-    if record["state"] != "ok":
-        return record
-    broken = [text for text in record["warnings"] if text.startswith(_NO_NUMBER)]
-    if record.get("learning.state") == NOT_FINITE and not broken:
-        count, first = record.get("learning.count"), record.get("learning.first_step")
-        broken = [f"loss or gradient norm is not a number in {some(count or 0, 'step')}, first in step {first}"]
-    return record | {"state": NOT_FINITE, "reason": broken[0]} if broken else record
 
 
 def _runs(paths: Sequence[Path]) -> list[RunDir]:

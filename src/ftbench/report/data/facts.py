@@ -14,14 +14,14 @@ from pydantic_core import PydanticUndefined
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.reading import as_text
-from ftbench.store.rundir import RunDir, first_gpu, parse_document, read_bytes
+from ftbench.store.rundir import RunDir, first_gpu, gpus_of, parse_document, read_bytes
 
 CPU = "none (CPU)"
 _KEPT_OF_LAUNCH = ("framework", "settings", "mock", "mock_fits", "gpus", "nodes", "strategy", "tp", "offload")
 # Keys that do not change the result.
 _IGNORED = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",
             "measure.profile_steps", "imported.file", "imported.sha256"}  # fmt: skip
-LIMIT = "power limit"
+LIMIT, CARD, COMMIT = "power limit", "card", "commit"
 REWARD = "applied.reward_sha256"  # of the files with the user's reward functions
 _MIN_SHARE = 0.05  # of the bytes of all weights
 IMPORTED = "imported.from"  # the kind of log that a run was imported from
@@ -85,12 +85,14 @@ def _ran(machine: bytes, applied: bytes) -> Mapping[str, str]:
 def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
     gpu, versions, environment = first_gpu(machine), machine.get("versions", {}), machine.get("environment", {})
     limit, highest = gpu.get("power_limit_w"), gpu.get("power_limit_max_w")
+    cards = sorted(str(each["uuid"])[:12] for each in gpus_of(machine) if each.get("uuid"))
     return {
+        CARD: ", ".join(cards) or (None if gpu else machine.get("cpu", {}).get("model")),
         "driver": gpu.get("driver"),
         LIMIT: None if limit is None else f"{limit:g} W" + ("" if highest is None else f" of {highest:g} W"),
         "mig": "on" if gpu.get("mig") else None,
         "shared host": "yes" if machine.get("shared_host") else None,
-        "commit": (machine.get("ftbench", {}).get("commit") or "")[:12],
+        COMMIT: (machine.get("ftbench", {}).get("commit") or "")[:12],
         "python": machine.get("os", {}).get("python"),
         **{f"versions.{name}": version for name, version in versions.items() if name not in _NOT_COMPARED},
         **{f"environment.{name}": value for name, value in environment.items() if name.startswith(_ENVIRONMENT)},

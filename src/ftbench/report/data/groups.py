@@ -10,7 +10,7 @@ from ftbench.core.stats import grouped_by
 from ftbench.report.data.axes import FRAMEWORK, PREFIX, TRL, framework_words, varying_keys
 from ftbench.report.data.cells import ACCUMULATION, BATCH, Cell, Run, cache_of, gpu_of
 from ftbench.report.data.collect import Record, data_labels, known
-from ftbench.report.data.facts import CPU, IMPORTED, LIMIT, REWARD, machine_facts, spec_facts
+from ftbench.report.data.facts import CARD, COMMIT, CPU, IMPORTED, LIMIT, REWARD, machine_facts, spec_facts
 from ftbench.report.data.names import cell_names, way_of, with_unique_names
 from ftbench.store.rundir import RunDir
 
@@ -37,11 +37,12 @@ def runs_of(records: Sequence[Record]) -> list[Run]:
 def repeats(runs: Iterable[Run], axis: str = "") -> list[list[Run]]:
     """Return runs in groups of repeats, in the order of their first run.
 
-    Repeats share spec, GPU, power limit and tokens. If `axis` is a fact of the machine, they share that too. An edited
-    data file or another chat template gives other tokens, so it is another experiment. A run that ended before
-    tokenization is a repeat of the first run of its spec that has tokens.
+    Repeats share spec, card, power limit, commit and tokens. If `axis` is a fact of the machine, they share that too.
+    An edited data file or another chat template gives other tokens, so it is another experiment. A run that ended
+    before tokenization is a repeat of the first run of its spec that has tokens.
     """
-    keyed = [((identity(run), run.ran.get(axis), run.ran.get(LIMIT)), run.ran.get(DATA), run) for run in runs]
+    same = (axis, LIMIT, CARD, COMMIT)
+    keyed = [((identity(run), *map(run.ran.get, same)), run.ran.get(DATA), run) for run in runs]
     first = {spec: data for spec, data, _ in reversed(keyed) if data}
     groups = grouped_by(keyed, lambda each: (each[0], each[1] or first.get(each[0])))
     return [[run for _, _, run in group] for group in groups.values()]
@@ -57,7 +58,12 @@ def cells_of(runs: Iterable[Run], axis: str = "") -> list[Cell]:
     """Return the cells in the order of their first runs. See `repeats` for `axis`."""
     groups = repeats(runs, axis)
     facts = [_facts(group) for group in groups]
-    cells = [Cell(own, tuple(group), way_of(own)) for own, group in zip(facts, groups, strict=True)]
+    return named([Cell(own, tuple(group), "") for own, group in zip(facts, groups, strict=True)], axis)
+
+
+def named(cells: Iterable[Cell], axis: str = "") -> list[Cell]:
+    """Return the cells with names that are unique among them."""
+    cells = [replace(cell, way=way_of(cell.facts)) for cell in cells]
     others = {(cell.workload, cell.way) for cell in cells if cell.facts.get(FRAMEWORK, TRL) != TRL}
     by = (framework_words(cell.facts) * ((cell.workload, cell.way) in others) for cell in cells)
     return with_unique_names([replace(cell, way=name + cell.way) for cell, name in zip(cells, by, strict=True)], axis)
@@ -118,14 +124,15 @@ def with_axes(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
 def merge_repeats(records: Sequence[Record]) -> list[Record]:
     """Return one record per group of repeats, in the order of their first run.
 
-    Figures are geometric means over the successful runs. The first step uses the runs with a cold cache, if any. Other
-    fields are those of the first run. `runs` counts the successful runs.
+    Figures are geometric means over the successful runs that were not contended. The first step uses the runs with a
+    cold cache, if any. Other fields are those of the first run. `runs` counts the runs in the means.
     """
     return [_merged([run.record for run in group]) for group in repeats(runs_of(records))]
 
 
 def _merged(group: Sequence[Record]) -> Record:
-    succeeded = [record for record in group if record["state"] == "ok"]
+    ended = [record for record in group if record["state"] == "ok"]
+    succeeded = [record for record in ended if not record.get("contention.contended")] or ended[:1]
     first = dict((succeeded or group)[0])
     figures = {name: geometric_mean(known(succeeded, name)) for name in _MERGED if name in first}
     if len(group) > 1 and (cold := [record for record in succeeded if cache_of(record) == "cold"]):
@@ -135,7 +142,7 @@ def _merged(group: Sequence[Record]) -> Record:
     if succeeded and failed:
         how = failed[0]["reason"] or failed[0]["state"]
         warnings |= {f"{len(failed)} of {len(group)} repeats failed: {how}": None}
-    count = str(len(group)) if not failed else f"{len(succeeded)} of {len(group)}"
+    count = str(len(group)) if len(succeeded) == len(group) else f"{len(succeeded)} of {len(group)}"
     return first | figures | {RUNS: count, "warnings": list(warnings)}
 
 

@@ -11,7 +11,9 @@ from ftbench.report.data.axes import (
     GPUS,
     NO_OPTIMIZATION,
     OPTIMIZATIONS,
+    PLAIN,
     RECIPE,
+    SETTINGS,
     STRATEGY,
     by_importance,
     headings,
@@ -19,7 +21,8 @@ from ftbench.report.data.axes import (
     value_at,
 )
 from ftbench.report.data.cells import Cell
-from ftbench.report.data.facts import CPU, LIMIT
+from ftbench.report.data.facts import CARD, COMMIT, CPU, LIMIT
+from ftbench.spec.methods import METHODS
 
 _LIST_MARKS = str.maketrans("", "", '[]"')
 _MAX_LETTERS = 24  # of a fact in a name
@@ -33,12 +36,15 @@ def way_of(facts: Mapping[str, str]) -> str:
 
 
 def recipe_name(facts: Mapping[str, str]) -> str:
-    """Return the shipped recipe, or the method with its optimizations. `plain` fits any method, so it is not a name."""
+    """Return the shipped recipe, or the method with its optimizations. `plain` of another method is `plain qlora`."""
     recipe, method = value_at(RECIPE, facts) or "", facts.get("method.name", "unknown method")
     if method == "unsloth" or shipped_recipe(recipe):
         return recipe
-    on = value_at(OPTIMIZATIONS, facts)
-    return method if on in (None, NO_OPTIMIZATION) else f"{method} with {on}"
+    if (on := value_at(OPTIMIZATIONS, facts)) not in (None, NO_OPTIMIZATION):
+        return f"{method} with {on}"
+    if recipe == PLAIN[0] and method in METHODS and facts.get(SETTINGS) != "best":
+        return recipe if method == "lora" else f"{recipe} {method}"
+    return method
 
 
 def with_unique_names(cells: Sequence[Cell], axis: str) -> list[Cell]:
@@ -50,9 +56,9 @@ def with_unique_names(cells: Sequence[Cell], axis: str) -> list[Cell]:
 
 
 def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
-    """Return a unique text for each cell: spec facts, the power limit, or the id of the first run."""
+    """Return a unique text for each cell: facts of spec and machine, or the id of the first run."""
     ordered = by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
-    keys = [axis] * bool(axis) + ordered + [LIMIT]
+    keys = [axis] * bool(axis) + ordered + [LIMIT, COMMIT, CARD]
     chosen: dict[str, list[str]] = {}
     kinds: list[Any] = [()] * len(group)
     for key in keys:

@@ -1,14 +1,12 @@
-"""The runs of the page: cell, workload and figures of each, and the columns of the table of all runs."""
+"""The runs of the page, and the columns of the table of all runs."""
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ftbench.core import units
 from ftbench.report.data.axes import MOST_AXES, headings
 from ftbench.report.data.cells import Cell, Run, number_of
 from ftbench.report.data.collect import Record, long_reason, state_of
@@ -16,44 +14,6 @@ from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.report.document import Column, Report
 from ftbench.report.runs_table import FIGURES, group_similar
 from ftbench.store.summary import PROFILED
-
-NUMBERS = {
-    "step": "step_time_s.median", "samples": "samples_per_hour", "tokens": "tokens_per_s.real",
-    "peak": "memory_gb.allocated_peak", "energy": "energy.joules_per_1k_samples",
-}  # fmt: skip
-RUN_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("median step", "step_time_s.median", units.seconds),
-    ("fastest tenth of the steps, at most", "step_time_s.p10", units.seconds),
-    ("slowest tenth, at least", "step_time_s.p90", units.seconds),
-    ("first step", "first_step_s", units.seconds),
-    ("until speed is steady", "time_to_steady_s", units.seconds),
-    ("steps", "steps.total", units.count),
-    ("of which steady", "steps.steady", units.count),
-    ("samples per hour", "samples_per_hour", units.rate),
-    ("real tokens/s", "tokens_per_s.real", units.rate),
-    ("images/s", "images_per_s.images", units.rate),
-    ("positions computed/s, padding included", "tokens_per_s.padded", units.rate),
-    ("tokens with loss/s", "tokens_per_s.label", units.rate),
-    ("GiB allocated at the peak", "memory_gb.allocated_peak", units.gibibytes),
-    ("GiB reserved at the peak", "memory_gb.reserved_peak", units.gibibytes),
-    ("GiB used on the device at the peak", "memory_gb.device_peak", units.gibibytes),
-    ("GiB of the host's memory at the peak", "memory_gb.host_peak", units.gibibytes),
-    ("model TFLOP/s", "model_tflops", lambda value: f"{value:.3g}"),
-    ("MFU", "mfu", units.percent),
-    ("HFU", "hfu", units.percent),
-    ("MFU against the measured product rate", "mfu_measured", units.percent),
-    ("GPU busy", "bound.gpu_busy", units.percent),
-    ("waiting for batches", "bound.data_wait", units.percent),
-    ("joules per 1,000 samples, GPU only", "energy.joules_per_1k_samples", units.rate),
-    ("mean watts, GPU only", "energy.mean_watts", units.rate),
-    ("idle watts", "energy.idle_watts", units.rate),
-    ("loss of the first step", "loss.first", lambda value: f"{value:.4f}"),
-    ("loss of the last step", "loss.last", lambda value: f"{value:.4f}"),
-    ("evaluation loss", "loss.eval", lambda value: f"{value:.4f}"),
-    ("parameters", "parameters.total", lambda value: units.parameters(int(value))),
-    ("trained", "parameters.trainable", lambda value: units.parameters(int(value))),
-    ("wall time", "phases_s.total", units.seconds),
-)
 
 
 def number(value: Any) -> float | None:
@@ -63,12 +23,15 @@ def number(value: Any) -> float | None:
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run on the page: its number in the table, its cell, and the index of its workload."""
+    """A run on the page: its number in the table, and its cell."""
 
     number: int
-    record: Record
+    run: Run
     cell: Cell
-    workload: int
+
+    @property
+    def record(self) -> Record:
+        return self.run.record
 
     @property
     def run_id(self) -> str:
@@ -87,32 +50,24 @@ class RunRow:
         """Whether the run was profiled, so that its step times are not valid."""
         return PROFILED in self.record["warnings"]
 
-    @cached_property
-    def values(self) -> dict[str, float]:
-        """The known NUMBERS of a successful run."""
-        if self.state != "ok" or self.profiled:
-            return {}
-        known = {name: number(self.record.get(source)) for name, source in NUMBERS.items()}
-        return {name: value for name, value in known.items() if value is not None}
+    @property
+    def rate(self) -> float:
+        """Samples per hour, 0 if unknown."""
+        return number(self.record.get("samples_per_hour")) or 0.0 if self.run.valid else 0.0
 
     @property
-    def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the median step, in seconds."""
-        ends = self.record.get("step_time_s.ci95")
-        return (ends[0], ends[1]) if self.values and isinstance(ends, (list, tuple)) else None
+    def workload(self) -> str:
+        model, weights, data = self.cell.workload
+        return ", ".join(filter(None, (model.rsplit("/", 1)[-1], f"{weights} weights" if weights else "", data)))
 
 
 @dataclass(frozen=True)
 class RunColumn:
-    """A column of the table of all runs: texts, and sort keys (None: sort by text).
-
-    If `varies`, the column is hidden while all shown runs have the same value.
-    """
+    """A column of the table of all runs: texts, and sort keys (None: sort by text)."""
 
     heading: str
     texts: Sequence[str]
     order: Sequence[float | None]
-    varies: bool = False
 
     @cached_property
     def in_words(self) -> bool:
@@ -122,24 +77,11 @@ class RunColumn:
 
 @dataclass(frozen=True)
 class View:
-    """All runs of the page. `workloads` (model, weights and data) are sorted by their number of runs.
-
-    Only runs of one workload are compared.
-    """
+    """All runs of the page, the columns of their table, and what they have in common."""
 
     rows: list[RunRow]
-    workloads: list[str]
     columns: list[RunColumn]
     context: str
-
-    @cached_property
-    def cells(self) -> list[list[Cell]]:
-        """The cells of each workload in the order of their first run, without profiled runs."""
-        cells: list[dict[int, Cell]] = [{} for _ in self.workloads]
-        for row in self.rows:
-            if not row.profiled:
-                cells[row.workload][id(row.cell)] = row.cell
-        return [list(each.values()) for each in cells]
 
     @cached_property
     def by_path(self) -> dict[str, RunRow]:
@@ -157,41 +99,17 @@ class View:
         notes = [(f"{text} (others: similar)" if others else text, own + others) for text, own, others in kinds]
         return sorted(notes, key=lambda note: -len(note[1]))
 
-    def workloads_of(self, run_ids: str) -> str:
-        """Return the indices of the workloads of some runs (ids separated by spaces), separated by spaces."""
-        return " ".join(sorted({str(index) for name in run_ids.split() for index in self._of_id.get(name, ())}))
-
-    @cached_property
-    def _of_id(self) -> dict[str, set[int]]:
-        places: dict[str, set[int]] = {}
-        for row in self.rows:
-            places.setdefault(row.run_id, set()).add(row.workload)
-        return places
-
 
 def view(report: Report) -> View:
     """Return the records of a report as rows, in their order."""
-    records = report.records
-    apart: dict[bool, list[Run]] = {False: [], True: []}  # by whether profiled
-    for run in runs_of(records):
-        apart[PROFILED in run.record["warnings"]].append(run)
-    groups = [*cells_of(apart[False]), *cells_of(apart[True])]
-    by_path = {run.record["path"]: cell for cell in groups for run in cell.runs}
-    cells = [by_path[record["path"]] for record in records]
-    names = [_workload(cell) for cell in cells]
-    workloads = [name for name, _ in Counter(names).most_common()]
-    indices = {name: index for index, name in enumerate(workloads)}
+    runs = runs_of(report.records)
+    by_path = {run.record["path"]: cell for cell in cells_of(runs) for run in cell.runs}
     rows = [
-        RunRow(int(number_of(record) or row_number), record, cell, indices[name])
-        for row_number, (record, cell, name) in enumerate(zip(records, cells, names, strict=True), start=1)
+        RunRow(int(number_of(run.record) or row_number), run, by_path[run.record["path"]])
+        for row_number, run in enumerate(runs, start=1)
     ]
-    shared = [*(workloads if len(workloads) == 1 else []), *_only(str(cell.facts["gpu"]) for cell in cells)]
-    return View(rows, workloads, _columns(rows, report, workloads), ", on ".join(shared))
-
-
-def _workload(cell: Cell) -> str:
-    model, weights, data = cell.workload
-    return ", ".join(filter(None, (model.rsplit("/", 1)[-1], f"{weights} weights" if weights else "", data)))
+    shared = [*_only(row.workload for row in rows), *_only(str(row.cell.facts["gpu"]) for row in rows)]
+    return View(rows, _columns(rows, report), ", on ".join(shared))
 
 
 def _only(texts: Iterable[str]) -> list[str]:
@@ -200,7 +118,7 @@ def _only(texts: Iterable[str]) -> list[str]:
     return distinct if len(distinct) == 1 else []
 
 
-def _columns(rows: Sequence[RunRow], report: Report, workloads: Sequence[str]) -> list[RunColumn]:
+def _columns(rows: Sequence[RunRow], report: Report) -> list[RunColumn]:
     """Return the columns named on the command line, or the default ones.
 
     Defaults: name, state (unless all are ok), figures, varying settings.
@@ -208,22 +126,19 @@ def _columns(rows: Sequence[RunRow], report: Report, workloads: Sequence[str]) -
     if report.columns:
         return [_figures(column, [row.record for row in rows]) for column in report.columns]
     axes = report.axes
-    columns = [
-        _words("trained by", [row.cell.way for row in rows]),
-        _counts("batch", [row.cell.batch for row in rows], varies=False),
-    ]
+    columns = [_words("recipe", [row.cell.way for row in rows]), _counts("batch", [row.cell.batch for row in rows])]
     states = [state_of(row.record) for row in rows]
     columns += [_words("state", states)] if set(states) != {"ok"} else []
     ended_well = [row.record if row.state == "ok" else {} for row in rows]
     figures = (_figures(column, ended_well) for column in FIGURES)
     columns += [column for column in figures if not column.in_words]
     more = {"GPU": [str(row.cell.facts["gpu"]) for row in rows], "method": [str(row.record["method"]) for row in rows],
-            "workload": [workloads[row.workload] for row in rows]}  # fmt: skip
-    columns += [_words(name, texts, varies=True) for name, texts in more.items() if len(set(texts)) > 1]
+            "workload": [row.workload for row in rows]}  # fmt: skip
+    columns += [_words(name, texts) for name, texts in more.items() if len(set(texts)) > 1]
     shown = {column.heading for column in columns}
     for key, heading in zip(axes[:MOST_AXES], headings(axes[:MOST_AXES]), strict=True):
         if heading not in shown:
-            columns.append(_counts(heading, [str(row.record[key]) for row in rows], varies=True))
+            columns.append(_counts(heading, [str(row.record[key]) for row in rows]))
     return columns
 
 
@@ -233,12 +148,12 @@ def _figures(column: Column, records: Sequence[Record]) -> RunColumn:
     return RunColumn(column.heading, texts, [number(value) for value in values])
 
 
-def _words(heading: str, texts: Sequence[str], varies: bool = False) -> RunColumn:
-    return RunColumn(heading, texts, [None] * len(texts), varies)
+def _words(heading: str, texts: Sequence[str]) -> RunColumn:
+    return RunColumn(heading, texts, [None] * len(texts))
 
 
-def _counts(heading: str, texts: Sequence[str], varies: bool) -> RunColumn:
-    return RunColumn(heading, texts, [leading_number(text) for text in texts], varies)
+def _counts(heading: str, texts: Sequence[str]) -> RunColumn:
+    return RunColumn(heading, texts, [leading_number(text) for text in texts])
 
 
 def leading_number(text: str) -> float | None:

@@ -27,8 +27,7 @@ from ftbench.spec.prices import (
     use_hours,
 )
 
-NIGHT_H = 8.0
-WATTS, IDLE, PER_TOKEN = "energy.mean_watts", "energy.idle_watts", "energy.joules_per_1m_real_tokens"
+WATTS, IDLE = "energy.mean_watts", "energy.idle_watts"
 
 
 def _watts(joules: float | None, samples: float | None, sampled: float | None) -> float | None:
@@ -59,22 +58,19 @@ def break_even(price: Price, watts: float | None) -> tuple[float | None, str]:
 # --- the records -----------------------------------------------------------------------------------------------------
 
 
-def with_costs(records: Sequence[Record], prices: Prices | None, hours: float) -> list[Record]:
-    """Add joules per million real tokens and, with prices, `cost.rent.*`, `cost.owned.*` and `cost.break_even_hours`.
-
-    Failed runs get empty fields.
-    """
+def with_costs(records: Sequence[Record], prices: Prices, hours: float) -> list[Record]:
+    """Add `cost.rent.*`, `cost.owned.*` and `cost.break_even_hours`. Failed and contended runs get empty fields."""
     costs = [_costs(record, prices, hours) for record in records]
     empty = dict.fromkeys(name for amounts in costs for name in amounts)
     return [record | empty | amounts for record, amounts in zip(records, costs, strict=True)]
 
 
-def _costs(record: Record, prices: Prices | None, hours: float) -> Record:
+def _costs(record: Record, prices: Prices, hours: float) -> Record:
     joules, samples, tokens, sampled = (figure(record, name) for name in (ENERGY, SAMPLES, TOKENS, WATTS))
     watts = _watts(joules, samples, sampled)
-    amounts: Record = {PER_TOKEN: joules_per_1m_tokens(joules, samples, tokens)}
-    price = prices.of(gpu_of(record)) if prices else None
-    if price is None or record["state"] != "ok":
+    amounts: Record = {}
+    price = prices.of(gpu_of(record))
+    if price is None or record["state"] != "ok" or record.get("contention.contended"):
         return amounts
     gpus = int(figure(record, "ranks.count") or 1)
     for hourly in hourly_costs(price, samples, tokens, watts, hours, gpus):
@@ -112,7 +108,7 @@ def energy(cells: Sequence[Cell]) -> Section | None:
 def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None:
     """Return a row per cell for rent and for purchase, or None if all GPUs lack a price."""
     records = [record for cell in cells for record in _records(cell, prices, hours)]
-    valid = [own for cell in cells if (own := cell.without_contended()) and own.measured]
+    valid = [cell for cell in cells if cell.measured]
     amounts = {"1 h": "per_hour", "1k samples": "per_1k_samples", "1M tokens": "per_1m_real_tokens",
                f"{hours:g} h": "per_night"}  # fmt: skip
     columns = {"way": field("way")} | {heading: _amount(name) for heading, name in amounts.items()}
@@ -129,7 +125,7 @@ def _amount(name: str) -> Callable[[Record], str]:
 
 def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any]]:
     price = prices.of(cell.facts["gpu"])
-    if price is None or not cell.ok:
+    if price is None or not cell.valid:
         return
     watts = _watts(cell.figure(ENERGY), cell.figure(SAMPLES), cell.figure(WATTS))
     gpus = cell.gpus

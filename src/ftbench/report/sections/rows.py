@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ftbench.report.data.axes import OPTIMIZATIONS, value_at
-from ftbench.report.data.cells import Cell, Run, number_of
+from ftbench.report.data.cells import Cell, number_of
 from ftbench.report.data.names import row_names
-from ftbench.report.document import Point, Section, table_of
+from ftbench.report.document import Section, table_of
 
 Record = dict[str, Any]
 Columns = Mapping[str, Callable[[Record], str]]
@@ -61,16 +61,6 @@ def _setting(record: Record, name: str) -> str:
 def field(name: str, text: Callable[[Any], str] = str, part: str | None = None) -> Callable[[Record], str]:
     """Return a function that formats a field of a record, or one `part` of a field that is a dict."""
     return lambda record: text(record[name] if part is None else record[name].get(part))
-
-
-def point(text: str, *cells: Cell, also: str = "") -> Point:
-    """Return a point that the runs of some cells support."""
-    return Point(text, tuple(str(run.record["path"]) for cell in cells for run in cell.runs), also)
-
-
-def first_of(cell: Cell, read: Callable[[Run], Any]) -> Any:
-    """Return the first non-empty result of `read` over a cell's runs, successful runs first. None if all are empty."""
-    return next((content for run in sorted(cell.runs, key=lambda run: not run.ok) if (content := read(run))), None)
 
 
 def names_of(cell: Cell) -> Record:

@@ -2,11 +2,9 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.allocations import CATEGORIES
 from ftbench.report.data.axes import STRATEGY
 from ftbench.report.data.cells import TOKENS, Cell, Run
 from ftbench.report.data.collect import figure
@@ -15,7 +13,6 @@ from ftbench.report.document import Section
 from ftbench.report.sections.rows import Record, field, names_of, section
 from ftbench.spec.experiment import Launch
 from ftbench.spec.prices import HourlyCost, Prices, hourly_costs
-from ftbench.store.rundir import MEMORY, read_json
 
 # Keys that may differ within a recipe: work division, duration, measurement.
 _DIVISION = ("launch.", "train.batch_size", "train.gradient_accumulation_steps", "train.max_steps", "train.epochs",
@@ -28,12 +25,11 @@ _WORDS = (
 )
 
 
-def sections(cells: Sequence[Cell], profiled: Sequence[Cell], prices: Prices | None) -> list[Section | None]:
+def sections(cells: Sequence[Cell], prices: Prices | None) -> list[Section | None]:
     """Return the sections on several GPUs. All are None if no run used several."""
     groups = _recipes(cells)
-    records = [_record(cell, group) for group in groups for cell in group]
-    valid = [[own for cell in group if (own := cell.without_contended())] for group in groups]
-    return [_scaling(records), _worth(valid, prices), _memory([*cells, *profiled])]
+    records = [_record(cell, group) for group in groups for cell in group if cell.valid or not cell.ok]
+    return [_scaling(records), _worth(groups, prices), _memory(cells)]
 
 
 def _recipes(cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -98,26 +94,12 @@ def _scaling(records: Sequence[Record]) -> Section | None:
     }  # fmt: skip
     if any(record["offload"] != "none" for record in records):
         columns = {"offload": field("offload")} | columns
-    own = section("scaling", "Several GPUs", records, columns, (_WORDS,), text=("strategy", "offload"))
-    return own and replace(own, curves=_curves([record for record in records if record["tokens_per_s"]]))
+    return section("scaling", "Several GPUs", records, columns, (_WORDS,), text=("strategy", "offload"))
 
 
 def _between(record: Record) -> str:
     low, high = (units.gibibytes(record[name]) for name in ("lowest_gb", "highest_gb"))
     return f"{low} to {high}" if low and low != high else high
-
-
-def _curves(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
-    """Return points (GPUs, tokens per second) by recipe, batch and strategy, starting with one GPU if known."""
-    lines: dict[str, list[tuple[int, float]]] = {}
-    single: dict[str, list[tuple[int, float]]] = {}
-    for record in sorted(records, key=lambda record: record["gpus"] > 1):
-        key, point = f"{record['recipe']}, batch {record['batch']}", (record["gpus"], record["tokens_per_s"])
-        if record["gpus"] > 1:
-            lines.setdefault(f"{key}: {record['strategy']}", [*single.get(key, [])]).append(point)
-        else:
-            single.setdefault(key, [point])
-    return lines
 
 
 # --- cost of more GPUs ------------------------------------------------------------------------------------------------
@@ -166,32 +148,24 @@ def _hourly(cell: Cell, price: Any) -> list[HourlyCost]:
 
 
 def _memory(cells: Sequence[Cell]) -> Section | None:
-    """Return the memory of each rank by purpose if profiled, or by tier: tensors, pool, device."""
+    """Return the memory of each rank by tier: tensors, pool, device."""
     records = [
         names_of(cell) | {"rank": rank, "parts": parts}
         for cell in cells if cell.gpus > 1 and cell.ok
-        for rank, parts in enumerate(_profiled(cell.ok[0]) or _tiers(cell.ok[0]))
+        for rank, parts in enumerate(_tiers(cell.ok[0]))
     ]  # fmt: skip
-    kinds = [kind for kind in (*CATEGORIES, *_TIERS.values()) if any(record["parts"].get(kind) for record in records)]
+    kinds = [kind for kind in _TIERS.values() if any(record["parts"].get(kind) for record in records)]
     columns: dict[str, Callable[[Record], str]] = {
         "rank": field("rank"),
         "GiB": lambda r: _gb(sum(r["parts"].values())),
     }
     columns |= {kind: field("parts", _gb, kind) for kind in kinds}
-    words = ("GiB of each rank at its peak. Profiled runs show tensors by purpose.",)
+    words = ("GiB of each rank at its peak.",)
     return section("memory_by_rank", "Memory of each GPU", records, columns, words)
 
 
 def _gb(value: float | None) -> str:
     return units.gibibytes(value) if value else ""
-
-
-def _profiled(run: Run) -> list[dict[str, float]]:
-    ranks = (
-        read_json(run.dir.of_rank(rank).profile / MEMORY).get("peak")
-        for rank in range(int(figure(run.record, "ranks.count") or 1))
-    )
-    return [{kind: peak[kind] for kind in CATEGORIES} for peak in ranks if peak]
 
 
 def _tiers(run: Run) -> list[dict[str, float]]:

@@ -150,7 +150,7 @@ class AblationPlan(Grid):
         """Return the noise between equal runs, corrected for the number of variants: 1 of 20 would help by chance."""
         variants = [variant.changes for variant in self.start.variants if variant.name not in self.refused]
         cells = [cell for changes in ({}, *variants) if (cell := self.cell(changes)) is not None]
-        return noise_of(cells, max(1, len(variants)))
+        return noise_of(cells, max(1, len(variants)), sittings=False)  # an ablation is one sitting
 
     def over(self, variant: Variant) -> Changes:
         """Return the settings that a variant is compared with."""

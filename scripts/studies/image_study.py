@@ -1,12 +1,16 @@
-"""The published image study compared with runs, and a guide to the best combination per memory size and steps."""
+"""The published image study compared with runs, and a guide to the best combination per memory size and steps.
+
+`scripts/readme-table` writes both into docs/evidence/results.md."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ftbench.core import units
 from ftbench.core.compare import Pace, break_even
-from ftbench.facts import read_facts
 from ftbench.report.data.axes import in_order
 from ftbench.report.data.cells import FIRST, PEAK, STEP, Cell
 from ftbench.report.document import Section, table_of_rows
@@ -21,9 +25,13 @@ _LOADING = ("image_cache", "loader_processes")  # not described by the study
 _FIGURES = ("step time", "memory", "first step", "pays after steps", "loss")
 
 
+def _published() -> dict[str, Any]:
+    return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+
+
 def sections(cells: Sequence[Cell]) -> list[Section]:
     """Return the study and the guide, or an empty list if no run trained on images."""
-    shown = [own for cell in cells if cell.values(IMAGES) and (own := cell.without_contended())]
+    shown = [cell for cell in cells if cell.values(IMAGES)]
     return [part for part in (study(shown), guide(shown)) if part is not None] if shown else []
 
 
@@ -50,7 +58,7 @@ def study(cells: Sequence[Cell]) -> Section | None:
     Published changes are relative to the study's 16-bit runs. Measured changes are relative to plain LoRA at the same
     batch, over all batches. Combinations that are not in the study come last.
     """
-    table = read_facts("image_study.yaml")
+    table = _published()
     plain = {(_workload(cell), cell.batch): cell for cell in cells if combination(cell) == ("lora", ())}
     records = []
     for workload in dict.fromkeys(workload for workload, _ in plain):
@@ -157,7 +165,7 @@ def guide(cells: Sequence[Cell]) -> Section | None:
             before = choices
     if not records:
         return None
-    published = read_facts("image_study.yaml")
+    published = _published()
     rules = "; ".join(f"{rule['take']} where {rule['where']}" for rule in published["guide"])
     words = (
         "The combination that first finishes this many images, start-up included, among those whose tensors need at "

@@ -1,0 +1,205 @@
+"""The answer of a report: which recipe is the fastest, by how much, how sure, and against what."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ftbench.core import units
+from ftbench.core.compare import Ratio
+from ftbench.core.learning import CANNOT_TELL
+from ftbench.core.stats import grouped_by
+from ftbench.report.compare.pairs import learning_of, pair_of
+from ftbench.report.data.cells import PEAK, SAMPLES, TOKENS, Cell, number_of
+from ftbench.report.document import ANSWER, Point, Section, Table
+from ftbench.report.ranking import Ranking, left_out_text, rankings, rate_of, unusable
+
+_SMALLER = 0.95  # another recipe is named for its memory if it needs less than this share of the winner's
+_MOST_COMPARED, _MOST_NAMED, _MOST_GROUPS, _MOST_ROWS = 50, 6, 6, 20
+
+
+def sections(cells: Iterable[Cell], *, full: bool = False) -> list[Section]:
+    """Return the answer, empty without runs. `full` adds first steps and losses, and the other comparable groups."""
+    ranked, reasons = rankings(cells)
+    text, counts = left_out_text(ranked, reasons)
+    others = [Point(text)] if text else []
+    if not ranked:
+        points = [Point(f"No run has a valid speed. {text}")]
+        return [Section(ANSWER, "Answer", None, [points[0].text], points=points, left_out=counts)] if text else []
+    points = [*_points(ranked[0], full), *(_gpus(ranked) if full else ()), *others]
+    first = _section(ANSWER, ranked[0], points)
+    more = [
+        _section(f"{ANSWER}_{number}", each, list(_points(each, full)))
+        for number, each in enumerate(ranked[1:_MOST_GROUPS] if full else (), 2)
+    ]
+    return [replace(first, left_out=counts), *more]
+
+
+def _section(key: str, ranking: Ranking, points: Sequence[Point]) -> Section:
+    texts = [point.text for point in points]
+    return Section(key, ranking.about, _table(ranking), texts, _records(ranking), points)
+
+
+def _points(ranking: Ranking, full: bool) -> Iterator[Point]:
+    best = ranking.best
+    yield _winner(ranking)
+    if len(best) > 1:
+        yield _lead(ranking)
+        yield from _memory(ranking)
+        if full:
+            yield from _few_steps(ranking)
+            yield from _learning(ranking)
+
+
+def _point(text: str, *cells: Cell) -> Point:
+    return Point(text, tuple(str(run.record["path"]) for cell in cells for run in cell.runs))
+
+
+def _winner(ranking: Ranking) -> Point:
+    winner, count = ranking.winner, len(ranking.best)
+    rank = f"is the fastest of {count} recipes" if count > 1 else "is the only recipe"
+    figures = [f"{units.rate(winner.figure(TOKENS))} tokens/s" if winner.figure(TOKENS) else
+               f"{units.rate(_hourly(winner))} samples/h"]  # fmt: skip
+    if winner.figure(TOKENS) and (ends := winner.speed_interval()):
+        figures[0] += f" (95 %: {units.rate(ends[0])} to {units.rate(ends[1])})"
+    if peak := winner.figure(PEAK):
+        figures.append(f"{units.gibibytes(peak)} GiB")
+    figures.append(units.some(len(winner.runs), "run"))
+    return _point(f"{ranking.name(winner)} {rank}: {', '.join(figures)}. {ranking.about}.", winner)
+
+
+def _hourly(cell: Cell) -> float | None:
+    rate = cell.figure(SAMPLES)
+    return None if rate is None else rate * 3600
+
+
+def _lead(ranking: Ranking) -> Point:
+    """Compare the winner with the next recipe and with plain, and name the other differences once."""
+    second, plain = ranking.best[1], ranking.plain
+    pairs = [ranking.against(second)]
+    words = [times(pairs[0].speed, f"{ranking.name(second)}, the next")]
+    if plain and plain not in (second, ranking.winner):
+        pairs.append(ranking.against(plain))
+        words.append(times(pairs[1].speed, ranking.name(plain)))
+    keys = dict.fromkeys(fact.key for pair in pairs for fact in pair.differences)
+    also = f" They also differ in {units.listed(list(keys), _MOST_NAMED)}." if keys else ""
+    text = f"It is {'; '.join(words)}.{also}"
+    return _point(text, ranking.winner, *(pair.baseline for pair in pairs if pair.baseline))
+
+
+def times(ratio: Ratio | None, name: str) -> str:
+    """Return `likely 1.50 times as fast as plain (95 %: 1.42 to 1.58; one run)`."""
+    if ratio is None:
+        return f"not comparable with {name}"
+    if ratio.low is None or ratio.high is None:
+        return f"{ratio.value:.2f} times as fast as {name} (too few steps for an interval)"
+    few = "; one run" if min(ratio.runs) == 1 else ""
+    ends = f"(95 %: {ratio.low:.2f} to {ratio.high:.2f}{few})"
+    if not ratio.direction:
+        return f"not distinguishable in speed from {name} {ends}"
+    return f"{'likely ' if few else ''}{ratio.value:.2f} times as fast as {name} {ends}"
+
+
+def _memory(ranking: Ranking) -> Iterator[Point]:
+    known = [cell for cell in ranking.best if cell.figure(PEAK)]
+    least = min(known, key=lambda cell: cell.figure(PEAK) or 0.0, default=None)
+    winner = ranking.winner
+    if least is None or not (needs := least.figure(PEAK)) or needs >= _SMALLER * (winner.figure(PEAK) or 0.0):
+        return
+    speed = ranking.against(winner, least).speed
+    share = "" if speed is None else f", at {speed.value:.2f} times its speed"
+    yield _point(f"Least memory: {ranking.name(least)}, {units.gibibytes(needs)} GiB{share}.", least)
+
+
+def _few_steps(ranking: Ranking) -> Iterator[Point]:
+    """Yield the break-even of the winner and the recipe that starts fastest."""
+    paces = [(cell, pace) for cell in ranking.best if (pace := cell.pace()) is not None]
+    if not paces or paces[0][0] is not ranking.winner:
+        return
+    quick, _ = min(paces, key=lambda pair: pair[1].start_s)
+    even = ranking.against(quick).break_even if quick is not ranking.winner else None
+    if even and even.when == "after" and (steps := round(even.steps or 0)) >= 1:
+        yield _point(f"Few steps: {ranking.name(quick)} is ahead for the first {units.some(steps, 'step')}.", quick)
+
+
+def _learning(ranking: Ranking) -> Iterator[Point]:
+    """Yield the next fastest recipes that do not learn the same as the winner."""
+    winner, others = ranking.winner, ranking.best[1:_MOST_COMPARED]
+    verdicts = [(cell, learning_of(cell, winner)) for cell in others]
+    failed = [(cell, learning) for cell, learning in verdicts if learning.failed]
+    for cell, learning in failed[:_MOST_NAMED]:
+        text = f"{ranking.name(winner)} and {ranking.name(cell)} do not learn the same: {learning.reason}."
+        yield _point(text, winner, cell)
+    if all(learning.verdict == CANNOT_TELL for _, learning in verdicts):
+        yield _point(f"Whether {ranking.name(winner)} learns the same is not known: run `ftbench parity`.", winner)
+
+
+def _gpus(ranked: Sequence[Ranking]) -> Iterator[Point]:
+    """Yield a comparison for each pair of GPUs that ran the same recipe: the fastest such recipe."""
+    cells = [cell for each in ranked for cell in each.cells if cell.runs[0].spec]
+    best: dict[tuple[str, str], tuple[Cell, Cell]] = {}
+    for shared in grouped_by(cells, lambda cell: frozenset(cell.runs[0].spec.items())).values():
+        ordered = sorted(shared, key=rate_of)
+        for slow, fast in ((a, b) for i, a in enumerate(ordered) for b in ordered[i + 1 :]):
+            names = (fast.facts["gpu"], slow.facts["gpu"])
+            if names[0] != names[1] and (names not in best or rate_of(fast) > rate_of(best[names][0])):
+                best[names] = fast, slow
+    for (faster, slower), (fast, slow) in best.items():
+        speed = pair_of("gpu", fast, slow, noise=ranked[0].noise).speed
+        yield _point(f"{faster}: {fast.name} is {times(speed, f'on {slower}')}.", fast, slow)
+
+
+def rank_text(path: str, cells: Sequence[Cell]) -> str:
+    """Return the rank of a run's recipe among comparable recipes, or why the run is left out of comparisons."""
+    for run in (run for cell in cells for run in cell.runs if run.record["path"] == path):
+        if reason := unusable(run):
+            return f"left out of comparisons: {reason}"
+    for ranking in rankings(cells)[0]:
+        recipes = [cell.recipe for cell in ranking.cells if any(run.record["path"] == path for run in cell.runs)]
+        if not recipes or len(ranking.best) == 1:
+            continue
+        position = [cell.recipe for cell in ranking.best].index(recipes[0])
+        cell, count = ranking.best[position], f"{len(ranking.best)} comparable recipes"
+        if position == 0:
+            return f"{ranking.name(cell)} is the fastest of {count}"
+        lead = times(ranking.against(cell).speed, ranking.name(cell))
+        return f"{ranking.name(cell)} is number {position + 1} of {count}; {ranking.name(ranking.winner)} is {lead}"
+    return ""
+
+
+# --- the ranking as a table ------------------------------------------------------------------------------------------
+
+
+def _table(ranking: Ranking) -> Table:
+    records = _records(ranking)
+    headings = ["recipe", "tokens/s", "peak GiB", "×", "samples/h", "runs"]
+    rows = [
+        [record["recipe"], units.rate(record["tokens_per_s"]), units.gibibytes(record["peak_gb"]), _interval(record),
+         units.rate(record["samples_per_hour"]), str(record["runs"])]
+        for record in records
+    ]  # fmt: skip
+    return Table({"× relative to": records[0]["baseline"]}, headings, rows, [], ("recipe",))
+
+
+def _interval(record: Mapping[str, Any]) -> str:
+    if record["ratio"] is None or record["low"] is None:
+        return "1" if record["recipe"] == record["baseline"] else ""
+    return f"{record['ratio']:.2f} ({record['low']:.2f} to {record['high']:.2f})"
+
+
+def _records(ranking: Ranking) -> list[dict[str, Any]]:
+    """Return a flat record for each of the fastest recipes, compared with plain, or with the slowest recipe."""
+    baseline, listed = ranking.plain or ranking.best[-1], ranking.best[:_MOST_ROWS]
+    records = []
+    for cell in listed if baseline in listed else [*listed, baseline]:
+        ratio = None if cell is baseline else ranking.against(baseline, cell).speed
+        ends = cell.speed_interval() or (None, None)
+        records.append({
+            "recipe": ranking.name(cell), "batch": cell.batch, "tokens_per_s": cell.figure(TOKENS),
+            "tokens_per_s_low": ends[0], "tokens_per_s_high": ends[1], "samples_per_hour": _hourly(cell),
+            "peak_gb": cell.figure(PEAK), "runs": len(cell.runs), "baseline": ranking.name(baseline),
+            "ratio": ratio.value if ratio else None, "low": ratio.low if ratio else None,
+            "high": ratio.high if ratio else None, "verdict": ratio.verdict if ratio else None,
+            "run_ids": " ".join(run.run_id for run in cell.runs),
+            "numbers": " ".join(number_of(run.record) for run in cell.runs),
+        })  # fmt: skip
+    return records
