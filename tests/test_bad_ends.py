@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -78,23 +77,6 @@ def test_ctrl_c_before_training_ends_at_once(tmp_path, phase):
     assert_over(command, 130, "interrupted")
     assert_kept(command, at_least=0)
     assert command.phase() == phase
-
-
-def test_repeated_ctrl_c_keeps_the_results(tmp_path):
-    """State and summary are written. The last signal may kill Python at its exit, which also gives exit code 130."""
-    with Command(write_spec(tmp_path, **ENDLESS), tmp_path / "out", cold=True) as command:
-        command.wait_for_run()
-        command.wait_until(lambda: command.phase() is not None)
-        for _ in range(5):
-            if command.process.poll() is None:
-                command.send(signal.SIGINT)
-                time.sleep(0.03)
-        command.finish()
-    assert command.code in (130, -signal.SIGINT)
-    assert command.children() == []
-    assert command.state()["state"] == command.summary()["state"] == "interrupted"
-    assert command.state()["ended_at"]
-    assert "Traceback" not in command.stdout + command.stderr
 
 
 def test_a_terminated_training_process_was_interrupted(tmp_path):

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +24,6 @@ from ftbench.report import catalogue
 from ftbench.store import machine, rundir, summary
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter
-from waiting import eventually
 
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "bitsandbytes")
 
@@ -151,13 +149,6 @@ def test_unwritable_output_fails_before_loading(ftbench, tmp_path, place):
     assert err.count("\n") == 1
 
 
-def test_parent_folders_are_created(ftbench, tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "execute", lambda run, *_: (_ for _ in ()).throw(MissingError(str(run.path))))
-    code, _, err = ftbench("run", write_spec(tmp_path, launch={"mock": "ok"}), "--out", tmp_path / "a" / "b")
-    assert code == 3
-    assert str(tmp_path / "a" / "b" / "spec") in err
-
-
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
@@ -237,15 +228,6 @@ def test_json_has_null_for_unknown_values(ftbench, study):
     assert runs.keys() == ENDS.keys()
     assert runs["oom"]["step_time_s.median"] is None
     assert runs["interrupted"]["reason"] == "interrupted by a signal"
-
-
-def test_markdown_has_a_row_per_run(ftbench, study):
-    code, out, _ = ftbench("report", study, "--format", "md")
-    assert code == 0
-    lines = [line for line in out.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + len(ENDS)
-    assert len({line.count("|") for line in lines}) == 1
-    assert any("oom" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -379,20 +361,6 @@ def test_unwritable_output_file_is_an_error(ftbench, study, name, code, said):
     assert "Traceback" not in err
 
 
-def test_circular_links_are_an_error(ftbench, study, tmp_path):
-    circle, spec = tmp_path / "circle", write_spec(tmp_path, launch={"mock": "ok"})
-    circle.symlink_to(circle)
-    for arguments in (
-        ("report", study, "-o", circle), ("bundle", study, "-o", circle), ("bundle", circle, "-o", tmp_path / "b"),
-        ("run", spec, "--out", circle), ("sweep", spec, "--axis", "train.batch_size=1,2", "--out", circle),
-    ):  # fmt: skip
-        code, out, err = ftbench(*arguments)
-        assert (code in (2, 3), out, f"{circle}" in err, circle.is_symlink()) == (True, "", True, True), (
-            arguments,
-            err,
-        )
-
-
 def ftbench_process(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ftbench", *map(str, arguments)]
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, **options)
@@ -435,82 +403,6 @@ def test_ascii_terminal(study):
 TOO_LONG = "x" * 300  # bytes; a name has 255 at the most
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(["run", "SPEC", "--out", TOO_LONG], marks=pytest.mark.torch),  # without it nothing is run at all
-        ["run", "SPEC", "--set", f"model.path={TOO_LONG}"],
-        ["sweep", "SPEC", "--dry-run", "--out", TOO_LONG],
-        ["estimate", "SPEC", "--gpu", "H200 SXM", "--store", TOO_LONG],
-        ["estimate", "SPEC", "--gpu", "H200 SXM", "--prices", TOO_LONG],
-        ["report", TOO_LONG],
-        ["bundle", TOO_LONG, "-o", "x.tar.zst"],
-        ["verify", TOO_LONG],
-    ],
-    ids=lambda arguments: " ".join(arguments).replace(TOO_LONG, "…"),
-)
-def test_too_long_file_name_is_an_error(ftbench, tmp_path, arguments):
-    spec = write_spec(tmp_path)
-    code, out, err = ftbench(*(spec if word == "SPEC" else word for word in arguments))
-    assert (code in (2, 3), out) == (True, ""), err
-    assert TOO_LONG in err
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("number", ["1" + "0" * 24, "9" * 5000], ids=len)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["sweep", "SPEC", "--dry-run", "--until-oom", "--effective-batch"],
-        ["sweep", "SPEC", "--dry-run", "--batch-size"],
-        ["ablate", "SPEC", "--dry-run", "--steps"],
-        ["recommend", "SPEC", "--gpu", "H200 SXM", "--effective-batch"],
-        ["estimate", "SPEC", "--gpu", "H200 SXM", "--gpus"],
-        ["import", "log.csv", "--name", "n", "--model", "m", "--method", "lora", "--gpu", "cpu", "--batch-size"],
-        ["import", "log.csv", "--name", "n", "--model", "m", "--method", "lora", "--gpu", "cpu", "--samples"],
-    ],
-    ids=lambda arguments: f"{arguments[0]} {arguments[-1]}",
-)
-def test_giant_number_is_refused(ftbench, tmp_path, arguments, number):
-    spec = write_spec(tmp_path)
-    code, out, err = ftbench(*(spec if word == "SPEC" else word for word in arguments), number)
-    assert (code, out) == (2, ""), err
-    assert "Traceback" not in err
-
-
-def test_message_about_a_long_input_is_cut_in_the_middle(ftbench, study):
-    code, _, err = ftbench("report", study, "--against", study, "--fail-above", "9" * 9000)
-    assert code == 2
-    assert len(err) < 2200
-    assert "characters more" in err
-    assert err.endswith("5% or 0.05\n")
-
-
-def test_unreadable_file_is_named(ftbench, tmp_path, monkeypatch):
-    for error in (PermissionError(13, "Permission denied", "/store/runs"), FileNotFoundError(2, "No such file", "/a")):
-
-        def fail(*_: object, error: OSError = error) -> None:
-            raise error
-
-        monkeypatch.setattr("ftbench.launch.runner.run", fail)
-        code, out, err = ftbench("run", write_spec(tmp_path))
-        assert (code, out, err) == (3, "", f"ftbench: {error.filename}: {error.strerror}\n")
-
-
-def test_sweep_with_a_deleted_folder_is_an_error(tmp_path):
-    axes = {"train.batch_size": [1, 2]}
-    spec = write_spec(tmp_path, launch={"mock": "slow"}, train={"max_steps": 4}, sweep={"axes": axes})
-    out = tmp_path / "out"
-    words = [sys.executable, "-m", "ftbench", "sweep", str(spec), "--out", str(out)]
-    sweep = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    eventually(lambda: list(out.glob("*/*-r1/steps.csv")))
-    eventually(lambda: shutil.rmtree(out, ignore_errors=True) or not out.exists())
-    _, err = sweep.communicate()
-    assert sweep.returncode == 3
-    assert "Traceback" not in err
-    assert f"ftbench: {out}" in err
-
-
 def test_escape_sequences_are_removed_from_messages(ftbench, tmp_path):
     path = write_spec(
         tmp_path, model={"id": "\x1b[2J\x9b31mevil", "weights": "random"}, train={"batch_size": "9" * 20_000}
@@ -519,15 +411,6 @@ def test_escape_sequences_are_removed_from_messages(ftbench, tmp_path):
     assert (code, out) == (2, "")
     assert not {"\x1b", "\x9b"} & set(err)
     assert len(err) < 5_000
-
-
-@pytest.mark.parametrize("written", ["1:30", "9" * 5000, "0x" + "f" * 5000, "1" + "0" * 20, "2024-01-02"])
-@pytest.mark.parametrize("key", ["train.batch_size", "train.max_steps", "dataset.seed", "measure.warmup", "a.b"])
-def test_a_value_that_is_not_a_usable_number_is_refused(ftbench, tmp_path, key, written):
-    code, out, err = ftbench("run", write_spec(tmp_path), "--out", tmp_path / "out", "--set", f"{key}={written}")
-    assert (code, out) == (2, "")
-    assert f"ftbench: --set {key}={written[:100]}" in err
-    assert len(err) < 700
 
 
 @pytest.mark.parametrize("written", ["1:30", "1:30:00"])
@@ -577,7 +460,6 @@ def test_conflicting_sweep_options_are_refused(ftbench, tmp_path, arguments, sai
     [
         (["report", "STUDY", "--format", ""], 2, "--format : "),
         (["doctor", "--set", "train.batch_size=8"], 2, "--set: changes a spec; name the spec file"),
-        (["doctor", "--python", ""], 3, "no such interpreter"),
         (["verify", "STUDY"], 2, "is a folder; pack it with `ftbench bundle"),
     ],
 )
@@ -648,40 +530,6 @@ def test_version_as_json(ftbench):
     code, _, err = ftbench("--json")
     assert code == 2
     assert "--json: put it after a command" in err
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash on this machine")
-@pytest.mark.parametrize(("typed", "completed"), [("repo", "report"), ("report --form", "--format")])
-def test_shell_completion(tmp_path, typed, completed):
-    """`ftbench --install-completion` for bash, sourced by another bash."""
-    (tmp_path / "bin").mkdir()
-    command = tmp_path / "bin" / "ftbench"
-    command.write_text(f"#!{sys.executable}\nfrom ftbench.cli import main\nmain()\n")
-    command.chmod(0o755)
-    environment = os.environ | {"HOME": str(tmp_path), "PATH": f"{command.parent}:{os.environ['PATH']}"}
-
-    def bash(text: str) -> list[str]:
-        ended = subprocess.run(
-            ["bash", "-c", text], env=environment, capture_output=True, text=True, check=False, timeout=300
-        )
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout.split()
-
-    bash("ftbench --install-completion; exit $?")
-    pressed = f"COMP_WORDS=(ftbench {typed}); COMP_CWORD={len(typed.split())}; _ftbench_completion ftbench"
-    assert bash(f'source ~/.bashrc; {pressed}; echo "${{COMPREPLY[@]}}"') == [completed]
-
-
-def test_long_error_is_cut(ftbench, tmp_path):
-    (tmp_path / "slurm.yaml").write_text(f"options: {list(range(1000))}\n")
-    spec = write_spec(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-m", "ftbench", "sweep", spec, "--batch-size", "1,2", "--dry-run", "--on", "slurm"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 21
-    assert "… and 980 more lines" in done.stderr
 
 
 @pytest.mark.parametrize("command", [None, *typer.main.get_command(app).commands])

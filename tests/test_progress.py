@@ -69,19 +69,6 @@ def test_file_cut_at_any_byte_gives_complete_rows(tmp_path):
         assert first + tail.read() == ROWS, f"cut at byte {cut}"
 
 
-@pytest.mark.parametrize("garbage", [b"\xff\x00", b"not a row", b"", b'5,"an open quote', b"x" * 100_000])
-def test_invalid_line_is_skipped(tmp_path, garbage):
-    path, lines = tmp_path / "steps.csv", [header().encode(), *(to_csv(row).encode() for row in ROWS)]
-    path.write_bytes(b"".join([*lines[:3], garbage + b"\n", *lines[3:]]))
-    assert StepsTail(path).read() == ROWS
-    tail = StepsTail(path)
-    path.write_bytes(b"".join(lines[:3]))
-    assert tail.read() == ROWS[:2]
-    with path.open("ab") as file:
-        file.write(b"".join([garbage + b"\n", *lines[3:]]))
-    assert tail.read() == ROWS[2:]
-
-
 # --- progress --------------------------------------------------------------------------------------------------------
 
 
@@ -171,14 +158,6 @@ def test_changed_is_the_time_of_the_last_change(run, clock):
         assert reader.changed == before
 
 
-def test_incomplete_row_is_progress_but_not_a_step(run, clock):
-    reader = Progress(run)
-    clock.moves(10)
-    run.steps.write_text(header() + to_csv(ROWS[0])[:9])
-    reader.poll()
-    assert (reader.changed, reader.steps) == (clock.now, 0)
-
-
 def test_log_line_during_training_is_not_progress(run, clock):
     reader = Progress(run)
     phase(run, "train")
@@ -240,13 +219,6 @@ def test_waiting_for_the_gpu_does_not_count(watched):
 
 def test_limit_before_the_third_step(watched):
     assert watched().patience() == START_S
-
-
-@pytest.mark.parametrize("times", [[], [100.0], [100.0, 1.0]])
-def test_limit_after_two_steps(watched, times):
-    run = watched()
-    run.trains(*times)
-    assert run.patience() == START_S
 
 
 def test_limit_after_three_fast_steps(watched):

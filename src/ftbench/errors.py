@@ -9,6 +9,8 @@ FtbenchError            1  a run failed
 A message is printed without a traceback. It gives the fact, the cause and the next command.
 """
 
+import os
+
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # the exit code of a tool that SIGPIPE ends: the reader has closed stdout
 
@@ -43,6 +45,11 @@ class MissingError(FtbenchError):
 
 class NotAppliedError(FtbenchError):
     """A library silently ignored a requested setting; the message names the object that shows it."""
+
+
+def open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting for the writer of a pipe, which then reads as empty. For `open(opener=...)`."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def file_problem(error: OSError, what: str = "cannot be read ({})") -> str:

@@ -1,4 +1,3 @@
-import itertools
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ from hypothesis import strategies as st
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.sweep.plan.base import WallTimes, duration, job
-from ftbench.sweep.plan.grid import coarse_to_fine
 
 
 def a_job(batch=1, repeat=1, values=None, method="lora", **train):
@@ -130,46 +128,3 @@ def test_remaining_time_of_an_unknown_family_uses_the_overall_median():
     assert made.remaining_s([a_job(1, method="qlora")], 1) == pytest.approx(20.0)
     made.add(a_job(8), 100.0)
     assert made.remaining_s([a_job(1, method="qlora")], 1) == pytest.approx(55.0)
-
-
-# --- coarse to fine --------------------------------------------------------------------------------------------------
-
-
-def batches(jobs):
-    return [each.spec.train.batch_size for each in jobs]
-
-
-def test_axis_is_ordered_from_coarse_to_fine():
-    ordered = batches(coarse_to_fine([a_job(batch) for batch in range(1, 10)]))
-    assert (ordered[:2], ordered[2], set(ordered[3:5])) == ([1, 9], 5, {3, 7})
-
-
-def test_first_repeats_come_first():
-    jobs = [a_job(batch, repeat) for batch in (1, 2, 4) for repeat in (1, 2)]
-    assert [each.repeat for each in coarse_to_fine(jobs)] == [1, 1, 1, 2, 2, 2]
-
-
-def test_ends_of_all_methods_come_first():
-    jobs = [
-        a_job(batch, values={"method": method, "train.batch_size": batch}, method=method)
-        for method in ("lora", "qlora") for batch in (1, 2, 4)
-    ]  # fmt: skip
-    found = [(each.spec.method.name, each.spec.train.batch_size) for each in coarse_to_fine(jobs)]
-    assert found == [("lora", 1), ("lora", 4), ("qlora", 1), ("qlora", 4), ("lora", 2), ("qlora", 2)]
-
-
-@given(
-    st.sets(st.integers(1, 40), min_size=1, max_size=8),
-    st.sets(st.floats(1e-6, 1.0), min_size=1, max_size=4),
-    st.integers(1, 2),
-)
-def test_corners_come_first_and_no_job_is_lost(sizes, rates, repeats):
-    jobs = [
-        a_job(size, repeat, {"train.batch_size": size, "train.learning_rate": rate}, learning_rate=rate)
-        for size, rate, repeat in itertools.product(sizes, rates, range(1, repeats + 1))
-    ]
-    ordered = coarse_to_fine(jobs)
-    assert sorted(each.run.run_id for each in ordered) == sorted(each.run.run_id for each in jobs)
-    corners = set(itertools.product({min(sizes), max(sizes)}, {min(rates), max(rates)}))
-    assert {tuple(each.values.values()) for each in ordered[: len(corners)]} == corners
-    assert {each.repeat for each in ordered[: len(corners)]} == {1}

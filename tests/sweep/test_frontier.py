@@ -23,18 +23,6 @@ def fits_up_to(limit, **more):
     return lambda batch: Trial(batch, batch <= limit, **more)
 
 
-def on_a_line(limit_gb, fixed_gb=2.0, per_sample_gb=1.0, beside_gb=0.0):
-    """A GPU on which memory grows as a straight line."""
-
-    def tried(batch):
-        peak = fixed_gb + per_sample_gb * batch
-        if peak + beside_gb > limit_gb:
-            return Trial(batch, False)
-        return Trial(batch, True, peak_gb=peak, beside_gb=beside_gb, capacity_gb=limit_gb)
-
-    return tried
-
-
 def order(trials):
     return [trial.batch for trial in trials]
 
@@ -44,20 +32,11 @@ CANDIDATES = st.one_of(
     st.integers(1, 4096).map(lambda whole: [batch for batch in range(1, whole + 1) if whole % batch == 0]),
     st.lists(st.integers(1, 5000), min_size=1, max_size=40, unique=True).map(sorted),
 )
-PEAKS = st.one_of(
-    st.none(),
-    st.builds(lambda fixed, each: lambda batch: fixed + each * batch, st.floats(0, 100), st.floats(0, 5)),
-    st.builds(lambda seed: lambda batch: hash((seed, batch)) % 1000 / 10, st.integers()),  # a line that misleads
-)
 
 
-@given(candidates=CANDIDATES, limit=st.integers(0, 6000), peak=PEAKS, capacity_gb=st.floats(1, 200))
-def test_search_finds_the_largest_batch_and_the_first_that_fails(candidates, limit, peak, capacity_gb):
-    def tried(batch):
-        known = {"peak_gb": peak(batch), "capacity_gb": capacity_gb} if peak else {}
-        return Trial(batch, batch <= limit, **known)
-
-    trials = searched(candidates, tried)
+@given(candidates=CANDIDATES, limit=st.integers(0, 6000))
+def test_search_finds_the_largest_batch_and_the_first_that_fails(candidates, limit):
+    trials = searched(candidates, fits_up_to(limit))
     fitting = [batch for batch in candidates if batch <= limit]
     failing = [batch for batch in candidates if batch > limit]
     found = edge(trials, candidates, "the end")
@@ -93,39 +72,6 @@ def test_only_candidates_are_tried():
 def test_trials_of_other_candidates_count():
     assert next_batch([Trial(64, False)], [1, 2, 4, 8]) in (2, 4)
     assert next_batch([Trial(3, True), Trial(5, False)], [1, 2, 4, 8]) == 4
-
-
-# --- the line through the measured peaks -----------------------------------------------------------------------------
-
-
-def test_two_guesses_suffice_for_linear_memory():
-    assert order(searched(EVERY, on_a_line(90.5))) == [1, 2, 4, 8, 16, 32, 64, 128, 88, 89]
-
-
-def test_memory_outside_of_the_pool_is_not_free():
-    assert order(searched(EVERY, on_a_line(90.5, beside_gb=10.0)))[-2:] == [78, 79]
-
-
-def test_low_guess_takes_the_smallest_candidate():
-    trials = [Trial(8, True, peak_gb=8.0, capacity_gb=16.0), Trial(16, True, peak_gb=15.9, capacity_gb=16.0)]
-    assert next_batch([*trials, Trial(1, True), Trial(32, False)], EVERY) == 17
-
-
-def test_high_guess_takes_the_largest_candidate():
-    trials = [Trial(1, True, peak_gb=1.0, capacity_gb=99.0), Trial(2, True, peak_gb=1.1, capacity_gb=99.0)]
-    assert next_batch([*trials, Trial(16, False)], EVERY) == 15
-
-
-def test_bisection_follows_two_wrong_guesses():
-    trials = searched(EVERY, lambda batch: Trial(batch, batch <= 129, peak_gb=0.001 * batch, capacity_gb=80.0))
-    assert order(trials)[:11] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 255, 254]
-    assert order(trials)[11] == 191
-
-
-@pytest.mark.parametrize("peaks", [(5.0, 5.0), (5.0, 4.0), (None, 5.0), (None, None)])
-def test_bisection_without_a_rising_line(peaks):
-    trials = [Trial(b, True, peak_gb=gb, capacity_gb=80.0) for b, gb in zip((16, 32), peaks, strict=True)]
-    assert next_batch([*trials, Trial(64, False)], EVERY) == 48
 
 
 # --- trials that failed otherwise ------------------------------------------------------------------------------------
@@ -179,14 +125,6 @@ def test_note_of_an_unfinished_search(trials):
 )
 def test_knee(speeds, expected):
     assert knee([Trial(batch, True, speed=speed) for batch, speed in speeds.items()]) == expected
-
-
-@given(st.dictionaries(st.integers(1, 500), st.floats(0.1, 1e6), min_size=2, max_size=12))
-def test_knee_of_random_speeds(speeds):
-    found = knee([Trial(batch, True, speed=speed) for batch, speed in speeds.items()])
-    assert all(later < 1.05 * speeds[found] for batch, later in speeds.items() if batch > found)
-    for early in (batch for batch in speeds if batch < found):
-        assert any(later >= 1.05 * speeds[early] for batch, later in speeds.items() if batch > early)
 
 
 # --- with an estimate ------------------------------------------------------------------------------------------------

@@ -494,15 +494,9 @@ def test_trial_has_speed_and_memory(search):
     ((_, trials, edge),) = plan.edges()
     first = trials[0]
     assert (first.batch, first.fits, first.speed) == (1, True, pytest.approx(100.0))
-    assert (first.peak_gb, first.beside_gb, first.capacity_gb) == (3.0, pytest.approx(0.5), 80.0)
+    assert first.peak_gb == 3.0
     assert [trial.batch for trial in trials] == [1, 2, 3, 4]
     assert edge.knee == 2
-
-
-def test_search_follows_the_memory_line(search):
-    plan = search(dataset={"name": "synthetic", "samples": 1, "length": 64})
-    started = drain(plan, no_more_than({"lora": 77}))  # 80 GiB fit 2.5 GiB and 1 GiB per sample
-    assert names(started) == "lora1 lora2 lora4 lora8 lora16 lora32 lora64 lora128 lora77 lora78"
 
 
 def test_result_can_be_written_as_json(search, tmp_path):

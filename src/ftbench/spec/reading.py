@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from ftbench.errors import SpecError, file_problem, json_problem
+from ftbench.errors import SpecError, file_problem, json_problem, open_at_once
 from ftbench.facts import architectures
 from ftbench.spec.base import MAX_NUMBER, nearest, shown
 
@@ -146,7 +146,7 @@ def _tree(text: str) -> yaml.Node | None:
 
 def _text(path: Path, most: int) -> str:
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_at_once) as file:
             raw = file.read(most + 1)
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file{_similar_file(path)}") from None

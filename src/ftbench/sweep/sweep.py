@@ -23,7 +23,7 @@ from ftbench.sweep.loop import Session
 from ftbench.sweep.output import live
 from ftbench.sweep.output.table import Tables
 from ftbench.sweep.plan.base import Plan, PlanRequest, short
-from ftbench.sweep.plan.grid import Grid, coarse_to_fine, first_jobs, with_repeats
+from ftbench.sweep.plan.grid import Grid, first_jobs, with_repeats
 from ftbench.sweep.plan.search import Family, Search
 
 _BATCH = ("train.batch_size", "train.gradient_accumulation_steps")
@@ -153,8 +153,6 @@ class _Planner:
 
     def _grid(self) -> Grid:
         jobs = with_repeats(self.firsts)
-        if self.request.time_budget is not None:
-            jobs = coarse_to_fine(jobs)
         reasons = {job: reason for job in jobs if (reason := self._problem(job.spec)) is not None}
         if len(reasons) == len(jobs):
             raise MissingError("\n".join(dict.fromkeys(reasons.values())))

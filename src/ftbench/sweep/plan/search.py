@@ -10,7 +10,7 @@ from ftbench.core.units import some
 from ftbench.errors import SpecError
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
-from ftbench.store.rundir import NOT_FINITE, first_gpu, read_json
+from ftbench.store.rundir import NOT_FINITE, read_json
 from ftbench.store.summary import read_summary
 from ftbench.sweep.plan.base import (
     PENDING,
@@ -27,7 +27,6 @@ from ftbench.sweep.plan.base import (
 LARGEST_BATCH = 4096
 STEPS = 7  # optimizer steps of a trial
 KNEE = 1.05  # a smaller gain in speed counts as no gain
-_GUESSES = 2  # trials that follow the memory line before plain bisection
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +37,6 @@ class Trial:
     fits: bool | None  # None if the run failed for a reason other than memory
     speed: float | None = None  # real tokens/s
     peak_gb: float | None = None  # peak of the allocator's pool, GiB
-    beside_gb: float | None = None  # device memory outside of the pool, GiB
-    capacity_gb: float | None = None  # memory of the device, GiB
     reason: str | None = None
     oom: dict[str, Any] | None = None
 
@@ -47,9 +44,9 @@ class Trial:
 def next_batch(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = None) -> int | None:
     """Return the next batch to try, or None when the limit is known.
 
-    The batch doubles until one does not fit. Then the search continues between the last two. Its first tries follow the
-    line through the measured peaks. If that line misleads, bisection takes over. `candidates` are in ascending order.
-    Doubling stops at `seed`, the largest batch that is expected to fit, and continues from there in steps of 1, 2, 4.
+    The batch doubles until one does not fit. Then bisection continues between the last two. `candidates` are in
+    ascending order. Doubling stops at `seed`, the largest batch that is expected to fit, and continues from there in
+    steps of 1, 2, 4.
     """
     if any(trial.fits is None for trial in trials):
         return None
@@ -61,12 +58,7 @@ def next_batch(trials: Sequence[Trial], candidates: Sequence[int], seed: int | N
         return _larger(max(fitting), candidates, seed)
     low, high = max(fitting, default=0), min(failing)
     between = [batch for batch in candidates if low < batch < high]
-    if not between or not fitting:
-        return None if not fitting and high == candidates[0] else (between[len(between) // 2] if between else None)
-    if (guess := _largest_on_the_line(trials)) is not None and _guessed(trials, candidates) < _GUESSES:
-        below = [batch for batch in between if batch <= guess]
-        return max(below) if below else min(between)
-    return between[len(between) // 2]
+    return between[len(between) // 2] if between else None
 
 
 def _larger(largest: int, candidates: Sequence[int], seed: int | None) -> int | None:
@@ -79,29 +71,6 @@ def _larger(largest: int, candidates: Sequence[int], seed: int | None) -> int | 
     elif seed is not None:
         wanted = largest + max(1, 2 * (largest - seed))
     return min((batch for batch in larger if batch >= wanted), default=max(larger, default=None))
-
-
-def _guessed(trials: Sequence[Trial], candidates: Sequence[int]) -> int:
-    """Return the number of trials that do not belong to the doubling."""
-    doubling, batch = set(), candidates[0]
-    while batch is not None and batch not in doubling:
-        doubling.add(batch)
-        batch = min((other for other in candidates if other >= 2 * batch), default=max(candidates))
-    return sum(trial.batch not in doubling for trial in trials)
-
-
-def _largest_on_the_line(trials: Sequence[Trial]) -> float | None:
-    """Return the batch at which the line through the two largest measured peaks reaches the device's memory."""
-    known = sorted(
-        (t.batch, t.peak_gb, t.capacity_gb - (t.beside_gb or 0.0))
-        for t in trials
-        if t.fits and t.peak_gb is not None and t.capacity_gb is not None
-    )
-    if len(known) < 2:
-        return None
-    (low, first_gb, _), (high, last_gb, available_gb) = known[-2:]
-    slope = (last_gb - first_gb) / (high - low)
-    return high + (available_gb - last_gb) / slope if slope > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +262,4 @@ def trial_of(job: Job, now: Standing) -> Trial:
     if now.state not in ("ok", NOT_FINITE):
         return Trial(batch, None, reason=now.reason)
     summary = read_summary(job.run)
-    reserved, device = (summary["memory_gb"].get(name) for name in ("reserved_peak", "device_peak"))
-    outside = max(0.0, device - reserved) if device is not None and reserved is not None else None
-    capacity = first_gpu(read_json(job.run.machine)).get("memory_gb")
-    return Trial(batch, True, summary["tokens_per_s"].get("real"), reserved, outside, capacity)
+    return Trial(batch, True, summary["tokens_per_s"].get("real"), summary["memory_gb"].get("reserved_peak"))
