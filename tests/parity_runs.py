@@ -1,4 +1,4 @@
-"""Runs of a parity check in processes that train one after the other, without starting Python for each."""
+"""Runs of a parity check in two processes that a fork server starts after it imported the training libraries."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from ftbench.spec.experiment import Experiment, resolve
@@ -21,16 +22,18 @@ CONFIG = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64,
     "max_position_embeddings": 256, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
 }  # fmt: skip
-TASKS = {"name": "synthetic", "structure": "tasks", "mean_length": 24, "max_length": 96}
-STEPS = 60
+TASKS = {"name": "synthetic", "structure": "tasks", "mean_length": 12, "max_length": 48}
+STEPS, BATCH = 32, 16
+WARM = ["ftbench.worker.train", "ftbench.worker.methods.lora", "ftbench.worker.optimizations.packing", "trl", "peft"]
 
 
 def spec_of(model: Path, /, **sections) -> Experiment:
     """The spec of the tests with sections replaced key by key, resolved for a machine without a GPU."""
     values = {
-        "name": "learning", "model": {"id": "learned", "path": str(model)}, "method": {"name": "lora"},
-        "dataset": {**TASKS, "samples": 8 * STEPS, "eval_samples": 48, "seed": 1},
-        "train": {"batch_size": 8, "learning_rate": 5e-3, "max_steps": STEPS},
+        "name": "learning", "model": {"id": "learned", "path": str(model)},
+        "method": {"name": "lora", "rank": 32, "alpha": 64},
+        "dataset": {**TASKS, "samples": BATCH * STEPS, "eval_samples": 128},
+        "train": {"batch_size": BATCH, "learning_rate": 4e-3, "max_steps": STEPS, "weight_decay": 0.1},
     }  # fmt: skip
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
@@ -49,35 +52,49 @@ def plan_of(folder: Path, *recipes: Contender, every_control: bool = False, seed
     return ParityPlan(recipes, seeds, every_control, Options(folder, None))
 
 
-def learn(folder: Path, steps: int = 400, seed: int = 0) -> Path:
-    """Train a tiny Qwen3 on the tasks; returns the folder of the model."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    spec = Experiment.model_validate({
-        "name": "learn",
-        "model": {"id": "learned", "path": str(folder / "config.json"), "weights": "random", "seed": seed},
-        "method": {"name": "full"}, "dataset": {**TASKS, "samples": 16 * steps, "seed": seed},
-        "train": {"batch_size": 16, "learning_rate": 3e-3, "max_steps": steps, "max_grad_norm": 1.0},
-        "measure": {"save_adapter": True},
-    })  # fmt: skip
-    train(resolve(spec, None).model_dump_json(), folder / "run", "")
-    return folder / "run" / "adapter"
-
-
-def train(spec: str, path: Path, damage: str) -> None:
-    """Train a resolved spec in a directory as `python -m ftbench.worker` does; `damage` names a function of this
-    module that changes the process first."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    import pytest
+def learn(folder: Path, seed: int = 1, steps: int = 500, size: int = 16) -> Path:
+    """Train a tiny Qwen3 on the tasks with wrong answers for half of the symbols, which LoRA then has to correct.
+    Return its folder."""
     import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
+
+    from ftbench.spec.datasets import Dataset
+    from ftbench.worker.data import synthetic
+
+    set_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**CONFIG))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps, pct_start=0.1)
+    samples = synthetic.draw(Dataset(**TASKS, samples=size * steps, seed=seed), size * steps, CONFIG["vocab_size"])
+    pad = torch.nn.utils.rnn.pad_sequence
+    for start in range(0, len(samples), size):
+        batch = samples[start : start + size]
+        ids, labels = ([torch.tensor(getattr(each, part)) for each in batch] for part in ("ids", "labels"))
+        labels = pad(labels, batch_first=True, padding_value=-100)
+        labels = torch.where(labels % 2 == 1, 0, labels)
+        mask = pad([torch.ones_like(each) for each in ids], batch_first=True)
+        loss = model(input_ids=pad(ids, batch_first=True), attention_mask=mask, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    model.save_pretrained(folder)
+    return folder
+
+
+def train(spec: str, path: Path, damage: str) -> float:
+    """Train a resolved spec in a directory as `python -m ftbench.worker` does; `damage` names a function of this
+    module that changes the process first. Return the seconds of CPU time."""
+    import time
+
+    import pytest
 
     from ftbench.worker.measure.phases import Phases
     from ftbench.worker.train import train as train_run
     from ftbench.worker.training_run import TrainingRun
 
-    torch.set_num_threads(1)
-    gc.freeze()  # each training collects garbage, which need not include the imported modules
-    directory = rundir.create_at(path)
+    begin, directory = time.process_time(), rundir.create_at(path)
     rundir.write_json(directory.spec_json, json.loads(spec))
     rundir.write_json(directory.machine, {})
     phases = Phases(directory, "import")
@@ -87,25 +104,42 @@ def train(spec: str, path: Path, damage: str) -> None:
         train_run(TrainingRun(Experiment.model_validate_json(spec), directory, phases))
     phases.close()
     rundir.write_json(directory.state, rundir.running() | {"state": "ok"})
+    return time.process_time() - begin
+
+
+@cache
+def pool(workers: int = 2) -> ProcessPoolExecutor:
+    """Return processes that train one run after the other."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(WARM)
+    return ProcessPoolExecutor(workers, context, _start)
+
+
+def _start() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    gc.freeze()  # each training collects garbage, which need not include the imported modules
 
 
 def run_all(plan: ParityPlan, damages: dict[str, str], workers: int = 2) -> ParityPlan:
-    """Run the remaining jobs of a plan, the reference first; `damages`: recipe → function of this module."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        first, futures = True, {}
-        while (job := plan.next(lambda job: True)) is not None:
-            text = job.spec.model_dump_json()
-            futures[job] = pool.submit(train, text, job.run.path, damages.get(job.values["recipe"], ""))
-            if first:
-                futures[job].result()
-                first = False
-        for job, future in futures.items():
-            error = future.exception()
-            if error is not None:
-                rundir.write_json(job.run.state, {"state": "error", "reason": repr(error)[:300]})
-            with suppress(OSError):
-                plan.ended(job)
+    """Run the remaining jobs of a plan: the first one, whose weights the recordings need, then trainings, then
+    recordings. `damages`: recipe → function of this module."""
+    jobs = list(iter(lambda: plan.next(lambda job: True), None))
+    futures = {}
+    for job in [*jobs[:1], *sorted(jobs[1:], key=lambda job: job.spec.measure.gradients)]:
+        if job.spec.measure.gradients:
+            futures[jobs[0]].exception()
+        damage = damages.get(job.values["recipe"], "")
+        futures[job] = pool(workers).submit(train, job.spec.model_dump_json(), job.run.path, damage)
+    for job, future in futures.items():
+        error = future.exception()
+        if error is not None:
+            rundir.write_json(job.run.state, {"state": "error", "reason": repr(error)[:300]})
+        with suppress(OSError):
+            plan.ended(job)
     return plan
 
 
@@ -150,7 +184,7 @@ def _after_assembly(patch, change) -> None:
 
 def one_projection_2_percent_too_large(patch) -> None:
     def change(loop):
-        module = loop.model.base_model.model.model.layers[0].mlp.up_proj
+        module = _layer(loop, 0).mlp.up_proj
         module.scaling = {name: 1.02 * value for name, value in module.scaling.items()}
 
     _after_assembly(patch, change)
@@ -162,7 +196,7 @@ def stale_weights_in_one_layer(patch) -> None:
     def change(loop):
         import torch
 
-        linear = loop.model.base_model.model.model.layers[1].mlp.down_proj.lora_B["default"]
+        linear = _layer(loop, 1).mlp.down_proj.lora_B["default"]
         copy = linear.weight.detach().clone()
 
         def stale(module, inputs, output):
@@ -215,36 +249,109 @@ def wrong_beta(patch) -> None:
     _optimizer_with(patch, betas=(0.9, 0.99))
 
 
-def wrong_weight_decay(patch) -> None:
+def _step_with(patch, **changes) -> None:
+    """The settings are right and the optimizer's step uses others."""
     import torch
 
     original = torch.optim.AdamW.step
 
     def step(self, *args, **kwargs):
+        kept = [{name: group[name] for name in changes} for group in self.param_groups]
         for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data.mul_(1 - 0.1 * group["lr"])
+            group.update(changes)
+        result = original(self, *args, **kwargs)
+        for group, values in zip(self.param_groups, kept, strict=True):
+            group.update(values)
+        return result
+
+    patch.setattr(torch.optim.AdamW, "step", step)
+
+
+def weight_decay_lost_in_the_step(patch) -> None:
+    _step_with(patch, weight_decay=0.0)
+
+
+def wrong_first_beta_in_the_step(patch) -> None:
+    _step_with(patch, betas=(0.8, 0.999))
+
+
+def wrong_second_beta_in_the_step(patch) -> None:
+    _step_with(patch, betas=(0.9, 0.99))
+
+
+def clipping_in_the_step(patch) -> None:
+    import torch
+
+    original = torch.optim.AdamW.step
+
+    def step(self, *args, **kwargs):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
         return original(self, *args, **kwargs)
 
     patch.setattr(torch.optim.AdamW, "step", step)
 
 
-def wrong_beta_in_the_second_step(patch) -> None:
-    """The settings are right and the step uses others."""
-    import torch
+def _layer(loop, layer):
+    return loop.model.base_model.model.model.layers[layer]
 
-    original = torch.optim.AdamW.step
 
-    def step(self, *args, **kwargs):
-        kept = [group["betas"] for group in self.param_groups]
-        for group in self.param_groups:
-            group["betas"] = (0.8, 0.999)
-        result = original(self, *args, **kwargs)
-        for group, betas in zip(self.param_groups, kept, strict=True):
-            group["betas"] = betas
-        return result
+def another_rotary_base(patch) -> None:
+    _after_assembly(patch, lambda loop: loop.model.base_model.model.model.rotary_emb.inv_freq.pow_(1.05))
 
-    patch.setattr(torch.optim.AdamW, "step", step)
+
+def half_the_gradient_of_one_layer(patch) -> None:
+    def change(loop):
+        for parameter in _layer(loop, 1).parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient / 2)
+
+    _after_assembly(patch, change)
+
+
+def dead_projection(patch) -> None:
+    """A fused product that returns no gradients for one projection of one layer."""
+
+    def change(loop):
+        for parameter in _layer(loop, 0).self_attn.v_proj.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient * 0)
+
+    _after_assembly(patch, change)
+
+
+def norms_with_a_larger_epsilon(patch) -> None:
+    def change(loop):
+        for module in _layer(loop, 0).modules():
+            if hasattr(module, "variance_epsilon"):
+                module.variance_epsilon *= 100
+
+    _after_assembly(patch, change)
+
+
+def dropout_left_on(patch) -> None:
+    def change(loop):
+        import torch
+
+        for module in loop.model.modules():
+            if hasattr(module, "lora_dropout"):
+                module.lora_dropout["default"] = torch.nn.Dropout(0.05)
+
+    _after_assembly(patch, change)
+
+
+def one_sample_of_each_batch_dropped(patch) -> None:
+    def change(loop):
+        step = loop.training_step
+
+        def training_step(model, inputs, *args, **kwargs):
+            if len(inputs["labels"]) > 1:
+                inputs["labels"] = inputs["labels"].clone()
+                inputs["labels"][-1] = -100
+            return step(model, inputs, *args, **kwargs)
+
+        loop.training_step = training_step
+
+    _after_assembly(patch, change)
 
 
 def gradients_of_one_sample_twice(patch) -> None:
@@ -271,12 +378,14 @@ def no_clipping(patch) -> None:
 
 BUGS = [
     "one_projection_2_percent_too_large", "stale_weights_in_one_layer", "labels_one_token_late",
-    "last_token_of_each_sample_dropped", "wrong_beta", "wrong_weight_decay", "wrong_beta_in_the_second_step",
+    "last_token_of_each_sample_dropped", "wrong_beta", "weight_decay_lost_in_the_step", "wrong_first_beta_in_the_step",
+    "wrong_second_beta_in_the_step", "clipping_in_the_step", "another_rotary_base", "half_the_gradient_of_one_layer",
+    "dead_projection", "norms_with_a_larger_epsilon", "dropout_left_on", "one_sample_of_each_batch_dropped",
     "gradients_of_one_sample_twice", "no_clipping",
 ]  # fmt: skip
 HONEST = {
-    "other seed": ({"train": {"seed": 1042}}, ""),
-    "gradient accumulation": ({"train": {"batch_size": 2, "gradient_accumulation_steps": 4}}, ""),
+    "other seed": ({"train": {"seed": 10_000}}, ""),
+    "gradient accumulation": ({"train": {"batch_size": BATCH // 2, "gradient_accumulation_steps": 2}}, ""),
     "padding side": ({}, "padding_on_the_left"),
     "packing": ({"optimizations": {"packing": True}}, ""),
     "chunked loss": ({"optimizations": {"chunked_loss": True}}, ""),

@@ -10,7 +10,7 @@ from typing import Any
 from ftbench.store.rundir import MOST_CSV_BYTES, RunDir, open_plain_file
 
 POINTS = ("initial", "trained")
-CHANGES = ("gradient", "step", "steps")
+CHANGES = {"gradient": "gradient", "moment": "second moment", "step": "weight change", "steps": "weight change"}
 _ARRAYS = ("names", "settings", "samples", "losses", "initial", *CHANGES)
 INITIAL = 1.5  # factor between norms of initial weights; other seeds change adapters by a few percent
 _MOST_BYTES = 2**30  # of the arrays together; a thousand tensors take 25 MB
@@ -22,7 +22,7 @@ def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
     each point, before and after the steps. `tensors` have point, change, name, direction error and log of the norm
     ratio."""
     a, b = _loaded(reference), _loaded(candidate)
-    made: dict[str, Any] = {"reference": reference.run_id, "problems": [], "losses": {}, "tensors": []}
+    made: dict[str, Any] = {"problems": [], "losses": {}, "tensors": []}
     if not a or not b or a["gradient"].shape[2] != b["gradient"].shape[2]:
         made["problems"].append("the run recorded no gradients")
         return made
@@ -78,10 +78,9 @@ def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str
     for index, name in enumerate(a["names"]):
         if name not in places or norms[index] <= floor:
             continue
-        for change in CHANGES:
+        for change, what in CHANGES.items():
             x, y = a[change][point][index].astype(float), b[change][point][places[name]].astype(float)
-            what = "gradient" if change == "gradient" else "weight change"
-            if not x[0] > 0:
+            if not x[0] > 0 or (change == "moment" and not b[change].any()):  # such as 8-bit states
                 continue
             direction = float(((x[1:] / x[0] - y[1:] / y[0]) ** 2).sum()) ** 0.5 if y[0] > 0 else math.nan
             if y[0] <= NO_GRADIENT * x[0]:

@@ -183,15 +183,14 @@ class ParityPlan(Grid):
             self.train(recipe.spec, seed, recipe) for seed in range(self.seeds)]))  # fmt: skip
         order = {FAIL: 0, PENDING: 1, INCONCLUSIVE: 2, PASS: 3}
         worst = min(levels, key=lambda level: (order[level.state], level.level != "gradient"))
-        missed = [each.name for each in self.controls(recipe) if each.state == "missed"]
-        if missed and worst.state != FAIL:
+        controls = self.controls(recipe) if worst.state in (PASS, PENDING) else []
+        if missed := [each.name for each in controls if each.state == "missed"]:
             reason = f"{', '.join(missed)} passed, so this check proves nothing: train longer, or on other data"
             return Judgement(recipe.name, UNPROVEN, reason, levels)
-        broken = [each for each in self.controls(recipe) if each.state == BROKEN]
-        if broken and worst.state != FAIL:
-            cause = broken[0].result.sentence if broken[0].result else ""
+        if broken := [each.result for each in controls if each.state == BROKEN]:
+            cause = broken[0].sentence if broken[0] else ""
             return Judgement(recipe.name, UNPROVEN, f"{cause}: a control that did not end proves nothing", levels)
-        if worst.state == PASS and any(each.state == PENDING for each in self.controls(recipe)):
+        if worst.state == PASS and any(each.state == PENDING for each in controls):
             return Judgement(recipe.name, PENDING, "", levels)
         return Judgement(recipe.name, worst.state, "" if worst.state == PASS else worst.sentence, levels)
 
@@ -212,12 +211,8 @@ class ParityPlan(Grid):
 
     def _recorded(self, recipe: Contender, record: Job) -> tuple[LevelResult, LevelResult]:
         """Return the forward and gradient levels of a run that recorded them."""
-        needed = [self.record_of(recipe.reference, recipe), record]
-        rounding = []
-        if verdict.rounds(recipe.spec):
-            needed.append(self.record_of(self.plain(recipe), recipe))
-            rounding = needed[2:]
-        if why := self._missing(needed):
+        rounding = [self.record_of(self.plain(recipe), recipe)] if verdict.rounds(recipe.spec) else []
+        if why := self._missing([self.record_of(recipe.reference, recipe), *rounding], [record]):
             return (LevelResult("forward", *why), LevelResult("gradient", *why))
         allowed = [self.agreement(recipe, each) for each in rounding]
         own = self.agreement(recipe, record)
@@ -226,7 +221,7 @@ class ParityPlan(Grid):
     def _trained(self, recipe: Contender, jobs: Sequence[Job]) -> LevelResult:
         references = [self.train(recipe.reference, seed) for seed in range(self.seeds)]
         start = self.untrained(recipe)
-        if why := self._missing([*jobs, *references, start]):
+        if why := self._missing([*references, start], jobs):
             return LevelResult("training", *why)
         plain, judged = ([Training.read(each.run) for each in side] for side in (references, jobs))
         for before, after in zip(plain, judged, strict=True):
@@ -235,24 +230,25 @@ class ParityPlan(Grid):
         losses = [[each.held_out for each in side] for side in (plain, judged, [Training.read(start.run)])]
         return verdict.training(losses[0], losses[1], losses[2][0], recipe.spec.train.max_steps or 0)
 
-    def _missing(self, needed: Sequence[Job]) -> tuple[str, str] | None:
-        """Return state and sentence of a level whose runs have not all ended well."""
-        for each in needed:
+    def _missing(self, yardsticks: Sequence[Job], judged: Sequence[Job]) -> tuple[str, str] | None:
+        """Return state and sentence of a level whose runs have not all ended well. Without its yardsticks, the
+        reference and plain bfloat16, a recipe cannot fail."""
+        for each in (*yardsticks, *judged):
             standing = self.standings[each]
             if not standing.done:
                 return PENDING, ""
             if standing.state != "ok":
-                judged = each.values["recipe"] != "reference"
-                state = FAIL if judged or standing.state == NOT_FINITE else INCONCLUSIVE
+                state = INCONCLUSIVE if each in yardsticks else FAIL
                 return state, f"{each.values['recipe']}, {each.values['run']}: {standing.reason or standing.state}"
         return None
 
     def agreement(self, recipe: Contender, record: Job) -> dict[str, Any]:
-        """Return agreement.json of a run, and write it if it is missing or belongs to another reference."""
+        """Return agreement.json of a run, and write it if it is missing or belongs to other runs."""
         reference = self.record_of(recipe.reference, recipe).run
+        runs = [f"{run.run_id} {read_json(run.state).get('ended_at')}" for run in (reference, record.run)]
         kept = self._kept.get(record) or read_json(record.run.agreement)
-        if kept.get("reference") != reference.run_id or not {"problems", "losses", "tensors"} <= kept.keys():
-            kept = agreement(reference, record.run)
+        if kept.get("runs") != runs or not {"problems", "losses", "tensors"} <= kept.keys():
+            kept = {"runs": runs} | agreement(reference, record.run)
             write_json(record.run.agreement, kept)
         self._kept[record] = kept
         return kept

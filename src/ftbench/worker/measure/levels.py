@@ -1,7 +1,8 @@
 """Record losses, gradients and weight changes for a parity check, in gradients.npz.
 
 Recording happens at the initial weights and at the trained weights of the reference run. It covers the loss of each
-sample and, for each trained tensor, the gradient and the weight change of one and of several optimizer steps. Every
+sample and, for each trained tensor, the gradient, the root of Adam's second moment after one step, and the weight
+change of one and of several steps. The moment shows the scale of the gradient that the optimizer used. Every
 step has all samples, so packed and padded runs can be compared.
 
 A tensor is kept as its norm and a count sketch (M. Charikar, K. Chen and M. Farach-Colton, ICALP 2002): every element
@@ -29,7 +30,7 @@ from ftbench.worker.measure.effective_config import innermost
 
 WIDTH = 1024  # sums of a sketch; a smaller tensor is kept unchanged
 POINTS = ("initial", "trained")
-CHANGES = ("gradient", "step", "steps")
+CHANGES = ("gradient", "moment", "step", "steps")
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
@@ -76,6 +77,8 @@ class Levels(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step = (state.global_step - 1) % self._period  # it is counted already
         if step == 1:
+            states = innermost(self._loop.optimizer).state
+            self._keep("moment", {name: _moment(states.get(p, {}), p) for name, p in self._parameters.items()})
             self._keep("step", self._change())
         if step == self._steps:
             self._keep("steps", self._change())
@@ -156,6 +159,14 @@ def _only(row: dict[str, Any], sample: int | None) -> dict[str, Any]:
         inside = slice(ends[sample] - row["lengths"][sample], ends[sample])
         labels[inside] = row["labels"][inside]
     return {**row, "labels": labels}
+
+
+def _moment(state: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
+    """Return the root of Adam's second moment; zeros if an optimizer has none in 16 or 32 bits."""
+    kept = state.get("exp_avg_sq")
+    return (
+        kept.float().sqrt() if type(kept) is torch.Tensor and kept.is_floating_point() else torch.zeros_like(parameter)
+    )
 
 
 def _plain(value: Any) -> Any:
