@@ -52,7 +52,7 @@ def plan_of(folder: Path, *recipes: Contender, every_control: bool = False, seed
     return ParityPlan(recipes, seeds, every_control, Options(folder, None))
 
 
-def learn(folder: Path, seed: int = 1, steps: int = 500, size: int = 16) -> Path:
+def learn(folder: Path, seed: int = 1, steps: int = 600, size: int = 16) -> Path:
     """Train a tiny Qwen3 on the tasks with wrong answers for half of the symbols, which LoRA then has to correct.
     Return its folder."""
     import torch
@@ -71,7 +71,7 @@ def learn(folder: Path, seed: int = 1, steps: int = 500, size: int = 16) -> Path
         batch = samples[start : start + size]
         ids, labels = ([torch.tensor(getattr(each, part)) for each in batch] for part in ("ids", "labels"))
         labels = pad(labels, batch_first=True, padding_value=-100)
-        labels = torch.where(labels % 2 == 1, 0, labels)
+        labels = torch.where(labels % 2 == 1, (labels + 2) % CONFIG["vocab_size"], labels)
         mask = pad([torch.ones_like(each) for each in ids], batch_first=True)
         loss = model(input_ids=pad(ids, batch_first=True), attention_mask=mask, labels=labels).loss
         loss.backward()
