@@ -198,7 +198,7 @@ class StepSum:
     @classmethod
     def of(cls, ideal: StepWork, names: Sequence[str]) -> StepSum:
         columns = {name: column for column, name in enumerate(names)}
-        groups = [*((weight * ideal.passes, terms) for weight, terms in ideal.groups), *ideal.generation]
+        groups = [(weight * ideal.passes, terms) for weight, terms in ideal.groups]
         device, host = (np.zeros((len(groups), len(names))) for _ in range(2))
         for row, (times, terms) in enumerate(groups):
             for name, value in terms.items():

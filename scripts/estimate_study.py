@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 from ftbench.core.hardware import find_gpu
-from ftbench.core.rows import StepRow
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.constants import Constants, constants
 from ftbench.estimate.memory.estimate import (
@@ -21,7 +20,7 @@ from ftbench.estimate.memory.estimate import (
     slack_basis_of,
 )
 from ftbench.estimate.time.timed_runs import is_outdated, recorded_spec
-from ftbench.estimate.workload.largest import BatchShape, Generation, Largest
+from ftbench.estimate.workload.largest import BatchShape, Largest
 from ftbench.estimate.workload.model import is_rough, shape_of
 from ftbench.estimate.workload.plan import plan_of
 from ftbench.families.vision import ImageSize
@@ -122,8 +121,6 @@ def largest_batch_of(run: RunDir, spec: Experiment) -> Largest | None:
     rows = [row for table in tables for row in table if row.padded_tokens and row.longest_sequence]
     if not rows:
         return None
-    if spec.objective.prompts:
-        return _largest_completions(spec, rows)
     passes = spec.train.gradient_accumulation_steps
     on = spec.optimizations
     flat = on.packing or on.padding_free
@@ -142,18 +139,6 @@ def largest_batch_of(run: RunDir, spec: Experiment) -> Largest | None:
     whole = all(row.real_tokens == row.padded_tokens == (row.samples or 0) * most for row in rows)
     filled = flat and on.fixed_shape and all((row.samples or 0) <= passes * spec.train.batch_size for row in rows)
     return Largest(batch, batch, padded, whole or filled, "as the run had it")
-
-
-def _largest_completions(spec: Experiment, rows: Sequence[StepRow]) -> Largest:
-    """Return the widest step of completions. The prompt's share of the width is known from the means only."""
-    row = max(rows, key=lambda row: row.padded_tokens or 0)
-    count, made, real = row.samples or spec.global_batch, row.label_tokens or 0, row.real_tokens or 0
-    width = -(-(row.padded_tokens or 0) // count)
-    tokens = max(-(-made // count), width - (real - made) // count)
-    padded = any((row.padded_tokens or 0) > (row.real_tokens or 0) for row in rows)
-    size = spec.train.batch_size
-    batch = BatchShape(size, width, size * tokens, generation=Generation(count, width - tokens, tokens))
-    return Largest(batch, batch, padded, not padded, "as the run had it")
 
 
 def rows(runs: Sequence[Measured], known: Constants) -> list[RunErrors]:

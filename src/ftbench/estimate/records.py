@@ -96,6 +96,5 @@ def _time_record(spec: Experiment, row: GpuEstimate, scope: Scope) -> dict[str, 
         "training_s": None if seconds is None else asdict(seconds),
         "joules": None if samples is None else asdict(time.joules_for(samples)), "watts": asdict(time.watts),
         "watts_source": time.watts_source, "gpus": time.gpus, "exposed_s": time.exposed_s,
-        "generation_s": time.generation_s,
         "cost": None if cost is None else asdict(cost),
     }  # fmt: skip

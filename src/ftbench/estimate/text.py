@@ -103,7 +103,7 @@ def _on_gpus(launch: Launch) -> str:
 
 
 def _largest(spec: Experiment, largest: int | None) -> str:
-    every = largest and not spec.objective.prompts and largest == spec.dataset.samples
+    every = largest and largest == spec.dataset.samples
     return f"{largest} (all samples)" if every else str(largest or "")
 
 
@@ -127,8 +127,6 @@ def _time_details(row: GpuEstimate) -> list[str]:
     each = "the" if time.gpus == 1 else "each"
     return ["", text_table(["", ""], [
         ("step", _band(time.step_s, units.seconds)),
-        *([("generation", f"{units.seconds(time.generation_s)} of the step, before its first forward pass")]
-          if time.generation_s else []),
         ("lengths", f"{time.lengths}; {units.percent(time.padding)} padding"),
         *([("", "so these times are upper bounds: a short run on this data measures its lengths")]
           if time.upper_bound else []),

@@ -11,7 +11,6 @@ from ftbench.errors import SpecError
 from ftbench.estimate.memory import loss
 from ftbench.estimate.memory.capacity import RESERVE, Capacity, capacity
 from ftbench.estimate.memory.constants import Constants, constants
-from ftbench.estimate.memory.generation import CACHE
 from ftbench.estimate.memory.phases import GATHERED, MemoryCase, Parts, checkpoints_on_host, peak, phases
 from ftbench.estimate.memory.share import offloaded
 from ftbench.estimate.memory.weights import fetched_head, kept_by, on_host, optimizer_state, paged_state
@@ -195,12 +194,11 @@ def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float
 
     These are half of the activations if batches vary in shape, the loss's logits if the peak is in another phase, and
     the optimizer's temporary tensors if the backward pass leaves little room for them. Gathered weights use a separate
-    stream, whose blocks no other tensor can use. A cache that grows with each token leaves blocks of many sizes."""
+    stream, whose blocks no other tensor can use."""
     loss_only = named["loss"]["logits"] / GIB if phase != "loss" else 0.0
     temporary = named["optimizer step"]["one step"] / GIB if basis["optimizer_share"] else 0.0
     gathered = max(parts.get(GATHERED, 0.0) for parts in named.values()) / GIB
-    grown = VARYING_MOST * max(parts.get(CACHE, 0.0) for parts in named.values()) / GIB
-    return max(VARYING_MOST * basis["varying_share"], loss_only, temporary, gathered, grown)
+    return max(VARYING_MOST * basis["varying_share"], loss_only, temporary, gathered)
 
 
 def verdict_of(allocated: Band, device: Band, has: Capacity) -> Verdict:
@@ -221,7 +219,7 @@ def _spread(case: MemoryCase, known: Constants) -> float:
     unseen = plan.attention == "flash" or plan.mxfp4 or unsloths or family not in MEASURED
     unseen |= plan.streamed or bool(plan.in_backward)
     unseen |= (plan.compiled and (plan.full or plan.quantised)) or "torchao" in plan.optimizer or plan.graphed
-    unseen |= plan.loss in ("pairs", "completions")  # no committed run trains them: compared with recorded peaks
+    unseen |= plan.loss == "pairs"  # no committed run trains them: compared with recorded peaks
     if case.sharding.gpus > 1 and case.sharding.name not in known.strategies:
         return SHARDED_SPREAD
     return UNSEEN_SPREAD if unseen else known.allocated_range

@@ -1,6 +1,5 @@
 """Find the largest batch that fits, and cache memory estimates: GPUs differ only in their capacity."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,8 +27,7 @@ class MemoryCache:
         """Return the known estimates of a spec by batch size."""
         capability = capability_of(gpu)
         passes = spec.train.gradient_accumulation_steps
-        together = passes if spec.objective.prompts else passes > 1
-        train = (spec.train.optimizer, spec.train.precision, together, spec.objective)
+        train = (spec.train.optimizer, spec.train.precision, passes > 1, spec.objective)
         launch = (spec.launch.gpus, spec.launch.strategy, spec.launch.tp, spec.launch.offload)
         kind = (cublas_workspace(capability or MODERN), capability is not None and capability >= MODERN)
         return self._known.setdefault(
@@ -50,25 +48,17 @@ class MemoryCache:
     ) -> int | None:
         """Return the largest train.batch_size that fits, or None if the smallest does not.
 
-        It is at most the number of samples and `most`, and a step has full groups of completions. With `likely`, return
-        the largest that is expected to fit, without margins: the start of a search."""
+        It is at most the number of samples and `most`. With `likely`, return the largest that is expected to fit,
+        without margins: the start of a search."""
         has, curve = capacity(gpu, self._total), self._curve(spec, gpu)
-        group, passes = spec.objective.group, spec.train.gradient_accumulation_steps
-        unit = group // math.gcd(group, passes)
 
         def needed(estimate: MemoryEstimate) -> float:
             return estimate.device.expected if likely else estimate.device.high
 
-        known = {size // unit: needed(estimate) for size, estimate in curve.items() if size % unit == 0}
+        known = {size: needed(estimate) for size, estimate in curve.items()}
         room = has.usable - (0 if likely else has.margin) + RESERVE
-        samples = spec.dataset.samples
-        if samples and spec.objective.prompts:  # of a step
-            samples = samples * group // passes
-        most = min(MOST_BATCH, most, samples or most) // unit
-        if not most:
-            return None
-        units = _largest_within(most, lambda size: needed(self._of(curve, spec, gpu, size * unit)), room, known)
-        return units and units * unit
+        most = min(MOST_BATCH, most, spec.dataset.samples or most)
+        return _largest_within(most, lambda size: needed(self._of(curve, spec, gpu, size)), room, known)
 
 
 def largest_batch(spec: Experiment, gpu: Gpu | float, *, likely: bool = False, **options: Any) -> int | None:

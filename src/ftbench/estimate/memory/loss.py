@@ -43,10 +43,7 @@ def logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
 
     Pairs: the logits of all positions exist in the head's type and, under autocast, also in float32 (accelerate). Then
     their gradient is added, and autograd copies it without the last position. The reference's logits exist at the same
-    time, while trl computes its metrics of the chosen answers. Completions: the same holds for the logits of their
-    positions and of the position before, but the reference's logits are freed by then."""
-    if plan.loss == "completions":
-        return _completion_logits(model, plan, batch)
+    time, while trl computes its metrics of the chosen answers."""
     if plan.loss == "pairs":
         return _pair_logits(model, plan, batch)
     if plan.loss == "unsloth":
@@ -66,13 +63,6 @@ def _pair_logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> fl
     made = kept + (plan.compute if plan.autocast else 0)
     both = kept + max(made, kept + kept * batch.labels / batch.tokens / 2) if plan.reference != "none" else 0
     return float(batch.tokens * model.vocab * max(both, made, 2 * kept))
-
-
-def _completion_logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    kept = FLOAT if plan.autocast else plan.compute
-    made = kept + (plan.compute if plan.autocast else 0)
-    before = batch.labels + batch.rows
-    return float(model.vocab * max(made * before, kept * (before + batch.labels)))
 
 
 def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:

@@ -3,7 +3,7 @@ sum."""
 
 from dataclasses import dataclass
 
-from ftbench.estimate.memory import generation, images, layer, loss, share, transient, weights
+from ftbench.estimate.memory import images, layer, loss, share, transient, weights
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.estimate.workload.sharding import SINGLE, Sharding
@@ -52,7 +52,6 @@ def resident(case: MemoryCase) -> Parts:
         "gradients": trained * part.gradients if case.keeps_gradients else 0.0,
         "workspace": case.workspace + kept + share.ddp_buckets(part, trained),
         "pixels": images.pixels(model.vision, case.batch) if model.vision else 0.0,
-        "completions": generation.tokens(case.batch.generation),
     }
 
 
@@ -180,8 +179,6 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
         "backward, embedding": end | {"gradients": grads, "cast weights": cast, "tied gradients": twice},
         "optimizer step": base | {GATHERED: 0.0, "gradients": left, "one step": step},
     }  # fmt: skip
-    before = base | {"gradients": 0.0, "cast weights": cast}
-    named |= {phase: before | parts for phase, parts in generation.phases(model, plan, batch).items()}
     return _stepped_in_backward(case, named, held | {"hidden states": tail}) if plan.in_backward else named
 
 

@@ -18,7 +18,6 @@ from ftbench.estimate.time.history import Correction, RunHistory
 from ftbench.estimate.time.rates import Ceilings, Step, ideal, limits_of, step
 from ftbench.estimate.time.timed_runs import TimedRun, settings_of
 from ftbench.estimate.workload.batches import batches_of, concatenates, per_step
-from ftbench.estimate.workload.lengths import Lengths
 from ftbench.estimate.workload.model import check_modelled, is_rough
 from ftbench.estimate.workload.plan import plan_of
 from ftbench.estimate.workload.sharding import rank_batch, sharding_of
@@ -59,9 +58,9 @@ class DurationEstimate:
 
     A step has `samples` samples and `tokens` real tokens; `padding` is the share of padded positions. `start_s` are the
     seconds until the first steady step, `first_s` those that the first step takes longer, `watts` the power of one GPU.
-    `parts` are the device's terms of the step in seconds. `exposed_s` is the part that waits for other GPUs, and
-    `generation_s` the part that generates completions. `bound` is `GPU`, `host` (the GPU waits for Python) or
-    `images` (for image processing). `basis` is MEASURED, SCALED, OTHER or SHEET, and `confidence` explains it."""
+    `parts` are the device's terms of the step in seconds. `exposed_s` is the part that waits for other GPUs.
+    `bound` is `GPU`, `host` (the GPU waits for Python) or `images` (for image processing). `basis` is MEASURED, SCALED,
+    OTHER or SHEET, and `confidence` explains it."""
 
     step_s: Band
     samples: float
@@ -79,7 +78,6 @@ class DurationEstimate:
     parts: dict[str, float] = field(default_factory=dict)
     gpus: int = 1
     exposed_s: float = 0.0
-    generation_s: float = 0.0
 
     def seconds_for(self, samples: float) -> Band:
         """Return the wall seconds for this many samples, including the start."""
@@ -163,9 +161,9 @@ def estimate_duration(
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
         *_start(spec, shape, same), watts, source, bound, basis, confidence,
-        *_lengths(spec, lengths),
+        lengths.source, lengths.upper_bound,
         dict(modelled.parts) | {name: value for name, value in waits.items() if value},
-        sharding.gpus, exposed, seconds * modelled.generation / modelled.seconds,
+        sharding.gpus, exposed,
     )  # fmt: skip
 
 
@@ -189,17 +187,6 @@ def _links(spec: Experiment) -> str:
     gpus, nodes = spec.launch.gpus, spec.launch.nodes
     between = f", taking links between {nodes} machines to be as fast as within one" if nodes > 1 else ""
     return f"; communication of {gpus} GPUs from their links{between}" if gpus > 1 else ""
-
-
-def _lengths(spec: Experiment, lengths: Lengths) -> tuple[str, bool]:
-    """Return the source of the lengths, and whether they are upper bounds, as completions of open length are."""
-    objective: Any = spec.objective
-    if not objective.prompts:
-        return lengths.source, lengths.upper_bound
-    each = units.some(objective.max_completion_length, "token")
-    if objective.fixed_length:
-        return f"prompts {lengths.source}; completions of {each}", lengths.upper_bound
-    return f"prompts {lengths.source}; completions of at most {each}", True
 
 
 def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape, config: dict[str, Any] | None) -> float:
@@ -230,8 +217,6 @@ def _judged(spec: Experiment, gpu: Gpu, same: Sequence[TimedRun], near: Correcti
         how = f"scaled from {units.some(near.runs, 'run')} with other settings on this GPU"
         return modelled * near.factor, OTHER, how
     learned = read_facts("durations.yaml")["gpus"]
-    if spec.objective.prompts:
-        return modelled, SHEET, f"{limits.source} only: no run of objective {spec.objective.name} on this GPU"
     if unlike:
         return modelled, SHEET, f"{limits.source} only: no run of this mixture of experts and step"
     if gpu.name in learned:

@@ -13,10 +13,9 @@ from typing import Any
 
 from ftbench.core.hardware import Gpu
 from ftbench.errors import SpecError
-from ftbench.estimate.time.generation import step_work
 from ftbench.estimate.time.rates import Step, ideal, limits_of, shipped_coefficients, step
 from ftbench.estimate.time.timed_runs import StepKey, TimedRun, settings_of, step_key, timed_runs
-from ftbench.estimate.time.work import StepWork
+from ftbench.estimate.time.work import StepWork, step_work
 from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.images import lengths_with_images
 from ftbench.estimate.workload.lengths import Lengths, lengths_of
@@ -103,7 +102,7 @@ class RunHistory:
             alike = (run for run in self.runs if run.spec.objective.name == objective.name)
             recorded = ((run.spec.dataset, run.described) for run in alike)
             self._lengths[key] = _lengths_with_images(spec, config) or lengths_of(
-                spec.dataset, recorded, spec.model, objective.pairs, objective.prompts
+                spec.dataset, recorded, spec.model, objective.pairs
             )
         return self._lengths[key]
 
@@ -148,8 +147,6 @@ class RunHistory:
         own, size = settings_of(spec), math.log(modelled.seconds)
         for each in self.observations(gpu):
             other = each.run
-            if other.spec.objective.prompts != spec.objective.prompts:  # generation resembles no other step
-                continue
             same_side = each.modelled.host_bound == modelled.host_bound
             distance = abs(size - math.log(each.modelled.seconds)) / 2
             distance += _MODEL * (spec.model.id != other.spec.model.id) + _SIDE * (not same_side)

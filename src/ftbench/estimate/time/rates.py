@@ -40,7 +40,6 @@ _FORWARD = 0.3
 # passes, optimizer states in the backward pass. The step waits for the rest of the copy.
 WEIGHTS, STATES = "offload.weights", "offload.states"
 OVERLAPS = {WEIGHTS: (_FORWARD, 1 - _FORWARD), STATES: (1 - _FORWARD,)}
-GENERATION = "generation"  # the time before the first forward pass, and its term for reading the weights
 HOST_OPERATIONS_S = 1e5  # Python operations and kernel launches per second; the coefficient corrects it
 
 
@@ -76,7 +75,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds of one optimizer step, `generation` of them before its first forward pass.
+    """Seconds of one optimizer step.
 
     `device` and `host` are the times of each by itself. `parts` by term add up to `device`. If `host_bound`, the GPU
     waits for Python for most of the step, and if `by_images`, Python spends this time on images."""
@@ -87,7 +86,6 @@ class Step:
     parts: Mapping[str, float]
     host_bound: bool
     by_images: bool = False
-    generation: float = 0.0
 
 
 def ceilings(gpu: Gpu, precision: str, store: Path | None = None) -> Ceilings:
@@ -183,10 +181,8 @@ def ideal(work: StepWork, limits: Ceilings) -> StepWork:
     def seconds(terms: Mapping[str, float]) -> dict[str, float]:
         return {name: amount / rates[name] for name, amount in terms.items()}
 
-    groups, generation = (
-        tuple((weight, seconds(terms)) for weight, terms in weighed) for weighed in (work.groups, work.generation)
-    )
-    return StepWork(groups, work.passes, seconds(work.update), generation)
+    groups = tuple((weight, seconds(terms)) for weight, terms in work.groups)
+    return StepWork(groups, work.passes, seconds(work.update))
 
 
 @lru_cache(maxsize=256)
@@ -203,8 +199,7 @@ def _rates(limits: Ceilings) -> dict[str, float]:
 
 
 def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
-    """Return the time of a step: for each micro-batch and for generation the slower of device and host, plus the
-    update."""
+    """Return the time of a step: for each micro-batch the slower of device and host, plus the update."""
     parts: dict[str, float] = defaultdict(float)
     device = host = images = seconds = 0.0
     for weight, terms in ideal_step.groups:
@@ -219,15 +214,7 @@ def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
             parts[name] += value
         device, host, seconds = device + on_device, host + started, seconds + max(on_device, started)
         images += read
-    generation = 0.0
-    for times, terms in ideal_step.generation:
-        spent = {name: coefficients[name] * value * times for name, value in terms.items()}
-        started = spent.pop("host")
-        on_device = sum(spent.values())
-        parts[GENERATION] += on_device
-        device, host, generation = device + on_device, host + started, generation + max(on_device, started)
-    seconds += generation
     for name, value in ideal_step.update.items():
         parts[name] += (spent_once := coefficients[name] * value)
         device, seconds = device + spent_once, seconds + spent_once
-    return Step(seconds, device, host, dict(parts), host > device, images > host / 2, generation)
+    return Step(seconds, device, host, dict(parts), host > device, images > host / 2)

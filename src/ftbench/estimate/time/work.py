@@ -32,7 +32,7 @@ _FUSED_OPS: dict[Fused, float] = {"off": 1.0, "augmented": 16 / 42, "separate": 
 # Bytes per logit: written in 16 bits, read and written in float32, and their gradient. For our loss by its passes,
 # eager and compiled (worker/optimizations/chunked_loss.py).
 _LOGIT, _OUR_LOGIT, _OUR_LOGIT_COMPILED = 20, 36, 12
-# Pairs and completions: written in 16 bits, cast, read by trl's kernel and its metrics, the gradient written, copied
+# Pairs: written in 16 bits, cast, read by trl's kernel and its metrics, the gradient written, copied
 # and cast. The reference: written, cast and read.
 _PAIR_LOGIT, _REFERENCE_LOGIT = 44, 12
 # Bytes per element of a cast to 8 bits: read for the maximum, read, written; eager mode casts to float32 first. With
@@ -76,18 +76,16 @@ class StepWork:
     """The work of an optimizer step.
 
     It has `passes` micro-batches. Each group of similar size has a weight and amounts by term. `update` happens once.
-    `generation` describes the work before the first forward pass: the number of repetitions and the amounts of each.
     Amounts are FLOPs for `products` and `attention` (8-bit ones in `products.fp8`), bytes over the link to the host for
     `offload`, operations of the host for `host`, and bytes of GPU memory for the others."""
 
     groups: tuple[tuple[float, Mapping[str, float]], ...]
     passes: int
     update: Mapping[str, float]
-    generation: tuple[tuple[float, Mapping[str, float]], ...] = ()
 
 
 def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> StepWork:
-    """Return the work of an optimizer step without generation."""
+    """Return the work of an optimizer step."""
     plan = plan_of(spec, shape.model)
     groups = tuple((batch.weight, _micro_step(spec, plan, shape, batch)) for batch in batches)
     return StepWork(groups, spec.train.gradient_accumulation_steps, update(spec, shape))
@@ -158,7 +156,7 @@ def _products(
     layers = (
         flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul) + references * 2 * matmul.base
     )
-    once = spec.optimizations.liger or spec.optimizations.chunked_loss or plan.loss in ("pairs", "completions")
+    once = spec.optimizations.liger or spec.optimizations.chunked_loss or plan.loss == "pairs"
     heads = n if plan.loss == "pairs" else batch.labels
     head = heads * (flops.head_per_token(matmul) + (references if once else 1) * 2 * matmul.head)
     experts = n * (4 + 2 * again + 2 * references + 2 * plan.full) * shape.expert_matmul
@@ -204,9 +202,8 @@ def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: B
 
 def _logits(spec: Experiment, plan: TrainingPlan, batch: Batch) -> tuple[str, float]:
     """Return the term of the loss, and its bytes per word of the vocabulary."""
-    if plan.loss in ("pairs", "completions"):
-        count = batch.positions if plan.loss == "pairs" else batch.labels
-        return "logits.chunked", count * (_PAIR_LOGIT + _references(plan) * _REFERENCE_LOGIT)
+    if plan.loss == "pairs":
+        return "logits.chunked", batch.positions * (_PAIR_LOGIT + _references(plan) * _REFERENCE_LOGIT)
     bytes_ = (_OUR_LOGIT_COMPILED if plan.compiled else _OUR_LOGIT) if spec.optimizations.chunked_loss else _LOGIT
     # trl's loss also computes entropy and accuracy
     return f"logits.{'trl' if plan.loss == 'trl' else 'chunked'}", batch.labels * bytes_

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ftbench.estimate.workload.lengths import Lengths
 from ftbench.spec.batches import length_windows, packed
@@ -31,8 +31,7 @@ class Layout:
     Rows are concatenated (`flat`), also until they are full (`packing`), or padded to one shape (`fixed`). Samples have
     similar lengths (`grouping`) or are sorted by length, longest first (`ordered`). `seen` is the number of samples
     that a limit on steps leaves. The attention kernel knows sample boundaries (`boundaries`), or gets no mask for
-    padding (`unmasked`). A sample has `sequences` rows. For objectives with prompts, the rows are all prompts of a
-    step."""
+    padding (`unmasked`). A sample has `sequences` rows."""
 
     size: int
     max_length: int
@@ -51,8 +50,6 @@ def layout_of(spec: Experiment) -> Layout:
     on, train, data, unsloth = spec.optimizations, spec.train, spec.dataset, spec.method.name == "unsloth"
     flat = on.packing or on.padding_free or concatenates(spec)
     size, passes = train.batch_size * spec.objective.sequences, train.gradient_accumulation_steps
-    if spec.objective.prompts:
-        size, passes = -(-spec.global_batch // spec.objective.group), 1
     seen = None if train.max_steps is None else train.max_steps * size * passes
     # unsloth drops the mask of a batch that is padded on the right: a causal kernel never looks there
     return Layout(
@@ -80,7 +77,7 @@ class Batch:
 
     `positions` include padding. `square` is the number of query-key pairs per layer without a window. If `masked`,
     attention computes all pairs with a mask instead of the causal half. Rows hold `joined` samples one after the other.
-    An encoder reads `patches` of images in `tiles`. The model generates `made` positions per sample, one by one."""
+    An encoder reads `patches` of images in `tiles`."""
 
     weight: float
     samples: float
@@ -92,28 +89,16 @@ class Batch:
     joined: float = 0.0
     patches: float = 0.0
     tiles: float = 0.0
-    made: float = 0.0
 
 
 def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
     """Return the micro-batches of a spec in at most CLASSES groups of similar size."""
     groups = _batches(lengths, layout_of(spec))
-    if spec.objective.prompts:
-        return tuple(_answered(spec, prompts) for prompts in groups)
     if not lengths.patches:
         return groups
     return tuple(
         replace(each, patches=each.samples * lengths.patches, tiles=each.samples * lengths.tiles) for each in groups
     )
-
-
-def _answered(spec: Experiment, prompts: Batch) -> Batch:
-    """Return the completions of a micro-batch at their maximum length; `prompts` are those of a step."""
-    objective: Any = spec.objective
-    size, made = spec.train.batch_size, float(objective.max_completion_length)
-    width, real = (each / prompts.samples + made for each in (prompts.positions, prompts.real))
-    masked = width > real or not objective.fixed_length
-    return Batch(prompts.weight, size, size * width, size * real, size * made, size * width**2, masked, made=made)
 
 
 def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
@@ -135,9 +120,7 @@ def mean_batch(
         return Batch(1.0, samples, positions, real, labels, positions**2, padded or samples > 1)
     masked = padded and spec.method.name != "unsloth"
     square = positions**2 / (samples * spec.objective.sequences)
-    # completions: at least the mean, and the rest of a row after the mean prompt
-    made = max(labels, positions - real + labels) / samples if spec.objective.prompts else 0.0
-    return Batch(1.0, samples, positions, real, labels, square, masked, made=made)
+    return Batch(1.0, samples, positions, real, labels, square, masked)
 
 
 @lru_cache(maxsize=4096)

@@ -5,9 +5,7 @@ It is exact for synthetic data and a bound for real data."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-from ftbench.core.units import some
 from ftbench.estimate.workload.batches import Layout, layout_of
 from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import FileLengths, expected_longest, file_basis, file_lengths, sample_lengths
@@ -20,26 +18,15 @@ _UNLIKELY = 0.05  # probability that the longest sample is shorter than at the l
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """Generated completions of a step: `rows` of `tokens` each, after `prompt` positions."""
-
-    rows: int
-    prompt: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class BatchShape:
     """The largest batch as the model sees it.
 
-    It has `rows` of `length` positions, `labels` with loss, and the size of its images. `generation` describes the
-    generated completions of the step, of which the batch is a part."""
+    It has `rows` of `length` positions, `labels` with loss, and the size of its images."""
 
     rows: int
     length: int
     labels: int
     images: ImageSize = NOTHING
-    generation: Generation | None = None
 
     @property
     def tokens(self) -> int:
@@ -64,8 +51,6 @@ class Largest:
 def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
     """Return the largest batch of a spec by positions; `vision` describes the model's image encoder."""
     file = _file(spec)
-    if spec.objective.prompts:
-        return _answered(spec, _largest(spec.dataset, layout_of(spec), file))
     if vision is not None and (known := known_samples(spec, vision)) is not None:
         return _largest_with_images(known, layout_of(spec))
     return _largest(spec.dataset, layout_of(spec), file)
@@ -75,22 +60,8 @@ def _file(spec: Experiment) -> FileLengths | None:
     """Return the lengths of the spec's file, or None if there is no readable file."""
     if spec.dataset.name not in ("file", "sample"):
         return None
-    counted = file_lengths(spec.dataset, spec.model, spec.objective.pairs, spec.objective.prompts)
+    counted = file_lengths(spec.dataset, spec.model, spec.objective.pairs)
     return None if isinstance(counted, str) or max(counted.values) == SHORTEST else counted  # no known text
-
-
-def _answered(spec: Experiment, prompts: Largest) -> Largest:
-    """Return the batch of completions at their maximum length, padded to the longest prompt of the step."""
-    objective: Any = spec.objective
-    rows, tokens = spec.train.batch_size, objective.max_completion_length
-
-    def answered(prompt: int) -> BatchShape:
-        made = Generation(spec.global_batch, prompt, tokens)
-        return BatchShape(rows, prompt + tokens, rows * tokens, generation=made)
-
-    padded = prompts.padded or not objective.fixed_length
-    basis = f"{prompts.basis}; completions of at most {some(tokens, 'token')}"
-    return Largest(answered(prompts.expected.length), answered(prompts.most.length), padded, not padded, basis)
 
 
 @lru_cache(maxsize=1024)

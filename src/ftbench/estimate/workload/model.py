@@ -20,6 +20,11 @@ def check_modelled(spec: Experiment) -> None:
     This concerns other methods, other frameworks with their best settings, and settings of unsloth that were not
     measured."""
     method, on = spec.method, spec.optimizations
+    if spec.objective.prompts:
+        raise SpecError(
+            f"objective {spec.objective.name} has no formula for memory and time: train a few steps with "
+            "`ftbench run SPEC --set train.max_steps=5`"
+        )
     if spec.launch.settings == "best":
         raise SpecError(
             f"launch.settings best of {spec.launch.framework} has no formula: estimate with "

@@ -9,7 +9,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Full, Lora, Qlora, Trained, Unsloth
 from ftbench.spec.optimizations.compute import DELAYED, KERNEL_FAMILIES
 
-Loss = Literal["trl", "chunked", "liger", "unsloth", "pairs", "completions"]
+Loss = Literal["trl", "chunked", "liger", "unsloth", "pairs"]
 Attention = Literal["sdpa", "masked", "eager", "flash", "varlen"]
 Checkpointing = Literal["off", "full", "selective", "offload", "unsloth"]
 Fused = Literal["off", "augmented", "separate"]
@@ -39,7 +39,7 @@ class TrainingPlan:
     in place. fused: how fused_lora multiplies adapters. lean: compiled layers recompute everything except products.
     triton: our kernels run between the products. whole_mlp: they keep no product of the gate. streamed: frozen weights
     are in host memory. attention: `masked` is sdpa with a mask, for padding or several samples per row. reference: the
-    reference of a dpo or grpo step."""
+    reference of a dpo step."""
 
     full: bool = False
     quantised: bool = False
@@ -170,9 +170,6 @@ def _check(spec: Experiment, model: ModelShape) -> None:
     """Raise SpecError for a model that an optimization or objective does not support."""
     if spec.optimizations.triton_kernels and model.family not in KERNEL_FAMILIES:
         raise SpecError(f"optimizations.triton_kernels does not support {model.family}: set it to off")
-    if spec.objective.prompts and model.vision:
-        raise SpecError(f"objective {spec.objective.name} supports text only, and {spec.model.id} reads images: choose "
-                        "another model")  # fmt: skip
 
 
 def _whole_mlp(spec: Experiment, model: ModelShape) -> bool:
@@ -251,8 +248,8 @@ def _attention(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -
 
 
 def _loss(spec: Experiment) -> Loss:
-    if spec.objective.pairs or spec.objective.prompts:
-        return "pairs" if spec.objective.pairs else "completions"
+    if spec.objective.pairs:
+        return "pairs"
     if spec.method.name == "unsloth":
         return "unsloth"
     if spec.optimizations.chunked_loss:
