@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import runpy
 import shutil
@@ -69,12 +70,16 @@ def test_a_finished_cell_is_not_repeated_and_only_small_files_are_kept(tmp_path,
 
 
 def test_a_whole_run_counts_the_first_steps_as_they_were_and_the_rest_at_the_steady_rate(tmp_path):
-    run = RunDir(make_run(tmp_path, "a", steps(20, 1.0, 21.0, noise=0.0)).path)
+    """A step that took ten times as long counts once."""
+    rows = steps(20, 1.0, 21.0, noise=0.0)
+    late = [dataclasses.replace(row, elapsed_time_sec=row.elapsed_time_sec + 9) for row in rows[10:]]
+    late[0] = dataclasses.replace(late[0], step_time_s=10.0)
+    run = RunDir(make_run(tmp_path, "a", [*rows[:10], *late]).path)
     summary = read_json(run.summary)
     tokens = sum(row.real_tokens for row in TEXT["read_steps"](run.steps)[0])
     summary["dataset"] = {"tokens": {"total": 3 * tokens}}
     write_json(run.summary, summary)
-    seconds = 21.0 + 19 * 1.0 + 2 * tokens / summary["tokens_per_s"]["real"]
+    seconds = 21.0 + 19 * 1.0 + 9 + 2 * tokens / 8192
     assert TEXT["whole_run"](run) == pytest.approx(3600 * 1000 / seconds, rel=1e-3)
 
 
