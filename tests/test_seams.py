@@ -17,7 +17,7 @@ from ftbench.cluster.ray import RaySlot
 from ftbench.errors import FtbenchError
 from ftbench.facts import architectures
 from ftbench.families import FAMILIES, describe, vision
-from ftbench.launch.launchers import LAUNCHERS, Launcher, launcher_of
+from ftbench.launch.checks import LAUNCHERS, Launcher, launcher_of
 from ftbench.report.formats import FORMATS, format_of
 from ftbench.spec.experiment import Experiment, Launch, resolve
 from ftbench.sweep.gpu_slots import GpuSlot, LocalSlot

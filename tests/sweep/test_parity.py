@@ -10,8 +10,7 @@ import pytest
 import parity_runs
 from ftbench.spec.batches import packed as rows_of
 from ftbench.spec.batches import synthetic_lengths
-from ftbench.spec.controls import GRADED
-from ftbench.spec.experiment import Experiment, resolve
+from ftbench.spec.experiment import GRADED, Experiment, resolve
 from ftbench.store import rundir
 from ftbench.sweep import verdict
 from ftbench.sweep.output.parity import ParityTables

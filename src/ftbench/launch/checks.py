@@ -1,21 +1,53 @@
-"""Checks before a run starts: this machine, installed packages, files, and free disk space."""
+"""Launchers (everything that can train a spec), and checks before a run starts: machine, packages, files, disk."""
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ftbench.errors import MissingError, SpecError
-from ftbench.launch.launchers import launcher_of
+from ftbench.launch import frameworks, mock, trl
 from ftbench.launch.ranks import too_many
 from ftbench.spec.datasets import check_file
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.frameworks import FRAMEWORKS
 from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.objectives import reward_problem
-from ftbench.store.rundir import first_gpu
+from ftbench.store.rundir import RunDir, first_gpu
 
 MINIMUM_FREE_BYTES = 32 * 2**20
+
+
+class Launcher(Protocol):
+    """A module of this package that turns a spec into the command that trains it."""
+
+    def refusals(self, spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
+        """Return why the spec cannot run on a GPU of this compute capability (None: no GPU)."""
+
+    def check_installed(self, spec: Experiment) -> None:
+        """Raise MissingError with the command to type if a package is missing. Import nothing."""
+
+    def devices(self, spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
+        """Return the GPUs that the spec uses, as in machine.json. `visible` is CUDA_VISIBLE_DEVICES."""
+
+    def command(self, spec: Experiment, run: RunDir) -> list[str]:
+        """Return the command that trains in a run directory with a spec.json."""
+
+    def environment(self, inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
+        """Return the environment of the command."""
+
+
+LAUNCHERS: dict[str, Launcher] = {"trl": trl, "mock": mock, **dict.fromkeys(FRAMEWORKS, frameworks)}
+
+
+def launcher_of(spec: Experiment) -> Launcher:
+    """Return the launcher of a spec."""
+    return LAUNCHERS[spec.launch.framework if spec.launch.mock == "off" else "mock"]
+
+
+def command_of(spec: Experiment, run: RunDir) -> list[str]:
+    return launcher_of(spec).command(spec, run)
 
 
 def check(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from ftbench.core.rows import RunSummary
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import checks, hub, outcome, process, ranks
-from ftbench.launch.launchers import command_of, launcher_of
+from ftbench.launch.checks import command_of, launcher_of
 from ftbench.launch.progress import Progress, Watchdog
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve

@@ -14,7 +14,7 @@ from ftbench.report.data.cells import Cell
 from ftbench.report.data.collect import Record, collect
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.report.document import Report, Section
-from ftbench.spec.controls import DAMAGED, RECORDED
+from ftbench.spec.experiment import DAMAGED, RECORDED
 from ftbench.store.summary import PROFILED
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from ftbench.report.data.axes import PLAIN
 from ftbench.report.data.cells import SAMPLES, TOKENS, Cell, Run
 from ftbench.report.data.facts import CARD, COMMIT, CPU, LIMIT
 from ftbench.report.data.groups import named
-from ftbench.spec.controls import DAMAGED, RECORDED
+from ftbench.spec.experiment import DAMAGED, RECORDED
 from ftbench.store.rundir import NOT_FINITE
 from ftbench.store.summary import PROFILED, SHARED
 

@@ -13,7 +13,6 @@ from ftbench.core.rows import FIELDS, LATER, RunSummary
 from ftbench.core.table import folded
 from ftbench.core.units import reworded
 from ftbench.errors import FtbenchError, SpecError
-from ftbench.profile.profile_table import document_of, run_text
 from ftbench.report.answer import rank_text
 from ftbench.report.card import card
 from ftbench.report.data import groups
@@ -30,6 +29,12 @@ _MAX_NAMED = 5  # runs in a message
 _MUCH_PADDING, _MUCH_IDLE = 0.1, 0.15  # shares of the computed positions and of a step
 _DATA = ("loader_processes", "image_cache")  # optimizations for data-bound runs
 _BATCH, _ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
+
+
+def _profile_table() -> Any:
+    from ftbench.profile import profile_table  # imported late: few runs have a profile
+
+    return profile_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,7 @@ class Shown:
     def text(self) -> str:
         """Return the card, the profile if there is one, and the verdict."""
         known = {name: value for name, value in self.summary.items() if name in FIELDS | LATER}
-        profile = run_text(self.run)
+        profile = _profile_table().run_text(self.run) if self.run.profile.is_dir() else ""
         return "\n".join([card(RunSummary(**known), self.run), *([f"\n{profile}\n"] if profile else []), self.ending()])
 
     def ending(self) -> str:
@@ -89,7 +94,8 @@ def shown(run: RunDir, records: Sequence[Record] = ()) -> Shown:
     """Return a run with its verdict and suggestions. `records` are the runs of its report, to rank it."""
     summary = read_summary(run)
     rank = rank_text(str(run.path), groups.cells_of(groups.runs_of(records))) if records else ""
-    verdict, bound = _profile_verdict(document) if (document := document_of(run)) else (_verdict(summary), None)
+    document = _profile_table().document_of(run) if run.profile.is_dir() else None
+    verdict, bound = _profile_verdict(document) if document else (_verdict(summary), None)
     return Shown(run, summary, verdict, rank, suggestions(run, {**summary, "bound": bound or summary.get("bound")}))
 
 

@@ -1,14 +1,15 @@
 """Lengths of samples with images, and the tokens and tiles of their images."""
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ftbench.core.data_files import FileRows, image_problem, orientation, read_file
 from ftbench.errors import SpecError
 from ftbench.estimate.workload.lengths import DRAWN, MOST_SAMPLES, Lengths, file_lengths
 from ftbench.families.vision import NOTHING, ImageSize, VisionShape
@@ -16,6 +17,9 @@ from ftbench.spec.batches import CAPTION, picture_sizes, synthetic_lengths
 from ftbench.spec.datasets import Dataset, named_row
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import open_plain_file
+
+if TYPE_CHECKING:
+    from ftbench.core.data_files import FileRows
 
 _COLUMNS = ("image", "images")
 _TURNS = ("messages", "conversations", "prompt", "completion")
@@ -134,6 +138,8 @@ def _of_file(dataset: Dataset, model: Any, vision: VisionShape, longest: int) ->
     counted = file_lengths(dataset, model)
     if isinstance(counted, str):
         return None
+    from ftbench.core.data_files import read_file
+
     rows = read_file(Path(dataset.path))
     positions = range(0, len(rows), -(-len(rows) // MOST_SAMPLES))
     pairs = [(at, _images(rows[at], dataset), text) for at, text in zip(positions, counted.values, strict=True)]
@@ -150,6 +156,8 @@ def _shown(
     try:
         return _sample(vision, [_size_of(image, rows.folder) for image in images], text, longest)
     except Exception as error:  # noqa: BLE001 - decoders of broken files raise anything
+        from ftbench.core.data_files import image_problem
+
         why = image_problem(error)
         raise SpecError(f"dataset: {rows.where(at)}: its image cannot be read ({why})") from None
 
@@ -168,6 +176,8 @@ def _images(row: dict[str, Any], dataset: Dataset) -> list[Any]:
 def _size_of(image: Any, folder: Path) -> Sides:
     """Return the upright size from the header of an image file."""
     from PIL import Image
+
+    from ftbench.core.data_files import orientation
 
     source = image.get("bytes") or image.get("path") if isinstance(image, dict) else image
     file = BytesIO(source) if isinstance(source, bytes) else open_plain_file(folder / str(source), MOST_BYTES)

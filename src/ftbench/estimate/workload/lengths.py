@@ -3,6 +3,8 @@
 They are exact for synthetic data. Otherwise they come from runs on the same data, from a local file (with the model's
 tokenizer if available), or from the known mean of the data set."""
 
+from __future__ import annotations
+
 import math
 import os
 import random
@@ -12,16 +14,18 @@ from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ftbench.core.data_files import FileRows, read_file
-from ftbench.core.data_formats import Example
 from ftbench.errors import FtbenchError
 from ftbench.facts import SAMPLE
 from ftbench.spec.batches import SHORTEST, synthetic_lengths
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Model
 from ftbench.store.machine import cache_dir
+
+if TYPE_CHECKING:
+    from ftbench.core.data_files import FileRows
+    from ftbench.core.data_formats import Example
 
 MOST_SAMPLES = 4096  # samples of an estimate; more change the mean of a batch by about 1 %
 DRAWN = 20_000  # samples whose lengths are drawn; with more, the longest follows from the distribution
@@ -164,6 +168,7 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
     """Return the lengths of a file's rows, or the reason why it cannot be read.
 
     Count both sequences of `pairs`, and only the questions of `prompts`."""
+    from ftbench.core.data_files import read_file  # imported late: most estimates read no file
     from ftbench.spec.datasets import row_example, row_format  # rarely needed
 
     path = Path(dataset.path or SAMPLE)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ftbench.report import formats
 from ftbench.report.document import Table
-from ftbench.spec.controls import CONTROLS
+from ftbench.spec.experiment import CONTROLS
 from ftbench.spec.reading import as_text
 from ftbench.store import rundir
 from ftbench.sweep import verdict

@@ -10,8 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ftbench.spec.ablation import with_changes
-from ftbench.spec.controls import GRADED, OF_ADAPTERS
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import GRADED, OF_ADAPTERS, Experiment
 from ftbench.store.rundir import NOT_FINITE, read_json, write_json
 from ftbench.sweep import verdict
 from ftbench.sweep.gradients import agreement

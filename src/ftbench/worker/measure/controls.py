@@ -1,4 +1,4 @@
-"""Damage a training on purpose. `spec/controls.py` describes the values of `measure.control`."""
+"""Damage a training on purpose. `spec/experiment.py` describes the values of `measure.control`."""
 
 from collections.abc import Callable
 from functools import partial

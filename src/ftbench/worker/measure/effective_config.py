@@ -13,8 +13,7 @@ import torch
 from ftbench.core.flops import MatmulShape, VisionMatmulShape
 from ftbench.core.units import GIB, percent
 from ftbench.families import vision as families
-from ftbench.spec.controls import DAMAGED, RECORDED
-from ftbench.spec.experiment import Experiment
+from ftbench.spec.experiment import DAMAGED, RECORDED, Experiment
 from ftbench.worker import parallel
 from ftbench.worker.device import device as own_device
 from ftbench.worker.model.parts import base_model, decoder_layers, part_of, plain_tensors
