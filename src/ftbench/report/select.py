@@ -125,8 +125,10 @@ def _text(record: Record, column: Column) -> str:
 
 
 def _known(record: Record, column: Column) -> bool:
+    """Return whether a run is sorted by a value. Figures of contended runs are not valid, so these come last."""
     value = _value(record, column)
-    return value not in (None, "") and value == value
+    disturbed = isinstance(value, float) and record.get("contention.contended")
+    return value not in (None, "") and value == value and not disturbed
 
 
 def _rank(record: Record, column: Column) -> tuple[bool, float, str]:

@@ -151,8 +151,8 @@ def estimate_duration(
         seconds += exposed + offloaded + flushes
         confidence += _links(spec)
         confidence += "; its memory is full, so the allocator flushes its cache" if flushes else ""
-    if contended := history.contended[gpu.name]:
-        confidence += f"; without {units.some(contended, 'contended run')}"
+    if left_out := [units.some(count, why) for (name, why), count in history.invalid.items() if name == gpu.name]:
+        confidence += f"; without {' and '.join(left_out)}"
     spread = _spread(spec, basis, modelled.host_bound, unlike)
     waits = {COMMUNICATION: exposed, OFFLOADED: offloaded, FLUSHES: flushes}
     watts, source = _watts(spec, gpu, same, history.on(gpu), modelled, offloaded)

@@ -54,7 +54,7 @@ class Correction:
 
 
 class RunHistory:
-    """The runs of a results folder at `path`, without contended ones, which are only counted per GPU.
+    """The runs of a results folder at `path`, without invalid ones, which are only counted per GPU.
 
     The folder also holds probes. `coefficients` of the time model are the shipped ones unless given. Results are kept
     between calls, because `recommend` needs the same GPU and spec many times."""
@@ -62,8 +62,8 @@ class RunHistory:
     def __init__(
         self, path: Path | None = None, runs: Sequence[TimedRun] = (), coefficients: Mapping[str, float] | None = None
     ) -> None:
-        self.path, self.runs = path, [run for run in runs if not run.contended]
-        self.contended = Counter(run.gpu for run in runs if run.contended)
+        self.path, self.runs = path, [run for run in runs if not run.invalid]
+        self.invalid = Counter((run.gpu, run.invalid) for run in runs if run.invalid)
         self.coefficients = coefficients or shipped_coefficients()
         self._observations: dict[Gpu, list[Observation]] = {}
         self._work: dict[Any, tuple[TrainableShape, StepWork]] = {}

@@ -20,6 +20,8 @@ from ftbench.spec.methods import Unsloth
 from ftbench.spec.optimizations import Optimizations, switched_on
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
+from ftbench.store.steps import has_nan
+from ftbench.store.summary import read_summary
 
 # What changes how long a step takes; names, seeds, learning rates and the number of steps do not.
 StepKey = tuple[Any, ...]
@@ -44,7 +46,7 @@ class TimedRun:
 
     `step_s` is the mean steady step in seconds; `samples` and real `tokens` are per step. `start_s` are the seconds
     before the first steady step, `watts` the mean power of one GPU, `described` the `dataset` section of the summary.
-    The speed of a `contended` run is not valid, because other processes used the machine."""
+    `invalid` is the reason why its speed is not valid, for example `contended run`."""
 
     run_id: str
     spec: Experiment
@@ -58,7 +60,7 @@ class TimedRun:
     key: StepKey
     settings: Settings
     tokens: float
-    contended: bool = False
+    invalid: str = ""
     limit_w: float | None = None
 
 
@@ -157,10 +159,18 @@ def timed_run(run: RunDir) -> TimedRun | None:
             sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None,
             watts and watts / spec.launch.gpus, summary["dataset"], _mean_batch(summary, spec, seconds),
             step_key(spec), settings_of(spec), summary["tokens_per_s"]["real"] * seconds,
-            bool(summary.get("contention", {}).get("contended")), limited.watts if limited else None,
+            _invalid(run, summary), limited.watts if limited else None,
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError):  # not a summary of ftbench
         return None
+
+
+def _invalid(run: RunDir, summary: dict[str, Any]) -> str:
+    """Return why the speed of a run is not valid: other processes used the machine, or its numbers diverged."""
+    if summary.get("contention", {}).get("contended"):
+        return "contended run"
+    suspect = has_nan(run.steps) or summary.get("learning", {}).get("state") == rundir.NOT_FINITE
+    return "diverged run" if suspect and read_summary(run)["state"] != "ok" else ""
 
 
 def is_steady(summary: dict[str, Any]) -> bool:
