@@ -65,8 +65,8 @@ def test_with_wide_nothing_is_left_out(ftbench, monkeypatch, tmp_path):
     spec = tmp_path / "spec.yaml"
     spec.write_text(SPEC)
     call = ["recommend", spec, "--gpu", "H200 SXM"]
-    assert "hidden columns" in ftbench(*call)[1]
-    assert "hidden columns" not in ftbench(*call, "--wide")[1]
+    assert "more column" in ftbench(*call)[1]
+    assert "more column" not in ftbench(*call, "--wide")[1]
 
 
 def test_the_end_of_a_sweep_is_ranked_and_has_a_row_for_all_repeats(ftbench, tmp_path):

@@ -39,7 +39,7 @@ def terminal_width() -> int | None:
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
     """Return aligned lines, separated by newlines.
 
-    Words are wrapped until each line fits. If that is not enough, the last columns are hidden and named in a note.
+    Words are wrapped until each line fits. If that is not enough, the last columns are hidden and counted in a note.
     Columns are never hidden if a heading is empty.
 
     Args:
@@ -55,8 +55,8 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
     if width is not None and all(names):
         kept = next((count for count in range(kept, 2, -1) if _total(least[:count]) <= width), min(2, kept))
     text = _drawn(names[:kept], cells, _UNLIMITED if width is None else max(width, _total(least[:kept])))
-    hidden = ", ".join(name.removeprefix(">") for name in names[kept:])
-    return f"{text}\n{folded(f'hidden columns: {hidden} (use --wide)', width)}" if hidden else text
+    hidden = len(names) - kept
+    return f"{text}\n{hidden} more column{'s' * (hidden > 1)}: use --wide" if hidden else text
 
 
 def _drawn(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_WORDS = ("name", "model", "weights", "GPU", "data", "with", "method", "state", "where it fails", "note")
+_WORDS = ("name", "recipe", "model", "weights", "GPU", "data", "with", "method", "state", "where it fails", "note")
 
 
 ANSWER = "answer"  # the key of the section that a report begins with

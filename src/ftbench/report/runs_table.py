@@ -22,7 +22,7 @@ _SHOWN = ("model", "dataset", "method", "train.batch_size", "train.gradient_accu
 MOST_NAMED = 4  # run numbers in a note
 _FIGURE = re.compile(r"\d+([.,]\d+)*")
 Subject = TypeVar("Subject")
-NUMBER, NAME, LABEL = "#", "name", "label"
+NUMBER, NAME, LABEL = "#", "recipe", "label"
 
 # The first figures come before the state, so that a narrow terminal shows them.
 FIGURES = (
@@ -86,10 +86,19 @@ def _figures(records: Sequence[Record]) -> dict[str, list[str]]:
         column.heading: [_figure(record, column) for record in records] for column in FIGURES
         if column.source not in _OPTIONAL or any(record.get(column.source) is not None for record in records)
     }  # fmt: skip
-    first = {heading: figures.pop(heading) for heading in list(figures)[:_FIRST_FIGURES]}
+    first = {heading: figures.pop(heading) for heading in list(figures)[:_FIRST_FIGURES]} | _costs(records)
     merged = {RUNS: [str(record[RUNS]) for record in records]} if any(RUNS in record for record in records) else {}
     states = [state_of(record) for record in records]
     return first | ({"state": states} if set(states) != {"ok"} else {}) | merged | figures
+
+
+def _costs(records: Sequence[Record]) -> dict[str, list[str]]:
+    """Return the price of a thousand samples by renting, else by owning, if a price file was given."""
+    for way in ("rent", "owned"):
+        prices, currency = f"cost.{way}.per_1k_samples", f"cost.{way}.currency"
+        if any(record.get(prices) is not None for record in records):
+            return {"1k samples": [units.money(record.get(prices), record.get(currency) or "") for record in records]}
+    return {}
 
 
 def _batches(records: Sequence[Record]) -> list[str]:

@@ -45,16 +45,12 @@ _HEADING = {
 }  # fmt: skip
 _TITLES = {OPTIMIZATIONS: "optimization", RECIPE: "recipe"}
 _EXACT = 0.0005
-_FIRST = ("speed", "samples/h", "peak GiB", "loss", "also differs", "state")  # the leftmost columns
+_FIRST = ("speed", "peak GiB", "loss", "samples/h", "also differs", "state")  # the leftmost columns
 TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "grad norm", "also differs", "state", "name")
 NOTE = (
-    "Changes are relative to the baseline, with 95 % intervals in brackets. ≈ means not distinguishable, ? means no "
-    "interval (one run per side with fewer than six steady steps, or a figure without repeats). With several runs, the "
-    "interval comes from the spread between them, and the spread between repeats counts as one more run. With one "
-    "run per side, it comes from the steps and the spread between repeats, and the result is at most likely. Results "
-    "apply to these machines, not to others of the same kind. Loss is the difference of the mean loss per label token "
-    "over the same samples. Energy is that of the GPU, per sample. Samples are real tokens over the mean length of the "
-    "data. First steps are separated by the state of the compiler's cache; break-even uses a cold one if available."
+    "Changes are relative to the baseline, with 95 % intervals. ≈: not distinguishable; likely: one run per side; "
+    "?: no interval. Loss is compared over the same samples, energy is that of the GPU per sample. docs/explanation/"
+    "comparisons.md explains intervals and losses."
 )
 
 
