@@ -67,6 +67,11 @@ def balanced(costs: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[i
     return best(0, stages)[1]
 
 
+def bounds(split: Sequence[int], stages: Sequence[int]) -> tuple[list[int], bool, bool]:
+    """Return the indices of the layers of some stages, and whether they have the embedding and the head."""
+    return [at for stage in stages for at in layers_of(split, stage)], 0 in stages, len(split) - 1 in stages
+
+
 def layers_of(split: Sequence[int], stage: int) -> range:
     """Return the indices of a stage's layers."""
     return range(*list(pairwise([0, *accumulate(split)]))[stage])

@@ -206,7 +206,8 @@ class RunSummary:
     parts_s: dict[str, float | None] = field(default_factory=dict, metadata=_LATER)
     # several ranks: `count`; `spread` (`lowest`, `highest`) of values that are the worst rank's; `memory_gb` per rank
     # (allocated, reserved, device); `token_skew`: share of a step that the mean rank waits for the rank with the
-    # most positions; real `tokens_per_s_per_gpu`: the rate of all ranks divided by their count
+    # most positions; real `tokens_per_s_per_gpu`: the rate of all ranks divided by their count; pp: `layers` of each
+    # stage, and the `bubble`: the share of a pass that the mean rank waits for other stages
     ranks: dict[str, Any] = field(default_factory=dict, metadata=_LATER)
     # `images` and `tiles` per second; empty without images
     images_per_s: dict[str, float | None] = field(default_factory=dict, metadata=_LATER)

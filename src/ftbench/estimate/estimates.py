@@ -178,7 +178,10 @@ def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experi
     if how != "none" and count == 1:
         raise SpecError(f"--strategy {how}: needs several GPUs: add --gpus 2, or remove it")
     offload = spec.launch.offload if how == spec.launch.strategy else "none"
-    shared = on_gpus(spec, count, how, offload)
+    try:
+        shared = on_gpus(spec, count, how, offload)
+    except ValueError:
+        raise SpecError(f"--strategy {how}: {count} GPUs cannot be divided like this: give another --gpus") from None
     if refused := strategies.incompatibilities(shared):
         raise SpecError(*refused)
     return shared

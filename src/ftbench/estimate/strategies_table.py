@@ -16,7 +16,7 @@ from ftbench.estimate.recommend.candidates import Way, switched_off
 from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.model import shape_of
-from ftbench.estimate.workload.sharding import MESH, STRATEGIES, counts, on_gpus, problem, shared_how
+from ftbench.estimate.workload.sharding import STRATEGIES, counts, fewest, on_gpus, problem, shared_how
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch
 
@@ -53,8 +53,9 @@ def rows(
     """Return a row for one GPU, and for each strategy on 2, 4, ... and `most` GPUs.
 
     The spec's offloading is kept if the strategy supports it."""
+    mesh = {"tp+fsdp": 2 * (spec.launch.tp or 1)}
     pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts(most)[1:]
-                            if strategy != "tp+fsdp" or count > (spec.launch.tp or MESH))]  # fmt: skip
+                            if count >= max(fewest(strategy), mesh.get(strategy, 2)))]  # fmt: skip
     single = Way(on_gpus(spec, 1, "none"))
     ways = (single.on(on_gpus(spec, count, strategy, _offload(spec, strategy)).launch) for strategy, count in pairs)
     return [replace(_row(way, gpu, store, config, total), switched_off=switched_off(spec, way.spec)) for way in ways]

@@ -12,7 +12,7 @@ from ftbench.core.units import JOULES_PER_KWH, gibibytes
 from ftbench.estimate.memory.capacity import RESERVE
 from ftbench.estimate.memory.estimate import HOST, VERDICTS, Band, MemoryEstimate
 from ftbench.estimate.records import GpuEstimate, Scope, SizeRow, cost_of_1k, totals
-from ftbench.estimate.time.communication import COMMUNICATION, OFFLOADED
+from ftbench.estimate.time.communication import BUBBLE, COMMUNICATION, OFFLOADED
 from ftbench.estimate.time.duration import FLUSHES, DurationEstimate, epochs_samples
 from ftbench.estimate.time.rates import shipped_terms
 from ftbench.estimate.workload.sharding import shared_how
@@ -91,6 +91,7 @@ def _memory_details(memory: MemoryEstimate) -> str:
     lines = [
         text_table(["GiB", ">low", ">expected", ">high"], tiers), "",
         folded(f"heaviest batch: {count} x {length:,} positions ({memory.basis})"),
+        *([f"stages: {', '.join(map(gibibytes, memory.stages))} GiB; the largest:"] if memory.stages else []),
         f"peak: {memory.peak_phase}, mostly {memory.peak_term}", _bars(memory.parts),
         *([f"host memory: about {gibibytes(memory.host)} GiB"] if memory.host > HOST else []),
     ]  # fmt: skip
@@ -161,7 +162,7 @@ def _parts(time: DurationEstimate) -> str:
     terms = sorted(time.parts.items(), key=lambda pair: -pair[1])[:_SHOWN]
     words = {name: term.word for name, term in shipped_terms().items()}
     words |= {COMMUNICATION: "waiting for other GPUs", OFFLOADED: "waiting for the host's memory and optimizer"}
-    words |= {FLUSHES: "flushes of a full pool"}
+    words |= {FLUSHES: "flushes of a full pool", BUBBLE: "waiting for other stages"}
     return ", ".join(f"{words[name]} {units.percent(value / total, 0)}" for name, value in terms)
 
 

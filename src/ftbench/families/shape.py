@@ -179,7 +179,8 @@ class ModelShape:
     """A decoder with its `layers` in order. Compared by identity.
 
     `vocab` is the size of the vocabulary. Embedding and head may share a weight (`tied`). `vision` is the image
-    encoder. With `softcap` the logits pass a tanh. The head is one of `head_parts` if several GPUs split it."""
+    encoder. With `softcap` the logits pass a tanh. The head is one of `head_parts` if several GPUs split it. `words` is
+    the size of the embedding if it differs from that of the head, as in the stages of a pipeline."""
 
     family: str
     hidden: int
@@ -189,6 +190,7 @@ class ModelShape:
     vision: VisionShape | None = None
     softcap: bool = False
     head_parts: int = 1
+    words: int | None = None
 
     @cached_property
     def kinds(self) -> tuple[tuple[Layer, int], ...]:
@@ -208,10 +210,10 @@ class ModelShape:
     @cached_property
     def parameters(self) -> dict[str, int]:
         """Parameters by part; a tied head counts 0."""
-        words = self.vocab * self.hidden
-        head = words // self.head_parts
+        words = self.vocab * self.hidden if self.words is None else self.words
+        head = self.vocab * self.hidden // self.head_parts
         parts = {part: sum(layer.parameters[part] * count for layer, count in self.kinds) for part in PARTS[1:6]}
-        final = parts.pop("norm") + self.hidden
+        final = parts.pop("norm") + (self.hidden if self.vocab else 0)
         return {"embedding": head if self.tied else words, **parts, "norm": final, "head": 0 if self.tied else head}
 
     @cached_property
@@ -245,15 +247,19 @@ class ModelShape:
         """Parameters of the largest layer."""
         return max(sum(layer.parameters.values()) for layer, _ in self.kinds)
 
+    @cached_property
+    def costs(self) -> list[int]:
+        """The parameters that multiply a token: of each layer and, last, of the head."""
+        sizes = (sum(layer.parameters.values()) for layer in self.layers)
+        idle = (layer.expert_matrices * (each.count - each.active) // each.count if (each := layer.experts) else 0
+                for layer in self.layers)  # fmt: skip
+        return [*(size - unused for size, unused in zip(sizes, idle, strict=True)), self.vocab * self.hidden]
+
     def split(self, stages: int) -> tuple[int, ...]:
-        """Return the number of layers of equally slow stages. Only the experts that a token visits count."""
-        sizes = [sum(layer.parameters.values()) for layer in self.layers]
-        costs = [
-            size - (layer.expert_matrices * (each.count - each.active) // each.count if (each := layer.experts) else 0)
-            for size, layer in zip(sizes, self.layers, strict=True)
-        ]
+        """Return the number of layers of equally slow stages."""
         words = self.vocab * self.hidden
-        return pipeline.balanced([*costs, words], [words, *sizes, words], stages)
+        sizes = [words, *(sum(layer.parameters.values()) for layer in self.layers), words]
+        return pipeline.balanced(self.costs, sizes, stages)
 
     def weight_bytes(self, width: float, mxfp4: bool = False) -> float:
         """Return the bytes of all weights with `width` bytes each.

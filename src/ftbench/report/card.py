@@ -107,6 +107,10 @@ def _ranks(summary: RunSummary) -> str:
     )
     skew = ranks.get("token_skew")
     parts += [f"{units.percent(skew)} of a step is spent waiting for the rank with the most tokens"] if skew else []
+    if layers := ranks.get("layers"):
+        parts.append(f"stages of {', '.join(map(str, layers))} layers")
+    bubble = ranks.get("bubble")
+    parts += [f"{units.percent(bubble)} of a pass is spent waiting for other stages"] if bubble else []
     return f"{ranks['count']}: " + ", ".join(parts)
 
 

@@ -10,6 +10,7 @@ from ftbench.spec.base import Float, Int, Part, Word
 from ftbench.spec.strategies import STRATEGIES
 
 MOST_GPUS = 1024
+_OFF = ("tp", "pp", "micro_batches", "split")  # keys that may be `off`
 
 
 def _patience(value: object) -> object:
@@ -109,7 +110,7 @@ class Launch(Part):
 
 def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
     """Return the section with the defaults that depend on other keys. Raise ValueError for an impossible mesh."""
-    launch = {key: None if key in ("tp", "pp") and value is False else value for key, value in launch.items()}  # `off`
+    launch = {key: None if key in _OFF and value is False else value for key, value in launch.items()}
     strategy = launch.get("strategy")
     if str(strategy).startswith("pp") or (strategy is None and launch.get("pp") is not None):
         return _stages(launch)

@@ -148,7 +148,7 @@ _Summary = _model(
     learning=_model("Learning", state=Text, first_step=Figure, count=Figure),
     contention=_model("Contention", _FiguresDocument, contended=bool),
     ranks=_model("Ranks", count=_need(Ranks), spread=_map(_Range | Empty), memory_gb=list[Figures],
-                 token_skew=Figure, tokens_per_s_per_gpu=Figure) | Empty,
+                 token_skew=Figure, tokens_per_s_per_gpu=Figure, layers=list[Count], bubble=Figure) | Empty,
 )  # fmt: skip
 
 # --- its profile, a sweep, a probe and a bundle ----------------------------------------------------------------------

@@ -108,6 +108,17 @@ def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
     return {"count": len(ranks), "spread": columns_spread, "memory_gb": memory, "token_skew": token_skew(ranks, warmup)}
 
 
+def stages(run: RunDir, count: int) -> dict[str, Any]:
+    """Return the pipeline of a run with `count` ranks: the layers of each stage and the `bubble`, empty without one.
+
+    The bubble is the share of the passes of a step in which the mean rank waits for other stages."""
+    parts = [read_json(run.of_rank(rank).applied).get("parallel", {}) for rank in range(count)]
+    waits = [part.get("waiting") for part in parts]
+    if not parts or "split" not in parts[0]:
+        return {}
+    return {"layers": parts[0]["split"], "bubble": _mean(waits)}
+
+
 def _peak(rows: Sequence[StepRow], name: str) -> float | None:
     return max((value for row in rows if (value := getattr(row, name)) is not None), default=None)
 

@@ -13,7 +13,7 @@ from ftbench.core.bottleneck import classify_bottleneck
 from ftbench.core.rows import FIELDS, SCHEMA, RunSummary, StepRow
 from ftbench.core.stats import total
 from ftbench.store import rates, run_warnings, rundir
-from ftbench.store.ranks import merge, read_ranks, spread
+from ftbench.store.ranks import merge, read_ranks, spread, stages
 from ftbench.store.rundir import KERNELS, RunDir, first_gpu, read_json, state_of
 from ftbench.store.steps import has_nan, read_steps
 
@@ -83,7 +83,7 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
     summary.loss = _losses(everything)
     summary.memory_gb = _memory(everything, train, warm, phases)
     summary.phases_s = _phases(phases, train, warm, state)
-    summary.ranks = spread(ranks, warm)
+    summary.ranks = spread(ranks, warm) | stages(run, len(ranks))
     summary.warnings += [*warnings, *rank_warnings]
     _learning(summary, everything, spec)
     if profiled(spec):  # the profiler slows steps and launches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -55,7 +56,7 @@ class MemoryEstimate:
     `parts` are the tensors at the peak by name; they add up to `allocated.expected`. `total` is the GPU's memory by its
     driver, and `device` includes the driver's own part, as NVML does. `usable` is available to processes, and `margin`
     of it stays free; `verdict` compares these. `host` is the host memory of the run per machine. `batch` is the largest
-    batch, rows x length, and `basis` is the source of its shape."""
+    batch, rows x length, and `basis` is the source of its shape. `stages` is the memory of each rank of a pipeline."""
 
     allocated: Band
     reserved: Band
@@ -71,6 +72,7 @@ class MemoryEstimate:
     phases: dict[str, float] = field(default_factory=dict)
     batch: tuple[int, int] = (1, 1)
     basis: str = ""
+    stages: tuple[float, ...] = ()
 
     @property
     def capacity(self) -> Capacity:
@@ -85,8 +87,9 @@ def estimate_memory(
     total: float | None = None,
     batch: Largest | None = None,
     known: Constants | None = None,
+    rank: int | None = None,
 ) -> MemoryEstimate:
-    """Return the memory of one GPU of a run.
+    """Return the memory of one GPU of a run; with pp the GPU that needs the most.
 
     Args:
         spec: The experiment; `launch` gives the number of GPUs.
@@ -95,10 +98,14 @@ def estimate_memory(
         total: GiB by the GPU's driver, if known.
         batch: The largest batch that a run had on one GPU.
         known: Constants, by default the shipped ones.
+        rank: A rank of the pipeline.
 
     Raises:
         SpecError: The shape of the model is not known."""
-    case, batch = _case(spec, gpu, config, batch)
+    if spec.launch.pp and rank is None:
+        more: dict[str, Any] = {"config": config, "total": total, "batch": batch, "known": known}
+        return _largest_stage([estimate_memory(spec, gpu, **more, rank=at) for at in range(spec.launch.pp)])
+    case, batch = _case(spec, gpu, config, batch, rank)
     try:
         named = phases(case)
         least, most = (_peak_of(case, named, batch, end) for end in (batch.least, batch.most))
@@ -110,21 +117,17 @@ def estimate_memory(
     phase, _ = peak(named)
     parts = {name: part * known.allocated_factor / GIB for name, part in named[phase].items() if part > 0}
     return MemoryEstimate(
-        allocated=allocated,
-        reserved=reserved,
-        device=device,
+        allocated, reserved, device,
         peak_phase=phase,
         peak_term=max(parts, key=lambda name: parts[name]),
-        total=has.total,
-        usable=has.usable,
-        margin=has.margin,
+        total=has.total, usable=has.usable, margin=has.margin,
         verdict=verdict_of(allocated, device, has),
         host=_host(case) / spec.launch.nodes,
         parts=parts,
         phases={name: sum(of.values()) * known.allocated_factor / GIB for name, of in named.items()},
         batch=(batch.expected.rows, batch.expected.length),
         basis=batch.basis,
-    )
+    )  # fmt: skip
 
 
 def _peak_of(case: MemoryCase, named: dict[str, Parts], batch: Largest, end: BatchShape | None) -> float:
@@ -132,6 +135,12 @@ def _peak_of(case: MemoryCase, named: dict[str, Parts], batch: Largest, end: Bat
     if end is None or end == batch.expected:
         return peak(named)[1]
     return peak(phases(replace(case, batch=rank_shape(end, case.sharding))))[1]
+
+
+def _largest_stage(stages: Sequence[MemoryEstimate]) -> MemoryEstimate:
+    """Return the rank of a pipeline that needs the most, with the memory of all."""
+    largest = max(stages, key=lambda stage: stage.device.expected)
+    return replace(largest, stages=tuple(stage.device.expected for stage in stages))
 
 
 def _host(case: MemoryCase) -> float:
@@ -142,7 +151,7 @@ def _host(case: MemoryCase) -> float:
 
 
 def _case(
-    spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None, batch: Largest | None
+    spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None, batch: Largest | None, rank: int | None = None
 ) -> tuple[MemoryCase, Largest]:
     """Return the run with its expected largest batch, and that batch.
 
@@ -150,7 +159,7 @@ def _case(
     capability = (gpu.compute_capability if isinstance(gpu, Gpu) else None) or MODERN
     spec = resolve(spec, capability)
     check_modelled(spec)
-    sharding = sharding_of(spec.launch)
+    sharding = replace(sharding_of(spec.launch), rank=rank)
     model = rank_model(shape_of(spec.model, config), sharding)
     batch = batch or largest(spec, model.vision)
     steady = batch.whole or spec.optimizations.fixed_shape or spec.optimizations.packing

@@ -28,10 +28,12 @@ class MemoryCache:
         capability = capability_of(gpu)
         passes = spec.train.gradient_accumulation_steps
         train = (spec.train.optimizer, spec.train.precision, passes > 1, spec.objective)
-        launch = (spec.launch.gpus, spec.launch.strategy, spec.launch.tp, spec.launch.offload)
+        launch = spec.launch.model_dump(
+            include={"gpus", "strategy", "tp", "offload", "pp", "micro_batches", "schedule"}
+        )
         kind = (cublas_workspace(capability or MODERN), capability is not None and capability >= MODERN)
         return self._known.setdefault(
-            (kind, spec.model, spec.dataset, spec.method, spec.optimizations, train, launch), {}
+            (kind, spec.model, spec.dataset, spec.method, spec.optimizations, train, *launch.values()), {}
         )
 
     def _of(self, curve: dict[int, MemoryEstimate], spec: Experiment, gpu: Gpu | float, size: int) -> MemoryEstimate:
@@ -48,17 +50,21 @@ class MemoryCache:
     ) -> int | None:
         """Return the largest train.batch_size that fits, or None if the smallest does not.
 
-        It is at most the number of samples and `most`. With `likely`, return the largest that is expected to fit,
+        It is at most the number of samples and `most`, and a multiple of the micro-batches of pp. With `likely`, return the largest that is expected to fit,
         without margins: the start of a search."""
         has, curve = capacity(gpu, self._total), self._curve(spec, gpu)
+        unit = spec.launch.micro_batches or 1
 
         def needed(estimate: MemoryEstimate) -> float:
             return estimate.device.expected if likely else estimate.device.high
 
-        known = {size: needed(estimate) for size, estimate in curve.items()}
+        known = {size // unit: needed(estimate) for size, estimate in curve.items() if size % unit == 0}
         room = has.usable - (0 if likely else has.margin) + RESERVE
-        most = min(MOST_BATCH, most, spec.dataset.samples or most)
-        return _largest_within(most, lambda size: needed(self._of(curve, spec, gpu, size)), room, known)
+        most = min(MOST_BATCH, most, spec.dataset.samples or most) // unit
+        if not most:
+            return None
+        units = _largest_within(most, lambda size: needed(self._of(curve, spec, gpu, size * unit)), room, known)
+        return units and units * unit
 
 
 def largest_batch(spec: Experiment, gpu: Gpu | float, *, likely: bool = False, **options: Any) -> int | None:

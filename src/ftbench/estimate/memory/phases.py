@@ -3,6 +3,7 @@ sum."""
 
 from dataclasses import dataclass
 
+from ftbench.core import pipeline
 from ftbench.estimate.memory import images, layer, loss, share, transient, weights
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan
@@ -31,7 +32,12 @@ class MemoryCase:
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients exist before the backward pass."""
-        return self.accumulates or self.plan.graphed or share.share(self.sharding).holds_gradients
+        return (
+            self.accumulates
+            or self.sharding.micro > 1
+            or self.plan.graphed
+            or share.share(self.sharding).holds_gradients
+        )
 
 
 def resident(case: MemoryCase) -> Parts:
@@ -52,7 +58,18 @@ def resident(case: MemoryCase) -> Parts:
         "gradients": trained * part.gradients if case.keeps_gradients else 0.0,
         "workspace": case.workspace + kept + share.ddp_buckets(part, trained),
         "pixels": images.pixels(model.vision, case.batch) if model.vision else 0.0,
+        "messages": _messages(case),
     }
+
+
+def _messages(case: MemoryCase) -> float:
+    """Return the buffers of a stage: hidden states of all micro-batches from the stage before, and their gradients from
+    the stage behind (torch, PipelineStage)."""
+    sharding, model = case.sharding, case.model
+    if sharding.pipeline == 1:
+        return 0.0
+    ends = (2 * pipeline.parts(sharding.schedule)) - (model.words != 0) - (model.vocab != 0)
+    return float(ends * sharding.micro * case.plan.stream * model.hidden * case.batch.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +196,9 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
         "backward, embedding": end | {"gradients": grads, "cast weights": cast, "tied gradients": twice},
         "optimizer step": base | {GATHERED: 0.0, "gradients": left, "one step": step},
     }  # fmt: skip
+    waiting = (acts.kept + acts.marks + tail * (model.vocab != 0)) * case.sharding.waiting
+    for phase in ("forward", "loss", "backward, last layer"):
+        named[phase] = named[phase] | {"other micro-batches": waiting}
     return _stepped_in_backward(case, named, held | {"hidden states": tail}) if plan.in_backward else named
 
 

@@ -21,13 +21,16 @@ SUB_GROUP = 10**9  # elements that ZeRO-3 updates at a time (DeepSpeed's default
 class Share:
     """The shares of weights, gradients and optimizer state on one GPU: 1 for all, 0 if they are in host memory.
 
-    `keeper` is the library that keeps copies of them. With `buckets` DDP also copies gradients."""
+    `keeper` is the library that keeps copies of them. With `buckets` DDP also copies gradients. Between the
+    micro-batches of a pipeline (`pipelined`) FSDP's weights and gradients are complete (torch,
+    backward_maybe_with_nosync)."""
 
     weights: float
     gradients: float
     optimizer: float
     keeper: Literal["torch", "deepspeed", "fsdp"] = "torch"
     buckets: bool = False
+    pipelined: bool = False
 
     @property
     def gathered(self) -> bool:
@@ -47,7 +50,11 @@ def share(sharding: Sharding) -> Share:
     Offloading moves the optimizer state with its gradients to host memory, and with `params` also the weights."""
     states, offload, part = sharding.states, sharding.offload, 1 / sharding.holders
     if states == "fsdp":
-        return Share(0.0, 0.0, 0.0, "fsdp") if offload == "params" else Share(part, part, part, "fsdp")
+        return (
+            Share(0.0, 0.0, 0.0, "fsdp")
+            if offload == "params"
+            else Share(part, part, part, "fsdp", pipelined=sharding.pipeline > 1)
+        )
     if not states.startswith("zero"):
         return Share(1.0, 1.0, 1.0, buckets=states == "ddp" and sharding.gpus > 1)
     stage = int(states.removeprefix("zero"))
@@ -154,6 +161,9 @@ def gathered(model: ModelShape, plan: TrainingPlan, part: Share) -> Gathered:
     if part.keeper != "fsdp":
         return _gathered_by_zero(model, plan)
     largest, c = model.largest_layer, float(plan.compute)
+    if part.pipelined:
+        there = c * model.total
+        return Gathered(there, there, there * (2 if plan.full else 1), there * (2 if plan.full else 1))
     embedding, head = model.parameters["embedding"], model.parameters["head"]
     kept = embedding if model.tied else 0
     by_itself = model.tied or (plan.loss == "chunked" and not plan.full)

@@ -11,7 +11,7 @@ from typing import Any
 from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.workload.model import shape_of
-from ftbench.estimate.workload.sharding import STRATEGIES, on_gpus, problem
+from ftbench.estimate.workload.sharding import fewest, on_gpus, problem
 from ftbench.facts import read_facts
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch, resolve
@@ -43,6 +43,8 @@ class Way:
         if launch is self.spec.launch or launch == self.spec.launch:
             return self
         spec = self.spec.model_copy(update={"launch": launch})
+        if launch.micro_batches:  # the batch is chosen later
+            spec = with_batch(spec, launch.micro_batches, spec.train.gradient_accumulation_steps)
         why = incompatibilities(spec)
         if off := {
             key: value for key, value in _EXTRAS.items() if any(line.startswith(f"measure.{key}:") for line in why)
@@ -65,7 +67,8 @@ class Way:
         capability = capability_of(gpu)
         if not self.spec.objective.prompts:
             smallest = self.sized(1, 2 if (effective or 1) > 1 else 1, capability)
-            return _divided(memory_cache.largest_batch(smallest, gpu, most=most) or 0, effective)
+            sizes = _divided(memory_cache.largest_batch(smallest, gpu, most=most) or 0, effective)
+            return [pair for pair in sizes if pair[0] % (self.spec.launch.micro_batches or 1) == 0]
         group = self.spec.objective.group
         if effective is None:
             sizes = _divided(memory_cache.largest_batch(self.sized(1, 1, capability), gpu, most=most) or 0, None)
@@ -109,7 +112,7 @@ def launches(spec: Experiment, gpus: int, config: dict[str, Any] | None = None) 
     model = shape_of(spec.model, config)
     shared = (
         on_gpus(spec, gpus, name, offload).launch
-        for name, strategy in strategies.STRATEGIES.items() if name in STRATEGIES
+        for name, strategy in strategies.STRATEGIES.items() if gpus >= fewest(name)
         for offload in ("none", *strategy.offloads)
     )  # fmt: skip
     return [launch for launch in shared if problem(model, launch) is None]

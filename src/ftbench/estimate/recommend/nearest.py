@@ -112,7 +112,7 @@ def changed_keys(spec: Experiment, other: Experiment) -> list[str]:
     for section in ("train", "optimizations", "launch", "measure"):
         old, new = (getattr(each, section).model_dump(mode="json") for each in (spec, other))
         changed = {key: value for key, value in new.items() if value != old[key]}
-        if section == "launch" and changed and spec.launch.tp:
+        if section == "launch" and changed and spec.launch.tp and not other.launch.pp:
             changed |= _mesh(other.launch)
         sets += [f"{section}.{key}={'off' if value is None else as_text(value)}" for key, value in changed.items()]
     return sets

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from operator import add
 
+from ftbench.core import pipeline
 from ftbench.estimate.time.rates import Ceilings
 from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.plan import TrainingPlan, plan_of
@@ -16,7 +17,7 @@ from ftbench.estimate.workload.sharding import Sharding, sharding_of
 from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.spec.experiment import Experiment
 
-COMMUNICATION, OFFLOADED = "communication", "offloaded"  # the names of the terms
+COMMUNICATION, OFFLOADED, BUBBLE = "communication", "offloaded", "bubble"  # the names of the terms
 HALF, FLOAT = 2, 4  # bytes of gathered weights and activations; of FSDP's trained weights
 DDP_BUCKET = 25 * 2**20  # bytes of gradients per message (torch, bucket_cap_mb); the last one does not overlap
 CALL_S = 20e-6  # seconds per collective
@@ -63,6 +64,8 @@ def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -
         sent += _of_layers(sharding.tensor, 2 * len(shape.model.layers), plan, shape, positions, passes)
     if sharding.experts > 1:
         sent += _of_layers(sharding.experts, shape.moe_layers, plan, shape, positions, passes)
+    if sharding.pipeline > 1:
+        sent += _of_stages(sharding, shape, positions, passes)
     return sent + _of_sequences(spec.launch.strategy, sharding, plan, shape, positions, passes)
 
 
@@ -111,6 +114,15 @@ def _of_layers(
     times = 2 + {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)
     each = 2 * (parts - 1) / parts * positions * shape.model.hidden * HALF
     return Traffic(waited=times * calls * each, calls=times * calls * passes)
+
+
+def _of_stages(sharding: Sharding, shape: TrainableShape, positions: float, passes: int) -> Traffic:
+    """Return the hidden states that a stage sends on, and their gradients that it sends back.
+
+    They overlap with computation, except for the first and last micro-batches of a pass."""
+    sent = 2 * pipeline.parts(sharding.schedule) * positions * shape.model.hidden * HALF
+    waited = sent * min(1.0, (sharding.pipeline - 1) / sharding.micro)
+    return Traffic(sent - waited, waited, 2 * passes * (sharding.pipeline - 1))
 
 
 def _of_sequences(

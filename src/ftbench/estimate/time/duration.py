@@ -13,7 +13,14 @@ from ftbench.core.hardware import Gpu, capability_of
 from ftbench.estimate.memory.estimate import Band, estimate_memory
 from ftbench.estimate.memory.share import kept_as, share
 from ftbench.estimate.memory.weights import optimizer_step
-from ftbench.estimate.time.communication import COMMUNICATION, OFFLOADED, exposed_seconds, offloaded_seconds, traffic
+from ftbench.estimate.time.communication import (
+    BUBBLE,
+    COMMUNICATION,
+    OFFLOADED,
+    exposed_seconds,
+    offloaded_seconds,
+    traffic,
+)
 from ftbench.estimate.time.history import Correction, RunHistory
 from ftbench.estimate.time.rates import Ceilings, Step, ideal, limits_of, step
 from ftbench.estimate.time.timed_runs import TimedRun, settings_of
@@ -147,14 +154,15 @@ def estimate_duration(
     seconds, basis, confidence = _judged(spec, gpu, same, near, real, modelled.seconds, limits, unlike)
     offloaded = offloaded_seconds(sent, limits)
     flushes = 0.0 if same else _flushes(spec, gpu, shape, config)
+    bubble = 0.0 if basis == MEASURED else seconds * sharding.bubble / (1 - sharding.bubble)
+    waits = {COMMUNICATION: exposed, OFFLOADED: offloaded, FLUSHES: flushes, BUBBLE: bubble}
     if basis != MEASURED:
-        seconds += exposed + offloaded + flushes
+        seconds += sum(waits.values())
         confidence += _links(spec)
         confidence += "; its memory is full, so the allocator flushes its cache" if flushes else ""
     if left_out := [units.some(count, why) for (name, why), count in history.invalid.items() if name == gpu.name]:
         confidence += f"; without {' and '.join(left_out)}"
     spread = _spread(spec, basis, modelled.host_bound, unlike)
-    waits = {COMMUNICATION: exposed, OFFLOADED: offloaded, FLUSHES: flushes}
     watts, source = _watts(spec, gpu, same, history.on(gpu), modelled, offloaded)
     own = modelled.host_bound and modelled.seconds > exposed + offloaded  # not waiting for other GPUs
     bound = ("images" if modelled.by_images else "host") if own else "GPU"

@@ -87,6 +87,7 @@ def step_key(spec: Experiment) -> StepKey:
         (train.batch_size, train.gradient_accumulation_steps, train.optimizer, train.precision),
         spec.optimizations,
         (launch.framework, launch.settings, launch.gpus, launch.nodes, launch.strategy, launch.tp, launch.offload),
+        (launch.pp, launch.micro_batches, launch.schedule, launch.split),
     )
 
 

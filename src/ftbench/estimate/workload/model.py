@@ -30,11 +30,6 @@ def check_modelled(spec: Experiment) -> None:
             f"launch.settings best of {spec.launch.framework} has no formula: estimate with "
             "--set launch.settings=plain, or train a few steps with --set train.max_steps=5"
         )
-    if spec.launch.pp:
-        raise SpecError(
-            f"launch.strategy {spec.launch.strategy} has no formula: estimate with --strategy fsdp, or train a few "
-            "steps with --set train.max_steps=5"
-        )
     if not method.adapters and method.name != "full":
         raise SpecError(
             f"method {method.name} has no formula for memory and time: train a few steps with "

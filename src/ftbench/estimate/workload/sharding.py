@@ -5,14 +5,13 @@ from functools import lru_cache
 from math import ceil
 from typing import get_args
 
+from ftbench.core import pipeline
 from ftbench.estimate.workload.batches import Batch
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.families.shape import Experts, Layer, Linear, ModelShape, Norm
 from ftbench.spec.experiment import Experiment, Launch
 
-STRATEGIES: tuple[str, ...] = tuple(
-    name for name in get_args(Launch.model_fields["strategy"].annotation) if not name.startswith("pp")
-)
+STRATEGIES: tuple[str, ...] = get_args(Launch.model_fields["strategy"].annotation)
 
 # transformers' tensor parallel plans (base_model_tp_plan): split by outputs, and split by inputs.
 _BY_OUTPUTS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
@@ -27,7 +26,8 @@ class Sharding:
 
     `states` shards weights, gradients and optimizer state over the `holders` (none, ddp, fsdp, zero1, zero2, zero3),
     and `offload` moves some of them to the host. The products of each layer are split into `tensor` parts, the experts
-    into `experts`, and each sequence into `sequence`. `data` is the number of different batches per step."""
+    into `experts`, and each sequence into `sequence`. `data` is the number of different batches per step. The layers
+    are split over `pipeline` GPUs, of which this is the `rank` (None: the slowest), and a batch into `micro` parts."""
 
     gpus: int = 1
     name: str = "none"
@@ -36,15 +36,32 @@ class Sharding:
     tensor: int = 1
     experts: int = 1
     sequence: int = 1
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    micro: int = 1
+    split: tuple[int, ...] | None = None
+    rank: int | None = None
 
     @property
     def data(self) -> int:
-        return self.gpus // (self.tensor * self.experts * self.sequence)
+        return self.holders // self.sequence
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which a GPU of a pipeline waits for the others."""
+        return pipeline.bubble(self.schedule, self.pipeline, self.micro) if self.pipeline > 1 else 0.0
+
+    @property
+    def waiting(self) -> float:
+        """The micro-batches whose activations a GPU keeps, beyond the one that it computes."""
+        if self.pipeline == 1:
+            return 0.0
+        return pipeline.in_flight(self.schedule, self.pipeline, self.micro, self.rank or 0) - 1
 
     @property
     def holders(self) -> int:
         """The number of GPUs that shard the states of one model part."""
-        return self.gpus // (self.tensor * self.experts)
+        return self.gpus // (self.tensor * self.experts * self.pipeline)
 
 
 SINGLE = Sharding()
@@ -55,6 +72,11 @@ def sharding_of(launch: Launch) -> Sharding:
     gpus, strategy = launch.gpus, launch.strategy
     if gpus == 1:
         return SINGLE
+    if launch.pp is not None:
+        parts = strategy.split("+")
+        states = "fsdp" if "fsdp" in parts else "ddp" if "ddp" in parts else "none"
+        return Sharding(gpus, strategy, states, tensor=launch.tp or 1, pipeline=launch.pp, schedule=launch.schedule,
+                        micro=launch.micro_batches or 1, split=launch.split)  # fmt: skip
     if launch.tp is not None:
         return Sharding(gpus, strategy, "fsdp", tensor=launch.tp)
     if strategy in ("tp", "ep"):
@@ -65,15 +87,25 @@ def sharding_of(launch: Launch) -> Sharding:
 
 def on_gpus(spec: Experiment, gpus: int, strategy: str, offload: str = "none") -> Experiment:
     """Return the spec on this number of GPUs. Whether it can be launched is checked by `incompatibilities`."""
-    tp = spec.launch.tp or MESH if strategy == "tp+fsdp" else None
+    own, tp = spec.launch, spec.launch.tp or MESH if strategy == "tp+fsdp" else None
     nodes = min(spec.launch.nodes, ceil(gpus / max(1, spec.launch.gpus_of_node)))
-    parts = {"gpus": gpus, "nodes": nodes, "strategy": strategy, "tp": tp, "offload": offload}
+    parts = {"gpus": gpus, "nodes": nodes, "strategy": strategy, "tp": tp, "offload": offload, "pp": None,
+             "micro_batches": None, "split": None}  # fmt: skip
+    if strategy.startswith("pp"):
+        same = {key: getattr(own, key) for key in ("pp", "tp", "micro_batches", "split") if strategy == own.strategy}
+        made = Launch.model_validate({"gpus": gpus, "strategy": strategy, "schedule": own.schedule, **same})
+        parts |= {key: getattr(made, key) for key in ("pp", "tp", "micro_batches", "split")}
     return spec.model_copy(update={"launch": spec.launch.model_copy(update=parts)})
 
 
 def shared_how(launch: Launch) -> str:
     """Return `fsdp`, or `fsdp, params offloaded`."""
     return launch.strategy + ("" if launch.offload == "none" else f", {launch.offload} offloaded")
+
+
+def fewest(strategy: str) -> int:
+    """Return the smallest number of GPUs of a strategy: two for each of its parts."""
+    return int(2 ** len(strategy.split("+")))
 
 
 def counts(most: int) -> list[int]:
@@ -84,12 +116,15 @@ def counts(most: int) -> list[int]:
 def problem(model: ModelShape, launch: Launch) -> str | None:
     """Return why a model cannot be split like this, or None."""
     gpus, strategy = launch.tp or launch.gpus, launch.strategy
+    if launch.pp and len(model.layers) < launch.stages:
+        return f"{strategy}: {len(model.layers)} layers are too few for {launch.stages} stages"
     if strategy == "ep" and not model.has_experts:
         return f"ep needs experts, and {model.family} has none"
-    if launch.tp and not launch.is_mesh:
+    if launch.tp and not launch.pp and not launch.is_mesh:
         return f"{strategy}: {launch.gpus} GPUs cannot form a mesh of {gpus} by two or more"
     keys = [layer.kv_heads for layer in model.layers]
-    counts = {"tp": keys, "tp+fsdp": keys, "ulysses": [layer.heads for layer in model.layers],
+    counts = {**dict.fromkeys(("tp", "tp+fsdp", "pp+tp", "pp+tp+fsdp"), keys),
+              "ulysses": [layer.heads for layer in model.layers],
               "ep": [layer.experts.count for layer in model.layers if layer.experts]}  # fmt: skip
     odd = [count for count in counts.get(strategy, []) if count % gpus]
     word = {"ulysses": "heads", "ep": "experts"}.get(strategy, "key heads")
@@ -102,10 +137,27 @@ def rank_model(model: ModelShape, sharding: Sharding) -> ModelShape:
 
     Norms, embedding and unlisted layers are complete. The head is split, and with it an embedding that shares its
     weight."""
+    if sharding.pipeline > 1:
+        model = _stages_of(model, sharding)
     if sharding.tensor == sharding.experts == 1:
         return model
     layers = {layer: _layer(layer, sharding) for layer, _ in model.kinds}
     return replace(model, layers=tuple(layers[layer] for layer in model.layers), head_parts=sharding.tensor)
+
+
+def _stages_of(model: ModelShape, sharding: Sharding) -> ModelShape:
+    """Return the layers of a rank of the pipeline, with the embedding and the head if it has them."""
+    split = sharding.split or model.split(sharding.pipeline * pipeline.parts(sharding.schedule))
+    ranks = [
+        pipeline.bounds(split, pipeline.of_rank(sharding.schedule, sharding.pipeline, rank))
+        for rank in range(sharding.pipeline)
+    ]
+    slowest = max(ranks, key=lambda own: sum(model.costs[at] for at in own[0]) + own[2] * model.costs[-1])
+    layers, first, last = slowest if sharding.rank is None else ranks[sharding.rank]
+    return replace(
+        model, layers=tuple(model.layers[at] for at in layers), tied=model.tied and first and last,
+        vocab=model.vocab if last else 0, words=model.vocab * model.hidden if first else 0,
+    )  # fmt: skip
 
 
 def _layer(layer: Layer, sharding: Sharding) -> Layer:
@@ -149,6 +201,9 @@ def _part(count: int, parts: int) -> int:
 
 def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
     """Return what one GPU computes of a batch: its part of each sequence, padded to two equal halves per GPU."""
+    if (micro := sharding.micro) > 1:  # a packed batch is one row of samples
+        rows, length = (batch.rows // micro, batch.length) if batch.rows >= micro else (1, ceil(batch.length / micro))
+        return BatchShape(rows, length, ceil(batch.labels / micro))
     if sharding.sequence == 1:
         return batch
     length = 2 * ceil(batch.length / (2 * sharding.sequence))

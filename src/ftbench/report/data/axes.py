@@ -123,6 +123,9 @@ LIBRARIES = ("transformers", "trl", "peft", "accelerate", "datasets", "tokenizer
 _LIBRARIES = {f"versions.{name}" for name in LIBRARIES}
 
 
+_OF_STRATEGY = ("launch.tp", "launch.pp", "launch.micro_batches", "launch.schedule", "launch.split")
+
+
 def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str], key: str) -> bool:
     """Return whether a fact differs as a consequence of the axis.
 
@@ -140,7 +143,7 @@ def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str]
             return key not in baseline or key not in candidate
     if axis in (GPUS, STRATEGY) and key in (GPUS, STRATEGY):  # one GPU uses no strategy
         return "1" in (baseline.get(GPUS), candidate.get(GPUS))
-    if axis in (GPUS, STRATEGY) and key == "launch.tp":  # only a mesh has this key
+    if axis in (GPUS, STRATEGY) and key in _OF_STRATEGY:
         return baseline.get(STRATEGY) != candidate.get(STRATEGY)
     if key == CARD:
         return axis in ("gpu", GPUS, STRATEGY)

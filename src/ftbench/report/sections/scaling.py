@@ -50,9 +50,10 @@ def _samples(cell: Cell, shares: int = 1) -> int:
 
 def _shares(cell: Cell) -> int:
     """Return the number of data-parallel shares of a step's batch."""
-    tp = cell.facts.get("launch.tp", "")
+    numbers = {key: cell.facts.get(f"launch.{key}", "") for key in ("tp", "pp")}
     launch: dict[str, Any] = {"gpus": cell.gpus, "strategy": cell.facts.get(STRATEGY, "none")}
-    return Launch.model_construct(**launch, tp=int(tp) if tp.isdecimal() else None).shares
+    launch |= {key: int(text) if text.isdecimal() else None for key, text in numbers.items()}
+    return Launch.model_construct(**launch).shares
 
 
 def _single(cell: Cell, group: Sequence[Cell], samples: int) -> Cell | None:
@@ -77,7 +78,7 @@ def _record(cell: Cell, group: Sequence[Cell]) -> Record:
         "weak": _efficiency(cell, _single(cell, group, _samples(cell))),
         "strong": _efficiency(cell, _single(cell, group, _samples(cell, _shares(cell)))),
         "lowest_gb": low, "highest_gb": high or cell.figure("memory_gb.allocated_peak"),
-        "token_skew": _figure(cell, "ranks.token_skew"), "state": cell.state,
+        "token_skew": _figure(cell, "ranks.token_skew"), "bubble": _figure(cell, "ranks.bubble"), "state": cell.state,
     }  # fmt: skip
 
 
@@ -92,6 +93,8 @@ def _scaling(records: Sequence[Record]) -> Section | None:
         "strong": field("strong", units.percent), "GiB per GPU": _between, "skew": field("token_skew", units.percent),
         "state": field("state"),
     }  # fmt: skip
+    if any(record["bubble"] is not None for record in records):
+        columns |= {"bubble": field("bubble", units.percent)}
     if any(record["offload"] != "none" for record in records):
         columns = {"offload": field("offload")} | columns
     return section("scaling", "Several GPUs", records, columns, (_WORDS,), text=("strategy", "offload"))

@@ -68,8 +68,7 @@ def split_of(spec: Experiment, config: Any) -> tuple[int, ...]:
 def _own(spec: Experiment, split: tuple[int, ...]) -> tuple[list[int], bool, bool]:
     """Return the layers of this rank, and whether it has the embedding and the head."""
     indices = pipeline.of_rank(spec.launch.schedule, spec.launch.pp or 1, _mesh_of(spec)["pp"].get_local_rank())
-    layers = [layer for index in indices for layer in pipeline.layers_of(split, index)]
-    return layers, 0 in indices, len(split) - 1 in indices
+    return pipeline.bounds(split, indices)
 
 
 def read(kind: Any, source: str, config: Any, spec: Experiment, arguments: dict[str, Any]) -> Any:
