@@ -587,7 +587,7 @@ def test_tp_and_fsdp_make_a_mesh(files):
         (
             "pp",
             "objective: {name: dpo}\ndataset: {name: preferences}",
-            "pp supports the objective sft, not dpo: use ddp or fsdp",
+            "objective dpo supports one GPU",
         ),
         ("pp", "optimizations: {liger: on}", "liger was not tested with the stages of pp: set it to off, or use fsdp"),
     ],

@@ -15,8 +15,11 @@ def incompatibilities(spec: Experiment) -> Iterator[str]:
     launch, train, on = spec.launch, spec.train, spec.optimizations
     if (kind := family(spec.model)) not in (None, *PIPELINED):
         yield f"launch.strategy: pp supports {', '.join(PIPELINED)}, and {spec.model.id} is {kind}: use fsdp"
-    if spec.objective.name != "sft":
-        yield f"launch.strategy: pp supports the objective sft, not {spec.objective.name}: use ddp or fsdp"
+    if spec.method.quantised and launch.strategy != "pp":
+        yield (
+            f"launch.strategy: {launch.strategy} does not support 4-bit weights, because the copies of a stage would "
+            "get different gradients: use pp or ddp, or method lora"
+        )
     if spec.dataset.has_images:
         yield "launch.strategy: pp supports only text: use ddp or fsdp"
     if train.precision == "fp16":

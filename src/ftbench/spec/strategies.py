@@ -216,7 +216,7 @@ def incompatibilities(spec: Experiment) -> list[str]:
 
 def _of_strategy(spec: Experiment, strategy: Strategy) -> Iterator[str]:
     launch, name = spec.launch, spec.launch.strategy
-    if strategy.sharded and spec.method.quantised and name != "zero3":
+    if strategy.sharded and spec.method.quantised and name != "zero3" and not name.startswith("pp"):
         yield (
             f"launch.strategy: {name} cannot shard 4-bit weights: bitsandbytes stores them as bytes that stay on each "
             "GPU, or computes wrong results if they are stored as bfloat16: use ddp, or method lora"

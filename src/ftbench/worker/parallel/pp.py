@@ -15,7 +15,6 @@ from accelerate.parallelism_config import ParallelismConfig
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
@@ -83,6 +82,8 @@ def read(kind: Any, source: str, config: Any, spec: Experiment, arguments: dict[
     parts += [inner.embed_tokens] if first else []
     parts += [inner.norm, model.get_output_embeddings()] if last else []
     _forget(model, parts)
+    if spec.method.quantised:
+        _as_quantised(inner.layers, layers[0])
     if not reads(spec):
         values = Drawn(model.state_dict(), spec.model)
         target = torch.device("cpu") if "fsdp" in spec.launch.strategy else device()
@@ -127,6 +128,15 @@ def _pretrained(kind: Any, source: str, config: Any, layers: list[int], argument
     return model
 
 
+def _like(parameter: Any, example: Any) -> Any:
+    """Return a parameter without values. 4-bit weights get the shape and the scales' description of an example."""
+    empty = torch.empty(example.shape, dtype=example.dtype, device="meta")
+    made = nn.Parameter(empty, parameter.requires_grad and empty.is_floating_point())
+    if (state := getattr(example, "quant_state", None)) is not None:
+        made.quant_state = state
+    return made
+
+
 def _forget(model: Any, modules: list[Any]) -> None:
     """Move all parameters to the meta device that none of these modules has."""
     kept = {id(parameter) for module in modules for parameter in module.parameters()}
@@ -134,8 +144,7 @@ def _forget(model: Any, modules: list[Any]) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in kept:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                moved.setdefault(id(parameter), nn.Parameter(empty, parameter.requires_grad))
+                moved.setdefault(id(parameter), _like(parameter, parameter))
                 module._parameters[name] = moved[id(parameter)]
 
 
@@ -166,12 +175,20 @@ def cut(model: Any, spec: Experiment) -> Any:
     return model
 
 
+def _as_quantised(layers: Any, own: int) -> None:
+    """Describe the 4-bit weights of other ranks' layers, which were not quantised, like those of an own layer."""
+    for name, example in layers[own].named_parameters():
+        for layer in layers:
+            path, _, last = name.rpartition(".")
+            if (parameters := layer.get_submodule(path)._parameters)[last].is_meta:
+                parameters[last] = _like(example, example)
+
+
 def _without_values(model: Any) -> Any:
     """Return a copy of a model on the meta device."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+        memo[id(parameter)] = _like(parameter, parameter)
     made = copy.deepcopy(model, memo)
     made.config.distributed_config = None  # saving would wait for other ranks
     return made
@@ -238,9 +255,7 @@ def _sum_over_tensor_ranks(trainer: Any, stages: Pipeline) -> None:
 def _save(trainer: Any, folder: str) -> None:
     """Gather the trained weights of all stages on rank 0 and save them as those of one model."""
     stages: Pipeline = trainer.model.__dict__[PIPELINE]
-    for module in stages.modules:
-        if isinstance(module, FSDPModule):
-            module.reshard()  # an evaluation leaves the embedding and the head complete
+    stages.shard()
     named = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
     own = {name: each.detach() for name, each in named.items() if each is not stages.copy}
     whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in own.items()}
@@ -278,6 +293,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 def applied(trainer: Any) -> dict[str, Any]:
     """Return the stages of this rank, their layers and elements, and the share of time in which it waited so far."""
     stages: Pipeline = trainer.model.__dict__[PIPELINE]
+    stages.shard()
     parameters = list(trainer.model.parameters())
     return {
         "schedule": stages.launch.schedule,

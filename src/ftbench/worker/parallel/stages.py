@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -214,6 +214,12 @@ class Pipeline:
         )  # fmt: skip
         stage.marks, stage.clock = marks, self.clock
         return stage
+
+    def shard(self) -> None:
+        """Shard all weights. An evaluation leaves the embedding and the head complete."""
+        for module in self.modules:
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def waiting(self) -> float | None:
         """Return the share of the latest passes in which this rank waited for others."""
