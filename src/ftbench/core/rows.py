@@ -14,6 +14,7 @@ SCHEMA = 1
 # The phases of a training step, as named in a profile.
 PREFIX = "ftbench."  # of range names in a trace
 DATA, FORWARD, LOSS, METRICS, BACKWARD = "data", "forward", "loss", "metrics", "backward"
+STAGES = "other stages"  # waiting for them
 CLIP, OPTIMIZER = "clip", "optimizer"
 OTHER = "other"  # not covered by a range
 

@@ -55,12 +55,18 @@ def _sent(document: dict[str, Any], folder: Path) -> str:
     if not ranks:
         return ""
     rows = [
-        (str(rank), *_ms(each["steps"], each["total_ms"], each["exposed_ms"]), _percent(each["overlap_share"]),
-         _at_network(each), "; ".join(map(_collective, each["collectives"])))
+        (_rank(rank, folder), *_ms(each["steps"], each["total_ms"], each["exposed_ms"]),
+         _percent(each["overlap_share"]), _at_network(each), "; ".join(map(_collective, each["collectives"])))
         for rank, each in ranks
     ]  # fmt: skip
     headings = ("rank", ">sending ms/step", ">waited for", ">overlap", ">at probed rate", "in the profiled steps")
     return text_table(headings, rows)
+
+
+def _rank(rank: int, folder: Path) -> str:
+    """Return the number of a rank, with its stages of a pipeline."""
+    stages = read_json(RunDir(folder.parent).of_rank(rank).applied).get("parallel", {}).get("stages", [])
+    return f"{rank}, stage {' and '.join(map(str, stages))}" if stages else str(rank)
 
 
 def _at_network(each: dict[str, Any]) -> str:

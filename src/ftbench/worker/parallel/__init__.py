@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _MODULES = {"zero1": "zero", "zero2": "zero", "zero3": "zero", "tp+fsdp": "tp_fsdp"}  # of pp and its parts: pp
 
+COMPLETE = "ftbench_complete"  # attribute of a model that has lost layers
+
 
 def rank() -> int | None:
     """Return the rank of this process; None if it is the only one."""
@@ -53,7 +55,7 @@ def load(strategy: str) -> ModuleType:
 
 def complete(model: Any) -> Any:
     """Return a description of all layers: the model, or with pp its copy without values."""
-    return model.__dict__.get("ftbench_complete", model)
+    return model.__dict__.get(COMPLETE, model)
 
 
 def applied(trainer: Any, spec: Experiment) -> dict[str, Any]:

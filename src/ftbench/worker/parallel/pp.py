@@ -6,155 +6,28 @@ those of other GPUs have no values. So adapters get the names and the initial va
 """
 
 import copy
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
-from peft.tuners.lora.layer import LoraLayer
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers.distributed import DistributedConfig
 
-from ftbench.core import pipeline
-from ftbench.errors import SpecError
-from ftbench.families import describe
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.pipelines import PIPELINED, split_problems
-from ftbench.worker.device import device
+from ftbench.worker import parallel
 from ftbench.worker.measure.batch_count import COUNT
-from ftbench.worker.model.loading import skeleton
 from ftbench.worker.model.parts import Elsewhere, base_model, decoder, decoder_layers
-from ftbench.worker.model.random_weights import Drawn
-from ftbench.worker.parallel import ep, tp
+from ftbench.worker.parallel import ep
+from ftbench.worker.parallel.pp_loading import mesh_of, own_layers, read, reads, split_of, without_values
 from ftbench.worker.parallel.stages import Pipeline
 
-PIPELINE, COMPLETE = "ftbench_pipeline", "ftbench_complete"  # attributes of a cut model
-
-
-@cache
-def _mesh(shares: int, stages: int, tensor: int) -> Any:
-    """Return the mesh of all ranks. The ranks of one batch are neighbours, as accelerate expects."""
-    return init_device_mesh(device().type, (shares, stages, tensor), mesh_dim_names=("dp", "pp", "tp"))
-
-
-def _mesh_of(spec: Experiment) -> Any:
-    return _mesh(spec.launch.shares, spec.launch.pp, spec.launch.tp or 1)
-
-
-# --- loading ----------------------------------------------------------------------------------------------------------
-
-
-def reads(spec: Experiment) -> bool:
-    """Return whether this rank reads the weights. Random ones are drawn, unless transformers divides them."""
-    return spec.model.weights == "pretrained" or spec.launch.tp is not None or spec.method.quantised
-
-
-def split_of(spec: Experiment, config: Any) -> tuple[int, ...]:
-    """Return the number of layers of each stage. Raise SpecError for a model that pp does not support."""
-    text = config.get_text_config()
-    if text.model_type not in PIPELINED:
-        raise SpecError(
-            f"launch.strategy: pp supports {', '.join(PIPELINED)}, and {spec.model.id} is {text.model_type}"
-        )
-    if problems := [*split_problems(spec, text.num_hidden_layers)]:
-        raise SpecError("; ".join(problems))
-    return spec.launch.split or describe(text.to_dict()).split(spec.launch.stages)
-
-
-def _own(spec: Experiment, split: tuple[int, ...]) -> tuple[list[int], bool, bool]:
-    """Return the layers of this rank, and whether it has the embedding and the head."""
-    indices = pipeline.of_rank(spec.launch.schedule, spec.launch.pp or 1, _mesh_of(spec)["pp"].get_local_rank())
-    return pipeline.bounds(split, indices)
-
-
-def read(kind: Any, source: str, config: Any, spec: Experiment, arguments: dict[str, Any]) -> Any:
-    """Return the model with the values of this rank's layers. The other layers are on the meta device."""
-    layers, first, last = _own(spec, split_of(spec, config))
-    if reads(spec):
-        model = _pretrained(kind, source, config, layers, arguments | _placement(spec, config))
-    else:
-        model = skeleton(kind, config, spec)
-    inner = decoder(model)
-    parts = [layer for at, layer in enumerate(inner.layers) if at in layers]
-    parts += [inner.embed_tokens] if first else []
-    parts += [inner.norm, model.get_output_embeddings()] if last else []
-    _forget(model, parts)
-    if spec.method.quantised:
-        _as_quantised(inner.layers, layers[0])
-    if not reads(spec):
-        values = Drawn(model.state_dict(), spec.model)
-        target = torch.device("cpu") if "fsdp" in spec.launch.strategy else device()
-        for name, parameter in model.named_parameters():
-            if not parameter.is_meta:
-                parameter.data = values[name].to(target)
-    return model
-
-
-def _placement(spec: Experiment, config: Any) -> dict[str, Any]:
-    """Return the arguments that place the weights. FSDP moves them when it shards them."""
-    launch = spec.launch
-    if launch.tp is None:
-        return {} if "fsdp" in launch.strategy or device().type == "cpu" else {"device_map": {"": device()}}
-    tp.require_even(spec, config, "launch.tp", launch.tp)
-    tp.require_shared_adapters(spec)
-    LoraLayer._get_in_out_features = lambda self, module: (module.in_features, module.out_features)  # see tp_fsdp
-    sizes = DistributedConfig(tp_size=launch.tp, fsdp_size=launch.ranks // launch.tp)
-    return {"distributed_config": sizes, "device_mesh": _mesh_of(spec)}
-
-
-def _pretrained(kind: Any, source: str, config: Any, layers: list[int], arguments: dict[str, Any]) -> Any:
-    """Return the model from files, without reading the layers of other ranks.
-
-    from_pretrained gets a class whose models lack them. They are added again afterwards."""
-    plain = kind._model_mapping[type(config)]
-    away: dict[str, Any] = {}
-
-    def build(self: Any, *args: Any, **kwargs: Any) -> None:
-        plain.__init__(self, *args, **kwargs)
-        there = decoder(self).layers._modules
-        away.update({name: there.pop(name) for name in [*there] if int(name) not in layers})
-
-    cut_class: Any = type(plain.__name__, (plain,), {"__init__": build, "__module__": plain.__module__})
-    cut_class._keys_to_ignore_on_load_unexpected = [r"\.layers\.\d+\."]
-    model = cut_class.from_pretrained(source, **arguments)
-    model.__class__ = plain
-    there = decoder(model).layers._modules
-    every = {**there, **away}
-    there.clear()
-    there.update({str(at): every[str(at)] for at in range(len(every))})
-    return model
-
-
-def _like(parameter: Any, example: Any) -> Any:
-    """Return a parameter without values. 4-bit weights get the shape and the scales' description of an example."""
-    empty = torch.empty(example.shape, dtype=example.dtype, device="meta")
-    made = nn.Parameter(empty, parameter.requires_grad and empty.is_floating_point())
-    if (state := getattr(example, "quant_state", None)) is not None:
-        made.quant_state = state
-    return made
-
-
-def _forget(model: Any, modules: list[Any]) -> None:
-    """Move all parameters to the meta device that none of these modules has."""
-    kept = {id(parameter) for module in modules for parameter in module.parameters()}
-    moved: dict[int, Any] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in kept:
-                moved.setdefault(id(parameter), _like(parameter, parameter))
-                module._parameters[name] = moved[id(parameter)]
-
-
-# --- the model with its stages ----------------------------------------------------------------------------------------
+__all__ = ["applied", "arguments", "attach", "cut", "read", "reads", "verify"]
 
 
 def cut(model: Any, spec: Experiment) -> Any:
     """Return the model with this rank's layers only, and its pipeline. A copy without values keeps all layers."""
     split = split_of(spec, model.config)
-    layers, first, last = _own(spec, split)
+    layers, first, last = own_layers(spec, split)
     base, inner = base_model(model), decoder(model)
     tied = inner.embed_tokens.weight is base.get_output_embeddings().weight
     complete = _without_values(model)
@@ -170,25 +43,16 @@ def cut(model: Any, spec: Experiment) -> Any:
         base.set_output_embeddings(Elsewhere())
     base.config.tie_word_embeddings = tied
     base._tp_size = spec.launch.tp and spec.launch.ranks // spec.launch.shares  # ranks with the same batch
-    values = {PIPELINE: Pipeline(model, spec, split, _mesh_of(spec), dtype), COMPLETE: complete}
-    model.__dict__.update(values)  # not as submodules
+    Pipeline(model, spec, split, mesh_of(spec), dtype).attach(model)
+    model.__dict__[parallel.COMPLETE] = complete  # not as a submodule
     return model
-
-
-def _as_quantised(layers: Any, own: int) -> None:
-    """Describe the 4-bit weights of other ranks' layers, which were not quantised, like those of an own layer."""
-    for name, example in layers[own].named_parameters():
-        for layer in layers:
-            path, _, last = name.rpartition(".")
-            if (parameters := layer.get_submodule(path)._parameters)[last].is_meta:
-                parameters[last] = _like(example, example)
 
 
 def _without_values(model: Any) -> Any:
     """Return a copy of a model on the meta device."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = _like(parameter, parameter)
+        memo[id(parameter)] = without_values(parameter, parameter)
     made = copy.deepcopy(model, memo)
     made.config.distributed_config = None  # saving would wait for other ranks
     return made
@@ -203,7 +67,7 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 def attach(trainer: Any, spec: Experiment) -> None:
     """Make the trainer use the pipeline for its passes, the norm of the gradients, and saving."""
-    stages: Pipeline = trainer.model.__dict__[PIPELINE]
+    stages: Pipeline = Pipeline.of(trainer.model)
     accelerator = trainer.accelerator
     accelerator._prepare_tp = lambda *objects: objects
 
@@ -254,7 +118,7 @@ def _sum_over_tensor_ranks(trainer: Any, stages: Pipeline) -> None:
 
 def _save(trainer: Any, folder: str) -> None:
     """Gather the trained weights of all stages on rank 0 and save them as those of one model."""
-    stages: Pipeline = trainer.model.__dict__[PIPELINE]
+    stages: Pipeline = Pipeline.of(trainer.model)
     stages.shard()
     named = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}
     own = {name: each.detach() for name, each in named.items() if each is not stages.copy}
@@ -264,14 +128,14 @@ def _save(trainer: Any, folder: str) -> None:
     dist.gather_object({name: each.cpu() for name, each in whole.items()} if has_share else {}, gathered)
     if gathered is not None:
         state = {name: each for part in gathered for name, each in part.items()}
-        model, trainer.model = trainer.model, trainer.model.__dict__[COMPLETE]
+        model, trainer.model = trainer.model, parallel.complete(trainer.model)
         trainer._save(folder, state_dict=state)
         trainer.model = model
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
     """Return the problems after a step: foreign layers, missing passes, or copies with different weights."""
-    stages: Pipeline = trainer.model.__dict__[PIPELINE]
+    stages: Pipeline = Pipeline.of(trainer.model)
     problems, launch = [], spec.launch
     wanted = sum(stages.split[index] for index in stages.indices)
     if (held := len(decoder_layers(trainer.model))) != wanted:
@@ -283,7 +147,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
         problems.append(f"launch.strategy is {launch.strategy}, but parameters are not sharded")
     if "ddp" in launch.strategy:
         sums = torch.stack([each.detach().double().sum() for each in trainer.model.parameters() if each.requires_grad])
-        others = [torch.empty_like(sums) for _ in range(launch.shares)]
+        others = [torch.emptywithout_values(sums) for _ in range(launch.shares)]
         dist.all_gather(others, sums, stages.mesh["dp"].get_group())
         if any(not torch.equal(other, sums) for other in others):
             problems.append(f"launch.strategy is {launch.strategy}, but the copies of a stage differ after step 1")
@@ -292,7 +156,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 def applied(trainer: Any) -> dict[str, Any]:
     """Return the stages of this rank, their layers and elements, and the share of time in which it waited so far."""
-    stages: Pipeline = trainer.model.__dict__[PIPELINE]
+    stages: Pipeline = Pipeline.of(trainer.model)
     stages.shard()
     parameters = list(trainer.model.parameters())
     return {

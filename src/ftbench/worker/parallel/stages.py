@@ -27,6 +27,7 @@ _SCHEDULES = {
     "interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
     "zbv": pipelining.ScheduleZBVZeroBubble,
 }
+_KEY = "ftbench_pipeline"  # attribute of a model with stages
 _TIMED = 64  # latest passes whose waiting time is measured
 Batch = dict[str, Any]
 
@@ -76,7 +77,7 @@ class Layers(nn.Module):
             return inner(**batch, use_cache=False).last_hidden_state
 
 
-class _Stage(pipelining.PipelineStage):
+class Stage(pipelining.PipelineStage):
     """torch's stage, which marks the begin and the end of its computation."""
 
     marks: list[Any]
@@ -143,6 +144,15 @@ class Pipeline:
             shard(layers)
         return layers
 
+    def attach(self, model: Any) -> None:
+        """Make this the pipeline of a model."""
+        model.__dict__[_KEY] = self  # not as a submodule
+
+    @staticmethod
+    def of(model: Any) -> Any:
+        """Return the pipeline of a model, or None."""
+        return model.__dict__.get(_KEY)
+
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def train(self, batch: Batch, items: Any) -> torch.Tensor:
@@ -204,11 +214,11 @@ class Pipeline:
             self._made = shape, (made, marks)
         return self._made[1]
 
-    def _stage(self, index: int, module: nn.Module, shape: Sequence[int], marks: list[Any]) -> _Stage:
+    def _stage(self, index: int, module: nn.Module, shape: Sequence[int], marks: list[Any]) -> Stage:
         states = torch.empty((*shape, self.hidden), dtype=self.dtype, device="meta", requires_grad=True)
         loss = torch.empty(1, dtype=torch.float32, device="meta", requires_grad=True)
         total = len(self.split)
-        stage = _Stage(
+        stage = Stage(
             module, index, total, device(), input_args=() if index == 0 else (states,),
             output_args=(loss if index == total - 1 else states,), group=self.group,
         )  # fmt: skip

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from trl.trainer import sft_trainer
 
-from ftbench.core.rows import BACKWARD, CLIP, DATA, FORWARD, LOSS, METRICS, PREFIX
+from ftbench.core.rows import BACKWARD, CLIP, DATA, FORWARD, LOSS, METRICS, PREFIX, STAGES
 from ftbench.worker.optimizations import chunked_loss
+from ftbench.worker.parallel.stages import Pipeline, Stage
 
 
 class Ranges:
@@ -50,7 +51,13 @@ class Ranges:
 
 
 def mark(loop: Any, ranges: Ranges) -> None:
-    """Put ranges around the parts of this trainer's step."""
+    """Put ranges around the parts of this trainer's step. Stages of a pipeline have no range for the loss."""
+    if Pipeline.of(loop.model):
+        for name, part in (("forward", FORWARD), ("backward", BACKWARD), ("backward_weight", BACKWARD)):
+            compute = getattr(Stage, f"{name}_one_chunk")
+            setattr(Stage, f"{name}_one_chunk", ranges.around(compute, part, STAGES))
+        loop.accelerator.clip_grad_norm_ = ranges.around(loop.accelerator.clip_grad_norm_, CLIP, DATA)
+        return
     loop.model.register_forward_pre_hook(lambda *_: ranges.enter(FORWARD))
     loop.model.register_forward_hook(lambda *_: ranges.enter(METRICS))
     loop.accelerator.backward = ranges.around(loop.accelerator.backward, BACKWARD, DATA)
