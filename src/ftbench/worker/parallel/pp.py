@@ -147,7 +147,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
         problems.append(f"launch.strategy is {launch.strategy}, but parameters are not sharded")
     if "ddp" in launch.strategy:
         sums = torch.stack([each.detach().double().sum() for each in trainer.model.parameters() if each.requires_grad])
-        others = [torch.emptywithout_values(sums) for _ in range(launch.shares)]
+        others = [torch.empty_like(sums) for _ in range(launch.shares)]
         dist.all_gather(others, sums, stages.mesh["dp"].get_group())
         if any(not torch.equal(other, sums) for other in others):
             problems.append(f"launch.strategy is {launch.strategy}, but the copies of a stage differ after step 1")
