@@ -586,7 +586,7 @@ def test_tp_and_fsdp_make_a_mesh(files):
         ("ddp", "method: unsloth", "method unsloth trains on one GPU"),
         (
             "pp",
-            "objective: dpo\ndataset: {name: synthetic}",
+            "objective: dpo\ndataset: {name: synthetic, length: 8}",
             "objective dpo supports one GPU",
         ),
         ("pp", "optimizations: {liger: on}", "liger was not tested with the stages of pp: set it to off, or use fsdp"),
