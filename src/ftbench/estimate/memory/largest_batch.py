@@ -50,8 +50,8 @@ class MemoryCache:
     ) -> int | None:
         """Return the largest train.batch_size that fits, or None if the smallest does not.
 
-        It is at most the number of samples and `most`, and a multiple of the micro-batches of pp. With `likely`, return the largest that is expected to fit,
-        without margins: the start of a search."""
+        It is at most the number of samples and `most`, and a multiple of the micro-batches of pp. With `likely`, return
+        the largest that is expected to fit, without margins: the start of a search."""
         has, curve = capacity(gpu, self._total), self._curve(spec, gpu)
         unit = spec.launch.micro_batches or 1
 
