@@ -584,11 +584,6 @@ def test_tp_and_fsdp_make_a_mesh(files):
         ("cp", "optimizations: {attention: eager}", "cp supports torch's own attention, not eager: set it to sdpa"),
         ("cp", "optimizations: {gradient_checkpointing: offload}", "cp checkpoints all layers or none"),
         ("ddp", "method: unsloth", "method unsloth trains on one GPU"),
-        (
-            "pp",
-            "objective: dpo\ndataset: {name: synthetic, length: 8}",
-            "objective dpo supports one GPU",
-        ),
         ("pp", "optimizations: {liger: on}", "liger was not tested with the stages of pp: set it to off, or use fsdp"),
     ],
 )

@@ -64,7 +64,7 @@ def estimate(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="how they share the work: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp; or all",
+            help="how they share the work: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp, pp, pp+fsdp, ...; or all",
             rich_help_panel=CLUSTER,
         ),
     ] = None,
