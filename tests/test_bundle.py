@@ -138,15 +138,6 @@ def test_profile_tables_are_bundled_without_links_and_traces(runs, tmp_path):
     ]
 
 
-def test_runs_with_equal_names_are_both_kept(tmp_path):
-    for machine, seconds in (("a", 0.5), ("b", 0.6)):
-        made_run(tmp_path / machine, seconds=seconds)
-    made = bundle.make([tmp_path / "a", tmp_path / "b"], tmp_path / "x.tar.zst")
-    assert made.runs == 2
-    assert verify(tmp_path / "x.tar.zst").problems == []
-    assert verify(tmp_path / "x.tar.zst").runs == 2
-
-
 def test_running_run_is_skipped_and_named(runs, tmp_path):
     going = rundir.create_at(runs / "study" / "going-r1")
     made = bundle.make([runs], tmp_path / "x.tar.zst")
@@ -404,13 +395,6 @@ def test_report_reads_a_bundle_and_a_folder(bundled, tmp_path):
     assert paths == {
         f"{bundled}:study/lora-b4-r1", f"{bundled}:study/qlora-b4-r1", str(tmp_path / "here" / "study" / "full-b4-r1"),
     }  # fmt: skip
-
-
-def test_report_removes_the_unpacked_bundle(bundled, tmp_path):
-    (tmp_path / "tmp").mkdir()
-    assert command("report", bundled, TMPDIR=str(tmp_path / "tmp")).returncode == 0
-    assert command("verify", bundled, TMPDIR=str(tmp_path / "tmp")).returncode == 0
-    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 # --- hostile archives ------------------------------------------------------------------------------------------------

@@ -5,9 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -18,7 +15,7 @@ from ftbench.report.data.collect import collect
 from ftbench.report.data.facts import spec_facts
 from ftbench.report.document import Report
 from ftbench.report.formats import render
-from ftbench.store import bundle, importers, rundir, summary
+from ftbench.store import bundle, rundir
 from ftbench.store.importers import COLUMNS, About, import_run
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
@@ -96,25 +93,11 @@ def test_last_step_of_an_epoch_is_short(tmp_path):
     assert not any("full batch" in warning for warning in found["warnings"])
 
 
-def test_line_with_two_batch_sizes_has_no_step_time(tmp_path):
-    path = write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(5, 65, 5)])
-    run, _ = imported(path, tmp_path / "out", batch_size=32, samples=1000)
-    assert [row.step for row in read_steps(run.steps)[0] if row.step_time_s is None] == [35]
-
-
 def test_incomplete_training_is_a_warning(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text("step,elapsed_time_sec,progress_ratio\n" + "".join(f"{i},{i},{i / 100}\n" for i in range(1, 41)))
     _, found = imported(path, tmp_path / "out")
     assert any("ends at 40 % of the planned steps" in warning for warning in found["warnings"])
-
-
-def test_torn_line_is_skipped_with_a_warning(tmp_path):
-    path = write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)])
-    path.write_text(path.read_text() + "31,1.0,15.")
-    _, found = imported(path, tmp_path / "out")
-    assert found["steps"]["total"] == 30
-    assert any("last line is not finished" in warning for warning in found["warnings"])
 
 
 def test_imported_recipe_has_no_defaults(tmp_path):
@@ -160,19 +143,6 @@ def test_other_file_is_refused_and_creates_nothing(tmp_path, text, said):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("hostile", ["9" * 400, "inf", "nan", "-5", "1e300"])
-@pytest.mark.parametrize("column", range(7))
-def test_line_with_an_implausible_number_is_skipped(tmp_path, column, hostile):
-    lines = [[str(i), "0.5", str(0.5 * i), str(i / 30), "15", "16", "16"] for i in range(1, 31)]
-    lines[7][column] = hostile
-    path = tmp_path / "log.csv"
-    path.write_text("\n".join(map(",".join, [COLUMNS, *lines])) + "\n")
-    run, found = imported(path, tmp_path / "out")
-    assert found["steps"]["total"] == 29
-    assert "log.csv: line 9 cannot be read and was left out" in found["warnings"]
-    assert summary.read_documents(run)[1] is None
-
-
 def test_implausible_numbers_of_a_trainer_state_are_unknown(tmp_path):
     history = [{"step": i, "loss": 2.0, "grad_norm": math.nan, "epoch": 10**400, "eval_runtime": math.inf}
                for i in range(1, 6)]  # fmt: skip
@@ -182,14 +152,6 @@ def test_implausible_numbers_of_a_trainer_state_are_unknown(tmp_path):
     assert found["learning"] == {"state": "not finite", "first_step": 1, "count": 5}
     rows, _ = read_steps(run.steps)
     assert [(row.step, row.epoch, row.progress_ratio) for row in rows] == [(i, None, None) for i in range(1, 6)]
-
-
-def test_state_is_written_after_the_summary(tmp_path, monkeypatch):
-    monkeypatch.setattr(importers.summary, "summarise", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        imported(write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)]), tmp_path / "out")
-    (run,) = rundir.find_runs(tmp_path / "out")
-    assert read_json(run.state)["state"] == "running"
 
 
 def test_csv_needs_the_batch_size(tmp_path):
@@ -302,21 +264,6 @@ def test_imported_runs_are_reported_bundled_and_verified(trained, tmp_path, monk
         assert "japanese-alpaca" in text
     bundle.make([tmp_path / "out"], tmp_path / "x.tar.zst")
     assert verify(tmp_path / "x.tar.zst").problems == []
-
-
-@pytest.mark.torch
-def test_command_prints_the_run_directory(trained, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "ftbench", "import", str(trained / "log.csv"), "--name", "old",
-         "--model", "Qwen/Qwen3-8B", "--method", "lora", "--gpu", "cpu", "--batch-size", "2",
-         "--out", str(tmp_path / "out")],
-        capture_output=True, text=True, check=False, env=os.environ,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    (run,) = rundir.find_runs(tmp_path / "out")
-    assert done.stdout == f"{run.path}\n"
-    assert run.run_id.startswith("qwen3-8b-lora-b2-")
-    assert not run.reserve.exists()
 
 
 # --- comparison ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ import math
 import os
 import subprocess
 import sys
-import types
 
 import pytest
 
@@ -78,12 +77,6 @@ def test_mock_results_depend_on_the_spec(pretend):
     assert qlora.step_time_s["median"] > four.step_time_s["median"]
 
 
-def test_steps_and_accumulation_follow_the_spec(pretend):
-    summary = pretend("ok", train={"max_steps": 3, "gradient_accumulation_steps": 2}).summary
-    assert summary.steps["total"] == 3
-    assert summary.gradient_accumulation_steps == 2
-
-
 @pytest.mark.parametrize(("fits", "batch", "state"), [(4, 4, "ok"), (4, 5, "oom"), (0, 1, "oom")])
 def test_oom_is_out_of_memory_above_the_batch_that_fits(pretend, fits, batch, state):
     result = pretend("oom", batch=batch, mock_fits=fits)
@@ -111,20 +104,6 @@ def test_flaky_fails_once(pretend):
     states = [pretend("flaky").summary for _ in range(3)]
     assert [one.state for one in states] == ["error", "ok", "ok"]
     assert states[0].reason == "exit code 1 without a result: RuntimeError: mock: flaky"
-
-
-def test_flaky_runs_are_independent(pretend):
-    assert pretend("flaky", batch=1).summary.state == "error"
-    assert pretend("flaky", batch=2).summary.state == "error"
-    assert pretend("flaky", batch=1).summary.state == "ok"
-
-
-def test_slow_takes_one_second_per_step(pretend, monkeypatch):
-    run = pretend("slow", train={"max_steps": 2}).run
-    slept = []
-    monkeypatch.setattr(mock, "time", types.SimpleNamespace(sleep=slept.append))
-    mock._steps(run, read_json(run.spec_json), 2)
-    assert slept == [1.0, 1.0]
 
 
 def test_a_mock_is_ended_after_the_timeout(pretend):

@@ -2,7 +2,7 @@ import pytest
 
 from ftbench.core.rows import StepRow, header, to_csv
 from ftbench.launch import progress
-from ftbench.launch.progress import COMPILE_S, START_S, STEP_S, Progress, Watchdog
+from ftbench.launch.progress import START_S, STEP_S, Progress, Watchdog
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import WAITING, RunDir, write_json
 from ftbench.store.steps import StepsTail, StepsWriter
@@ -110,14 +110,6 @@ def test_remaining_time_uses_recent_steps(run, clock):
     assert reader.left_s() == pytest.approx(60 * 4.0)
 
 
-def test_text_after_the_last_step(run):
-    reader = Progress(run)
-    append(run, StepRow(step=20, phase="train", progress_ratio=1.0))
-    phase(run, "train", "save")
-    reader.poll()
-    assert reader.text() == "step 20 of 20 · save · 100 %"
-
-
 def test_only_training_steps_are_counted(run):
     reader = Progress(run)
     append(run, ROWS[0], StepRow(step=1, phase="evaluate", step_time_s=99.0))
@@ -125,14 +117,6 @@ def test_only_training_steps_are_counted(run):
     append(run, StepRow(step=2, phase="train", step_time_s=3.0), ROWS[2])
     reader.poll()
     assert (reader.steps, reader.last.step, reader.slowest_s) == (3, 3, 3.0)
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"phases": []}', '{"phases": [{}]}'])
-def test_invalid_phases_file_is_ignored(run, content):
-    reader = Progress(run)
-    run.phases.write_text(content)
-    reader.poll()
-    assert reader.text() == "starting"
 
 
 def test_changed_is_the_time_of_the_last_change(run, clock):
@@ -225,12 +209,6 @@ def test_limit_after_three_fast_steps(watched):
     run = watched()
     run.trains(1.0, 0.1, 0.1)
     assert run.patience() == STEP_S
-
-
-def test_limit_with_compile(watched):
-    run = watched(optimizations={"compile": True})
-    run.trains(1.0, 0.1, 0.1)
-    assert run.patience() == COMPILE_S
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -214,11 +214,6 @@ def test_shared_gpu_is_a_warning(run):
     assert [told for told in summarise(shared).warnings if "share_gpu" in told]
 
 
-@pytest.mark.parametrize("change", [{"loss": "nll"}, {"gradient_checkpointing": False}], ids=str)
-def test_mfu_ignores_padding_and_recomputation(run, change):
-    assert summarise(run(applied=APPLIED | change)).mfu == summarise(run()).mfu
-
-
 def test_utilization_above_the_peak_becomes_a_warning(run):
     found = summarise(run(training(real_tokens=[10**6] * 20)))
     assert found.mfu is None
@@ -232,10 +227,6 @@ def test_unknown_gpu_has_a_rate_without_utilization(run):
     found = summarise(run(machine={"gpu": GPU | {"name": "NVIDIA Unheard-Of"}}))
     assert found.model_tflops > 0
     assert (found.mfu, found.hfu) == (None, None)
-
-
-def test_precision_without_a_peak_has_no_utilization(run):
-    assert summarise(run(applied=APPLIED | {"product_precision": "fp32"})).mfu is None
 
 
 OLD_SHAPE = {key: value for key, value in SHAPE.items() if key != "head_trained"}
@@ -257,10 +248,6 @@ def test_no_flops_without_shape_or_lengths(run, missing):
     assert (found.model_tflops, found.mfu) == (None, None)
 
 
-def test_no_flops_without_token_counts(run):
-    assert summarise(run(training(real_tokens=[None] * 20))).model_tflops is None
-
-
 def test_energy_is_the_counter_over_the_window(run):
     made = run()
     found, frame = summarise(made).energy, steady(made)
@@ -269,11 +256,6 @@ def test_energy_is_the_counter_over_the_window(run):
     assert found["joules_per_1k_samples"] == pytest.approx(joules / 36 * 1000)
     assert found["mean_watts"] == pytest.approx(np.average(frame.power_w, weights=frame.step_time_s))
     assert found["idle_watts"] == 75.0
-
-
-def test_missing_energy_counter_is_unknown(run):
-    found = summarise(run(training(energy_j=[None] * 20, power_w=[None] * 20))).energy
-    assert found == {"joules": None, "joules_per_1k_samples": None, "mean_watts": None, "idle_watts": 75.0}
 
 
 def test_energy_counter_against_sampled_power(run):
@@ -307,10 +289,6 @@ def test_nan_loss_is_named_and_can_be_written(run, tmp_path):
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
-def test_finite_numbers_are_ok(run):
-    assert summarise(run()).learning == {"state": "ok", "first_step": None, "count": 0}
-
-
 @pytest.mark.parametrize("column", ["loss", "grad_norm"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_single_nan_is_a_failure(run, column, value):
@@ -320,14 +298,6 @@ def test_a_single_nan_is_a_failure(run, column, value):
     assert found.learning == {"state": "not finite", "first_step": 7, "count": 1}
     word = {"loss": "the loss", "grad_norm": "the gradient norm"}[column]
     assert f"{word} is not a number in 1 step, first in step 7" in found.warnings
-
-
-def test_unknown_gradient_norm_is_not_a_failure(run):
-    assert summarise(run(training(grad_norm=[None] * 20))).learning["state"] == "ok"
-
-
-def test_no_learning_section_without_a_loss(run):
-    assert summarise(run(training(loss=[None] * 20))).learning == {}
 
 
 def test_fp16_gradient_norms_may_overflow(run):
@@ -366,10 +336,6 @@ def test_contention_is_weighted_by_time_in_the_steady_window(run):
     assert summarise(run(rows)).contention["host_cpu_by_others"] == pytest.approx(expected)
 
 
-def test_no_contention_section_without_a_measurement(run):
-    assert summarise(run()).contention == {}
-
-
 @pytest.mark.parametrize(
     ("cache", "told"), [({"compile_cache": "warm"}, "warm"), ({"compile_cache": None}, "none"), ({}, None)]
 )
@@ -399,16 +365,6 @@ def test_phase_of_the_peak_is_named(run, peaks, phase):
     assert (found["allocated_peak"], found["peak_phase"]) == (max(*peaks, 30.0), phase)
 
 
-def test_peak_of_the_last_step_belongs_to_the_step(run):
-    found = summarise(run(training(peak_memory_gb=[20.0] * 19 + [30.0]))).memory_gb
-    assert (found["allocated_peak"], found["peak_phase"]) == (30.0, "steady")
-
-
-def test_peak_of_an_evaluation_is_named(run):
-    found = summarise(run([*training(), evaluation(30.0, peak_memory_gb=50.0)])).memory_gb
-    assert (found["allocated_peak"], found["peak_phase"]) == (50.0, "evaluate")
-
-
 def test_unmeasured_memory_is_unknown(run):
     rows = [StepRow(step=i, phase="train", step_time_s=1.0) for i in range(1, 11)]
     found = summarise(run(rows, phases={"phases": [{"name": "train", "start_s": 0.0, "end_s": 10.0}]})).memory_gb
@@ -431,31 +387,12 @@ def test_phases_add_up_to_the_wall_time(run):
     assert found["start_and_exit"] == pytest.approx(3.0)
 
 
-def test_repeated_phase_adds_up(run):
-    phases = [
-        {"name": "train", "start_s": 0.0, "end_s": 12.0},
-        {"name": "evaluate", "start_s": 12.0, "end_s": 17.0},
-        {"name": "train", "start_s": 17.0, "end_s": 32.0},
-        {"name": "evaluate", "start_s": 32.0, "end_s": 38.0},
-    ]
-    found = summarise(run(phases={"phases": phases})).phases_s
-    assert found["evaluate"] == 11.0
-    assert found["first_step"] + found["warmup"] + found["steady"] + found["train_other"] == pytest.approx(27.0)
-    assert sum(found.values()) - found["total"] == pytest.approx(40.0)
-
-
 def test_phase_of_a_kill_lasts_until_the_end(run):
     phases = [PHASES[0], PHASES[1], {"name": "train", "start_s": 10.0}]
     found = summarise(run(phases={"phases": phases}, state={"state": "timeout", "wall_s": 50.0})).phases_s
     assert found["start_and_exit"] == 0
     assert found["steady"] + found["train_other"] + found["first_step"] + found["warmup"] == pytest.approx(40.0)
     assert sum(found.values()) - found["total"] == pytest.approx(50.0)
-
-
-def test_no_total_without_wall_time(run):
-    found = summarise(run(state={"state": "ok"})).phases_s
-    assert "total" not in found
-    assert found["load"] == 7.0
 
 
 # --- what makes the figures weak -------------------------------------------------------------------------------------
@@ -536,21 +473,6 @@ def test_evaluation_in_the_window_is_subtracted(run, after):
     assert warned(run(rows), "wall clock")
 
 
-@pytest.mark.parametrize("after", [0, 19], ids=["before", "after"])
-def test_evaluation_outside_the_window_is_not_subtracted(run, after):
-    ends = np.cumsum(TIMES)
-    shifted = [float(end) + 5.0 * (i > after) for i, end in enumerate(ends)]
-    rows = training(elapsed_time_sec=shifted)
-    made = run([*rows[: after + 1], evaluation(float(ends[after])), *rows[after + 1 :]])
-    assert not warned(made, "wall clock")
-
-
-def test_lost_row_shows_in_the_wall_clock(run):
-    rows = training()
-    made = run([*rows[:10], *rows[11:]])
-    assert warned(made, "wall clock")
-
-
 def test_torn_file_is_a_warning(run):
     made = run()
     with made.steps.open("a") as file:
@@ -564,10 +486,6 @@ def test_torn_file_is_a_warning(run):
 )
 def test_thermal_throttling_is_a_warning(run, reason, told):
     assert bool(warned(run(training(throttle=["none"] * 15 + [reason] * 5)), "throttled")) is told
-
-
-def test_throttling_in_the_warmup_is_ignored(run):
-    assert not warned(run(training(throttle=["hw_thermal"] * WARM + ["none"] * 18)), "throttled")
 
 
 def test_allocator_retries_are_a_warning(run):
@@ -597,15 +515,6 @@ def test_data_bound_run_is_a_warning(run, share, told):
     assert found == [f"data-bound: {share * 100:.0f} % of the steady window was spent waiting for batches"] * told
 
 
-def test_waiting_in_the_warmup_is_ignored(run):
-    assert not warned(run(training(data_time_s=[3.9, 1.4] + [0.0] * 18)), "data-bound")
-    assert warned(run(training(data_time_s=[0.0] * WARM + [0.2] * 18)), "data-bound")
-
-
-def test_unmeasured_waiting_is_ignored(run):
-    assert not warned(run(training(data_time_s=[None] * 20)), "data-bound")
-
-
 @pytest.mark.parametrize(("errors", "told"), [(None, False), (0, False), (3, True)])
 def test_ecc_errors_are_a_warning(run, errors, told):
     found = warned(run(machine={"gpu": GPU | {"ecc_uncorrected": errors}}), "uncorrected memory errors")
@@ -613,10 +522,6 @@ def test_ecc_errors_are_a_warning(run, errors, told):
 
 
 # --- runs that ended early -------------------------------------------------------------------------------------------
-
-
-def test_new_run_is_running(tmp_path):
-    assert summarise(create(tmp_path, "exp", "slug")).state == "running"
 
 
 def test_run_without_files_has_a_summary(tmp_path):

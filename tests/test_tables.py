@@ -147,22 +147,6 @@ def test_long_reason_is_shortened_and_noted_in_full():
     assert found.notes == [f"b-r1: {LONG}"]
 
 
-def test_short_reason_is_shown_once():
-    assert table(a_run(state="error", reason="short")).notes == []
-
-
-def test_repeated_reason_is_noted_once():
-    found = table(a_run(), skipped(run_id="b-r1", reason=LONG))
-    assert "\n".join([*column(found, "state"), *found.notes]).count(LONG) == 1
-
-
-def test_note_names_at_most_four_runs():
-    warned = [a_run(f"a-r{i}", warnings=["hot"]) for i in range(1, 7)]
-    assert table(a_run("b-r1"), *warned[:2]).notes == ["a-r1, a-r2: hot"]
-    assert table(a_run("b-r1"), *warned[:4]).notes == ["a-r1, a-r2, a-r3, a-r4: hot"]
-    assert table(a_run("b-r1"), *warned).notes == ["a-r1, a-r2, a-r3, a-r4 and 2 more: hot"]
-
-
 @pytest.mark.parametrize(
     ("warnings", "notes"),
     [

@@ -1,10 +1,8 @@
-import os
 import re
 from pathlib import Path
 
 import pytest
 
-from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.identity import fingerprint, slug
 from ftbench.store.rundir import find_runs, first_gpu, read_json
@@ -131,31 +129,6 @@ def test_tokenizer_and_weights_of_a_model_count(tmp_path, name):
     assert (len(seen), len(shapes)) == (3, 1)
 
 
-@pytest.mark.parametrize("name", ["pipe", "\ud800"])
-def test_special_files_count_by_name(tmp_path, name):
-    os.mkfifo(tmp_path / "pipe")
-    assert fingerprint(spec(model={"id": "a/b", "path": str(tmp_path / name)}))
-
-
-@pytest.mark.parametrize("place", [0, 3_000_000 - 1], ids=["begin", "end"])
-def test_both_ends_of_a_large_file_count(at, place):
-    content = bytearray(b"x" * 3_000_000)
-    before = at("dataset", "data.jsonl", content)
-    content[place : place + 1] = b"y"
-    assert at("dataset", "data.jsonl", content) != before
-
-
-def test_file_name_counts(at):
-    assert at("dataset", "data.jsonl", b"{}") != at("dataset", "other.jsonl", b"{}")
-
-
-def test_key_order_and_defaults_do_not_count():
-    assert fingerprint(spec(train={"seed": 42, "batch_size": 2})) == fingerprint(spec(train={"batch_size": 2}))
-    assert fingerprint(spec(train={"batch_size": 2, "seed": 7})) == fingerprint(
-        spec(train={"seed": 7, "batch_size": 2})
-    )
-
-
 def test_slug_has_model_method_and_batch():
     sections = {"model": {"id": "Qwen/Qwen3-8B"}, "method": {"name": "qlora"}, "train": {"batch_size": 4}}
     assert re.fullmatch(r"qwen3-8b-qlora-b4-[0-9a-f]{12}", slug(spec(**sections)))
@@ -165,9 +138,3 @@ def test_slug_has_model_method_and_batch():
 def test_slug_is_a_safe_file_name(name):
     found = slug(spec(model={"id": name}))
     assert re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,99}", found)
-
-
-def test_dataset_is_hashable():
-    names = {"image": "photo", "answer": "finding"}
-    first, second = (Dataset(name="file", path="scans.jsonl", columns=dict(names)) for _ in range(2))
-    assert {first: 1}[second] == 1

@@ -55,12 +55,6 @@ def test_cells_are_the_product_of_the_axes(points):
     ]  # fmt: skip
 
 
-def test_cell_has_the_spec_of_its_values(grid):
-    for cell in grid("train: {seed: 7}\nsweep: {axes: {method: [qlora, lora], train.batch_size: [1, 2]}}"):
-        assert (cell.spec.method.name, cell.spec.train.batch_size) == tuple(cell.values.values())
-        assert (cell.spec.train.seed, cell.spec.name, cell.refused) == (7, "spec", None)
-
-
 def test_axis_values_can_be_sections(grid):
     found = grid("sweep: {axes: {method: [{name: lora, rank: 32}, {name: qlora, quant_type: fp4}, full]}}")
     assert [cell.spec.method.name for cell in found] == ["lora", "qlora", "full"]
@@ -71,14 +65,6 @@ def test_axis_of_methods_keeps_common_options(grid):
     found = grid("method: {name: qlora, rank: 32, double_quant: false}\nsweep: {axes: {method: [lora, qlora, full]}}")
     assert [getattr(cell.spec.method, "rank", None) for cell in found] == [32, 32, None]
     assert found[1].spec.method.double_quant is False
-
-
-def test_axis_of_switches(grid):
-    found = grid("sweep: {axes: {optimizations.compile: [off, on], optimizations.fp8: [off, rowwise]}}")
-    options = [cell.spec.optimizations for cell in found]
-    assert [(part.compile, part.fp8) for part in options] == [
-        (False, "off"), (False, "rowwise"), (True, "off"), (True, "rowwise"),
-    ]  # fmt: skip
 
 
 def test_axis_wins_over_set(grid):
@@ -102,16 +88,6 @@ def test_zipped_axes_advance_together(points):
     assert points(text % "[train.gradient_accumulation_steps, train.batch_size]") == [(1, 8), (2, 4), (4, 2)]
 
 
-def test_zip_group_has_the_position_of_its_first_axis(points):
-    text = "{axes: {train.batch_size: [1, 2], method: [lora, full], train.seed: [5, 6]}, zip: [[%s]]}"
-    assert points("sweep: " + text % "train.batch_size, train.seed") == [
-        (1, "lora", 5), (1, "full", 5), (2, "lora", 6), (2, "full", 6),
-    ]  # fmt: skip
-    assert points("sweep: " + text % "train.seed, train.batch_size") == [
-        (1, "lora", 5), (2, "lora", 6), (1, "full", 5), (2, "full", 6),
-    ]  # fmt: skip
-
-
 # --- exclude ---------------------------------------------------------------------------------------------------------
 
 METHODS_AND_BATCHES = "sweep:\n  axes: {method: [lora, qlora, full], train.batch_size: [1, 2, 4]}\n  exclude: "
@@ -133,14 +109,6 @@ METHODS_AND_BATCHES = "sweep:\n  axes: {method: [lora, qlora, full], train.batch
 )
 def test_exclude_removes_matching_cells(points, pattern, left):
     assert " ".join(f"{method}{batch}" for method, batch in points(METHODS_AND_BATCHES + pattern)) == left
-
-
-def test_exclude_matches_constant_keys(points):
-    text = (
-        "train: {seed: 7}\nsweep: {axes: {train.batch_size: [1, 2]}, exclude: [{train.seed: %s, train.batch_size: 1}]}"
-    )
-    assert points(text % 7) == [(2,)]
-    assert points(text % 8) == [(1,), (2,)]
 
 
 @pytest.mark.parametrize(
@@ -172,14 +140,6 @@ def test_exclude_matches_impossible_cells(grid):
         assert [cell.refused for cell in grid(text % pattern)] == [None] * 3
 
 
-def test_exclude_matches_defaults_of_impossible_cells(grid):
-    found = grid("""sweep:
-      axes: {train.precision: [bf16, fp16], optimizations.fp8: [off, rowwise]}
-      exclude: [{method: lora, train.precision: fp16, optimizations.fp8: rowwise}]
-    """)
-    assert [cell.refused for cell in found] == [None] * 3
-
-
 def test_exclude_that_leaves_no_cell_is_an_error(problems):
     assert problems("sweep: {axes: {method: [lora]}, exclude: [{method: lora}]}") == [
         "spec.yaml: sweep.exclude leaves no cell"
@@ -199,14 +159,6 @@ def test_command_line_axis_needs_no_sweep_section(grid):
 def test_command_line_axis_replaces_the_axis_of_the_file(points):
     text = "sweep: {axes: {train.batch_size: [1, 2, 4], method: [lora, full]}}"
     assert points(text, "train.batch_size=16") == [(16, "lora"), (16, "full")]
-
-
-def test_command_line_paths_are_relative_to_the_current_folder(grid, tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    found = grid("dataset: {name: file, path: c.jsonl}", "dataset.path=a.jsonl,../b.jsonl")
-    paths = [cell.spec.dataset.path for cell in found]
-    assert paths == [str(tmp_path / "here" / "a.jsonl"), str(tmp_path / "b.jsonl")]
 
 
 @pytest.mark.parametrize("text", ["train.batch_size", "train.batch_size=", "train.batch_size= ", "a.b=1,,2", "a=[1,2"])
@@ -272,13 +224,6 @@ def test_sets_of_a_cell_reproduce_it(grid, tmp_path, monkeypatch, axes):
         assert identity.fingerprint(again) == identity.fingerprint(cell.spec)
 
 
-def test_sets_of_a_cell_have_absolute_paths(tmp_path, monkeypatch):
-    (tmp_path / "spec.yaml").write_text(MODEL + FILES)
-    found = cells(tmp_path / "spec.yaml", ())
-    monkeypatch.chdir("/")
-    assert [load(tmp_path / "spec.yaml", cell.sets) for cell in found] == [cell.spec for cell in found]
-
-
 # --- impossible combinations -----------------------------------------------------------------------------------------
 
 
@@ -295,13 +240,6 @@ def test_refused_cell_has_all_reasons(grid):
     (cell,) = grid("", "method=qlora", "optimizations.fp8=rowwise", "train.precision=fp16")
     assert "16-bit base weights" in cell.refused
     assert "keeps the adapters of a quantised model in bfloat16" in cell.refused
-
-
-def test_impossible_section_is_a_refused_cell(grid):
-    text = "dataset: {name: synthetic, samples: 8, length: 64}\nsweep: {axes: {%s}}"
-    found = grid(text % "dataset.length: [128, 4096], dataset.max_length: [1024, 8192]")
-    assert [cell.spec is None for cell in found] == [False, False, True, False]
-    assert "`length` 4096 is larger than `max_length` 1024" in found[2].refused
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------

@@ -3,8 +3,6 @@
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ftbench.core.rows import StepRow
 from ftbench.store import rundir
@@ -67,13 +65,6 @@ def test_every_reason_for_throttling_is_named_once():
 def test_a_step_that_not_all_ranks_have_finished_is_no_step():
     found = merge([[row(1), row(2), row(3)], [row(1, rank=1), row(2, rank=1)]])
     assert [each.step for each in found] == [1, 2]
-
-
-@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=8))
-def test_a_single_rank_is_the_run_and_order_is_no_matter(times):
-    rows = [row(rank=rank, step_time_s=time) for rank, time in enumerate(times)]
-    assert merged(rows[:1]).step_time_s == rows[0].step_time_s
-    assert merged(rows).step_time_s == merged(rows[::-1]).step_time_s == max(times)
 
 
 def test_the_spread_is_between_the_ranks_steady_steps_and_peaks():
@@ -146,9 +137,3 @@ def test_files_of_more_ranks_than_the_spec_has_are_not_read(run):
     rundir.write_json(run.spec_json, {"launch": {"gpus": 2}})
     tables, warnings = read_ranks(run)
     assert ([rows[0].rank for rows in tables], warnings) == ([0, 1], [])
-
-
-def test_no_run_has_ten_thousand_ranks(run):
-    for name in ("10000", "01", "x", "9" * 200, "٣"):
-        run.of_rank(0).steps.with_name(f"steps.rank{name}.csv").write_text("")
-    assert len(rank_files(run)) == 11

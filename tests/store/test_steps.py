@@ -4,7 +4,6 @@ import os
 import pytest
 
 from ftbench.core.rows import COLUMNS, StepRow, header, to_csv
-from ftbench.store import steps
 from ftbench.store.steps import StepsWriter, read_columns, read_steps
 
 ROWS = [
@@ -58,11 +57,6 @@ def test_an_unfinished_line_is_in_no_column(path):
     assert read_columns(path, ("step",)) == {"step": [1, 2]}
 
 
-def test_a_file_saved_on_windows_has_the_same_columns(path):
-    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    assert read_columns(path, ("step", "gpu_by_others")) == {"step": [1, 2, 3], "gpu_by_others": [None] * 3}
-
-
 def test_the_seven_columns_of_the_founding_study_are_training(path):
     path.write_text("step,elapsed_time_sec\n1,0.5\n2,0.9\n")
     assert read_columns(path, ("elapsed_time_sec", "loss")) == {"elapsed_time_sec": [0.5, 0.9], "loss": [None, None]}
@@ -80,10 +74,4 @@ def test_only_plain_files_are_read(path):
     path.unlink()
     os.mkfifo(path)
     assert read_steps(path) == ([], ["steps.csv: not a regular file of at most 256 MiB"])
-    assert read_columns(path, ("step",)) == {}
-
-
-def test_a_file_far_too_large_is_not_read(path, monkeypatch):
-    monkeypatch.setattr(steps, "MOST_CSV_BYTES", path.stat().st_size - 1)
-    assert read_steps(path)[0] == []
     assert read_columns(path, ("step",)) == {}

@@ -14,7 +14,6 @@ from ftbench.store import rundir
 from ftbench.store.rundir import create_at, write_json
 from ftbench.store.steps import StepsWriter
 from ftbench.sweep.loop import Session
-from ftbench.sweep.output import live as view
 from ftbench.sweep.plan.base import Options, Standing
 from ftbench.sweep.plan.grid import Grid, first_jobs, with_repeats
 from ftbench.sweep.plan.search import Family, Search, next_batch
@@ -115,10 +114,6 @@ def test_repeats_may_differ_between_cells(jobs):
 
 def test_equal_cells_are_one_job(jobs):
     assert names(jobs("", "train.precision=auto,fp32", "method=lora,full")) == "lora4 full4"
-
-
-def test_impossible_cells_are_not_jobs(jobs):
-    assert names(jobs("", "method=lora,qlora", "optimizations.fp8=off,rowwise")) == "lora4 lora4 qlora4"
 
 
 def test_sets_of_a_job_reproduce_its_spec(jobs, tmp_path):
@@ -224,15 +219,6 @@ def test_refused_job_is_skipped_with_the_reason(jobs, options):
     assert drain(plan) == found[1:]
 
 
-def test_job_without_time_waits(jobs, options):
-    found = jobs("", "train.batch_size=1,8,2")
-    plan = Grid(found, {}, options)
-    assert names(drain(plan, fits=lambda each: each.spec.train.batch_size < 8)) == "lora1 lora2"
-    assert names(plan.pending()) == "lora8"
-    assert plan.standings[found[1]].state == "pending"
-    assert names(drain(plan)) == "lora8"
-
-
 @pytest.mark.parametrize("state", ["oom", "error"])
 def test_failed_run_does_not_bound_the_time(jobs, options, state):
     found = jobs("", "train.max_steps=10", "train.batch_size=1,16,12")
@@ -260,17 +246,6 @@ def test_oom_skips_larger_batches_in_any_order(jobs, options):
     plan = Grid(jobs("", "train.batch_size=4,8,1,2,16"), {}, options)
     assert names(drain(plan, no_more_than({"lora": 1}))) == "lora4 lora1 lora2"
     assert skipped(plan) == {"lora8": "oom at batch 4", "lora16": "oom at batch 4"}
-
-
-def test_oom_skips_other_repeats(jobs, options):
-    plan = Grid(jobs("measure: {repeats: 3}", "train.batch_size=1,2"), {}, options)
-    assert names(drain(plan, no_more_than({"lora": 1}))) == "lora1 lora2 lora1' lora1''"
-    assert skipped(plan) == {"lora2'": "oom at batch 2", "lora2''": "oom at batch 2"}
-
-
-def test_accumulation_does_not_change_the_memory_limit(jobs, options):
-    plan = Grid(jobs("", "train.gradient_accumulation_steps=1,4", "train.batch_size=1,2,4"), {}, options)
-    assert names(drain(plan, no_more_than({"lora": 1}))) == "lora1 lora2 lora1"
 
 
 def test_oom_of_an_earlier_session_counts(jobs, options):
@@ -328,12 +303,6 @@ def test_search_of_two_families(search):
     started = drain(plan, no_more_than({"lora": 5, "qlora": 77}))
     assert edges(plan) == {"lora": (5, 6, ""), "qlora": (77, 78, "")}
     assert len(set(started)) == len(started) == len(plan.standings)
-    assert plan.next(lambda each: True) is None
-
-
-def test_family_runs_one_trial_at_a_time(search):
-    plan = search("lora", "qlora")
-    assert names([plan.next(lambda each: True), plan.next(lambda each: True)]) == "lora1 qlora1"
     assert plan.next(lambda each: True) is None
 
 
@@ -429,12 +398,6 @@ def test_trial_without_time_is_not_started(search):
     assert edges(plan) == {"lora": (2, None, "not finished"), "qlora": (1, 2, "")}
 
 
-def test_refused_family_is_not_searched(search):
-    plan = search("lora", "full", refused={"full": "needs a GPU"})
-    assert {each.spec.method.name for each in drain(plan, no_more_than({"lora": 2}))} == {"lora"}
-    assert edges(plan) == {"lora": (2, 3, ""), "full": (None, None, "needs a GPU")}
-
-
 # --- limits of the search --------------------------------------------------------------------------------------------
 
 
@@ -509,25 +472,6 @@ def test_result_can_be_written_as_json(search, tmp_path):
     )  # fmt: skip
     assert (full["largest"], full["trials"], full["note"]) == (None, [], "needs a GPU")
     assert next_batch([], plan.candidates(plan.families[0])) == 1
-
-
-@pytest.mark.parametrize(
-    ("width", "shown"),
-    [(80, "  method=qlora, batch 4: step 2 of 12 · 130 tokens/s · loss 2.345"),
-     (84, "  method=qlora, batch 4: step 2 of 12 · 130 tokens/s · loss 2.345 · about 3 min left"),
-     (9, "  method=qlora, batch 4: step 2 of 12")],
-)  # fmt: skip
-def test_line_of_the_live_view_fits_the_width(width, shown):
-    line = "  method=qlora, batch 4: step 2 of 12 · 130 tokens/s · loss 2.345 · about 3 min left · 17 % · 0.561 GiB"
-    assert view.fitting(line, width) == shown
-
-
-def test_remaining_time_is_rounded():
-    standings = [Standing("ok"), Standing("pending")]
-    told = [view.counted(standings, left_s) for left_s in (None, 5.27, 44.7, 119.4, 120.4, 4800)]
-    assert told == ["1 ok · 1 run left"] + [
-        f"1 ok · 1 run left · about {about}" for about in ("5 s", "45 s", "119 s", "2 min 00 s", "1 h 20 min")
-    ]
 
 
 def test_jobs_in_a_cluster_queue_do_not_share_the_remaining_work(tmp_path, jobs, options):
