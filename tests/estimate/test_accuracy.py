@@ -15,7 +15,7 @@ from ftbench.estimate.workload.model import shape_of
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import estimate_study as study
 
-RESULTS = Path("results")
+RESULTS = Path("results/h200")
 # Bounds of mean and worst relative error on the committed runs. Reserved memory is worst for small models, where
 # half a GiB is a fifth, and of batches with many lengths, where it depends on their order.
 BOUNDS = {"allocated": (0.01, 0.065), "reserved": (0.05, 0.22), "device": (0.05, 0.18)}
