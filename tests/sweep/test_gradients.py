@@ -28,7 +28,7 @@ def kept(path, **changes):
         "losses": np.ones((4, 4)),
         "initial": np.array([1.0, 0.0, 0.0]),
     }
-    arrays |= dict.fromkeys(("gradient", "step", "steps"), rows)
+    arrays |= dict.fromkeys(gradients.CHANGES, rows)
     arrays |= {name: change(arrays[name].copy()) if callable(change) else change for name, change in changes.items()}
     run = rundir.RunDir(path)
     path.mkdir()
@@ -49,6 +49,8 @@ def without(array, *places, value=0.0):
         ({"samples": np.arange(4)[::-1]}, ""),  # in another order
         ({"samples": np.arange(4) + 1}, "its tokens or labels differ from the reference's"),
         ({"names": np.array([NAMES[0], "x", NAMES[2]])}, "up_proj.lora_B not trained, and plain trains them"),
+        ({"moment": lambda a: 0 * a}, ""),  # an optimizer with other states
+        ({"moment": lambda a: without(a, 0)}, "layers.0.mlp.up_proj.lora_A has no second moment at initial weights"),
         ({"gradient": lambda a: without(a, 0)}, "layers.0.mlp.up_proj.lora_A has no gradient at initial weights"),
         ({"steps": lambda a: without(a, 1, 2)}, "up_proj (2 tensors, first model.layers.0.mlp.up_proj.lora_B)"),
         ({"gradient": lambda a: without(a, 0, value=np.nan)}, "has a gradient that is not finite"),
@@ -65,7 +67,7 @@ def test_differences_become_sentences(tmp_path, changes, said):
     assert said in "; ".join(found["problems"])
     assert bool(found["problems"]) is bool(said)
     if not said:
-        assert len(found["tensors"]) == 2 * 3 * 3
+        assert len(found["tensors"]) == 2 * 3 * (4 - ("moment" in changes))
         assert max(abs(number) for row in found["tensors"] for number in row[3:]) < 1e-6
 
 

@@ -246,7 +246,8 @@ class ParityPlan(Grid):
         reference = self.record_of(recipe.reference, recipe).run
         runs = [f"{run.run_id} {read_json(run.state).get('ended_at')}" for run in (reference, record.run)]
         kept = self._kept.get(record) or read_json(record.run.agreement)
-        if kept.get("runs") != runs or not {"problems", "losses", "tensors"} <= kept.keys():
+        same = kept.get("runs", runs) == runs and kept.get("reference", reference.run_id) == reference.run_id
+        if not same or not {"problems", "losses", "tensors"} <= kept.keys():  # earlier versions kept the reference only
             kept = {"runs": runs} | agreement(reference, record.run)
             write_json(record.run.agreement, kept)
         self._kept[record] = kept
