@@ -40,7 +40,6 @@ MODELS = {
     "llama": {"model_type": "llama", "tie_word_embeddings": False},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": False, **SLIDING},
     "mistral": {"model_type": "mistral", "tie_word_embeddings": False, "sliding_window": 16},
-    "gemma": {"model_type": "gemma", "tie_word_embeddings": True},
     "gemma2": {"model_type": "gemma2", "tie_word_embeddings": True, "sliding_window": 16},
     "gemma3_text": {"model_type": "gemma3_text", "tie_word_embeddings": True, "sliding_window": 16},
     "qwen3_moe": {"model_type": "qwen3_moe", "tie_word_embeddings": False, "moe_intermediate_size": 32,

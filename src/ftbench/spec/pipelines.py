@@ -6,7 +6,7 @@ from ftbench.spec.base import Experiment
 from ftbench.spec.methods import family, number_of_layers
 from ftbench.spec.optimizations import switched_on
 
-PIPELINED = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "qwen3_moe")
+PIPELINED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "qwen3_moe")
 _WITH_PP = ("gradient_checkpointing", "compile", "packing", "fixed_shape", "length_grouping", "loader_processes")
 
 

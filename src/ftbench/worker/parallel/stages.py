@@ -164,7 +164,7 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         target = torch.zeros(len(batches)) if len(self.split) - 1 in self.indices else None
         begin = self.clock.mark()
-        schedule.step(target=target, losses=losses, return_outputs=False)
+        schedule.step(target=target, losses=losses)
         self.passes.append((begin, [*marks], self.clock.mark()))
         marks.clear()
         return self._everywhere(losses)
