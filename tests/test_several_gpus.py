@@ -29,10 +29,10 @@ from ftbench.errors import MissingError, SpecError
 from ftbench.estimate.workload.model import shape_of
 from ftbench.estimate.workload.sharding import rank_model, sharding_of
 from ftbench.families import FAMILIES
-from ftbench.families.vision import TRAINED
 from ftbench.launch import progress, trl
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import WITH_IMAGES
 from ftbench.store import rundir
 from ftbench.store.ranks import read_ranks
 from ftbench.store.steps import read_steps
@@ -159,7 +159,7 @@ def test_tp_is_refused_for_families_without_a_plan():
     """If this fails, transformers supports tp for these families, and the check can be removed."""
     from transformers import CONFIG_MAPPING
 
-    plans = {name: CONFIG_MAPPING[name]().get_text_config().base_model_tp_plan for name in (*FAMILIES, *TRAINED)}
+    plans = {name: CONFIG_MAPPING[name]().get_text_config().base_model_tp_plan for name in (*FAMILIES, *WITH_IMAGES)}
     assert {name for name, plan in plans.items() if not plan} == {*strategies._WITHOUT_PLAN}
     with pytest.raises(ValueError, match="no plan by which tp divides tiny/qwen3-vl: use fsdp"):
         Experiment.model_validate({"name": "a", **QWEN3, "launch": {"gpus": 2, "strategy": "tp"}})

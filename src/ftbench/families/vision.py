@@ -10,11 +10,6 @@ from ftbench.families.config import Config
 
 # Models of images and text, with the family of their text part.
 FAMILIES = {"llava": "mistral", "llava_next": "mistral", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
-TRAINED = (
-    "llava_next",
-    "qwen2_5_vl",
-    "qwen3_vl",
-)  # can be trained; others are only counted
 # Fewest and most pixels that an image is scaled to (preprocessor_config.json of the published models).
 PIXELS = {"qwen2_5_vl": (56 * 56, 12_845_056), "qwen3_vl": (65_536, 16_777_216)}
 MOST_ELONGATED = 200  # largest aspect ratio that Qwen's processors accept

@@ -13,11 +13,11 @@ from pydantic import BeforeValidator, Field
 
 from ftbench.errors import SpecError
 from ftbench.facts import architectures
-from ftbench.families.vision import TRAINED
 from ftbench.spec.base import Experiment, Float, Int, Model, Part, Switch, Word
 from ftbench.spec.reading import read_config
 
 GPT_OSS = "gpt_oss"  # published in MXFP4 (docs/how-to/gpt-oss.md)
+WITH_IMAGES = ("llava_next", "qwen2_5_vl", "qwen3_vl")  # families with images that can be trained
 GRANULE = 8  # rank of expert adapters: grouped products need rows of 16 bytes
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -80,7 +80,7 @@ def _read(file: Path, modified: int) -> dict[str, Any]:
 
 def reads_images(model: Model) -> bool:
     """Return whether a model may support images. The worker decides for unknown models."""
-    return family(model) in (None, *TRAINED)
+    return family(model) in (None, *WITH_IMAGES)
 
 
 class Full(_Method):
@@ -233,7 +233,7 @@ class Unsloth(_Adapters):
 
     def incompatibilities(self, spec: Experiment) -> Iterator[str]:
         yield from super().incompatibilities(spec)
-        if family(spec.model) in TRAINED:
+        if family(spec.model) in WITH_IMAGES:
             yield from self._of_images(spec)
         if self.load_in_fp8 and self.load_in_4bit:
             yield "method.load_in_fp8 and load_in_4bit exclude each other: set one to off"

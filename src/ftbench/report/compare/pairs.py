@@ -10,7 +10,6 @@ from pathlib import Path
 from ftbench.core import compare as core
 from ftbench.core.compare import BreakEven, Difference, Ratio
 from ftbench.core.learning import CANNOT_TELL, NOT_FINITE, Learning, TrainedStep, learning_verdict, not_finite
-from ftbench.report.compare.partners import along, baseline_value, partners
 from ftbench.report.data.axes import implied, value_at
 from ftbench.report.data.cells import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run, sitting_spread
 from ftbench.report.data.collect import figure
@@ -97,6 +96,8 @@ def compare(runs: Sequence[Run], axis: str, baseline: str | None = None, *, stri
     Raises:
         SpecError: the axis or the baseline does not exist.
     """
+    from ftbench.report.compare.partners import along, baseline_value, partners
+
     key, cells = along(axis, runs)
     chosen, noise = baseline_value(key, cells, baseline), noise_of(cells)
     find = partners(key, [cell for cell in cells if value_at(key, cell.facts) == chosen])

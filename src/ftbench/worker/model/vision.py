@@ -13,7 +13,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ftbench.families import vision as families
-from ftbench.families.vision import PIXELS, TRAINED, VisionShape
+from ftbench.families.vision import PIXELS, VisionShape
+from ftbench.spec.methods import WITH_IMAGES
 from ftbench.worker.model.tokenizer import IMAGE
 
 # Module and class of a family's image processor. It uses Pillow, or the faster torchvision if installed.
@@ -26,7 +27,7 @@ _PROCESSORS = {
 
 def reads_images(config: Any) -> bool:
     """Return whether ftbench trains models of this configuration on images."""
-    return config.model_type in TRAINED
+    return config.model_type in WITH_IMAGES
 
 
 def auto_class(config: Any) -> Any:
