@@ -70,7 +70,7 @@ def test_same_recipe_on_two_gpus(tmp_path):
         ({"applied": {"model.attention": "eager"}}, "applied.attention: sdpa → eager"),
     ],
 )  # fmt: skip
-def test_differences_are_listed_and_strict_drops_the_pair(tmp_path, changes, told):
+def test_differences_are_listed(tmp_path, changes, told):
     make_run(tmp_path, "a")
     machine = changes.get("machine", {})
     make_run(tmp_path, "b", **changes | {"machine": {"gpu.name": MAX_Q} | machine})
@@ -78,9 +78,6 @@ def test_differences_are_listed_and_strict_drops_the_pair(tmp_path, changes, tol
     assert [str(one) for one in pair.differences] == [told]
     assert not pair.iso
     assert pair.speed is not None
-    strict = compared(tmp_path, "gpu", "H200", strict=True)
-    assert (strict.pairs, strict.dropped) == ((), 1)
-    assert "1 pair is not the same recipe" in " ".join(comparison.section(strict).table.notes)
 
 
 def test_lower_power_limit_is_a_difference(tmp_path):
@@ -217,8 +214,8 @@ def test_any_file_may_be_missing(tmp_path, ftbench, missing):
         assert "lora" in out
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 99}', '{"gpu": [], "model": 3, "train": null}'])
-@pytest.mark.parametrize("part", ["spec_json", "machine", "applied", "summary", "samples"])
+@pytest.mark.parametrize("text", ["{", '{"gpu": [], "model": 3, "train": null}'])
+@pytest.mark.parametrize("part", ["spec_json", "machine", "applied", "summary"])
 def test_malformed_files_are_tolerated(tmp_path, ftbench, part, text):
     make_run(tmp_path, "a", steps(seed=1))
     make_run(tmp_path, "b", steps(seconds=1.2, seed=2), spec=method("full"))
@@ -342,8 +339,7 @@ def test_different_samples_per_step_are_inconclusive(tmp_path):
         (["--compare", "model"], "nothing to compare: these keys vary: method.name"),
         (["--compare", "method", "--baseline", "H100"], "--baseline H100: not one of full, lora"),
         (["--compare", "method", "--baseline", "l"], "matches full, lora: write the full value"),
-        (["--baseline", "lora"], "need an axis"),
-        (["--strict"], "need an axis"),
+        (["--baseline", "lora"], "needs an axis"),
         (["--rows", "merged"], "--rows merged: allowed are each, merge"),
         (["--hours", "-1"], "--hours -1: give a number of hours above 0"),
         (["--fail-above", "5%"], "--fail-above needs --against"),
@@ -560,8 +556,8 @@ def test_markdown_cells_are_escaped():
 def test_output_files_contain_no_control_characters(tmp_path, ftbench):
     make_run(tmp_path / "runs", "a", state={"state": "error", "reason": "a\x1b[2Jb\x9bc"})
     for format in ("md", "csv", "json", "table", "html"):
-        assert ftbench("report", tmp_path / "runs", "--format", format, "-o", tmp_path / "out")[0] == 0
-        assert not {"\x1b", "\x9b"} & {*(tmp_path / "out").read_text()}, format
+        assert ftbench("report", tmp_path / "runs", "--format", format, "-o", tmp_path / format)[0] == 0
+        assert not {"\x1b", "\x9b"} & {*(tmp_path / format).read_text()}, format
 
 
 # --- the plain table -------------------------------------------------------------------------------------------------

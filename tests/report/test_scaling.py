@@ -78,13 +78,6 @@ def test_second_gpu_is_judged_by_time_and_cost(out):
     assert "a day on one becomes 15 h" in sentence
 
 
-def test_each_rank_has_its_memory_by_tier(out):
-    records = told(out, answers=True)["memory_by_rank"]["records"]
-    (first, second) = (record for record in records if record["run_ids"] == "two-ddp")
-    assert first["parts"] == {"tensors": 40.0, "rest of the pool": 2.0, "driver, NCCL and others": 3.0}
-    assert sum(second["parts"].values()) == 49.0
-
-
 def test_strategy_comparison_accepts_a_single_gpu(out):
     compared = told(out, compare="strategy")
     rows = {record["run_ids"]: record for record in compared["comparison"]["records"]}
@@ -101,7 +94,7 @@ def test_hourly_cost_counts_all_gpus(out):
 
 def test_single_gpu_has_no_scaling_section(out, tmp_path):
     on(tmp_path, "alone", 1, "none", 1.0)
-    assert not {"scaling", "worth", "memory_by_rank"} & told(tmp_path, answers=True).keys()
+    assert not {"scaling", "worth"} & told(tmp_path, answers=True).keys()
 
 
 def test_card_shows_ranks(out):

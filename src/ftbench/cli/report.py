@@ -44,7 +44,6 @@ def report(
     columns: Annotated[str | None, _of(OUTPUT, help="only these columns: tokens/s,batch,rank", metavar="A,B")] = None,
     wide: Wide = False,
     baseline: Annotated[str | None, _of(ADVANCED, help="--compare: baseline value of the axis")] = None,
-    strict: Annotated[bool, _of(ADVANCED, "--strict", help="--compare: only pairs of the same recipe")] = False,
     rows: Annotated[str, _of(ADVANCED, help="each run, or merge: one row per spec and GPU")] = "each",
     hours: Annotated[float | None, _of(ADVANCED, help="--answers, --prices: hours of a night (8)")] = None,
     against: Annotated[Path | None, _of(ADVANCED, help="earlier runs; exit code 1 on a regression")] = None,
@@ -58,7 +57,7 @@ def report(
     check_output(output, force)
 
     request = build.Request(
-        paths, formats.format_of(output) if format is None else format, compare, baseline, strict, rows, answers,
+        paths, formats.format_of(output) if format is None else format, compare, baseline, rows, answers,
         hours, against, fail_above, prices, where or [], sort,
         [name.strip() for name in columns.split(",")] if columns is not None else [],
     )  # fmt: skip

@@ -35,7 +35,6 @@ class Request:
     format: str = "table"
     compare: str | None = None
     baseline: str | None = None
-    strict: bool = False
     repeats: str = "each"
     answers: bool = False
     hours: float | None = None
@@ -113,7 +112,7 @@ def _sections(request: Request, records: Sequence[Record], prices: Prices | None
 
         if not measured:
             raise SpecError("--compare: all runs were profiled, so their speeds are not valid: add other runs")
-        compared = pairs.compare(measured, request.compare, request.baseline, strict=request.strict)
+        compared = pairs.compare(measured, request.compare, request.baseline)
         parts.append(comparison.section(compared))
     return [part for part in [*parts, *_of_measured(request, cells_of(measured), prices)] if part is not None]
 
@@ -137,8 +136,8 @@ def _check(request: Request) -> None:
     formats.known_format(request.format)
     if request.repeats not in _REPEATS:
         problems.append(f"--rows {request.repeats}: allowed are {', '.join(_REPEATS)}")
-    if request.compare is None and (request.baseline is not None or request.strict):
-        problems.append("--baseline and --strict need an axis: add for example --compare method")
+    if request.compare is None and request.baseline is not None:
+        problems.append("--baseline needs an axis: add for example --compare method")
     if request.columns and request.format not in _WITH_COLUMNS:
         problems.append(f"--columns needs --format table or md: --format {request.format} always contains every field")
     if (request.compare is not None or request.against is not None) and (request.sort or request.columns):

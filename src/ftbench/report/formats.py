@@ -121,10 +121,12 @@ def _markdown(report: Report) -> str:
 
 
 def _csv(report: Report) -> str:
-    """Return one table with all fields: the runs, or the first section with records."""
+    """Return one table with all fields: the runs, or the first section with records after the answer."""
     if report.runs:
         return csv_text(report.records)
-    return csv_text(next((section.records for section in report.sections if section.records), ()))
+    return csv_text(
+        next((each.records for each in report.sections if each.records and not each.key.startswith(ANSWER)), ())
+    )
 
 
 def csv_text(records: Sequence[Record]) -> str:

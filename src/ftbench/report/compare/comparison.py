@@ -217,9 +217,6 @@ def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Iterable[str]) 
         if learning.failed:
             yield f"{run_of(pair.cell.runs[0].record)}, {pair.cell.name}, does not learn the same: {learning.reason}"
     yield NOTE
-    if comparison.dropped:
-        noun = "pair is" if comparison.dropped == 1 else "pairs are"
-        yield f"--strict: {comparison.dropped} {noun} not the same recipe and hidden"
     for number, words in enumerate(lists, 1):
         yield f"({number}) {words}"
     if comparison.axis == FRAMEWORK:

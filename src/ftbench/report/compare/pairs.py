@@ -71,30 +71,23 @@ class Comparison:
     """A comparison along one axis.
 
     `axis` is a key, `baseline` its baseline value, `cells` all cells in table order. `pairs` has one entry per cell
-    outside the baseline. `dropped` counts the pairs that `--strict` removed.
+    outside the baseline.
     """
 
     axis: str
     baseline: str
     cells: tuple[Cell, ...]
     pairs: tuple[Pair, ...]
-    dropped: int = 0
 
     def value(self, cell: Cell) -> str:
         return value_at(self.axis, cell.facts) or "unknown"
 
 
-def compare(runs: Sequence[Run], axis: str, baseline: str | None = None, *, strict: bool = False) -> Comparison:
-    """Compare runs along an axis.
+def compare(runs: Sequence[Run], axis: str, baseline: str | None = None) -> Comparison:
+    """Compare runs along an axis: a short name (`gpu`, `method`, …), a spec key, or a fact of the machine.
 
-    Args:
-        runs: the runs.
-        axis: a short name (`gpu`, `method`, `batch`, …), a spec key, or a fact of the machine.
-        baseline: the baseline value, by default the plainest or the most frequent one.
-        strict: keep only pairs of the same recipe.
-
-    Raises:
-        SpecError: the axis or the baseline does not exist.
+    `baseline` is the baseline value, by default the plainest or the most frequent one. Raise SpecError if the axis or
+    the baseline does not exist.
     """
     from ftbench.report.compare.partners import along, baseline_value, partners
 
@@ -102,8 +95,7 @@ def compare(runs: Sequence[Run], axis: str, baseline: str | None = None, *, stri
     chosen, noise = baseline_value(key, cells, baseline), noise_of(cells)
     find = partners(key, [cell for cell in cells if value_at(key, cell.facts) == chosen])
     pairs = [pair_of(key, cell, *find(cell), noise) for cell in cells if value_at(key, cell.facts) != chosen]
-    kept = [pair for pair in pairs if pair.iso or pair.baseline is None] if strict else pairs
-    return Comparison(key, chosen, tuple(cells), tuple(kept), len(pairs) - len(kept))
+    return Comparison(key, chosen, tuple(cells), tuple(pairs))
 
 
 def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", noise: Noise | None = None) -> Pair:

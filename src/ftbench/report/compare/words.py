@@ -31,19 +31,6 @@ def change(ratio: Ratio | None) -> str:
     return f"{sign}{value} % [{_percent(ratio.low)}, {_percent(ratio.high)}]"
 
 
-def change_in_words(ratio: Ratio | None) -> str:
-    """Return `likely +12.3 % (95 %: +11.0 to +13.6)`, for a sentence."""
-    if ratio is None:
-        return "by an unknown amount"
-    value = _percent(ratio.value)
-    if ratio.low is None or ratio.high is None:
-        return f"{value} % (too few steady steps to estimate the noise)"
-    likely = "likely " if ratio.verdict.startswith("likely") else ""
-    if ratio.vague:
-        return f"{likely}{value} % (the repeats differ too much or are too few for an interval)"
-    return f"{likely}{value} % (95 %: {_percent(ratio.low)} to {_percent(ratio.high)})"
-
-
 def _percent(ratio: float) -> str:
     return units.change(ratio - 1).removesuffix(" %")
 
@@ -72,12 +59,6 @@ def learning_text(learning: Learning | None) -> str:
 def grad_norm_text(learning: Learning | None) -> str:
     """Return `-1.0 %`: the difference of the gradient norms."""
     return "" if learning is None or learning.grad_norm is None else units.difference(learning.grad_norm)
-
-
-def differences_text(pair: Pair) -> str:
-    """Return all differences of a pair, or the reason for a missing baseline."""
-    words = "; ".join(differences(pair))
-    return f"differs: {words}" if words and pair.baseline else words
 
 
 def differences(pair: Pair) -> list[str]:

@@ -1,13 +1,12 @@
-"""Several GPUs: scaling of a recipe, memory of each rank, and cost of more GPUs."""
+"""Several GPUs: scaling of a recipe, and cost of more GPUs."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ftbench.core import units
 from ftbench.report.data.axes import STRATEGY
-from ftbench.report.data.cells import TOKENS, Cell, Run
-from ftbench.report.data.collect import figure
+from ftbench.report.data.cells import TOKENS, Cell
 from ftbench.report.data.names import recipe_name
 from ftbench.report.document import Section
 from ftbench.report.sections.rows import Record, field, names_of, section
@@ -17,7 +16,6 @@ from ftbench.spec.prices import HourlyCost, Prices, hourly_costs
 # Keys that may differ within a recipe: work division, duration, measurement.
 _DIVISION = ("launch.", "train.batch_size", "train.gradient_accumulation_steps", "train.max_steps", "train.epochs",
             "dataset.samples", "measure.")  # fmt: skip
-_TIERS = {"allocated": "tensors", "reserved": "rest of the pool", "device": "driver, NCCL and others"}
 _WORDS = (
     "Tokens per second of all GPUs. Weak scaling: each GPU has the batch of the single GPU. Strong scaling: all GPUs "
     "share that batch. Both are relative to one GPU with the same recipe times the number of GPUs. Skew is the share "
@@ -29,7 +27,7 @@ def sections(cells: Sequence[Cell], prices: Prices | None) -> list[Section | Non
     """Return the sections on several GPUs. All are None if no run used several."""
     groups = _recipes(cells)
     records = [_record(cell, group) for group in groups for cell in group if cell.valid or not cell.ok]
-    return [_scaling(records), _worth(groups, prices), _memory(cells)]
+    return [_scaling(records), _worth(groups, prices)]
 
 
 def _recipes(cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -145,40 +143,3 @@ def _amounts(cell: Cell, single: Cell, prices: Prices) -> Iterator[str]:
 def _hourly(cell: Cell, price: Any) -> list[HourlyCost]:
     watts = cell.figure("energy.mean_watts")
     return hourly_costs(price, None, cell.figure(TOKENS), watts, 1.0, cell.gpus)
-
-
-# --- memory of each rank ----------------------------------------------------------------------------------------------
-
-
-def _memory(cells: Sequence[Cell]) -> Section | None:
-    """Return the memory of each rank by tier: tensors, pool, device."""
-    records = [
-        names_of(cell) | {"rank": rank, "parts": parts}
-        for cell in cells if cell.gpus > 1 and cell.ok
-        for rank, parts in enumerate(_tiers(cell.ok[0]))
-    ]  # fmt: skip
-    kinds = [kind for kind in _TIERS.values() if any(record["parts"].get(kind) for record in records)]
-    columns: dict[str, Callable[[Record], str]] = {
-        "rank": field("rank"),
-        "GiB": lambda r: _gb(sum(r["parts"].values())),
-    }
-    columns |= {kind: field("parts", _gb, kind) for kind in kinds}
-    words = ("GiB of each rank at its peak.",)
-    return section("memory_by_rank", "Memory of each GPU", records, columns, words)
-
-
-def _gb(value: float | None) -> str:
-    return units.gibibytes(value) if value else ""
-
-
-def _tiers(run: Run) -> list[dict[str, float]]:
-    """Return, for each rank, the memory of each tier without the tier inside it."""
-    ranks = (run.record.get("ranks.memory_gb") or [])[: int(figure(run.record, "ranks.count") or 1)]
-    result = []
-    for rank in ranks:
-        inner, parts = 0.0, {}
-        for tier, word in _TIERS.items():
-            if (size := rank.get(tier)) is not None:
-                parts[word], inner = max(0.0, size - inner), max(inner, size)
-        result.append(parts)
-    return result
