@@ -427,14 +427,14 @@ def test_entry_module_imports_the_trainer(name):
     assert ended.returncode == 0, ended.stderr
 
 
-def run_both(name, text, folder):
-    """Yield applied.json and the steps of a run with trl, and of a run with the framework."""
+def run_both(name, text, folder, *more):
+    """Yield applied.json and the steps of a run with trl, and of a run with the framework and `more` settings."""
     python = PLACE / name / "bin" / "python"
     if not python.exists():
         pytest.skip(f"no environment with {name}: FTBENCH_FRAMEWORKS names no folder with {name}/bin/python")
     spec = folder / "same.yaml"
     spec.write_text(text)
-    for launch in ([], [f"launch.framework={name}", f"launch.python={python}"]):
+    for launch in ([], [f"launch.framework={name}", f"launch.python={python}", *more]):
         sets = [part for change in launch for part in ("--set", change)]
         command = [sys.executable, "-m", "ftbench", "run", str(spec), "--json", "--out", str(folder / "out"), *sets]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -111,7 +111,7 @@ def incompatibilities(spec: Experiment) -> list[str]:
     return problems
 
 
-_STRATEGIES = {"megatron": ("tp", "pp", "ddp"), "verl": ("fsdp",)}  # for several GPUs
+_STRATEGIES = {"megatron": ("ddp", "tp", "pp", "pp+tp", "pp+ddp"), "verl": ("fsdp",)}  # for several GPUs
 
 
 def _of_megatron(spec: Experiment) -> list[str]:
@@ -126,8 +126,10 @@ def _of_megatron(spec: Experiment) -> list[str]:
         problems.append(f"model {spec.model.id}: {who} converts {' and '.join(MEGATRON_FAMILIES)}, not {name}: use trl")
     if spec.optimizations.attention not in ("auto", "sdpa"):
         problems.append(f"optimizations.attention {spec.optimizations.attention}: {who} runs torch's: set it to sdpa")
-    if spec.measure.save_adapter and launch.gpus > 1 and launch.strategy == "pp":
+    if spec.measure.save_adapter and launch.pp:
         problems.append(f"measure.save_adapter: {who} saves models in one pipeline stage: set it to off")
+    if launch.schedule != "1f1b" or launch.split:
+        problems.append(f"launch.schedule and split: {who} has equal stages and 1f1b here: leave them out")
     return problems
 
 

@@ -46,12 +46,12 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
         "weight_decay": train.weight_decay,
         "clip_grad": train.max_grad_norm,
         "train_iters": train.max_steps,
-        "micro_batch_size": train.batch_size,
+        "micro_batch_size": train.batch_size // (launch.micro_batches or 1),
         "global_batch_size": spec.global_batch,
         "seed": train.seed,
         "recompute": bool(spec.optimizations.gradient_checkpointing),
         "tensor_model_parallel_size": launch.ranks if launch.strategy == "tp" else launch.tp or 1,
-        "pipeline_model_parallel_size": getattr(launch, "pp", None) or 1,
+        "pipeline_model_parallel_size": launch.pp or 1,
     }
 
 
@@ -114,12 +114,14 @@ class _Loop:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         recorder: Any = self._run.recorder
-        tensors = iter([_padded(batch) for batch in batches])
+        size = self._values["micro_batch_size"]
+        parts = [batch[at : at + size] for batch in batches for at in range(0, max(len(batch), 1), size)]
+        tensors = iter([_padded(part) for part in parts])
         recorder.begin_step()
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         # The schedule divides by the micro-batches, and gradients are averaged over the shares.
-        scale = len(batches) * self._spec.launch.shares / max(labels, 1)
+        scale = len(parts) * self._spec.launch.shares / max(labels, 1)
 
         def forward(batch: Iterator[tuple[Tensor, Tensor, BatchCount]], model: Any) -> tuple[Tensor, Any]:
             ids, targets, count = next(batch)
@@ -128,10 +130,10 @@ class _Loop:
             return model(ids, positions, None, labels=targets.clamp(min=0)), partial(_loss, targets, scale)
 
         losses = get_forward_backward_func()(
-            forward_step_func=forward, data_iterator=tensors, model=[self._model], num_microbatches=len(batches),
-            seq_length=0, micro_batch_size=self._spec.train.batch_size, forward_only=False,
+            forward_step_func=forward, data_iterator=tensors, model=[self._model], num_microbatches=len(parts),
+            seq_length=0, micro_batch_size=size, forward_only=False,
         )  # fmt: skip
-        recorder.micro_batch(None, self._loss_of_step([each["loss"] / len(batches) for each in losses]))
+        recorder.micro_batch(None, self._loss_of_step([each["loss"] / len(parts) for each in losses]))
         recorder.begin_optimizer()
         rate = float(self._schedulers[0].get_last_lr()[0])
         self._optimizer.prepare_grads()
