@@ -103,6 +103,18 @@ def test_the_page_shows_a_run_with_its_study_figure_and_prediction(tmp_path, mon
     assert values[7] == "21.0 s"
 
 
+def test_changes_are_from_bf16_at_the_same_batch_and_their_signs_are_compared(tmp_path, monkeypatch):
+    images = STUDIES["founding-images"]
+    for name, step_s, first_s in (("bf16", 1.0, 2.0), ("fixed", 0.5, 51.5)):
+        run = make_run(tmp_path / name, "a", steps(20, step_s, first_s, noise=0.0))
+        shutil.copytree(run.path, tmp_path / f"results/h100/founding-images/llava-next-{name}-b4/a")
+    monkeypatch.setitem(images["tables"].__globals__, "ROOT", tmp_path)
+    line = next(line for line in images["tables"]().splitlines() if line.startswith("| llava-next, fixed |"))
+    values = [part.strip() for part in line.strip("|").split("|")]
+    assert values[1:5] == ["-53% to -47%", "-50%", "-29% to -4%", "+0%"]
+    assert values[8:] == ["99", "step time: yes; memory: no"]
+
+
 @pytest.mark.parametrize(
     ("published", "here", "signs"),
     [

@@ -1,11 +1,12 @@
 """Run the cells of a study one after another within a time limit, resume, and keep the files that are published."""
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from ftbench.store.rundir import read_json  # noqa: E402
 MEMORY = Path("/dev/shm/ftbench-study")  # weights of up to 65 GB, more than the disk holds
 KEPT = ("spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json", "state.json",
         "agreement.json", "parity.json", "parity.md", "summary.md")  # fmt: skip
+BEGIN, END = "<!-- written by the study -->\n", "<!-- end -->\n"
 START_S = 40  # imports, loading and exit
 TINY_STEPS, TINY_S = 4, 20
 
@@ -58,19 +60,6 @@ class Study:
     @property
     def left_s(self) -> float:
         return self.end - time.monotonic()
-
-    def main(self, cells: list[Cell], only: str, list_only: bool, results: Path) -> int:
-        """Run or list the cells whose name contains one of the texts in `only`, and keep the published files."""
-        chosen = [cell for cell in cells if any(text in cell.name for text in only.split(","))]
-        if list_only:
-            print(*(f"{cell.train_s:4.0f} s + {cell.weights_s:3.0f} s for weights of {cell.weights_gb} GB  {cell.name}"
-                    for cell in chosen), sep="\n")  # fmt: skip
-            return 0
-        missing = self.run(chosen)
-        if not self.tiny:
-            keep(self.out, results)
-        print(f"{len(chosen) - missing} of {len(chosen)} cells have a result; repeat the command for the others")
-        return 0
 
     def run(self, cells: list[Cell]) -> int:
         """Run the cells that are missing. Return how many are still missing."""
@@ -145,11 +134,35 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines + [f"| {' | '.join(each)} |" for each in rows])
 
 
-def write_page(page: Path, begin: str, end: str, tables: str, check: bool) -> int:
+def main(doc: str, name: str, cells: list[Cell], tables: Callable[[], str]) -> int:
+    """Run, list or publish the cells of the study `name`, as its command line requests."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, nargs="?")
+    parser.add_argument("--minutes", type=float, default=9.0)
+    parser.add_argument("--only", default="")
+    for option in ("--list", "--tiny", "--page", "--check"):
+        parser.add_argument(option, action="store_true")
+    asked = parser.parse_args()
+    if asked.page or asked.check:
+        return write_page(ROOT / f"docs/evidence/{name}.md", tables(), asked.check)
+    chosen = [cell for cell in cells if any(text in cell.name for text in asked.only.split(","))]
+    if asked.list or asked.out is None:
+        print(*(f"{cell.train_s:4.0f} s + {cell.weights_s:3.0f} s for weights of {cell.weights_gb} GB  {cell.name}"
+                for cell in chosen), sep="\n")  # fmt: skip
+        return 0
+    study = Study(asked.out, asked.minutes, asked.tiny)
+    missing = study.run(chosen)
+    if not asked.tiny:
+        keep(study.out, ROOT / "results" / card() / name)
+    print(f"{len(chosen) - missing} of {len(chosen)} cells have a result; repeat the command for the others")
+    return 0
+
+
+def write_page(page: Path, tables: str, check: bool) -> int:
     """Replace the tables of a page. With `check`, only return 1 if the page is not current."""
     text = page.read_text("utf-8")
-    before, rest = text.split(begin)
-    current = before + begin + tables + end + rest.split(end)[1]
+    before, rest = text.split(BEGIN)
+    current = before + BEGIN + tables + END + rest.split(END)[1]
     if not check:
         page.write_text(current, "utf-8")
     return int(check and current != text)
