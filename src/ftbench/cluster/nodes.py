@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ftbench.errors import MissingError
 
 if TYPE_CHECKING:
+    from ftbench.launch.ranks import Ended
     from ftbench.spec.experiment import Experiment
 
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
@@ -26,7 +27,6 @@ MEETING_S = 600.0  # longest wait for the other nodes, as in torchrun
 _HELLO_S = 10.0  # longest wait for a line of a connected node
 _RETRY_S = 0.2
 _LONGEST = 1 << 16  # bytes of a line
-Ended = dict[int, tuple[int, bool]]  # by rank: exit code, and whether it was told to end before
 
 
 def number(spec: Experiment) -> int:

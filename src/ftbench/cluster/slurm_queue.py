@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import shlex
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftbench.core.processes import run_program
 from ftbench.errors import MissingError, SpecError
 from ftbench.spec.slurm import SlurmSettings
 from ftbench.store import rundir
@@ -62,11 +62,8 @@ class JobStatus:
 def command(*arguments: str) -> str:
     """Return the output of a Slurm command. Raise OSError if it fails or takes longer than ANSWER_S seconds."""
     try:
-        done = subprocess.run(
-            arguments, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_S, text=True, errors="replace",
-            check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
+        done = run_program(arguments, ANSWER_S)
+    except TimeoutError:
         raise OSError(f"{arguments[0]} does not answer within {ANSWER_S:.0f} s") from None
     if done.returncode:
         lines = [line.removeprefix(f"{arguments[0]}: error: ").strip() for line in done.stderr.splitlines()]

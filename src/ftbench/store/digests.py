@@ -14,7 +14,7 @@ FILES = ("spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", 
 
 def write(run: RunDir) -> None:
     """Write the SHA-256 of the files of a finished run. Raise MissingError for a full disk."""
-    write_json(run.digest, {"schema": SCHEMA, "files": {path.name: _sha256(path) for path in _files(run)}})
+    write_json(run.digest, {"schema": SCHEMA, "files": {path.name: sha256_of(path) for path in _files(run)}})
 
 
 def _files(run: RunDir) -> Iterator[Path]:
@@ -22,7 +22,8 @@ def _files(run: RunDir) -> Iterator[Path]:
     yield from rank_files(run)
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -32,5 +33,5 @@ def changed(run: RunDir) -> list[str] | None:
     written = read_json(run.digest).get("files")
     if written is None:
         return None
-    shown = {path.name: _sha256(path) for path in _files(run)}
+    shown = {path.name: sha256_of(path) for path in _files(run)}
     return sorted(name for name in {*written, *shown} if written.get(name) != shown.get(name))
