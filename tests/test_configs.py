@@ -11,6 +11,7 @@ from ftbench.spec import sweep
 from ftbench.spec.experiment import resolve
 from ftbench.spec.incompatibilities import machine_incompatibilities
 from ftbench.spec.load import load
+from ftbench.spec.prices import load_prices
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 STUDY = [
@@ -30,6 +31,13 @@ H100 = (9, 0)
 def test_every_shipped_spec_loads_and_can_run_on_an_h100(path):
     spec = resolve(load(path), H100)
     assert machine_incompatibilities(spec, H100) == []
+
+
+def test_shipped_prices_have_a_currency_a_date_and_a_source():
+    prices = load_prices(CONFIGS / "prices.yaml").by_gpu
+    assert len(prices) > 20
+    assert all((price.rent and price.rent.currency == "USD" and "(" in price.rent.source) or price.rent.source.isalpha()
+               for price in prices.values())  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STUDY)

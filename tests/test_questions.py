@@ -45,6 +45,81 @@ def test_what_does_a_night_with_an_rtx_4090_make_of_20000_rows_of_my_own(ftbench
     assert re.search(r"training +20,000 samples in .* kWh", out)
 
 
+# The words of a user, the command, and a pattern of the answer. `data.jsonl` has 200 rows; no command needs YAML.
+QUESTIONS = {
+    "Does it fit my card, and with which batch?": (
+        "estimate Qwen/Qwen3-8B --gpu 4090", r"on RTX 4090: does not fit\n.*\nbatch +largest that fits: none"),
+    "How likely does it fit?": (
+        "estimate Qwen/Qwen3-8B --gpu L40S --length 117",
+        r"on L40S: (fits|does not fit|(likely fits|may fit) \(about \d0 %\))\nmemory +[\d.]+ GiB \(90 %: [\d.]+ to [\d.]+\)"),
+    "On which cards does it fit?": (
+        "estimate Qwen/Qwen3-8B --recipe fastest-qlora --gpu all --length 600",
+        r"It fits \d+ of \d\d GPUs\. The smallest is .*, the fastest .* \([\d.]+ m?s per step\)\."),
+    "How long does it take with my file?": (
+        "estimate Qwen/Qwen3-8B --gpu 'H100 SXM' --dataset data.jsonl --recipe fastest",
+        r"\ntraining +200 samples in [\d.]+ s \(90 %: .* to .*\)"),
+    "Which method and batch for 20,000 samples of 600 tokens?": (
+        "recommend Qwen/Qwen3-8B --gpu 4090 --samples 20000 --length 600",
+        r"\nRTX 4090 +(\w+: .*?)  +(\d[\d x]*)  .*(\n.*){0,3}\n\nBest: \1, batch \2, on RTX 4090: "),
+    "Which of two cards is faster, and what does each cost?": (
+        "recommend Qwen/Qwen3-8B --gpu 5090,4090 --samples 20000 --length 600 --prices PRICES",
+        r"\nRTX 5090 .* [\d.]+ USD .*\nRTX 4090 .* [\d.]+ USD "),
+    "Which card is the cheapest?": (
+        "recommend Qwen/Qwen3-8B --gpu 5090,L40S,4090 --samples 20000 --length 600 --prices PRICES --goal cost",
+        r"best by cost[\s\S]*Best: [\s\S]* USD\s\(rent\)"),
+    "Is it done after a night?": (
+        "recommend Qwen/Qwen3-8B --gpu 4090 --samples 20000 --length 600 --deadline 8h", r"\nRTX 4090 .* keeps "),
+    "What takes the least memory?": (
+        "recommend Qwen/Qwen3-8B --gpu 4090 --length 600 --goal memory", r"Best: .*, [\d.]+ of 24\.0 GiB"),
+    "How long are my samples?": (
+        "data Qwen/Qwen3-8B --dataset data.jsonl", r"tokens per sample: mean \d+, half up to \d+"),
+    "Write me a file to start with.": (
+        "init Qwen/Qwen3-8B --dataset data.jsonl --gpu 4090 --samples 2000 -o run.yaml",
+        r"\n  ftbench run run\.yaml\n"),
+    "Which card is meant?": (
+        "estimate Qwen/Qwen3-8B --gpu 'RTX PRO 6000'", r"matches several GPUs: .*name one, such as"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_answer_is_in_the_first_ten_lines_without_yaml(ftbench, tmp_path, monkeypatch, question):
+    command, answer = QUESTIONS[question]
+    dice = random.Random(7)
+    rows = ({"instruction": "word " * dice.randint(5, 80), "output": "answer " * 40} for _ in range(200))
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prices = RESULTS.parents[1] / "configs" / "prices.yaml"
+    monkeypatch.chdir(tmp_path)
+    code, out, err = ftbench(*(prices if word == "PRICES" else word for word in shlex.split(command)))
+    assert code == (2 if "matches several" in err else 0)
+    assert re.search(answer, "\n".join((out or err).splitlines()[:10]) + "\n"), out or err
+    if command.startswith("init"):
+        lines = (tmp_path / "run.yaml").read_text().splitlines()
+        assert len(lines) <= 20
+        assert sum("# " in line for line in lines) > 5
+        assert load(tmp_path / "run.yaml").dataset.path == str(tmp_path / "data.jsonl")
+
+
+@pytest.mark.parametrize(("command", "fact", "fix"), [
+    ("estimate Qwen/Qwen3-9B --gpu 4090", "the shape of Qwen/Qwen3-9B is not known", "did you mean Qwen/Qwen3-8B?"),
+    ("recommend Qwen3-8B --gpu 4090", "no such file, and not a model", "did you mean Qwen/Qwen3-8B?"),
+    ("recommend Qwen/Qwen3-8B --gpu 'A100 SXM'", "A100 80GB (80 GB), A100 40GB (40 GB)", '--gpu "A100 80GB"'),
+    ("recommend Qwen/Qwen3-8B --gpu 4090 --length 0", "--length 0: must be from 2", "ftbench data MODEL --dataset"),
+    ("estimate Qwen/Qwen3-8B --gpu 4090 --samples -5", "--samples -5: must be from 1", "--samples 20000"),
+    ("recommend Qwen/Qwen3-8B --gpu 4090 --samples -5", "--samples -5: must be from 1", "--samples 20000"),
+    ("recommend Qwen/Qwen3-8B --gpu 4090 --prices p.yaml", "RTX 4090.rent.currency: is missing", "currency: USD"),
+    ("run Qwen/Qwen3-8B --dataset no.jsonl", "--dataset no.jsonl: no such file", "ftbench list datasets"),
+    ("run Qwen/Qwen3-8B --set train.max_length=9", "train.max_length: no such key", "did you mean dataset.max_length?"),
+    ("init Qwen/Qwen3-8B --gpu 4090", "init: needs --dataset without a terminal", "ftbench init Qwen/Qwen3-8B"),
+])  # fmt: skip
+def test_bad_input_gets_a_fact_and_a_next_step(ftbench, tmp_path, monkeypatch, command, fact, fix):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.yaml").write_text("RTX 4090: {rent: {per_hour: 1.0, date: 2026-01-01, source: x}}\n")
+    code, out, err = ftbench(*shlex.split(command))
+    assert (code, out) == (2, "")
+    assert fact in err
+    assert fix in err
+
+
 @pytest.fixture
 def slow(tmp_path):
     """A store in which one run waited for its CPU, one for its data, and one did not wait."""

@@ -16,7 +16,9 @@ from ftbench.core import units
 from ftbench.core.hardware import capability_of, gpus
 from ftbench.estimate.memory.largest_batch import MemoryCache, largest_batch
 from ftbench.estimate.recommend import candidates
-from ftbench.estimate.recommend.ranking import Goal, Recommendation, recommend
+from ftbench.estimate.recommend import request as requests
+from ftbench.estimate.recommend.ranking import Goal, Recommendation, as_runnable, recommend
+from ftbench.estimate.recommend.spec_file import way_words
 from ftbench.estimate.recommend.text import as_json, as_text, as_yaml
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory
@@ -315,25 +317,53 @@ def test_no_option_is_exit_code_1(ftbench, spec_file):
     assert "The closest is later than the deadline" in out
 
 
-def test_sentence_table_command_and_file_name_the_same_best_way(ftbench, spec_file, tmp_path):
-    best = tmp_path / "best.yaml"
-    arguments = ("recommend", spec_file, "--gpu", "H200 SXM,H100 SXM5", "--samples", 1000)
-    first, *others = json.loads(ftbench(*arguments, "--json")[1])["options"]
-    out = ftbench(*arguments, "--wide")[1]
-    table = out.partition("\nGPU ")[2].splitlines()[1:3]
-    second = next(option for option in others if option["gpu"] != first["gpu"])
-    for row, option in zip(table, (first, second), strict=True):
-        assert row.startswith(option["gpu"])
-        assert units.seconds(option["seconds"]["expected"]) in row
-    answer = " ".join(out.split())
-    assert f"on {first['gpu']}: {units.seconds(first['seconds']['expected'])} (" in answer
-    assert f"{len(others) - 1} more ways fit" in answer
-    ftbench(*arguments, "-o", best)
-    typed, written = typed_spec(printed_command(out)), load(best)
-    assert written.optimizations.model_dump(exclude_defaults=True) == first["optimizations"]
-    assert written.method.model_dump(mode="json") == first["method"]
-    assert written.train.batch_size == first["batch_size"]
-    assert typed.model_copy(update={"name": written.name}) == written
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("prices"))
+CARDS = ",".join(gpu.name for gpu in gpus()[:20])
+
+
+def test_all_shipped_configs_on_20_cards_have_one_answer(monkeypatch, tmp_path):
+    """The first row, the sentence, the written spec and the command agree. Without the combined ways it is quick."""
+    monkeypatch.setattr(candidates, "_combined", lambda *_: ())
+    monkeypatch.setattr(requests, "with_variations", lambda answer, any_batch: answer)
+    for path in CONFIGS:
+        request = requests.RecommendRequest(path, gpu=CARDS, samples=1000, store=tmp_path)
+        answer = requests.answer(request)
+        text = as_text(answer, requests.command_of(request, answer))
+        if not answer.options:
+            assert "no training variant fits" in text, path
+            continue
+        best = answer.options[0]
+        row = text.partition("\nGPU ")[2].splitlines()[1].split("  ")
+        cells = [cell.strip() for cell in row if cell.strip()]
+        location, way, batch, seconds = cells[:4]
+        assert location == best.location, path
+        assert f"Best: {way}, batch {batch}, on {location}: {seconds} (" in text, path
+        (tmp_path / "best.yaml").write_text(as_yaml(answer))
+        written, typed = load(tmp_path / "best.yaml"), typed_spec(printed_command(text))
+        assert written == as_runnable(best, answer.goal), path
+        assert typed.model_copy(update={"name": written.name}) == written, path
+
+
+def test_the_decision_guide_has_the_answers_of_recommend(monkeypatch):
+    monkeypatch.setattr(requests, "with_variations", lambda answer, any_batch: answer)
+    page = (ROOT / "docs" / "how-to" / "choose-a-card.md").read_text("utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.count("|") == 7]
+    rows = [row for row in rows if "/" in row[0]]
+    assert len(rows) == 20
+    for model in dict.fromkeys(row[0] for row in rows):
+        named = {row[1]: row[2:4] for row in rows if row[0] == model}
+        sets, night = [f"model.id={model}"], ROOT / "configs" / "night.yaml"
+        request = requests.RecommendRequest(
+            night, sets, gpu=",".join(named), deadline="8h", method="lora,qlora", store=ROOT / "results"
+        )
+        best = {option.gpu.name: option for option in requests.answer(request).best_per_gpu()}
+        for gpu, (way, batch) in named.items():
+            if gpu not in best:
+                assert way == "nothing fits within 8 h", (model, gpu)
+                continue
+            train = best[gpu].spec.train
+            told = [way_words(best[gpu].spec), f"{train.batch_size} x {train.gradient_accumulation_steps}"]
+            assert [way, batch] == told, f"{model} on {gpu}: run scripts/decision-table"
 
 
 def test_the_answer_states_the_mean_sample_length(ftbench, spec_file):

@@ -119,7 +119,7 @@ def _scope(request: EstimateRequest) -> Scope:
     samples, hours = request.samples, request.hours
     prices = None if request.prices is None else load_prices(request.prices)
     if samples is not None and not 1 <= samples <= MOST_SAMPLES:
-        raise SpecError(f"--samples {samples}: must be from 1 to 10^15")
+        raise SpecError(f"--samples {samples}: must be from 1 to 10^15, for example --samples 20000")
     if hours is not None and not 0 < hours <= _MOST_HOURS:
         raise SpecError(f"--hours {hours:g}: must be above 0 and at most {_MOST_HOURS:,}")
     return Scope(samples, NIGHT_H if hours is None else hours, prices)

@@ -103,7 +103,7 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
     by_gpu: dict[str, Price] = {}
     names: dict[str, str] = {}
     allowed = {*(gpu.name for gpu in gpus()), *used}
-    needs = "a GPU and its price (see configs/prices-example.yaml)"
+    needs = "a GPU and its price (see configs/prices.yaml)"
     for name, values in read_yaml(path, "a price file", needs).items():
         gpu, where = canonical_name(name), f"{location(path, [name])}: {name}: "
         if gpu in names:
@@ -115,7 +115,9 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
         try:
             by_gpu[gpu] = Price.model_validate(values)
         except ValidationError as error:
-            problems += in_file(error, path, Price, name)
+            fix = ": add it, such as `currency: USD` (see configs/prices.yaml)"
+            sentences = in_file(error, path, Price, name)
+            problems += [text + fix * text.endswith("currency: is missing") for text in sentences]
     if problems:
         raise SpecError(*problems)
     return Prices(path, by_gpu)

@@ -19,7 +19,7 @@ from ftbench.estimate.time.rates import limits_of
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.sharding import on_gpus, sharding_of, shared_how
 from ftbench.spec.experiment import Experiment, resolve
-from ftbench.spec.incompatibilities import machine_incompatibilities
+from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.prices import Amount, Prices, amount
 from ftbench.store.summary import optimizations_on
 
@@ -183,6 +183,8 @@ def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Op
         return NO_ROWS
     most = max(1, math.ceil(goal.samples / sharding_of(way.spec.launch).data))  # the first step has a full batch
     pairs = way.largest_batches(gpu, effective, min(most, effective or most), memory_cache)
+    if refused := [] if len(pairs) == 0 or pairs[0][1] == 1 else incompatibilities(with_batch(way.spec, *pairs[0])):
+        return f"cannot work: {refused[0]}"  # such as a CUDA graph with accumulated batches
     if not pairs:
         smallest = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
         uncertain = memory_cache.estimate(smallest, gpu).verdict == "uncertain"

@@ -125,7 +125,7 @@ def _limits(request: RecommendRequest) -> list[str]:
     if request.gpus is not None and not 1 <= request.gpus <= MOST_GPUS:
         problems.append(f"--gpus {request.gpus}: must be from 1 to {MOST_GPUS}")
     if request.samples is not None and not 1 <= request.samples <= MOST_SAMPLES:
-        problems.append(f"--samples {request.samples}: must be from 1 to 10^15")
+        problems.append(f"--samples {request.samples}: must be from 1 to 10^15, for example --samples 20000")
     if request.max_cost is not None and not (0 < request.max_cost < math.inf):
         problems.append(f"--max-cost {request.max_cost:g}: must be above 0, in the currency of --prices")
     batch = request.effective_batch

@@ -33,7 +33,11 @@ def as_text(answer: Recommendation, command: str = "", every: bool = False) -> s
     lines = [folded(" · ".join(_question(goal))), ""]
     if answer.options:
         per_gpu = answer.best_per_gpu()
-        lines += [_table(answer.options if every else per_gpu, goal), "", folded(_answer(answer.options[0], goal))]
+        lines += [
+            _table(answer.options if every else per_gpu, goal, every),
+            "",
+            folded(_answer(answer.options[0], goal)),
+        ]
         lines += [on_lines(command)] if command else []
         lines += ["", *map(folded, _notes(answer))]
         if not every and (more := len(answer.options) - len(per_gpu)):
@@ -87,12 +91,10 @@ def _image_sizes(answer: Recommendation) -> list[SizeRow]:
     return image_sizes(best.spec, best.gpu, goal.history, goal.config)
 
 
-def _table(options: Sequence[Option], goal: Goal) -> str:
+def _table(options: Sequence[Option], goal: Goal, every: bool = False) -> str:
     """Return one line per option, without empty columns. A narrow terminal hides the last columns."""
-    headings = [
-        "GPU", "recipe", ">batch", ">time", ">cost", ">GiB", "deadline", ">range", "limited by", ">free GiB", ">kWh",
-        "known from",
-    ]  # fmt: skip
+    headings = ["GPU", "recipe", ">batch", ">time", ">cost", ">GiB", "deadline", ">range", "limited by", "known from"]
+    headings += [">free GiB", ">kWh"] if every else []
     rows = [_row(option, goal) for option in options]
     kept = [at for at in range(len(headings)) if any(row[at] for row in rows)]
     return text_table([headings[at] for at in kept], [[row[at] for at in kept] for row in rows])
@@ -104,7 +106,7 @@ def _row(option: Option, goal: Goal) -> list[str]:
         option.location, way_words(option.spec), _batch(option.spec), units.seconds(seconds.expected),
         str(option.cost or ""), units.gibibytes(option.memory.device.expected), _deadline(option, goal),
         f"{units.seconds(seconds.low)} to {units.seconds(seconds.high)}", LIMITS.get(option.duration.bound, ""),
-        units.gibibytes(option.headroom), f"{option.kwh:.3g}", option.duration.basis,
+        option.duration.basis, units.gibibytes(option.headroom), f"{option.kwh:.3g}",
     ]  # fmt: skip
 
 
@@ -267,7 +269,7 @@ def _record(option: Option, goal: Goal) -> dict[str, Any]:
         "gpu": option.gpu.name, "gpus": launch.gpus, "strategy": launch.strategy, "offload": launch.offload,
         "method": option.spec.method.model_dump(mode="json"),
         "optimizations": option.spec.optimizations.model_dump(mode="json", exclude_defaults=True),
-        "optimizer": train.optimizer,
+        "optimizer": train.optimizer, "recipe": way_words(option.spec),
         "batch_size": train.batch_size, "gradient_accumulation_steps": train.gradient_accumulation_steps,
         "seconds": asdict(seconds), "samples_per_hour": option.duration.samples_per_hour,
         "may_miss_deadline": None if goal.deadline_s is None else may_miss(option, goal),
