@@ -51,7 +51,7 @@ QUESTIONS = {
         "estimate Qwen/Qwen3-8B --gpu 4090", r"on RTX 4090: does not fit\n.*\nbatch +largest that fits: none"),
     "How likely does it fit?": (
         "estimate Qwen/Qwen3-8B --gpu L40S --length 117",
-        r"on L40S: (fits|does not fit|(likely fits|may fit) \(about \d0 %\))\nmemory +[\d.]+ GiB \(90 %: [\d.]+ to [\d.]+\)"),
+        r"on L40S: (fits|does not fit|(likely fits|may fit) \(about \d0 %\))\nmemory +[\d.]+ GiB \(90 %: [\d.]+ to "),
     "On which cards does it fit?": (
         "estimate Qwen/Qwen3-8B --recipe fastest-qlora --gpu all --length 600",
         r"It fits \d+ of \d\d GPUs\. The smallest is .*, the fastest .* \([\d.]+ m?s per step\)\."),
@@ -66,7 +66,7 @@ QUESTIONS = {
         r"\nRTX 5090 .* [\d.]+ USD .*\nRTX 4090 .* [\d.]+ USD "),
     "Which card is the cheapest?": (
         "recommend Qwen/Qwen3-8B --gpu 5090,L40S,4090 --samples 20000 --length 600 --prices PRICES --goal cost",
-        r"best by cost[\s\S]*Best: [\s\S]* USD\s\(rent\)"),
+        r"best by cost[\s\S]*Best: [\s\S]*\sUSD\s\(rent\)"),
     "Is it done after a night?": (
         "recommend Qwen/Qwen3-8B --gpu 4090 --samples 20000 --length 600 --deadline 8h", r"\nRTX 4090 .* keeps "),
     "What takes the least memory?": (

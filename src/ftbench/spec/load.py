@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,12 @@ def recipe(name: object, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, 
             f"{path}: recipe: has {', '.join(recipes.SECTIONS)}, not {', '.join(others)}: use `extends:` for that"
         )
     return keys
+
+
+@cache
+def shipped_recipes() -> dict[str, dict[str, Any]]:
+    """Return the keys of each shipped recipe."""
+    return {name: recipe(name, Path()) for name in recipes.recipes()}
 
 
 def set_layer(text: str) -> SpecLayer:

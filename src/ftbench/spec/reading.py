@@ -234,7 +234,7 @@ def sentence(problem: Any, root: type[BaseModel], extra_keys: Sequence[str] = ()
     if kind == "extra_forbidden":
         extra = extra_keys if len(where) == 1 else _ALSO_ALLOWED.get(where[:-1], ())
         allowed = [*extra, *keys_at(root, where[:-1])]
-        meant = _in_a_section(str(where[-1]), root)
+        meant = _in_a_section(str(where[-1]), root, str(where[0]))
         return f"no such key{meant or nearest(str(where[-1]), allowed)} (allowed: {', '.join(allowed)})"
     if kind == "missing":
         return "is missing"
@@ -256,9 +256,11 @@ def sentence(problem: Any, root: type[BaseModel], extra_keys: Sequence[str] = ()
     return f"{shown(value)}: {message.replace('input should be', 'must be')}"
 
 
-def _in_a_section(key: str, root: type[BaseModel]) -> str:
-    """Return `; did you mean train.batch_size?` for a key without its section, or in another section."""
-    sections = ((name, model) for name, field in root.model_fields.items() for model in _models(field.annotation))
+def _in_a_section(key: str, root: type[BaseModel], here: str) -> str:
+    """Return `; did you mean train.batch_size?` for a key without its section, or of another section than
+    `here`."""
+    sections = ((name, model) for name, field in root.model_fields.items() if name != here
+                for model in _models(field.annotation))  # fmt: skip
     return next((f"; did you mean {name}.{key}?" for name, model in sections if key in model.model_fields), "")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from ftbench.core.hardware import Gpu, capability_of
@@ -16,11 +14,10 @@ from ftbench.facts import read_facts
 from ftbench.spec import strategies
 from ftbench.spec.experiment import Experiment, Launch, resolve
 from ftbench.spec.incompatibilities import incompatibilities
-from ftbench.spec.load import recipe
+from ftbench.spec.load import shipped_recipes
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.optimizations.compute import KERNEL_FAMILIES
-from ftbench.spec.recipes import recipes
 
 ADAPTERS = ("lora", "qlora", "unsloth")  # train the same matrices; full trains others
 _EXTRAS = {"gradients": 0}  # parts of `measure` besides the training, with their value for off
@@ -140,7 +137,7 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
     The method keeps the options that it shares with the spec's own. The precision stays. Rows of equal length are not
     packed."""
     unpacked = {"packing": False, "attention": "auto"}
-    for shipped in _shipped():
+    for shipped in shipped_recipes().values():
         method = shipped.get("method", {})
         name = method.get("name", spec.method.name)
         if name not in methods or name == "unsloth":
@@ -171,11 +168,6 @@ def _without_losses(spec: Experiment) -> Experiment:
 def _for_images(spec: Experiment) -> dict[str, Any]:
     """Return the optimizations that each way has for images: the spec's resolution and a cache."""
     return {"image_size": spec.optimizations.image_size, "image_cache": True} if spec.dataset.has_images else {}
-
-
-@cache
-def _shipped() -> tuple[dict[str, Any], ...]:
-    return tuple(recipe(name, Path()) for name in recipes())
 
 
 def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:

@@ -1,14 +1,12 @@
 """Name a training variant by its recipe, and write it as a spec file."""
 
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.load import SHORT_FORMS, recipe
+from ftbench.spec.load import SHORT_FORMS, shipped_recipes
 from ftbench.spec.optimizations import Optimizations
-from ftbench.spec.recipes import recipes
 from ftbench.store.summary import optimizations_on
 
 _COMMENTS = {
@@ -41,8 +39,10 @@ def spec_values(spec: Experiment) -> dict[str, Any]:
     """Return the values of a spec file that differ from the defaults, with the recipe that has these optimizations."""
     values: dict[str, Any] = spec.model_dump(mode="json", exclude_defaults=True)
     values["method"] = {"name": spec.method.name, **values.get("method", {})}
+    if spec.objective.name != "sft":
+        values["objective"] = {"name": spec.objective.name, **values.get("objective", {})}
     if name := same_recipe(spec):
-        keys, train = recipe(name, Path()), spec.train.model_dump(mode="json")
+        keys, train = shipped_recipes()[name], spec.train.model_dump(mode="json")
         own = values.get("train", {}) | {key: train[key] for key in keys["train"]}
         values["train"] = {key: value for key, value in own.items() if keys["train"].get(key) != value}
         values["optimizations"] = {}
@@ -54,8 +54,7 @@ def spec_values(spec: Experiment) -> dict[str, Any]:
 
 def same_recipe(spec: Experiment) -> str | None:
     """Return the shipped recipe with exactly the optimizations of a spec, or None."""
-    for name in recipes():
-        keys = recipe(name, Path())
+    for name, keys in shipped_recipes().items():
         fields = type(spec.method).model_fields
         if keys.get("method", {}).keys() <= fields.keys() and name != "plain" and (
             Optimizations.model_validate(keys["optimizations"]) == spec.optimizations
@@ -85,8 +84,7 @@ def shipped_words(spec: Experiment) -> str:
 
     Fused AdamW counts for full training only: adapters are small."""
     own, similar = set(_switches(spec)), []
-    for name in recipes() if spec.method.name != "unsloth" else ():
-        keys = recipe(name, Path())
+    for name, keys in shipped_recipes().items() if spec.method.name != "unsloth" else ():
         optimizer = keys["train"]["optimizer"] if spec.method.name == "full" else spec.train.optimizer
         made = spec.model_copy(
             update={
