@@ -532,6 +532,15 @@ def test_version_as_json(ftbench):
     assert "--json: put it after a command" in err
 
 
+@pytest.mark.parametrize("command", typer.main.get_command(app).commands)
+def test_help_begins_with_at_most_five_options(ftbench, monkeypatch, command):
+    """The options that are used most are in the first group; --help is the sixth."""
+    monkeypatch.setenv("COLUMNS", "120")
+    _, out, _ = ftbench(command, "--help")
+    first = out.partition("─ Options ")[2].partition("╰")[0]
+    assert len(re.findall(r"(?m)^│ [* ]*--?\w", first)) <= 6
+
+
 @pytest.mark.parametrize("command", [None, *typer.main.get_command(app).commands])
 def test_help_fits_80_columns(ftbench, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")

@@ -3,6 +3,7 @@
 import math
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -22,7 +23,6 @@ from ftbench.estimate.recommend.ranking import (
     as_runnable,
     recommend,
 )
-from ftbench.estimate.recommend.spec_file import same_recipe
 from ftbench.estimate.recommend.variations import with_variations
 from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.history import RunHistory
@@ -30,7 +30,7 @@ from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.sharding import counts, sharding_of
 from ftbench.spec.base import known, shortened
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.load import load
+from ftbench.spec.load import load, shipped_recipes
 from ftbench.spec.methods import METHODS
 from ftbench.spec.model_argument import names_model
 from ftbench.spec.prices import Prices, load_prices
@@ -90,10 +90,11 @@ def command_of(request: RecommendRequest, recommendation: Recommendation) -> str
     if request.output is not None:
         return shlex.join(["ftbench", "run", str(request.output)])
     best, ways = as_runnable(recommendation.options[0], recommendation.goal), list[list[str]]()
-    name = None if any(text.startswith("recipe=") for text in request.sets) else same_recipe(best)
-    for first in ([], [f"recipe={name}"] if name else []):
+    has_recipe = any(text.startswith("recipe=") for text in request.sets)
+    for first in ([], *([f"recipe={name}"] for name in (() if has_recipe else shipped_recipes()))):
         sets = [*first, *request.sets]
-        ways.append([*sets, *changed_keys(load(request.spec, sets), best)])
+        with suppress(SpecError):  # a recipe and the spec may exclude each other
+            ways.append([*sets, *changed_keys(load(request.spec, sets), best)])
     return run_command(request.spec, min(ways, key=len))
 
 
