@@ -145,7 +145,7 @@ def test_why_was_my_run_slow(ftbench, slow, tmp_path):
     assert "--set optimizations.loader_processes=on" in waited
     assert "launch-bound" in launched
     assert "the GPU worked 35 % of the time and waited for the CPU in the rest" in words(launched)
-    assert "ftbench recommend " in launched
+    assert "--set optimizations.compile=on" in launched
 
     commands = [line.strip() for line in waited.splitlines() if line.strip().startswith("ftbench run ")]
     assert commands
@@ -158,7 +158,7 @@ def test_why_was_my_run_slow_of_committed_runs(ftbench):
     code, out, _ = ftbench("show", "qwen3-0.6b-lora-b1-dcc2630c0176-r1", RESULTS / "launch-bound")
     assert code == 0
     assert "launch-bound: the GPU worked 10 % of the time and waited for the CPU in the rest" in words(out)
-    assert "    ftbench recommend " in out
+    assert "--set optimizations.compile=on" in out
 
 
 def test_is_a_blackwell_or_an_h100_better_of_two_stores(ftbench, tmp_path):
@@ -182,6 +182,4 @@ def test_is_a_blackwell_or_an_h100_better_of_two_stores(ftbench, tmp_path):
     value, low, high = map(float, change.groups())
     assert low < value < high
     assert value == pytest.approx(25, abs=1.5)  # 0.5 s against 0.4 s
-    sentence = r"NVIDIA H100 PCIe against NVIDIA RTX PRO 6000.* is \+2[\d.]+ % \(95 %: .*\) in speed, the same recipe"
-    assert re.search(sentence, words(out))
     assert "1M tokens" in out

@@ -14,6 +14,7 @@ from commands import printed_command, typed_spec
 from counting import calls_of
 from ftbench.core import units
 from ftbench.core.hardware import capability_of, gpus
+from ftbench.errors import SpecError
 from ftbench.estimate.memory.largest_batch import MemoryCache, largest_batch
 from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend import request as requests
@@ -329,7 +330,11 @@ def test_all_shipped_configs_on_20_cards_have_one_answer(monkeypatch, tmp_path):
     monkeypatch.setattr(requests, "with_variations", lambda answer, any_batch: answer)
     for path in CONFIGS:
         request = requests.RecommendRequest(path, gpu=CARDS, samples=1000, store=tmp_path)
-        answer = requests.answer(request)
+        try:
+            answer = requests.answer(request)
+        except SpecError as error:
+            assert "no formula" in str(error), path
+            continue
         text = as_text(answer, requests.command_of(request, answer))
         if not answer.options:
             assert "no training variant fits" in text, path
