@@ -330,11 +330,11 @@ def test_all_shipped_configs_on_20_cards_have_one_answer(monkeypatch, tmp_path):
     monkeypatch.setattr(requests, "with_variations", lambda answer, any_batch: answer)
     for path in CONFIGS:
         request = requests.RecommendRequest(path, gpu=CARDS, samples=1000, store=tmp_path)
-        try:
-            answer = requests.answer(request)
-        except SpecError as error:
-            assert "no formula" in str(error), path
+        if load(path).objective.prompts:
+            with pytest.raises(SpecError, match="no formula"):
+                requests.answer(request)
             continue
+        answer = requests.answer(request)
         text = as_text(answer, requests.command_of(request, answer))
         if not answer.options:
             assert "no training variant fits" in text, path
