@@ -256,10 +256,10 @@ def sentence(problem: Any, root: type[BaseModel], extra_keys: Sequence[str] = ()
     return f"{shown(value)}: {message.replace('input should be', 'must be')}"
 
 
-def _in_a_section(key: str, root: type[BaseModel], here: str) -> str:
+def _in_a_section(key: str, root: type[BaseModel], section: str) -> str:
     """Return `; did you mean train.batch_size?` for a key without its section, or of another section than
-    `here`."""
-    sections = ((name, model) for name, field in root.model_fields.items() if name != here
+    `section`."""
+    sections = ((name, model) for name, field in root.model_fields.items() if name != section
                 for model in _models(field.annotation))  # fmt: skip
     return next((f"; did you mean {name}.{key}?" for name, model in sections if key in model.model_fields), "")
 
