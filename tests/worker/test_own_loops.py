@@ -126,7 +126,7 @@ def test_recording_of_verl_s_engine(tmp_path, monkeypatch):
     shape = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
     engine = Engine(Qwen3ForCausalLM(Qwen3Config(**shape, num_attention_heads=2, num_key_value_heads=1)))
     recording = verl._Recording(run, engine, padded=True)
-    recording.start(3)
+    recording.recorder.start(3)
     verl.VerlRows.spec = spec
     data = verl.VerlRows()
     sampler = DistributedSampler(data, num_replicas=1, rank=0, shuffle=True)

@@ -35,24 +35,15 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
     train, launch = spec.train, spec.launch
     main_copies = spec.model.dtype == "float32" and train.precision == "bf16"
     return {
-        "load": model,
-        "params_dtype": "bfloat16" if main_copies else spec.model.dtype,
-        "bf16": main_copies,
-        "accumulate_allreduce_grads_in_fp32": main_copies,
-        "optimizer": _OPTIMIZERS[train.optimizer],
-        "lr": train.learning_rate,
-        "lr_decay_style": train.lr_scheduler,
-        "lr_warmup_iters": train.warmup_steps,
-        "weight_decay": train.weight_decay,
-        "clip_grad": train.max_grad_norm,
-        "train_iters": train.max_steps,
-        "micro_batch_size": train.batch_size // (launch.micro_batches or 1),
-        "global_batch_size": spec.global_batch,
-        "seed": train.seed,
-        "recompute": bool(spec.optimizations.gradient_checkpointing),
+        "load": model, "params_dtype": "bfloat16" if main_copies else spec.model.dtype, "bf16": main_copies,
+        "accumulate_allreduce_grads_in_fp32": main_copies, "optimizer": _OPTIMIZERS[train.optimizer],
+        "lr": train.learning_rate, "lr_decay_style": train.lr_scheduler, "lr_warmup_iters": train.warmup_steps,
+        "weight_decay": train.weight_decay, "clip_grad": train.max_grad_norm, "train_iters": train.max_steps,
+        "micro_batch_size": train.batch_size // (launch.micro_batches or 1), "global_batch_size": spec.global_batch,
+        "seed": train.seed, "recompute": bool(spec.optimizations.gradient_checkpointing),
         "tensor_model_parallel_size": launch.ranks if launch.strategy == "tp" else launch.tp or 1,
         "pipeline_model_parallel_size": launch.pp or 1,
-    }
+    }  # fmt: skip
 
 
 def record(run: TrainingRun, values: dict[str, Any]) -> Counter[int]:
@@ -217,13 +208,8 @@ class _Loop:
             "product_precision": {torch.bfloat16: "bf16", torch.float32: "fp32"}[config.params_dtype],
             "trained_dtype": ", ".join(sorted(trained)),
             "loss": "megatron.core.tensor_parallel.vocab_parallel_cross_entropy",
-            "loss_normalisation": "label tokens of the step",
-            "gradient_checkpointing": float(config.recompute_granularity == "full"),
-            "optimizer": effective_config.optimizer_facts(self._torch_optimizers[0]),
-            "fp8_layers": 0,
             "patched_by": "",
-            **own_loop.parallel_facts(self._spec, ranks),
-        }
+        } | own_loop.step_facts(self._spec, self._torch_optimizers[0], config.recompute_granularity == "full", ranks)
 
 
 def _padded(samples: list[own_loop.Sample]) -> tuple[Tensor, Tensor, BatchCount]:

@@ -14,6 +14,7 @@ from datasets import load_from_disk
 from ftbench.spec.experiment import Experiment
 from ftbench.worker import frameworks, parallel
 from ftbench.worker.data.tokens import IGNORE
+from ftbench.worker.measure import effective_config
 from ftbench.worker.measure.batch_count import BatchCount
 
 Sample = tuple[np.ndarray, np.ndarray]  # ids and labels
@@ -86,8 +87,14 @@ def require_group() -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def parallel_facts(spec: Experiment, more: dict[str, Any]) -> dict[str, Any]:
-    """Return the section `parallel` of applied.json; empty for one process."""
+def step_facts(spec: Experiment, optimizer: Any, recomputes: bool, division: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a first step for applied.json. `division` is what several ranks divide."""
     launch = spec.launch
     facts = {"strategy": launch.strategy, "ranks": launch.ranks, "shares": launch.shares}
-    return {} if launch.ranks == 1 else {"parallel": facts | {"global_batch": spec.global_batch} | more}
+    return {
+        "loss_normalisation": "label tokens of the step",
+        "gradient_checkpointing": float(recomputes),
+        "optimizer": effective_config.optimizer_facts(optimizer),
+        "fp8_layers": 0,
+        **({"parallel": facts | {"global_batch": spec.global_batch} | division} if launch.ranks > 1 else {}),
+    }

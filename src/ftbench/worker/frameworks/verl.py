@@ -23,7 +23,6 @@ from ftbench.worker.training_run import TrainingRun, recorder_of
 
 _OPTIMIZERS = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "sgd": "SGD"}
 _NO_CLIPPING = 1e30  # verl always clips
-_PATIENT = {"resume_mode": "disable", "save_freq": -1, "test_freq": -1, "logger": ["console"]}
 
 
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
@@ -32,46 +31,33 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
     train, on = spec.train, spec.optimizations
     attention = "sdpa" if on.attention == "auto" else on.attention
     products = "bf16" if "bf16" in (train.precision, {"bfloat16": "bf16"}.get(spec.model.dtype)) else "fp32"
-    return {
-        "model": {
-            "path": model,
-            "override_config": {"attn_implementation": attention},
-            "enable_gradient_checkpointing": bool(on.gradient_checkpointing),
-            "use_liger": bool(on.liger),
-            "use_remove_padding": attention == "flash_attention_2",
-            **(_adapters(method) if method.adapters else {}),
-        },
-        "engine": {
-            "strategy": "fsdp2",
-            "model_dtype": {"bfloat16": "bf16", "float32": "fp32"}[spec.model.dtype],
-            "mixed_precision": {"param_dtype": products, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-            "use_torch_compile": False,  # only of the entropy, which training does not need
-        },
-        "optim": {
-            "optimizer": _OPTIMIZERS[train.optimizer],
-            "lr": train.learning_rate,
-            "weight_decay": train.weight_decay,
-            "clip_grad": train.max_grad_norm or _NO_CLIPPING,
-            "override_optimizer_config": {"fused": True} if train.optimizer == "adamw_torch_fused" else None,
-        },
-        "data": {
-            "train_files": DATA,
-            "train_batch_size": spec.global_batch,
-            "micro_batch_size_per_gpu": train.batch_size,
-            "max_length": spec.dataset.max_length,
-            "use_dynamic_bsz": False,
-            "num_workers": 0,
-            "custom_cls": {"path": f"pkg://{__name__}", "name": VerlRows.__name__},
-        },
-        "trainer": _PATIENT
-        | {
-            "total_epochs": 1,  # the data set repeats the rows
-            "total_training_steps": train.max_steps,
-            "n_gpus_per_node": spec.launch.gpus_of_node,
-            "nnodes": spec.launch.nodes,
-            "default_local_dir": OUTPUT,
-        },
-    }
+    model_settings = {
+        "path": model, "override_config": {"attn_implementation": attention}, "use_liger": bool(on.liger),
+        "enable_gradient_checkpointing": bool(on.gradient_checkpointing),
+        "use_remove_padding": attention == "flash_attention_2",
+    }  # fmt: skip
+    engine = {
+        "strategy": "fsdp2", "model_dtype": {"bfloat16": "bf16", "float32": "fp32"}[spec.model.dtype],
+        "mixed_precision": {"param_dtype": products, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        "use_torch_compile": False,  # only of the entropy, which training does not need
+    }  # fmt: skip
+    optimizer = {
+        "optimizer": _OPTIMIZERS[train.optimizer], "lr": train.learning_rate, "weight_decay": train.weight_decay,
+        "clip_grad": train.max_grad_norm or _NO_CLIPPING,
+        "override_optimizer_config": {"fused": True} if train.optimizer == "adamw_torch_fused" else None,
+    }  # fmt: skip
+    data = {
+        "train_files": DATA, "train_batch_size": spec.global_batch, "micro_batch_size_per_gpu": train.batch_size,
+        "max_length": spec.dataset.max_length, "use_dynamic_bsz": False, "num_workers": 0,
+        "custom_cls": {"path": f"pkg://{__name__}", "name": VerlRows.__name__},
+    }  # fmt: skip
+    trainer = {
+        "total_epochs": 1, "total_training_steps": train.max_steps,  # the data set repeats the rows
+        "n_gpus_per_node": spec.launch.gpus_of_node, "nnodes": spec.launch.nodes, "default_local_dir": OUTPUT,
+        "resume_mode": "disable", "save_freq": -1, "test_freq": -1, "logger": ["console"],
+    }  # fmt: skip
+    model_settings |= _adapters(method) if method.adapters else {}
+    return {"model": model_settings, "engine": engine, "optim": optimizer, "data": data, "trainer": trainer}
 
 
 def _adapters(method: Any) -> dict[str, Any]:
@@ -147,7 +133,7 @@ def record(run: TrainingRun, values: dict[str, Any]) -> Counter[int]:
     run.require_applied(live.model_problems(engine.module, run.spec))
     recording = _Recording(run, engine, padded=not values["model"]["use_remove_padding"])
     run.phases.enter("train")
-    recording.start(steps)
+    recording.recorder.start(steps)
     trainer.fit()
     run.phases.enter("finish")
     run.finish()
@@ -181,17 +167,14 @@ class _Recording:
 
     def __init__(self, run: TrainingRun, engine: Any, padded: bool) -> None:
         self._run, self._engine, self._padded = run, engine, padded
-        self._recorder = run.recorder = recorder_of(run.spec, run.directory)
+        self.recorder = run.recorder = recorder_of(run.spec, run.directory)
         self._norm: float | None = None
         self.seen = Counter[int]()
         for name in ("train_batch", "forward_step", "optimizer_step", "lr_scheduler_step"):
             setattr(engine, name, partial(getattr(self, f"_{name}"), getattr(engine, name)))
 
-    def start(self, steps: int) -> None:
-        self._recorder.start(steps)
-
     def _train_batch(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._recorder.begin_step()
+        self.recorder.begin_step()
         return train(*args, **kwargs)
 
     def _forward_step(self, forward: Callable[..., Any], micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,41 +186,38 @@ class _Recording:
         count = own_loop.count(samples, max(map(len, ids)))
         if not self._padded:
             count.padded = count.real
-        self._recorder.micro_batch(count, loss.detach())
-        self._recorder.position = "backward"
+        self.recorder.micro_batch(count, loss.detach())
+        self.recorder.position = "backward"
         self.seen.update(map(hash, count.tokens))
         return loss, output
 
     def _optimizer_step(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._recorder.begin_optimizer()
+        self.recorder.begin_optimizer()
         self._norm = update(*args, **kwargs)
         return self._norm
 
     def _lr_scheduler_step(self, advance: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         rate = float(self._engine.optimizer.param_groups[0]["lr"])
         result = advance(*args, **kwargs)
-        self._recorder.end_step(self._norm, rate)
-        if self._recorder.step == 1:
+        self.recorder.end_step(self._norm, rate)
+        if self.recorder.step == 1:
             self._run.write_facts(**_facts(self._engine, self._run.spec))
             self._run.require_applied(_problems(self._engine, self._run.spec))
-            self._recorder.restart()
+            self.recorder.restart()
         return result
 
 
 def _facts(engine: Any, spec: Experiment) -> dict[str, Any]:
     """Return the facts of the engine after its first step."""
-    precision = {torch.bfloat16: "bf16"}.get(engine._autocast_dtype, "no")
+    in_bf16 = engine._autocast_dtype == torch.bfloat16
     return {
-        "autocast": precision,
-        "product_precision": "bf16" if precision == "bf16" else "fp32",
+        "autocast": "bf16" if in_bf16 else "no",
+        "product_precision": "bf16" if in_bf16 else "fp32",
         "loss": "verl.workers.utils.losses.sft_loss",
-        "loss_normalisation": "label tokens of the step",
-        "gradient_checkpointing": float(engine.module.is_gradient_checkpointing),
-        "optimizer": effective_config.optimizer_facts(engine.optimizer),
-        "fp8_layers": 0,
         "patched_by": ", ".join(sorted(live.patched_by(engine.module))),
-        **own_loop.parallel_facts(spec, {"engine": engine.engine_config.strategy}),
-    }
+    } | own_loop.step_facts(
+        spec, engine.optimizer, engine.module.is_gradient_checkpointing, {"engine": engine.engine_config.strategy}
+    )
 
 
 def _problems(engine: Any, spec: Experiment) -> list[str]:
