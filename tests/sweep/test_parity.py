@@ -32,7 +32,8 @@ def learned(tmp_path_factory, cache):
 @pytest.mark.timeout(1800)
 def test_honest_variants_pass_and_all_controls_are_caught(learned, tmp_path, monkeypatch):
     recipes, damages = parity_runs.honest(learned)
-    plan = parity_runs.run_all(plan_of(tmp_path, *recipes, every_control=True), damages)
+    plan = plan_of(tmp_path, *recipes, every_control=True)
+    parity_runs.run_all(plan, damages)
     assert [each for each in plan.judgements() if each.verdict != PASS] == []
     results = {each.name: each for each in plan.controls(recipes[0])}
     assert {*results} == {*GRADED}

@@ -85,6 +85,8 @@ def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str
             direction = float(((x[1:] / x[0] - y[1:] / y[0]) ** 2).sum()) ** 0.5 if y[0] > 0 else math.nan
             if y[0] <= NO_GRADIENT * x[0]:
                 dead.setdefault(f"no {what}", []).append(name)
+                if change == "gradient":
+                    break  # the optimizer has nothing to apply
             elif not math.isfinite(direction):
                 dead.setdefault(f"a {what} that is not finite", []).append(name)
             else:
