@@ -13,7 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
-from ftbench.core.hardware import find_gpu  # noqa: E402
 from ftbench.store import machine  # noqa: E402
 from ftbench.store.rundir import read_json  # noqa: E402
 
@@ -114,10 +113,9 @@ class Study:
 
 
 def card() -> str:
-    """Return the folder of this machine's results: h100, h200, another GPU's name, or cpu."""
+    """Return the folder of this machine's results: the first word of the GPU's name, or cpu."""
     gpu = machine.gpu()
-    known = gpu and find_gpu(gpu["name"])
-    return (known.name.split()[0] if known else gpu["name"] if gpu else "cpu").lower().replace(" ", "-")
+    return gpu["name"].removeprefix("NVIDIA ").split()[0].lower() if gpu else "cpu"
 
 
 def keep(source: Path, target: Path) -> None:
