@@ -192,13 +192,13 @@ def ablate(
     from ftbench.sweep import ablate as command
 
     _check_prices(prices, dry_run, as_json)
-    check_output(output, force)
     request = command.AblationRequest(
         spec, steps=steps, repeats=repeats, only=_names(only), objective=goal,
         **_plan(sets, out, time_budget, retry_failed, force),
     )  # fmt: skip
     if output is not None:
         command.check_output(request, output)
+    check_output(output, force)
     code, tables = _run_plan(command.prepare(request), dry_run, prices, log_every, as_json)
     if output is not None:
         command.write_best(request, tables, output)
