@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,15 @@ import pytest
 
 pytest.importorskip("torch", reason="training libraries are not installed")
 
+import torch
+
 from commands import ENDLESS, Command, write_spec
 from ftbench.core import pipeline
 from ftbench.estimate.workload.model import shape_of
 from ftbench.estimate.workload.sharding import rank_model, sharding_of
 from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
+from ftbench.worker.parallel import stages
 from test_several_gpus import (
     KEPT,
     SGD,
@@ -150,8 +154,33 @@ def test_killed_stage_is_named(tmp_path, rank):
     assert_over(command, "error", f"rank {rank}: killed by SIGKILL from outside")
 
 
+def slow() -> None:
+    """Let each stage take 60 ms to pass a micro-batch forward and 120 ms to pass it back."""
+
+    class Sleep(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.06)
+            return value.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.12)
+            return gradient
+
+    compute = stages.Layers._computed
+    stages.Layers._computed = lambda *given: Sleep.apply(compute(*given))
+
+
+@pytest.mark.exhaustive
+def test_equal_stages_wait_as_their_schedule_says(tmp_path):
+    parts = {"dataset": DATA | {"samples": 48}, "train": {"batch_size": 8, **SGD}, "launch": PP, **FULL}
+    with Command(write_spec(tmp_path, **parts), tmp_path / "out", before=slow) as command:
+        command.finish()
+    assert command.summary()["ranks"]["bubble"] == pytest.approx(pipeline.bubble("1f1b", 2, 4), rel=0.1)
+
+
 def test_waiting_follows_from_the_schedule():
-    """A simulated schedule waits as long as its formula says."""
     assert [pipeline.bubble("1f1b", 4, 12), pipeline.bubble("interleaved-1f1b", 4, 12)] == [3 / 15, 3 / 27]
     assert [pipeline.in_flight("1f1b", 4, 12, rank) for rank in range(4)] == [4, 3, 2, 1]
     assert pipeline.in_flight("gpipe", 4, 12, 0) == 12

@@ -233,6 +233,8 @@ class Pipeline:
 
     def waiting(self) -> float | None:
         """Return the share of the latest passes in which this rank waited for others."""
+        if self.passes:
+            self.clock.wait(self.passes[-1][2])
         busy = sum(self.clock.seconds(*pair) for _, marks, _ in self.passes for pair in marks)
         total = sum(self.clock.seconds(begin, end) for begin, _, end in self.passes)
         return 1 - busy / total if total else None
