@@ -111,12 +111,13 @@ def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
 def stages(run: RunDir, count: int) -> dict[str, Any]:
     """Return the pipeline of a run with `count` ranks: the layers of each stage and the `bubble`, empty without one.
 
-    The bubble is the share of the passes of a step in which the mean rank waits for other stages."""
+    The bubble is the share of a pass in which the mean rank does not compute. The last stage ends its own part early,
+    so the pass is that of the slowest rank."""
     parts = [read_json(run.of_rank(rank).applied).get("parallel", {}) for rank in range(count)]
-    waits = [part.get("waiting") for part in parts]
     if not parts or "split" not in parts[0]:
         return {}
-    return {"layers": parts[0]["split"], "bubble": _mean(waits)}
+    busy, passes = _mean([part.get("busy_s") for part in parts]), [part.get("pass_s") or 0.0 for part in parts]
+    return {"layers": parts[0]["split"], "bubble": None if busy is None else 1 - busy / max(passes)}
 
 
 def _peak(rows: Sequence[StepRow], name: str) -> float | None:

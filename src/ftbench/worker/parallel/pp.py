@@ -155,7 +155,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return the stages of this rank, their layers and elements, and the share of time in which it waited so far."""
+    """Return the stages of this rank, their layers and elements, and the time of a pass so far."""
     stages: Pipeline = Pipeline.of(trainer.model)
     stages.shard()
     parameters = list(trainer.model.parameters())
@@ -165,5 +165,5 @@ def applied(trainer: Any) -> dict[str, Any]:
         "split": list(stages.split),
         "stages": stages.indices,
         "elements_of_rank": sum(getattr(each, "_local_tensor", each).numel() for each in parameters),
-        "waiting": stages.waiting(),
+        **stages.seconds(),
     }

@@ -231,13 +231,14 @@ class Pipeline:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def waiting(self) -> float | None:
-        """Return the share of the latest passes in which this rank waited for others."""
-        if self.passes:
-            self.clock.wait(self.passes[-1][2])
+    def seconds(self) -> dict[str, float | None]:
+        """Return the mean time of the latest passes, and the part in which this rank computed."""
+        if not (count := len(self.passes)):
+            return {"pass_s": None, "busy_s": None}
+        self.clock.wait(self.passes[-1][2])
         busy = sum(self.clock.seconds(*pair) for _, marks, _ in self.passes for pair in marks)
         total = sum(self.clock.seconds(begin, end) for begin, _, end in self.passes)
-        return 1 - busy / total if total else None
+        return {"pass_s": total / count, "busy_s": busy / count}
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
