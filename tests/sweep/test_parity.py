@@ -24,7 +24,9 @@ from parity_runs import contender, plan_of
 def learned(tmp_path_factory, cache):
     """A tiny trained model, made in a separate process."""
     pytest.importorskip("torch", reason="training libraries are not installed")
-    return parity_runs.pool().submit(parity_runs.learn, tmp_path_factory.mktemp("learned")).result()
+    with parity_runs.pool() as pool:
+        yield pool.submit(parity_runs.learn, tmp_path_factory.mktemp("learned")).result()
+    parity_runs.pool.cache_clear()
 
 
 @pytest.mark.torch
