@@ -204,6 +204,6 @@ def test_megatron_trains_as_trl_in_float32(model, train, launch, tmp_path):
     assert theirs["dataset"]["order_hash"] == ours["dataset"]["order_hash"]
     for our, their in zip(our_steps, their_steps, strict=True):
         assert their.loss == pytest.approx(our.loss, rel=2e-6)
-        assert their.grad_norm == pytest.approx(our.grad_norm, rel=2e-6)
+        assert their.grad_norm == pytest.approx(our.grad_norm, rel=1e-5)
         for name in ("real_tokens", "label_tokens", "samples", "learning_rate"):
             assert getattr(their, name) == getattr(our, name)
