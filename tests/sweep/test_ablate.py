@@ -366,7 +366,7 @@ def test_crash_does_not_stop_the_ablation(tmp_path):
         (["--time-budget", "soon"], "write it as 8h"),
         (["-o", "."], "-o .: is a directory"),
         (["-o", "nowhere/best.yaml"], "the folder does not exist"),
-        (["-o", "SPEC"], "the file exists; add --force"),
+        (["-o", "SPEC"], "is the spec itself"),
         (["--set", "optimizations.compile=sometimes"], "must be on, off, dynamic or lean"),
         (["--set", "method=unslot"], "did you mean unsloth?"),
     ],
