@@ -62,7 +62,7 @@ FULL = ("method=full", "model.weights=random")
         (["launch.framework=llamafactory", PYTHON, "method=unsloth"], 2, "trains lora, qlora"),
         ([MEGATRON, PYTHON], 2, "Megatron's LoRA is in Megatron-Bridge, which needs Transformer Engine: set method to"),
         ([MEGATRON, PYTHON, *FULL, "model.id=tiny/mistral"], 2, "converts llama and qwen3, not mistral: use trl"),
-        ([MEGATRON, PYTHON, *FULL, "launch.gpus=2", "launch.strategy=fsdp"], 2, "supports launch.strategy tp or"),
+        ([MEGATRON, PYTHON, *FULL, "launch.gpus=2", "launch.strategy=fsdp"], 2, "supports launch.strategy ddp or"),
         ([MEGATRON, PYTHON, *FULL, "launch.settings=best"], 2, "has no other settings here: leave it out"),
         ([VERL, PYTHON, "method=qlora"], 2, "trains lora and full: change the method, or use trl"),
         ([VERL, PYTHON, "train.batch_size=5"], 2, "set it to a multiple of 5"),

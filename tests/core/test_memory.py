@@ -80,7 +80,7 @@ def test_fused_experts_stay_in_16_bits(name: str) -> None:
 
 def test_experts_of_gpt_oss_keep_their_format() -> None:
     """docs/how-to/gpt-oss.md: 12.8 and 60.8 GiB, and the largest matrix of a layer written out: 1.0 and 4.0."""
-    recipe = TrainingPlan(adapter=4, rank=8, quantised=True, mxfp4=True)
+    recipe = TrainingPlan(adapter=4, rank=8, quantised=True, mxfp4=True, packed_experts=True)
     for name, held, written in (("openai/gpt-oss-20b", 12.8, 1.0), ("openai/gpt-oss-120b", 60.8, 4.0)):
         shape = model(name)
         assert weights.weights(shape, recipe) / GIB == pytest.approx(held, abs=0.05)
@@ -127,7 +127,7 @@ def test_a_compiled_chunked_loss_has_no_float32_logits() -> None:
 def test_unsloth_keeps_the_experts_of_gpt_oss_in_four_bits() -> None:
     """The founding study trained gpt-oss-120b on 96 GB with unsloth, and with nothing else (facts/seed figures)."""
     shape = model("openai/gpt-oss-120b")
-    assert weights.weights(shape, TrainingPlan(quantised=True, unsloth=True)) / GIB < 75
+    assert weights.weights(shape, TrainingPlan(quantised=True, unsloth=True, packed_experts=True)) / GIB < 75
     assert weights.weights(shape, TrainingPlan(quantised=True)) / GIB > 200
 
 
