@@ -237,6 +237,14 @@ def test_the_reason_is_given_if_the_hub_does_not_answer(monkeypatch, error, frag
     assert (verdict, fragment in text) == ("warn" if fragment else "ok", True)
 
 
+def test_cached_data_sets_are_found_under_their_folder_names(tmp_path):
+    """`datasets` writes Open-Orca/OpenOrca in snake case, below HF_HOME and not below HF_HUB_CACHE."""
+    (tmp_path / "home/datasets/Open-Orca___open_orca").mkdir(parents=True)
+    environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_CACHE": str(tmp_path / "elsewhere")}
+    assert hub._has_data("Open-Orca/OpenOrca", environment)
+    assert not hub._has_data("Open-Orca/SlimOrca", environment)
+
+
 def test_the_hub_check_has_a_time_limit(monkeypatch):
     monkeypatch.setattr(hub, "WAIT_S", 0.1)
     answer = threading.Event()

@@ -442,6 +442,7 @@ def test_model_path_gives_the_id(files, path):
         ("gpus: 4, tp: 2", "launch.tp needs strategy tp+fsdp, and launch.strategy is ddp: change one"),
         ("tp: 2", "launch.tp needs strategy tp+fsdp, and launch.strategy is none"),
         ("gpus: 2, strategy: ddp, pp: 2", "launch.pp needs strategy pp, and launch.strategy is ddp: change one"),
+        ("schedule: zbv", "launch.schedule needs strategy pp, and launch.strategy is none: change one"),
         ("gpus: 6, pp: 4", "`gpus` is 6, and pp 4 is 4: set gpus to 4"),
         ("gpus: 8, pp: 2, fsdp: 2", "`gpus` is 8, and pp 2 x fsdp 2 is 4: set gpus to 4"),
         ("pp: 64, micro_batches: 64", "launch.pp: tiny/qwen3 has 2 layers, too few for 64 stages: lower launch.pp"),

@@ -49,7 +49,7 @@ def test_missing_file_suggests_a_similar_name(spec, tmp_path):
 
 
 def test_directory_is_refused(tmp_path):
-    assert "cannot be read (Is a directory)" in error_of(tmp_path)
+    assert "a folder, not a file (the folder of a model has a config.json)" in error_of(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "---\n", "~"])

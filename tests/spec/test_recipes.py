@@ -143,7 +143,7 @@ def test_recipe_can_be_an_axis(write):
         ("recipe: other.yaml\n", (), "not model: use `extends:` for that"),
         ("", ("recipe=slowest",), "plain, fastest, fastest-fp8, fastest-full, fastest-qlora, fastest-small, "),
         ("", ("recipe=",), "must be the name of a recipe"),
-        ("", ("recipe=.",), "Is a directory"),
+        ("", ("recipe=.",), "a folder, not a file"),
     ],
 )
 def test_unknown_recipe_lists_the_known_ones(write, text, sets, expected):

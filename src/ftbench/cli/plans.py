@@ -26,7 +26,6 @@ from ftbench.cli.shared import (
     TimeBudget,
     Wide,
     app,
-    check_output,
     emit,
     log,
 )  # fmt: skip
@@ -197,8 +196,7 @@ def ablate(
         **_plan(sets, out, time_budget, retry_failed, force),
     )  # fmt: skip
     if output is not None:
-        command.check_output(request, output)
-    check_output(output, force)
+        command.check_output(request, output)  # a repeated ablation overwrites the file of the earlier one
     code, tables = _run_plan(command.prepare(request), dry_run, prices, log_every, as_json)
     if output is not None:
         command.write_best(request, tables, output)

@@ -32,20 +32,27 @@ def missing(spec: Experiment, environment: Mapping[str, str]) -> list[tuple[str,
     if model.weights == "pretrained" and not model.path and not kept.exists():
         fix = "set model.path or model.weights=random"
         problems.append(("weights", f"{model.id} {_UNREACHABLE}: {fix}, or download it while online"))
-    if source := spec.dataset.source.hub:
-        prepared = Path(environment.get("HF_DATASETS_CACHE") or hub.parent / "datasets")
-        if not (prepared / source.replace("/", "___")).exists():
-            fix = "use dataset=sample or a file"
-            problems.append(("data", f"{source} {_UNREACHABLE}: {fix}, or download it while online"))
+    if (source := spec.dataset.source.hub) and not _has_data(source, environment):
+        fix = "use dataset=sample or a file"
+        problems.append(("data", f"{source} {_UNREACHABLE}: {fix}, or download it while online"))
     return problems
+
+
+def _has_data(source: str, environment: Mapping[str, str]) -> bool:
+    """Return whether `datasets` has prepared a data set. It writes names in snake case: `Open-Orca___open_orca`."""
+    prepared = Path(environment.get("HF_DATASETS_CACHE") or _home(environment) / "datasets")
+    wanted = source.replace("/", "").replace("_", "").lower()
+    return prepared.is_dir() and any(path.name.replace("_", "").lower() == wanted for path in prepared.iterdir())
 
 
 def cache(environment: Mapping[str, str]) -> Path:
     """Return the cache folder of the Hub's client."""
-    if folder := environment.get("HF_HUB_CACHE"):
-        return Path(folder)
+    return Path(environment.get("HF_HUB_CACHE") or _home(environment) / "hub")
+
+
+def _home(environment: Mapping[str, str]) -> Path:
     caches = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(environment.get("HF_HOME") or Path(caches, "huggingface"), "hub")
+    return Path(environment.get("HF_HOME") or Path(caches, "huggingface"))
 
 
 def reach(environment: Mapping[str, str]) -> tuple[Verdict, str]:

@@ -15,7 +15,7 @@ else:
     Experiment = Launch = Model = Any  # for annotations in modules that experiment.py imports
 
 MAX_NUMBER = 2**63 - 1
-_SWITCHED_OFF: tuple[object, ...] = (None, False, "off", [], ())
+_SWITCHED_OFF: tuple[object, ...] = (None, False, "off", "none", [], ())
 
 
 class Part(BaseModel):

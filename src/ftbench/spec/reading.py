@@ -150,6 +150,8 @@ def _text(path: Path, most: int) -> str:
             raw = file.read(most + 1)
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file{_similar_file(path)}") from None
+    except IsADirectoryError:
+        raise SpecError(f"{path}: a folder, not a file (the folder of a model has a config.json)") from None
     except OSError as error:
         raise SpecError(f"{path}: {file_problem(error)}") from None
     except ValueError:  # a NUL character, or half of a surrogate pair

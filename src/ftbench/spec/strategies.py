@@ -201,6 +201,8 @@ def incompatibilities(spec: Experiment) -> list[str]:
         there = key in name.split("+") or (key in ("micro_batches", "split") and name.startswith("pp"))
         if getattr(launch, key) is not None and (not there or name == "tp"):
             return [f"launch.{key} needs strategy {fitting}, and launch.strategy is {name}: change one of them"]
+    if launch.schedule != "1f1b" and not name.startswith("pp"):
+        return [f"launch.schedule needs strategy pp, and launch.strategy is {name}: change one of them"]
     if launch.ranks == 1:
         several = {"strategy": name, "offload": launch.offload}
         return [

@@ -65,7 +65,7 @@ def _planned(ready: Ready, predictor: Any, job: Job, standing: Standing) -> Plan
     state = "pending" if standing.state == "running" else standing.state
     return Planned(
         job.what, state, standing.reason, expected, peak, verdict, estimated, confidence, joules,
-        run_command(ready.request.spec, job, ready.request.out),
+        run_command(ready.request.spec, job, ready.request.out) if ready.plan.has_commands else [],
     )  # fmt: skip
 
 

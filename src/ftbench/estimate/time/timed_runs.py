@@ -104,7 +104,8 @@ def recorded_spec(run: RunDir) -> Experiment | None:
         check_modelled(spec)
     except (SpecError, ValueError):
         return None
-    if concatenates(spec) and _is_padded(run):  # by ftbench's collator until November 2026
+    packs = spec.optimizations.packing or spec.optimizations.padding_free
+    if concatenates(spec) and not packs and _is_padded(run):  # by ftbench's collator until November 2026
         spec = spec.model_copy(update={"method": spec.method.model_copy(update={"padded": True})})
     return None if spec.launch.mock != "off" or (spec.optimizations.chunked_loss and logits_twice(run)) else spec
 

@@ -237,7 +237,10 @@ def _growth(known: Experiment, wanted: Experiment) -> float:
 
 
 class Plan:
-    """Decides which job runs next. `standings` holds all known jobs in table order."""
+    """Decides which job runs next. `standings` holds all known jobs in table order. `has_commands` is true if
+    `ftbench run` with the spec file and `--set` repeats a job."""
+
+    has_commands = True
 
     def __init__(self, options: Options) -> None:
         self.options = options

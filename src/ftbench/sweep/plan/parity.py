@@ -65,6 +65,8 @@ class ControlResult:
 class ParityPlan(Grid):
     """The runs of `recipes` with their references over `seeds` seeds. `every_control` adds all graded controls."""
 
+    has_commands = False  # references and controls change keys that the spec file does not have
+
     def __init__(self, recipes: Sequence[Contender], seeds: int, every_control: bool, options: Options) -> None:
         self.recipes, self.seeds, self.every_control, self.options = recipes, seeds, every_control, options
         able = [recipe for recipe in recipes if not recipe.refused]
