@@ -109,7 +109,7 @@ MAX_Q, SERVER, WORKSTATION = (f"RTX PRO 6000 Blackwell {kind}" for kind in ("Max
     ("a100-80gb", ["A100 80GB"]), ("A100 SXM 80GB", ["A100 80GB"]), ("A100 SXM", ["A100 80GB", "A100 40GB"]),
     ("NVIDIA A100", ["A100 80GB", "A100 40GB"]), ("A100 80GB PCIe", ["A100 80GB"]), ("H200", ["H200 NVL", "H200 SXM"]),
     ("NVIDIA H200", ["H200 SXM"]), ("RTX PRO 6000", [MAX_Q, SERVER, WORKSTATION]), ("max-q", [MAX_Q]),
-    ("NVIDIA RTX PRO 6000 Blackwell", [MAX_Q, SERVER, WORKSTATION]), ("6000 ada", ["RTX 6000 Ada"]),
+    ("NVIDIA RTX PRO 6000 Blackwell", [MAX_Q, SERVER, WORKSTATION]), ("6000 ada", ["RTX 6000 Ada"]), ("40", []),
     ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", [WORKSTATION]), ("409", []), ("4090 Laptop", []), (" ", []),
 ])  # fmt: skip
 def test_a_name_finds_one_card_or_the_error_lists_the_choices(words, names):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from ftbench.core.hardware import find_gpu
+from ftbench.errors import FtbenchError
 from ftbench.estimate.estimates import EstimateRequest, estimate
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.workload.largest import largest
@@ -154,15 +155,19 @@ def test_lengths_respect_max_length_and_samples(tmp_path):
     assert (set(lengths.values), len(lengths.values), lengths.rows) == ({64}, 7, 50)
 
 
-@pytest.mark.parametrize(("content", "reason"), [(None, "No such file"), ("{", "not JSON")])
-def test_an_unreadable_file_leaves_the_upper_bound_with_a_reason(tmp_path, content, reason):
+def test_missing_file_leaves_the_upper_bound_with_a_reason(tmp_path):
+    row = times(tmp_path / "data.jsonl", tmp_path)
+    assert row["upper_bound"] is True
+    assert "No such file" in row["lengths"]
+    assert "counts as max_length 2,048" in row["lengths"]
+
+
+@pytest.mark.parametrize(("content", "problem"), [("{", "line 1: not JSON"), ("", "the file is empty")])
+def test_unreadable_file_gets_no_estimate(tmp_path, content, problem):
     path = tmp_path / "data.jsonl"
-    if content:
-        path.write_text(content)
-    told = times(path, tmp_path)
-    assert told["upper_bound"] is True
-    assert reason in told["lengths"]
-    assert "counts as max_length 2,048" in told["lengths"]
+    path.write_text(content)
+    with pytest.raises(FtbenchError, match=problem):
+        times(path, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["sample", "other"])

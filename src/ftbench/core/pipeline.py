@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zbv")
-
 
 def parts(schedule: str) -> int:
     """Return the number of stages of one GPU."""

@@ -59,12 +59,14 @@ def _by_driver(name: str) -> Gpu | None:
 def gpus_called(text: str) -> list[Gpu]:
     """Return the GPUs that match each word of a user's spelling: `rtx4090`, `4090`, `h100-pcie`, `A100 SXM 80GB`."""
     words = _words(text)
-    return [gpu for gpu in gpus() if words and all(any(_same(word, own) for own in _names(gpu)) for word in words)]
+    several = len(words) > 1  # `40` names no card, and `A100 40` does
+    return [gpu for gpu in gpus()
+            if words and all(any(_same(word, own, several) for own in _names(gpu)) for word in words)]  # fmt: skip
 
 
-def _same(word: str, own: str) -> bool:
+def _same(word: str, own: str, or_memory: bool) -> bool:
     """Return whether a word is one of a GPU's or short for it: `sxm` for `sxm4`, and `80` for `80gb`."""
-    return own == word or (word.isalpha() and own.rstrip("0123456789") == word) or own == f"{word}gb"
+    return own == word or (word.isalpha() and own.rstrip("0123456789") == word) or (or_memory and own == f"{word}gb")
 
 
 @cache

@@ -132,7 +132,7 @@ def _time_details(row: GpuEstimate) -> list[str]:
         *([("", "so these times are upper bounds: a short run on this data measures its lengths")]
           if time.upper_bound else []),
         ("start", f"{units.seconds(time.start_s)} to the first steady step; the first step takes "
-                  f"{units.seconds(time.first_s)} of it more"),
+                  f"{units.seconds(time.first_s)} longer than a steady one"),
         ("power", f"{time.watts.expected:.0f} W of {each} GPU ({time.watts_source})"),
         ("spent on", _parts(time)),
     ])]  # fmt: skip

@@ -13,8 +13,7 @@ from ftbench.estimate.workload.plan import Attention, TrainingPlan
 from ftbench.estimate.workload.trainable import expert_adapter
 from ftbench.families.shape import Layer, Linear, Norm
 
-FLOAT = 4
-INDEX = 8
+FLOAT, INDEX = 4, 8  # bytes
 CHUNK = 64  # positions per chunk of torch's gated delta rule
 _STREAM = ("input", "mlp input")  # the normalized residual stream that linear layers read
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj"}

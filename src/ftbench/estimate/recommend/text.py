@@ -178,7 +178,7 @@ def _other_lengths(answer: Recommendation) -> list[str]:
             texts.append(f"{at} nothing fits")
         elif _identity(option) != _identity(best):
             where = "" if option.location == best.location else f" on {option.location}"
-            texts.append(f"{at} the best is {way_words(option.spec)}, batch {_batch(option.spec)}{where}")
+            texts.append(f"{at} the best of these ways is {way_words(option.spec)}, batch {_batch(option.spec)}{where}")
     return ["; ".join(texts) if texts else "the same way is best at half and at twice the mean length"]
 
 
@@ -217,8 +217,8 @@ def _freer(answer: Recommendation, option: Option) -> str:
     }[answer.goal.objective]  # fmt: skip
     return (
         f"much better with other than {units.some(answer.goal.effective_batch or 0, 'sample')} per step, which changes "
-        f"the training (--effective-batch any): {way_words(option.spec)}, about "
-        f"{units.rate(option.duration.samples)} samples per step: {by}"
+        f"the training (--effective-batch any): {way_words(option.spec)} on {option.location}, "
+        f"about {units.rate(option.duration.samples)} samples per step: {by}"
     )
 
 

@@ -23,7 +23,7 @@ def with_variations(answer: Recommendation, any_batch: bool) -> Recommendation:
              for factor in (0.5, 2.0) if _has_lengths(goal)]  # fmt: skip
     free: tuple[Option, ...] = ()
     if any_batch and goal.effective_batch is not None and NO_ROWS in answer.ruled_out:
-        any_steps = replace(goal, gpus=(answer.options[0].gpu,), effective_batch=None)
+        any_steps = replace(few, effective_batch=None)
         free = recommend(any_steps, [way for way, fits in answer.promising if fits], memory_cache).options
     better = free and rank(free[0], goal)[1] * _FREER < rank(answer.options[0], goal)[1]
     return replace(answer, freer=free[0] if better else None, lengths=tuple(first))

@@ -165,7 +165,8 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
 
 @lru_cache(maxsize=8)
 def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: bool = False) -> FileLengths | str:
-    """Return the lengths of a file's rows, or the reason why it cannot be read.
+    """Return the lengths of a file's rows, or the reason why they are unknown: the file is not on this machine. Raise
+    an FtbenchError if it cannot be read.
 
     Count both sequences of `pairs`, and only the questions of `prompts`."""
     from ftbench.core.data_files import read_file  # imported late: most estimates read no file
@@ -183,6 +184,8 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
         shown = {at: turns_of(at) for at in range(0, len(rows), -(-len(rows) // MOST_SAMPLES))}
         most_bytes = _most_bytes(rows, turns_of, shown)
     except FtbenchError as error:
+        if path.exists():
+            raise
         return str(error)
     texts = [turns for row in shown.values() for turns in row]
     tokenizer = _local_tokenizer(model)

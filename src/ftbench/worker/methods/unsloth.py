@@ -5,7 +5,6 @@ runs with this method.
 """
 
 import sys
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -86,13 +85,6 @@ def adapt(model: Any, spec: Experiment) -> Any:
         )
     except ValueError as error:
         raise SpecError(f"method unsloth: {str(error).strip().splitlines()[0]}") from None
-
-
-def prepare_generation(model: Any, spec: Experiment, undo: ExitStack) -> None:
-    """Prepare the model for generation with unsloth's method. `undo` prepares it for training again."""
-    loader = _loader(model.config)
-    loader.for_inference(model)
-    undo.callback(loader.for_training, model, use_gradient_checkpointing=_checkpointing(spec.method))
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
