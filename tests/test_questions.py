@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import random
 import re
@@ -134,10 +136,11 @@ def slow(tmp_path):
 
 def test_why_was_my_run_slow(ftbench, slow, tmp_path):
     """The slowest run has a number, its card names the bottleneck, and its advice can be typed as options."""
-    code, out, _ = ftbench("report", slow, "--sort=-tokens/s", "--columns", "tokens/s,bound.verdict")
-    numbers = [line.split()[0] for line in out.splitlines() if "at batch 4" in line]
+    code, out, _ = ftbench("report", slow, "--sort=-tokens/s", "--format", "csv")
+    rows = list(csv.DictReader(io.StringIO(out)))
+    numbers = [row["number"] for row in rows]
     assert (code, numbers) == (0, ["3", "2", "1"])
-    assert [line.split()[-1] for line in out.splitlines() if "at batch 4" in line][:2] == ["data-bound", "launch-bound"]
+    assert [row["bound.verdict"] for row in rows][:2] == ["data-bound", "launch-bound"]
 
     waited, launched = (ftbench("show", number, slow)[1] for number in numbers[:2])
     assert "data-bound" in waited

@@ -114,7 +114,7 @@ def opened(browser, page_file):
 def draw_all(page: Any) -> None:
     """Waits until each figure is drawn, in the room that it has."""
     for box in page.query_selector_all(".figure"):
-        box.wait_for_selector("svg .gridline, .bar", state="attached")
+        box.wait_for_selector("svg .line, .bar", state="attached")
     lay_out(page)
 
 
@@ -180,7 +180,7 @@ def test_answer_chart_and_table_are_above_the_fold(opened, size, tmp_path):
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "scrolls sideways"
         assert page.evaluate(CUT) == []
         assert not page.is_visible("#notes li"), "warnings are folded"
-        assert page.locator("option[value=loss]").count() == 0, "random weights learn nothing"
+        assert page.locator("#losses").count() == 0, "random weights learn nothing"
 
 
 def test_filters_combine_and_show_the_count(opened):
@@ -194,7 +194,7 @@ def test_filters_combine_and_show_the_count(opened):
         assert rows(page, "method") == ["full"]
         page.fill("#filter", "nothing has this")
         assert rows(page) == []
-        page.fill("#filter", JAPANESE)
+        page.fill("#filter", "ERROR: window.stolen")
         page.select_option("#state", "")
         assert len(rows(page)) == 1
 
@@ -218,35 +218,8 @@ def test_headings_sort_by_mouse_and_keyboard_with_unknown_last(opened):
         assert page.locator("[aria-sort=ascending]").count() == 0
 
 
-def test_hovering_shows_a_label(opened):
-    with opened() as page:
-        draw_all(page)
-        page.locator("#curves-figure").scroll_into_view_if_needed()
-        place = page.locator("#curves-figure > svg .series .line").first.bounding_box()
-        page.mouse.move(place["x"] + place["width"] / 2, place["y"] + place["height"] / 2)
-        page.wait_for_selector("#curves-figure .tip:not([hidden])")
-        label = page.locator("#curves-figure .tip").text_content()
-        assert re.search(r"nats per token\nstep \d+", label), label
-
-
-def test_drag_zooms_and_double_click_resets(opened):
-    with opened() as page:
-        draw_all(page)
-        figure = page.locator("#curves-figure > svg")
-        figure.scroll_into_view_if_needed()
-        ticks = "() => [...document.querySelectorAll('#curves-figure > svg .tick')].map((tick) => tick.textContent)"
-        before, box = page.evaluate(ticks), figure.bounding_box()
-        page.mouse.move(box["x"] + 300, box["y"] + 100)
-        page.mouse.down()
-        page.mouse.move(box["x"] + 600, box["y"] + 100)
-        page.mouse.up()
-        page.wait_for_function(f"before => ({ticks})().join() !== before.join()", arg=before)
-        page.locator("#curves-figure > svg").dblclick(position={"x": 400, "y": 100})
-        page.wait_for_function(f"before => ({ticks})().join() === before.join()", arg=before)
-
-
 OVERLAPS = """() => {
-  const boxes = [...document.querySelectorAll(".figure > svg text, .legend > span, .bar > .name, .bar > .value, .bar > .track, .names li")]
+  const boxes = [...document.querySelectorAll(".figure > span, .legend > li, .bar > .name, .bar > .value, .bar > .track, .names li")]
     .filter((node) => node.checkVisibility()).map((node) => [node.textContent || "bar", node.getBoundingClientRect(), node.closest("section")]);
   const wrong = [];
   boxes.forEach(([text, a, section], i) => {
@@ -260,7 +233,7 @@ OVERLAPS = """() => {
   return wrong; }"""  # noqa: E501
 CUT = """() => [...document.querySelectorAll("main *, footer *")].filter((node) => {
   const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
-  if (!own || node.closest("svg, .scroll, .pick, select, .unseen, dialog") || !node.checkVisibility()) return false;
+  if (!own || node.closest("svg, .scroll, select, .unseen") || !node.checkVisibility()) return false;
   const box = node.getBoundingClientRect();
   const hides = getComputedStyle(node).overflow !== "visible";
   return box.right > innerWidth + 1 || box.left < -1 || (hides && node.scrollWidth > node.clientWidth + 1);
@@ -302,20 +275,6 @@ def test_long_list_shows_its_first_entries_and_a_search(opened, diverse, section
         assert entries.count() == 70
 
 
-def test_legends_show_varying_settings(opened):
-    with opened() as page:
-        draw_all(page)
-        page.click("summary:has-text('Choose runs')")
-        page.eval_on_selector_all("#pick input:checked", "boxes => boxes.forEach((box) => box.click())")
-        page.eval_on_selector_all(
-            "#pick label",
-            """labels => labels.filter((label) =>
-            /: plain, batch [14], H200/.test(label.textContent)).forEach((label) => label.click())""",
-        )
-        assert page.locator("#curves-figure .legend > span").all_inner_texts() == ["batch 1", "batch 4"]
-        assert page.inner_text("#curves-shared") == "All: plain, H200."
-
-
 def test_link_to_runs_filters_the_table(opened):
     with opened() as page:
         page.locator("#answer .evidence").first.click()
@@ -325,28 +284,10 @@ def test_link_to_runs_filters_the_table(opened):
         assert len(rows(page)) == 9
 
 
-def test_every_curve_can_be_selected(opened):
-    with opened() as page:
-        draw_all(page)
-        for curve in ("step", "loss", "memory"):
-            page.select_option("#curve", curve)
-            assert page.locator("#curves-figure .series").count() > 0
-        before = page.locator("#curves-figure .series").count()
-        page.click("summary:has-text('Choose runs')")
-        page.locator("#pick input:checked").first.uncheck()
-        assert page.locator("#curves-figure .series").count() == before - 3  # allocated, reserved, peak
-
-
-def test_run_dialog_shows_applied_settings_and_closes_with_escape(opened):
+def test_markup_of_a_run_is_shown_as_text(opened):
     with opened() as page:
         page.fill("#filter", "error")
-        page.locator("#runs tbody tr:not([hidden]) .open").first.click()
-        words = page.inner_text("dialog")
-        assert HOSTILE in words
-        assert "Qwen3ForCausalLM" in words
-        assert "580.1" in words
-        page.keyboard.press("Escape")
-        page.wait_for_selector("dialog", state="hidden")
+        assert HOSTILE[:20] in page.inner_text("#runs")
         assert page.evaluate("window.stolen") is None
 
 
@@ -373,7 +314,7 @@ def test_text_has_enough_contrast(opened):
       const faint = [];
       for (const node of document.querySelectorAll("main *, footer *, .theme")) {
         const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
-        if (!own || node.closest("dialog") || !node.checkVisibility()) continue;
+        if (!own || !node.checkVisibility()) continue;
         const own_colour = getComputedStyle(node)[node.closest("svg") ? "fill" : "color"];
         const [a, b] = [light(parse(own_colour)), light(behind(node))];
         const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);

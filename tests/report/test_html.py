@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 from page_runs import HOSTILE, JAPANESE, SECRET, made, study
 
 from ftbench.errors import SpecError
 from ftbench.report import formats
+from ftbench.report import page as html
 from ftbench.report.build import Request, report
 from ftbench.report.data.collect import collect
 from ftbench.report.document import ANSWER, Point, Report, Section, Table
 from ftbench.report.formats import render
-from ftbench.report.page import html
-from ftbench.store import rundir
 from made_runs import make_run
 from made_runs import steps as made_steps
 
 COMMITTED = Path(__file__).parents[2] / "results"
-ASSETS = Path(html.__file__).parents[1] / "assets"
+ASSETS = Path(html.__file__).parent / "assets"
 
 
 class Page(HTMLParser):
@@ -56,10 +53,6 @@ class Page(HTMLParser):
             self.scripts[-1] = (attributes, text + data)
         elif self._within is None:
             self.words.append(data)
-
-    @property
-    def data(self) -> Any:
-        return next(json.loads(text) for attributes, text in self.scripts if attributes.get("id") == "data")
 
 
 @pytest.fixture(scope="module")
@@ -96,17 +89,15 @@ def test_policy_allows_only_the_script(page):
 
 def test_page_of_all_committed_runs_is_small():
     text = report(Request([COMMITTED], "html")).text
-    runs = len(Page(text).data["runs"])
+    runs = text.count("<tr id=")
     assert runs > 150
-    assert len(text.encode()) < 10_000 * runs
+    assert len(text.encode()) < 3_000 * runs
 
 
 def test_run_texts_are_escaped(text, page):
     assert HOSTILE not in text
     assert not any("onerror" in attributes for _, attributes in page.tags)
     assert any("window.stolen=1" in word for word in page.words)  # shown, as words
-    assert page.data["runs"][0]["reason"] is not None
-    assert any(HOSTILE in run["reason"] for run in page.data["runs"])
     assert any(JAPANESE in word for word in page.words)
 
 
@@ -138,17 +129,7 @@ def test_every_run_has_a_sortable_row(page):
     heads = [attributes for tag, attributes in page.tags if tag == "th" and "aria-sort" in attributes]
     assert all(attributes["scope"] == "col" for attributes in heads)
     values = [float(a["data-v"] or "") for tag, a in page.tags if tag == "td" and "data-v" in a]
-    expected = [run["rate"] for run in page.data["runs"] if run["rate"]]
-    assert all(any(v == pytest.approx(e) for v in values) for e in expected)
-
-
-def test_machine_details_read_the_gpu_list(tmp_path):
-    run = made(tmp_path, "lora", 4)
-    machine = rundir.read_json(run.machine)
-    rundir.write_json(run.machine, machine | {"gpus": [machine.pop("gpu") | {"memory_gb": 140.4}]})
-    data = Page(render(Report(collect([tmp_path])), "html")).data
-    shown = dict(pair for place in data["runs"][0]["facts"] for pair in data["facts"][place])
-    assert (shown["GPU name"], shown["GPU memory"]) == ("NVIDIA H200", "GiB 140.4")
+    assert any(value == pytest.approx(23_968, rel=1e-4) for value in values), "samples/h of plain at batch 4"
 
 
 def test_models_are_not_ranked_together(tmp_path):
@@ -176,8 +157,7 @@ def test_loss_is_drawn_only_if_a_model_learned(tmp_path, learned):
     rows = made_steps(loss=lambda step: 3.0 - step / 20 if learned else 12.7 + 0.05 * (step % 3))
     make_run(tmp_path, "a", rows)
     text = report(Request([tmp_path], "html")).text
-    assert ('<option value="loss">' in text) is learned
-    assert ("The loss did not fall beyond noise" in text) is not learned
+    assert ('<path class="line"' in text) is learned
 
 
 def test_sections_are_in_order(tmp_path):
@@ -187,7 +167,7 @@ def test_sections_are_in_order(tmp_path):
     sections = [Section(key, key, None, [key]) for key in keys]
     page = Page(render(Report(collect([tmp_path]), sections=sections), "html"))
     assert [attributes["id"] for tag, attributes in page.tags if tag == "section"] == [
-        "section-comparison", "section-scaling", "section-energy", "curves", "all-runs",
+        "section-comparison", "section-scaling", "section-energy", "losses", "all-runs",
     ]  # fmt: skip
 
 
@@ -204,16 +184,6 @@ def test_different_numbers_of_gpus_are_not_compared(tmp_path):
     words = " ".join(" ".join(Page(report(Request([tmp_path], "html")).text).words).split())
     assert "is the only recipe" in words
     assert "1 on another number of GPUs" in words
-
-
-def test_first_run_of_each_spec_gets_a_curve(tmp_path, monkeypatch):
-    monkeypatch.setattr(html, "MOST_CURVES", 2)
-    for speed in (0.5, 0.51):
-        made(tmp_path / str(speed), "lora", 4, speed=speed)
-    made(tmp_path / "other", "qlora", 4)
-    page = Page(render(Report(collect([tmp_path])), "html"))
-    assert [page.data["runs"][int(place)]["method"] for place in page.data["curves"]] == ["lora", "qlora"]
-    assert any("2 of 3 runs have curves" in word for word in page.words)
 
 
 def test_page_of_failed_runs_works(tmp_path):
@@ -241,14 +211,6 @@ def test_markup_in_any_text_is_escaped(content, tmp_path):
     words = " ".join(Page(render(Report(collect([tmp_path]), sections=[point]), "html")).words)
     assert words.count(content) == 1
     assert {tag for tag, _ in Page(text).tags} <= {tag for tag, _ in plain.tags}
-
-
-@pytest.mark.parametrize("value", [HOSTILE, "<!--", "\u2028", "]]>", JAPANESE])
-def test_data_cannot_close_the_script_element(value, tmp_path):
-    made(tmp_path, "lora", 4, state="error", reason=f"x{value}y")
-    page = Page(render(Report(collect([tmp_path])), "html"))
-    assert len(page.scripts) == 2
-    assert page.data["runs"][0]["reason"] == f"x{value}y"
 
 
 @pytest.mark.parametrize("format", ["table", "md", "csv", "json", "html"])

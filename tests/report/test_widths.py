@@ -1,4 +1,4 @@
-"""Tables fit the terminal, rows have unique names, and --where, --sort and --columns select what is shown."""
+"""Tables fit the terminal, rows have unique names, and --where and --sort select what is shown."""
 
 from __future__ import annotations
 
@@ -176,12 +176,6 @@ def test_sort_puts_the_best_first_and_unknown_last(ftbench, store, option, order
     assert "".join(row["run_id"] for row in csv.DictReader(io.StringIO(out)))[:3] == order
 
 
-def test_columns_shows_the_named_columns(ftbench, store):
-    out = ftbench("report", store, "--columns", "rank, tokens/s,memory_gb.allocated_peak", "--where", "state=ok")[1]
-    assert heading_of(out).split() == ["#", "recipe", "rank", "tokens/s", "memory_gb.allocated_peak"]
-    assert rows(out)["2"].split()[-3:-1] == ["8", "8,192"] or "8,19" in rows(out)["2"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -191,9 +185,7 @@ def test_columns_shows_the_named_columns(ftbench, store):
         (["--where", "rank=1"], "--where rank=1: no run matches; did you mean 16? (values: 8, 16)"),
         (["--where", "tokens/s>fast"], "> compares with a number"),
         (["--sort", "token/s"], "did you mean tokens/s?"),
-        (["--columns", "ranks"], "did you mean rank?"),
-        (["--columns", "rank", "--format", "csv"], "--columns needs --format table or md"),
-        (["--sort", "rank", "--compare", "method"], "--sort and --columns apply to the table of runs"),
+        (["--sort", "rank", "--compare", "method"], "--sort applies to the table of runs"),
     ],
 )  # fmt: skip
 def test_unknown_name_is_an_error_with_the_nearest(ftbench, store, arguments, said):

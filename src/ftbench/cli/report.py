@@ -41,7 +41,6 @@ def report(
     format: Annotated[
         str | None, _of(OUTPUT, "--format", help="table, md, csv, json or html; by default from the suffix of -o")
     ] = None,
-    columns: Annotated[str | None, _of(OUTPUT, help="only these columns: tokens/s,batch,rank", metavar="A,B")] = None,
     wide: Wide = False,
     baseline: Annotated[str | None, _of(ADVANCED, help="--compare: baseline value of the axis")] = None,
     rows: Annotated[str, _of(ADVANCED, help="each run, or merge: one row per spec and GPU")] = "each",
@@ -59,7 +58,6 @@ def report(
     request = build.Request(
         paths, formats.format_of(output) if format is None else format, compare, baseline, rows, answers,
         hours, against, fail_above, prices, where or [], sort,
-        [name.strip() for name in columns.split(",")] if columns is not None else [],
     )  # fmt: skip
     answer = build.report(request)
     write_result(answer.text, output)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 NIGHT_H = 8.0  # hours of a night
 
 _REPEATS = ("each", "merge")
-_WITH_COLUMNS = ("table", "md")
 _NOT_TIMED = (PROFILED, DAMAGED, RECORDED)  # warnings of runs whose speed is not valid
 
 
@@ -43,7 +42,6 @@ class Request:
     prices: Path | None = None
     where: Sequence[str] = ()
     sort: str | None = None
-    columns: Sequence[str] = ()
 
     @property
     def every_answer(self) -> bool:
@@ -79,8 +77,8 @@ def report(request: Request) -> Rendered:
 
         shown = cost.with_costs(shown, prices, request.hours or NIGHT_H)
     shown, axes = groups.with_axes(shown)
-    shown, columns = select.arranged(shown, request.sort, request.columns)
-    return Rendered(formats.render(Report(shown, axes, columns, sections, request.compare is None), request.format))
+    shown = select.arranged(shown, request.sort)
+    return Rendered(formats.render(Report(shown, axes, sections, request.compare is None), request.format))
 
 
 def _prices(request: Request, records: Sequence[Record]) -> Prices | None:
@@ -95,9 +93,9 @@ def _gate(request: Request, records: Sequence[Record], earlier: Path) -> Rendere
     from ftbench.report.compare import gate
 
     limit = gate.limit_of("5%" if request.fail_above is None else request.fail_above)
-    result = gate.gate(records, select.matching(collect([earlier]), request.where), limit)
-    text = formats.render(Report(records, sections=gate.sections(result), runs=False), request.format)
-    return Rendered(text, bool(result.regressed))
+    section, regressed = gate.gate(records, select.matching(collect([earlier]), request.where), limit)
+    text = formats.render(Report(records, sections=[section], runs=False), request.format)
+    return Rendered(text, bool(regressed))
 
 
 def _sections(request: Request, records: Sequence[Record], prices: Prices | None) -> list[Section]:
@@ -138,10 +136,8 @@ def _check(request: Request) -> None:
         problems.append(f"--rows {request.repeats}: allowed are {', '.join(_REPEATS)}")
     if request.compare is None and request.baseline is not None:
         problems.append("--baseline needs an axis: add for example --compare method")
-    if request.columns and request.format not in _WITH_COLUMNS:
-        problems.append(f"--columns needs --format table or md: --format {request.format} always contains every field")
-    if (request.compare is not None or request.against is not None) and (request.sort or request.columns):
-        problems.append("--sort and --columns apply to the table of runs: remove --compare or --against")
+    if (request.compare is not None or request.against is not None) and request.sort:
+        problems.append("--sort applies to the table of runs: remove --compare or --against")
     if request.against is None and request.fail_above is not None:
         problems.append("--fail-above needs --against with the folder of the earlier runs")
     if request.against is not None and request.compare is not None:

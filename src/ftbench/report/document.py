@@ -96,12 +96,10 @@ class Section:
 class Report:
     """A report before formatting.
 
-    `axes` are record fields that get a column. `columns` replace the default columns. With `runs`, the table of
-    runs is included.
+    `axes` are record fields that get a column. With `runs`, the table of runs is included.
     """
 
     records: Sequence[dict[str, Any]]
     axes: Sequence[str] = ()
-    columns: Sequence[Column] = ()
     sections: Sequence[Section] = ()
     runs: bool = True

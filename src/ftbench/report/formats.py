@@ -93,7 +93,7 @@ def cell(text: str) -> str:
 
 def _text(report: Report, table: Callable[..., str], title: str, paragraph: Callable[[str], str], end: str) -> str:
     """Return tables and paragraphs in order; `title` is a format string."""
-    runs = runs_table(report.records, report.axes, report.columns) if report.runs else None
+    runs = runs_table(report.records, report.axes) if report.runs else None
     answer = [text for section in report.sections if section.key == ANSWER for text in section.paragraphs]
     parts = ["\n".join(map(paragraph, answer)).rstrip("\n") + "\n"] if answer else []
     parts += [table(runs, FOOTNOTE)] if runs else []
@@ -172,7 +172,7 @@ def _finite(value: Any) -> Any:
 
 
 def _html(report: Report) -> str:
-    from ftbench.report.page.html import page
+    from ftbench.report.page import page
 
     return page(report)
 

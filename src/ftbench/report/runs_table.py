@@ -1,8 +1,8 @@
 """The table of runs as text. A failed run has a row with its reason and without figures."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ftbench.core import units
 from ftbench.report.data.axes import MOST_AXES, headings
@@ -21,7 +21,6 @@ FOOTNOTE = (
 _SHOWN = ("model", "dataset", "method", "train.batch_size", "train.gradient_accumulation_steps", "optimizations")
 MOST_NAMED = 4  # run numbers in a note
 _FIGURE = re.compile(r"\d+([.,]\d+)*")
-Subject = TypeVar("Subject")
 NUMBER, NAME, LABEL = "#", "recipe", "label"
 
 # The first figures come before the state, so that a narrow terminal shows them.
@@ -40,7 +39,7 @@ _FIRST_FIGURES, _LONGEST_FIGURE = 3, 12
 _OPTIONAL = ("mfu", "loss.eval", "images_per_s.images", "tokens_per_s.generated")
 
 
-def runs_table(records: Sequence[Record], axes: Sequence[str] = (), chosen: Sequence[Column] = ()) -> Table:
+def runs_table(records: Sequence[Record], axes: Sequence[str] = ()) -> Table:
     """Return one row per run: number, name, figures, and the varying settings.
 
     Columns with the same value in all rows move into the title. Empty columns are omitted.
@@ -48,7 +47,6 @@ def runs_table(records: Sequence[Record], axes: Sequence[str] = (), chosen: Sequ
     Args:
         records: the runs.
         axes: record fields of varying spec keys, which get a column if no other column shows them.
-        chosen: columns to show instead.
     """
     texts = [_context(record, label) for record, label in zip(records, data_labels(records), strict=True)]
     differing = [name for name in CONTEXT if len({text[name] for text in texts}) > 1]
@@ -57,22 +55,14 @@ def runs_table(records: Sequence[Record], axes: Sequence[str] = (), chosen: Sequ
     hidden = [f"{len(axes) - MOST_AXES} more keys vary: use --format csv to see all"] if len(axes) > MOST_AXES else []
     axes = axes[:MOST_AXES]
     columns = {NUMBER: [number_of(record) for record in records], NAME: [record.get(LABEL, "") for record in records]}
-    columns = {heading: cells for heading, cells in columns.items() if any(cells)}
-    if chosen:
-        words = tuple(column.heading for column in chosen if column not in FIGURES)
-        for column in chosen:
-            text = _figure if column in FIGURES else _text
-            columns[column.heading] = [text(record, column) for record in records]
-    else:
-        columns |= _figures(records)
-        apart = {CONTEXT[name]: [text[name] for text in texts] for name in differing}
-        columns |= {name: apart.pop(name) for name in ("GPU", "data") if name in apart}
-        names = headings(axes)
-        varying = {name: [short_value(str(record[key])) for record in records]
-                   for name, key in zip(names, axes, strict=True)}  # fmt: skip
-        words = tuple(name for name, cells in varying.items() if any(map(_is_word, cells)))
-        columns |= varying
-        columns |= {"method": [str(record["method"]) for record in records], "batch": _batches(records)} | apart
+    columns = {heading: cells for heading, cells in columns.items() if any(cells)} | _figures(records)
+    apart = {CONTEXT[name]: [text[name] for text in texts] for name in differing}
+    columns |= {name: apart.pop(name) for name in ("GPU", "data") if name in apart}
+    varying = {name: [short_value(str(record[key])) for record in records]
+               for name, key in zip(headings(axes), axes, strict=True)}  # fmt: skip
+    columns |= varying
+    columns |= {"method": [str(record["method"]) for record in records], "batch": _batches(records)} | apart
+    words = tuple(name for name, cells in varying.items() if any(map(_is_word, cells)))
     return table_of(columns, [*hidden, *_notes(records)], words, context)
 
 
@@ -117,11 +107,7 @@ def _context(record: Record, label: str) -> dict[str, str]:
 
 def _figure(record: Mapping[str, Any], column: Column) -> str:
     """Return the text of a figure, empty for a failed run."""
-    return _text(record, column) if record["state"] == "ok" else ""
-
-
-def _text(record: Mapping[str, Any], column: Column) -> str:
-    value = record.get(column.source)
+    value = record.get(column.source) if record["state"] == "ok" else None
     return "" if value is None else column.text(value)
 
 
@@ -130,24 +116,18 @@ def _notes(records: Sequence[Record]) -> list[str]:
 
     Sentences that differ only in figures are shown once.
     """
-    sentences = [(text, run_of(record)) for record in records
-            for text in filter(None, [long_reason(record), *record["warnings"]])]  # fmt: skip
+    kinds: dict[str, tuple[str, list[str], list[str]]] = {}
+    for record in records:
+        for text in filter(None, [long_reason(record), *record["warnings"]]):
+            known, first, others = kinds.setdefault(_FIGURE.sub("0", text), (text, [], []))
+            runs, run = first if text == known else others, run_of(record)
+            if run not in runs[-1:]:
+                runs.append(run)
     notes = []
-    for text, first, others in group_similar(sentences):
+    for text, first, others in kinds.values():
         if len(first) == len(records) > 1:
             notes.append(text)
         else:
             similar = f" (similar: {units.listed(others, MOST_NAMED)})" if others else ""
             notes.append(f"{units.listed(first, MOST_NAMED)}: {text}{similar}")
     return notes
-
-
-def group_similar(sentences: Iterable[tuple[str, Subject]]) -> list[tuple[str, list[Subject], list[Subject]]]:
-    """Return each sentence with its runs, and the runs whose sentence differs only in figures."""
-    kinds: dict[str, tuple[str, list[Subject], list[Subject]]] = {}
-    for text, run in sentences:
-        known, first, others = kinds.setdefault(_FIGURE.sub("0", text), (text, [], []))
-        runs = first if text == known else others
-        if not runs or runs[-1] != run:  # sentences of one run are consecutive
-            runs.append(run)
-    return [*kinds.values()]

@@ -1,43 +1,21 @@
 """`ftbench report NEW --against OLD --fail-above 5%`: find regressions in speed and memory, for CI."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from ftbench.core import units
 from ftbench.core.stats import grouped_by
 from ftbench.errors import SpecError
-from ftbench.report.compare.pairs import Pair, noise_of, pair_of
-from ftbench.report.compare.words import change, flat_learning, flat_ratio, learning_text
-from ftbench.report.data.cells import PEAK, SAMPLES, TOKENS, Cell, number_of
+from ftbench.report.compare import comparison
+from ftbench.report.compare.pairs import Comparison, Pair, noise_of, pair_of
+from ftbench.report.compare.words import change
+from ftbench.report.data.cells import PEAK, Cell
 from ftbench.report.data.collect import Record
 from ftbench.report.data.facts import CARD, LIMIT
 from ftbench.report.data.groups import DATA, cells_of, identity, runs_of
-from ftbench.report.data.names import cell_names
-from ftbench.report.document import Section, Table
+from ftbench.report.document import Section
 
-_MOST_CHANGES = 12  # in a note
-
-
-@dataclass(frozen=True, slots=True)
-class GateRow:
-    """A pair of the old cell (`pair.baseline`) and the new cell (`pair.cell`), with the regressions as sentences."""
-
-    pair: Pair
-    regressed: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """The result: paired rows, and the cells that only one side has."""
-
-    rows: tuple[GateRow, ...]
-    only_new: tuple[Cell, ...]
-    only_old: tuple[Cell, ...]
-    limit: float
-
-    @property
-    def regressed(self) -> list[GateRow]:
-        return [row for row in self.rows if row.regressed]
+_SIDE = "runs"  # the axis: earlier or new
 
 
 def limit_of(text: str) -> float:
@@ -52,8 +30,8 @@ def limit_of(text: str) -> float:
     return limit
 
 
-def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> Gate:
-    """Pair the cells of both sides by spec and GPU, and find regressions.
+def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> tuple[Section, dict[str, str]]:
+    """Pair the cells of both sides by spec and GPU, and return their comparison and the regressions by run ids.
 
     A cell regresses if its rate falls by more than `limit` and by more than the noise, if its peak memory rises by more
     than `limit`, if it does not learn the same, or if it now fails. With fewer than six steady steps the noise is
@@ -62,22 +40,32 @@ def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> Gate:
     Raises:
         SpecError: the two sides have no spec and GPU in common.
     """
-    now, then = (cells_of(runs_of(records)) for records in (new, old))
+    now, then = _cells(new, "new"), _cells([record | {"number": None} for record in old], "earlier")
     earlier = grouped_by(then, lambda cell: identity(cell.runs[0]))
     both = [(cell, _nearest(cell, same)) for cell in now if (same := earlier.get(identity(cell.runs[0])))]
     if not both:
         raise SpecError("--against: the earlier and the new runs have no spec and GPU in common: compare other folders")
-    noise, rows = noise_of([*now, *then]), []
-    for cell, before in both:
-        pair = pair_of("", cell, before, noise=noise)
-        rows.append(GateRow(pair, tuple(_regressed(pair, limit))))
-    paired = {id(cell) for pair in both for cell in pair}
-    return Gate(
-        tuple(rows),
-        tuple(cell for cell in now if id(cell) not in paired),
-        tuple(cell for cell in then if id(cell) not in paired),
-        limit,
-    )
+    noise = noise_of([*now, *then])
+    pairs = tuple(pair_of(_SIDE, cell, before, noise=noise) for cell, before in both)
+    regressed = {_ids(pair.cell): "; ".join(reasons) for pair in pairs if (reasons := _regressed(pair, limit))}
+    paired = {id(cell): cell for pair in both for cell in pair}
+    missing = {"no earlier run": now, "not run again": then}
+    section = comparison.section(Comparison(_SIDE, "earlier", tuple(paired.values()), pairs))
+    assert section.table is not None
+    notes = [f"{_ids(pair.cell)}: {regressed[_ids(pair.cell)]}" for pair in pairs if _ids(pair.cell) in regressed]
+    notes += [f"{reason}: {_ids(cell)} ({cell.name} on {cell.facts['gpu']})"
+              for reason, cells in missing.items() for cell in cells if id(cell) not in paired]  # fmt: skip
+    verdict = f"{len(regressed)} of {len(pairs)} regressed by more than {units.percent(limit)}"
+    table = replace(section.table, context={"against earlier runs:": verdict}, notes=[*notes, *section.table.notes])
+    return replace(section, key="gate", title="Against earlier runs", table=table), regressed
+
+
+def _cells(records: Sequence[Record], side: str) -> list[Cell]:
+    return [replace(cell, facts={**cell.facts, _SIDE: side}) for cell in cells_of(runs_of(records))]
+
+
+def _ids(cell: Cell) -> str:
+    return " ".join(run.run_id for run in cell.runs)
 
 
 def _nearest(cell: Cell, candidates: Sequence[Cell]) -> Cell:
@@ -101,57 +89,3 @@ def _regressed(pair: Pair, limit: float) -> list[str]:
         gib = [units.gibibytes(side.figure(PEAK)) for side in (before, cell)]
         reasons.append(f"more memory: {gib[0]} → {gib[1]} GiB")
     return reasons
-
-
-def sections(result: Gate) -> list[Section]:
-    """Return a row per pair, regressions first, and the unpaired cells as notes."""
-    rows = sorted(result.rows, key=lambda row: not row.regressed)
-    headings = ["#", "name", "verdict", "speed", "memory", "loss"]
-    names = cell_names([row.pair.cell for row in rows])
-    lines = [
-        [
-            number_of(row.pair.cell.runs[0].record), name,
-            _verdict(row),
-            change(row.pair.speed), change(row.pair.memory).removesuffix(" ?"), learning_text(row.pair.learning),
-        ]
-        for row, name in zip(rows, names, strict=True)
-    ]  # fmt: skip
-    count = len(result.regressed)
-    verdict = f"{count} of {len(rows)} regressed by more than {units.percent(result.limit)}"
-    table = Table({"against earlier runs:": verdict}, headings, lines, _notes(result), tuple(headings[1:]))
-    return [Section("gate", "Against earlier runs", table, records=[_record(row) for row in rows])]
-
-
-def _verdict(row: GateRow) -> str:
-    cell, reason = row.pair.cell, row.pair.reason
-    judged = "ok" if cell.valid or not cell.ok else "not judged"
-    verdict = "; ".join(row.regressed) or (judged if cell.ok else f"as before: {cell.state}")
-    return f"{verdict}; {reason}" if reason and cell.ok else verdict
-
-
-def _notes(result: Gate) -> list[str]:
-    notes = [f"no earlier run: {_cell_text(cell)}" for cell in result.only_new]
-    notes += [f"not run again: {_cell_text(cell)}" for cell in result.only_old]
-    changed = dict.fromkeys(str(fact) for row in result.rows for fact in row.pair.differences)
-    if changed:
-        more = f"; {len(changed) - _MOST_CHANGES} more" if len(changed) > _MOST_CHANGES else ""
-        notes.append("changes since then: " + "; ".join(list(changed)[:_MOST_CHANGES]) + more)
-    return notes
-
-
-def _cell_text(cell: Cell) -> str:
-    return f"{cell.runs[0].run_id} ({cell.name} on {cell.facts['gpu']})"
-
-
-def _record(row: GateRow) -> dict[str, object]:
-    pair, before = row.pair, row.pair.baseline
-    assert before is not None
-    figures = {"tokens_per_s": TOKENS, "samples_per_s": SAMPLES, "peak_gb": PEAK}
-    return {
-        "run_ids": " ".join(run.run_id for run in pair.cell.runs), "cell": pair.cell.name,
-        "gpu": pair.cell.facts["gpu"], "model": pair.cell.facts.get("model.id"), "state": pair.cell.state,
-        **{name: pair.cell.figure(source) for name, source in figures.items()},
-        **{f"{name}_before": before.figure(source) for name, source in figures.items()},
-        **flat_ratio("speed", pair.speed), **flat_ratio("memory", pair.memory), **flat_learning(pair.learning),
-        "regressed": bool(row.regressed), "why": "; ".join(row.regressed) or None,
-    }  # fmt: skip

@@ -77,7 +77,7 @@ class Tables:
         skipped = {jobs[row["run_id"]].cell: row | {"path": str(self.folder / row["path"])} for row in reversed(rows)}
         left_out = records(row for cell, row in skipped.items() if cell not in cells)
         named, axes = groups.with_axes(groups.merge_repeats([*ran, *left_out]))
-        return Report(select.arranged(named, "tokens/s", ())[0], axes)
+        return Report(select.arranged(named, "tokens/s"), axes)
 
     def document(self) -> dict[str, Any]:
         """Return the document for `--json`. `frontier` is empty for a grid."""

@@ -1,0 +1,179 @@
+"""Render the page: one HTML document with its data, style and script, and a policy that blocks other content."""
+
+import base64
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
+
+from ftbench import __version__
+from ftbench.core import units
+from ftbench.core.learning import learned
+from ftbench.report.compare.pairs import steps_of
+from ftbench.report.data.cells import Cell, Run, number_of
+from ftbench.report.data.collect import Record, figure
+from ftbench.report.data.groups import cells_of, runs_of
+from ftbench.report.data.names import cell_names
+from ftbench.report.document import ANSWER, Report, Section
+from ftbench.report.runs_table import FIGURES, FOOTNOTE, NUMBER, runs_table
+
+MOST_CURVES, MOST_POINTS = 6, 400
+# Characters that change the writing direction can make text misleading.
+_BIDI = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_BADGES = {"ok": "good", "oom": "bad", "error": "bad", "timeout": "bad"}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bar of the chart: lengths in percent of the longest whisker, and the runs behind it."""
+
+    name: str
+    text: str
+    title: str
+    length: float
+    low: float | None
+    width: float
+    runs: str
+
+
+@dataclass(frozen=True, slots=True)
+class PageRow:
+    """A run in the table: its number and id, the class of its state, and text and sort key of each column."""
+
+    number: str
+    run_id: str
+    state: str
+    badge: str
+    cells: Sequence[tuple[str, str | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Curves:
+    """The losses of some runs: name and SVG path of each in a square of 100 by 100, and the ends of both axes."""
+
+    lines: Sequence[tuple[str, str]]
+    steps: tuple[int, int]
+    losses: tuple[float, float]
+
+
+def page(report: Report) -> str:
+    """Return the report as one self-contained HTML document."""
+    table, numbers = runs_table(report.records, report.axes), _numbers(report.records)
+    script = _asset("report.js")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["code"] = _code
+    answer = next((section for section in report.sections if section.key == ANSWER), None)
+    groups = [section for section in report.sections if section.key.startswith(f"{ANSWER}_")]
+    columns = [column for column in zip(table.headings, table.words, strict=True) if column[0] != NUMBER]
+    text = environment.from_string(_asset("page.html")).render(
+        title=_title(answer, len(report.records)), answer=answer, evidence=_evidence(answer, report.records, numbers),
+        bars=_bars(answer), groups=groups,
+        sections=[each for each in report.sections if each is not answer and each not in groups],
+        context=table.title, columns=columns, notes=table.notes, rows=_rows(report.records, table.headings, table.rows),
+        states=sorted({str(record["state"]) for record in report.records}), curves=_curves(report.records),
+        footnote=FOOTNOTE, version=__version__, script=script, style=_asset("report.css"),
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    )  # fmt: skip
+    return _BIDI.sub("", text).lstrip()
+
+
+def _asset(name: str) -> str:
+    return resources.files("ftbench.report").joinpath("assets", name).read_text("utf-8")
+
+
+def _code(text: str) -> Markup:
+    """Return escaped text for the page, with backticks as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def _numbers(records: Sequence[Record]) -> list[str]:
+    """Return the number of each run, which links use."""
+    return [number_of(record) or str(index) for index, record in enumerate(records, 1)]
+
+
+# --- the answer ------------------------------------------------------------------------------------------------------
+
+
+def _title(answer: Section | None, count: int) -> str:
+    """Return the first sentence of the answer, or the number of runs."""
+    if answer and answer.points and answer.records:
+        return answer.points[0].text.partition(". ")[0].partition(" (95 %")[0]
+    return f"{units.some(count, 'fine-tuning run')} without a valid speed"
+
+
+def _evidence(answer: Section | None, records: Sequence[Record], numbers: Sequence[str]) -> list[list[str]]:
+    """Return the numbers of the runs behind each point of the answer."""
+    by_path = dict(zip((str(record["path"]) for record in records), numbers, strict=True))
+    return [[by_path[path] for path in point.runs if path in by_path] for point in (answer.points if answer else ())]
+
+
+def _bars(answer: Section | None) -> list[Bar]:
+    """Return a bar per recipe: tokens per second, with the 95 % interval."""
+    records = [record for record in answer.records if record.get("tokens_per_s")] if answer else []
+    longest = max((record["tokens_per_s_high"] or record["tokens_per_s"] for record in records), default=1.0)
+    bars = []
+    for record in records:
+        value, low, high = (record[name] for name in ("tokens_per_s", "tokens_per_s_low", "tokens_per_s_high"))
+        known = low is not None and math.isfinite(high)
+        title = f"95 %: {units.rate(low)} to {units.rate(high)}, " if known else ""
+        bars.append(Bar(
+            record["recipe"], units.rate(value), title + units.some(record["runs"], "run"), 100 * value / longest,
+            100 * low / longest if known else None, 100 * (high - low) / longest if known else 0.0, record["numbers"],
+        ))  # fmt: skip
+    return bars
+
+
+# --- the runs --------------------------------------------------------------------------------------------------------
+
+
+def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[PageRow]:
+    sources = {column.heading: column.source for column in FIGURES}
+    shown = []
+    for record, number, texts in zip(records, _numbers(records), rows, strict=True):
+        values = {heading: figure(record, source) for heading, source in sources.items()}
+        cells = [(text, f"{values[heading]:.9g}" if text and values.get(heading) is not None else None)
+                 for heading, text in zip(headings, texts, strict=True) if heading != NUMBER]  # fmt: skip
+        state = str(record["state"])
+        shown.append(PageRow(number, str(record["run_id"]), state, _BADGES.get(state, "weak"), cells))
+    return shown
+
+
+def _curves(records: Sequence[Record]) -> Curves | None:
+    """Return the losses of the fastest recipes, None if no model learned: the longest run of each recipe and GPU."""
+    longest: dict[tuple[str, str], tuple[Cell, Run]] = {}
+    for cell in cells_of(runs_of(records)):
+        key = cell.way, cell.facts["gpu"]
+        runs = [(cell, run) for run in cell.valid if figure(run.record, "loss.last") is not None]
+        for pair in [*runs, *([longest[key]] if key in longest else [])]:
+            longest[key] = max(pair, longest.get(key, pair), key=lambda each: (each[1].steady, _hourly(each[1])))
+    chosen = sorted(longest.values(), key=lambda pair: -_hourly(pair[1]))[:MOST_CURVES]
+    steps = [steps_of(run).learning for _, run in chosen]
+    if not any(map(learned, steps)):
+        return None
+    points = [[(each.step, each.loss) for each in run if each.loss is not None] for run in steps]
+    ends = [(min(values), max(values)) for values in zip(*(point for line in points for point in line), strict=True)]
+    (first, last), (low, high) = (int(ends[0][0]), int(ends[0][1])), ends[1]
+    names = cell_names([cell for cell, _ in chosen])
+    lines = [(name, _path(line, first, last, low, high)) for name, line in zip(names, points, strict=True)]
+    return Curves(lines, (first, last), (low, high))
+
+
+def _hourly(run: Run) -> float:
+    return figure(run.record, "samples_per_hour") or 0.0
+
+
+def _path(points: Sequence[tuple[int, float]], first: int, last: int, low: float, high: float) -> str:
+    """Return the SVG path of a curve. Of a long curve, it has the lowest and the highest point of equal parts."""
+    parts = min(len(points), MOST_POINTS // 2)
+    kept = {*points[:1], *points[-1:]}
+    for part in (points[len(points) * at // parts : len(points) * (at + 1) // parts] for at in range(parts)):
+        kept |= {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
+    width, height = max(last - first, 1), (high - low) or 1.0
+    return "M" + "L".join(
+        f"{100 * (step - first) / width:.2f},{100 * (high - loss) / height:.2f}" for step, loss in sorted(kept)
+    )

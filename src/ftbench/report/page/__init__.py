@@ -1,1 +1,0 @@
-"""The self-contained HTML page: sections of markup, and data for charts."""
