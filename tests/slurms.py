@@ -70,7 +70,7 @@ PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=2
 class Cluster(Holder):
     """Context manager. `environment` is for Slurm's commands."""
 
-    on = client = "slurm"
+    on = "slurm"
 
     def __enter__(self) -> Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="fts", dir="/tmp"))

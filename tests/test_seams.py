@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ftbench import cli
-from ftbench.cluster.ray import RaySlot
+from ftbench.cluster.slurm import SlurmSlot
 from ftbench.errors import FtbenchError
 from ftbench.facts import architectures
 from ftbench.families import FAMILIES, describe, vision
@@ -57,7 +57,7 @@ def test_a_framework_has_a_launcher_or_is_refused_with_a_way_out(framework):
             resolve(Experiment.model_validate(values), None)
 
 
-@pytest.mark.parametrize("slot", [LocalSlot, RaySlot])
+@pytest.mark.parametrize("slot", [LocalSlot, SlurmSlot])
 def test_what_runs_a_cell_has_every_function_of_the_protocol(slot):
     for function, signature in methods_of(GpuSlot).items():
         assert parameters(inspect.signature(getattr(slot, function))) == parameters(signature), function

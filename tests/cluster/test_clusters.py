@@ -1,37 +1,29 @@
-"""`ftbench sweep --on` with real Ray and Slurm clusters of two nodes on loopback, and mock runs."""
+"""`ftbench sweep --on` with a real Slurm of two nodes on loopback, and mock runs."""
 
 from __future__ import annotations
 
-import importlib.util
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-import rays
 import slurms
 from ftbench.store.steps import read_steps
 from sweeps import Folder, Night, sweep, write_sweep
 from waiting import eventually
 
 AXES = {"method": ["lora", "qlora"], "train.batch_size": [1, 2]}
-RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: ftbench[ray]")
+pytestmark = [pytest.mark.slurm, slurms.SKIP]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(rays.Cluster, marks=RAY, id="ray"),
-        pytest.param(slurms.Cluster, marks=[pytest.mark.slurm, slurms.SKIP], id="slurm"),
-    ],
-)
-def cluster(request) -> Iterator[rays.Cluster | slurms.Cluster]:
-    with request.param() as found:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[slurms.Cluster]:
+    with slurms.Cluster() as found:
         yield found
 
 
 @pytest.fixture
-def held(cluster) -> Iterator[rays.Cluster | slurms.Cluster]:
+def held(cluster) -> Iterator[slurms.Cluster]:
     """The cluster. Its runs wait until they are released."""
     cluster.hold()
     yield cluster
@@ -75,9 +67,8 @@ def test_ctrl_c_ends_the_jobs_and_the_sweep_resumes(held, tmp_path):
 
 
 def test_search_on_a_cluster(cluster, tmp_path):
-    """Ray uses its client here."""
     spec = written(cluster, tmp_path, None, launch={"mock": "oom", "mock_fits": 5})
-    asked = ("--until-oom", "--on", cluster.client)
+    asked = ("--until-oom", "--on", cluster.on)
     done = sweep(spec, tmp_path / "out", *asked, env=cluster.environment)
     assert done.code == 0, done.stderr
     assert sweep(spec, tmp_path / "here", "--until-oom").stdout == done.stdout

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import re
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +65,12 @@ def test_a_run_warns_once_and_goes_on(
 def test_a_dry_run_lists_estimated_memory_and_what_does_not_fit(spec: Path, tmp_path: Path) -> None:
     half = ["model.dtype=bfloat16", "train.precision=bf16"]
     asked = command.SweepRequest(spec, half, tmp_path, axes=["train.batch_size=1,4,16"])
-    with ExitStack() as stack:
-        ready = command.prepare(asked, stack)
-        lines = dry_run(dataclasses.replace(ready, device=H200))
-        assert [line.verdict for line in lines] == ["fits", "fits", "does not fit"]
-        assert [round(line.peak_gb or 0) for line in lines] == [32, 78, 263]
-        assert "does not fit" in as_text(lines)
-        assert [line.peak_gb for line in dry_run(ready)] == [None] * 3  # no GPU here, nothing to estimate for
+    ready = command.prepare(asked)
+    lines = dry_run(dataclasses.replace(ready, device=H200))
+    assert [line.verdict for line in lines] == ["fits", "fits", "does not fit"]
+    assert [round(line.peak_gb or 0) for line in lines] == [32, 78, 263]
+    assert "does not fit" in as_text(lines)
+    assert [line.peak_gb for line in dry_run(ready)] == [None] * 3  # no GPU here, nothing to estimate for
 
 
 @pytest.mark.torch
@@ -88,8 +86,7 @@ def test_cells_that_differ_only_in_learning_settings_share_an_estimate(
         return estimate_memory(spec, *given, **options)
 
     monkeypatch.setattr(largest_batch, "estimate_memory", counted)
-    with ExitStack() as stack:
-        ready = command.prepare(command.SweepRequest(spec, sets, tmp_path, axes=axes), stack)
+    ready = command.prepare(command.SweepRequest(spec, sets, tmp_path, axes=axes))
     lines = dry_run(dataclasses.replace(ready, device=H200))
     assert len(estimated) == 2
     each = [api.memory_on_machine(job.spec, H200, tmp_path) for job in ready.plan.standings]
@@ -166,10 +163,8 @@ def test_a_dry_run_ends_with_runs_time_energy_and_money(spec: Path, tmp_path: Pa
     lines = [Planned("a", "pending", None, seconds=3600.0, joules=1.8e6), Planned("b", "ok", None, seconds=99.0),
              Planned("c", "pending", None, estimated_s=1800.0, joules=0.9e6),
              Planned("d", "pending", None)]  # fmt: skip
-    with ExitStack() as stack:
-        ready = dataclasses.replace(
-            command.prepare(command.SweepRequest(spec, ["launch.mock=ok"], tmp_path), stack), device=H200
-        )
+    asked = command.SweepRequest(spec, ["launch.mock=ok"], tmp_path)
+    ready = dataclasses.replace(command.prepare(asked), device=H200)
     total = as_text(lines, ready, prices).splitlines()[-1]
     assert total == "total: 3 runs, about 1 h 30 min, 0.75 kWh of the GPU, 5.40 USD (rent), times known for 2 of 3 runs"
     unknown = as_text([Planned("d", "pending", None)], ready).splitlines()[-1]

@@ -30,7 +30,7 @@ from ftbench.estimate.time.communication import traffic
 from ftbench.estimate.time.duration import MEASURED, estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.time.rates import ceilings, shipped_coefficients
-from ftbench.estimate.time.timed_runs import recorded_spec, step_key
+from ftbench.estimate.time.timed_runs import recorded_spec
 from ftbench.estimate.time.work import update
 from ftbench.estimate.workload.batches import batches_of
 from ftbench.estimate.workload.largest import BatchShape
@@ -385,8 +385,8 @@ def test_strategy_all_compares_one_to_eight_gpus(tmp_path: Path) -> None:
     assert "experts" in records["ep", 2]["problems"][0]
     assert answer.code == 0
     figures, _, refused = answer.text.partition("\nnot supported:\n")
-    assert ["ulysses" in figures, "zero3" in figures, "zero3" in refused] == [False, True, False]
-    assert "ep: ep needs experts, and qwen3 has none\nulysses: launch.strategy: ulysses doubles gradients" in refused
+    assert ["zero3" in figures, "zero3" in refused] == [True, False]
+    assert "ep: ep needs experts, and qwen3 has none" in refused
 
 
 def test_strategy_all_marks_measured_rows(tmp_path: Path) -> None:
@@ -405,35 +405,6 @@ def test_strategy_all_marks_measured_rows(tmp_path: Path) -> None:
     said = " ".join(answer.text.split())
     assert "measured: none on 1 GPU, ddp on 2 GPUs; estimated within a factor of" in said
     assert f"{factor:.3g} (zero1, zero2, zero3)" in said
-
-
-def test_several_machines_are_estimated_with_a_wider_range(
-    tmp_path: Path,
-) -> None:
-    h100 = next(gpu for gpu in gpus() if gpu.name == "H100 SXM5")
-    one = on_gpus(shared("zero3", 16), 16, "zero3", "params")
-    two = one.model_copy(update={"launch": one.launch.model_copy(update={"nodes": 2})})
-    assert estimate_memory(two, h100).host == pytest.approx(estimate_memory(one, h100).host / 2)
-    near, far = (estimate_duration(each, h100) for each in (one, two))
-    assert far.step_s.expected == near.step_s.expected
-    assert far.step_s.high == pytest.approx(2 * near.step_s.high)
-    assert "taking links between 2 machines to be as fast as within one" in far.confidence
-    assert "machines" not in near.confidence
-    assert step_key(one) != step_key(two)
-    assert [on_gpus(two, count, "fsdp").launch.nodes for count in (1, 4, 8, 16, 32)] == [1, 1, 1, 2, 2]
-
-
-def test_a_spec_for_several_machines_gets_a_fit_and_a_recommendation(tmp_path: Path) -> None:
-    path = tmp_path / "spec.yaml"
-    path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\n"
-                    "dataset: {name: synthetic, samples: 64, length: 2048}\n"
-                    "train: {batch_size: 16}\nlaunch: {gpus: 4, nodes: 2, strategy: ddp}\n")  # fmt: skip
-    answer = estimate(EstimateRequest(path, gpu="L40S"))
-    assert answer.text.startswith("Qwen/Qwen3-8B, lora, batch 16 per GPU, on 4 GPUs of 2 machines (ddp) on L40S: ")
-    assert "The most similar spec that fits takes" in answer.text
-    found = recommend.answer(recommend.RecommendRequest(path, gpu="L40S", method="lora"))
-    assert {(option.spec.launch.gpus, option.spec.launch.nodes) for option in found.options} <= {(1, 1), (2, 1), (4, 2)}
-    assert found.options
 
 
 def test_gpus_wait_for_an_optimizer_on_the_host(
@@ -471,7 +442,6 @@ MESH, OFFLOADED = "{tp: 2, fsdp: 4}", "{gpus: 4, strategy: fsdp, offload: params
 @pytest.mark.parametrize(("launch", "gpus", "strategy", "found"), [
     (MESH, None, None, (8, "tp", "none")), (MESH, 6, "ddp", (6, "fsdp", "none")),
     (OFFLOADED, 1, None, (1, "none", "none")),
-    ("{gpus: 4, nodes: 2, strategy: ddp}", 2, None, (2, "fsdp", "params")),
 ])  # fmt: skip
 def test_the_command_of_the_nearest_fit_is_valid(tmp_path: Path, launch, gpus, strategy, found) -> None:
     """For any strategy in the spec and in the options."""
@@ -539,12 +509,11 @@ def test_a_problem_of_many_strategies_is_listed_once(tmp_path: Path) -> None:
     refused = " ".join(
         estimate(EstimateRequest(path, gpu="H100 SXM5", strategy="all")).text.split("not supported:\n")[1].split()
     )
-    assert "ddp, fsdp, zero1, zero2, zero3, tp, cp, ulysses, pp: objective dpo supports one GPU" in refused
+    assert "ddp, fsdp, zero1, zero2, zero3, tp, cp, pp: objective dpo supports one GPU" in refused
     assert refused.count("launch.gpus is") == 3  # 2, and for strategies of two or three parts 4 and 8
 
 
 @pytest.mark.parametrize(("strategy", "method", "why"), [
-    ("ulysses", "lora", "launch.strategy: ulysses doubles gradients"),
     ("ddp", "unsloth", "method unsloth trains on one GPU"),
 ])  # fmt: skip
 def test_incompatible_specs_are_not_estimated(tmp_path, strategy, method, why):

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.identity import fingerprint, slug
+from ftbench.spec.identity import _relevant, fingerprint, slug
 from ftbench.store.rundir import find_runs, first_gpu, read_json
 
 RESULTS = Path(__file__).resolve().parents[2] / "results" / "h200"
@@ -66,8 +66,21 @@ def test_committed_runs_keep_their_fingerprint():
         if resolved.model.path:  # its content counts, and the file is not here
             continue
         gpu = first_gpu(read_json(run.machine))["name"]
-        assert run.run_id.startswith(slug(resolved, gpu))
+        padded_then = resolved.method.name == "unsloth" and not resolved.optimizations.packing
+        assert run.run_id.startswith(slug(resolved, gpu)) is not padded_then
     assert len(runs) > 100
+
+
+def test_unsloth_with_its_own_batches_differs_from_older_runs_with_padded_ones():
+    """Packed and padded batches are as before."""
+
+    def digest(optimizations=None, **method):
+        made = spec(method={"name": "unsloth", **method}, optimizations=optimizations or {})
+        return _relevant(made)["method"]
+
+    assert digest() == {"name": "unsloth", "padded": False}
+    assert digest(padded=True) == {"name": "unsloth", "padded": True}
+    assert digest({"packing": True}) == digest({"padding_free": True}) == {"name": "unsloth"}
 
 
 @pytest.mark.parametrize("part", ["dataset", "model"])

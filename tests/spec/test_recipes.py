@@ -47,7 +47,7 @@ def test_each_recipe_has_a_method():
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name in IS_FOR for method in IS_FOR[name]])
 def test_recipe_works_with_its_methods(write, name, method):
     model = VISION if name == "fastest-vision" else MODEL
-    spec = resolve(load(write(f"extends: recipes/{name}.yaml\n{model}method: {method}\n")), H200)
+    spec = resolve(load(write(f"recipe: {name}\n{model}method: {method}\n")), H200)
     assert spec.method.name == method
     assert incompatibilities(spec) == []
     assert machine_incompatibilities(spec, H200) == []
@@ -60,13 +60,13 @@ def test_recipe_sets_every_optimization(write, name):
     lines = "".join(f"  {key}: {str(value).lower()}\n" for key, value in loud.items())
     model = VISION if name == "fastest-vision" else MODEL
     there = load(write(f"{model}optimizations:\n{lines}train: {{optimizer: sgd}}\n"), [f"recipe={name}"])
-    alone = load(write(f"extends: recipes/{name}.yaml\n{model}", "alone.yaml"))
+    alone = load(write(f"recipe: {name}\n{model}", "alone.yaml"))
     assert there.optimizations == alone.optimizations
     assert there.train.optimizer == alone.train.optimizer != "sgd"
 
 
 def test_plain_has_no_optimization(write):
-    spec = load(write(f"extends: recipes/plain.yaml\n{MODEL}"))
+    spec = load(write(f"recipe: plain\n{MODEL}"))
     assert spec.optimizations == Optimizations()
 
 
@@ -102,12 +102,6 @@ def test_explicit_kernels_stay_on(write):
     assert resolve(spec, BLACKWELL).optimizations == spec.optimizations
 
 
-def test_local_file_wins_over_a_shipped_recipe(write):
-    write("optimizations: {compile: dynamic}\n", "deep/recipes/fastest.yaml")
-    spec = load(write(f"extends: recipes/fastest.yaml\n{MODEL}", "deep/spec.yaml"))
-    assert (spec.optimizations.compile, spec.optimizations.packing) == ("dynamic", False)
-
-
 def test_recipe_is_merged_between_base_and_file(write):
     write("train: {batch_size: 2, optimizer: sgd}\noptimizations: {liger: on}\n", "base.yaml")
     spec = load(write(f"extends: base.yaml\nrecipe: fastest\n{MODEL}optimizations: {{compile: off}}\n"))
@@ -121,7 +115,7 @@ def test_later_sets_win_over_a_recipe(write):
 
 
 def test_recipe_can_be_an_axis(write):
-    axes = "{recipe: [plain, recipes/fastest.yaml, own.yaml], method: [lora, unsloth]}"
+    axes = "{recipe: [plain, fastest, own.yaml], method: [lora, unsloth]}"
     path = write(f"{MODEL}sweep: {{axes: {axes}}}\n")
     write("optimizations: {compile: on}\n", "own.yaml")
     found = cells(path, ())
@@ -137,7 +131,7 @@ def test_recipe_can_be_an_axis(write):
 @pytest.mark.parametrize(
     ("text", "sets", "expected"),
     [
-        ("extends: recipes/fastes.yaml\n", (), "extends: recipes/fastes.yaml: no such file"),
+        ("extends: fastes.yaml\n", (), "fastes.yaml: no such file"),
         ("recipe: fastes\n", (), "did you mean fastest?"),
         ("recipe: [fastest]\n", (), "must be the name of a recipe"),
         ("recipe: other.yaml\n", (), "not model: use `extends:` for that"),

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SPEC_HALF = '''"""A toy."""
 
-from ftbench.spec.optimizations.declaration import EXACT, Optimization, Tolerance
+from ftbench.spec.base import EXACT, Optimization, Tolerance
 
 
 def _incompatibilities(spec):

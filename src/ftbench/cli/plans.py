@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -49,9 +48,7 @@ Gpus = Annotated[
 ]
 On = Annotated[
     str | None,
-    typer.Option(
-        help="a cluster: slurm (with slurm.yaml), ray or ray://host:port", metavar="slurm", rich_help_panel=CLUSTER
-    ),
+    typer.Option(help="a cluster: slurm (with slurm.yaml), or slurm:FILE", metavar="slurm", rich_help_panel=CLUSTER),
 ]
 
 
@@ -100,9 +97,8 @@ def sweep(
         retry_failed=retry_failed, force=force, until_oom=until_oom,
         effective_batch=effective_batch, gpus=_gpus(gpus), on=on,
     )  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        ready = command.prepare(request, stack, lambda text: log(f"ftbench: note: {text}"))
-        code, _ = _run_plan(ready, dry_run, prices, log_every, as_json)
+    ready = command.prepare(request, lambda text: log(f"ftbench: note: {text}"))
+    code, _ = _run_plan(ready, dry_run, prices, log_every, as_json)
     raise typer.Exit(code)
 
 

@@ -50,7 +50,9 @@ def slots(
 
 
 def _settings_file(on: str, source: Path) -> Path:
-    name = on.removeprefix("slurm").removeprefix(":")
+    kind, _, name = on.partition(":")
+    if kind != "slurm":
+        raise SpecError(f"--on {on}: allowed are slurm (with a slurm.yaml), and slurm:FILE")
     files = [Path(name)] if name else [source.parent / slurm.NAME, Path(slurm.NAME)]
     if path := next((path for path in files if path.exists()), None):
         return path

@@ -50,27 +50,22 @@ def command_of(spec: Experiment, run: RunDir) -> list[str]:
     return launcher_of(spec).command(spec, run)
 
 
-def check(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> None:
-    """Check that a resolved spec can run on this machine with at most `most_nodes` nodes.
+def check(spec: Experiment, described: dict[str, Any]) -> None:
+    """Check that a resolved spec can run on this machine.
 
     Raises:
         SpecError: A file is missing.
         MissingError: The machine or the installed packages are not sufficient.
     """
-    sentences = problems(spec, described, most_nodes)
+    sentences = problems(spec, described)
     if sentences and not _file_problems(spec):
         raise MissingError("\n".join(sentences))
     check_needed(spec, sentences)
 
 
-def problems(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> list[str]:
+def problems(spec: Experiment, described: dict[str, Any]) -> list[str]:
     """Return the reasons why a resolved spec cannot run on this machine. `load` has reported the static ones."""
     others = launcher_of(spec).refusals(spec, capability(described)) + too_many(spec, described)
-    if spec.launch.nodes > most_nodes:
-        others.append(
-            f"launch.nodes: {spec.launch.nodes} machines need `ftbench run` on each of them, one run at a time: set it "
-            "to 1 here"
-        )
     return incompatibilities(spec) + others
 
 

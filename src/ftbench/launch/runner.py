@@ -1,15 +1,14 @@
 """One run: check the spec, create the directory, start the worker, watch it, and write the summary."""
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ftbench.core.rows import RunSummary
-from ftbench.errors import MissingError, SpecError
-from ftbench.launch import checks, hub, outcome, process, ranks
+from ftbench.errors import MissingError
+from ftbench.launch import checks, hub, outcome, process
 from ftbench.launch.checks import command_of, launcher_of
 from ftbench.launch.progress import Progress, Watchdog
 from ftbench.spec import identity
@@ -18,8 +17,6 @@ from ftbench.spec.load import load
 from ftbench.spec.model_argument import spec_text
 from ftbench.store import machine, rundir, summary
 from ftbench.store.rundir import RunDir
-
-SUMMARY_S = 60.0  # longest wait for node 0's summary after all ranks have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,45 +71,14 @@ def run(
     spec = load(spec_path, sets)
     described = describe(spec)
     spec = resolve(spec, checks.capability(described))
-    checks.check(spec, described, spec.launch.nodes)
+    checks.check(spec, described)
     hub.check(spec)
     checks.check_disk(out)
     on_checked(spec, described)
-    if node := ranks.node_number(spec):
-        return _join(spec, node, described, on_start)
     created = rundir.create(out, experiment(spec), identity.slug(spec, gpu_name(described)))
     on_start(created)
     with process.signals() as signals_pipe:
         return execute(created, Order(spec, spec_text(spec_path), sets), described, signals_pipe, on_tick)
-
-
-def _join(spec: Experiment, node: int, described: dict[str, Any], on_start: Callable[[RunDir], None]) -> FinishedRun:
-    """Run the ranks of this node in node 0's directory, and return the run after node 0 has written its summary.
-
-    Raise MissingError if the directory is not reachable, SpecError if node 0 trains another spec.
-    """
-    from ftbench.cluster import nodes
-
-    joined = RunDir(nodes.ask(), node=node)
-    if not (values := rundir.read_json(joined.spec_json)):
-        raise MissingError(f"{joined.path}: not found on this machine; all nodes need a shared disk for --out")
-    known = {key: value for key, value in values.items() if key in Experiment.model_fields}
-    try:
-        same = identity.fingerprint(Experiment.model_validate(known)) == identity.fingerprint(spec)
-    except ValueError:
-        raise MissingError("node 0 has another version of ftbench: install the same version on all nodes") from None
-    if not same:
-        raise SpecError("node 0 trains another spec: give all nodes the same file and the same --set")
-    rundir.write_json(joined.machine, described)
-    on_start(joined)
-    with process.signals() as signals_pipe:
-        variables = launcher_of(spec).environment(os.environ, spec)
-        process.run_child(command_of(spec, joined), variables, joined.log, signals_pipe)
-    end = time.monotonic() + SUMMARY_S
-    while not joined.summary.exists() and time.monotonic() < end:
-        time.sleep(0.2)
-    run, state = RunDir(joined.path), rundir.read_json(joined.state)
-    return FinishedRun(run, summary.summarise(run), outcome.exit_code(state))
 
 
 def experiment(spec: Experiment) -> str:

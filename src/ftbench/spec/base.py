@@ -1,8 +1,9 @@
-"""Types and messages that all sections of a spec share."""
+"""Types and messages that all sections of a spec share, and the declaration of an optimization."""
 
 import difflib
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -83,3 +84,96 @@ def shown(value: object) -> str:
 
 def shortened(text: str, most: int = 200) -> str:
     return text if len(text) <= most else text[: most - 3] + "…"
+
+
+# --- optimizations ---------------------------------------------------------------------------------------------------
+
+OFF = (False, "off", "auto")
+EXACT = 0.001  # same products in the same order; 10 times the difference between repeats
+ROUNDING = 0.01  # same sums in another order, each rounded to bfloat16
+COARSE = 0.05  # fewer bits in products, weights or optimizer state
+
+Capability = tuple[int, int] | None  # compute capability of the GPU; None: no GPU
+OWN_KERNELS = "unsloth has its own kernels: set it to off"
+OWN_LOSS = "unsloth has its own fused loss: set it to off"
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How much the loss may differ from the baseline.
+
+    `share` is relative to the baseline's loss at the same step. With `another_order` of the samples, steps cannot be
+    compared one by one, and `share` applies to the mean loss over equally many samples.
+    """
+
+    share: float
+    another_order: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimization:
+    """One key of `optimizations:`. Functions are called only if the optimization is on, and yield error messages.
+
+    Args:
+        description: Its effect and cost, in one line.
+        verified: How a run checks that it was applied.
+        tolerance: How much the loss may differ from a run without it.
+        not_with_unsloth: Why method unsloth excludes it, and what to do instead. None: it works.
+        not_with_dpo: Why objective dpo excludes it. None only if a test compares it with plain dpo.
+        needs_images: Whether it only makes sense for a dataset with images.
+        excludes: Key of the spec → why it cannot be on at the same time.
+        incompatibilities: Other problems, on any machine.
+        machine_incompatibilities: Problems on a GPU of this compute capability.
+        after: The optimizations that must be applied first.
+        ablate_with: Value → further changes that an ablation makes along with this value.
+        not_ablated: Values that an ablation does not try.
+    """
+
+    type: Any = Switch
+    default: Any = False
+    description: str
+    verified: str
+    tolerance: Tolerance
+    not_with_unsloth: str | None = None
+    not_with_dpo: str | None = "it was not compared with plain dpo: set it to off"
+    needs_images: bool = False
+    excludes: Mapping[str, str] = field(default_factory=dict)
+    incompatibilities: Callable[[Experiment], Iterable[str]] = lambda spec: ()
+    machine_incompatibilities: Callable[[Experiment, Capability], Iterable[str]] = lambda spec, capability: ()
+    needs_gpu: bool = False
+    after: tuple[str, ...] = ()
+    ablate_with: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
+    not_ablated: tuple[Any, ...] = ()
+
+
+def offload_needs_gpu(name: str) -> Callable[[Experiment, Capability], Iterable[str]]:
+    """Return a check that rejects the value `offload` of an optimization on a machine without a GPU."""
+
+    def machine_incompatibilities(spec: Experiment, capability: Capability) -> Iterable[str]:
+        if getattr(spec.optimizations, name) == "offload" and capability is None:
+            yield f"optimizations.{name} offload saves GPU memory and needs a GPU: set it to on"
+
+    return machine_incompatibilities
+
+
+def or_words(*words: str) -> Any:
+    """Return a validator for a switch that also takes some words."""
+
+    def check(value: object) -> object:
+        if value not in words and not isinstance(value, bool):
+            raise ValueError(f"must be {', '.join(('on', 'off', *words)[:-1])} or {words[-1]}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def or_number(what: str, lowest: int, highest: int, also: str = "on, off") -> Any:
+    """Return a validator for a switch that also takes a number. `also` lists the switch values that are allowed."""
+
+    def check(value: object) -> object:
+        switch, number = isinstance(value, bool), isinstance(value, int) and lowest <= value <= highest
+        if not (switch or number) or (value is True and "on" not in also.split(", ")):
+            raise ValueError(f"must be {also} or {what}, {lowest:,} to {highest:,}")
+        return value
+
+    return BeforeValidator(check)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ftbench.spec.base import Experiment, Launch
+from ftbench.spec.base import OFF, Experiment, Launch
 from ftbench.spec.methods import family
 from ftbench.spec.optimizations import switched_on
-from ftbench.spec.optimizations.declaration import OFF
 
 _VERSIONS = Path(__file__).resolve().parents[1] / "facts" / "environments"
 

@@ -36,6 +36,9 @@ def _relevant(spec: Experiment) -> dict[str, Any]:
         if name != "name"
     }
     values["method"]["name"] = spec.method.name
+    on = spec.optimizations
+    if spec.method.name == "unsloth" and not (spec.method.padded or on.packing or on.padding_free):
+        values["method"]["padded"] = False  # runs without this value had padded batches
     values["objective"] |= {} if spec.objective.name == "sft" else {"name": spec.objective.name}
     for part in ("model", "dataset"):
         if path := values[part].get("path"):

@@ -10,10 +10,9 @@ from typing import Any
 
 from ftbench.errors import MissingError
 from ftbench.spec import frameworks, strategies
-from ftbench.spec.base import Experiment, Part
+from ftbench.spec.base import OFF, Capability, Experiment, Part
 from ftbench.spec.methods import reads_images
 from ftbench.spec.optimizations import OPTIMIZATIONS, compute, switched_on
-from ftbench.spec.optimizations.declaration import OFF, Capability
 
 KERNELS = "optimizations.triton_kernels"
 

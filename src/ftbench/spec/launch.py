@@ -24,9 +24,8 @@ class Launch(Part):
     """The processes of a run."""
 
     gpus: Int = Field(1, ge=1, le=MOST_GPUS, description="GPUs of one run, with one process each")
-    nodes: Int = Field(1, ge=1, le=MOST_GPUS, description="machines; each has the same number of these GPUs")
     strategy: Literal[
-        "none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "tp+fsdp", "ep", "cp", "ulysses",
+        "none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "tp+fsdp", "ep", "cp",
         "pp", "pp+ddp", "pp+fsdp", "pp+tp", "pp+tp+fsdp",
     ] = Field("none", description="how a run uses several GPUs; default with several GPUs: ddp")  # fmt: skip
     tp: Int | None = Field(
@@ -77,14 +76,9 @@ class Launch(Part):
         return self.tp is not None and self.gpus % self.tp == 0 and self.gpus > self.tp
 
     @property
-    def gpus_of_node(self) -> int:
-        """The number of GPUs per machine."""
-        return self.gpus // self.nodes
-
-    @property
     def sharded(self) -> bool:
         """Whether no rank holds the complete model."""
-        return self.ranks > 1 and (self.strategy not in STRATEGIES or STRATEGIES[self.strategy].sharded)
+        return self.ranks > 1 and STRATEGIES[self.strategy].sharded
 
     @property
     def shares(self) -> int:
@@ -92,7 +86,7 @@ class Launch(Part):
         if self.tp or self.pp:
             return self.ranks // ((self.tp or 1) * (self.pp or 1))
         strategy = STRATEGIES.get(self.strategy)
-        return 1 if self.strategy == "ulysses" or (strategy and strategy.same_samples) else self.ranks
+        return 1 if strategy and strategy.same_samples else self.ranks
 
     @property
     def stages(self) -> int:
@@ -110,7 +104,9 @@ class Launch(Part):
 
 def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
     """Return the section with the defaults that depend on other keys. Raise ValueError for an impossible mesh."""
-    launch = {key: None if key in _OFF and value is False else value for key, value in launch.items()}
+    older = ("nodes", 1)  # in the spec.json of older runs
+    launch = {key: None if key in _OFF and value is False else value for key, value in launch.items()
+              if (key, value) != older}  # fmt: skip
     strategy = launch.get("strategy")
     if str(strategy).startswith("pp") or (strategy is None and launch.get("pp") is not None):
         return _stages(launch)

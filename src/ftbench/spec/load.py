@@ -102,9 +102,9 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
     base = data.pop("extends", None)
     if base is not None and (not isinstance(base, str) or not base):
         raise SpecError(f"{location(path, ['extends'])}: extends: must be the path of one file, not {shown(base)}")
-    with _at_key(path, "extends"):
-        base_file = recipes.file_of(base, path.parent) if base else None
-        if base_file and not os.path.isfile(base_file):
+    base_file = path.parent / base if base else None
+    if base_file and not base_file.is_file():
+        with _at_key(path, "extends"):
             read_yaml(base_file)  # raises the error for a missing file
     below = _chain(base_file, (*seen, absolute)) if base_file else []
     if "recipe" in data:
@@ -119,6 +119,11 @@ def _read(path: Path) -> dict[str, Any]:
     data = read_yaml(path)
     resolved = path.name == RESOLVED and "schema" in data and "set" in data
     return {key: value for key, value in data.items() if not resolved or key not in ("schema", "set")}
+
+
+def has_axes(path: Path, sets: Sequence[str]) -> bool:
+    """Return whether a spec file, or one that it extends, has a section `sweep:`."""
+    return "sweep" in merged(read_layers(path, sets), path)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from ftbench.errors import SpecError
-from ftbench.spec.base import nearest, shortened, shown
+from ftbench.spec.base import nearest, shown
 
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 SECTIONS = ("method", "train", "optimizations")
@@ -22,28 +22,13 @@ def recipes() -> dict[str, str]:
     return dict(sorted(lines.items(), key=lambda pair: (pair[0] != "plain", pair[0])))
 
 
-def file_of(name: str, folder: Path) -> Path:
-    """Return the file of `extends:`: a file in `folder`, or a shipped recipe if the name begins with `recipes/`."""
-    local = folder / name
-    head, _, file = name.rpartition("/")
-    if head != "recipes" or os.path.exists(local):
-        return local
-    if file.removesuffix(".yaml") not in recipes() or not file.endswith(".yaml"):
-        files = [f"recipes/{known}.yaml" for known in recipes()]
-        raise SpecError(
-            f"extends: {shortened(name)}: no such file in {folder}, and no such recipe{nearest(name, files)} "
-            f"(`ftbench list recipes`: {', '.join(files)})"
-        )
-    return FOLDER / file
-
-
 def named(name: object, folder: Path) -> Path:
     """Return the file of `recipe: name`: a shipped recipe, or a file in `folder`."""
     if not isinstance(name, str) or not name:
         raise SpecError(f"recipe: must be the name of a recipe or a file, not {shown(name)} ({', '.join(recipes())})")
     if name in recipes():
         return FOLDER / f"{name}.yaml"
-    path = file_of(name, folder)
+    path = folder / name
     if not os.path.exists(path):
         raise SpecError(
             f"recipe: {shown(name)} is neither a recipe nor a file{nearest(name, recipes())} "

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ftbench.spec.base import Experiment
+from ftbench.spec.base import Capability, Experiment
 from ftbench.spec.methods import GPT_OSS, family
-from ftbench.spec.optimizations.declaration import Capability
 from ftbench.spec.pipelines import incompatibilities as _of_stages
 
 _WITHOUT_PLAN = (GPT_OSS, "qwen3_vl")  # families without a tensor-parallel plan in transformers
@@ -181,22 +180,11 @@ STRATEGIES = {
         incompatibilities=_pp,
     ),
 }
-_ULYSSES = (
-    "launch.strategy: ulysses doubles gradients with ZeRO-1 and 2, and with ZeRO-3 weights all batches of a step "
-    "equally, whatever their number of tokens (DeepSpeed 0.19, transformers 5.17): use cp"
-)
 
 
 def incompatibilities(spec: Experiment) -> list[str]:
     """Return why `launch` cannot work, by itself or with the rest of the spec."""
     launch, name = spec.launch, spec.launch.strategy
-    if launch.gpus % launch.nodes:
-        return [
-            f"launch.nodes: launch.gpus is {launch.gpus}, which {launch.nodes} machines cannot share evenly: set "
-            f"launch.gpus to a multiple of {launch.nodes}, or launch.nodes to 1"
-        ]
-    if launch.nodes > 1 and launch.mock != "off":
-        return ["launch.nodes: launch.mock supports one machine: set launch.nodes to 1"]
     for key, fitting in (("tp", "tp+fsdp"), ("pp", "pp"), ("micro_batches", "pp"), ("split", "pp")):
         there = key in name.split("+") or (key in ("micro_batches", "split") and name.startswith("pp"))
         if getattr(launch, key) is not None and (not there or name == "tp"):
@@ -213,7 +201,7 @@ def incompatibilities(spec: Experiment) -> list[str]:
     if name == "none":
         known = "; ".join(f"{key}: {strategy.description}" for key, strategy in STRATEGIES.items())
         return [f"launch.strategy: none is for one GPU and launch.gpus is {launch.gpus}: use one of {known}"]
-    return [*_of_strategy(spec, STRATEGIES[name])] if name in STRATEGIES else [_ULYSSES]
+    return [*_of_strategy(spec, STRATEGIES[name])]
 
 
 def _of_strategy(spec: Experiment, strategy: Strategy) -> Iterator[str]:

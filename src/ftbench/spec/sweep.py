@@ -2,8 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from ftbench.spec.load import (
     nested,
     read_layers,
     recipe,
-    spec_keys,
     validated,
 )
 from ftbench.spec.reading import as_text, location, parse_value, sentence
@@ -38,7 +36,7 @@ class SweepSection(Part):
     """The section `sweep:` of a spec file."""
 
     axes: dict[str, tuple[Any, ...]] = Field(default_factory=dict, description="key of the spec → values")
-    exclude: tuple[dict[str, Any], ...] = Field((), description="cells to leave out: key → value, or a list of values")
+    exclude: tuple[dict[str, Any], ...] = Field((), description="cells to leave out: axis → value, or a list of values")
     zip: tuple[tuple[str, ...], ...] = Field((), description="axes that advance together instead of as a product")
 
     @field_validator("axes", mode="before")
@@ -93,28 +91,22 @@ def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Gri
     by_key |= {axis.key: axis for axis in map(_of_command_line, axes)}
     for group in section.zip:
         _check_group(group, by_key, section.zip, f"{_origin(layers, 'zip')}: sweep.zip")
-    _check_excluded(section.exclude, layers)
-    folder = _folder(layers, "exclude")
-    excluded = [{key: _expanded(key, value, folder) for key, value in pattern.items()} for pattern in section.exclude]
+    _check_overlap(by_key.values())
+    excluded = [_pattern(pattern, by_key, layers) for pattern in section.exclude]
     kept, problems = [], dict[str, None]()
     for chosen in _choices(by_key, section.zip):
+        point = {axis.key: axis.values[index] for axis, index in chosen}
+        if any(all(_is_one_of(point[key], values) for key, values in pattern.items()) for pattern in excluded):
+            continue
         try:
-            cell = _cell(base, layers, chosen)
+            kept.append(_cell(base, layers, chosen, point))
         except SpecError as error:
             problems |= dict.fromkeys(error.problems)
-            continue
-        if not any(_matches(cell, base, chosen, pattern) for pattern in excluded):
-            kept.append(cell)
     if problems:
         raise SpecError(*problems)
     if not kept:
         raise SpecError(f"{path}: sweep.exclude leaves no cell")
     return kept
-
-
-def has_axes(path: Path, sets: Sequence[str]) -> bool:
-    """Return whether a spec file, or one that it extends, has a section `sweep:`."""
-    return "sweep" in merged(read_layers(path, sets), path)
 
 
 def _section(values: object, layers: Sequence[SpecLayer]) -> SweepSection:
@@ -184,8 +176,6 @@ def _file_or_name(value: Any, folder: Path) -> Any:
 def _of_command_line(text: str) -> Axis:
     key, equals, written = text.partition("=")
     values = parse_value(f"[{written}]") if equals and written.strip() else None
-    if values != parse_value(f"[{written}\n]"):  # a comment would drop the values after it
-        values = None
     if not isinstance(values, list) or not values or None in values:
         raise SpecError(f"--axis {shortened(text)}: write it as key=value,value, for example train.batch_size=1,2,4")
     return _axis(key.strip(), values, f"--axis {shortened(key.strip())}", Path())
@@ -203,12 +193,36 @@ def _check_group(group: Sequence[str], axes: Mapping[str, Axis], groups: Sequenc
         raise SpecError(f"{where}: axes that advance together need the same number of values: {counts}")
 
 
-def _check_excluded(patterns: Sequence[Mapping[str, Any]], layers: Sequence[SpecLayer]) -> None:
-    keys = [RECIPE, *SHORT_FORMS, *(key for key, _, _ in spec_keys())] if patterns else []
-    for key in {key for pattern in patterns for key in pattern}:
-        if key not in keys:
-            where = _origin(layers, "exclude")
-            raise SpecError(f"{where}: sweep.exclude: {key} is not a key of a spec{nearest(key, keys)}")
+def _check_overlap(axes: Iterable[Axis]) -> None:
+    """Raise SpecError for two axes that set the same key, such as `method` and `method.name`. A recipe may be changed
+    by the other axes."""
+    setters: dict[str, str] = {}
+    for axis in (each for each in axes if each.key != RECIPE):
+        parts = ((section, keys) for layer in axis.layers for section, keys in layer.data.items())
+        for key in {f"{section}.{name}" for section, keys in parts if isinstance(keys, dict) for name in keys}:
+            if (other := setters.setdefault(key, axis.key)) != axis.key:
+                raise SpecError(
+                    f"{axis.layers[0].origin}: {axis.key} and {other} are axes that both set {key}: remove {axis.key}, "
+                    f"or remove {other}"
+                )
+
+
+def _pattern(
+    pattern: Mapping[str, Any], axes: Mapping[str, Axis], layers: Sequence[SpecLayer]
+) -> dict[str, tuple[Any, ...]]:
+    """Return the excluded values of each axis in one pattern of `sweep.exclude`."""
+    where = _origin(layers, "exclude")
+    for key in pattern:
+        if key not in axes:
+            raise SpecError(f"{where}: sweep.exclude: {key} is not an axis of this sweep{nearest(key, axes)}")
+    lists = {key: wanted if isinstance(wanted, (list, tuple)) else (wanted,) for key, wanted in pattern.items()}
+    return {key: _axis(key, wanted, where, _folder(layers, "exclude")).values for key, wanted in lists.items()}
+
+
+def _is_one_of(value: Any, excluded: Sequence[Any]) -> bool:
+    """Return whether a value of an axis is excluded, by itself or by its short form."""
+    short = next((value[key] for key in ("name", "id") if key in value), None) if isinstance(value, dict) else None
+    return value in excluded or (short is not None and short in excluded)
 
 
 Choice = tuple[Axis, int]  # an axis, and the index of one of its values
@@ -229,32 +243,17 @@ def _choices(axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> Itera
         yield [picked[key] for key in axes]
 
 
-def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[Choice]) -> GridCell:
-    point = {axis.key: axis.values[index] for axis, index in chosen}
+def _cell(
+    base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[Choice], point: dict[str, Any]
+) -> GridCell:
+    added = [axis.layers[index] for axis, index in chosen]
+    for layer in added:
+        base = merge(base, layer.data)
     try:
-        spec = validated(_merged_with(base, chosen), [*layers, *(axis.layers[index] for axis, index in chosen)])
+        spec = validated(base, [*layers, *added])
     except ImpossibleError as error:
         return GridCell(point, None, "; ".join(problem.partition(": ")[2] for problem in error.problems))
     return GridCell(point, spec)
-
-
-def _merged_with(base: dict[str, Any], chosen: Sequence[Choice]) -> dict[str, Any]:
-    for axis, index in chosen:
-        base = merge(base, axis.layers[index].data)
-    return base
-
-
-def _matches(cell: GridCell, base: dict[str, Any], chosen: Sequence[Choice], pattern: Mapping[str, Any]) -> bool:
-    """Return whether a cell has all the values of one pattern of `sweep.exclude`."""
-    if cell.spec is not None:
-        values = cell.spec.model_dump(mode="json")
-    else:
-        values = _merged_with(base, chosen)
-        name = _at(values, ["method", "name"]) or "lora"
-        default = Experiment.model_validate({"name": "x", "model": {"id": "x"}, "method": {"name": name}})
-        values = merge(default.model_dump(mode="json"), values)
-    values |= {RECIPE: cell.values.get(RECIPE)}
-    return all(_agrees(_at(values, key.split(".")), wanted) for key, wanted in pattern.items())
 
 
 def _at(values: Any, parts: Sequence[str]) -> Any:
@@ -262,19 +261,3 @@ def _at(values: Any, parts: Sequence[str]) -> Any:
     for part in parts:
         values = values.get(part) if isinstance(values, dict) else None
     return values
-
-
-def _agrees(value: Any, wanted: Any) -> bool:
-    """Compare a value of a cell with one of a pattern, which may use short forms and `off`."""
-    if isinstance(wanted, (list, tuple)):
-        return any(_agrees(value, each) for each in wanted) or value == wanted
-    if isinstance(value, dict) and isinstance(wanted, dict):
-        return all(_agrees(value.get(key), each) for key, each in wanted.items())
-    if isinstance(value, dict):  # the short form of a section
-        return any(value.get(key) == wanted for key in set(SHORT_FORMS.values()))
-    if wanted is False and value == "off":  # YAML reads `off` as false
-        return True
-    if isinstance(value, (int, float)) and isinstance(wanted, str):  # a quoted number
-        with suppress(ValueError):
-            return value == float(wanted)
-    return bool(value == wanted)

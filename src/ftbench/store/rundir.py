@@ -37,34 +37,31 @@ _RESERVE_BYTES = 64 * 1024  # freed when the disk is full, so that the last stat
 
 
 class _File:
-    """A path in a run directory. Files that each rank or node writes have its number in their names.
+    """A path in a run directory. Files that each rank writes have its number in their names.
 
     `ranks` is True if the run's own file is merged from all ranks, and "first" if rank 0 writes it.
     """
 
-    def __init__(self, name: str, ranks: bool | str = False, nodes: bool = False) -> None:
-        self._name, self._ranks, self._nodes = name, ranks, nodes
+    def __init__(self, name: str, ranks: bool | str = False) -> None:
+        self._name, self._ranks = name, ranks
 
     def __get__(self, run: RunDir, _: type | None = None) -> Path:
         stem, dot, suffix = self._name.partition(".")
         if run.rank is not None and (self._ranks is True or (self._ranks and run.rank)):
             return run.path / f"{stem}.rank{run.rank}{dot}{suffix}"
-        if run.node and self._nodes:
-            return run.path / f"{stem}.node{run.node}{dot}{suffix}"
         return run.path / self._name
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """The paths of a run, or of one of its ranks or nodes."""
+    """The paths of a run, or of one of its ranks."""
 
     path: Path
     rank: int | None = None
-    node: int = 0
 
     spec_yaml = _File("spec.yaml")
     spec_json = _File("spec.json")
-    machine = _File("machine.json", nodes=True)
+    machine = _File("machine.json")
     applied = _File("applied.json", ranks="first")
     phases = _File("phases.json", ranks="first")
     steps = _File("steps.csv", ranks=True)
@@ -73,7 +70,7 @@ class RunDir:
     digest = _File("digest.json")
     framework = _File("framework.json")
     agreement = _File("agreement.json")
-    log = _File("log.txt", nodes=True)
+    log = _File("log.txt")
     gradients = _File("gradients.npz")
     weights = _File("weights.safetensors")
     adapter = _File("adapter")

@@ -1,9 +1,7 @@
 """`ftbench sweep`: build a plan and the GPU slots from the command line, and run one session of it."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,12 +61,11 @@ class Ready:
     tables: Callable[..., Tables] = Tables
 
 
-def prepare(request: SweepRequest, stack: ExitStack, notify: Callable[[str], None] = lambda text: None) -> Ready:
+def prepare(request: SweepRequest, notify: Callable[[str], None] = lambda text: None) -> Ready:
     """Build the plan without starting runs. Raise SpecError and MissingError for invalid or missing things.
 
     Args:
         request: The command line.
-        stack: Closes the connection to a cluster.
         notify: Receives notes about settings without effect and about waiting.
     """
     if request.effective_batch and not request.until_oom:
@@ -79,7 +76,7 @@ def prepare(request: SweepRequest, stack: ExitStack, notify: Callable[[str], Non
     folder = request.out / _experiment(grid)
     checks.check_disk(request.out)
     widest = max((cell.spec for cell in grid if cell.spec is not None), key=lambda spec: spec.launch.gpus)
-    slots, machine = _slots(request, widest, folder, stack, notify)
+    slots, machine = _slots(request, widest, folder, notify)
     planner = _Planner(request, grid, machine, folder)
     for note in planner.duplicates():
         notify(note)
@@ -99,15 +96,15 @@ def _experiment(grid: Sequence[GridCell]) -> str:
 
 
 def _slots(
-    request: SweepRequest, spec: Experiment, folder: Path, stack: ExitStack, notify: Callable[[str], None]
+    request: SweepRequest, spec: Experiment, folder: Path, notify: Callable[[str], None]
 ) -> tuple[Sequence[GpuSlot], dict[str, Any]]:
     """Return the GPU slots, and the machine.json of one of them. All slots have the same kind of GPU."""
     if request.on is None:
         slots = local_slots(request.gpus, mock=spec.launch.mock != "off")
         return slots, runner.describe(spec, slots[0].visible)
-    from ftbench import cluster
+    from ftbench.cluster import slurm
 
-    return cluster.slots(request.on, spec, request.spec, folder, stack, notify)
+    return slurm.slots(request.on, spec, request.spec, folder, notify)
 
 
 class _Planner:
@@ -183,8 +180,7 @@ def run(ready: Ready, log_every_s: float | None = None) -> tuple[int, Tables]:
     """Run one session and return its exit code and tables. Without a terminal, report every `log_every_s` seconds."""
     plan, folder, limit = ready.plan, ready.plan.options.folder, ready.request.limit_s
     deadline = None if limit is None else time.monotonic() + limit
-    # Libraries of clusters print to stdout, which is reserved for the result.
-    with locked(folder), live.LiveView(log_every_s) as view, redirect_stdout(sys.stderr):
+    with locked(folder), live.LiveView(log_every_s) as view:
         tables = ready.tables(plan, ready.impossible)
         about = {"spec": ready.request.spec.name, "gpu": plan.options.gpu, "until_oom": isinstance(plan, Search)}
         view.event(f"{folder}: {live.counted(plan.standings.values(), None) or 'searching'}")

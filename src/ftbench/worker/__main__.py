@@ -24,7 +24,7 @@ def main(path: str, handed_over: bool = False) -> int:
     """Train in a run's directory and return the exit code. `handed_over` is set in another framework's interpreter."""
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
-    directory, load = RunDir(Path(path), parallel.rank(), parallel.node()), HostLoad()
+    directory, load = RunDir(Path(path), parallel.rank()), HostLoad()
     phases = Phases(directory, "import", resumed=handed_over)
     run: Any = None
     outcome: dict[str, Any]
@@ -38,7 +38,7 @@ def main(path: str, handed_over: bool = False) -> int:
         train = _loop(spec, handed_over)
         run = TrainingRun(spec, directory, phases)
         trains = handed_over or spec.launch.framework == "trl"  # preparing for another interpreter needs no GPU
-        if trains and parallel.is_first_of_node():
+        if trains and parallel.is_first():
             _acquire_gpu(spec, directory, phases)
             _write_load(directory, load)
         if trains and spec.launch.ranks > 1:
@@ -78,7 +78,7 @@ def _write_outcome(directory: RunDir, outcome: dict[str, Any]) -> None:
 
 
 def _join_ranks(run: Any) -> None:
-    """Join the other ranks. The first rank of each node has acquired its GPUs by then."""
+    """Join the other ranks. The first rank has acquired the GPUs by then."""
     from ftbench.worker.parallel.rendezvous import exit_on_sigterm, join
 
     def answer() -> None:

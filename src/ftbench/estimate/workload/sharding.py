@@ -17,7 +17,6 @@ STRATEGIES: tuple[str, ...] = get_args(Launch.model_fields["strategy"].annotatio
 _BY_OUTPUTS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 _BY_INPUTS = {"o_proj", "down_proj"}
 MESH = 2  # GPUs that share a matrix under tp+fsdp by default
-_SEQUENCE = {"cp": "fsdp", "ulysses": "zero3"}  # how strategies that split sequences shard states
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ SINGLE = Sharding()
 
 
 def sharding_of(launch: Launch) -> Sharding:
-    """Return what a strategy shards: `tp`, `ep`, `cp` and `ulysses` their own part, all others the batch."""
+    """Return what a strategy shards: `tp`, `ep` and `cp` their own part, all others the batch."""
     gpus, strategy = launch.gpus, launch.strategy
     if gpus == 1:
         return SINGLE
@@ -81,15 +80,15 @@ def sharding_of(launch: Launch) -> Sharding:
         return Sharding(gpus, strategy, "fsdp", tensor=launch.tp)
     if strategy in ("tp", "ep"):
         return Sharding(gpus, strategy, tensor=gpus if strategy == "tp" else 1, experts=gpus if strategy == "ep" else 1)
-    states = _SEQUENCE.get(strategy, strategy)
-    return Sharding(gpus, strategy, states, launch.offload, sequence=gpus if strategy in _SEQUENCE else 1)
+    if strategy == "cp":
+        return Sharding(gpus, strategy, "fsdp", launch.offload, sequence=gpus)
+    return Sharding(gpus, strategy, strategy, launch.offload)
 
 
 def on_gpus(spec: Experiment, gpus: int, strategy: str, offload: str = "none") -> Experiment:
     """Return the spec on this number of GPUs. Whether it can be launched is checked by `incompatibilities`."""
     own, tp = spec.launch, spec.launch.tp or MESH if strategy == "tp+fsdp" else None
-    nodes = min(spec.launch.nodes, ceil(gpus / max(1, spec.launch.gpus_of_node)))
-    parts = {"gpus": gpus, "nodes": nodes, "strategy": strategy, "tp": tp, "offload": offload, "pp": None,
+    parts = {"gpus": gpus, "strategy": strategy, "tp": tp, "offload": offload, "pp": None,
              "micro_batches": None, "split": None}  # fmt: skip
     if strategy.startswith("pp"):
         same = {key: getattr(own, key) for key in ("pp", "tp", "micro_batches", "split") if strategy == own.strategy}
@@ -124,10 +123,9 @@ def problem(model: ModelShape, launch: Launch) -> str | None:
         return f"{strategy}: {launch.gpus} GPUs cannot form a mesh of {gpus} by two or more"
     keys = [layer.kv_heads for layer in model.layers]
     counts = {**dict.fromkeys(("tp", "tp+fsdp", "pp+tp", "pp+tp+fsdp"), keys),
-              "ulysses": [layer.heads for layer in model.layers],
               "ep": [layer.experts.count for layer in model.layers if layer.experts]}  # fmt: skip
     odd = [count for count in counts.get(strategy, []) if count % gpus]
-    word = {"ulysses": "heads", "ep": "experts"}.get(strategy, "key heads")
+    word = "experts" if strategy == "ep" else "key heads"
     return f"{strategy}: {odd[0]} {word} do not divide by {gpus}" if odd else None
 
 

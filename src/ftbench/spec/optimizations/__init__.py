@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, create_model
 
-from ftbench.spec.base import OlderPart
-from ftbench.spec.optimizations import compute, data, memory
-from ftbench.spec.optimizations.declaration import COARSE, OFF, ROUNDING, Optimization, Tolerance
+from ftbench.spec.base import COARSE, OFF, ROUNDING, OlderPart, Optimization, Tolerance
+from ftbench.spec.optimizations import compute, memory
 
-_MODULES = (compute, data, memory)
-OPTIMIZATIONS: dict[str, Optimization] = dict(sorted(pair for each in _MODULES for pair in each.OPTIMIZATIONS.items()))
+OPTIMIZATIONS: dict[str, Optimization] = dict(sorted((compute.OPTIMIZATIONS | memory.OPTIMIZATIONS).items()))
 
 # The order in which optimizations are applied: each one after those in its `after`.
 ORDER = tuple(TopologicalSorter({name: each.after for name, each in OPTIMIZATIONS.items()}).static_order())

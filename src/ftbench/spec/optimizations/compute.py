@@ -4,19 +4,20 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from ftbench.core.hardware import supports_fp8
-from ftbench.spec.base import Experiment, Word
-from ftbench.spec.methods import GPT_OSS, family
-from ftbench.spec.optimizations.declaration import (
+from ftbench.spec.base import (
     COARSE,
     OWN_KERNELS,
     OWN_LOSS,
     ROUNDING,
     Capability,
+    Experiment,
     Optimization,
     Tolerance,
+    Word,
     or_number,
     or_words,
 )
+from ftbench.spec.methods import GPT_OSS, family
 
 _FLASH = ("flash_attention_2", "flash_attention_3", "flex_attention")
 
