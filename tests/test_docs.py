@@ -155,7 +155,7 @@ def test_shown_specs_load(text, tmp_path):
 @pytest.mark.parametrize(
     "script",
     [
-        "commands",
+        "reference",
         "studies/several-gpus",
         "studies/frameworks-table",
         "studies/founding-text",

@@ -83,7 +83,7 @@ def copy(tmp_path_factory):
     shutil.copytree(ROOT / "src" / "ftbench", folder / "src" / "ftbench", ignore=ignored)
     shutil.copytree(ROOT / "docs", folder / "docs")
     (folder / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "optimizations-table", folder / "scripts")
+    shutil.copy(ROOT / "scripts" / "reference", folder / "scripts")
     (folder / "src" / "ftbench" / "spec" / "optimizations" / "toy.py").write_text(SPEC_HALF)
     (folder / "src" / "ftbench" / "worker" / "optimizations" / "toy.py").write_text(WORKER_HALF)
     (folder / "src" / "ftbench" / "worker" / "methods" / "norms.py").write_text(METHOD_WORKER_HALF)
@@ -159,7 +159,7 @@ def test_toy_incompatibility_is_an_error(ftbench):
 
 
 def test_toy_has_a_row_in_the_table(copy):
-    script = [sys.executable, copy / "scripts" / "optimizations-table"]
+    script = [sys.executable, copy / "scripts" / "reference"]
     assert subprocess.run([*script, "--check"], capture_output=True).returncode == 1
     subprocess.run(script, check=True)
     row = "| `toy` | on | mark the model | the model is marked | 0.1 % |"

@@ -1,7 +1,7 @@
 """The JSON files of a run, a sweep, a probe and a bundle, one pydantic model per file.
 
 Files may come from other people and other versions: a reader checks the known keys and keeps unknown ones.
-`scripts/schemas` writes docs/reference/schemas from these models.
+`scripts/reference` writes docs/reference/schemas from these models.
 """
 
 from itertools import takewhile
