@@ -27,22 +27,13 @@ def profiled(tmp_path_factory):
     return command.run
 
 
-def test_all_reduce_sums_the_trained_gradients(profiled):
-    """Float32 adapters: 4 bytes per parameter and step, on both ranks."""
-    trained = rundir.read_json(profiled.applied)["parameters"]["trainable"]
+def test_profile_has_the_communication_of_all_ranks(profiled):
     for rank in (profiled, profiled.of_rank(1)):
-        document = files.load(rank.profile)
-        sent = document["communication"]
-        (summed,) = (row for row in sent["collectives"] if row["kind"] == "all-reduce")
-        assert summed["bytes"] == 4 * trained * document["steps"]
+        sent = files.load(rank.profile)["communication"]
         assert 0 < sent["exposed_ms"] <= sent["total_ms"]
-        assert sent["ranks"] == 2
-
-
-def test_profile_shows_all_ranks(profiled):
-    text = profile_table.as_text(files.load(profiled.profile), profiled.profile)
-    assert "waited for" in text
-    assert [line.split()[0] for line in text.splitlines() if "all-reduce of" in line] == ["0", "1"]
+    text = profile_table.run_text(profiled)
+    lines = text[text.index("waited for") :].splitlines()
+    assert [line.split()[0] for line in lines[1:3]] == ["0", "1"]
 
 
 def test_summary_has_memory_and_skew_of_the_ranks(profiled):

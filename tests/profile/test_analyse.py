@@ -1,5 +1,5 @@
 import pytest
-from gpu_traces import ADD, GEMM, training
+from gpu_traces import ADD, GEMM, GpuTrace, training
 from test_trace import RECORDED
 
 from ftbench.profile.analyse import analyse
@@ -106,3 +106,21 @@ def test_union_and_complement_fill_the_window():
     assert busy == [(0, 1), (3, 6), (8, 10)]
     assert complement(busy, 0, 10) == [(1, 3), (6, 8)]
     assert complement([], 0, 10) == [(0, 10)]
+
+
+def test_exposed_communication_excludes_overlap(tmp_path):
+    """Two steps of 1 ms: a matmul from 100 to 500 µs, an all-reduce from 400 to 700, an all-gather from 650 to 750."""
+    trace = GpuTrace()
+    for number, at in enumerate((0, 1000)):
+        trace.step(number, at, 1000)
+        trace.launch(GEMM, at + 90, at + 100, 400)
+        for name, begin, length in (("AllReduce_Sum_f32", 400, 300), ("AllGather", 650, 100)):
+            trace.add("kernel", f"ncclDevKernel_{name}_RING_LL(...)", at + begin, length, 9, device=0, correlation=0)
+    found = read(trace.write(tmp_path / "trace.json"))
+    assert analyse(found, work_of(found))["communication"] == pytest.approx(
+        {"total_ms": 0.7, "exposed_ms": 0.5, "overlap_share": 0.1 / 0.35}, abs=1e-3
+    )
+
+
+def test_single_rank_has_no_communication(document):
+    assert document["communication"] is None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ftbench
-from ftbench.profile.groups import GROUPS, group_of_kernel, group_of_operator, short
+from ftbench.profile.work import GROUPS, group_of_kernel, group_of_operator, short
 
 NAMES = {
     "matmul": [

@@ -9,7 +9,7 @@ from ftbench.core.rows import StepRow
 from ftbench.errors import MissingError
 from ftbench.launch import outcome
 from ftbench.profile import files
-from ftbench.profile.profile_table import as_text
+from ftbench.profile.profile_table import run_text
 from ftbench.profile.trace import TraceError
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
@@ -79,7 +79,7 @@ def test_lost_kernels_are_warnings_of_profile_and_run(run, lossy):
     warnings = files.load(run.profile)["warnings"]
     assert [text.partition(": the profiler lost")[0] for text in warnings] == [f"rank {number}" for number in lossy]
     assert all(text in summarise(run, {"state": "ok"}).warnings for text in warnings)
-    text = " ".join(as_text(files.load(run.profile), run.profile).split())
+    text = " ".join(run_text(run).split())
     assert all(f"warning {sentence}" in text for sentence in warnings)
 
 
@@ -107,7 +107,7 @@ def test_tiny_memory_is_not_listed(run):
               "alive": [{"category": "weights", "gb": 2.0, "tensors": 3, "made_by": "a.py:1 f"},
                         {"category": "adapters", "gb": 1e-4, "tensors": 1, "made_by": "a.py:2 f"}]}  # fmt: skip
     (run.profile / "memory.json").write_text(json.dumps(memory))
-    text = as_text(files.load(run.profile), run.profile)
+    text = run_text(run)
     assert ["weights, 3 tensors" in text, "adapters" in text] == [True, False]
 
 
@@ -120,7 +120,7 @@ def test_lines_fit_the_terminal(run, monkeypatch):
               "alive": [{"category": part, "gb": 12.25, "tensors": 144, "made_by": "unsloth/models/llama.py:1228 "
                          "LlamaDecoderLayer_fast_forward"} for part in parts]}  # fmt: skip
     (run.profile / "memory.json").write_text(json.dumps(memory))
-    lines = as_text(files.load(run.profile), run.profile).splitlines()
+    lines = run_text(run).splitlines()
     assert max(map(len, lines)) <= 80
 
 
@@ -130,7 +130,7 @@ def test_text_contains_all_parts(run):
               "peak": dict.fromkeys(CATEGORIES, 0.0) | {"total_gb": 2.0, "weights": 2.0, "phase": "forward"},
               "alive": [{"category": "weights", "gb": 2.0, "tensors": 3, "made_by": "a.py:1 f"}]}  # fmt: skip
     (run.profile / "memory.json").write_text(json.dumps(memory))
-    text = as_text(files.load(run.profile), run.profile)
+    text = run_text(run)
     for said in (
         "2 steps on NVIDIA H200", "1 ms profiled, 0.5 ms just before", "88.0 % of the steps just before",
         "matmul", "nvjet_sm90_tst_192x192",

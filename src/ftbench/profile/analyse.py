@@ -1,4 +1,4 @@
-"""Compute the contents of profile/kernels.json from a trace: kernels by group, phases and idle time."""
+"""Compute the contents of profile/kernels.json from a trace: kernels by group, phases, idle time, communication."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -6,9 +6,8 @@ from typing import Any
 
 from ftbench.core.rows import BACKWARD
 from ftbench.core.units import some
-from ftbench.profile.groups import GROUPS, OTHER
-from ftbench.profile.trace import Trace
-from ftbench.profile.work import DeviceWork, PhaseSpans, complement, union
+from ftbench.profile.trace import GLOO, Trace
+from ftbench.profile.work import COMMUNICATION, GROUPS, OTHER, DeviceWork, PhaseSpans, complement, union
 
 SCHEMA = 1
 _MOST_KERNELS = 300
@@ -27,7 +26,7 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
     begin, end = trace.window
     busy = union(((each.begin, each.end) for each in work), begin, end)
     gaps = complement(busy, begin, end)
-    busy_ms, total = sum(stop - start for start, stop in busy), sum(each.end - each.begin for each in work)
+    busy_ms, total = _length(busy), sum(each.end - each.begin for each in work)
     steps = len(trace.steps)
     before_ms = None if step_before_s is None else step_before_s * 1e3
     groups, backward = _groups(work, total), sum(each.end - each.begin for each in work if each.phase == BACKWARD)
@@ -46,7 +45,8 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
         "groups": groups,
         "kernels": _kernels(work, total),
         "phases": _phases(trace, phases, work, gaps),
-        "idle": {"ms": sum(stop - start for start, stop in gaps), "gaps": len(gaps)},
+        "idle": {"ms": _length(gaps), "gaps": len(gaps)},
+        "communication": _communication(trace, work),
     }
 
 
@@ -98,3 +98,27 @@ def _phases(
             idle[name] += length
     names = dict.fromkeys([*cpu, *device])
     return [{"phase": name, "cpu_ms": cpu[name], "device_ms": device[name], "idle_ms": idle[name]} for name in names]
+
+
+def _communication(trace: Trace, work: Sequence[DeviceWork]) -> dict[str, float] | None:
+    """Return the communication of the profiled steps, or None without any.
+
+    Returns:
+        `total_ms`, `exposed_ms` (without other work at the same time) and `overlap_share` (the rest).
+    """
+    begin, end = trace.window
+    sent = [(each.begin, each.end) for each in work if each.group == COMMUNICATION]
+    if not trace.kernels:  # gloo sends in separate threads
+        sent = [(span.begin, span.end) for spans in trace.threads.values() for span in spans
+                if span.name.startswith(GLOO)]  # fmt: skip
+    stretches = union(sent, begin, end)
+    if not stretches:
+        return None
+    others = union(((each.begin, each.end) for each in work if each.group != COMMUNICATION), begin, end)
+    total = _length(stretches)
+    exposed = _length(union([*stretches, *others], begin, end)) - _length(others)
+    return {"total_ms": total, "exposed_ms": exposed, "overlap_share": 1 - exposed / total}
+
+
+def _length(stretches: Iterable[tuple[float, float]]) -> float:
+    return sum(stop - start for start, stop in stretches)

@@ -6,25 +6,23 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.table import text_table
 from ftbench.profile import files
-from ftbench.profile.groups import short
+from ftbench.profile.work import short
 from ftbench.store.rundir import MEMORY, RunDir, read_json
 
 _KERNELS, _ALIVE = 15, 8
 _LEAST_GB = 0.0005  # GiB; smaller values would print as 0.00
 
 
-def run_text(run: RunDir) -> str:
-    """Return the profile of a run as text, or an empty string without a profile."""
-    return as_text(files.load(run.profile), run.profile) if (run.profile / files.KERNELS).is_file() else ""
-
-
 def document_of(run: RunDir) -> dict[str, Any] | None:
-    """Return kernels.json of a run, or None."""
+    """Return the profile of a run, or None."""
     return files.load(run.profile) if (run.profile / files.KERNELS).is_file() else None
 
 
-def as_text(document: dict[str, Any], folder: Path) -> str:
-    """Return the profile as text. Times are per step."""
+def run_text(run: RunDir) -> str:
+    """Return the profile of a run as text, or an empty string without a profile. Times are per step."""
+    if (document := document_of(run)) is None:
+        return ""
+    folder = run.profile
     on_gpu, steps = document["device"] == "cuda", document["steps"]
     parts = [
         f"{units.some(steps, 'step')} on {document['gpu'] or 'the CPU'}\n{text_table(['', ''], _head(document))}",
@@ -49,34 +47,23 @@ def as_text(document: dict[str, Any], folder: Path) -> str:
 
 
 def _sent(document: dict[str, Any], folder: Path) -> str:
-    """Return a row per rank: collectives, their time, and the part that the step waits for."""
+    """Return a row per rank: the time of its communication, and the part that the step waits for."""
     documents = [document, *(read_json(path) for path in sorted(folder.glob("rank[0-9]*/kernels.json")))]
     ranks = [(rank, each["communication"]) for rank, each in enumerate(documents) if each.get("communication")]
     if not ranks:
         return ""
     rows = [
-        (_rank(rank, folder), *_ms(each["steps"], each["total_ms"], each["exposed_ms"]),
-         _percent(each["overlap_share"]), _at_network(each), "; ".join(map(_collective, each["collectives"])))
+        (_rank(rank, folder), *_ms(document["steps"], each["total_ms"], each["exposed_ms"]),
+         _percent(each["overlap_share"]))
         for rank, each in ranks
     ]  # fmt: skip
-    headings = ("rank", ">sending ms/step", ">waited for", ">overlap", ">at probed rate", "in the profiled steps")
-    return text_table(headings, rows)
+    return text_table(("rank", ">sending ms/step", ">waited for", ">overlap"), rows)
 
 
 def _rank(rank: int, folder: Path) -> str:
     """Return the number of a rank, with its stages of a pipeline."""
     stages = read_json(RunDir(folder.parent).of_rank(rank).applied).get("parallel", {}).get("stages", [])
     return f"{rank}, stage {' and '.join(map(str, stages))}" if stages else str(rank)
-
-
-def _at_network(each: dict[str, Any]) -> str:
-    known = each["at_network_ms"]
-    return "" if known is None else f"{known / each['steps']:.3f}"
-
-
-def _collective(row: dict[str, Any]) -> str:
-    size = "" if row["bytes"] is None else f" of {units.count(row['bytes'] / row['calls'])} bytes"
-    return f"{row['calls']} {row['kind']}{size}"
 
 
 def _ms(steps: int, *times: float) -> list[str]:

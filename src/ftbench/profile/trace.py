@@ -8,9 +8,7 @@ from __future__ import annotations
 import gc
 import gzip
 import json
-import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -55,24 +53,6 @@ class Span:
 
 
 @dataclass(slots=True)
-class Collective:
-    """A collective operation, from a GPU kernel or from the operator that started it.
-
-    `elements` counts the full tensor on all ranks. `width` is bytes per element, None if unknown.
-    """
-
-    name: str
-    elements: int
-    width: int | None
-    is_kernel: bool = False
-
-    @property
-    def size(self) -> int | None:
-        """Bytes of the full tensor, or None."""
-        return self.elements * self.width if self.elements and self.width else None
-
-
-@dataclass(slots=True)
 class Trace:
     """A trace.
 
@@ -86,8 +66,6 @@ class Trace:
     threads: dict[Any, list[Span]] = field(default_factory=dict)
     steps: list[tuple[float, float]] = field(default_factory=list)
     phases: list[tuple[float, float, str]] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
-    gloo_widths: dict[int, set[int | None]] = field(default_factory=dict)  # by number of elements
 
     @property
     def window(self) -> tuple[float, float]:
@@ -142,10 +120,6 @@ def _keep(trace: Trace, event: dict[str, Any]) -> None:
     begin = float(event["ts"]) / 1e3
     end = begin + float(event.get("dur", 0.0)) / 1e3
     details = event.get("args", {})
-    if (collective := _collective(kind, name, details)) is not None:
-        trace.collectives.append(collective)
-    if kind == "user_annotation" and name.startswith(GLOO):
-        trace.gloo_widths.setdefault(_elements(details), set()).add(_width(details))
     if kind in _ON_GPU:
         trace.kernels.append(Span(name, begin, end, "kernel", correlation=int(details.get("correlation", 0))))
     elif kind == "user_annotation" and _STEP.match(name):
@@ -161,62 +135,8 @@ def _keep(trace: Trace, event: dict[str, Any]) -> None:
         trace.threads.setdefault(event.get("tid"), []).append(call)
 
 
-_BYTES = {"float": 4, "double": 8, "half": 2, "bfloat16": 2, "long": 8, "long int": 8, "int": 4, "byte": 1,
-          "unsigned char": 1, "bool": 1}  # fmt: skip
-
-
-def _collective(kind: str | None, name: str, details: dict[str, Any]) -> Collective | None:
-    """Return the collective of an event, or None.
-
-    NCCL kernels contain its name and size. For gloo, use the operator that started it and its shapes, if recorded.
-    """
-    if kind == "kernel" and "Collective name" in details:
-        elements = max(int(details.get(side, 0)) for side in ("In msg nelems", "Out msg nelems"))
-        width = _BYTES.get(str(details.get("dtype", "")).lower())
-        return Collective(str(details["Collective name"]), elements, width, is_kernel=True)
-    if kind != "cpu_op" or not name.startswith("c10d::"):
-        return None
-    return Collective(name, _elements(details), _width(details))
-
-
-def _width(details: dict[str, Any]) -> int | None:
-    """Return the bytes per element of an operator's tensors. None for lists of tensors, which lack a type."""
-    widths = (_BYTES.get(text.removeprefix("c10::").lower()) for text in _leaves(details.get("Input type")))
-    return next(filter(None, widths), None)
-
-
-def _elements(details: dict[str, Any]) -> int:
-    return max((math.prod(shape) for shape in _shapes(details.get("Input Dims"))), default=0)
-
-
-def _leaves(value: Any) -> Iterator[str]:
-    if isinstance(value, list):
-        for each in value:
-            yield from _leaves(each)
-    elif isinstance(value, str):
-        yield value
-
-
-def _shapes(value: Any) -> Iterator[list[int]]:
-    """Yield the shapes of all tensors in nested lists."""
-    if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
-        yield value
-    elif isinstance(value, list):
-        for each in value:
-            yield from _shapes(each)
-
-
 def _settle(trace: Trace) -> None:
-    """Shift times to the first step, sort, set parents, and complete the collectives.
-
-    If kernels describe the collectives, drop the duplicates from operators. A missing width comes from gloo, if all
-    transfers of that many elements have one width.
-    """
-    if any(each.is_kernel for each in trace.collectives):
-        trace.collectives = [each for each in trace.collectives if each.is_kernel]
-    for each in trace.collectives:
-        known = trace.gloo_widths.get(each.elements, set())
-        each.width = each.width or (next(iter(known)) if len(known) == 1 else None)
+    """Shift times to the first step, sort, and set parents."""
     trace.steps.sort()
     origin = trace.steps[0][0]
     trace.steps = [(begin - origin, end - origin) for begin, end in trace.steps]
