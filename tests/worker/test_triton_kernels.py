@@ -24,7 +24,7 @@ from ftbench.store.steps import read_steps
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.optimizations import compile as compiled
 from ftbench.worker.optimizations import fp8, fused_lora, triton_kernels
-from tritons import DEVICE, module
+from tritons import DEVICE, module, on_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 ON = spec_of(optimizations={"fused_lora": True, "triton_kernels": True})
@@ -220,6 +220,7 @@ def test_fused_8_bit_mlp_learns_the_same_as_its_parts(kernels, in_torch, monkeyp
         assert (mine.float() - theirs.float()).norm() < 0.05 * theirs.float().norm()
 
 
+@on_gpu
 def test_fused_8_bit_mlp_saves_only_gate_and_up(kernels):
     ours, kept = in_8_bits("tensorwise-delayed"), []
 
@@ -257,6 +258,7 @@ def test_scales_of_the_step_before(kernels, in_torch):
     assert not any("maxima" in name for name in ours.state_dict())
 
 
+@on_gpu
 def test_delayed_casts_are_part_of_the_one_graph(kernels):
     """The real kernel runs, whose writes to the maxima are hidden from torch. Triton's interpreter rounds
     differently from a GPU, so the learned values are not compared."""
@@ -316,7 +318,7 @@ def test_unsupported_layers_are_an_error(kernels):
         match=rf"supports layers of {', '.join(FAMILIES)} .* but Gemma2ForCausalLM has others: set it to off",
     ):
         kernels.apply(model_of("gemma2"), ON)
-    with pytest.raises(SpecError, match="with silu, and LlamaForCausalLM has others"):
+    with pytest.raises(SpecError, match="with silu, but LlamaForCausalLM has others"):
         kernels.apply(model_of("llama", hidden_act="gelu"), ON)
 
 
