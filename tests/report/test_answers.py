@@ -13,7 +13,7 @@ from ftbench.report.build import Request, report
 from ftbench.report.compare import pairs
 from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, runs_of
-from ftbench.report.sections.answers import answers, frontier, night
+from ftbench.report.sections.throughput import night
 from ftbench.store import rundir
 from made_runs import MAX_Q, OOM, RESULTS, gpu, make_run, method, steps
 
@@ -53,31 +53,6 @@ def test_night_shorter_than_the_start_has_zero_samples(tmp_path):
 def test_night_skips_runs_without_a_rate(tmp_path):
     make_run(tmp_path, "a", steps(1), state=OOM)
     assert night(cells(tmp_path)) is None
-
-
-# --- what fits -------------------------------------------------------------------------------------------------------
-
-
-def test_frontier_of_the_committed_sweep():
-    found = frontier(cells(RESULTS / "qwen3-8b-frontier"))
-    fits = {row[0]: dict(zip(found.table.headings, row, strict=True)) for row in found.table.rows}
-    assert {name: row["fits"] for name, row in fits.items()} == {
-        "plain full": "6", "plain": "7", "plain qlora": "6", "unsloth 16-bit + checkpointing off": "14"
-    }  # fmt: skip
-    assert fits["plain"]["8"] == "oom"
-    assert fits["plain"]["6"] == ""
-    assert fits["plain"]["7"] == "123.6"
-    assert found.table.headings[2:] == ["1", "2", "4", "6", "7", "8", "14", "15", "16"]
-
-
-def test_frontier_shows_none_for_a_method_that_never_fits(tmp_path):
-    make_run(tmp_path, "a", steps(0), state=OOM)
-    assert frontier(cells(tmp_path)).table.rows[0][1] == "none"
-
-
-def test_frontier_needs_two_batches(tmp_path):
-    make_run(tmp_path, "a")
-    assert frontier(cells(tmp_path)) is None
 
 
 # --- the answer ------------------------------------------------------------------------------------------------------
@@ -154,8 +129,7 @@ def test_cells_of_one_recipe_get_unique_names(tmp_path):
         make_run(tmp_path, f"r{rank}", steps(seed=rank, peak_memory_gb=10.0 + rank), spec={"method.rank": rank})
     make_run(tmp_path, "repeat", steps(seed=9), spec={"method.rank": 8})
     assert [cell.name for cell in cells(tmp_path)] == ["plain (rank 64) at batch 4", "plain (rank 8) at batch 4"]
-    (rows,) = [frontier(cells(tmp_path)) or night(cells(tmp_path))]
-    assert len({tuple(row[:5]) for row in rows.table.rows}) == 2
+    assert len({row[1] for row in night(cells(tmp_path)).table.rows}) == 2
 
 
 def test_answer_reports_different_learning(tmp_path):
@@ -199,7 +173,7 @@ def test_answers_in_every_format(tmp_path, ftbench, format):
     make_run(tmp_path, "b", steps(1, seed=2), spec={"train.batch_size": 8}, state=OOM)
     code, out, err = ftbench("report", tmp_path, "--hours", "12", "--format", format)
     assert (code, err) == (0, "")
-    for text in ("12 hours", "Which batch fits", "is the only recipe"):
+    for text in ("12 hours", "is the only recipe"):
         assert text.casefold() in out.casefold()
     if format == "json":
         document = json.loads(out)
@@ -216,11 +190,6 @@ def test_mock_runs_can_be_reported(tmp_path, ftbench):
     assert (code, err) == (0, "")
     assert "+100.0 %" in out
     assert "follows (0 %" in out
-
-
-def test_answers_of_the_committed_runs():
-    keys = [part.key for part in answers(cells(RESULTS), 8)]
-    assert keys == ["night", "frontier"]
 
 
 def test_recipe_is_not_compared_with_itself_over_more_samples(tmp_path):

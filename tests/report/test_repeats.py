@@ -17,8 +17,8 @@ from ftbench.report.data.cells import Cell
 from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.report.runs_table import runs_table
-from ftbench.report.sections.answers import night
 from ftbench.report.sections.cost import energy, money
+from ftbench.report.sections.throughput import night
 from ftbench.spec.prices import load_prices
 from ftbench.store import rundir
 from made_runs import MAX_Q, OOM, RESULTS, gpu, make_run, method, steps
@@ -74,7 +74,7 @@ def test_edited_data_files_are_not_repeats(tmp_path, ftbench):
 @pytest.mark.parametrize("folder", ["", "recipes", "qwen3-8b-frontier", "grid"])
 def test_rows_of_committed_runs_have_unique_names(folder):
     document = json.loads(report(Request([RESULTS / folder], "json", answers=True)).text)
-    for section in {"night", "frontier", "energy"} & document.keys():
+    for section in {"night", "energy"} & document.keys():
         names = Counter(
             (row["model"], row["gpu"], row["data"], row["name"]) for row in document[section]["records"]
         )  # fmt: skip

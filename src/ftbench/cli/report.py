@@ -28,7 +28,7 @@ def _of(panel: str, *names: str, **options: Any) -> Any:
 def report(
     paths: Runs,
     answers: Annotated[
-        bool, typer.Option("--answers", help="add what to do, samples per night, largest batch")
+        bool, typer.Option("--answers", help="add first steps, losses, other groups, samples per night")
     ] = False,
     compare: Annotated[str | None, typer.Option(help="compare runs along this axis", metavar="AXIS")] = None,
     where: Annotated[

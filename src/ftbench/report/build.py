@@ -116,13 +116,12 @@ def _sections(request: Request, records: Sequence[Record], prices: Prices | None
 
 
 def _of_measured(request: Request, cells: Sequence[Cell], prices: Prices | None) -> Iterator[Section | None]:
-    from ftbench.report.sections import cost, scaling
-    from ftbench.report.sections.answers import answers
+    from ftbench.report.sections import cost, throughput
 
     hours = request.hours or NIGHT_H
-    yield from scaling.sections(cells, prices)
+    yield throughput.scaling(cells)
     if request.every_answer:
-        yield from answers(cells, hours)
+        yield throughput.night(cells, hours)
     if request.every_answer or prices:
         yield cost.energy(cells)
     if prices:

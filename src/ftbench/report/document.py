@@ -1,11 +1,17 @@
-"""The parts of a report, independent of the output format: tables, sections, and the report."""
+"""The parts of a report, independent of the output format: tables, sections with a row per record, and the report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_WORDS = ("name", "recipe", "model", "weights", "GPU", "data", "with", "method", "state", "where it fails", "note")
+from ftbench.report.data.axes import OPTIMIZATIONS, value_at
+from ftbench.report.data.cells import Cell, number_of
+from ftbench.report.data.collect import Record
+from ftbench.report.data.names import row_names
 
+_WORDS = ("name", "recipe", "model", "weights", "GPU", "data", "with", "method", "state", "where it fails", "note")
+_CONTENDED = "contended"
+_SETTINGS = {"model": "model", "gpu": "GPU", "data": "data"}  # in the title if all rows agree
 
 ANSWER = "answer"  # the key of the section that a report begins with
 
@@ -103,3 +109,60 @@ class Report:
     axes: Sequence[str] = ()
     sections: Sequence[Section] = ()
     runs: bool = True
+
+
+# --- sections with a row per record ----------------------------------------------------------------------------------
+
+
+def section(
+    key: str, title: str, records: Sequence[Record], columns: Mapping[str, Callable[[Record], str]],
+    words: Sequence[str] = (), text: Sequence[str] = (), notes: Sequence[str] = (),
+) -> Section | None:  # fmt: skip
+    """Return a section with a row per record, or None without records.
+
+    Number and name come first. Model, GPU and data are in the title if all rows agree, else in columns. The state has a
+    column if a run was contended.
+
+    Args:
+        key: name of the section for programs.
+        title: heading.
+        records: flat records with the fields of `names_of`.
+        columns: heading → function that formats a record.
+        words: paragraphs.
+        text: headings of left-aligned columns.
+        notes: notes below the table.
+    """
+    if not records:
+        return None
+    settings = {_SETTINGS[name]: [_setting(record, name) for record in records] for name in _SETTINGS}
+    shared = {heading: texts[0] for heading, texts in settings.items() if len(set(texts)) == 1}
+    names = [
+        (_setting(record, "model"), str(record["name"]), str(record["gpu"]), str(record["data"])) for record in records
+    ]
+    numbers = [number_of(record) for record in records]
+    cells = ({"#": numbers} if any(numbers) else {}) | {"name": row_names(names)}
+    cells |= {heading: [text_of(record) for record in records] for heading, text_of in columns.items()}
+    if any(_CONTENDED in str(record["state"]) for record in records):
+        cells |= {"state": [str(record["state"]) for record in records]}
+    cells |= {heading: texts for heading, texts in settings.items() if heading not in shared}
+    return Section(key, title, table_of(cells, notes, text, shared), words, records)
+
+
+def _setting(record: Record, name: str) -> str:
+    return str(record[name]).rsplit("/", 1)[-1] if name == "model" else str(record[name])
+
+
+def formatted(name: str, text: Callable[[Any], str] = str) -> Callable[[Record], str]:
+    """Return a function that formats a field of a record."""
+    return lambda record: text(record[name])
+
+
+def names_of(cell: Cell) -> Record:
+    """Return the fields of a flat record that identify a cell."""
+    facts = cell.facts
+    return {
+        "model": facts.get("model.id", ""), "gpu": facts["gpu"], "data": cell.runs[0].data, "name": cell.name,
+        "trained_by": cell.way, "method": facts.get("method.name", ""), "with": value_at(OPTIMIZATIONS, facts) or "",
+        "batch": facts.get("train.batch_size", ""), "run_ids": " ".join(run.run_id for run in cell.runs),
+        "number": cell.runs[0].record.get("number"), "state": cell.state,
+    }  # fmt: skip

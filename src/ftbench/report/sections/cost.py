@@ -4,6 +4,7 @@ Currencies are not converted. Amounts in different currencies are never added or
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -12,10 +13,8 @@ from ftbench.core.hardware import canonical_name
 from ftbench.core.stats import grouped_by
 from ftbench.report.data.cells import ENERGY, SAMPLES, TOKENS, Cell, gpu_of
 from ftbench.report.data.collect import Record, figure
-from ftbench.report.document import Section
-from ftbench.report.sections.rows import field, names_of, section
+from ftbench.report.document import Section, formatted, names_of, section
 from ftbench.spec.prices import (
-    HourlyCost,
     Owned,
     Price,
     Prices,
@@ -28,14 +27,17 @@ from ftbench.spec.prices import (
 )
 
 WATTS, IDLE = "energy.mean_watts", "energy.idle_watts"
+_AMOUNTS = ("currency", "per_hour", "per_1k_samples", "per_1m_real_tokens", "per_night", "date", "source")
+Figure = Callable[[str], float | None]
 
 
-def _watts(joules: float | None, samples: float | None, sampled: float | None) -> float | None:
+def _watts(figure: Figure) -> float | None:
     """Return the mean power of training in watts: joules per 1,000 samples times samples per second.
 
-    The driver's power reading (`sampled`) lags by a second or more. It is used without an energy counter.
+    The driver's power reading lags by a second or more. It is used without an energy counter.
     """
-    return joules / 1000 * samples if joules and samples else sampled
+    joules, samples = figure(ENERGY), figure(SAMPLES)
+    return joules / 1000 * samples if joules and samples else figure(WATTS)
 
 
 def break_even(price: Price, watts: float | None) -> tuple[float | None, str]:
@@ -59,28 +61,31 @@ def break_even(price: Price, watts: float | None) -> tuple[float | None, str]:
 
 
 def with_costs(records: Sequence[Record], prices: Prices, hours: float) -> list[Record]:
-    """Add `cost.rent.*`, `cost.owned.*` and `cost.break_even_hours`. Failed and contended runs get empty fields."""
-    costs = [_costs(record, prices, hours) for record in records]
+    """Add `cost.rent.*` and `cost.owned.*`. Failed and contended runs get empty fields."""
+    costs = [_costs_of_run(record, prices, hours) for record in records]
     empty = dict.fromkeys(name for amounts in costs for name in amounts)
     return [record | empty | amounts for record, amounts in zip(records, costs, strict=True)]
 
 
-def _costs(record: Record, prices: Prices, hours: float) -> Record:
-    joules, samples, tokens, sampled = (figure(record, name) for name in (ENERGY, SAMPLES, TOKENS, WATTS))
-    watts = _watts(joules, samples, sampled)
-    amounts: Record = {}
-    price = prices.of(gpu_of(record))
-    if price is None or record["state"] != "ok" or record.get("contention.contended"):
-        return amounts
+def _costs_of_run(record: Record, prices: Prices, hours: float) -> Record:
+    if record["state"] != "ok" or record.get("contention.contended"):
+        return {}
     gpus = int(figure(record, "ranks.count") or 1)
-    for hourly in hourly_costs(price, samples, tokens, watts, hours, gpus):
-        amounts |= {f"cost.{hourly.way}.{name}": value for name, value in _amounts(hourly).items()}
-    return amounts | {"cost.break_even_hours": break_even(price, watts and watts / gpus)[0]}
+    ways = _costs(partial(figure, record), gpu_of(record), gpus, prices, hours)
+    return {f"cost.{way['way']}.{name}": way[name] for way in ways for name in _AMOUNTS}
 
 
-def _amounts(cost: HourlyCost) -> dict[str, Any]:
-    names = ("currency", "per_hour", "per_1k_samples", "per_1m_real_tokens", "per_night", "date", "source")
-    return {name: getattr(cost, name) for name in names}
+def _costs(figure: Figure, gpu: str, gpus: int, prices: Prices, hours: float) -> Iterator[dict[str, Any]]:
+    """Yield the cost of rent and of purchase, by the figures of a run or a cell."""
+    price, watts = prices.of(gpu), _watts(figure)
+    if price is None:
+        return
+    even, text = break_even(price, watts and watts / gpus)
+    for cost in hourly_costs(price, figure(SAMPLES), figure(TOKENS), watts, hours, gpus):
+        owned = cost.way == "owned"
+        yield {name: getattr(cost, name) for name in ("way", *_AMOUNTS, "why")} | {
+            "break_even_hours": even if owned else None, "buying_pays_after": text if owned else "",
+        }  # fmt: skip
 
 
 # --- the sections ----------------------------------------------------------------------------------------------------
@@ -95,11 +100,11 @@ def energy(cells: Sequence[Cell]) -> Section | None:
             records.append(names_of(cell) | {
                 "joules_per_1k_samples": joules,
                 "joules_per_1m_real_tokens": joules_per_1m_tokens(joules, samples, tokens),
-                "mean_watts": _watts(joules, samples, cell.figure(WATTS)), "idle_watts": cell.figure(IDLE),
+                "mean_watts": _watts(cell.figure), "idle_watts": cell.figure(IDLE),
             })  # fmt: skip
     names = {"J/1k samples": "joules_per_1k_samples", "J/1M tokens": "joules_per_1m_real_tokens",
              "mean W": "mean_watts", "idle W": "idle_watts"}  # fmt: skip
-    columns = {heading: field(name, units.count) for heading, name in names.items()}
+    columns = {heading: formatted(name, units.count) for heading, name in names.items()}
     words = ("GPU only, from the driver's energy counter over the steady window. Includes idle power, which has a "
              "column if it was measured before the run. Tokens are real tokens.",)  # fmt: skip
     return section("energy", "Energy (GPU only)", records, columns, words)
@@ -111,8 +116,8 @@ def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None
     valid = [cell for cell in cells if cell.measured]
     amounts = {"1 h": "per_hour", "1k samples": "per_1k_samples", "1M tokens": "per_1m_real_tokens",
                f"{hours:g} h": "per_night"}  # fmt: skip
-    columns = {"way": field("way")} | {heading: _amount(name) for heading, name in amounts.items()}
-    columns |= {"buying pays after": field("buying_pays_after")}
+    columns = {"way": formatted("way")} | {heading: _amount(name) for heading, name in amounts.items()}
+    columns |= {"buying pays after": formatted("buying_pays_after")}
     cheapest = _cheapest([record for cell in valid for record in _records(cell, prices, hours)])
     words = ("All GPUs of a run at its steady speed. Tokens are real tokens; samples are real tokens divided by the "
              "mean length of the data.", *cheapest)  # fmt: skip
@@ -124,17 +129,9 @@ def _amount(name: str) -> Callable[[Record], str]:
 
 
 def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any]]:
-    price = prices.of(cell.facts["gpu"])
-    if price is None or not cell.valid:
-        return
-    watts = _watts(cell.figure(ENERGY), cell.figure(SAMPLES), cell.figure(WATTS))
-    gpus = cell.gpus
-    even, text = break_even(price, watts and watts / gpus)
-    for hourly in hourly_costs(price, cell.figure(SAMPLES), cell.figure(TOKENS), watts, hours, gpus):
-        owned = hourly.way == "owned"
-        yield names_of(cell) | {"way": hourly.way} | _amounts(hourly) | {
-            "why": hourly.why, "break_even_hours": even if owned else None, "buying_pays_after": text if owned else "",
-        }  # fmt: skip
+    if cell.valid:
+        for cost in _costs(cell.figure, cell.facts["gpu"], cell.gpus, prices, hours):
+            yield names_of(cell) | cost
 
 
 def _cheapest(records: Sequence[dict[str, Any]]) -> Iterator[str]:

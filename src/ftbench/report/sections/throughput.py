@@ -1,18 +1,18 @@
-"""Several GPUs: scaling of a recipe, and cost of more GPUs."""
+"""Speed as sections: samples per night, and the scaling of a recipe over several GPUs."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ftbench.core import units
 from ftbench.report.data.axes import STRATEGY
-from ftbench.report.data.cells import TOKENS, Cell
+from ftbench.report.data.cells import SAMPLES, TOKENS, Cell, Run
+from ftbench.report.data.collect import Record, figure
 from ftbench.report.data.names import recipe_name
-from ftbench.report.document import Section
-from ftbench.report.sections.rows import Record, field, names_of, section
+from ftbench.report.document import Section, formatted, names_of, section
 from ftbench.spec.experiment import Launch
-from ftbench.spec.prices import HourlyCost, Prices, hourly_costs
 
+_BEFORE = ("import", "prepare_data", "load", "setup")  # the phases before the first step of every run
 # Keys that may differ within a recipe: work division, duration, measurement.
 _DIVISION = ("launch.", "train.batch_size", "train.gradient_accumulation_steps", "train.max_steps", "train.epochs",
             "dataset.samples", "measure.")  # fmt: skip
@@ -23,11 +23,60 @@ _WORDS = (
 )
 
 
-def sections(cells: Sequence[Cell], prices: Prices | None) -> list[Section | None]:
-    """Return the sections on several GPUs. All are None if no run used several."""
-    groups = _recipes(cells)
-    records = [_record(cell, group) for group in groups for cell in group if cell.valid or not cell.ok]
-    return [_scaling(records), _worth(groups, prices)]
+# --- a night ---------------------------------------------------------------------------------------------------------
+
+
+def night(cells: Sequence[Cell], hours: float = 8.0) -> Section | None:
+    """Return samples per hour at steady speed, and samples in `hours` from the start of the process.
+
+    The time before the first step and until the speed is steady counts, but not the samples trained in it. Samples are
+    real tokens divided by the mean sample length.
+    """
+    records = []
+    for cell in cells:
+        if (rate := cell.figure(SAMPLES)) is None:
+            continue
+        start, tokens = max((_start_s(run) for run in cell.valid), default=0.0), cell.figure(TOKENS)
+        left = max(0.0, hours * 3600 - start)
+        records.append({
+            **names_of(cell), "samples_per_hour": rate * 3600, "start_s": start, "hours": hours,
+            "samples": rate * left, "real_tokens": None if tokens is None else tokens * left,
+        })  # fmt: skip
+    columns = {
+        "samples/h": formatted("samples_per_hour", units.rate), "start": formatted("start_s", units.seconds),
+        f"samples in {hours:g} h": formatted("samples", units.count),
+        f"tokens in {hours:g} h": formatted("real_tokens", _millions),
+    }  # fmt: skip
+    words = ("Samples are real tokens divided by the mean length of the data.",)
+    return section("night", f"Samples per hour and in {hours:g} hours", records, columns, words)
+
+
+def _start_s(run: Run) -> float:
+    names = [f"phases_s.{name}" for name in _BEFORE]
+    return sum(figure(run.record, name) or 0.0 for name in (*names, "time_to_steady_s"))
+
+
+def _millions(tokens: float | None) -> str:
+    return "" if tokens is None else f"{tokens / 1e6:,.1f} M"
+
+
+# --- several GPUs ----------------------------------------------------------------------------------------------------
+
+
+def scaling(cells: Sequence[Cell]) -> Section | None:
+    """Return the scaling of each recipe, or None if no run used several GPUs."""
+    records = [_record(cell, group) for group in _recipes(cells) for cell in group if cell.valid or not cell.ok]
+    columns = {
+        "GPUs": formatted("gpus"), "strategy": formatted("strategy"), "tokens/s": formatted("tokens_per_s", units.rate),
+        "per GPU": formatted("tokens_per_s_per_gpu", units.rate), "weak": formatted("weak", units.percent),
+        "strong": formatted("strong", units.percent), "GiB per GPU": _between,
+        "skew": formatted("token_skew", units.percent), "state": formatted("state"),
+    }  # fmt: skip
+    if any(record["bubble"] is not None for record in records):
+        columns |= {"bubble": formatted("bubble", units.percent)}
+    if any(record["offload"] != "none" for record in records):
+        columns = {"offload": formatted("offload")} | columns
+    return section("scaling", "Several GPUs", records, columns, (_WORDS,), text=("strategy", "offload"))
 
 
 def _recipes(cells: Sequence[Cell]) -> list[list[Cell]]:
@@ -84,62 +133,6 @@ def _figure(cell: Cell, name: str) -> float | None:
     return next(iter(cell.values(name)), None)
 
 
-def _scaling(records: Sequence[Record]) -> Section | None:
-    columns = {
-        "GPUs": field("gpus"), "strategy": field("strategy"), "tokens/s": field("tokens_per_s", units.rate),
-        "per GPU": field("tokens_per_s_per_gpu", units.rate), "weak": field("weak", units.percent),
-        "strong": field("strong", units.percent), "GiB per GPU": _between, "skew": field("token_skew", units.percent),
-        "state": field("state"),
-    }  # fmt: skip
-    if any(record["bubble"] is not None for record in records):
-        columns |= {"bubble": field("bubble", units.percent)}
-    if any(record["offload"] != "none" for record in records):
-        columns = {"offload": field("offload")} | columns
-    return section("scaling", "Several GPUs", records, columns, (_WORDS,), text=("strategy", "offload"))
-
-
 def _between(record: Record) -> str:
     low, high = (units.gibibytes(record[name]) for name in ("lowest_gb", "highest_gb"))
     return f"{low} to {high}" if low and low != high else high
-
-
-# --- cost of more GPUs ------------------------------------------------------------------------------------------------
-
-
-def _worth(groups: Sequence[Sequence[Cell]], prices: Prices | None) -> Section | None:
-    """Return a sentence per cell on the speed and cost of its GPUs compared with one."""
-    sentences = [text for group in groups for cell in group if cell.gpus > 1
-                 for text in _worths(cell, group, prices)]  # fmt: skip
-    return Section("worth", "Are more GPUs worth it?", None, sentences) if sentences else None
-
-
-def _worths(cell: Cell, group: Sequence[Cell], prices: Prices | None) -> Iterator[str]:
-    gpus, rate = cell.gpus, cell.figure(TOKENS)
-    single = _single(cell, group, _samples(cell)) or _single(cell, group, _samples(cell, _shares(cell)))
-    name = f"{gpus} GPUs ({cell.facts.get(STRATEGY)}), {recipe_name(cell.facts)} at batch {cell.batch}"
-    failed = [other for other in group if other.gpus == 1 and not other.ok]
-    if single is None or not rate:
-        if rate and failed:
-            yield f"{name}: one GPU cannot train it ({failed[0].state})."
-        return
-    base = single.figure(TOKENS) or 0.0
-    faster, dearer = rate / base, gpus * base / rate
-    text = f"{name}: {faster:.2f} times as fast as one, so a token costs {dearer:.2f} times as much GPU time"
-    amounts = "; ".join(_amounts(cell, single, prices)) if prices else ""
-    time = f"a day on one becomes {units.seconds(86_400 / faster)}"
-    verdict = "worth it if time matters" if faster > 1.05 else "not worth it: it saves no time"
-    yield f"{text}{f' ({amounts})' if amounts else ''}; {time}: {verdict}."
-
-
-def _amounts(cell: Cell, single: Cell, prices: Prices) -> Iterator[str]:
-    """Yield the cost of a million tokens on several GPUs and on one."""
-    price = prices.of(cell.facts["gpu"])
-    for several, alone in zip(*(_hourly(each, price) if price else () for each in (cell, single)), strict=True):
-        if several.per_1m_real_tokens and alone.per_1m_real_tokens:
-            costs = (units.money(each.per_1m_real_tokens, each.currency) for each in (several, alone))
-            yield f"{several.way}: {' instead of '.join(costs)} for 1M tokens"
-
-
-def _hourly(cell: Cell, price: Any) -> list[HourlyCost]:
-    watts = cell.figure("energy.mean_watts")
-    return hourly_costs(price, None, cell.figure(TOKENS), watts, 1.0, cell.gpus)
