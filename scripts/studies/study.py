@@ -5,8 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +23,7 @@ KEPT = ("spec.json", "machine.json", "applied.json", "steps.csv", "phases.json",
         "agreement.json", "parity.json", "parity.md", "summary.md")  # fmt: skip
 BEGIN, END = "<!-- written by the study -->\n", "<!-- end -->\n"
 START_S = 40  # imports, loading and exit
+IMPORT_S = 15  # of START_S for the imports
 TINY_STEPS, TINY_S = 4, 20
 
 
@@ -47,10 +50,15 @@ class Cell:
 
 
 class Study:
-    """Runs cells in the given order. Weights of other models are deleted when the next ones need their space."""
+    """Runs cells in the given order. Weights of other models are deleted when the next ones need their space.
 
-    def __init__(self, out: Path, minutes: float, tiny: bool = False) -> None:
-        self.out, self.end, self.tiny = out.resolve(), time.monotonic() + 60 * minutes, tiny
+    With two `jobs`, the next cell imports its libraries while one uses the GPU. Expected times then exclude imports.
+    """
+
+    def __init__(self, out: Path, minutes: float, tiny: bool = False, jobs: int = 1) -> None:
+        self.out, self.end, self.tiny, self.jobs = out.resolve(), time.monotonic() + 60 * minutes, tiny, jobs
+        self.lock, self.under_way_s = threading.Lock(), 0.0
+        self.free_at = time.monotonic() + (IMPORT_S if jobs > 1 else 0)  # when the GPU is expected to be free
         self.env = os.environ | {"HF_HUB_OFFLINE": "1"}
         self.env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
         if "FTBENCH_CACHE" not in os.environ and MEMORY.parent.is_dir() and not tiny:
@@ -58,31 +66,43 @@ class Study:
 
     @property
     def left_s(self) -> float:
-        return self.end - time.monotonic()
+        """Seconds from when the GPU is expected to be free to the end."""
+        return self.end - max(time.monotonic(), self.free_at)
 
-    def run(self, cells: list[Cell]) -> int:
-        """Run the cells that are missing. Return how many are still missing."""
-        missing = 0
-        for cell in cells:
-            if cell.runs(self.out):
-                continue
-            needed = cell.train_s + (0 if self.weights(cell.model) else cell.weights_s)
-            needed = TINY_S if self.tiny else needed
-            reason = f"not run: needs {needed:.0f} s and {self.left_s:.0f} s are left"
-            if self.left_s > needed:
-                self._make_room(cell)
-                reason = self._run(cell, needed)
-            missing += not cell.runs(self.out)
-            print(f"{cell.name}: {reason}", flush=True)
-        return missing
+    def run(self, cells: list[Cell], rounds: int = 1) -> int:
+        """Run the missing cells, each one once before any twice. Return how many still have fewer runs than rounds."""
+        wanted = [(number, cell) for number in range(1, rounds + 1) for cell in cells]
+        with ThreadPoolExecutor(self.jobs) as pool:
+            list(pool.map(lambda each: self._missing(*each), wanted))
+        return sum(len(cell.runs(self.out)) < rounds for cell in cells)
 
-    def _run(self, cell: Cell, needed: float) -> str:
-        limit = min(self.left_s, 120 + 2 * needed)
+    def _missing(self, number: int, cell: Cell) -> None:
+        if len(cell.runs(self.out)) >= number:
+            return
+        with self.lock:
+            left = self.left_s
+            needed = self.expected_s(cell)
+            if left <= needed:
+                print(f"{cell.name}: not run: needs {needed:.0f} s and {left:.0f} s are left", flush=True)
+                return
+            self.under_way_s += needed
+            self.free_at = self.end - left + needed
+            self._make_room(cell)
+        print(f"{cell.name}: {self._run(cell, needed, left)}", flush=True)
+        with self.lock:
+            self.under_way_s -= needed
+            self.free_at = time.monotonic() + self.under_way_s
+
+    def expected_s(self, cell: Cell) -> float:
+        return TINY_S if self.tiny else cell.train_s + (0 if self.weights(cell.model) else cell.weights_s)
+
+    def _run(self, cell: Cell, needed: float, left: float) -> str:
+        limit = min(left, 120 + 2 * needed)
         sets = [*cell.sets, f"name={cell.name}", f"launch.timeout_s={limit:.0f}"]
         if self.tiny:
-            shape = (
-                ("max_length=512", "image_size=[56, 56]") if "llava" in cell.config else ("max_length=64", "like=null")
-            )
+            shape = ("max_length=512", "image_size=[56, 56]")
+            if "llava" not in cell.config:
+                shape = ("max_length=64", "like=null", "length=null")
             data = (f"dataset.{text}" for text in (*shape, "samples=16", "mean_length=20"))
             sets += [f"model.id={cell.tiny}", f"train.max_steps={TINY_STEPS}", "train.batch_size=2", *data]
         begin = time.monotonic()
@@ -95,7 +115,8 @@ class Study:
             state = read_json(states[-1])
             return f"{state['state']}, {took}" + (f": {state['reason']}" if state.get("reason") else "")
         lines = ended.stderr.strip().splitlines() or ["no message"]
-        return f"skipped: {next((line for line in lines if line.startswith('ftbench: ')), lines[-1])}"
+        errors = [line for line in lines if line.startswith("ftbench: ") and not line.startswith("ftbench: note: ")]
+        return f"skipped: {(errors or lines)[0 if errors else -1]}"
 
     def _folder(self) -> Path:
         return Path(self.env.get("FTBENCH_CACHE") or machine.cache_dir()) / "models"

@@ -1,0 +1,103 @@
+"""`scripts/studies/records`: valid rows, rounds, one card and commit per sitting, left-out runs, the table."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ftbench.spec.experiment import resolve
+from ftbench.spec.load import load
+from ftbench.store.rundir import read_json
+from made_runs import make_run, steps
+
+ROOT = Path(__file__).parents[1]
+RECORDS = runpy.run_path(str(ROOT / "scripts/studies/records"))
+ROWS = {cell.name: cell for cell in RECORDS["CELLS"]}
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A card and a commit that a test may change, and a host of constant speed."""
+    found = {"uuid": "GPU-1111-2", "name": "NVIDIA H200", "temperature_c": 40, "commit": "a" * 40}
+    machine = RECORDS["machine"]
+    monkeypatch.setattr(machine, "gpu", lambda *_: found)
+    monkeypatch.setattr(machine, "commit", lambda: found["commit"])
+    monkeypatch.setitem(RECORDS["Sitting"].check.__globals__, "host_ms", lambda: 5.0)
+    return found
+
+
+def test_every_row_is_a_valid_spec_and_ends_within_one_call():
+    for cell in ROWS.values():
+        spec = resolve(load(ROOT / f"configs/{cell.config}.yaml", [*cell.sets, f"name={cell.name}"]), (9, 0))
+        assert spec.model.weights == "random"
+        assert cell.train_s + cell.weights_s < 540
+    names = {*RECORDS["PEERS"], *RECORDS["PEERS"].values(), *RECORDS["LABELS"], *RECORDS["BEST"]}
+    assert names <= set(ROWS)
+
+
+def test_rounds_alternate_and_a_contended_run_is_left_out_with_its_reason(tmp_path, card, monkeypatch):
+    """The first run of the second row is contended, so the next call makes up for it."""
+    called = []
+
+    def pretend(command, **_):
+        name = next(re.search(r"name=(.*)", text)[1] for text in command if "=name=" in text)
+        others = 0.9 if called.count(name) == 0 and name == "unsloth" else 0.0
+        called.append(name)
+        state = {"state": "ok", "started_at": "2026-01-01T00:00:00Z", "ended_at": "2026-01-01T00:01:00Z"}
+        run = make_run(tmp_path, f"{name}-{called.count(name)}", steps(host_cpu_by_others=others), state=state)
+        shutil.copytree(run.path, sitting.out / name / run.run_id)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", pretend)
+    sitting, rows = RECORDS["Sitting"](tmp_path / "sitting", 9, False), [ROWS["fastest"], ROWS["unsloth"]]
+    assert sitting.run(rows, 2) == 1
+    assert {*called[:2]} == {*called[2:]} == {"fastest", "unsloth"}
+    (left,) = read_json(sitting.out / "sitting.json")["left_out"]
+    assert left["reason"].startswith("contended")
+    assert (sitting.out / ".left-out" / left["run"] / "steps.csv").is_file()
+    again = RECORDS["Sitting"](sitting.out, 9, False)
+    assert again.run(rows, 2) == 0
+    assert called[4:] == ["unsloth"]
+    slow = again.ended(ROWS["fastest"])[0]
+    assert again.unfit(slow) == ""
+    again.known["checks"].insert(0, {"at": "2026-01-01T00:01:30Z", "host_ms": 7.0})
+    assert again.unfit(slow) == "the host was 40 % slower than in the rest of the sitting"
+
+
+def test_a_sitting_goes_on_with_the_same_card_and_commit_only(tmp_path, card, monkeypatch):
+    folder_of, results = RECORDS["folder_of"], tmp_path / "results"
+    first = folder_of(tmp_path / "out", results)
+    RECORDS["Sitting"](first, 9, False)
+    assert folder_of(tmp_path / "out", results) == first
+    shutil.move(first, results / first.name)
+    assert folder_of(tmp_path / "out", results) == first, "committed sittings go on, too"
+    assert (first / "sitting.json").is_file()
+    for key, value in (("uuid", "GPU-3333-4"), ("commit", "b" * 40)):
+        before, card[key] = card[key], value
+        assert folder_of(tmp_path / "out", results) != first
+        card[key] = before
+    monkeypatch.setattr(RECORDS["rundir"], "now", lambda: "2027-01-01T00:00:00Z")
+    monkeypatch.setattr(RECORDS["time"], "time", lambda: 1798761600.0)
+    assert folder_of(tmp_path / "out", results) != first, "too long ago"
+
+
+def test_the_table_names_both_sides_and_says_likely_below_three_rounds(tmp_path, card):
+    sitting = RECORDS["Sitting"](tmp_path / "s", 9, False)
+    for name, seconds in {"fastest": 0.5, "unsloth": 1.0, "unsloth-padded": 0.8}.items():
+        for number in range(2 if name == "fastest" else 3):
+            change = {"optimizations.compile": name == "fastest", "train.seed": 1 + (name == "unsloth")}
+            run = make_run(tmp_path, f"{name}-r{number}", steps(seconds=seconds, seed=number), spec=change)
+            shutil.copytree(run.path, sitting.out / name / run.run_id)
+    rows = dict(RECORDS["lines"](sitting.out))
+    assert rows["fastest"][1] == "2, likely"
+    peer = r"unsloth at its best \(16-bit, .*, padded\)"
+    assert re.fullmatch(rf"likely 1\.60 \(1\.\d\d to 1\.\d\d\) x {peer}", rows["fastest"][3])
+    assert rows["unsloth"][1] == "3"
+    assert re.match(r"0\.80 \(", rows["unsloth"][3])
+    assert "One card (NVIDIA H200, GPU-1111-2), one commit (aaaaaaaa)" in RECORDS["published"](sitting.out)
+    assert RECORDS["latest"](tmp_path) is None, "rows of the headline are missing"
