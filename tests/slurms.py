@@ -133,10 +133,6 @@ class Cluster(Holder):
 
         eventually(are_idle, f"the nodes did not become idle again: see {self.folder}")
 
-    def submitted(self) -> int:
-        """Return how many jobs the controller has taken."""
-        return (self.folder / "slurmctld.log").read_text(errors="replace").count("_submit_batch_job: JobId=")
-
     def runs(self) -> list[psutil.Process]:
         """Return the processes that train, on both nodes."""
         return training([process for node in NODES for process in self.steps(node)])

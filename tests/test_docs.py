@@ -16,13 +16,13 @@ import pytest
 import typer
 
 from ftbench.cli import app
+from ftbench.cluster import load_settings
 from ftbench.core.hardware import find_gpu
 from ftbench.estimate.recommend.ranking import Goal, recommend
 from ftbench.report.build import Request, report
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load, spec_keys
 from ftbench.spec.optimizations import OPTIMIZATIONS, Optimizations
-from ftbench.spec.slurm import load_settings
 from ftbench.spec.sweep import cells
 from ftbench.store import digests
 from ftbench.store.rundir import find_runs
@@ -141,7 +141,7 @@ def test_shown_specs_load(text, tmp_path):
     path = tmp_path / "spec.yaml"
     if "partition:" in text:
         path.write_text(text, "utf-8")
-        assert load_settings(path)
+        assert load_settings(f"slurm:{path}", path)
         return
     if "apiVersion:" in text:
         pytest.skip("a Kubernetes file, not a spec")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -18,8 +19,9 @@ from packaging.requirements import Requirement
 
 from commands import write_spec
 from ftbench import cli
-from ftbench.doctor import checks, diagnosis, facts
-from ftbench.doctor.facts import Facts, Finding, as_text
+from ftbench.doctor import checks, diagnosis
+from ftbench.doctor.checks import Facts, Finding
+from ftbench.doctor.diagnosis import as_text
 from ftbench.launch import hub, trl
 from ftbench.spec.methods import METHODS
 
@@ -30,10 +32,9 @@ GPU = {
 }  # fmt: skip
 TORCH = {
     "torch": "2.11.0", "cuda": "13.0", "rocm": False, "works": True, "error": None,
-    "arch_list": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"],
-    "devices": [{"name": "NVIDIA H200", "capability": [9, 0], "integrated": False}],
+    "devices": [{"name": "NVIDIA H200", "capability": [9, 0]}],
 }  # fmt: skip
-ON_CPU = TORCH | {"torch": "2.13.0+cpu", "cuda": None, "arch_list": [], "devices": [], "works": None}
+ON_CPU = TORCH | {"torch": "2.13.0+cpu", "cuda": None, "devices": [], "works": None}
 NEEDS = [(Requirement("torch<2.14,>=2.8"), "train"), (Requirement("liger-kernel<0.9,>=0.8"), "liger")]
 
 
@@ -106,7 +107,7 @@ def test_torch_must_be_able_to_use_the_gpu(facts_of, verdict, fragment):
 @pytest.mark.torch
 def test_torch_is_imported_in_a_child():
     pytest.importorskip("torch", reason="training libraries are not installed")
-    answer, reason = facts.inspect_torch({**facts.os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    answer, reason = diagnosis.inspect_torch({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     assert reason is None
     assert set(answer) == set(TORCH)
 
@@ -121,9 +122,9 @@ def test_torch_is_imported_in_a_child():
 )  # fmt: skip
 def test_a_torch_that_hangs_or_fails_is_reported_with_the_reason(monkeypatch, tmp_path, torch, within_s, reason):
     (tmp_path / "torch.py").write_text(torch)
-    monkeypatch.setattr(facts.importlib.util, "find_spec", lambda name: name)
-    path = f"{tmp_path}:{Path(facts.__file__).parents[2]}"  # without what makes torch absent for other tests
-    answer, why = facts.inspect_torch({**facts.os.environ, "PYTHONPATH": path}, within_s)
+    monkeypatch.setattr(diagnosis.importlib.util, "find_spec", lambda name: name)
+    path = f"{tmp_path}:{Path(diagnosis.__file__).parents[2]}"  # without what makes torch absent for other tests
+    answer, why = diagnosis.inspect_torch({**os.environ, "PYTHONPATH": path}, within_s)
     assert answer == {}
     assert why.startswith(reason)
 
@@ -143,15 +144,10 @@ def test_a_free_gpu_with_default_settings_is_ok():
         ("GPU", machine(gpu=None, torch=TORCH), "warn", "stay empty"),
         ("GPU", machine(gpu={"name": "NVIDIA X1"}), "warn", "not in ftbench's table"),
         ("GPU", machine(gpu={"mig": True}), "warn", "MIG"),
-        ("memory", machine(torch={"devices": [{"name": "GB10", "capability": [12, 1], "integrated": True}]}), "warn",
-         "share their memory"),
         ("memory", machine(kernel="5.15.167-microsoft-standard-WSL2"), "warn", "Prefer No Sysmem Fallback"),
         ("other processes", machine(gpu={"foreign_processes": 2}), "warn", "2 processes of others"),
         ("other processes", machine(gpu={"memory_used_before_gb": 8.0}), "warn", "8.00 GiB"),
         ("other processes", machine(gpu={"foreign_processes": None, "memory_used_before_gb": None}), "n/a", "report"),
-        ("memory errors", machine(gpu={"ecc_uncorrected": 3}), "fail", "3 uncorrected"),
-        ("memory errors", machine(gpu={"ecc_uncorrected": None}), "n/a", "not counted"),
-        ("power limit", machine(gpu={"power_limit_w": 450.0}), "warn", "nvidia-smi -pl 700"),
     ],
 )  # fmt: skip
 def test_unusual_settings_of_a_gpu_are_named(name, facts_of, verdict, fragment):
@@ -174,15 +170,6 @@ def test_every_method_has_a_verdict(monkeypatch):
 
 
 # --- host ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_memory_limit_of_a_container_is_a_warning(monkeypatch, tmp_path):
-    (tmp_path / "memory.max").write_text("max\n")
-    monkeypatch.setattr(checks, "CGROUPS", (tmp_path / "memory.max", tmp_path / "missing"))
-    assert "container" not in named(checks.host(tmp_path, {"HF_HUB_OFFLINE": "1"}), "memory").text
-    (tmp_path / "memory.max").write_text(f"{2**20}\n")
-    found = named(checks.host(tmp_path, {"HF_HUB_OFFLINE": "1"}), "memory")
-    assert (found.verdict, "may use only 0.001 GiB" in found.text) == ("warn", True)
 
 
 @pytest.mark.parametrize(
@@ -290,10 +277,10 @@ def doctor(monkeypatch, capsys, tmp_path):
 
 
 def test_without_a_spec_the_exit_code_is_0(doctor):
-    code, out, _ = doctor(facts_of=machine(gpu={"ecc_uncorrected": 3}, torch=ON_CPU))
+    code, out, _ = doctor(facts_of=machine(torch=ON_CPU))
     assert code == 0
     assert "spec" not in out.splitlines()[-1]
-    assert "2 fail" in out.splitlines()[-1]
+    assert "1 fail" in out.splitlines()[-1]
     assert {"stack", "gpu", "methods", "host"} <= set(out.splitlines())
 
 
@@ -367,7 +354,7 @@ def test_long_sentences_are_wrapped():
     assert all(len(line) <= 90 for line in lines)
 
 
-@pytest.mark.parametrize("module", ["ftbench.doctor.diagnosis", "ftbench.probe.probing"])
+@pytest.mark.parametrize("module", ["ftbench.doctor.diagnosis", "ftbench.doctor.probe"])
 def test_no_training_library_is_imported(module):
     code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'pandas'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -377,7 +364,7 @@ def test_no_training_library_is_imported(module):
 def test_doctor_runs_on_this_machine(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "ftbench", "doctor", str(write_spec(tmp_path)), "--json", "--out", str(tmp_path)],
-        capture_output=True, text=True, env={**copy.copy(facts.os.environ), "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, env={**copy.copy(os.environ), "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     document = json.loads(done.stdout)
     assert {finding["area"] for finding in document["findings"]} == {"stack", "gpu", "methods", "host", "spec"}

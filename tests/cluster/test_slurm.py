@@ -11,57 +11,45 @@ from types import SimpleNamespace
 import pytest
 
 import slurms
-from ftbench.cluster import slurm, slurm_queue
-from ftbench.cluster.slurm_queue import JobStatus, Queue
+from ftbench.cluster import SlurmSettings, slurm
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import runner
 from ftbench.spec.load import load
-from ftbench.spec.slurm import SlurmSettings
 from ftbench.store import rundir
+from ftbench.store.steps import read_steps
 from ftbench.sweep.output.live import status
 from slurms import Cluster
-from sweeps import ENVIRONMENT, Folder, Night, write_sweep
+from sweeps import ENVIRONMENT, Folder, Night, sweep, write_sweep
 from waiting import eventually
 
 AXES = {"train.batch_size": [1, 2]}
-# Jobs run in the background of this machine; a folder per job holds its queue entry.
+# The job runs within `sbatch --wait`.
 STAND_INS = {
     "sbatch": """
-set -- "$@"; for last; do :; done
-for each; do case $each in --job-name=*) name=${each#*=};; --output=*) log=${each#*=};; esac; done
-id=$$; echo "$name|$id|RUNNING|None|n1" >$QUEUE/$id
-(
-    bash "$last" >>"$log" 2>&1 </dev/null
-    echo "$name|$id|COMPLETED|None|n1" >$QUEUE/$id
-) >/dev/null 2>&1 &
-echo $id""",
-    "squeue": "cat $QUEUE/* 2>/dev/null; true",
-    "scancel": 'echo "$1" >>$QUEUE.cancelled',
-    "sacct": "echo COMPLETED",
+for last; do :; done
+for each; do case $each in --output=*) log=${each#*=};; esac; done
+echo 7; echo "$@" >>$QUEUE
+bash "$last" >>"$log" 2>&1""",
+    "scancel": 'echo "$@" >>$QUEUE.cancelled',
+    "scontrol": "echo JobId=7 JobState=CANCELLED Reason=None",
 }
 
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> Path:
-    """Put scripts of these names first on the PATH; return the folder of the queue."""
+    """Put scripts of these names first on the PATH; return the file with a line per submitted job."""
     queue = folder / "queue"
-    queue.mkdir(parents=True)
     for name, text in (STAND_INS | scripts).items():
         path = folder / "bin" / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!/bin/sh\nQUEUE={queue}\n{text}\n")
         path.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(slurm_queue, "_POLL_S", 0.05)
     monkeypatch.setattr(slurm, "_POLL_S", 0.05)
+    monkeypatch.setattr(slurm, "_RETRY_S", 0.01)
     monkeypatch.setattr(slurm, "SHARED_S", 0.2)
     return queue
-
-
-def listed(entry: str) -> str:
-    """Return an sbatch that runs nothing and lists its job like this."""
-    return f'for each; do case $each in --job-name=*) echo "${{each#*=}}|7|{entry}" >$QUEUE/7;; esac; done; echo 7'
 
 
 def written(folder: Path, settings: str = "partition: debug\n", cluster: Cluster | None = None) -> Path:
@@ -78,8 +66,6 @@ def written(folder: Path, settings: str = "partition: debug\n", cluster: Cluster
 @pytest.mark.parametrize(("settings", "message"), [
     ("partitoin: debug", ":1: partitoin: no such key; did you mean partition?"),
     ("tasks: 0", ":1: tasks: 0: must be greater than or equal to 1"),
-    ("options: [-p debug]", "'-p debug'"),
-    ("options: [--arra=1-3]", "use `tasks`"),
     ("partition: {", "slurm.yaml"),
 ], ids=str)  # fmt: skip
 def test_invalid_settings_are_reported_with_line_and_key(ftbench, tmp_path, settings, message):
@@ -94,41 +80,22 @@ def test_missing_settings_file_is_named(ftbench, tmp_path):
     assert (code, "elsewhere.yaml not found" in err) == (2, True)
 
 
-@pytest.mark.parametrize(("scripts", "code", "message"), [
-    ({"squeue": "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1"}, 3, "Unable to contact"),
-    ({"squeue": "exec sleep 60"}, 3, "squeue does not answer within"),
-    ({"sbatch": "echo 'sbatch: error: invalid partition specified: debug' >&2; exit 1"}, 2,
+@pytest.mark.parametrize(("sbatch", "code", "message"), [
+    ("echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1", 3, "Unable to contact"),
+    ("echo 'sbatch: error: invalid partition specified: debug' >&2; exit 1", 2,
      "sbatch refuses the job: invalid partition specified: debug"),
-    ({"sbatch": "echo 7"}, 3, "--out must be on a disk that this machine and the nodes share"),
-    ({"sbatch": listed("PENDING|PartitionTimeLimit|")}, 3, "Slurm does not start the job (PartitionTimeLimit)"),
-], ids=["away", "hangs", "refused", "not shared", "blocked"])  # fmt: skip
-def test_problem_of_the_cluster_is_one_clear_error(ftbench, tmp_path, monkeypatch, scripts, code, message):
-    install(tmp_path / "slurm", monkeypatch, **scripts)
-    monkeypatch.setattr(slurm_queue, "ANSWER_S", 1.0 if "exec" in str(scripts) else 60.0)
+    ("echo 7", 3, "--out must be on a disk that this machine and the nodes share"),
+], ids=["away", "refused", "not shared"])  # fmt: skip
+def test_problem_of_the_cluster_is_one_clear_error(ftbench, tmp_path, monkeypatch, sbatch, code, message):
+    install(tmp_path / "slurm", monkeypatch, sbatch=sbatch)
     ended, _, err = ftbench("sweep", written(tmp_path), "--out", tmp_path / "out", "--on", "slurm")
     assert (ended, message in err) == (code, True), err
 
 
-def test_sbatch_is_retried_while_the_controller_is_away(tmp_path, monkeypatch):
-    away = "touch $QUEUE.tried; echo 'Unable to contact slurm controller' >&2; exit 1"
-    fails = f"[ -e $QUEUE.tried ] || {{ {away}; }}; echo 9"
-    install(tmp_path / "slurm", monkeypatch, sbatch=fails)
-    monkeypatch.setattr(slurm_queue, "_RETRY_S", 0.01)
-    assert Queue(SlurmSettings(), tmp_path).submit("run-r1", {}) == "9"
-
-
-def test_last_status_remains_while_the_controller_is_away(tmp_path, monkeypatch):
-    install(tmp_path / "slurm", monkeypatch, squeue="[ -e $QUEUE.away ] && exit 1; cat $QUEUE/*")
-    queue_folder = tmp_path / "slurm/queue"
-    name = Queue.name(SimpleNamespace(folder=tmp_path), "run-r1")
-    (queue_folder / "7").write_text(f"{name}|7|RUNNING|None|n1\nother line\n")
-    queue = Queue(SlurmSettings(), tmp_path)
-    (tmp_path / "slurm/queue.away").touch()
-    monkeypatch.setattr(slurm_queue, "_POLL_S", 0.0)
-    assert queue.status("run-r1") == ("7", JobStatus("RUNNING", "None", "n1"))
-    monkeypatch.setattr(slurm_queue, "AWAY_S", -1.0)
-    with pytest.raises(MissingError, match="the jobs continue"):
-        queue.status("run-r1")
+def test_missing_sbatch_is_reported(ftbench, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = ftbench("sweep", written(tmp_path), "--out", tmp_path / "out", "--on", "slurm")
+    assert (code, "start the sweep where `sbatch` works" in err) == (3, True), err
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -140,11 +107,11 @@ def test_sweep_on_slurm_gives_the_same_results(ftbench, tmp_path, monkeypatch):
     code, out, err = ftbench("sweep", spec, "--out", tmp_path / "out", "--on", "slurm")
     assert code == 0, err
     assert ftbench("sweep", spec, "--out", tmp_path / "here")[1] == out
-    folder = Folder(tmp_path / "out")
-    assert folder.told() == ["ok", "ok"]
-    assert not [*folder.path.glob(".slurm/*/")] or [*folder.path.glob(".slurm/*/")] == [folder.path / ".slurm/node"]
+    assert Folder(tmp_path / "out").told() == ["ok", "ok"]
     assert ftbench("sweep", spec, "--out", tmp_path / "out", "--on", "slurm")[0] == 0
-    assert len([*queue.iterdir()]) == 3  # the node and two cells
+    jobs = queue.read_text().splitlines()
+    assert len(jobs) == 3  # the node and two cells
+    assert all("--wait --parsable --requeue --dependency=singleton" in job for job in jobs)
 
 
 class Control:
@@ -161,7 +128,7 @@ class Control:
 def slot(tmp_path: Path, gpu: str | None = "mock (no GPU)") -> tuple[slurm.SlurmSlot, SimpleNamespace]:
     run = rundir.RunDir(tmp_path / "out/night-mock/run-r1")
     job = SimpleNamespace(run=run, spec=load(write_sweep(tmp_path)), sets=())
-    return slurm.SlurmSlot("job 1", Queue(SlurmSettings(), run.path.parent), gpu), job
+    return slurm.SlurmSlot("job 1", SlurmSettings(), gpu, set()), job
 
 
 @pytest.mark.parametrize(("state", "outcome", "reason"), [
@@ -170,7 +137,7 @@ def slot(tmp_path: Path, gpu: str | None = "mock (no GPU)") -> tuple[slurm.Slurm
     ("CANCELLED", "error", "ended without a result (CANCELLED)"),
 ])  # fmt: skip
 def test_job_without_a_result_has_the_state_of_slurm(tmp_path, monkeypatch, state, outcome, reason):
-    install(tmp_path / "slurm", monkeypatch, sbatch=listed(f"{state}|None|n1"))
+    install(tmp_path / "slurm", monkeypatch, sbatch="echo 7", scontrol=f"echo JobId=7 JobState={state} Reason=None")
     made, job = slot(tmp_path)
     result = made.run(job, b"", Control())
     assert result.summary.state == outcome
@@ -179,14 +146,22 @@ def test_job_without_a_result_has_the_state_of_slurm(tmp_path, monkeypatch, stat
     assert killed == (state == "CANCELLED")  # only this one is retried
 
 
-def test_job_of_an_earlier_session_is_continued(tmp_path, monkeypatch):
+def test_job_is_submitted_again_while_the_controller_is_away(tmp_path, monkeypatch):
+    away = "[ -e $QUEUE ] || { touch $QUEUE; echo 'Unable to contact slurm controller' >&2; exit 1; }"
+    install(tmp_path / "slurm", monkeypatch, sbatch=away + STAND_INS["sbatch"])
+    made, job = slot(tmp_path)
+    assert made.run(job, b"{}", Control()).summary.state == "ok"
+
+
+def test_run_that_a_job_has_finished_since_the_plan_is_kept(tmp_path, monkeypatch):
     queue = install(tmp_path / "slurm", monkeypatch)
-    first, job = slot(tmp_path)
-    job.spec = load(write_sweep(tmp_path, launch={"mock": "slow"}))
-    first.queue.submit(job.run.run_id, first._order(job, b"{}"))
-    second = slurm.SlurmSlot("job 1", Queue(SlurmSettings(), job.run.path.parent), first.gpu)
-    assert second.run(job, b"{}", Control()).summary.state == "ok"
-    assert len([*queue.iterdir()]) == 1
+    made, job = slot(tmp_path)
+    assert made.run(job, b"{}", Control()).summary.state == "ok"
+    other, _ = slot(tmp_path)  # whose plan was made before
+    assert other.run(job, b"{}", Control()).summary.state == "ok"
+    assert len(queue.read_text().splitlines()) == 1
+    assert made.run(job, b"{}", Control()).summary.state == "ok"  # tried again by its own sweep
+    assert len(queue.read_text().splitlines()) == 2
 
 
 def test_node_with_another_gpu_is_an_error(tmp_path, monkeypatch):
@@ -205,7 +180,7 @@ def order(tmp_path, monkeypatch) -> Path:
     folder = tmp_path / "out/night-mock/.slurm/run-r1"
     folder.mkdir(parents=True)
     values = {"run": "run-r1", "spec": spec.model_dump(mode="json"), "sets": [], "shared": False, "source": "{}"}
-    rundir.write_json(folder / slurm_queue.ORDER, values | {"gpu": runner.gpu_name(runner.describe(spec))})
+    rundir.write_json(folder / slurm.ORDER, values | {"gpu": runner.gpu_name(runner.describe(spec))})
     return folder
 
 
@@ -245,16 +220,16 @@ def test_killed_sweep_continues_with_its_jobs(held, tmp_path):
     spec = written(tmp_path, "partition: debug\ntime: 5\n", held)
     with Night(spec, tmp_path / "out", "--on", "slurm", env=held.environment) as night:
         eventually(lambda: len(held.runs()) == 2)
-        running, submitted = {process.pid for process in held.runs()}, held.submitted()
+        running = {process.pid for process in held.runs()}
         night.process.kill()
         night.process.communicate()
         assert {process.pid for process in held.runs()} == running
         with Night(spec, tmp_path / "out", "--on", "slurm", env=held.environment) as again:
             again.until(lambda: len(night.events("begin")) == 2)
+            assert {process.pid for process in held.runs()} == running
             held.release()
             assert again.finish().code == 0, again.stderr
     assert night.told() == ["ok"] * 2
-    assert held.submitted() == submitted
     assert not night.superseded()
 
 
@@ -286,3 +261,35 @@ def test_sweep_waits_for_a_controller_that_is_restarted(held, tmp_path):
         held.start("slurmctld")
         assert night.finish().code == 0, night.stderr
     assert night.told() == ["ok", "ok"]
+
+
+@pytest.mark.slurm
+@slurms.SKIP
+def test_ctrl_c_ends_the_jobs_and_the_sweep_resumes(held, tmp_path):
+    spec = written(tmp_path, "partition: debug\noptions: [--exclusive]\n", held)
+    with Night(spec, tmp_path / "out", "--on", "slurm", env=held.environment) as night:
+        eventually(lambda: len(held.runs()) == 2)
+        night.send(signal.SIGINT)
+        assert night.finish().code == 130
+    assert night.told() == ["interrupted", "interrupted"]
+    eventually(lambda: not held.runs(), "a job has outlived its sweep")
+    held.release()
+    done = sweep(spec, tmp_path / "out", "--on", "slurm", env=held.environment)
+    assert night.told() == ["ok", "ok"]
+    assert sweep(spec, tmp_path / "here").stdout == done.stdout
+    for run in night.runs():
+        assert read_steps(run.steps)[0]
+        assert not run.reserve.exists()
+
+
+@pytest.mark.slurm
+@slurms.SKIP
+def test_cell_of_a_lost_node_runs_on_another_one(held, tmp_path):
+    """This is the last test, because the cluster loses a node."""
+    spec = written(tmp_path, "partition: debug\noptions: [--exclusive]\n", held)
+    with Night(spec, tmp_path / "out", "--on", "slurm", env=held.environment) as night:
+        eventually(lambda: len(held.runs()) == 2)
+        held.lose(1)
+        held.release()
+        assert night.finish().code == 0, night.stderr
+        assert night.told() == ["ok", "ok"]

@@ -12,7 +12,7 @@ from ftbench.errors import MissingError, SpecError
 @app.command()
 def probe(out: Out = Path("results"), as_json: Json = False) -> None:
     """Measure this machine's peak rates, in at most a minute. Matrix products, memory, links, power."""
-    from ftbench.probe import probing
+    from ftbench.doctor import probe as probing
 
     log(f"probing this machine, {probing.LIMIT_S:.0f} s at most")
     document, path = probing.probe(out)

@@ -1,1 +1,41 @@
-"""Sweeps on Slurm. The rest of ftbench works without this package."""
+"""Sweeps on Slurm, and their settings (slurm.yaml). The rest of ftbench works without this package."""
+
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from ftbench.errors import SpecError
+from ftbench.spec.base import Int, Part
+from ftbench.spec.reading import in_file, read_yaml
+
+SETTINGS = "slurm.yaml"
+
+
+class SlurmSettings(Part):
+    """slurm.yaml: the resources of each cell. Missing keys keep the cluster's default."""
+
+    partition: str | None = Field(None, min_length=1, description="partition of the nodes")
+    time: Int | str | None = Field(None, description="time limit of a cell")
+    gres: str | None = Field(None, min_length=1, description="generic resources of a cell, for example gpu:h200:1")
+    preamble: str = Field("", description="shell commands before ftbench starts on a node")
+    options: tuple[str, ...] = Field((), description="more options of sbatch, for example --account=physics")
+    tasks: Int = Field(64, ge=1, le=1000, description="number of cells that are queued or running at the same time")
+    python: str | None = Field(None, min_length=1, description="Python on the nodes; default: the path of this one")
+
+
+def load_settings(on: str, source: Path) -> SlurmSettings:
+    """Return the settings for `--on slurm` or `slurm:FILE`. Raise SpecError with `file:line: key: problem`."""
+    kind, _, name = on.partition(":")
+    if kind != "slurm":
+        raise SpecError(f"--on {on}: allowed are slurm (with a {SETTINGS}), and slurm:FILE")
+    files = [Path(name)] if name else [source.parent / SETTINGS, Path(SETTINGS)]
+    path = next((path for path in files if path.exists()), None)
+    if path is None:
+        raise SpecError(
+            f"--on {on}: {' and '.join(map(str, dict.fromkeys(files)))} not found; docs/how-to/cluster.md shows one"
+        )
+    values = read_yaml(path, "a file for Slurm", "partition, time, gres or preamble (docs/how-to/cluster.md)")
+    try:
+        return SlurmSettings.model_validate(values)
+    except ValidationError as error:
+        raise SpecError(*in_file(error, path, SlurmSettings)) from None

@@ -1,107 +1,137 @@
-"""`sweep --on slurm`: each cell is an `sbatch` job on a disk that the nodes share.
+"""`sweep --on slurm`: each cell is an `sbatch --wait` job on a disk that the nodes share.
 
-Jobs are found again by their names, so a sweep that was killed continues with the jobs that are still in the queue.
-A job is `python -m ftbench.cluster.slurm FOLDER`. It trains in that folder and moves the run to its final path at the
-end. A job that Slurm requeues (preemption, a lost node) starts the run again.
+A job is `python -m ftbench.cluster.slurm FOLDER`, where FOLDER is `.slurm/<run>/` in the experiment's folder. It trains
+there and moves the run to its final path at the end. A job that Slurm requeues (preemption, a lost node) starts the run
+again. The jobs of a cell have one name and run one after the other (`--dependency=singleton`): a sweep that was killed
+submits its unfinished cells again, and a job whose run is finished ends at once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shlex
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
-from ftbench.cluster import remote
-from ftbench.cluster.slurm_queue import ORDER, OUTCOME, Queue
+from ftbench.cluster import SETTINGS, SlurmSettings, load_settings
+from ftbench.core.processes import run_program
 from ftbench.errors import FtbenchError, MissingError, SpecError
-from ftbench.launch import runner
+from ftbench.launch import process, runner
+from ftbench.launch.process_tree import die_with_parent
 from ftbench.launch.progress import Progress
 from ftbench.launch.runner import FinishedRun, Order
-from ftbench.spec import slurm
 from ftbench.spec.experiment import Experiment
-from ftbench.store import rundir
+from ftbench.store import rundir, summary
 from ftbench.store.rundir import RunDir
-from ftbench.sweep.gpu_slots import RunControl
+from ftbench.sweep.gpu_slots import LocalSlot, RunControl
 from ftbench.sweep.output.live import UNFINISHED, unfinished
 from ftbench.sweep.plan.base import Job, read_standing
 
+ORDER, OUTCOME, SCRIPT, LOG, ERRORS = "order.json", "outcome.json", "job.sh", "log.txt", "sbatch.txt"
 NODE = "node"  # name of the job that describes a node, and of the file with its result
 SHARED_S = 30.0  # longest wait for a file of another node to appear on the shared disk
-CANCEL_S = 60.0
+AWAY_S = 1800.0  # longest time without an answer of the controller
+_RETRY_S = 30.0
 _POLL_S = 0.5
+_ANSWER_S = 60.0  # longest wait for scancel and scontrol
+# Errors of sbatch while the controller is not reachable.
+_AWAY = ("Unable to contact slurm controller", "Socket timed out")
 
 
 def slots(
     on: str, spec: Experiment, source: Path, folder: Path, notify: Callable[[str], None]
 ) -> tuple[Sequence[SlurmSlot], dict[str, Any]]:
     """Return one slot per job that may be in the queue, and the machine.json of a node."""
-    settings = slurm.load_settings(_settings_file(on, source))
-    queue = Queue(settings, folder)
-    described = _describe_node(queue, spec, notify)
+    settings, folder = load_settings(on, source), folder.resolve()
+    described = _describe_node(settings, folder, spec, notify)
+    earlier = {path.name for path in folder.iterdir()}
     gpu = runner.gpu_name(described)
-    return [SlurmSlot(f"job {number + 1}", queue, gpu) for number in range(settings.tasks)], described
+    return [SlurmSlot(f"job {number + 1}", settings, gpu, earlier) for number in range(settings.tasks)], described
 
 
-def _settings_file(on: str, source: Path) -> Path:
-    kind, _, name = on.partition(":")
-    if kind != "slurm":
-        raise SpecError(f"--on {on}: allowed are slurm (with a slurm.yaml), and slurm:FILE")
-    files = [Path(name)] if name else [source.parent / slurm.NAME, Path(slurm.NAME)]
-    if path := next((path for path in files if path.exists()), None):
-        return path
-    raise SpecError(
-        f"--on {on}: {' and '.join(map(str, dict.fromkeys(files)))} not found: docs/how-to/cluster.md has an example"
-    )
-
-
-def _describe_node(queue: Queue, spec: Experiment, notify: Callable[[str], None]) -> dict[str, Any]:
+def _describe_node(
+    settings: SlurmSettings, folder: Path, spec: Experiment, notify: Callable[[str], None]
+) -> dict[str, Any]:
     """Return the machine.json of a node, written by a job. The result is kept for later sweeps of the folder."""
     launcher = spec.launch.framework if spec.launch.mock == "off" else "mock"
-    key = json.dumps([queue.settings.model_dump(mode="json", exclude={"tasks", "time"}), launcher])
-    file = queue.folder / UNFINISHED / f"{NODE}.json"
+    key = json.dumps([settings.model_dump(mode="json", exclude={"tasks", "time"}), launcher])
+    file, job = folder / UNFINISHED / f"{NODE}.json", folder / UNFINISHED / NODE
     known = rundir.read_json(file)
     if known.get("key") == key:
         return dict(known["described"])
-    job = queue.submit(NODE, {"describe": spec.model_dump(mode="json")})
-    try:
-        outcome = _wait_for_outcome(queue, notify)
-    finally:
-        queue.cancel(job)
+    notify("waiting for the job that describes a node; `squeue --me` shows it, Ctrl-C cancels it")
+    with _submitted(settings, job, {"describe": spec.model_dump(mode="json")}) as sbatch:
+        while sbatch.poll() is None and not (job / OUTCOME).exists():
+            time.sleep(_POLL_S)
+        outcome: dict[str, Any] = _eventually(lambda: rundir.read_json(job / OUTCOME))
+        if not outcome:
+            _require_accepted(job, sbatch)
     if "described" in outcome:
         rundir.write_json(file, {"key": key, "described": outcome["described"]})
         return dict(outcome["described"])
-    if reason := outcome.get("error") or queue.last_line(NODE):
+    if reason := outcome.get("error") or _last_line(job / LOG):
         raise MissingError(f"--on slurm: a node cannot run ftbench: {reason}")
     raise MissingError(
-        f"--on slurm: the job that describes a node wrote nothing to {queue.folder}: --out must be on a disk that this "
+        f"--on slurm: the job that describes a node wrote nothing to {folder}: --out must be on a disk that this "
         "machine and the nodes share"
     )
 
 
-def _wait_for_outcome(queue: Queue, notify: Callable[[str], None]) -> dict[str, Any]:
-    """Wait for the job that describes a node. Return an empty outcome if it ends without a result."""
-    text = ""
-    while not (outcome := queue.outcome(NODE)):
-        entry = queue.status(NODE)
-        if entry is None or not entry[1].alive:
-            return dict(_eventually(lambda: queue.outcome(NODE)))
-        if entry[1].blocked:
-            raise MissingError(
-                f"--on slurm: Slurm does not start the job ({entry[1].reason}); see `scontrol show job {entry[0]}`, "
-                "and change partition, time or options in slurm.yaml"
-            )
-        if entry[1].state == "PENDING" and entry[1].text != text:
-            text = entry[1].text
-            notify(f"the job that describes a node is {text}; Ctrl-C cancels it")
-        time.sleep(_POLL_S)
-    return outcome
+@contextmanager
+def _submitted(settings: SlurmSettings, folder: Path, order: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+    """Submit a job and yield its `sbatch --wait`, which ends with it. An exception in the block cancels the job."""
+    python = shlex.quote(settings.python or sys.executable)
+    task = f"{python} -P -m ftbench.cluster.slurm {shlex.quote(str(folder))}"
+    with rundir.writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / OUTCOME).unlink(missing_ok=True)
+    rundir.write_text(folder / SCRIPT, f"#!/bin/bash\n{settings.preamble}\nexec {task}\n")
+    rundir.write_json(folder / ORDER, order)
+    name = f"ftbench-{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+    given = {"partition": settings.partition, "time": settings.time, "gres": settings.gres}
+    command = [
+        "sbatch", *settings.options, "--wait", "--parsable", "--requeue", "--dependency=singleton",
+        f"--job-name={name}", f"--output={folder / LOG}", "--open-mode=append",
+        *(f"--{key}={value}" for key, value in given.items() if value is not None), str(folder / SCRIPT),
+    ]  # fmt: skip
+    try:
+        with (folder / ERRORS).open("w") as errors:
+            sbatch = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
+                start_new_session=True, preexec_fn=die_with_parent,
+            )  # fmt: skip
+    except OSError as error:
+        raise MissingError(f"--on slurm: sbatch: {error.strerror}: start the sweep where `sbatch` works") from None
+    with sbatch:
+        try:
+            yield sbatch
+        except BaseException:
+            with suppress(OSError):
+                run_program(["scancel", "--me", f"--name={name}"], _ANSWER_S)
+            raise
+        finally:
+            sbatch.kill()
+
+
+def _require_accepted(folder: Path, sbatch: subprocess.Popen[str]) -> str:
+    """Return the number of the job. Raise SpecError with the reason if sbatch has refused it, MissingError if the
+    controller does not answer."""
+    assert sbatch.stdout is not None
+    if number := sbatch.stdout.read().strip().partition(";")[0]:
+        return number
+    reason = _last_line(folder / ERRORS).removeprefix("sbatch: error: ")
+    if any(text in reason for text in _AWAY):
+        raise _AwayError(f"--on slurm: {reason}")
+    raise SpecError(f"--on slurm: sbatch refuses the job: {reason}")
 
 
 def _eventually(read: Callable[[], Any]) -> Any:
@@ -112,107 +142,120 @@ def _eventually(read: Callable[[], Any]) -> Any:
     return value
 
 
-@dataclass(slots=True, eq=False)
+def _last_line(path: Path) -> str:
+    """Return the last line of a log, or an empty text."""
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+
+
+class _AwayError(MissingError):
+    """The controller of Slurm is not reachable."""
+
+
+class _StoppedError(Exception):
+    """The sweep was interrupted, or its time budget ran out."""
+
+
+@dataclass(slots=True)
 class SlurmSlot:
-    """One job at a time in Slurm's queue. All cells must train on the GPU `gpu`."""
+    """One job at a time. All cells must train on the GPU `gpu`. `earlier` has the runs before the plan, and tried ones."""
 
     name: str
-    queue: Queue
+    settings: SlurmSettings
     gpu: str | None
+    earlier: set[str]
     trains: bool = field(default=False, init=False)
 
     def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:
-        """Submit a job, or continue with the one of an earlier session, and wait for its run."""
-        run_id, name = job.run.run_id, self.queue.name(job.run.run_id)
-        if name in self.queue.earlier and read_standing(job.run).done:  # since the plan was made
-            return remote.finished(job.run)
-        self.queue.earlier.discard(name)
-        if job.run.path.exists():
-            rundir.archive(job.run)
-        try:
-            entry = self.queue.status(run_id)
-            alive = entry is not None and entry[1].alive
-            order = {} if alive else self._order(job, source)
-            number = entry[0] if entry and alive else self.queue.submit(run_id, order, control.stops_within)
-            result = self._follow(job, number, control)
-        finally:
-            self.trains = False
-        self.queue.tidy(run_id)
-        return result
-
-    def _order(self, job: Job, source: bytes) -> dict[str, Any]:
-        return {
-            "run": job.run.run_id, "spec": job.spec.model_dump(mode="json"), "sets": list(job.sets), "gpu": self.gpu,
-            "source": source.decode(errors="replace"), "shared": "--exclusive" not in self.queue.settings.options,
+        """Submit a job and wait for its run. Submit it again while the controller is not reachable."""
+        run = job.run
+        if run.path.exists() and run.run_id not in self.earlier:  # by a job of an earlier session, since the plan
+            return _finished(run)
+        if run.path.exists():
+            rundir.archive(run)
+        self.earlier.add(run.run_id)
+        order = {
+            "run": run.run_id, "spec": job.spec.model_dump(mode="json"), "sets": list(job.sets), "gpu": self.gpu,
+            "source": source.decode(errors="replace"), "shared": "--exclusive" not in self.settings.options,
         }  # fmt: skip
+        folder, end = run.path.parent.resolve() / UNFINISHED / run.run_id, time.monotonic() + AWAY_S
+        while True:
+            try:
+                with _submitted(self.settings, folder, order) as sbatch:
+                    return self._wait(run, folder, sbatch, control)
+            except _AwayError:
+                if time.monotonic() > end or control.stops_within(_RETRY_S):
+                    raise
+            except _StoppedError:
+                return _record(run, "interrupted", "interrupted by a signal, or the sweep's time budget ran out")
+            finally:
+                self.trains = False
 
-    def _follow(self, job: Job, number: str, control: RunControl) -> FinishedRun:
+    def _wait(self, run: RunDir, folder: Path, sbatch: subprocess.Popen[str], control: RunControl) -> FinishedRun:
         progress: Progress | None = None
-        while not job.run.state.exists():
-            entry = self.queue.status(job.run.run_id)
-            self.trains = entry is not None and entry[1].state == "RUNNING"
-            if entry is None or not entry[1].alive:
-                return self._without_result(job, number, entry[1].state if entry else "UNKNOWN", control)
-            if entry[1].blocked:
-                self.queue.cancel(number)
-                return _record(job.run, "error", f"Slurm does not start job {number} ({entry[1].reason})")
-            path = unfinished(job.run.path.parent, job.run.run_id)
+        while sbatch.poll() is None and not run.state.exists():
+            path = unfinished(run.path.parent, run.run_id)
+            self.trains = path.exists()
             if progress is None or progress.run.path != path:
                 progress = Progress(RunDir(path))
             progress.poll()
-            control.show(f"{entry[1].text}: {progress.text()}")
+            control.show(progress.text() if self.trains else "waiting in Slurm's queue")
             late = control.deadline is not None and time.monotonic() > control.deadline
             if late or control.stops_within(_POLL_S):
-                return self._cancel(job, number)
-        return remote.finished(job.run)
+                raise _StoppedError
+        if run.state.exists():
+            return _finished(run)
+        return _without_result(run, folder, _require_accepted(folder, sbatch))
 
-    def _without_result(self, job: Job, number: str, state: str, control: RunControl) -> FinishedRun:
-        """Record a job that has ended before it moved its run to its final path."""
-        run_id = job.run.run_id
-        _eventually(lambda: job.run.state.exists() or self.queue.outcome(run_id))
-        if job.run.state.exists():
-            return remote.finished(job.run)
-        if (entry := self.queue.status(run_id)) and entry[1].alive:  # requeued
-            return self._follow(job, number, control)
-        state = self.queue.final_state(number) if state == "UNKNOWN" else state
-        outcome, name = self.queue.outcome(run_id), f"Slurm job {number}"
-        if "error" in outcome:
-            kinds = {SpecError.exit_code: SpecError, MissingError.exit_code: MissingError}
-            raise kinds.get(outcome["code"], FtbenchError)(outcome["error"])
-        if state == "TIMEOUT":
-            return _record(job.run, "timeout", f"{name}: time limit reached; raise `time` in slurm.yaml")
-        if state == "OUT_OF_MEMORY":
-            reason = f"{name}: out of host memory; raise --mem in the options of slurm.yaml"
-            return _record(job.run, "oom", reason, oom={"kind": "kernel"})
-        line = self.queue.last_line(run_id)
-        reason = f"{name} ended without a result ({state}){f': {line}' if line else ''}"
-        return _record(job.run, "error", reason, signal=int(SIGTERM))  # the plan retries it
 
-    def _cancel(self, job: Job, number: str) -> FinishedRun:
-        self.queue.cancel(number)
-        until = time.monotonic() + CANCEL_S
-        while not job.run.state.exists() and time.monotonic() < until:
-            entry = self.queue.status(job.run.run_id)
-            if entry is None or not entry[1].alive:
-                break
-            time.sleep(_POLL_S)
-        return _record(job.run, "interrupted", "interrupted by a signal, or the sweep's time budget ran out")
+def _without_result(run: RunDir, folder: Path, number: str) -> FinishedRun:
+    """Record a job that has ended before it moved its run to its final path."""
+    _eventually(lambda: run.state.exists() or (folder / OUTCOME).exists())
+    outcome = rundir.read_json(folder / OUTCOME)
+    if "error" in outcome and not run.state.exists():
+        kinds = {SpecError.exit_code: SpecError, MissingError.exit_code: MissingError}
+        raise kinds.get(outcome["code"], FtbenchError)(outcome["error"])
+    shown = ""
+    with suppress(OSError):
+        shown = run_program(["scontrol", "show", "job", number, "-o"], _ANSWER_S).stdout
+    state, name = shown.partition("JobState=")[2].partition(" ")[0] or "UNKNOWN", f"Slurm job {number}"
+    if state == "TIMEOUT":
+        return _record(run, "timeout", f"{name}: time limit reached; raise `time` in {SETTINGS}")
+    if state == "OUT_OF_MEMORY":
+        reason = f"{name}: out of host memory; raise --mem in the options of {SETTINGS}"
+        return _record(run, "oom", reason, oom={"kind": "kernel"})
+    line = _last_line(folder / LOG)
+    reason = f"{name} ended without a result ({state}){f': {line}' if line else ''}"
+    return _record(run, "error", reason, signal=int(SIGTERM))  # the plan retries it
 
 
 def _record(run: RunDir, state: str, reason: str, **more: Any) -> FinishedRun:
     """Create the directory of a run without a result, unless the result has arrived."""
-    try:
-        return remote.ended(rundir.create_at(run.path), state, reason, **more)
-    except FileExistsError:
-        return remote.finished(run)
+    with suppress(FileExistsError):
+        document = {"schema": rundir.SCHEMA, "state": state, "reason": reason, "ended_at": rundir.now(), **more}
+        rundir.write_json(rundir.create_at(run.path).state, document)
+        run.reserve.unlink(missing_ok=True)
+    return _finished(run)
+
+
+def _finished(run: RunDir) -> FinishedRun:
+    summarised = summary.summarise(run)
+    return FinishedRun(run, summarised, 0 if summarised.state == "ok" else FtbenchError.exit_code)
+
+
+# --- on the node -----------------------------------------------------------------------------------------------------
 
 
 def main(folder: Path) -> int:
-    """Execute the order in a job's folder on this node, and return the exit code."""
+    """Execute the order in a job's folder, and return the exit code."""
     order = rundir.read_json(folder / ORDER)
     try:
         if "describe" in order:
-            rundir.write_json(folder / OUTCOME, {"described": remote.describe(order["describe"])})
+            described = runner.describe(Experiment.model_validate(order["describe"]))
+            rundir.write_json(folder / OUTCOME, {"described": described})
             return 0
         return _train(folder, order)
     except FtbenchError as error:
@@ -221,6 +264,9 @@ def main(folder: Path) -> int:
 
 
 def _train(folder: Path, order: dict[str, Any]) -> int:
+    """Train in the job's folder and move the run to its final path. SIGTERM ends the run.
+
+    Raise MissingError if the node has another GPU than the sweep: its runs must be comparable."""
     destination, own = RunDir(folder.parents[1] / order["run"]), RunDir(folder / order["run"])
     if destination.state.exists():
         print("the run is already finished")
@@ -228,8 +274,15 @@ def _train(folder: Path, order: dict[str, Any]) -> int:
     if own.path.exists():  # left by an attempt that was requeued
         rundir.archive(own, destination)
     spec = Experiment.model_validate(order["spec"])
+    if (name := runner.gpu_name(runner.describe(spec))) != order["gpu"]:
+        raise MissingError(
+            f"this node has {name or 'no GPU'}, but the sweep uses {order['gpu'] or 'none'}: request one kind of GPU "
+            f"in {SETTINGS} (gres, or options: [--constraint=…])"
+        )
     request = Order(spec, order["source"].encode(), order["sets"], folder.parents[2])
-    result = remote.train(lambda: rundir.create_at(own.path), request, order["gpu"], order["shared"], print)
+    with process.signals() as stop_pipe:
+        control = RunControl(stop_pipe, None, print, lambda text: None)
+        result = LocalSlot("GPU", shared=order["shared"]).train(lambda: rundir.create_at(own.path), request, control)
     if read_standing(own).done and not read_standing(own).killed:
         with suppress(OSError):  # not empty: the run is there already
             os.rename(own.path, destination.path)

@@ -1,25 +1,79 @@
 """Check the installed packages, the build of torch, the GPU, the methods, and the host."""
 
 import os
+import platform
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any, Literal
 
-import psutil
 from packaging.requirements import Requirement
 
 from ftbench.core import units
 from ftbench.core.hardware import find_gpu, rocm_refusal
 from ftbench.core.units import GIB
-from ftbench.doctor.facts import Answer, Facts, Finding, Verdict, version
 from ftbench.errors import MissingError
 from ftbench.launch import hub, trl
-from ftbench.launch.checks import MINIMUM_FREE_BYTES
+from ftbench.launch.checks import MINIMUM_FREE_BYTES, capability
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.store import machine
 from ftbench.store.run_warnings import FOREIGN_MEMORY_GB
+from ftbench.store.rundir import first_gpu
+
+Verdict = Literal["ok", "warn", "fail", "n/a"]
+Answer = tuple[Verdict, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        verdict: `ok`; `warn`: it works, but slower or with doubtful results; `fail`: it prevents a run; `n/a`: it is
+            not installed or could not be checked.
+        text: A sentence. It says how to fix the problem, unless the verdict is `ok`.
+    """
+
+    area: str
+    name: str
+    verdict: Verdict
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts about this machine.
+
+    Attributes:
+        described: The contents of machine.json.
+        torch: The output of `worker.versions`. Empty if torch cannot be imported.
+        why_no_torch: Why torch cannot be imported.
+        environment: The variables of this process.
+        kernel: The name of the kernel's release.
+    """
+
+    described: dict[str, Any]
+    torch: dict[str, Any]
+    why_no_torch: str | None
+    environment: Mapping[str, str]
+    kernel: str = field(default_factory=platform.release)
+
+    @property
+    def gpu(self) -> dict[str, Any]:
+        """The GPU of machine.json; empty without one."""
+        return first_gpu(self.described)
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """The compute capability according to NVML, otherwise according to torch."""
+        if (known := capability(self.described)) is not None or not self.torch.get("devices"):
+            return known
+        major, minor = self.torch["devices"][0]["capability"]
+        return major, minor
+
 
 # --- packages --------------------------------------------------------------------------------------------------------
 
@@ -48,6 +102,14 @@ def requirements() -> list[tuple[Requirement, str]]:
         return []
     pairs = ((need, str(need.marker or "").partition("extra == ")[2].strip('"')) for need in map(Requirement, texts))
     return [(need, extra) for need, extra in pairs if extra != "dev"]
+
+
+def version(package: str) -> str | None:
+    """Return the installed version of a package, None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _package(need: Requirement, extra: str) -> Answer:
@@ -105,11 +167,10 @@ def gpu(facts: Facts) -> list[Finding]:
     """Return findings; a single `n/a` with the reason if there is no GPU."""
     if facts.gpu:
         answers = {
-            "GPU": _card(facts), "memory": _shared_memory(facts), "other processes": _other_processes(facts),
-            "memory errors": _memory_errors(facts), "power limit": _power_limit(facts),
+            "GPU": _card(facts), "memory": _moved_memory(facts), "other processes": _other_processes(facts),
         }  # fmt: skip
     elif devices := facts.torch.get("devices"):
-        answers = {"memory": _shared_memory(facts), "GPU": (
+        answers = {"memory": _moved_memory(facts), "GPU": (
             "warn", f"torch sees {devices[0]['name']}, but NVML does not: power, clocks, temperature and device memory "
             "stay empty in every run; install the driver's libnvidia-ml"
         )}  # fmt: skip
@@ -134,17 +195,13 @@ def _card(facts: Facts) -> Answer:
     return "warn", f"{title}; it is not in ftbench's table, so MFU stays empty: measure its limits with `ftbench probe`"
 
 
-def _shared_memory(facts: Facts) -> Answer | None:
-    if "microsoft" in facts.kernel.lower():
-        return "warn", (
-            "the Windows driver moves what does not fit into system memory, and a run gets many times slower instead "
-            "of running out: set CUDA - Sysmem Fallback Policy to Prefer No Sysmem Fallback in NVIDIA's control panel"
-        )
-    if any(device["integrated"] for device in facts.torch.get("devices", ())):
-        return "warn", (
-            "GPU and host share their memory: use the allocated memory for comparisons, and leave some GiB to the host"
-        )
-    return None
+def _moved_memory(facts: Facts) -> Answer | None:
+    if "microsoft" not in facts.kernel.lower():
+        return None
+    return "warn", (
+        "the Windows driver moves what does not fit into system memory, and a run gets many times slower instead of "
+        "running out: set CUDA - Sysmem Fallback Policy to Prefer No Sysmem Fallback in NVIDIA's control panel"
+    )
 
 
 def _other_processes(facts: Facts) -> Answer:
@@ -157,25 +214,6 @@ def _other_processes(facts: Facts) -> Answer:
     if others is None and used is None:
         return "n/a", "the driver does not report them; make sure that the GPU is free"
     return "ok", "none"
-
-
-def _memory_errors(facts: Facts) -> Answer:
-    count = facts.gpu["ecc_uncorrected"]
-    if not count:
-        return ("n/a", "not counted: ECC is off or not supported") if count is None else ("ok", "none uncorrected")
-    return "fail", f"{count} uncorrected since the driver was loaded: do not trust this GPU; reset or replace it"
-
-
-def _power_limit(facts: Facts) -> Answer | None:
-    limit, highest = facts.gpu["power_limit_w"], facts.gpu["power_limit_max_w"]
-    if limit is None or highest is None:
-        return None
-    if limit >= highest - 1:
-        return "ok", f"{limit:.0f} W, the maximum"
-    return "warn", (
-        f"{limit:.0f} W of {highest:.0f} W: the GPU is slower than others of its kind; raise it with nvidia-smi -pl "
-        f"{highest:.0f}, or publish the limit with your results"
-    )
 
 
 # --- methods ---------------------------------------------------------------------------------------------------------
@@ -203,8 +241,6 @@ def _method(facts: Facts, name: str) -> Answer:
 
 HOST = "host"
 ROOM_GB = 20.0  # the 16-bit weights of an 8B model take 16 GB
-MEMORY_SHARE = 0.1
-CGROUPS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")  # versions 2 and 1
 # Variables that slow training down or change its behaviour.
 DEBUG = (
     "CUDA_LAUNCH_BLOCKING", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE",
@@ -225,7 +261,6 @@ def host(out: Path, environment: Mapping[str, str]) -> list[Finding]:
         Finding(HOST, "disk for runs", *disk(out, "choose another disk with --out", MINIMUM_FREE_BYTES / GIB)),
         Finding(HOST, "disk for weights", *disk(weights, "set FTBENCH_CACHE to a larger disk", ROOM_GB, "warn")),
         Finding(HOST, "disk for the hub", *disk(cache, "set HF_HOME to a larger disk", ROOM_GB, "warn")),
-        Finding(HOST, "memory", *_memory()),
         Finding(HOST, "environment", *variables),
         Finding(HOST, "hub", *hub.reach(environment)),
     ]
@@ -239,17 +274,3 @@ def disk(path: Path, fix: str, needed_gb: float, full: Verdict = "fail") -> Answ
     free_gb = shutil.disk_usage(folder).free / GIB
     free = f"{units.gibibytes(free_gb)} GiB free at {path}"
     return ("ok", free) if free_gb >= needed_gb else (full, f"{free}: {fix}, or delete files")
-
-
-def _memory() -> Answer:
-    memory = psutil.virtual_memory()
-    limits = [int(text) for path in CGROUPS if path.exists() and (text := path.read_text().strip()).isdigit()]
-    text = f"{units.gibibytes(memory.available / GIB)} GiB of {units.gibibytes(memory.total / GIB)} GiB are free"
-    if limits and min(limits) < memory.total:
-        return "warn", (
-            f"{text}, but this container may use only {units.gibibytes(min(limits) / GIB)} GiB: raise the limit "
-            "(docker run --memory), or keep weights, data and pinned memory below it"
-        )
-    if memory.available < memory.total * MEMORY_SHARE:
-        return "warn", f"{text}: stop other programs, otherwise loading a model may swap or be killed"
-    return "ok", text

@@ -1,23 +1,29 @@
 """All findings about this machine, and whether a spec can run on it."""
 
 import dataclasses
-from collections.abc import Sequence
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftbench.core.table import text_table
 from ftbench.doctor import checks
-from ftbench.doctor.facts import Facts, Finding, as_text, gather
+from ftbench.doctor.checks import Facts, Finding
 from ftbench.errors import FtbenchError
 from ftbench.launch import checks as launch_checks
-from ftbench.launch import hub
+from ftbench.launch import hub, process
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
-from ftbench.store import rundir
+from ftbench.store import machine, rundir
 from ftbench.store.rundir import first_gpu
 
 SCHEMA = 1
 AREA = "spec"
+CHILD_S = 120.0  # importing torch takes 2 s, or 20 s from a cold disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +104,36 @@ def _refused(spec: Experiment, facts: Facts) -> list[str]:
     except FtbenchError as error:
         return str(error).splitlines()
     return []
+
+
+def as_text(findings: Iterable[Finding], width: int | None = None) -> str:
+    """Return findings grouped by area, wrapped at `width` characters (by default the terminal's width)."""
+    areas: dict[str, list[tuple[str, str, str]]] = {}
+    for finding in findings:
+        areas.setdefault(finding.area, []).append((f"  {finding.verdict}", finding.name, finding.text))
+    return "\n\n".join(f"{area}\n{text_table(['', '', ''], rows, width)}" for area, rows in areas.items())
+
+
+def gather() -> Facts:
+    """Return the facts about this machine. Read the GPU before torch uses it."""
+    environment = dict(os.environ)
+    described = machine.describe()
+    torch, why = inspect_torch(environment)
+    return Facts(described, torch, why, environment)
+
+
+def inspect_torch(environment: Mapping[str, str], limit_s: float = CHILD_S) -> tuple[dict[str, Any], str | None]:
+    """Import torch in a child process and return what `worker.versions` prints, or nothing and the reason."""
+    if importlib.util.find_spec("torch") is None:
+        return {}, "torch is not installed"
+    with tempfile.TemporaryDirectory() as folder:
+        _, why = process.run_module(
+            "ftbench.worker.versions", (), {**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            log := Path(folder, "log.txt"), limit_s, f"did not answer within {limit_s:.0f} s",
+        )  # fmt: skip
+        lines = log.read_text(errors="replace").splitlines()
+    document = next((line for line in reversed(lines) if line.startswith("{")), "")
+    try:
+        return json.loads(document), None
+    except ValueError:
+        return {}, f"torch {why or 'printed nothing'}"

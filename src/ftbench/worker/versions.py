@@ -2,8 +2,7 @@
 
 torch, cuda        versions; cuda is null in a CPU or ROCm build
 rocm               whether torch sees an AMD GPU
-arch_list          targets of its kernels: sm_90, sm_120, compute_120 …
-devices            visible GPUs: name, capability, integrated (memory shared with the host)
+devices            visible GPUs: name, capability
 works              whether a kernel ran on the first GPU; null without a GPU
 error              the first line of the error if there is no GPU or the kernel failed
 """
@@ -32,7 +31,6 @@ def versions() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "rocm": sees_amd(),
-        "arch_list": torch.cuda.get_arch_list(),
         "devices": [],
         "works": None,
         "error": None,
@@ -43,11 +41,7 @@ def versions() -> dict[str, Any]:
         torch.cuda.init()
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            result["devices"].append({
-                "name": properties.name,
-                "capability": [properties.major, properties.minor],
-                "integrated": bool(getattr(properties, "is_integrated", False)),
-            })  # fmt: skip
+            result["devices"].append({"name": properties.name, "capability": [properties.major, properties.minor]})
         result["works"] = False
         result["works"] = float(torch.ones(2, device="cuda").sum()) == 2
     except Exception as error:  # noqa: BLE001 - the result reports it

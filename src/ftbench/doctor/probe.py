@@ -1,0 +1,135 @@
+"""`ftbench probe`: measure the peak rates of this machine in a child process and store them."""
+
+import hashlib
+import importlib.util
+import os
+import platform
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ftbench.core import units
+from ftbench.core.table import folded, text_table
+from ftbench.errors import FtbenchError, MissingError
+from ftbench.launch import process
+from ftbench.store import machine, rundir
+from ftbench.store.rundir import first_gpu
+
+SCHEMA = 1
+LIMIT_S = 60.0
+# Budget of the child. The rest is for its start and for items that take longer than planned.
+_CHILD_S = 55.0
+PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8", "int8")
+FOREIGN_MEMORY_GB = 1.0
+# Keys of the document. Missing measurements are None, with the reason in `notes`.
+_FIGURES = ("device", "products", "memory", "capacity", "host_link", "launch_us", "idle", "links", "notes")
+
+
+def probe(out: Path) -> tuple[dict[str, Any], Path]:
+    """Measure this machine within LIMIT_S seconds. Return the document and the file below `out` that contains it.
+
+    Raises:
+        MissingError: torch is missing or cannot use the GPU, or `out` is not writable.
+        FtbenchError: Nothing could be measured.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise MissingError(
+            f"probe needs torch, which is not installed for {sys.executable}: pip install 'ftbench[train]'"
+        )
+    described = machine.describe()
+    folder = out / machine.PROBES
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # fails early if the folder is not writable
+        with tempfile.TemporaryDirectory() as scratch:
+            measured = _measure(Path(scratch))
+    except OSError as error:
+        raise rundir.disk_error(folder, error) from None
+    document = {
+        "schema": SCHEMA, "date": rundir.now(), "machine": described, **dict.fromkeys(_FIGURES), **measured,
+        "products": {name: measured.get("products", {}).get(name) for name in PRECISIONS},
+    }  # fmt: skip
+    document["notes"] = [*measured.get("notes", []), *_not_free(first_gpu(described))]
+    path = folder / file_name(described)
+    rundir.write_json(path, document)
+    return document, path
+
+
+def _measure(scratch: Path) -> dict[str, Any]:
+    """Return the measurements of the child, also if it was stopped early."""
+    path, log = scratch / "probe.json", scratch / "log.txt"
+    arguments, late = [str(path.resolve()), f"{_CHILD_S:g}"], f"was stopped after {LIMIT_S:.0f} s"
+    environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1"}  # the driver's order
+    ended, why = process.run_module("ftbench.worker.probe", arguments, environment, log, LIMIT_S, late)
+    document = rundir.read_json(path)
+    doing = document.pop("doing", None)
+    if missing := document.pop("missing", None):
+        raise MissingError(missing)
+    if why:
+        if not any(document.get("products", {}).values()):
+            raise FtbenchError(f"probe: the measuring process {why}; nothing was measured")
+        document["notes"] = [*document["notes"], f"{doing}: not measured: the measuring process {why}"]
+    return document | {"wall_s": ended.wall_s}
+
+
+def file_name(described: dict[str, Any]) -> str:
+    """Return `nvidia-h200-1a2b3c4d.json`, from the GPU's UUID or, without a GPU, from the host name."""
+    gpu = first_gpu(described)
+    name = gpu.get("name") or described["cpu"]["model"] or "cpu"
+    key = gpu.get("uuid") or platform.node()
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60]
+    return f"{slug}-{hashlib.sha256(key.encode()).hexdigest()[:8]}.json"
+
+
+def _not_free(gpu: dict[str, Any]) -> list[str]:
+    """Return a note if other programs used the GPU."""
+    used, others = gpu.get("memory_used_before_gb") or 0.0, gpu.get("foreign_processes") or 0
+    if not others and used <= FOREIGN_MEMORY_GB:
+        return []
+    what = f"{used:.1f} GiB in use, {units.some(others, 'other process')}"
+    return [f"the GPU was not free: {what}; stop them and measure again"]
+
+
+def as_text(document: dict[str, Any]) -> str:
+    """Return the document as text."""
+    gpu, cpu, device = first_gpu(document["machine"]), document["machine"]["cpu"], document["device"] or {}
+    name = gpu.get("name") or f"{cpu['model'] or 'CPU'}, {device.get('threads') or cpu['threads']} threads"
+    versions = document["machine"]["versions"]
+    title = [name, f"driver {gpu['driver']}" if gpu.get("driver") else "", f"torch {versions.get('torch', '')}"]
+    tflops = units.tflops
+    products = [
+        [kind, tflops(product["best_tflops"]), str(product["best_size"]), tflops(product["sustained_tflops"])]
+        for kind, product in document["products"].items()
+        if product
+    ]
+    return "\n".join([
+        " · ".join(part for part in title if part),
+        "",
+        text_table(("TFLOP/s", ">best", ">at size", ">lasting"), products),
+        "",
+        text_table(("", ""), [row for row in _others(document) if row[1]]),
+        *(folded(f"note: {note}") for note in document["notes"]),
+    ])  # fmt: skip
+
+
+# Rows of the second table: label, section of the document, unit, and keys with their words.
+_ROWS = (
+    ("memory", "memory", "GB/s", {"copy_gbs": "copy", "triad_gbs": "triad"}),
+    ("capacity", "capacity", "GiB", {"total_gb": "for processes (CUDA)", "driver_total_gb": "of (NVML)",
+                                     "context_gb": "context"}),
+    ("host link", "host_link", "GB/s", {"to_device_gbs": "to device", "to_host_gbs": "to host"}),
+    ("idle", "idle", "W", {"power_w": ""}),
+    ("GPUs", "links", "GB/s", {"all_reduce_bus_gbs": "all-reduce bus"}),
+)  # fmt: skip
+
+
+def _others(document: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [("launch", "" if document["launch_us"] is None else f"{units.rate(document['launch_us'])} µs")]
+    for label, section, unit, keys in _ROWS:
+        values = ((word, (document[section] or {}).get(key)) for key, word in keys.items())
+        show = units.gibibytes if unit == "GiB" else units.rate
+        parts = (f"{word} {show(value)} {unit}".strip() for word, value in values if value is not None)
+        rows.append((label, " · ".join(parts)))
+    return rows
