@@ -127,7 +127,7 @@ def _start() -> None:
 def run_all(plan: ParityPlan, damages: dict[str, str], workers: int = 2) -> float:
     """Run the remaining jobs of a plan: the first one, whose weights the recordings need, then trainings, then
     recordings. `damages`: recipe → function of this module. Return the seconds of CPU time."""
-    jobs = list(iter(lambda: plan.next(lambda job: True), None))
+    jobs = list(plan.pending())
     futures = {}
     for job in [*jobs[:1], *sorted(jobs[1:], key=lambda job: job.spec.measure.gradients)]:
         if job.spec.measure.gradients:
@@ -219,6 +219,30 @@ def labels_one_token_late(patch) -> None:
             return batch
 
         loop.data_collator = late
+
+    _after_assembly(patch, change)
+
+
+def pictures_of_another_sample(patch) -> None:
+    def change(loop):
+        collate = loop.data_collator
+
+        def swapped(rows):
+            batch = collate(rows)
+            return batch | {"pixel_values": batch["pixel_values"].roll(1, 0)}
+
+        loop.data_collator = swapped
+
+    _after_assembly(patch, change)
+
+
+def projector_frozen(patch) -> None:
+    """The adapters of the projector have an optimizer that does not step them."""
+
+    def change(loop):
+        for name, parameter in loop.model.named_parameters():
+            if "multi_modal_projector" in name and parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient * 0)
 
     _after_assembly(patch, change)
 

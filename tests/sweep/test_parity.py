@@ -21,12 +21,18 @@ from parity_runs import contender, plan_of
 
 
 @pytest.fixture(scope="module")
-def learned(tmp_path_factory, cache):
-    """A tiny trained model, made in a separate process."""
+def processes(cache):
+    """The processes that train."""
     pytest.importorskip("torch", reason="training libraries are not installed")
     with parity_runs.pool() as pool:
-        yield pool.submit(parity_runs.learn, tmp_path_factory.mktemp("learned")).result()
+        yield pool
     parity_runs.pool.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def learned(processes, tmp_path_factory):
+    """A tiny trained model."""
+    return processes.submit(parity_runs.learn, tmp_path_factory.mktemp("learned")).result()
 
 
 @pytest.mark.torch
@@ -66,6 +72,25 @@ def test_other_bugs_are_caught(learned, tmp_path):
     parity_runs.run_all(plan, {name: name for name in parity_runs.BUGS})
     found = {each.name: plan._recorded(each, plan.record_of(each.spec, each)) for each in bugs}
     assert {name: levels for name, levels in found.items() if FAIL not in [level.state for level in levels]} == {}
+
+
+@pytest.mark.torch
+def test_broken_images_are_caught(processes, tmp_path):
+    """Packed rows of generated pictures pass; pictures of another sample and a dead projector do not."""
+    on = {"packing": True, "fixed_shape": True, "chunked_loss": True, "fused_lora": True}
+    bugs = ["", "pictures_of_another_sample", "projector_frozen"]
+    recipes = [
+        tiny(name or "packed", **PICTURES | {"train": PICTURES["train"] | {"seed": at}}, optimizations=on)
+        for at, name in enumerate(bugs)
+    ]
+    plan = plan_of(tmp_path, *recipes)
+    records = [plan.record_of(each.spec, each) for each in recipes]
+    wanted = [plan.train(recipes[0].reference, 0), plan.record_of(recipes[0].reference, recipes[0]), *records]
+    plan._waiting = type(plan._waiting)(wanted)
+    parity_runs.run_all(plan, dict(zip(bugs, bugs, strict=True)))
+    found = [[level.state for level in plan._recorded(*each)] for each in zip(recipes, records, strict=True)]
+    assert found == [[PASS, PASS], [FAIL, FAIL], [FAIL, FAIL]]
+    assert "multi_modal_projector.linear_1.lora_B" in plan._recorded(recipes[2], records[2])[1].sentence
 
 
 # --- the levels, on numbers -------------------------------------------------------------------------------------------
@@ -150,12 +175,22 @@ def test_held_out_losses_are_equivalent_within_the_margin(candidate, untrained, 
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
+PICTURES = {
+    "model": {"id": "tiny/llava-next", "weights": "random"},
+    "method": {"name": "lora", "projector": "lora"}, "train": {"batch_size": 4, "max_steps": 12, "learning_rate": 4e-3},
+    "dataset": {"name": "images", "structure": "tasks", "image_size": 56, "image_sizes": "photographs", "samples": 48,
+                "mean_length": 12, "max_length": 160, "eval_samples": 8},
+}  # fmt: skip
+
+
 def tiny(name="recipe", refused=None, **sections) -> Contender:
     values = {
         "name": "learning", "model": {"id": "tiny/qwen3", "weights": "random"}, "method": {"name": "lora"},
         "dataset": {**parity_runs.TASKS, "samples": 480, "eval_samples": 16},
         "train": {"batch_size": 8, "max_steps": 60},
     }  # fmt: skip
+    if sections.get("dataset", {}).get("name") == "images":
+        values |= PICTURES
     spec = resolve(Experiment.model_validate({**values, **sections}), None)
     plain = resolve(Experiment.model_validate(values), None)
     return Contender(name, spec, parity_runs._reference(plain, spec), (), refused)
@@ -165,6 +200,7 @@ def test_plan_resumes_and_shares_the_runs_of_the_reference(tmp_path):
     chunked = tiny("chunked", optimizations={"chunked_loss": True})
     first = plan_of(tmp_path, chunked)
     assert first.left() == 14
+    assert plan_of(tmp_path, chunked, seeds=0).left() == 5
     both = plan_of(tmp_path, chunked, tiny("packed", optimizations={"packing": True}))
     assert both.left() == 14 + 1 + 3
     job = first.next(lambda job: True)
@@ -289,6 +325,7 @@ def test_command_lists_its_runs_and_refuses_what_it_cannot_judge(ftbench, tmp_pa
     code, _, stderr = ftbench("parity", path, "--recipe", "fastet", *out)
     assert code == 2
     assert "fastest" in stderr
-    code, _, stderr = ftbench("parity", path, "--controls", "some", *out)
-    assert code == 2
+    for option in (("--controls", "some"), ("--seeds", "1")):
+        code, _, stderr = ftbench("parity", path, *option, *out)
+        assert (code, option[0] in stderr) == (2, True), stderr
     assert not (tmp_path / "out").exists()

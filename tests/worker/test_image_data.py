@@ -324,6 +324,27 @@ def test_generated_pictures_depend_only_on_the_seed(reads, model):
     )
 
 
+def test_answers_of_tasks_are_in_the_pixels(reads):
+    """The same question has the same answer wherever its cells have the same colors, and prompts carry no loss."""
+    _, data = reads(MADE | {"structure": "tasks", "samples": 90, "mean_length": 20, "max_length": 300})
+    known = {}
+    for (row,) in data.train:
+        pixels = np.asarray(row.pictures[0].open())[7::15, 11::22].reshape(-1, 3)  # one of each of the 4 x 4 cells
+        cells = [(pixels // 255 @ [4, 2, 1]).tolist()]
+        assert cells == [row.pictures[0].colors.tolist()]
+        at = next(place for place, label in enumerate(row.labels) if label != IGNORE)
+        marker = row.ids[at - 2]
+        for question, answer in zip(row.ids[at - 1 :: 2], row.ids[at::2], strict=False):
+            known.setdefault((marker, question), []).append((cells[0], answer))
+        assert all(label == IGNORE for label in row.labels[at - 1 :: 2])
+    assert len({marker for marker, _ in known}) == 3
+    fixed = 0
+    for seen in known.values():
+        by_cell = [[(cells[place], answer) for cells, answer in seen] for place in range(16)]
+        fixed += any(len({*pairs}) == len({color for color, _ in pairs}) for pairs in by_cell)
+    assert fixed >= 2 * 16  # a cell of the picture decides the answer of the first two tasks
+
+
 def test_generated_pictures_have_the_requested_sizes(reads):
     def shapes(kind):
         _, data = reads(MADE | {"samples": 60, "image_size": [600, 400], "image_sizes": kind, "images_per_sample": 2})

@@ -203,7 +203,7 @@ def ablate(
 def parity(
     spec: Spec,
     recipe: Annotated[str | None, typer.Option(help="recipes to judge (the spec itself)", metavar="A,B")] = None,
-    seeds: Annotated[int, typer.Option(min=2, max=20, help="trainings per recipe")] = 3,
+    seeds: Annotated[int, typer.Option(min=0, max=20, help="trainings per recipe; 0: only forward and gradient")] = 3,
     steps: Annotated[int | None, typer.Option(min=6, help="optimizer steps per run: train.max_steps")] = None,
     sets: Sets = None,
     dry_run: DryRun = False,

@@ -123,7 +123,7 @@ class Dataset(Part):
     structure: Literal["random", "markov", "tasks"] = Field(
         "random",
         description="synthetic: random tokens (not learnable), a Markov chain (learnable), or tasks (copying, key-"
-        "value recall, brackets), whose answers need attention and whose prompts are masked",
+        "value recall, brackets; images: colors of cells), whose answers need attention and whose prompts are masked",
     )
 
     @property

@@ -150,7 +150,8 @@ class Measure(OlderPart):
     allow_fallback: Switch = Field(False, description="run even if a setting could not be applied")
     share_gpu: Switch = Field(
         False,
-        description="do not wait for other ftbench runs on this GPU; speed and device memory are then not valid",
+        description="do not wait for other ftbench runs on this GPU; speed and device memory are then not valid. "
+        "`parity` starts two runs at a time",
     )
     save_adapter: Switch = Field(
         False, description="save the trained adapters, or the model with method full, in the run's directory"

@@ -52,15 +52,15 @@ class _Method(Part):
 
 def family(model: Model) -> str | None:
     """Return the model_type of a model. None: its configuration is not available."""
-    return _configuration(model).get("model_type")
+    return configuration(model).get("model_type")
 
 
 def number_of_layers(model: Model) -> int | None:
     """Return the number of layers of a text model. None: its configuration is not available."""
-    return _configuration(model).get("num_hidden_layers")
+    return configuration(model).get("num_hidden_layers")
 
 
-def _configuration(model: Model) -> Mapping[str, Any]:
+def configuration(model: Model) -> Mapping[str, Any]:
     """Return a model's configuration, from the config.json at `model.path` or from the table of known models."""
     if model.path:
         file = Path(model.path)

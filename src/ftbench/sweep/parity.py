@@ -21,6 +21,7 @@ from ftbench.sweep.plan.base import PlanRequest
 from ftbench.sweep.plan.parity import STEPS, Contender, ParityPlan
 
 CONTROLS = ("few", "all")
+AT_A_TIME = 2  # runs, if they may share the GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,8 @@ def prepare(request: ParityRequest) -> command.Ready:
     """Plan the runs without starting them. Raise SpecError or MissingError if the check is not possible."""
     if request.controls not in CONTROLS:
         raise SpecError(f"--controls {request.controls}: must be {' or '.join(CONTROLS)}")
+    if request.seeds == 1:
+        raise SpecError("--seeds 1: one training cannot show that two recipes are equivalent: use 3, or 0 for none")
     sets = [*request.sets, *([] if request.steps is None else [f"train.max_steps={request.steps}"])]
     spec = load(request.spec, sets)
     _check(spec)
@@ -52,10 +55,10 @@ def prepare(request: ParityRequest) -> command.Ready:
         raise MissingError(f"no recipe can be judged here: {'; '.join(map(': '.join, refused))}")
     options = request.options(request.out / runner.experiment(spec), runner.gpu_name(described), sets)
     plan = ParityPlan(recipes, request.seeds, request.controls == "all", options)
+    slots = [LocalSlot(f"run {at + 1}") for at in range(AT_A_TIME if spec.measure.share_gpu else 1)]
     return command.Ready(
-        request, spec_text(request.spec), plan, [LocalSlot("this machine")], first_gpu(described) or None, refused,
-        ParityTables,
-    )  # fmt: skip
+        request, spec_text(request.spec), plan, slots, first_gpu(described) or None, refused, ParityTables
+    )
 
 
 def _check(spec: Experiment) -> None:

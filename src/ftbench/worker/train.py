@@ -68,7 +68,7 @@ def train(run: TrainingRun) -> None:
     _write_final_facts(run, loop, data, recorder)
     if spec.measure.save_adapter:
         phases.enter("save")
-        _save(run, loop)
+        _save(run, loop, data)
     loop.accelerator.wait_for_everyone()
     shutil.rmtree(run.directory.path / "trainer", ignore_errors=True)
 
@@ -83,9 +83,11 @@ def _write_final_facts(run: TrainingRun, loop: Any, data: Prepared, recorder: Re
     )  # fmt: skip
 
 
-def _save(run: TrainingRun, loop: Any) -> None:
+def _save(run: TrainingRun, loop: Any, data: Prepared) -> None:
     """Save the trained weights. Raise NotAppliedError if the library silently omitted some of the adapters."""
     loop.save_model(str(run.directory.adapter))
+    if data.pixels and not run.spec.method.adapters:
+        data.pixels.save(run.directory.adapter)
     if not (parallel.is_first() and run.spec.method.adapters):
         return
     with safe_open(run.directory.adapter / "adapter_model.safetensors", "pt") as file:

@@ -4,7 +4,7 @@ Each recipe has a reference: the plain recipe in float32 that trains the same te
 compared: short ones that record losses, gradients and weight changes at the weights of the reference's first run;
 trainings over several seeds; and controls: runs that are damaged on purpose and must fail."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -63,7 +63,8 @@ class ControlResult:
 
 
 class ParityPlan(Grid):
-    """The runs of `recipes` with their references over `seeds` seeds. `every_control` adds all graded controls."""
+    """The runs of `recipes` with their references over `seeds` seeds, with 0 seeds without the training level.
+    `every_control` adds all graded controls."""
 
     has_commands = False  # references and controls change keys that the spec file does not have
 
@@ -71,8 +72,13 @@ class ParityPlan(Grid):
         self.recipes, self.seeds, self.every_control, self.options = recipes, seeds, every_control, options
         able = [recipe for recipe in recipes if not recipe.refused]
         jobs = [each for recipe in able for each in self._records(recipe)]
-        jobs += [each for recipe in able for each in self._trainings(recipe)]
+        jobs += [each for recipe in able if seeds for each in self._trainings(recipe)]
         super().__init__(jobs, {}, options)
+
+    def next(self, has_time: Callable[[Job], bool]) -> Job | None:
+        """Return a job to start now. A recording waits for the run that leaves its weights."""
+        ended = {job.run.run_id for job, standing in self.standings.items() if standing.done}
+        return super().next(lambda job: has_time(job) and job.spec.measure.weights_of in (*ended, ""))
 
     # --- runs ---------------------------------------------------------------------------------------------------------
 
@@ -104,6 +110,7 @@ class ParityPlan(Grid):
         # All weights together make up for one damaged layer: full training learns the same with its gradient reversed.
         whole = "layer_gradient_reversed" if adapters else "learning_rate_x1.1"
         few = [(forward, "forward"), (backward, "gradient"), (whole, "training")]
+        few = few if self.seeds else few[:2]
         if not self.every_control:
             return few
         done = {name for name, level in few if level != "training"}
@@ -180,8 +187,8 @@ class ParityPlan(Grid):
         if recipe.refused:
             return Judgement(recipe.name, FAIL, recipe.refused)
         record = self.record_of(recipe.spec, recipe)
-        levels = (*self._recorded(recipe, record), self._trained(recipe, [
-            self.train(recipe.spec, seed, recipe) for seed in range(self.seeds)]))  # fmt: skip
+        trainings = [self.train(recipe.spec, seed, recipe) for seed in range(self.seeds)]
+        levels = *self._recorded(recipe, record), *([self._trained(recipe, trainings)] if trainings else [])
         order = {FAIL: 0, PENDING: 1, INCONCLUSIVE: 2, PASS: 3}
         worst = min(levels, key=lambda level: (order[level.state], level.level != "gradient"))
         controls = self.controls(recipe) if worst.state in (PASS, PENDING) else []

@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ftbench.spec.batches import packed, synthetic_lengths
+from ftbench import families
+from ftbench.spec.batches import packed, picture_sizes, synthetic_lengths
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import configuration
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
 from ftbench.sweep.verdict import FAIL, INCONCLUSIVE
@@ -15,12 +17,13 @@ SAME_SIZE = 0.15  # maximum relative difference of the number of samples in two 
 
 def same_samples(spec: Experiment) -> dict[str, Any]:
     """Return changes for packing, so that a step trains about as many samples as a padded one: other rows per step and
-    a shorter maximum length. Only synthetic data have known lengths."""
-    if not spec.optimizations.packing or spec.dataset.name != "synthetic":
+    a shorter maximum length. Only generated data have known lengths."""
+    if not spec.optimizations.packing or not spec.dataset.is_made:
         return {}
-    lengths = synthetic_lengths(spec.dataset, spec.dataset.samples or 1)
+    every = _lengths(spec)
+    lengths = every[: spec.dataset.samples]
     steps, tokens = len(lengths) / spec.train.batch_size, spec.train.batch_size * sum(lengths) / len(lengths)
-    shortest, longest = max(lengths), spec.dataset.max_length
+    shortest, longest = max(every), spec.dataset.max_length
     choices = {}
     for rows in range(max(1, int(tokens / longest)), int(tokens / shortest) + 2):
         for room in (1.0, 1.03, 1.06, 1.1, 1.2):
@@ -30,12 +33,26 @@ def same_samples(spec: Experiment) -> dict[str, Any]:
     return {"train.batch_size": rows, "dataset.max_length": length}
 
 
+def _lengths(spec: Experiment) -> list[int]:
+    """Return the tokens of each generated sample, held-out ones too, with its images and a token after each of them."""
+    dataset = spec.dataset
+    texts = synthetic_lengths(dataset, (dataset.samples or 1) + dataset.eval_samples)
+    vision = families.describe(dict(configuration(spec.model))).vision if dataset.has_images else None
+    if vision is None:
+        return texts
+    shown = dataset.images_per_sample
+    images = [vision.size(high, wide).tokens + 1 for wide, high in picture_sizes(dataset, len(texts) * shown)]
+    return [text + sum(images[at * shown : (at + 1) * shown]) for at, text in enumerate(texts)]
+
+
 def probe(spec: Experiment, batch: int) -> Dataset:
     """Return the samples of a recording run: two batches of the reference and one more, so that the last is not full.
-    Images are the spec's own. Text is the built-in tasks: prompts, unequal lengths, samples that leak without masks."""
+    Files of images are the spec's own. Others are the built-in tasks: prompts, unequal lengths, samples that leak
+    without masks."""
     count = max(9, 2 * batch + 1)
-    if spec.dataset.may_have_images and spec.dataset.has_images:
-        return spec.dataset.model_copy(update={"samples": count, "eval_samples": 0})
+    if spec.dataset.has_images:
+        structure = "tasks" if spec.dataset.is_made else "random"
+        return spec.dataset.model_copy(update={"samples": count, "eval_samples": 0, "structure": structure})
     longest = spec.dataset.max_length
     return Dataset(name="synthetic", structure="tasks", samples=count, max_length=longest, seed=spec.dataset.seed,
                    mean_length=max(8.0, min(longest / 8, 100.0)))  # fmt: skip

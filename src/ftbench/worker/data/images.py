@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 256 * 2**20  # of an image file
 _BLOCKS = 8  # a generated picture has this many colors per side, interpolated
+CELLS = 4  # cells per side of a picture that tasks ask about
+COLORS = np.array([[r, g, b] for r in (0, 255) for g in (0, 255) for b in (0, 255)], dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,22 @@ class Picture:
     height: int
     source: Path | bytes | int  # a path, the bytes of a file, or the seed of a generated picture
     key: str
+    for_tasks: bool = False  # generated with cells of one color
+
+    @property
+    def colors(self) -> np.ndarray:
+        """Return the numbers of the colors of the cells, row by row, of a picture for tasks."""
+        assert isinstance(self.source, int)
+        return np.random.default_rng(self.source).integers(0, len(COLORS), CELLS**2)
 
     def open(self) -> Image:
         """Decode the image as upright RGB. Raise BadRow if the file changed since it was read first."""
         if isinstance(self.source, int):
-            from PIL.Image import fromarray  # Pillow is only needed for images
+            from PIL.Image import Resampling, fromarray  # Pillow is only needed for images
 
+            if self.for_tasks:
+                cells = fromarray(COLORS[self.colors].reshape(CELLS, CELLS, 3))
+                return cells.resize((self.width, self.height), Resampling.NEAREST)
             blocks = np.random.default_rng(self.source).integers(0, 256, (_BLOCKS, _BLOCKS, 3), dtype=np.uint8)
             return fromarray(blocks).resize((self.width, self.height))
         try:
@@ -121,7 +133,9 @@ def generate(dataset: Dataset, count: int) -> list[Picture]:
     """Return generated pictures for `count` samples, with the sizes of the spec. A seed gives the same pictures."""
     number = count * dataset.images_per_sample
     sizes, seeds = picture_sizes(dataset, number), range(dataset.seed * 2**32, dataset.seed * 2**32 + number)
-    return [Picture(*size, seed, f"made {seed} {size}") for seed, size in zip(seeds, sizes, strict=True)]
+    tasks = dataset.structure == "tasks"
+    kind = "tasks" if tasks else "made"
+    return [Picture(*size, seed, f"{kind} {seed} {size}", tasks) for seed, size in zip(seeds, sizes, strict=True)]
 
 
 class Pixels:
@@ -138,6 +152,10 @@ class Pixels:
         self._processor, self._longest, self._cache = processor, longest, cache
         described = json.dumps([type(processor).__name__, longest, processor.to_dict()], sort_keys=True, default=str)
         self._settings = hashlib.sha256(described.encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write the settings of the processor, which `model.path` needs."""
+        self._processor.save_pretrained(folder)
 
     def side(self, picture: Picture) -> tuple[int, int]:
         """Return height and width after scaling."""

@@ -11,7 +11,7 @@ import numpy as np
 from ftbench.errors import SpecError
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.datasets import Dataset
-from ftbench.worker.data.images import Pixels, generate
+from ftbench.worker.data.images import CELLS, Picture, Pixels, generate
 from ftbench.worker.data.tokens import IGNORE, Tokens
 
 ACTIVE = 16  # tokens that a chain visits: few, so that a model learns them soon
@@ -48,14 +48,21 @@ def _pair(chosen: list[int], rejected: list[int], vocab_size: int) -> Tokens:
 
 def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, special: set[int]) -> list[Tokens]:
     """Return `count` samples of pictures, each followed by a token, and text without `special` ids. Every text token is
-    a label. Raises SpecError if a sample does not fit `max_length`, because images cannot be truncated."""
-    samples, pictures = list[Tokens](), iter(generate(dataset, count))
-    plain = next(i for i in range(vocab_size) if i not in special)
-    for drawn in draw(dataset, count, vocab_size):
-        shown = pixels.of_sample(list(islice(pictures, dataset.images_per_sample)))
-        text = [plain if token in special else token for token in drawn.ids]
-        head = [token for length in shown.counts for token in (*[shown.token] * length, text[0])]
-        ids, labels = head + text, [IGNORE] * len(head) + text
+    a label, except the prompts of tasks, which ask about the first picture. Raises SpecError if a sample does not fit
+    `max_length`, because images cannot be truncated."""
+    samples, drawn = list[Tokens](), iter(generate(dataset, count))
+    pictures = [list(islice(drawn, dataset.images_per_sample)) for _ in range(count)]
+    usable = [token for token in range(vocab_size) if token not in special]
+    if dataset.structure == "tasks":
+        texts = _picture_tasks(dataset, synthetic_lengths(dataset, count), usable, [each[0] for each in pictures])
+    else:
+        plain = [[usable[0] if token in special else token for token in text.ids]
+                 for text in draw(dataset, count, vocab_size)]  # fmt: skip
+        texts = [Tokens(ids, ids, len(ids)) for ids in plain]
+    for text, each in zip(texts, pictures, strict=True):
+        shown = pixels.of_sample(each)
+        head = [token for length in shown.counts for token in (*[shown.token] * length, text.ids[0])]
+        ids, labels = head + text.ids, [IGNORE] * len(head) + text.labels
         if len(ids) > dataset.max_length:
             raise SpecError(
                 f"dataset: a sample has {len(ids):,} tokens, {sum(shown.counts):,} of them from its images, and "
@@ -94,14 +101,20 @@ def mislabelled(samples: Sequence[Tokens], seed: int, vocab_size: int) -> list[T
 SYMBOLS = 24  # tokens of the tasks' language, besides a marker for each task and a separator
 
 
+def _roles(generator: np.random.Generator, vocabulary: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the markers and the symbols of a language. Its tokens are the same for each seed; a seed decides their
+    roles."""
+    if len(vocabulary) < SYMBOLS + 4:
+        raise SpecError(f"dataset.structure tasks needs a vocabulary of {SYMBOLS + 4} tokens, not {len(vocabulary)}")
+    tokens = generator.permutation(np.random.default_rng(0).choice(vocabulary, SYMBOLS + 4, replace=False))
+    return tokens[:4], tokens[4:]
+
+
 def _tasks(dataset: Dataset, generator: np.random.Generator, lengths: Sequence[int], vocab_size: int) -> list[Tokens]:
     """Return samples whose answers need attention, positions and masks: copying, key-value recall and bracket matching
     in turn. Every recall sample uses the same keys with other values, so packed samples that see each other change the
-    answer. The tokens of the language are the same for each seed; a seed decides their roles."""
-    if vocab_size < SYMBOLS + 4:
-        raise SpecError(f"dataset.structure tasks needs a vocabulary of {SYMBOLS + 4} tokens, not {vocab_size}")
-    tokens = generator.permutation(np.random.default_rng(0).choice(vocab_size, SYMBOLS + 4, replace=False))
-    markers, separator, symbols = tokens[:3], tokens[3], tokens[4:]
+    answer."""
+    (*markers, separator), symbols = _roles(generator, range(vocab_size))
     makers = (_copying, _recall, _brackets)
     samples = []
     for index, length in enumerate(lengths):
@@ -111,6 +124,28 @@ def _tasks(dataset: Dataset, generator: np.random.Generator, lengths: Sequence[i
         ids = (prompt + list(map(int, answer)))[: max(length, len(prompt) + 1)]
         labels = ids if dataset.loss_on == "all" else [IGNORE] * len(prompt) + ids[len(prompt) :]
         samples.append(Tokens(ids, list(labels), len(ids)))
+    return samples
+
+
+def _picture_tasks(
+    dataset: Dataset, lengths: Sequence[int], vocabulary: Sequence[int], pictures: Sequence[Picture]
+) -> list[Tokens]:
+    """Return questions about pictures, each followed by its answer: the color of a cell, the next cell's color, or the
+    number of cells of a color. Answers need the pixels, and the positions of image tokens."""
+    generator = np.random.default_rng(dataset.seed)
+    markers, symbols = _roles(generator, vocabulary)
+    places, kinds, samples = symbols[: CELLS**2], symbols[CELLS**2 :], []
+    for index, (length, picture) in enumerate(zip(lengths, pictures, strict=True)):
+        task, seen = index % 3, picture.colors
+        queries = generator.integers(0, len(kinds) if task == 2 else len(places), max(1, (length - 1) // 2))
+        if task == 2:
+            numbers = np.bincount(seen, minlength=len(kinds))[queries]
+            pairs = np.stack([kinds[queries], places[np.minimum(numbers, len(places) - 1)]], 1)
+        else:
+            pairs = np.stack([places[queries], kinds[seen[(queries + task) % len(places)]]], 1)
+        ids = [int(markers[task]), *map(int, pairs.ravel())]
+        labels = ids if dataset.loss_on == "all" else [IGNORE if at % 2 else token for at, token in enumerate(ids)]
+        samples.append(Tokens(ids, [IGNORE, *labels[1:]], len(ids)))
     return samples
 
 
