@@ -83,16 +83,6 @@ def test_line_every_ten_steps_is_a_mean(tmp_path):
     assert not any("wall clock" in warning for warning in found["warnings"])
 
 
-def test_last_step_of_an_epoch_is_short(tmp_path):
-    """1,000 samples at batch 32 leave 8 for the last of 32 steps."""
-    path = write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 65)])
-    run, found = imported(path, tmp_path / "out", batch_size=32, samples=1000)
-    rows, _ = read_steps(run.steps)
-    assert [row.step for row in rows if row.samples != 32] == [32, 64]
-    assert rows[31].samples == 8
-    assert not any("full batch" in warning for warning in found["warnings"])
-
-
 def test_incomplete_training_is_a_warning(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text("step,elapsed_time_sec,progress_ratio\n" + "".join(f"{i},{i},{i / 100}\n" for i in range(1, 41)))
@@ -241,7 +231,7 @@ def test_trainer_state_has_losses_without_times(trained, tmp_path):
 
 @pytest.mark.torch
 def test_csv_of_a_real_loop_gives_its_step_times(trained, tmp_path):
-    _, found = imported(trained / "log.csv", tmp_path, batch_size=2, samples=22)
+    _, found = imported(trained / "log.csv", tmp_path, batch_size=2)
     with (trained / "log.csv").open() as file:
         elapsed = [float(line["elapsed_time_sec"]) for line in csv.DictReader(file)]
     assert found["steps"]["total"] == 11
@@ -256,7 +246,7 @@ def test_csv_of_a_real_loop_gives_its_step_times(trained, tmp_path):
 def test_imported_runs_are_reported_bundled_and_verified(trained, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     imported(trained / "trainer_state.json", tmp_path / "out", batch_size=None, method="full")
-    run, found = imported(trained / "log.csv", tmp_path / "out", dataset="japanese-alpaca", samples=22, batch_size=2)
+    run, found = imported(trained / "log.csv", tmp_path / "out", dataset="japanese-alpaca", batch_size=2)
     assert json.loads(json.dumps(as_dict(summarise(run)))) == found
     for name in ("table", "md", "csv", "json"):
         text = render(Report(collect([tmp_path / "out"])), name)
@@ -272,7 +262,7 @@ def test_imported_runs_are_reported_bundled_and_verified(trained, tmp_path, monk
 def test_imported_runs_are_compared_without_hashes(tmp_path):
     for number, (gpu, step) in enumerate((("NVIDIA H200", 0.5), ("NVIDIA H100 PCIe", 0.7))):
         log = write_csv(tmp_path / f"{number}.csv", [(i, step * i) for i in range(1, 41)])
-        imported(log, tmp_path / "out", gpu=gpu, dataset="alpaca", samples=160)
+        imported(log, tmp_path / "out", gpu=gpu, dataset="alpaca")
     answer = report(Request([tmp_path / "out"], "json", compare="gpu", baseline="H200")).text
     (_, other) = json.loads(answer)["comparison"]["records"]
     assert other["same_recipe"] is True

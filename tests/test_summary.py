@@ -493,15 +493,6 @@ def test_allocator_retries_are_a_warning(run):
     assert "3 times" in told
 
 
-@pytest.mark.parametrize(("limit", "told"), [(None, False), (700.0, False), (602.0, True)])
-def test_power_above_the_limit_is_a_warning(run, limit, told):
-    found = warned(run(machine={"gpu": GPU | {"power_limit_w": limit}}), "may be drawn")
-    assert bool(found) is told
-    assert all("single steps (5) show up to 619 W where 602 may be drawn" in text for text in found)
-    two = {"gpus": [GPU | {"power_limit_w": limit}] * 2}
-    assert not warned(run(machine=two), "may be drawn")
-
-
 @pytest.mark.parametrize(
     ("change", "told"), [({}, False), ({"foreign_processes": 1}, True), ({"memory_used_before_gb": 8.0}, True)]
 )

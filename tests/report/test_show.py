@@ -105,7 +105,11 @@ def test_optimizations_that_are_on_are_not_suggested(ftbench, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("99", "has 3 runs, with numbers from 1"), ("nothing", "matches"), ("b1", "choose one by its number")],
+    [
+        ("99", "no run matches (3 runs, with numbers from 1)"),
+        ("nothing", "matches"),
+        ("b1", "choose one by its number"),
+    ],
 )
 def test_unknown_and_ambiguous_names_are_errors(ftbench, name, message):
     code, out, err = ftbench("show", name, RESULTS / "launch-bound")
@@ -155,7 +159,7 @@ def test_folder_with_one_run_is_shown_and_several_are_listed(ftbench, tmp_path):
     code, out, err = ftbench("show", tmp_path / "one", tmp_path)
     assert (code, out.startswith("a: ")) == (0, True), err
     code, _, err = ftbench("show", tmp_path / "two", tmp_path)
-    assert (code, "several runs match: 2 (" in err) == (2, True), err
+    assert (code, "several runs match: 1 (" in err) == (2, True), err
 
 
 def test_folder_outside_results_is_searched(ftbench, tmp_path, monkeypatch):

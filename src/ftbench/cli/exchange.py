@@ -59,20 +59,10 @@ def import_(
         ),
     ] = 1,
     dataset: Annotated[str | None, typer.Option(help="name of the data set")] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            "--dataset-samples",
-            min=1,
-            max=10**15,
-            rich_help_panel=ADVANCED,
-            help="samples of the data set; the last step of an epoch is short",
-        ),
-    ] = None,
     out: Out = Path("results"),
 ) -> None:
     """Convert a log that ftbench did not write into a run. Fields that the log lacks stay empty."""
     from ftbench.store.importers import About, import_run
 
-    about = About(name, model, method, None if gpu == "cpu" else gpu, batch_size, accumulation, dataset, samples)
+    about = About(name, model, method, None if gpu == "cpu" else gpu, batch_size, accumulation, dataset)
     emit(str(import_run(file, about, out).path))

@@ -28,7 +28,6 @@ RENAMED_OPTIONS = {
     "parity": {"--against": "--reference"},
     "sweep": {"--gpus": "--gpu-ids"},
     "report": {"--repeats": "--rows"},
-    "import": {"--samples": "--dataset-samples"},
 }
 # Groups of options in --help. The five that are used most are in the first group, which has no name.
 OUTPUT, INPUT, LIMITS, CLUSTER, ADVANCED = "Output", "Input", "Limits", "Several GPUs", "Advanced"

@@ -127,28 +127,22 @@ def _text(value: Any) -> Any:
 def parse(values: dict[str, str]) -> StepRow:
     """Return the row of one CSV record. Ignore unknown columns, leave missing ones empty. Raise ValueError for a
     value of the wrong type."""
-    return StepRow(**{name: _value(name, values[name]) for name in COLUMNS if values.get(name)})
+    return StepRow(**{name: value_of(name, values[name]) for name in COLUMNS if values.get(name)})
 
 
-def _value(name: str, text: str) -> Any:
+def value_of(name: str, text: str) -> Any:
+    """Return the value of a field. Raise ValueError if it does not fit its column."""
     kind = _TYPES[name]
     if kind.startswith("str"):
         return text
     number = int(text) if kind.startswith("int") else float(text)
-    if can_hold(name, number):
-        return number
     if name in MAY_DIVERGE:
-        return number * math.inf
+        return number if not FLOAT32 < abs(number) < math.inf else number * math.inf
+    if SMALLEST < number < (MOST_STEPS if name == "step" else LARGEST):
+        return number
     if not 0 <= number <= SMALLEST:
         raise ValueError(f"{name}: {text[:40]} is not a valid number")
     return number * 0
-
-
-def can_hold(name: str, number: float) -> bool:
-    """Return whether a nonzero number is valid for a column. A loss may be NaN or infinite."""
-    if name in MAY_DIVERGE:
-        return not FLOAT32 < abs(number) < math.inf
-    return SMALLEST < number < (MOST_STEPS if name == "step" else LARGEST)
 
 
 _LATER = {"later": True}

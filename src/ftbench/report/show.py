@@ -22,19 +22,13 @@ from ftbench.spec.base import nearest, shortened
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.optimizations import OPTIMIZATIONS
-from ftbench.store.rundir import NOT_FINITE, RunDir, first_gpu, read_json
+from ftbench.store.rundir import KERNELS, NOT_FINITE, RunDir, first_gpu, read_json
 from ftbench.store.summary import read_summary
 
 _MAX_NAMED = 5  # runs in a message
 _MUCH_PADDING, _MUCH_IDLE = 0.1, 0.15  # shares of the computed positions and of a step
 _DATA = ("loader_processes", "image_cache")  # optimizations for data-bound runs
 _BATCH, _ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
-
-
-def _profile_table() -> Any:
-    from ftbench.profile import profile_table  # imported late: few runs have a profile
-
-    return profile_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +58,12 @@ class Shown:
     def text(self) -> str:
         """Return the card, the profile if there is one, and the verdict."""
         known = {name: value for name, value in self.summary.items() if name in FIELDS | LATER}
-        profile = _profile_table().run_text(self.run) if self.run.profile.is_dir() else ""
-        return "\n".join([card(RunSummary(**known), self.run), *([f"\n{profile}\n"] if profile else []), self.ending()])
+        parts = [card(RunSummary(**known), self.run), self.ending()]
+        if self.run.profile.is_dir():
+            from ftbench.profile import profile_table  # imported late: few runs have a profile
+
+            parts[1:1] = [f"\n{profile}\n" for profile in [profile_table.run_text(self.run)] if profile]
+        return "\n".join(parts)
 
     def ending(self) -> str:
         """Return the verdict, the rank, and one thing to try."""
@@ -94,7 +92,7 @@ def shown(run: RunDir, records: Sequence[Record] = ()) -> Shown:
     """Return a run with its verdict and suggestions. `records` are the runs of its report, to rank it."""
     summary = read_summary(run)
     rank = rank_text(str(run.path), groups.cells_of(groups.runs_of(records))) if records else ""
-    document = _profile_table().document_of(run) if run.profile.is_dir() else None
+    document = read_json(run.profile / KERNELS)
     verdict, bound = _profile_verdict(document) if document else (_verdict(summary), None)
     return Shown(run, summary, verdict, rank, suggestions(run, {**summary, "bound": bound or summary.get("bound")}))
 
@@ -213,43 +211,27 @@ def _command(command: str, run: RunDir, *options: str) -> str:
 
 
 def _record(name: str, paths: Sequence[Path]) -> tuple[Record, Sequence[Record]]:
-    """Return the record of a run, and all records of its report."""
+    """Return the record of a run by folder, number, id, label or a part of these, and all records of its report."""
     folder = Path(name)
-    if not any(path.exists() for path in paths):
-        if not folder.is_dir():
-            raise SpecError(
-                f"show {shortened(name)}: {_places(paths)} does not exist: name the folder, `ftbench show RUN FOLDER`"
-            )
-        records, _ = groups.with_axes(collect([folder]))
-        return _only(name, records, folder), records
+    if folder.is_dir():
+        paths = [folder]
+    elif not any(path.exists() for path in paths):
+        where = ", ".join(map(str, paths))
+        raise SpecError(f"show {shortened(name)}: {where} does not exist: name the folder, `ftbench show RUN FOLDER`")
     records, _ = groups.with_axes(collect(paths))
-    ids = {str(record["run_id"]): record for record in records}
-    if name.isdecimal():
-        if 0 < int(name) <= len(records):
-            return records[int(name) - 1], records
-        count = units.some(len(records), "run")
-        raise SpecError(f"show {shortened(name)}: {_places(paths)} has {count}, with numbers from 1")
     plain = name.casefold()
-    same = [record for record in records if plain in (record["run_id"].casefold(), record["label"].casefold())]
-    near = same or [record for record in records if plain in f"{record['run_id']} {record['label']}".casefold()]
-    if not near and folder.is_dir():
-        near = [record for record in records if Path(record["path"]).resolve().is_relative_to(folder.resolve())]
-        if not near:
-            records, _ = groups.with_axes(collect([folder]))
-            return _only(name, records, folder), records
-    if not near:
-        raise SpecError(f"show {shortened(name)}: no run in {_places(paths)} matches{nearest(name, ids)}")
-    return _only(name, near), records
-
-
-def _only(name: str, records: Sequence[Record], folder: Path | None = None) -> Record:
-    """Return the only record. Raise SpecError for several; their numbers are those of a report of `folder`."""
-    if len(records) == 1:
-        return records[0]
-    named = units.listed([f"{record['number']} ({record['label']})" for record in records], _MAX_NAMED)
-    how = "" if folder is None else f", `ftbench show NUMBER {folder}`"
-    raise SpecError(f"show {shortened(name)}: several runs match: {named}: choose one by its number{how}")
-
-
-def _places(paths: Sequence[Path]) -> str:
-    return ", ".join(map(str, paths))
+    if folder.is_dir():
+        matches = records
+    elif name.isdecimal():
+        matches = records[int(name) - 1 : int(name)] if int(name) else []
+    else:
+        matches = [record for record in records if plain in (record["run_id"].casefold(), record["label"].casefold())]
+        matches = matches or [each for each in records if plain in f"{each['run_id']} {each['label']}".casefold()]
+    if len(matches) == 1:
+        return matches[0], records
+    if matches:
+        named = units.listed([f"{record['number']} ({record['label']})" for record in matches], _MAX_NAMED)
+        how = f", `ftbench show NUMBER {folder}`" if folder.is_dir() else ""
+        raise SpecError(f"show {shortened(name)}: several runs match: {named}: choose one by its number{how}")
+    count, near = units.some(len(records), "run"), nearest(name, {str(record["run_id"]) for record in records})
+    raise SpecError(f"show {shortened(name)}: no run matches{near} ({count}, with numbers from 1)")

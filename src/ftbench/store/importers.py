@@ -7,8 +7,7 @@ them.
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -40,10 +39,7 @@ _MAY_DIVERGE = ("loss", "eval_loss", "grad_norm")  # may be NaN
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The description of a run that the command line provides.
-
-    `samples` is the size of the data set, which gives the size of the last step of an epoch. `gpu` is None for a CPU.
-    """
+    """The description of a run that the command line provides. `gpu` is None for a CPU."""
 
     name: str
     model: str
@@ -52,11 +48,6 @@ class About:
     batch_size: int | None = None
     gradient_accumulation_steps: int = 1
     dataset: str | None = None
-    samples: int | None = None
-
-    @property
-    def step_samples(self) -> int | None:
-        return self.batch_size and self.batch_size * self.gradient_accumulation_steps
 
 
 @dataclass(slots=True)
@@ -134,7 +125,7 @@ def _read(file: Path) -> bytes:
 
 def _write(run: RunDir, source: str, digest: str, about: About, log: ForeignLog, batch: int) -> None:
     origin = {"from": log.kind, "file": source, "sha256": digest}
-    data = {key: value for key, value in (("name", about.dataset), ("samples", about.samples)) if value is not None}
+    data = {"name": about.dataset} if about.dataset is not None else {}
     rundir.write_json(run.spec_json, {
         "schema": rundir.SCHEMA, "name": about.name, "model": {"id": about.model}, "method": {"name": about.method},
         "train": {"batch_size": batch, "gradient_accumulation_steps": about.gradient_accumulation_steps},
@@ -172,40 +163,30 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
     for row in rows:
         row.phase = "train"
     before = StepRow(step=0, elapsed_time_sec=0.0)
-    samples_of = _samples_of_step(about.step_samples, about.samples)
+    step_samples = about.batch_size and about.batch_size * about.gradient_accumulation_steps
     for last, row in pairwise([before, *rows]):
-        _time(file, last, row, samples_of)
+        _time(file, last, row, step_samples)
     every = max(int(row.step or 0) - int(last.step or 0) for last, row in pairwise([before, *rows]))
     if every > 1:
         notes.append(f"a line is the mean of up to {every} steps: single steps are not known")
-    if about.step_samples and about.samples is None:
-        notes.append("each step counts as a full batch; `ftbench import --samples` corrects the last step of an epoch")
+    if step_samples:
+        notes.append("each step counts as a full batch, also the last one of an epoch")
     if (progress := rows[-1].progress_ratio) is not None and progress < 0.999:
         notes.append(f"the file ends at {units.percent(progress, 0)} of the planned steps")
     lacks = "tokens, losses, energy and the recipe"
     return ForeignLog("the founding study's seven-column CSV", rows, lacks, notes)
 
 
-def _time(file: Path, last: StepRow, row: StepRow, samples_of: Callable[[int], int | None]) -> None:
-    """Set the mean time of the steps since the previous line, if all of them have the same number of samples."""
+def _time(file: Path, last: StepRow, row: StepRow, samples: int | None) -> None:
+    """Set the mean time of the steps since the previous line."""
     step, elapsed, begun = row.step, row.elapsed_time_sec, last.elapsed_time_sec
     if step is None or elapsed is None or begun is None:
         raise SpecError(f"{file}: the line after step {last.step} lacks a step or a time")
     first = int(last.step or 0) + 1
     if step < first or elapsed < begun:
         raise SpecError(f"{file}: goes back from step {first - 1} to {step}; a file must have one run")
-    sizes = {samples_of(number) for number in (first, *range(max(first, step - 100_000), step + 1))}
-    if elapsed > begun and len(sizes) == 1:
-        row.step_time_s = (elapsed - begun) / (step - first + 1)
-        row.samples = sizes.pop()
-
-
-def _samples_of_step(batch: int | None, samples: int | None) -> Callable[[int], int | None]:
-    """Return a function from a step's number to its samples. The last step of an epoch takes the rest."""
-    if batch is None or samples is None:
-        return lambda step: batch
-    steps = math.ceil(samples / batch)
-    return lambda step: samples - (steps - 1) * batch if step % steps == 0 else batch
+    if elapsed > begun:
+        row.step_time_s, row.samples = (elapsed - begun) / (step - first + 1), samples
 
 
 def _trainer_state(file: Path, data: bytes) -> ForeignLog:

@@ -13,7 +13,7 @@ from ftbench.core.bottleneck import THERMAL
 from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
 from ftbench.core.units import reworded, some
-from ftbench.store.rundir import NOT_FINITE, first_gpu, gpus_of
+from ftbench.store.rundir import NOT_FINITE, first_gpu
 
 WALL_TOLERANCE = 0.02  # difference between the sum of the steps and the wall clock
 STEPS_AHEAD = 2  # the sum may have this many more steps, because the host reads its clock before the last step ends
@@ -22,7 +22,6 @@ FOREIGN_MEMORY_GB = 1.0
 # An outlier is longer than OUTLIER_RATIO medians, and than the median plus OUTLIER_SPREAD standard deviations.
 OUTLIER_RATIO, OUTLIER_SPREAD = 1.2, 6.0
 OUTLIERS_NAMED = 10
-POWER_TOLERANCE = 0.02
 
 
 def warnings(
@@ -57,12 +56,6 @@ def warnings(
     gpu = first_gpu(machine)
     if gpu.get("ecc_uncorrected"):
         sentences.append(f"the GPU has counted {gpu['ecc_uncorrected']} uncorrected memory errors: do not trust it")
-    limit_w = sum(each.get("power_limit_w") or math.inf for each in gpus_of(machine))
-    if watts := _above(steady, limit_w):
-        sentences.append(
-            f"single steps ({len(watts)}) show up to {max(watts):.0f} W where {limit_w:.0f} may be drawn: the "
-            "counter of energy is interpolated, and sums hold"
-        )
     if machine.get("shared_host"):
         sentences.append("shared host: other runs used this machine's other GPUs at the same time")
     used, others = gpu.get("memory_used_before_gb"), gpu.get("foreign_processes")
@@ -71,12 +64,6 @@ def warnings(
             f"the GPU was not free before the run: {used or 0:.1f} GiB in use, {others or 0} other processes"
         )
     return list(map(reworded, sentences))
-
-
-def _above(steady: Sequence[StepRow], limit_w: float) -> list[float]:
-    """Return the mean watts of steps above the power limit. The energy counter is coarser than a short step."""
-    powers = [row.energy_j / row.step_time_s for row in steady if row.energy_j and row.step_time_s]
-    return [watts for watts in powers if watts > (1 + POWER_TOLERANCE) * limit_w > 0]
 
 
 def _named(slow: Sequence[dict[str, Any]]) -> str:
