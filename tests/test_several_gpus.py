@@ -104,11 +104,17 @@ LLAVA, QWEN25, QWEN3 = (
     {"model": {"id": f"tiny/{name}", "weights": "random"}, "dataset": PICTURES}
     for name in ("llava-next", "qwen2.5-vl", "qwen3-vl")
 )
+# The fast recipe on a CPU. `test_sharded_layers_are_compiled_without_their_hooks` compiles it.
+FAST = HEAD | {
+    "dataset": DATA | {"samples": 60, "max_length": 32},
+    "optimizations": {"gradient_checkpointing": "selective", "packing": True, "fixed_shape": True, "chunked_loss": True,
+                      "fused_lora": True},
+}  # fmt: skip
 NO_DEEPSPEED = pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="deepspeed is not installed")
 exhaustive = partial(pytest.param, marks=pytest.mark.exhaustive)
 IMAGES = QWEN3 | {"dataset": PICTURES | {"samples": 26, "eval_samples": 2}}
 PROVEN = [
-    *[("ddp", LORA), ("ddp", QLORA), ("fsdp", LORA), ("fsdp", FULL), ("fsdp", HEAD), ("fsdp", LLAVA)],
+    *[("ddp", LORA), ("ddp", QLORA), ("fsdp", LORA), ("fsdp", FULL), ("fsdp", FAST), ("fsdp", LLAVA)],
     *[("tp", FULL), ("ep", EXPERTS | LORA), ("cp", LORA)],
     *[pytest.param(f"zero{stage}", parts, marks=NO_DEEPSPEED) for stage, parts in ((1, FULL), (2, LORA), (3, LORA))],
     *[
@@ -145,7 +151,7 @@ def test_two_ranks_learn_the_same_as_one_process(pair, strategy, parts):
     assert learned(two) == learned(one)
     for name in ("loss", "grad_norm"):
         # With 16-bit adapters, one process computes the norm in 16 bits.
-        rel = 2**-8 if name == "grad_norm" and parts in (QLORA, HALF) else 1e-4
+        rel = 2**-8 if name == "grad_norm" and parts in (QLORA, HALF) else 2e-6 if parts is FAST else 1e-4
         assert figures(two, name) == pytest.approx(figures(one, name), rel=rel)
     assert len({row.loss for row in one.steps()}) > 3
     assert dataset_of(two)["order_hash"] == dataset_of(one)["order_hash"]

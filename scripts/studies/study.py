@@ -20,7 +20,7 @@ from ftbench.store.rundir import read_json  # noqa: E402
 
 MEMORY = Path("/dev/shm/ftbench-study")  # weights of up to 65 GB, more than the disk holds
 KEPT = ("spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json", "state.json",
-        "agreement.json", "parity.json", "parity.md", "summary.md")  # fmt: skip
+        "agreement.json", "parity.json", "parity.md", "summary.md", "plain.json", "kernels.json")  # fmt: skip
 BEGIN, END = "<!-- written by the study -->\n", "<!-- end -->\n"
 START_S = 40  # imports, loading and exit
 IMPORT_S = 15  # of START_S for the imports
@@ -31,7 +31,7 @@ TINY_STEPS, TINY_S = 4, 20
 class Cell:
     """One run: its name, the shipped config, changes, and expected seconds with and without making the weights.
 
-    `tiny` is the model of a trial without a GPU.
+    `tiny` is the model of a trial without a GPU. `gpu` is the only one of several that the run sees.
     """
 
     name: str
@@ -42,11 +42,14 @@ class Cell:
     train_s: float
     weights_s: float = 0.0
     weights_gb: float = 0.0
+    gpu: str = ""
+    command: str = "run"
 
     def runs(self, folder: Path) -> list[Path]:
         """Return the runs of this cell that ended, newest last."""
         found = [path.parent for path in sorted(folder.glob(f"{self.name}/*/state.json"))]
-        return [path for path in found if read_json(path / "state.json").get("state") in ("ok", "oom")]
+        ended = [path for path in found if read_json(path / "state.json").get("state") in ("ok", "oom")]
+        return ended or [path.parent for path in folder.glob(f"{self.name}/*/plain.json")]  # of a loop without ftbench
 
 
 class Study:
@@ -99,16 +102,12 @@ class Study:
     def _run(self, cell: Cell, needed: float, left: float) -> str:
         limit = min(left, 120 + 2 * needed)
         sets = [*cell.sets, f"name={cell.name}", f"launch.timeout_s={limit:.0f}"]
-        if self.tiny:
-            shape = ("max_length=512", "image_size=[56, 56]")
-            if "llava" not in cell.config:
-                shape = ("max_length=64", "like=null", "length=null")
-            data = (f"dataset.{text}" for text in (*shape, "samples=16", "mean_length=20"))
-            sets += [f"model.id={cell.tiny}", f"train.max_steps={TINY_STEPS}", "train.batch_size=2", *data]
+        sets += self.smaller(cell) if self.tiny else []
         begin = time.monotonic()
-        command = [sys.executable, "-m", "ftbench", "run", f"configs/{cell.config}.yaml", "--yes", f"--out={self.out}"]
-        command += [f"--set={text}" for text in sets]
-        ended = subprocess.run(command, cwd=ROOT, env=self.env, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "ftbench", cell.command, f"configs/{cell.config}.yaml", "--yes"]
+        command += [f"--out={self.out}", *(f"--set={text}" for text in sets)]
+        env = self.env | ({"CUDA_VISIBLE_DEVICES": cell.gpu} if cell.gpu else {})
+        ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
         took = f"{time.monotonic() - begin:.0f} s"
         states = sorted(self.out.glob(f"{cell.name}/*/state.json"), key=lambda path: path.stat().st_mtime)
         if states:
@@ -117,6 +116,14 @@ class Study:
         lines = ended.stderr.strip().splitlines() or ["no message"]
         errors = [line for line in lines if line.startswith("ftbench: ") and not line.startswith("ftbench: note: ")]
         return f"skipped: {(errors or lines)[0 if errors else -1]}"
+
+    def smaller(self, cell: Cell) -> list[str]:
+        """Return the changes of a trial."""
+        shape = ("max_length=512", "image_size=[56, 56]")
+        if "llava" not in cell.config:
+            shape = ("max_length=64", "like=null", "length=null")
+        data = (f"dataset.{text}" for text in (*shape, "samples=16", "mean_length=20"))
+        return [f"model.id={cell.tiny}", f"train.max_steps={TINY_STEPS}", "train.batch_size=2", *data]
 
     def _folder(self) -> Path:
         return Path(self.env.get("FTBENCH_CACHE") or machine.cache_dir()) / "models"
@@ -141,7 +148,7 @@ def card() -> str:
 
 def keep(source: Path, target: Path) -> None:
     """Copy the published files of the runs below `source`, without this machine's path."""
-    for path in sorted(source.glob("*/*/*")):
+    for path in sorted((*source.glob("*/*/*"), *source.glob("*/*/profile/kernels.json"))):
         if path.name in KEPT and ".superseded" not in path.parts:
             kept = target / path.relative_to(source)
             kept.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +160,9 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines + [f"| {' | '.join(each)} |" for each in rows])
 
 
-def main(doc: str, name: str, cells: list[Cell], tables: Callable[[], str]) -> int:
+def main(
+    doc: str, name: str, cells: list[Cell], tables: Callable[[], str], kind: type[Study] = Study, page: str = ""
+) -> int:
     """Run, list or publish the cells of the study `name`, as its command line requests."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?")
@@ -163,13 +172,13 @@ def main(doc: str, name: str, cells: list[Cell], tables: Callable[[], str]) -> i
         parser.add_argument(option, action="store_true")
     asked = parser.parse_args()
     if asked.page or asked.check:
-        return write_page(ROOT / f"docs/evidence/{name}.md", tables(), asked.check)
+        return write_page(ROOT / f"docs/evidence/{page or name}.md", tables(), asked.check)
     chosen = [cell for cell in cells if any(text in cell.name for text in asked.only.split(","))]
     if asked.list or asked.out is None:
         print(*(f"{cell.train_s:4.0f} s + {cell.weights_s:3.0f} s for weights of {cell.weights_gb} GB  {cell.name}"
                 for cell in chosen), sep="\n")  # fmt: skip
         return 0
-    study = Study(asked.out, asked.minutes, asked.tiny)
+    study = kind(asked.out, asked.minutes, asked.tiny)
     missing = study.run(chosen)
     if not asked.tiny:
         keep(study.out, ROOT / "results" / card() / name)

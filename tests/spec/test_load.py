@@ -488,13 +488,13 @@ def test_tp_and_fsdp_make_a_mesh(files):
     ("strategy", "section", "fix"),
     [
         ("fsdp", "method: qlora", "launch.strategy: fsdp cannot shard 4-bit weights"),
-        ("fsdp", "optimizations: {fused_lora: on}", "fsdp shards them: set it to off, or use ddp"),
+        ("tp", "optimizations: {fused_lora: on}", "tp splits them: set it to off, or use ddp or fsdp"),
         (
             "zero3",
             "optimizations: {fp8: tensorwise, compile: on}",
             "zero3 shards them: set it to off, or use ddp",
         ),
-        ("fsdp", "optimizations: {gradient_checkpointing: selective}", "fsdp checkpoints all layers or none"),
+        ("fsdp", "optimizations: {gradient_checkpointing: offload}", "fsdp keeps the inputs of layers on the GPU"),
         ("fsdp", "train: {optimizer: adamw_bnb_8bit}", "bitsandbytes does not support the sharded tensors of fsdp"),
         ("tp", "train: {optimizer: adamw_torch_fused}", "which tp has: set it to adamw_torch"),
         (

@@ -2,21 +2,29 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.distributed.tensor import Shard, distribute_tensor
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from torch._dynamo.testing import CompileCounter
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.integrations import sdpa_attention, tensor_parallel
 
+from conftest import spec_of
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment, Model
-from ftbench.worker import parallel
+from ftbench.worker import optimizer, parallel
 from ftbench.worker.data.collate import Collator
+from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.model.random_weights import materialise
+from ftbench.worker.optimizations import compile as compiled
+from ftbench.worker.optimizations import fused_lora
 from waiting import free_ports
 from warm import returned
 
@@ -101,6 +109,42 @@ def test_cp_pads_sequences_to_equal_parts(precision, length):
     spec = Experiment.model_validate(values | {"train": {"precision": precision}})
     batch = Collator(spec, 0, 64, None)([{"input_ids": range(9), "labels": range(9), "lengths": [9]}])
     assert batch["input_ids"].shape == (1, length)
+
+
+def test_sharded_layers_are_compiled_without_their_hooks(one_rank, monkeypatch):
+    """All layers share one graph, and the gradients are those of unsharded layers."""
+    counter, ids = CompileCounter(), torch.arange(12)[None]
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    values = {"launch": {"gpus": 2, "strategy": "fsdp"}, "optimizations": {"compile": True, "fused_lora": True}}
+    spec, gradients = spec_of(train={"precision": "fp32"}, **values), []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=3, **shape))
+        model = get_peft_model(
+            model, LoraConfig(r=2, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+        )
+        if sharded:
+            fused_lora.apply(model, spec)
+            compiled.apply(model, spec)
+            assert len(compiled.verify(model, spec)) == 1  # nothing was compiled yet
+            for layer in decoder_layers(model):
+                fully_shard(layer, mesh=one_rank)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        named = ((name, each.grad) for name, each in model.named_parameters() if each.requires_grad)
+        gradients.append({name: each.full_tensor() if sharded else each for name, each in named})
+    assert counter.frame_count == 2  # the input of the first layer needs no gradient
+    assert all(gradients[1][name].allclose(each, rtol=1e-4, atol=1e-6) for name, each in gradients[0].items())
+
+
+def test_optimizer_kernel_gets_the_share_of_a_rank(one_rank):
+    whole = torch.arange(6.0).reshape(3, 2)
+    parameter = torch.nn.Parameter(distribute_tensor(whole, one_rank, [Shard(0)]))
+    assert type(parameter) is DTensor
+    with torch.no_grad():
+        optimizer.own_share(parameter).zero_()
+    assert parameter.full_tensor().count_nonzero() == 0
+    assert optimizer.own_share(whole) is whole
 
 
 # --- limits of the libraries: if one of these tests fails, an incompatibility can be removed -------------------------

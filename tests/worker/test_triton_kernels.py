@@ -328,8 +328,8 @@ def test_unsupported_settings_are_errors():
     for changes, words in (
         ({"method": {"name": "full"}}, "method full trains them: use lora or qlora"),
         (
-            {"launch": {"gpus": 2, "strategy": "fsdp"}},
-            "not tested with launch.strategy fsdp",
+            {"launch": {"gpus": 2, "strategy": "zero3"}},
+            "not tested with launch.strategy zero3",
         ),
         (
             {"optimizations": {"triton_kernels": True, "liger": True}},

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.measure.effective_config import innermost
@@ -67,7 +68,7 @@ class _SteppedByKernel(_RateOnHost):
     factor: torch.Tensor | None = None
 
     def is_by_kernel(self: Any) -> bool:
-        """Return whether the kernel supports every parameter: unsharded, contiguous and on a GPU."""
+        """Return whether the kernel supports every parameter: contiguous and on a GPU. FSDP's are shares of rows."""
         plain = all(_is_plain(p) for group in self.param_groups for p in group["params"])
         return plain and self.bf16_stochastic_round and not any(group.get("amsgrad") for group in self.param_groups)
 
@@ -90,14 +91,19 @@ class _SteppedByKernel(_RateOnHost):
                     state |= {"step": torch.tensor(0.0), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
                 state["step"] += 1
                 seed = int(torch.randint(1 << 31, ()))
-                given = (p, p.grad.contiguous(), state["exp_avg"], state["exp_avg_sq"], self.factor)
-                adamw_step(*given, int(state["step"]), seed, group)
+                given = (own_share(each) for each in (p, p.grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]))
+                adamw_step(*given, self.factor, int(state["step"]), seed, group)
         return None
 
 
+def own_share(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's share of a sharded tensor, or another tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _is_plain(parameter: torch.Tensor) -> bool:
-    unsharded = type(parameter) is torch.nn.Parameter and parameter.is_contiguous()
-    return unsharded and parameter.device.type == "cuda"
+    known = type(parameter) in (torch.nn.Parameter, DTensor)
+    return known and own_share(parameter).is_contiguous() and parameter.device.type == "cuda"
 
 
 def attach(loop: Any, spec: Experiment) -> None:

@@ -68,11 +68,11 @@ def kept_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
     """Return the plan with the types in which the strategy stores weights and adapters.
 
     DeepSpeed casts the model to 16 bits if products use 16 bits. Under FSDP, accelerate casts trained weights to
-    float32 and gathers them in 16 bits."""
+    float32 and gathers them in 16 bits, except with torchao's optimizers (worker/model/loading.py)."""
     if part.keeper == "torch" or not plan.autocast:
         return plan
     if part.keeper == "fsdp":
-        return replace(plan, weight=FLOAT if plan.full else plan.weight)
+        return replace(plan, weight=FLOAT if plan.in_32_bits else plan.weight)
     narrow = min(plan.weight, plan.compute)
     upcast = plan.upcast if plan.quantised else narrow
     return replace(plan, weight=narrow, upcast=upcast, adapter=min(plan.adapter, plan.compute))

@@ -94,7 +94,7 @@ def _copied(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape) -> fl
     Each shard is cast into the send buffer, and each unit is copied out of the receive buffer. This happens twice.
     Gradients are copied into the send buffer, and received ones are cast to the shard's type."""
     count, trained, part = shape.model.weight_bytes(HALF) / HALF, shape.trained, 1 / sharding.holders
-    kept = FLOAT if plan.full else plan.weight
+    kept = FLOAT if plan.in_32_bits else plan.weight
     gathered = count * (part * (kept + HALF) + 2 * HALF)
     return 2 * gathered + trained * (2 * HALF + part * (HALF + FLOAT))
 

@@ -88,6 +88,11 @@ class TrainingPlan:
         return self.stream if self.quantised and not self.mxfp4 else self.compute
 
     @property
+    def in_32_bits(self) -> bool:
+        """Whether FSDP keeps trained weights in float32 (worker/model/loading.py, trains_in_32_bits)."""
+        return self.full and "torchao" not in self.optimizer
+
+    @property
     def casts_nothing(self) -> bool:
         """Whether adapters read the same tensor as the layer."""
         return self.adapter == self.stream == self.compute
@@ -196,6 +201,7 @@ def fused(spec: Experiment) -> Fused:
     if not (on := spec.optimizations).fused_lora:
         return "off"
     separate = on.fp8 != "off" or on.weight_offload or (spec.method.quantised and not spec.method.mxfp4)
+    separate |= spec.launch.sharded
     products = "bfloat16" if spec.train.precision == "bf16" else "float32"
     return "separate" if separate or spec.model.dtype != products else "augmented"
 

@@ -100,8 +100,8 @@ def _fused_lora(spec: Experiment) -> Iterator[str]:
         yield f"{name} reads one input for all adapters, and dropout gives each its own: set method.dropout to 0"
     if method.bias != "none":
         yield f"{name} does not train biases: set method.bias to none"
-    if spec.launch.sharded:
-        yield f"{name} needs unsharded weight matrices, and {strategy} shards them: set it to off, or use ddp"
+    if spec.launch.sharded and strategy != "fsdp":
+        yield f"{name} needs complete weight matrices, and {strategy} splits them: set it to off, or use ddp or fsdp"
     if spec.objective.name == "dpo" and spec.objective.in_step:
         yield (
             f"{name} overwrites its adapter buffers in the forward pass of the reference model: set "
@@ -149,8 +149,8 @@ def _triton_kernels(spec: Experiment) -> Iterator[str]:
     name = "optimizations.triton_kernels"
     if not spec.method.adapters:
         yield f"{name} needs frozen norms, and method {spec.method.name} trains them: use lora or qlora"
-    if spec.launch.strategy not in ("none", "ddp"):
-        yield f"{name} was not tested with launch.strategy {spec.launch.strategy}: set it to off, or use ddp"
+    if spec.launch.strategy not in ("none", "ddp", "fsdp"):
+        yield f"{name} was not tested with launch.strategy {spec.launch.strategy}: set it to off, or use ddp or fsdp"
 
 
 OPTIMIZATIONS = {
@@ -212,7 +212,7 @@ OPTIMIZATIONS = {
         tolerance=Tolerance(ROUNDING),
         not_with_dpo=None,
         not_with_unsloth="unsloth compiles its own code: set it to off",
-        after=("liger",),  # compile the layer that Liger has changed
+        after=("liger", "triton_kernels"),  # compile the layer that they have changed
         not_ablated=("lean",),  # saves memory and is not faster
     ),
     "fused_lora": Optimization(

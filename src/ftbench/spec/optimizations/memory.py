@@ -26,8 +26,8 @@ def _gradient_checkpointing(spec: Experiment) -> Iterator[str]:
     key = f"optimizations.gradient_checkpointing {setting}"
     if setting in (True, False):
         return
-    if strategy in ("fsdp", "tp+fsdp", "cp"):
-        yield f"{key}: {strategy} checkpoints all layers or none: use on or off"
+    if strategy in ("fsdp", "tp+fsdp", "cp") and setting == "offload":
+        yield f"{key}: {strategy} keeps the inputs of layers on the GPU: use on, selective or off"
     if objective != "sft":
         yield (
             f"{key} with objective {objective}: trl switches checkpointing of all layers off and on around the "

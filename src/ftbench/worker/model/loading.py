@@ -104,14 +104,23 @@ def read(spec: Experiment, source: str, **more: Any) -> Any:
     return weight_offload.keep_on_host(model, spec, device()) if offload else model
 
 
+def trains_in_32_bits(spec: Experiment) -> bool:
+    """Return whether sharded weights are trained in float32, and only their products have 16 bits.
+
+    torchao's optimizers round 16-bit weights stochastically and need no 32-bit copy.
+    """
+    full = spec.method.name == "full" and spec.train.precision != "fp32"
+    return full and "torchao" not in spec.train.optimizer
+
+
 def skeleton(kind: Any, config: Any, spec: Experiment) -> Any:
     """Return a model without values, which it gets while it is sharded.
 
     Only its buffers take memory, because the host allocates a page when it is written first. Weights that mixed
     precision trains are in float32, as accelerate would convert them; pp converts them later.
     """
-    full = spec.method.name == "full" and spec.train.precision != "fp32" and not spec.launch.pp
-    dtype = torch.float32 if full else getattr(torch, spec.model.dtype)
+    wide = trains_in_32_bits(spec) and not spec.launch.pp
+    dtype = torch.float32 if wide else getattr(torch, spec.model.dtype)
     with torch.device("meta"):
         model = kind.from_config(config, dtype=dtype, **attention_of(spec))
     model.to_empty(device="cpu")

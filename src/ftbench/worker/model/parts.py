@@ -74,6 +74,11 @@ def decoder_layers(model: Any) -> list[Any]:
     return [layer for layer in decoder(model).layers if not isinstance(layer, Elsewhere)]
 
 
+def unwrapped(layer: Any) -> Any:
+    """Return a layer without the wrapper of FSDP's checkpointing."""
+    return getattr(layer, "_checkpoint_wrapped_module", layer)
+
+
 def vision_layers(model: Any) -> list[Any]:
     """Return the layers of the vision encoder in order. Empty for a text model."""
     lists = (

@@ -26,6 +26,7 @@ from ftbench.spec.experiment import Model
 from ftbench.spec.methods import GPT_OSS
 from ftbench.spec.reading import read_config
 from ftbench.store.machine import cache_dir, cache_error
+from ftbench.worker.device import device
 from ftbench.worker.model import mxfp4, nf4, vision
 from ftbench.worker.model.tokenizer import save_tokenizer
 
@@ -33,6 +34,8 @@ FORMAT = 1  # part of the cache key: increase it when the same spec gives other 
 SHARD_BYTES = 4 * 10**9
 _IN_16_BITS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]  # as published
 _CHUNK = 64 * 2**20  # elements per generator: bounds memory and lets large tensors use several cores
+_HOST = torch.device("cpu")
+_LARGE = 10**9  # elements of a model that ranks draw on the GPU: seconds instead of a minute
 
 
 def is_gpt_oss(model: Model) -> bool:
@@ -132,7 +135,10 @@ def deviation(config: Any) -> float:
 
 
 class Drawn(Mapping[str, torch.Tensor]):
-    """A model's state that draws the weights of `materialise` on access, some layers ahead. Adapters are unchanged."""
+    """A model's state that draws the weights of `materialise` on access, some layers ahead. Adapters are unchanged.
+
+    Large models are drawn on the GPU. Its generator gives other values than the host's.
+    """
 
     def __init__(self, state: Mapping[str, torch.Tensor], model: Model) -> None:
         config = configuration(model)
@@ -140,6 +146,8 @@ class Drawn(Mapping[str, torch.Tensor]):
         self._tensors, self._tied = _tensors(_skeleton(config, model, None))
         self._shards = list(_shards({name: each.nbytes for name, each in self._tensors.items()}))
         self._drawn: dict[str, torch.Tensor] = {}
+        large = sum(each.numel() for each in self._tensors.values()) > _LARGE
+        self._device = device() if large else _HOST
 
     def __getitem__(self, key: str) -> torch.Tensor:
         name = key.removeprefix("base_model.model.").replace(".base_layer", "")  # peft's
@@ -149,7 +157,8 @@ class Drawn(Mapping[str, torch.Tensor]):
         if name not in self._drawn:
             names = next(shard for shard in self._shards if name in shard)
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                self._drawn = _draw(pool, {each: self._tensors[each] for each in names}, self._std, self._seed)
+                wanted = {each: self._tensors[each] for each in names}
+                self._drawn = _draw(pool, wanted, self._std, self._seed, self._device)
         return self._drawn[name].to(self._state[key].dtype)
 
     def __iter__(self) -> Iterator[str]:
@@ -223,8 +232,11 @@ def _shards(sizes: dict[str, int]) -> Iterator[list[str]]:
     yield shard
 
 
-def _draw(pool: ThreadPoolExecutor, like: dict[str, torch.Tensor], std: float, seed: int) -> dict[str, torch.Tensor]:
-    """Draw tensors with the names, shapes and types of `like` in host memory, in parallel.
+def _draw(
+    pool: ThreadPoolExecutor, like: dict[str, torch.Tensor], std: float, seed: int,
+    where: torch.device = _HOST,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Draw tensors with the names, shapes and types of `like`, in parallel in host memory.
 
     Norms are ones and biases zeros, as transformers initializes them. Other weights are normal with `std`. MXFP4 codes
     are uniform, with one common scale for which their deviation is near `std`.
@@ -232,7 +244,7 @@ def _draw(pool: ThreadPoolExecutor, like: dict[str, torch.Tensor], std: float, s
     tensors: dict[str, torch.Tensor] = {}
     pieces: list[tuple[str, torch.Tensor]] = []
     for name, each in like.items():
-        out = tensors[name] = torch.empty(each.shape, dtype=each.dtype)
+        out = tensors[name] = torch.empty(each.shape, dtype=each.dtype, device=where)
         if each.ndim == 1 and name.endswith(".weight"):
             out.fill_(1)
         elif name.endswith("bias"):
@@ -242,6 +254,10 @@ def _draw(pool: ThreadPoolExecutor, like: dict[str, torch.Tensor], std: float, s
         else:
             starts = range(0, out.numel(), _CHUNK)
             pieces += [(f"{seed}/{name}/{start}", out.view(-1)[start : start + _CHUNK]) for start in starts]
+    if where.type == "cuda":  # not in threads, which would use the memory of the first GPU
+        for name, piece in pieces:
+            _normal(name, piece, std)
+        return tensors
     for future in [pool.submit(_normal, name, piece, std) for name, piece in pieces]:
         future.result()
     return tensors
@@ -249,8 +265,9 @@ def _draw(pool: ThreadPoolExecutor, like: dict[str, torch.Tensor], std: float, s
 
 def _normal(name: str, piece: torch.Tensor, std: float) -> None:
     seed = hashlib.sha256(name.encode()).digest()[:8]
-    generator = torch.Generator().manual_seed(int.from_bytes(seed, "little"))
+    generator = torch.Generator(piece.device).manual_seed(int.from_bytes(seed, "little"))
     if piece.dtype == torch.uint8:
         piece.view(torch.int64).random_(-(2**63), None, generator=generator)  # eight bytes per draw
     else:
-        piece.copy_(torch.empty(piece.shape, dtype=torch.float32).normal_(0, std, generator=generator))
+        drawn = torch.empty(piece.shape, dtype=torch.float32, device=piece.device)
+        piece.copy_(drawn.normal_(0, std, generator=generator))

@@ -9,7 +9,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.model.parts import base_model, decoder_layers, vision_layers
+from ftbench.worker.model.parts import base_model, decoder_layers, unwrapped, vision_layers
 
 # Settings that keep the compiler from recomputing values. They affect its speed and not its results.
 _GUARDS = ("used_far_apart", "long_fusible_chains", "materialized_backward")
@@ -29,14 +29,26 @@ def apply(model: Any, spec: Experiment) -> None:
         bool(read) and spec.dataset.may_have_images and not spec.optimizations.fixed_shape
     )  # fmt: skip
     for layer in decoder_layers(model):
-        layer.compile(dynamic=any_length or None)
+        _compile(layer, spec, any_length or None)
     for layer in read:
         if hasattr(layer, "attn"):  # Qwen loops over images or windows: a graph would depend on their number
             layer.attn.__class__ = _not_compiled(type(layer.attn))  # type: ignore[arg-type]
-        layer.compile(dynamic=any_size or None)
+        _compile(layer, spec, any_size or None)
     tower: Any = getattr(base_model(model).base_model, "vision_tower", None)
     if hasattr(tower, "pre_layrnorm"):
         tower.forward = MethodType(_clip, tower)
+
+
+def _compile(layer: Any, spec: Experiment, dynamic: bool | None) -> None:
+    """Compile a layer. The hooks that gather and release a sharded layer stay outside of its graph."""
+    if {"fsdp", "zero3"} & {*spec.launch.strategy.split("+")}:
+        layer.forward = torch.compile(layer.forward, dynamic=dynamic)
+    else:
+        layer.compile(dynamic=dynamic)
+
+
+def _is_compiled(layer: Any) -> bool:
+    return layer._compiled_call_impl is not None or hasattr(layer.forward, "_torchdynamo_orig_callable")
 
 
 @lru_cache
@@ -80,8 +92,8 @@ def cache() -> str | None:
 def verify(model: Any, spec: Experiment) -> list[str]:
     if not spec.optimizations.compile:
         return []
-    layers = (*decoder_layers(model), *vision_layers(model))
-    plain = [layer for layer in layers if layer._compiled_call_impl is None]
+    layers = map(unwrapped, (*decoder_layers(model), *vision_layers(model)))
+    plain = [layer for layer in layers if not _is_compiled(layer)]
     if plain:
         return [f"optimizations.compile is on and {len(plain)} {type(plain[0]).__name__} were not compiled"]
     return [] if graphs() else ["optimizations.compile is on and no graph was compiled in the first step"]

@@ -157,12 +157,32 @@ class BesideGroup(AdapterGroup):
         return self.joined[0] is not None and super().holds(layers)
 
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
-        flat = x.reshape(-1, self.width).to(self.a.dtype)
-        added = Beside.apply(flat, self.a, self.b, self.sizes, self.scales, *self.adapters())
+        a, b = self.factors()
+        added = Beside.apply(x.reshape(-1, self.width).to(a.dtype), a, b, self.sizes, self.scales, *self.adapters())
         (joined,) = self.joined
         alone = [] if joined else [layer.get_base_layer()(x) for layer in self.layers]
         made = joined(x).split(self.sizes, -1) if joined else alone
         return [base + part.view(*x.shape[:-1], -1) for base, part in zip(made, added, strict=True)]
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A and s B of all layers."""
+        return self.a, self.b
+
+
+class ShardedGroup(BesideGroup):
+    """Adapters and base layers are complete only while their decoder layer computes, so nothing is copied before."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        AdapterGroup.__init__(self, layers)
+        self.joined = (None,)
+
+    def refresh(self) -> None:
+        pass
+
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = [*self.adapters()][::2], [*self.adapters()][1::2]
+        scaled = [b.detach() * scale for b, scale in zip(second, self.scales, strict=True)]
+        return torch.cat([a.detach() for a in first]), torch.cat(scaled)
 
 
 class _Fused:
@@ -201,6 +221,8 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
+    if spec.launch.sharded:
+        return ShardedGroup(layers)
     products = torch.bfloat16 if spec.train.precision == "bf16" else torch.float32
     plain = all(type(layer.get_base_layer()) is torch.nn.Linear for layer in layers)
     if plain and not spec.optimizations.weight_offload and layers[0].get_base_layer().weight.dtype == products:

@@ -6,19 +6,24 @@ are drawn there, a few layers at a time.
 """
 
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import accelerate.accelerator
+import torch
 from accelerate import DistributedType, PartialState
 from accelerate.utils import fsdp_utils
 from peft.tuners import tuners_utils
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX, checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ftbench.core.units import listed
 from ftbench.spec.experiment import Experiment
 from ftbench.worker import parallel
-from ftbench.worker.model.parts import base_model, decoder, decoder_layers
+from ftbench.worker.model.loading import trains_in_32_bits
+from ftbench.worker.model.parts import base_model, decoder, decoder_layers, unwrapped
 from ftbench.worker.model.random_weights import Drawn
 
 
@@ -29,7 +34,7 @@ def reads(spec: Experiment) -> bool:
 
 def attach(trainer: Any, spec: Experiment) -> None:
     """Draw random weights at the point where accelerate distributes the state of rank 0, tensor by tensor."""
-    correct_plugin(trainer)
+    correct_plugin(trainer, spec)
     if spec.model.weights == "random" and not reads(spec):
         distribute = fsdp_utils.fsdp2_load_full_state_dict
         fsdp_utils.fsdp2_load_full_state_dict = lambda accelerator, model, state, **more: distribute(
@@ -37,8 +42,36 @@ def attach(trainer: Any, spec: Experiment) -> None:
         )
 
 
-def correct_plugin(trainer: Any) -> None:
-    """Fix the layer names, loss precision, head and adapter names that accelerate and peft get wrong."""
+def shard(accelerator: Any, model: Any, spec: Experiment) -> Any:
+    """Shard a model as accelerate does, and prefetch each layer while the layer before it computes.
+
+    accelerate casts all trained weights to float32 if products are in 16 bits.
+    """
+    state, precision = accelerator.state, accelerator.state._mixed_precision
+    if spec.method.name == "full" and not trains_in_32_bits(spec):
+        state._mixed_precision = "no"  # the policy of the products already exists
+    model = fsdp_utils.fsdp2_prepare_model(accelerator, model)
+    state._mixed_precision = precision
+    for layer, following in pairwise(map(unwrapped, decoder_layers(model))):
+        layer.set_modules_to_forward_prefetch([following])
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # of the buffers in which weights arrived
+    return model
+
+
+def _checkpoint_every_second(accelerator: Any, model: Any) -> Any:
+    """Wrap every second layer, as accelerate wraps all of them."""
+    layers = decoder(model).layers
+    for at in range(0, len(layers), 2):
+        layers[at] = checkpoint_wrapper(layers[at], preserve_rng_state=False)
+    return model
+
+
+def correct_plugin(trainer: Any, spec: Experiment) -> None:
+    """Fix the layer names, precision, checkpoints, head and adapter names that accelerate and peft get wrong."""
+    accelerate.accelerator.fsdp2_prepare_model = partial(shard, spec=spec)
+    if spec.optimizations.gradient_checkpointing == "selective":
+        accelerate.accelerator.fsdp2_apply_ac = _checkpoint_every_second
     _set_layer_classes(trainer)
     _keep_loss_in_float32(trainer)
     _shard_head_with_norm(trainer)

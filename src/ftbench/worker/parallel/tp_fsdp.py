@@ -16,6 +16,7 @@ from transformers.distributed import DistributedConfig
 
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.device import device
+from ftbench.worker.model.loading import trains_in_32_bits
 from ftbench.worker.parallel import ep, fsdp, tp
 from ftbench.worker.parallel.fsdp import applied, correct_plugin, verify
 
@@ -47,8 +48,7 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
     tp.require_shared_adapters(spec)
     LoraLayer._get_in_out_features = lambda self, module: (module.in_features, module.out_features)
     distributed = DistributedConfig(tp_size=tensor, fsdp_size=shares)
-    full = spec.method.name == "full" and spec.train.precision != "fp32"
-    more = {"dtype": torch.float32} if full else {}
+    more = {"dtype": torch.float32} if trains_in_32_bits(spec) else {}
     return {"distributed_config": distributed, "device_mesh": _mesh(tensor, shares).device_mesh, **more}
 
 
@@ -68,5 +68,5 @@ def prepare(made: Any) -> None:
 
 def attach(trainer: Any, spec: Experiment) -> None:
     """Correct accelerate as with fsdp, and split the optimizer's groups by mesh."""
-    correct_plugin(trainer)
+    correct_plugin(trainer, spec)
     ep.attach(trainer, spec)
