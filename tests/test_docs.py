@@ -155,13 +155,8 @@ def test_shown_specs_load(text, tmp_path):
 @pytest.mark.parametrize(
     "script",
     [
-<<<<<<< HEAD
         "reference",
-        "studies/several-gpus",
-=======
-        "commands",
         "studies/two-gpus",
->>>>>>> a26a6ae8 (Train with the fast recipe under fsdp, and measure two GPUs)
         "studies/frameworks-table",
         "studies/founding-text",
         "studies/founding-images",
