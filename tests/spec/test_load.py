@@ -513,7 +513,7 @@ def test_tp_and_fsdp_make_a_mesh(files):
             "optimizations.chunked_loss with cp: it needs complete rows",
         ),
         ("cp", "optimizations: {attention: eager}", "cp supports torch's own attention, not eager: set it to sdpa"),
-        ("cp", "optimizations: {gradient_checkpointing: offload}", "cp checkpoints all layers or none"),
+        ("cp", "optimizations: {gradient_checkpointing: offload}", "cp keeps the inputs of layers on the GPU"),
         ("ddp", "method: unsloth", "method unsloth trains on one GPU"),
         ("pp", "optimizations: {liger: on}", "liger was not tested with the stages of pp: set it to off, or use fsdp"),
     ],
