@@ -91,8 +91,9 @@ class _SteppedByKernel(_RateOnHost):
                     state |= {"step": torch.tensor(0.0), "exp_avg": moments[0], "exp_avg_sq": moments[1]}
                 state["step"] += 1
                 seed = int(torch.randint(1 << 31, ()))
-                given = (own_share(each) for each in (p, p.grad.contiguous(), state["exp_avg"], state["exp_avg_sq"]))
-                adamw_step(*given, self.factor, int(state["step"]), seed, group)
+                moments = own_share(state["exp_avg"]), own_share(state["exp_avg_sq"])
+                given = (own_share(p), own_share(p.grad).contiguous(), *moments, self.factor)
+                adamw_step(*given, int(state["step"]), seed, group)
         return None
 
 
