@@ -13,7 +13,7 @@ from ftbench.estimate.memory.estimate import MEASURED
 from ftbench.estimate.workload.model import shape_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import estimate_study as study
+import memory_estimates as study
 
 RESULTS = Path("results/h200")
 # Bounds of mean and worst relative error on the committed runs. Reserved memory is worst for small models, where
@@ -88,7 +88,7 @@ def test_nine_tenths_of_the_held_out_peaks_are_within_the_range(runs: list[study
 
 
 def test_the_shipped_constants_are_those_of_the_fitted_runs(runs: list[study.Measured]) -> None:
-    """`scripts/estimate-table --fit` made facts/estimator.yaml, and from no held-out run."""
+    """`scripts/memory_estimates.py --fit` made facts/estimator.yaml, and from no held-out run."""
     again = study.fit([run for run in runs if not study.held_out(run)])
     shipped = constants()
     assert again.runs == shipped.runs
@@ -99,7 +99,7 @@ def test_the_shipped_constants_are_those_of_the_fitted_runs(runs: list[study.Mea
 def test_the_page_is_up_to_date() -> None:
     page = Path("docs/evidence/memory-estimates.md")
     before = page.read_text("utf-8")
-    subprocess.run([sys.executable, "scripts/estimate-table"], check=True)
+    subprocess.run([sys.executable, "scripts/memory_estimates.py"], check=True)
     after = page.read_text("utf-8")
     page.write_text(before, "utf-8")
     assert after == before

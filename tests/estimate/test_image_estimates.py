@@ -15,10 +15,8 @@ from ftbench.estimate import estimates
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.memory.largest_batch import largest_batch
 from ftbench.estimate.recommend import request as recommend
-from ftbench.estimate.recommend import text as recommend_text
 from ftbench.estimate.time.duration import estimate_duration
-from ftbench.estimate.time.history import RunHistory
-from ftbench.estimate.time.timed_runs import step_key
+from ftbench.estimate.time.history import RunHistory, step_key
 from ftbench.estimate.workload import images
 from ftbench.estimate.workload.largest import BatchShape, Largest, largest
 from ftbench.estimate.workload.model import shape_of
@@ -202,19 +200,6 @@ def test_the_shipped_config_is_estimated_by_the_command() -> None:
     assert "largest that fits: " in answer.text
 
 
-def test_estimate_lists_several_image_sizes() -> None:
-    answer = estimates.estimate(estimates.EstimateRequest(CONFIG, gpu="H200 SXM"))
-    sizes = json.loads(answer.document)["gpus"][0]["by_image_size"]
-    rows = {(each["width"], each["height"]): each for each in sizes}
-    assert (rows[336, 336]["tokens"], rows[500, 500]["tokens"], rows[1920, 1080]["tokens"]) == (1176, 2928, 1948)
-    assert rows[336, 336]["largest_batch"] > rows[1920, 1080]["largest_batch"] > rows[500, 500]["largest_batch"] > 0
-    for each in sizes:
-        assert each["images_in_hours"] == pytest.approx(8 * 3600 * each["images_per_s"])
-    assert "1920 x 1080" in answer.text
-    text = estimates.estimate(estimates.EstimateRequest(CONFIG.with_name("qwen3-8b-lora.yaml"), gpu="H200 SXM"))
-    assert "by_image_size" not in json.loads(text.document)["gpus"][0]
-
-
 def test_recommend_keeps_resolution_and_trained_parts(tmp_path: Path) -> None:
     sets = ["optimizations.image_size=336", "method.vision=lora"]
     answer = recommend.answer(recommend.RecommendRequest(CONFIG, sets, gpu="H200 SXM", samples=20_000, deadline="8h"))
@@ -222,8 +207,6 @@ def test_recommend_keeps_resolution_and_trained_parts(tmp_path: Path) -> None:
         assert option.spec.optimizations.image_size == 336
         assert getattr(option.spec.method, "vision", None) == "lora"
     assert answer.options[0].spec.optimizations.image_cache
-    assert "images in 8 h" in recommend_text.as_text(answer)
-    assert recommend_text.as_json(answer)["by_image_size"]
 
 
 def test_image_recipes_are_not_offered_for_text() -> None:

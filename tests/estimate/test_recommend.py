@@ -12,13 +12,12 @@ import pytest
 
 from commands import printed_command, typed_spec
 from counting import calls_of
-from ftbench.core import units
 from ftbench.core.hardware import capability_of, gpus
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.largest_batch import MemoryCache, largest_batch
 from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend import request as requests
-from ftbench.estimate.recommend.ranking import Goal, Recommendation, as_runnable, recommend
+from ftbench.estimate.recommend.ranking import Goal, Recommendation, as_runnable, recommend, samples_per_step
 from ftbench.estimate.recommend.spec_file import way_words
 from ftbench.estimate.recommend.text import as_json, as_text, as_yaml
 from ftbench.estimate.time.duration import estimate_duration
@@ -155,27 +154,26 @@ def test_a_spec_that_does_not_fit_comes_with_a_command_that_does(ftbench, spec_f
     assert Path(command[0]) == spec_file
     code, again, _ = ftbench("estimate", *command, "--gpu", gpu, "--check")
     assert code == 0
-    assert "The most similar" not in again
+    assert "The fastest settings" not in again
     before, after = load(spec_file, sets), typed_spec(command)
-    samples = [spec.train.batch_size * spec.train.gradient_accumulation_steps for spec in (before, after)]
-    assert samples[0] == samples[1]
+    samples = [samples_per_step(spec, RunHistory()) for spec in (before, after)]
+    assert samples[0] == pytest.approx(samples[1], rel=0.1)  # packed rows hold about as many
 
 
 @pytest.mark.parametrize("options", [
     ("--gpu", "RTX 5090", "--gpus", 4, "--strategy", "zero2", "--set", "method=full"),
     ("--gpu", "L40S", "--gpus", 2, "--strategy", "ddp", "--set", "method=full"),
-    ("--gpu", "L4", "--gpus", 2, "--strategy", "fsdp", "--set", "method=full", "--set", "model=Qwen/Qwen3-32B"),
-    ("--gpu", "L4,L40S"), ("--memory-gb", 20),
+    ("--gpu", "L4,L40S"),
 ], ids=str)  # fmt: skip
-def test_the_command_for_several_gpus_or_given_memory_fits(ftbench, spec_file, options):
+def test_the_command_for_several_gpus_fits(ftbench, spec_file, options):
     code, out, _ = ftbench("estimate", spec_file, "--check", *options)
     assert code != 0
-    assert "The most similar spec that fits takes" in out
+    assert "The fastest settings that fit take" in out
     words = printed_command(out)
     where = ("--gpu", "L40S") if options[1] == "L4,L40S" else options[:2]
     code, again, _ = ftbench("estimate", *words, *where, "--check")
     assert code == 0
-    assert "The most similar" not in again
+    assert "The fastest settings" not in again
 
 
 def test_without_a_fit_no_command_is_printed(ftbench, spec_file):
@@ -327,7 +325,7 @@ def test_all_shipped_configs_on_20_cards_have_one_answer(monkeypatch, tmp_path):
     few = {name: shipped_recipes()[name] for name in ("fastest", "small", "smallest")}
     monkeypatch.setattr(candidates, "_combined", lambda *_: ())
     monkeypatch.setattr(candidates, "shipped_recipes", lambda: few)
-    monkeypatch.setattr(requests, "with_variations", lambda answer, any_batch: answer)
+    monkeypatch.setattr(requests, "with_lengths", lambda answer: answer)
     for path in CONFIGS:
         request = requests.RecommendRequest(path, gpu=CARDS, samples=1000, store=tmp_path)
         if load(path).objective.prompts:
@@ -353,7 +351,7 @@ def test_all_shipped_configs_on_20_cards_have_one_answer(monkeypatch, tmp_path):
 
 
 def test_the_decision_guide_has_the_answers_of_recommend(monkeypatch):
-    monkeypatch.setattr(requests, "with_variations", lambda answer, any_batch: answer)
+    monkeypatch.setattr(requests, "with_lengths", lambda answer: answer)
     page = (ROOT / "docs" / "how-to" / "choose-a-card.md").read_text("utf-8")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.count("|") == 7]
     rows = [row for row in rows if "/" in row[0]]
@@ -455,28 +453,12 @@ def test_estimate_reports_time_energy_and_cost(ftbench, spec_file):
     code, out, _ = ftbench(*asked, "--store", ROOT / "results")
     time_told = json.loads(out)["gpus"][0]["time"]
     assert code == 0
-    assert time_told["basis"] == "scaled"
+    assert time_told["basis"] == "formula"
     assert time_told["samples_in_hours"]["expected"] == pytest.approx(10 * time_told["samples_per_hour"], rel=0.01)
     assert time_told["cost"]["value"] == pytest.approx(4.0 / 3600 * time_told["training_s"]["expected"])
     code, out, _ = ftbench(*asked[:-1])
     assert "10 h" in out
     assert "kWh" in out
-
-
-def test_a_much_better_way_with_larger_steps_is_named(ftbench, spec_file):
-    """Short samples, four a step: no packed row holds so few, and the fastest way would go unseen."""
-    asked = ("recommend", spec_file, "--gpu", "H100 SXM5", "--samples", 50000, "--set", "train.batch_size=4", "--json")
-    small = "train.gradient_accumulation_steps=1"
-    held = json.loads(ftbench(*asked, "--set", small)[1])
-    assert held["freer"]["optimizations"]["packing"]
-    best = json.loads(ftbench(*asked, "--set", small, "--effective-batch", "any")[1])
-    assert (best["freer"], best["options"][0]) == (None, held["freer"])
-    assert json.loads(ftbench(*asked, "--set", small, "--effective-batch", 4)[1])["freer"] is None, "it was asked for"
-    anywhere = json.loads(ftbench(*asked[:3], "all", *asked[4:], "--set", small)[1])
-    assert anywhere["freer"]["gpu"] == anywhere["options"][0]["gpu"]
-    out = ftbench(*asked[:-1], "--set", small)[1]
-    took = units.seconds(held["freer"]["seconds"]["expected"])
-    assert f"{took} instead of" in " ".join(out.split())
 
 
 def test_without_a_number_of_samples_prices_give_the_cost_of_1000(ftbench, spec_file):

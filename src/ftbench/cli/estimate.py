@@ -13,7 +13,6 @@ from ftbench.cli.shared import (
     CLUSTER,
     INPUT,
     LIMITS,
-    Config,
     Data,
     Json,
     Length,
@@ -74,7 +73,6 @@ def estimate(
             "--check", help="exit with 0 if it fits, 1 if uncertain, 2 if not (best GPU)", rich_help_panel=ADVANCED
         ),
     ] = False,
-    config: Config = None,
     prices: Prices = None,
     store: Store = Path("results"),
     as_json: Json = False,
@@ -84,8 +82,8 @@ def estimate(
     from ftbench.estimate import estimates
 
     answer = estimates.estimate(estimates.EstimateRequest(
-        spec, spec_sets(sets, recipe, dataset, length, samples), gpu, memory_gb, gpus, strategy, config, samples, hours,
-        prices, store,
+        spec, spec_sets(sets, recipe, dataset, length, samples), gpu, memory_gb, gpus, strategy, samples, hours, prices,
+        store,
     ))  # fmt: skip
     emit(answer.document if as_json else answer.text)
     raise typer.Exit(answer.code if check else 0)
@@ -130,7 +128,6 @@ def recommend(
     every: Annotated[
         bool, typer.Option("--all", help="list all ways, and the reasons against the others", rich_help_panel=ADVANCED)
     ] = False,
-    config: Config = None,
     prices: Prices = None,
     store: Store = Path("results"),
     as_json: Json = False,
@@ -141,7 +138,7 @@ def recommend(
 
     request = RecommendRequest(
         spec, spec_sets(sets, None, dataset, length, samples), gpu, gpus, samples, deadline, max_cost, prices, goal,
-        method, effective_batch, store, output, config,
+        method, effective_batch, store, output,
     )  # fmt: skip
     _recommend(request, force, as_json, every)
 

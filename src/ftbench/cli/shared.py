@@ -74,7 +74,6 @@ Overwrite = Annotated[
 Prices = Annotated[
     Path | None, typer.Option(help="prices of GPUs: adds energy and money", metavar="FILE", rich_help_panel=INPUT)
 ]
-Config = Annotated[Path | None, typer.Option(help="config.json of a model not in the table", rich_help_panel=INPUT)]
 Store = Annotated[Path, typer.Option(help="folder with runs and probes to learn from", rich_help_panel=INPUT)]
 Wide = Annotated[
     bool,

@@ -2,7 +2,6 @@
 
 Callers import this module inside functions and work without it: they then report that predictions are missing."""
 
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +13,10 @@ from ftbench.errors import FtbenchError
 from ftbench.estimate.memory.capacity import capacity, machine_gpu
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.memory.largest_batch import MemoryCache, largest_batch
-from ftbench.estimate.time.duration import SHEET, DurationEstimate, epochs_samples, estimate_duration
+from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.history import RunHistory
-from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import first_gpu
-
-# A core's peak rate in float32: two units of 16 lanes that multiply and add, at 3.1 GHz (AVX-512).
-_CORE_FLOPS, _LONG_S = 2e11, 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +24,7 @@ class Prediction:
     """The prediction for a run. Unknown values are None.
 
     `reserved_gb` is the peak of the allocator's pool in GiB, `seconds` the wall time with its `confidence`, and `watts`
-    the mean power of a GPU. A time from the data sheet only is not given, because it would be a guess."""
+    the mean power of a GPU."""
 
     verdict: str | None = None
     reserved_gb: float | None = None
@@ -47,13 +42,12 @@ class Predictor:
 
     def predict(self, spec: Experiment) -> Prediction:
         memory, time = self._memory(spec), time_on_machine(spec, self._gpu, self._history)
-        samples = epochs_samples(spec, time.samples) if time and time.basis != SHEET else None
-        known = time is not None and samples is not None
+        samples = epochs_samples(spec, time.samples) if time else None
         return Prediction(
             memory.verdict if memory else None,
             memory.reserved.expected if memory else None,
             time.seconds_for(samples).expected if time and samples is not None else None,
-            time.confidence if time and known else None,
+            time.confidence if time is not None and samples is not None else None,
             time.watts.expected if time else None,
         )
 
@@ -86,7 +80,7 @@ def announce(
 
 
 def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | None:
-    """Return why a run will fail on the machine of a machine.json: too little memory, or days without a GPU."""
+    """Return why a run will fail on the machine of a machine.json: too little memory."""
     cpu = described.get("cpu") or {}
     if gpu := first_gpu(described):
         return memory_problem(spec, gpu, store, cpu.get("memory_gb"))
@@ -94,7 +88,6 @@ def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | N
         return None
     try:
         memory = estimate_memory(spec, cpu["memory_gb"], total=cpu["memory_gb"])
-        least_s = _cpu_seconds(spec, cpu["threads"])
     except FtbenchError:
         return None
     if memory.allocated.low > cpu["memory_gb"]:
@@ -102,26 +95,7 @@ def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | N
             f"this will run out of memory: it needs at least {gibibytes(memory.allocated.low)} GiB, and this machine "
             f"has {gibibytes(cpu['memory_gb'])} GiB and no GPU; `ftbench estimate --gpu all` lists GPUs that fit"
         )
-    if least_s > _LONG_S:
-        return (
-            f"this will take at least {seconds(least_s)}, because this machine has {cpu['threads']} threads and no "
-            "GPU; `ftbench estimate --gpu all` estimates the time on GPUs"
-        )
     return None
-
-
-def _cpu_seconds(spec: Experiment, threads: int) -> float:
-    """Return a lower bound in seconds for the matrix products of a training on a CPU; 0 if the steps are not known."""
-    history = RunHistory()
-    batches = batches_of(spec, history.lengths(spec))
-    samples_per_step = per_step(spec, batches, "samples")
-    samples = epochs_samples(spec, samples_per_step)
-    _, work = history.work(spec, batches, None)
-    flops = sum(
-        weight * amount for weight, amounts in work.groups for name, amount in amounts.items()
-        if name.startswith(("products", "attention"))
-    )  # fmt: skip
-    return (samples or 0.0) / samples_per_step * work.passes * flops / (threads * _CORE_FLOPS)
 
 
 def memory_on_machine(spec: Experiment, gpu: dict[str, Any] | None, store: Path | None) -> MemoryEstimate | None:
@@ -167,7 +141,7 @@ def memory_problem(
         return None
     if memory.verdict == "does not fit":
         largest = largest_batch(spec, machine_gpu(gpu, store), total=gpu["memory_gb"])
-        solution = f"train.batch_size={largest} would fit" if largest else _nearest(spec, machine_gpu(gpu, store))
+        solution = f"train.batch_size={largest} would fit" if largest else "`ftbench recommend` finds settings that fit"
         return (
             f"this will run out of memory: it needs about {gibibytes(memory.device.expected)} GiB (at least "
             f"{gibibytes(memory.device.low)}) and the GPU has {memory.capacity.words}; {solution}"
@@ -180,15 +154,6 @@ def memory_problem(
         f"{gibibytes(host_gb)}; {fewer}switch off offloading (optimizations.weight_offload, gradient_checkpointing "
         "offload, launch.offload)"
     )
-
-
-def _nearest(spec: Experiment, gpu: Gpu | float) -> str:
-    from ftbench.estimate.recommend.nearest import nearest_fit  # most runs fit
-
-    fit = nearest_fit(spec, gpu)
-    if fit is None or fit.spec.launch.gpus != spec.launch.gpus:
-        return "`ftbench estimate` lists the parts"
-    return f"{shlex.join(f'--set={value}' for value in fit.sets)} would fit"
 
 
 def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Path) -> str | None:

@@ -14,26 +14,20 @@ from ftbench.estimate.gpu_selection import ALL, gpus_named
 from ftbench.estimate.memory.capacity import machine_gpu, probed
 from ftbench.estimate.memory.estimate import VERDICTS, estimate_memory
 from ftbench.estimate.memory.largest_batch import largest_batch
-from ftbench.estimate.records import GpuEstimate, Scope, SizeRow, as_document, size_record
+from ftbench.estimate.records import GpuEstimate, Scope, as_document
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory
-from ftbench.estimate.workload.largest import largest
 from ftbench.estimate.workload.model import shape_of
 from ftbench.estimate.workload.sharding import STRATEGIES, on_gpus, problem
 from ftbench.spec import strategies
-from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.launch import MOST_GPUS
 from ftbench.spec.load import load
 from ftbench.spec.prices import load_prices
-from ftbench.spec.reading import read_config
 from ftbench.store import machine
 
 NIGHT_H = 8.0
 MOST_SAMPLES = 10**15
-IMAGE_SIZES = ((336, 336), (500, 500), (1024, 1024), (1920, 1080))
-_IMAGE_SAMPLES = 1024  # drawn for each size: more than any batch that fits a GPU
-_IMAGE_TEXT = 256  # tokens of room for the text of a sample
 _MOST_COMPARED, _USUAL_NODE = 64, 8  # GPUs of `--strategy all`
 _MOST_MEMORY_GB, _MOST_HOURS = 1_000_000, 1_000_000
 
@@ -48,14 +42,10 @@ class EstimateRequest:
     memory_gb: float | None = None
     gpus: int | None = None
     strategy: str | None = None
-    config: Path | None = None
     samples: int | None = None
     hours: float | None = None
     prices: Path | None = None
     store: Path = Path("results")
-
-    def model_config(self) -> dict[str, Any] | None:
-        return None if self.config is None else read_config(self.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,32 +72,28 @@ def estimate(request: EstimateRequest) -> Answer:
     if request.strategy == ALL:
         return _compare_strategies(request, history)
     spec = history.with_sample_count(launched(load(request.spec, request.sets), request.gpus, request.strategy))
-    scope, config = _scope(request), request.model_config()
-    if why := problem(shape_of(spec.model, config), spec.launch):
+    scope = _scope(request)
+    if why := problem(shape_of(spec.model), spec.launch):
         raise SpecError(f"launch.gpus: {why}: choose another number of GPUs or another strategy")
     targets = _targets(request, history.path)
-    rows = [_estimated(spec, target, history, config) for target in targets]
+    rows = [_estimated(spec, target, history) for target in targets]
     best = min(VERDICTS.index(row.memory.verdict) for row in rows)
     document, nearest = as_document(spec, rows, scope), ""
     if best:
         closest = min(range(len(rows)), key=lambda at: rows[at].memory.device.high - rows[at].memory.usable)
-        nearest, document["gpus"][closest]["nearest"] = _nearest(spec, targets[closest], request, config)
-    parts = [text.as_text(spec, rows, scope, nearest)]
-    if len(rows) == 1 and (sizes := image_sizes(spec, targets[0].gpu, history, config, targets[0].total)):
-        document["gpus"][0]["by_image_size"] = [size_record(row, scope.hours) for row in sizes]
-        parts += ["", text.image_sizes_text(sizes, scope.hours)]
-    return Answer("\n".join(parts), json.dumps(document), best)
+        nearest, document["gpus"][closest]["nearest"] = _alternative(spec, targets[closest], request, history)
+    return Answer(text.as_text(spec, rows, scope, nearest), json.dumps(document), best)
 
 
-def _estimated(spec: Experiment, target: Target, history: RunHistory, config: dict[str, Any] | None) -> GpuEstimate:
+def _estimated(spec: Experiment, target: Target, history: RunHistory) -> GpuEstimate:
     """Return memory and time on one GPU. If the time is not known, `reason` explains it."""
-    memory = estimate_memory(spec, target.gpu, total=target.total, config=config)
-    most = largest_batch(spec, target.gpu, total=target.total, config=config)
+    memory = estimate_memory(spec, target.gpu, total=target.total)
+    most = largest_batch(spec, target.gpu, total=target.total)
     row = GpuEstimate(target.name, target.gpu if isinstance(target.gpu, Gpu) else None, memory, most)
     if row.gpu is None:
         return replace(row, reason="not known for --memory-gb: name a GPU of `ftbench list gpus` with --gpu")
     try:
-        return replace(row, time=estimate_duration(spec, row.gpu, history, config=config))
+        return replace(row, time=estimate_duration(spec, row.gpu, history))
     except SpecError as error:
         reason = str(error)
         fits = memory.verdict != VERDICTS[-1]
@@ -134,34 +120,36 @@ def _compare_strategies(request: EstimateRequest, history: RunHistory) -> Answer
         raise SpecError(
             f"--strategy {ALL} compares memory and speed only: remove {' and '.join(unused)}, or name one strategy"
         )
-    spec, config = history.with_sample_count(load(request.spec, request.sets)), request.model_config()
+    spec = history.with_sample_count(load(request.spec, request.sets))
     target, *others = _targets(request, history.path)
     if others:
         raise SpecError(f"--strategy {ALL} compares strategies on one kind of GPU: name one, such as {target.name}")
     most = request.gpus or (spec.launch.gpus if spec.launch.gpus > 1 else _USUAL_NODE)
     if not 2 <= most <= _MOST_COMPARED:
         raise SpecError(f"--gpus {most}: --strategy {ALL} compares 2 to {_MOST_COMPARED} GPUs")
-    rows = strategies_table.rows(spec, target.gpu, most, history, config, target.total)
+    rows = strategies_table.rows(spec, target.gpu, most, history, target.total)
     best = min(VERDICTS.index(row.memory.verdict) for row in rows if row.memory and not row.problems)
     return Answer(
         strategies_table.as_text(spec, target.name, rows), strategies_table.as_document(spec, target.name, rows), best
     )
 
 
-def _nearest(
-    spec: Experiment, target: Target, request: EstimateRequest, config: dict[str, Any] | None
+def _alternative(
+    spec: Experiment, target: Target, request: EstimateRequest, history: RunHistory
 ) -> tuple[str, dict[str, Any] | None]:
-    """Return the most similar spec that fits, as a sentence with its command and as a record."""
-    from ftbench.estimate.recommend.nearest import nearest_fit, on_lines  # most specs fit
+    """Return the fastest settings that fit with the same samples per step, as text and as a record."""
+    from ftbench.estimate.recommend import ranking, spec_file  # most specs fit
 
-    fit = nearest_fit(spec, target.gpu, config)
-    if fit is None:
+    if not isinstance(target.gpu, Gpu):
+        return "Name a GPU with --gpu to get settings that fit.", None
+    best = ranking.alternative(spec, target.gpu, history)
+    if best is None:
         return "No batch, optimization or method of `ftbench recommend` is sure to fit.", None
+    memory, command = best.memory, spec_file.run_command(request.spec, request.sets, best.spec)
     where = "" if request.gpu is None or len(gpus_named(request.gpu)) == 1 else f" on {target.name}"
-    needed = f"{gibibytes(fit.memory.device.expected)} of {gibibytes(fit.memory.total)} GiB{where}"
-    command = fit.command(request.spec, request.sets, load(request.spec, request.sets))
-    record = {"set": fit.sets, "command": command, "device_gb": asdict(fit.memory.device)}
-    return f"The most similar spec that fits takes {needed}:\n{on_lines(command)}", record
+    needed = f"{gibibytes(memory.device.expected)} of {gibibytes(memory.total)} GiB{where}"
+    record = {"command": command, "device_gb": asdict(memory.device)}
+    return f"The fastest settings that fit take {needed}:\n{spec_file.on_lines(command)}", record
 
 
 def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experiment:
@@ -201,47 +189,3 @@ def _targets(request: EstimateRequest, store: Path | None) -> list[Target]:
     if described is None or not described.get("memory_gb"):
         raise SpecError("this machine has no GPU: name one with --gpu (`ftbench list gpus`), or give --memory-gb")
     return [Target(described["name"], machine_gpu(described, store), described["memory_gb"])]
-
-
-def image_sizes(
-    spec: Experiment, gpu: Gpu | float, history: RunHistory, config: dict[str, Any] | None = None,
-    total: float | None = None,
-) -> list[SizeRow]:  # fmt: skip
-    """Return tokens, largest batch and speed for several sizes of pictures; empty for a spec without images."""
-    if not spec.dataset.has_images or (vision := shape_of(spec.model, config).vision) is None:
-        return []
-    rows = []
-    for size in IMAGE_SIZES:
-        trial = _with_pictures(spec, size, spec.dataset.max_length)
-        sample = largest(_with_batch(trial, 1), vision).expected
-        trial = _with_pictures(spec, size, max(spec.dataset.max_length, sample.images.tokens + _IMAGE_TEXT))
-        sample = largest(_with_batch(trial, 1), vision).expected
-        batch = largest_batch(trial, gpu, total=total, config=config)
-        rate = _images_per_s(_with_batch(trial, batch), gpu, history, config) if batch else None
-        rows.append(SizeRow(*size, sample.images.tokens, sample.images.tiles, batch, rate))
-    return rows
-
-
-def _with_pictures(spec: Experiment, size: tuple[int, int], max_length: int) -> Experiment:
-    data = spec.dataset
-    pictures = Dataset.model_validate({
-        "name": "images", "samples": _IMAGE_SAMPLES, "image_size": size, "images_per_sample": data.images_per_sample,
-        "max_length": max_length, "length": data.length, "mean_length": data.mean_length,
-    })  # fmt: skip
-    return spec.model_copy(update={"dataset": pictures})
-
-
-def _with_batch(spec: Experiment, batch: int) -> Experiment:
-    return spec.model_copy(update={"train": spec.train.model_copy(update={"batch_size": batch})})
-
-
-def _images_per_s(
-    spec: Experiment, gpu: Gpu | float, history: RunHistory, config: dict[str, Any] | None
-) -> float | None:
-    if not isinstance(gpu, Gpu):
-        return None
-    try:
-        duration = estimate_duration(spec, gpu, history, config=config)
-    except SpecError:
-        return None
-    return spec.dataset.images_per_sample * duration.samples / duration.step_s.expected

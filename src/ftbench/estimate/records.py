@@ -33,18 +33,6 @@ class GpuEstimate:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SizeRow:
-    """Pictures of one size: tokens and tiles per sample, the largest batch that fits, and images per second."""
-
-    width: int
-    height: int
-    tokens: int
-    tiles: int
-    largest_batch: int | None
-    images_per_s: float | None
-
-
 def totals(
     spec: Experiment, gpu: Gpu, time: DurationEstimate, scope: Scope
 ) -> tuple[float | None, Band | None, Amount | None]:
@@ -62,10 +50,6 @@ def cost_of_1k(gpu: Gpu, time: DurationEstimate, scope: Scope) -> Amount | None:
 def _cost(gpu: Gpu, time: DurationEstimate, scope: Scope, seconds: float) -> Amount | None:
     price = scope.prices.of(gpu.name) if scope.prices else None
     return amount(price, time.gpus * seconds, time.watts.expected) if price else None
-
-
-def size_record(row: SizeRow, hours: float) -> dict[str, Any]:
-    return asdict(row) | {"images_in_hours": row.images_per_s and row.images_per_s * 3600 * hours}
 
 
 def as_document(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> dict[str, Any]:

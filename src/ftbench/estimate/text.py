@@ -11,7 +11,7 @@ from ftbench.core.table import folded, text_table
 from ftbench.core.units import JOULES_PER_KWH, gibibytes
 from ftbench.estimate.memory.capacity import RESERVE
 from ftbench.estimate.memory.estimate import HOST, VERDICTS, Band, MemoryEstimate
-from ftbench.estimate.records import GpuEstimate, Scope, SizeRow, cost_of_1k, totals
+from ftbench.estimate.records import GpuEstimate, Scope, cost_of_1k, totals
 from ftbench.estimate.time.communication import BUBBLE, COMMUNICATION, OFFLOADED
 from ftbench.estimate.time.duration import FLUSHES, DurationEstimate, epochs_samples
 from ftbench.estimate.time.rates import shipped_terms
@@ -232,14 +232,3 @@ def _unknown(rows: Sequence[GpuEstimate]) -> list[str]:
         f"{first.name}: {first.reason}" + (f"; also {', '.join(row.name for row in more)}" if more else "")
         for first, *more in groups.values()
     ]
-
-
-def image_sizes_text(rows: Sequence[SizeRow], hours: float) -> str:
-    """Return one line per image size."""
-    columns = ["images of", ">tokens", ">tiles", ">largest batch", ">images/s", f">images in {hours:g} h"]
-    return text_table(columns, [
-        (f"{row.width} x {row.height}", units.count(row.tokens), units.count(row.tiles),
-         str(row.largest_batch or "none"), units.rate(row.images_per_s),
-         "" if row.images_per_s is None else units.count(row.images_per_s * 3600 * hours))
-        for row in rows
-    ])  # fmt: skip

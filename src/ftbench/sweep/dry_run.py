@@ -102,7 +102,7 @@ def _totals(pending: Sequence[Planned], ready: Ready | None, prices: Path | None
     lasting = [time for line in pending if (time := line.seconds or line.estimated_s)]
     energies = [line.joules for line in pending if line.joules is not None]
     if not lasting:
-        why = "no similar run was measured on this GPU" if ready and ready.device else "this machine has no GPU"
+        why = "no formula and no run of these cells" if ready and ready.device else "this machine has no GPU"
         why = why if _estimator() else NO_ESTIMATOR
         return [f"\ntotal: {some(len(pending), 'run')}; time unknown: {why}"]
     slots = len(ready.slots) if ready else 1

@@ -83,7 +83,6 @@ def estimate_memory(
     spec: Experiment,
     gpu: Gpu | float,
     *,
-    config: dict[str, Any] | None = None,
     total: float | None = None,
     batch: Largest | None = None,
     known: Constants | None = None,
@@ -94,7 +93,6 @@ def estimate_memory(
     Args:
         spec: The experiment; `launch` gives the number of GPUs.
         gpu: A GPU of the table, or GiB.
-        config: The model's config.json, if the shipped facts do not have it.
         total: GiB by the GPU's driver, if known.
         batch: The largest batch that a run had on one GPU.
         known: Constants, by default the shipped ones.
@@ -103,9 +101,9 @@ def estimate_memory(
     Raises:
         SpecError: The shape of the model is not known."""
     if spec.launch.pp and rank is None:
-        more: dict[str, Any] = {"config": config, "total": total, "batch": batch, "known": known}
+        more: dict[str, Any] = {"total": total, "batch": batch, "known": known}
         return _largest_stage([estimate_memory(spec, gpu, **more, rank=at) for at in range(spec.launch.pp)])
-    case, batch = _case(spec, gpu, config, batch, rank)
+    case, batch = _case(spec, gpu, batch, rank)
     try:
         named = phases(case)
         least, most = (_peak_of(case, named, batch, end) for end in (batch.least, batch.most))
@@ -151,7 +149,7 @@ def _host(case: MemoryCase) -> float:
 
 
 def _case(
-    spec: Experiment, gpu: Gpu | float, config: dict[str, Any] | None, batch: Largest | None, rank: int | None = None
+    spec: Experiment, gpu: Gpu | float, batch: Largest | None, rank: int | None = None
 ) -> tuple[MemoryCase, Largest]:
     """Return the run with its expected largest batch, and that batch.
 
@@ -160,7 +158,7 @@ def _case(
     spec = resolve(spec, capability)
     check_modelled(spec)
     sharding = replace(sharding_of(spec.launch), rank=rank)
-    model = rank_model(shape_of(spec.model, config), sharding)
+    model = rank_model(shape_of(spec.model), sharding)
     batch = batch or largest(spec, model.vision)
     steady = batch.whole or spec.optimizations.fixed_shape or spec.optimizations.packing
     case = MemoryCase(
@@ -256,5 +254,5 @@ def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
 
 def slack_basis_of(spec: Experiment, gpu: Gpu | float, batch: Largest | None) -> SlackBasis:
     """Return the basis of a run's slack, for the fit of the constants."""
-    case, _ = _case(spec, gpu, None, batch)
+    case, _ = _case(spec, gpu, batch)
     return slack_basis(case, phases(case))

@@ -13,10 +13,10 @@ MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
 
 
 class MemoryCache:
-    """Memory estimates of many specs on many GPUs. `config` and `total` are those of `estimate_memory`."""
+    """Memory estimates of many specs on many GPUs. `total` is that of `estimate_memory`."""
 
-    def __init__(self, config: dict[str, Any] | None = None, total: float | None = None) -> None:
-        self._config, self._total = config, total
+    def __init__(self, total: float | None = None) -> None:
+        self._total = total
         self._known: dict[Any, dict[int, MemoryEstimate]] = {}
 
     def estimate(self, spec: Experiment, gpu: Gpu | float) -> MemoryEstimate:
@@ -41,7 +41,7 @@ class MemoryCache:
         if size not in curve:
             train = spec.train.model_copy(update={"batch_size": size})
             resolved = resolve(spec.model_copy(update={"train": train}), capability_of(gpu))
-            curve[size] = estimate_memory(resolved, gpu, config=self._config, total=self._total)
+            curve[size] = estimate_memory(resolved, gpu, total=self._total)
         verdict = verdict_of(curve[size].allocated, curve[size].device, has)
         return replace(curve[size], total=has.total, usable=has.usable, margin=has.margin, verdict=verdict)
 
@@ -67,9 +67,11 @@ class MemoryCache:
         return units and units * unit
 
 
-def largest_batch(spec: Experiment, gpu: Gpu | float, *, likely: bool = False, **options: Any) -> int | None:
-    """Return the largest batch of one spec; `options` are those of `MemoryCache`."""
-    return MemoryCache(**options).largest_batch(spec, gpu, likely)
+def largest_batch(
+    spec: Experiment, gpu: Gpu | float, *, likely: bool = False, total: float | None = None
+) -> int | None:
+    """Return the largest batch of one spec."""
+    return MemoryCache(total).largest_batch(spec, gpu, likely)
 
 
 def _largest_within(most: int, needed: Callable[[int], float], room: float, known: Mapping[int, float]) -> int | None:

@@ -45,7 +45,10 @@ def logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
     their gradient is added, and autograd copies it without the last position. The reference's logits exist at the same
     time, while trl computes its metrics of the chosen answers."""
     if plan.loss == "pairs":
-        return _pair_logits(model, plan, batch)
+        kept = FLOAT if plan.autocast else plan.compute
+        made = kept + (plan.compute if plan.autocast else 0)
+        both = 0.0 if plan.reference == "none" else kept + max(made, kept + kept * batch.labels / batch.tokens / 2)
+        return float(batch.tokens * model.vocab * max(both, made, 2 * kept))
     if plan.loss == "unsloth":
         return float(min(UNSLOTH_ROWS, batch.tokens) * model.vocab * plan.compute)
     if plan.loss == "liger":
@@ -56,13 +59,6 @@ def logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
         each = 2 * plan.compute + (0 if plan.compiled else 2 * FLOAT)
         return float(min(plan.chunk, batch.labels) * model.vocab * each)
     return float(min(TRL_CHUNK, batch.tokens) * model.vocab * (5 if model.softcap else 4) * FLOAT)
-
-
-def _pair_logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    kept = FLOAT if plan.autocast else plan.compute
-    made = kept + (plan.compute if plan.autocast else 0)
-    both = kept + max(made, kept + kept * batch.labels / batch.tokens / 2) if plan.reference != "none" else 0
-    return float(batch.tokens * model.vocab * max(both, made, 2 * kept))
 
 
 def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:

@@ -20,7 +20,6 @@ from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.optimizations.compute import KERNEL_FAMILIES
 
 ADAPTERS = ("lora", "qlora", "unsloth")  # train the same matrices; full trains others
-_EXTRAS = {"gradients": 0}  # parts of `measure` besides the training, with their value for off
 _SHARED = {"rank", "alpha", "dropout", "bias", "targets", "experts", "vision", "projector"}
 _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "unsloth"))
 
@@ -33,22 +32,13 @@ class Way:
     problems: tuple[str, ...] = field(default=())
 
     def on(self, launch: Launch) -> Way:
-        """Return the same way on several GPUs, with the problems that this causes.
-
-        Kept gradients are switched off if several GPUs do not support them, because they are not part of the
-        training."""
+        """Return the same way on several GPUs, with the problems that this causes."""
         if launch is self.spec.launch or launch == self.spec.launch:
             return self
         spec = self.spec.model_copy(update={"launch": launch})
         if launch.micro_batches:  # the batch is chosen later
             spec = with_batch(spec, launch.micro_batches, spec.train.gradient_accumulation_steps)
-        why = incompatibilities(spec)
-        if off := {
-            key: value for key, value in _EXTRAS.items() if any(line.startswith(f"measure.{key}:") for line in why)
-        }:
-            spec = spec.model_copy(update={"measure": spec.measure.model_copy(update=off)})
-            why = incompatibilities(spec)
-        return Way(spec, self.problems or tuple(why))
+        return Way(spec, self.problems or tuple(incompatibilities(spec)))
 
     def sized(self, batch: int, accumulation: int, capability: tuple[int, int] | None) -> Experiment:
         """Return the spec with this batch, resolved for a GPU."""
@@ -60,20 +50,10 @@ class Way:
         """Return the batch sizes that fit a GPU with their accumulation, largest first.
 
         `effective` is the number of samples per step of each share of the batch, None for any. At most `most` samples
-        are in a batch. Completions of a step are generated together, so only full groups are possible."""
-        capability = capability_of(gpu)
-        if not self.spec.objective.prompts:
-            smallest = self.sized(1, 2 if (effective or 1) > 1 else 1, capability)
-            sizes = _divided(memory_cache.largest_batch(smallest, gpu, most=most) or 0, effective)
-            return [pair for pair in sizes if pair[0] % (self.spec.launch.micro_batches or 1) == 0]
-        group = self.spec.objective.group
-        if effective is None:
-            sizes = _divided(memory_cache.largest_batch(self.sized(1, 1, capability), gpu, most=most) or 0, None)
-            return [(size, passes) for size, passes in sizes if size % group == 0]
-        if effective % group:
-            return []
-        sized = ((pair, self.sized(*pair, capability)) for pair in _divided(most, effective))
-        return [pair for pair, spec in sized if memory_cache.estimate(spec, gpu).verdict == "fits"]
+        are in a batch."""
+        smallest = self.sized(1, 2 if (effective or 1) > 1 else 1, capability_of(gpu))
+        sizes = _divided(memory_cache.largest_batch(smallest, gpu, most=most) or 0, effective)
+        return [pair for pair in sizes if pair[0] % (self.spec.launch.micro_batches or 1) == 0]
 
 
 def _divided(largest: int, effective: int | None) -> list[tuple[int, int]]:
@@ -92,21 +72,16 @@ def with_batch(spec: Experiment, batch: int, accumulation: int) -> Experiment:
     return spec.model_copy(update={"train": train})
 
 
-def switched_off(spec: Experiment, way: Experiment) -> str:
-    """Return the parts of `measure` that a training variant switches off; empty if it keeps all."""
-    return ", ".join(f"measure.{key}" for key in _EXTRAS if getattr(spec.measure, key) != getattr(way.measure, key))
-
-
 def same_kind(spec: Experiment) -> tuple[str, ...]:
     """Return the methods that train the same matrices as the spec's. Other methods train other weights."""
     return ("full",) if spec.method.name == "full" else ADAPTERS
 
 
-def launches(spec: Experiment, gpus: int, config: dict[str, Any] | None = None) -> list[Launch]:
+def launches(spec: Experiment, gpus: int) -> list[Launch]:
     """Return each strategy for this number of GPUs, with and without the offloading that it supports."""
     if gpus == 1:
         return [on_gpus(spec, 1, "none").launch]
-    model = shape_of(spec.model, config)
+    model = shape_of(spec.model)
     shared = (
         on_gpus(spec, gpus, name, offload).launch
         for name, strategy in strategies.STRATEGIES.items() if gpus >= fewest(name)
@@ -115,13 +90,11 @@ def launches(spec: Experiment, gpus: int, config: dict[str, Any] | None = None) 
     return [launch for launch in shared if problem(model, launch) is None]
 
 
-def ways(
-    spec: Experiment, methods: Sequence[str], equal_lengths: bool, config: dict[str, Any] | None = None
-) -> Iterator[Way]:
+def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:
     """Yield the spec itself if its method is allowed, then the shipped recipes and all combinations, each once.
 
     If `equal_lengths`, no batch has padding. ftbench's own kernels are included if they support the model."""
-    seen, known = set(), shape_of(spec.model, config).family in KERNEL_FAMILIES
+    seen, known = set(), shape_of(spec.model).family in KERNEL_FAMILIES
     own = [spec] if spec.method.name in methods else []
     others = (*_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths))
     for candidate in (*own, *map(_without_losses, others)):

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from ftbench.core import units
 from ftbench.core.hardware import Gpu, capability_of
@@ -49,7 +49,6 @@ class Goal:
     methods: tuple[str, ...] = ()
     effective_batch: int | None = None
     history: RunHistory = field(default_factory=RunHistory)
-    config: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +84,8 @@ class Recommendation:
 
     Options that may miss the deadline come last. Without options, `closest` fits a GPU and misses a limit by the least,
     and `missed` names the limit, or the way that almost fits. `ruled_out` counts the other ways of
-    `considered` by reason. `promising` are the ways that may be best in a similar goal, and whether they fit. `freer`
-    is the best way with any number of samples per step, if it is much better. `lengths` has the best way for a factor
-    of the sample length."""
+    `considered` by reason. `promising` are the ways that may be best with other lengths, and whether they fit.
+    `lengths` has the best way for a factor of the sample length."""
 
     goal: Goal
     options: tuple[Option, ...]
@@ -96,7 +94,6 @@ class Recommendation:
     ruled_out: dict[str, int]
     considered: int
     promising: tuple[tuple[Way, bool], ...] = ()
-    freer: Option | None = None
     lengths: tuple[tuple[float, Option | None], ...] = ()
 
     def best_per_gpu(self) -> list[Option]:
@@ -117,10 +114,10 @@ def recommend(
         raise SpecError(*unrated.values())
     methods = goal.methods or same_kind(goal.spec)
     equal = len(set(goal.history.lengths(goal.spec).values)) == 1
-    memory_cache, reasons = memory_cache or MemoryCache(config=goal.config), Counter[str]()
+    memory_cache, reasons = memory_cache or MemoryCache(), Counter[str]()
     tried, considered = list[tuple[Way, Option | str]](), 0
-    shared = [launch for count in goal.counts for launch in launches(goal.spec, count, goal.config)]
-    singles = ways(on_gpus(goal.spec, 1, "none"), methods, equal, goal.config) if among is None else among
+    shared = [launch for count in goal.counts for launch in launches(goal.spec, count)]
+    singles = ways(on_gpus(goal.spec, 1, "none"), methods, equal) if among is None else among
     seen = set[tuple[object, ...]]()
     for single, way in ((single, single.on(launch)) for single in singles for launch in shared):
         for gpu in goal.gpus:
@@ -197,6 +194,21 @@ def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Op
     return replace(best, spec=with_batch(way.spec, train.batch_size, train.gradient_accumulation_steps))
 
 
+def samples_per_step(spec: Experiment, history: RunHistory) -> float:
+    """Return the samples per step of a spec, over all GPUs."""
+    return sharding_of(spec.launch).data * per_step(spec, batches_of(spec, history.lengths(spec)), "samples")
+
+
+def alternative(spec: Experiment, gpu: Gpu, history: RunHistory) -> Option | None:
+    """Return the fastest way with the samples per step of a spec that fits a GPU, or None."""
+    samples = max(1, round(samples_per_step(spec, history)))
+    goal = Goal(spec, (gpu,), 1000 * samples, counts=(spec.launch.gpus,), effective_batch=samples, history=history)
+    try:
+        return next(iter(recommend(goal).options), None)
+    except SpecError:  # the GPU's speed is not known
+        return None
+
+
 def _rows_per_step(smallest: Experiment, goal: Goal) -> int | None:
     """Return the rows per GPU and step that give the effective batch. None allows any number; 0 if it is impossible.
 
@@ -206,13 +218,13 @@ def _rows_per_step(smallest: Experiment, goal: Goal) -> int | None:
         return None
     if not smallest.optimizations.packing:
         return 0 if goal.effective_batch % shares else goal.effective_batch // shares
-    samples = shares * per_step(smallest, batches_of(smallest, goal.history.lengths(smallest)), "samples")
+    samples = samples_per_step(smallest, goal.history)
     rows = round(goal.effective_batch / samples)
     return rows if abs(rows * samples / goal.effective_batch - 1) <= PACKED else 0
 
 
 def _option(spec: Experiment, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Option:
-    duration = estimate_duration(spec, gpu, goal.history, config=goal.config)
+    duration = estimate_duration(spec, gpu, goal.history)
     seconds = duration.seconds_for(goal.samples)
     price = goal.prices.of(gpu.name) if goal.prices else None
     return Option(
@@ -267,7 +279,7 @@ def _closest_to_fit(goal: Goal, methods: Sequence[str], memory_cache: MemoryCach
     """Return the way that comes closest to fitting a GPU; empty if all were refused for another reason."""
     estimates = [
         (memory.device.high - memory.total, way.spec, gpu, memory)
-        for way in ways(goal.spec, methods, True, goal.config)
+        for way in ways(goal.spec, methods, True)
         for gpu in goal.gpus if not _refused(way, gpu, unrated)
         for memory in [memory_cache.estimate(with_batch(way.spec, 1, 1), gpu)]
     ]  # fmt: skip

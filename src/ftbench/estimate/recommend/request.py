@@ -3,7 +3,6 @@
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -14,7 +13,6 @@ from ftbench.errors import SpecError
 from ftbench.estimate.estimates import MOST_SAMPLES
 from ftbench.estimate.gpu_selection import gpus_named
 from ftbench.estimate.memory.capacity import probed
-from ftbench.estimate.recommend.nearest import changed_keys, run_command
 from ftbench.estimate.recommend.ranking import (
     OBJECTIVES,
     Goal,
@@ -22,19 +20,19 @@ from ftbench.estimate.recommend.ranking import (
     Recommendation,
     as_runnable,
     recommend,
+    samples_per_step,
 )
-from ftbench.estimate.recommend.variations import with_variations
+from ftbench.estimate.recommend.spec_file import run_command
+from ftbench.estimate.recommend.variations import with_lengths
 from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.history import RunHistory
-from ftbench.estimate.workload.batches import batches_of, per_step
-from ftbench.estimate.workload.sharding import counts, sharding_of
+from ftbench.estimate.workload.sharding import counts
 from ftbench.spec.base import known, shortened
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.load import load, shipped_recipes
+from ftbench.spec.load import load
 from ftbench.spec.methods import METHODS
 from ftbench.spec.model_argument import names_model
 from ftbench.spec.prices import Prices, load_prices
-from ftbench.spec.reading import read_config
 from ftbench.store import machine
 from ftbench.store.output import output_file
 
@@ -60,7 +58,6 @@ class RecommendRequest:
     effective_batch: str | None = None
     store: Path = Path("results")
     output: Path | None = None
-    config: Path | None = None
 
 
 def answer(request: RecommendRequest) -> Recommendation:
@@ -78,9 +75,8 @@ def answer(request: RecommendRequest) -> Recommendation:
     recommendation = recommend(Goal(
         spec, gpus, _samples(request, spec, history), deadline, request.max_cost, prices, tuple(counts(most)),
         cast(Objective, request.objective), _methods(request), _effective(request, spec, history), history,
-        None if request.config is None else read_config(request.config),
     ))  # fmt: skip
-    return with_variations(recommendation, any_batch=request.effective_batch is None)
+    return with_lengths(recommendation)
 
 
 def command_of(request: RecommendRequest, recommendation: Recommendation) -> str:
@@ -89,13 +85,7 @@ def command_of(request: RecommendRequest, recommendation: Recommendation) -> str
         return ""
     if request.output is not None:
         return shlex.join(["ftbench", "run", str(request.output)])
-    best, ways = as_runnable(recommendation.options[0], recommendation.goal), list[list[str]]()
-    has_recipe = any(text.startswith("recipe=") for text in request.sets)
-    for first in ([], *([f"recipe={name}"] for name in (() if has_recipe else shipped_recipes()))):
-        sets = [*first, *request.sets]
-        with suppress(SpecError):  # a recipe and the spec may exclude each other
-            ways.append([*sets, *changed_keys(load(request.spec, sets), best)])
-    return run_command(request.spec, min(ways, key=len))
+    return run_command(request.spec, request.sets, as_runnable(recommendation.options[0], recommendation.goal))
 
 
 def _gpus(text: str | None) -> tuple[Gpu, ...]:
@@ -177,23 +167,13 @@ def _effective(request: RecommendRequest, spec: Experiment, history: RunHistory)
     """Return the samples per step: the spec's own unless `--effective-batch` is given, None for any."""
     if request.effective_batch == ANY:
         return None
-    if request.effective_batch is None and names_model(request.spec) and not spec.objective.prompts:
+    if request.effective_batch is None and names_model(request.spec):
         return _USUAL_BATCH
-    if request.effective_batch and int(request.effective_batch) % spec.objective.group:
-        raise SpecError(
-            f"--effective-batch {request.effective_batch}: must be a multiple of objective.num_generations "
-            f"{spec.objective.group}, or {ANY}"
-        )
-    return int(request.effective_batch) if request.effective_batch else max(1, round(_samples_per_step(spec, history)))
-
-
-def _samples_per_step(spec: Experiment, history: RunHistory) -> float:
-    """Return the samples per step of the spec, over all GPUs."""
-    return sharding_of(spec.launch).data * per_step(spec, batches_of(spec, history.lengths(spec)), "samples")
+    return int(request.effective_batch) if request.effective_batch else max(1, round(samples_per_step(spec, history)))
 
 
 def _samples(request: RecommendRequest, spec: Experiment, history: RunHistory) -> float:
-    samples = request.samples or epochs_samples(spec, _samples_per_step(spec, history))
+    samples = request.samples or epochs_samples(spec, samples_per_step(spec, history))
     if samples is None:
         raise SpecError(f"--samples: required, because the size of {spec.dataset.name} is not known")
     return samples

@@ -1,13 +1,24 @@
-"""Name a training variant by its recipe, and write it as a spec file."""
+"""Name a training variant by its recipe, and write it as a command or a spec file."""
 
+import json
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ftbench.spec.experiment import Experiment
-from ftbench.spec.load import SHORT_FORMS, shipped_recipes
+from ftbench.core.table import terminal_width
+from ftbench.errors import SpecError
+from ftbench.spec.experiment import Experiment, Launch
+from ftbench.spec.load import SHORT_FORMS, load, shipped_recipes
+from ftbench.spec.model_argument import options_of
 from ftbench.spec.optimizations import Optimizations
+from ftbench.spec.reading import as_text
 from ftbench.store.summary import optimizations_on
+
+_WIDTH = 120  # of the lines of a command
 
 _COMMENTS = {
     "model": "weights: random needs no download",
@@ -98,3 +109,47 @@ def shipped_words(spec: Experiment) -> str:
             more += [f"without {word}" for word in sorted(of_recipe - own)]
             similar.append((len(more), " ".join([name, *more])))
     return min(similar, default=(0, ""))[1]
+
+
+def run_command(path: Path, sets: Sequence[str], best: Experiment) -> str:
+    """Return the shortest `ftbench run` that trains `best`: the user's spec and `--set` values, and changed keys."""
+    has_recipe, commands = any(text.startswith("recipe=") for text in sets), list[list[str]]()
+    for first in ([], *([f"recipe={name}"] for name in (() if has_recipe else shipped_recipes()))):
+        given = [*first, *sets]
+        with suppress(SpecError):  # a recipe and the spec may exclude each other
+            commands.append([*given, *changed_keys(load(path, given), best)])
+    return shlex.join(["ftbench", "run", str(path), *options_of(min(commands, key=len))])
+
+
+def on_lines(command: str) -> str:
+    """Return an indented command for a terminal, continued on further lines if it is long."""
+    lines, width = [""], (terminal_width() or _WIDTH) - 8
+    for word in shlex.split(command):
+        follows = lines[-1].endswith(("--recipe", "--dataset", "--length"))  # the value of this option
+        if lines[-1] and not follows and len(lines[-1]) + len(word) > width:
+            lines.append(" ")
+        lines[-1] += f" {shlex.quote(word)}" if lines[-1] else word
+    return "  " + " \\\n  ".join(lines)
+
+
+def changed_keys(spec: Experiment, other: Experiment) -> list[str]:
+    """Return the `--set` values that turn one spec into another, as far as a recommendation changes it."""
+    sets = []
+    if other.method != spec.method:
+        options = other.method.model_dump(mode="json", exclude_defaults=True)
+        options.pop("name", None)
+        name = other.method.name
+        sets.append(f"method={json.dumps({'name': name, **options})}" if options else f"method={name}")
+    for section in ("train", "optimizations", "launch", "measure"):
+        old, new = (getattr(each, section).model_dump(mode="json") for each in (spec, other))
+        changed = {key: value for key, value in new.items() if value != old[key]}
+        if section == "launch" and changed and spec.launch.tp and not other.launch.pp:
+            changed |= _mesh(other.launch)
+        sets += [f"{section}.{key}={'off' if value is None else as_text(value)}" for key, value in changed.items()]
+    return sets
+
+
+def _mesh(launch: Launch) -> dict[str, int]:
+    """Return the keys that replace those of a mesh, which may be written as two numbers."""
+    numbers = {"tp": launch.tp, "fsdp": launch.gpus // launch.tp} if launch.tp else {}
+    return {"gpus": launch.gpus, **numbers}

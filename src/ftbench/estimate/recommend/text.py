@@ -7,20 +7,16 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.table import folded, text_table
-from ftbench.estimate.estimates import NIGHT_H, image_sizes
-from ftbench.estimate.recommend.candidates import switched_off
-from ftbench.estimate.recommend.nearest import on_lines
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss
-from ftbench.estimate.recommend.spec_file import spec_file, spec_values, way_words
-from ftbench.estimate.records import SizeRow, size_record
-from ftbench.estimate.text import LAUNCH_BOUND, LIMITS, image_sizes_text
-from ftbench.estimate.time.duration import OTHER, SHEET
+from ftbench.estimate.recommend.spec_file import on_lines, spec_file, spec_values, way_words
+from ftbench.estimate.text import LAUNCH_BOUND, LIMITS
+from ftbench.estimate.time.duration import FORMULA, SHEET
 from ftbench.spec.experiment import Experiment
 
 _REASONS = 10  # reasons for ruled-out ways that are listed
 _UNMEASURED = {
-    OTHER: "no run on this GPU had all these settings, so the range is wider",
-    SHEET: "no run on this GPU shows such steps, so the range is widest",
+    FORMULA: "no run had this step, so the range is wider",
+    SHEET: "no run of ftbench's was on this GPU or of such steps, so the range is widest",
 }
 FP8 = "fp8 multiplies in 8 bits: the loss may differ, so compare it with a bf16 run first"
 
@@ -47,8 +43,6 @@ def as_text(answer: Recommendation, command: str = "", every: bool = False) -> s
         lines += ["", _table([answer.closest], goal)] if answer.closest else []
     if answer.ruled_out and (every or not answer.options):
         lines += ["", f"ruled out, of {units.some(answer.considered, 'way')}:", _reasons(answer)]
-    if sizes := _image_sizes(answer):
-        lines += ["", "the best with images of other sizes:", image_sizes_text(sizes, NIGHT_H)]
     return "\n".join(lines) + "\n"
 
 
@@ -81,14 +75,6 @@ def _reasons(answer: Recommendation) -> str:
     if left := sum(count for _, count in reasons[_REASONS:]):
         rows.append(("", units.count(left), "for other reasons (--json lists them)"))
     return text_table(["", ">", ""], rows)
-
-
-def _image_sizes(answer: Recommendation) -> list[SizeRow]:
-    """Return the speed of the best way with images of several sizes; empty without images."""
-    if not answer.options:
-        return []
-    best, goal = answer.options[0], answer.goal
-    return image_sizes(best.spec, best.gpu, goal.history, goal.config)
 
 
 def _table(options: Sequence[Option], goal: Goal, every: bool = False) -> str:
@@ -135,7 +121,6 @@ def _notes(answer: Recommendation) -> list[str]:
     best, goal, per_gpu = answer.options[0], answer.goal, answer.best_per_gpu()
     lines = [f"basis of the time: {best.duration.confidence}", *_other_lengths(answer)]
     lines += [LAUNCH_BOUND] if any(option.duration.bound == "host" for option in per_gpu) else []
-    lines += [_freer(answer, answer.freer)] if answer.freer else []
     own = goal.spec.dataset.samples
     if own is not None and goal.samples > own:
         lines.append(f"passes over the {units.some(own, 'sample')} of the data set: {goal.samples / own:,.1f}")
@@ -153,7 +138,6 @@ def _notes(answer: Recommendation) -> list[str]:
             f"{units.count(count)} of {units.some(len(answer.options), 'way')} may miss the deadline at the slow end "
             "of the range"
         )
-    lines += _switched_off(answer)
     known = {option.duration.basis for option in per_gpu}
     lines += [f"known from {basis}: {sentence}" for basis, sentence in _UNMEASURED.items() if basis in known]
     if any(option.spec.optimizations.fp8 != "off" for option in per_gpu):
@@ -201,27 +185,6 @@ def _fp8_gains_nothing(answer: Recommendation) -> list[str]:
     return [f"with {tokens} tokens per step fp8 is not faster ({times}): the GPU waits for Python to start kernels"]
 
 
-def _switched_off(answer: Recommendation) -> list[str]:
-    best = answer.options[0]
-    keys = switched_off(answer.goal.spec, best.spec)
-    return [f"the best is without {keys}, which {best.spec.launch.strategy} does not support"] if keys else []
-
-
-def _freer(answer: Recommendation, option: Option) -> str:
-    """Return the sentence on the best way with another number of samples per step."""
-    by = {
-        "speed": f"{units.seconds(option.seconds.expected)} instead of "
-        f"{units.seconds(answer.options[0].seconds.expected)}",
-        "cost": str(option.cost), "energy": f"{option.kwh:.3g} kWh",
-        "memory": f"{units.gibibytes(option.memory.device.expected)} GiB",
-    }[answer.goal.objective]  # fmt: skip
-    return (
-        f"much better with other than {units.some(answer.goal.effective_batch or 0, 'sample')} per step, which changes "
-        f"the training (--effective-batch any): {way_words(option.spec)} on {option.location}, "
-        f"about {units.rate(option.duration.samples)} samples per step: {by}"
-    )
-
-
 def _nothing(answer: Recommendation) -> list[str]:
     if answer.closest is None:
         closest = [f"closest: {answer.missed}"] if answer.missed else []
@@ -243,7 +206,6 @@ def as_yaml(answer: Recommendation) -> str:
         f"# Expected: {_range(best)}, {units.gibibytes(best.memory.device.expected)} of "
         f"{units.gibibytes(best.memory.total)} GiB.",
         textwrap.fill(f"# Known from: {best.duration.confidence}.{_late(best, goal)}", 110, subsequent_indent="# "),
-        *(f"# T{text[1:]}." for text in _switched_off(answer)),
     ]  # fmt: skip
     return "\n".join(lines) + "\n" + spec_file(as_runnable(best, goal))
 
@@ -256,9 +218,7 @@ def as_json(answer: Recommendation) -> dict[str, Any]:
         "max_cost": goal.max_cost, "objective": goal.objective,
         "options": [_record(option, goal) for option in answer.options],
         "closest": None if answer.closest is None else _record(answer.closest, goal),
-        "freer": None if answer.freer is None else _record(answer.freer, goal),
         "missed": answer.missed or None, "ruled_out": answer.ruled_out, "weighed": answer.considered,
-        "by_image_size": [size_record(row, NIGHT_H) for row in _image_sizes(answer)],
         "spec": spec_values(as_runnable(answer.options[0], goal)) if answer.options else None,
     }  # fmt: skip
 

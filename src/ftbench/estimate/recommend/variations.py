@@ -1,38 +1,31 @@
-"""How a recommendation changes with longer or shorter samples, and with another number of samples per step."""
+"""How a recommendation changes with longer or shorter samples."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.recommend.candidates import Way
-from ftbench.estimate.recommend.ranking import NO_ROWS, Goal, Option, Recommendation, rank, recommend
+from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, recommend
 from ftbench.spec.datasets import Dataset
 
 _FEW_GPUS = 3  # with more GPUs only the best one is estimated with other lengths
-_FREER = 1.25  # how many times better a way with other samples per step must be to be named
 
 
-def with_variations(answer: Recommendation, any_batch: bool) -> Recommendation:
-    """Return the answer with what is best if the samples are half or twice as long. With `any_batch`, add a much better
-    way that changes the samples per step, if one exists."""
-    goal, memory_cache = answer.goal, MemoryCache(config=answer.goal.config)
-    if not answer.options:
+def with_lengths(answer: Recommendation) -> Recommendation:
+    """Return the answer with what is best if the samples are half or twice as long."""
+    goal, memory_cache = answer.goal, MemoryCache()
+    if not answer.options or not _has_lengths(goal):
         return answer
     few = goal if len(goal.gpus) <= _FEW_GPUS else replace(goal, gpus=(answer.options[0].gpu,))
     first = [(factor, next(iter(_at_length(few, factor, answer.promising, memory_cache)), None))
-             for factor in (0.5, 2.0) if _has_lengths(goal)]  # fmt: skip
-    free: tuple[Option, ...] = ()
-    if any_batch and goal.effective_batch is not None and NO_ROWS in answer.ruled_out:
-        any_steps = replace(few, effective_batch=None)
-        free = recommend(any_steps, [way for way, fits in answer.promising if fits], memory_cache).options
-    better = free and rank(free[0], goal)[1] * _FREER < rank(answer.options[0], goal)[1]
-    return replace(answer, freer=free[0] if better else None, lengths=tuple(first))
+             for factor in (0.5, 2.0)]  # fmt: skip
+    return replace(answer, lengths=tuple(first))
 
 
 def _has_lengths(goal: Goal) -> bool:
-    """Return whether the lengths of the samples are known and decide the time, unlike those of images and prompts."""
+    """Return whether the lengths of the samples are known and decide the time, unlike those of images."""
     spec = goal.spec
-    return not (spec.dataset.has_images or spec.objective.prompts or goal.history.lengths(spec).upper_bound)
+    return not (spec.dataset.has_images or goal.history.lengths(spec).upper_bound)
 
 
 def _at_length(

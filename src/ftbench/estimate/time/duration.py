@@ -1,12 +1,11 @@
 """Estimate how long a spec trains on a GPU and how much power it draws.
 
-The estimate comes from runs of the same step, otherwise from similar runs, otherwise from the ceilings."""
+The estimate comes from runs of the same step, otherwise from the ceilings."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ftbench.core import units
 from ftbench.core.hardware import Gpu, capability_of
@@ -21,9 +20,8 @@ from ftbench.estimate.time.communication import (
     offloaded_seconds,
     traffic,
 )
-from ftbench.estimate.time.history import Correction, RunHistory
+from ftbench.estimate.time.history import RunHistory, TimedRun
 from ftbench.estimate.time.rates import Ceilings, Step, ideal, limits_of, step
-from ftbench.estimate.time.timed_runs import TimedRun, settings_of
 from ftbench.estimate.workload.batches import batches_of, concatenates, per_step
 from ftbench.estimate.workload.model import check_modelled, is_rough
 from ftbench.estimate.workload.plan import plan_of
@@ -32,7 +30,7 @@ from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.facts import read_facts
 from ftbench.spec.experiment import Experiment, resolve
 
-MEASURED, SCALED, OTHER, SHEET = "measured", "scaled", "other settings", "data sheet"
+MEASURED, FORMULA, SHEET = "measured", "formula", "data sheet"  # FORMULA: of a GPU whose runs fitted the formulas
 # Factors between the expected time and the ends of its range, which holds 90 % of unseen figures. `spread` of
 # facts/durations.yaml is that of a GPU with runs, by what sets the pace. Measured: repeats on one machine. Data sheet,
 # in addition: the rows of other cards in docs/evidence/published.md.
@@ -55,8 +53,8 @@ _IMPORT_S, _LOAD_BYTES_S = 10.0, 1.5e9
 _FIRST_S, _FIRST_COMPILED_S, _FIRST_UNSLOTH_S = 1.0, 12.0, 0.32
 # Share of the board's power that a waiting GPU draws, and the additional share of a GPU that is always busy: H200 runs
 # of results/h200 drew 0.33 to 0.42 if Python set the pace and 0.93 to 0.99 if the GPU did.
-_WAITING, _WORKING, _BUSY = 0.2, 0.77, 0.6
-_WATTS_SPREAD, _WATTS_MEASURED, _WATTS_SCALED = 1.3, 1.05, 1.2
+_WAITING, _WORKING = 0.2, 0.77
+_WATTS_SPREAD, _WATTS_MEASURED = 1.3, 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +63,9 @@ class DurationEstimate:
 
     A step has `samples` samples and `tokens` real tokens; `padding` is the share of padded positions. `start_s` are the
     seconds until the first steady step, `first_s` those that the first step takes longer, `watts` the power of one GPU.
-    `parts` are the device's terms of the step in seconds. `exposed_s` is the part that waits for other GPUs.
-    `bound` is `GPU`, `host` (the GPU waits for Python) or `images` (for image processing). `basis` is MEASURED, SCALED,
-    OTHER or SHEET, and `confidence` explains it."""
+    `parts` are the terms of the step in seconds. `exposed_s` is the part that waits for other GPUs.
+    `bound` is `GPU`, `host` (the GPU waits for Python) or `images` (for image processing). `basis` is MEASURED,
+    FORMULA or SHEET, and `confidence` explains it."""
 
     step_s: Band
     samples: float
@@ -123,25 +121,22 @@ class DurationEstimate:
         )
 
 
-def estimate_duration(
-    spec: Experiment, gpu: Gpu, history: RunHistory | None = None, *, config: dict[str, Any] | None = None
-) -> DurationEstimate:
+def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = None) -> DurationEstimate:
     """Return the time of a spec on a GPU.
 
     Args:
         spec: The experiment; `launch` gives the number of GPUs.
         gpu: A GPU of the table.
         history: Runs and probes to learn from.
-        config: The model's config.json, if the shipped facts do not have it.
 
     Raises:
         SpecError: The shape of the model or the rate of its precision is not known."""
     history = history or RunHistory()
     spec = resolve(spec, capability_of(gpu))
     check_modelled(spec)
-    lengths, sharding = history.lengths(spec, config), sharding_of(spec.launch)
+    lengths, sharding = history.lengths(spec), sharding_of(spec.launch)
     batches = [rank_batch(batch, sharding) for batch in batches_of(spec, lengths)]
-    shape, work = history.work(spec, batches, config)
+    shape, work = history.work(spec, batches)
     limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", history.path)
     modelled = step(ideal(work, limits), history.coefficients)
     ranks = sharding.data * sharding.sequence  # that compute different positions
@@ -150,10 +145,9 @@ def estimate_duration(
     exposed = exposed_seconds(sent, sharding, limits, modelled.device, history.coefficients["elementwise.eager"])
     same = history.same_step(spec, gpu)
     unlike = shape.model.has_experts and not same  # runs of other steps do not represent a mixture of experts
-    near = None if same or unlike else history.correction(spec, gpu, modelled)
-    seconds, basis, confidence = _judged(spec, gpu, same, near, real, modelled.seconds, limits, unlike)
+    seconds, basis, confidence = _judged(gpu, same, real, modelled.seconds, limits, unlike)
     offloaded = offloaded_seconds(sent, limits)
-    flushes = 0.0 if same else _flushes(spec, gpu, shape, config)
+    flushes = 0.0 if same else _flushes(spec, gpu, shape)
     bubble = 0.0 if basis == MEASURED else seconds * sharding.bubble / (1 - sharding.bubble)
     waits = {COMMUNICATION: exposed, OFFLOADED: offloaded, FLUSHES: flushes, BUBBLE: bubble}
     if basis != MEASURED:
@@ -163,7 +157,7 @@ def estimate_duration(
     if left_out := [units.some(count, why) for (name, why), count in history.invalid.items() if name == gpu.name]:
         confidence += f"; without {' and '.join(left_out)}"
     spread = _spread(spec, basis, modelled.host_bound, unlike)
-    watts, source = _watts(spec, gpu, same, history.on(gpu), modelled, offloaded)
+    watts, source = _watts(gpu, same, modelled, offloaded)
     own = modelled.host_bound and modelled.seconds > exposed + offloaded  # not waiting for other GPUs
     bound = ("images" if modelled.by_images else "host") if own else "GPU"
     return DurationEstimate(
@@ -196,7 +190,7 @@ def _links(spec: Experiment) -> str:
     return f"; communication of {gpus} GPUs from their links" if gpus > 1 else ""
 
 
-def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape, config: dict[str, Any] | None) -> float:
+def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape) -> float:
     """Return the seconds per step in which the allocator frees its cache on a GPU that is full.
 
     In each step, the optimizer's temporary tensors need the memory that activations used."""
@@ -207,28 +201,23 @@ def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape, config: dict[str
     temporary = optimizer_step(kept.optimizer, shape.trained * part.optimizer, kept.weight)
     if not temporary:
         return 0.0
-    memory = estimate_memory(spec, gpu, config=config)
+    memory = estimate_memory(spec, gpu)
     return temporary / _REMAPPED if memory.device.expected > memory.usable else 0.0
 
 
-def _judged(spec: Experiment, gpu: Gpu, same: Sequence[TimedRun], near: Correction | None, tokens: float,
-            modelled: float, limits: Ceilings, unlike: bool) -> tuple[float, str, str]:  # fmt: skip
+def _judged(
+    gpu: Gpu, same: Sequence[TimedRun], tokens: float, modelled: float, limits: Ceilings, unlike: bool
+) -> tuple[float, str, str]:
     """Return the seconds of a step, their basis, and its explanation."""
     if same:
         seconds = statistics.median(run.step_s / run.tokens for run in same) * tokens
         return seconds, MEASURED, f"measured (same step, same GPU, {units.some(len(same), 'run')})"
-    if near is not None and near.alike:
-        how = f"scaled from {units.some(near.alike, 'run')} of this method and these optimizations on this GPU"
-        return modelled * near.factor, SCALED, how
-    if near is not None:
-        how = f"scaled from {units.some(near.runs, 'run')} with other settings on this GPU"
-        return modelled * near.factor, OTHER, how
     learned = read_facts("durations.yaml")["gpus"]
     if unlike:
         return modelled, SHEET, f"{limits.source} only: no run of this mixture of experts and step"
     if gpu.name in learned:
-        return modelled, OTHER, f"{limits.source} and ftbench's own runs on it; none of your runs"
-    return modelled, SHEET, f"{limits.source}, corrected by runs on {', '.join(learned)}; no run on this GPU"
+        return modelled, FORMULA, f"formulas fitted to ftbench's runs on this GPU, and {limits.source}"
+    return modelled, SHEET, f"{limits.source}, and formulas fitted to runs on {', '.join(learned)}"
 
 
 def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) -> tuple[float, float]:
@@ -242,18 +231,12 @@ def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) ->
     return _IMPORT_S + 2 * shape.model.total / _LOAD_BYTES_S + first, first
 
 
-def _watts(spec: Experiment, gpu: Gpu, same: Sequence[TimedRun], runs: Sequence[TimedRun], step: Step,
-           offloaded: float) -> tuple[Band, str]:  # fmt: skip
+def _watts(gpu: Gpu, same: Sequence[TimedRun], step: Step, offloaded: float) -> tuple[Band, str]:
     """Return the mean watts of steady steps and their source.
 
-    `runs` are the runs on such a GPU, `offloaded` the seconds per step in which it waits for the host's memory."""
+    `offloaded` are the seconds per step in which the GPU waits for the host's memory."""
     if measured := [run.watts for run in same if run.watts]:
         return _watts_band(statistics.median(measured), _WATTS_MEASURED, gpu), "measured"
-    own = settings_of(spec) if runs and not offloaded else None
-    alike = [run.watts for run in runs if run.watts and run.settings == own
-             and (run.watts > _BUSY * gpu.watts) != step.host_bound]  # fmt: skip
-    if alike:
-        return _watts_band(statistics.median(alike), _WATTS_SCALED, gpu), "from similar runs"
     share = _WAITING + _WORKING * min(1.0, step.device / (step.seconds + offloaded))
     basis = f"{units.percent(share, 0)} of the board's {gpu.watts:.0f} W"
     return _watts_band(gpu.watts * share, _WATTS_SPREAD, gpu), basis
@@ -271,4 +254,4 @@ def epochs_samples(spec: Experiment, per_step: float) -> float | None:
     if spec.train.max_steps is not None:
         return spec.train.max_steps * per_step
     samples = spec.dataset.samples
-    return None if samples is None else samples * spec.objective.group * spec.train.epochs
+    return None if samples is None else samples * spec.train.epochs

@@ -1,63 +1,67 @@
-"""Correct the time model with the step times that earlier runs measured."""
+"""The step times that earlier runs measured. An estimate of the same step on the same GPU uses them."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.hardware import Gpu
+from ftbench.core.hardware import Gpu, canonical_name, limited_gpu
+from ftbench.core.stats import MINIMUM_STEADY, grouped_by
 from ftbench.errors import SpecError
-from ftbench.estimate.time.rates import Step, ideal, limits_of, shipped_coefficients, step
-from ftbench.estimate.time.timed_runs import StepKey, TimedRun, settings_of, step_key, timed_runs
+from ftbench.estimate.time.rates import shipped_coefficients
 from ftbench.estimate.time.work import StepWork, step_work
-from ftbench.estimate.workload.batches import Batch
+from ftbench.estimate.workload.batches import Batch, concatenates, mean_batch
 from ftbench.estimate.workload.images import lengths_with_images
 from ftbench.estimate.workload.lengths import Lengths, lengths_of
-from ftbench.estimate.workload.model import is_rough, shape_of
+from ftbench.estimate.workload.model import check_modelled, shape_of
+from ftbench.estimate.workload.sharding import sharding_of
 from ftbench.estimate.workload.trainable import TrainableShape, trainable_shape
 from ftbench.spec.experiment import Experiment
+from ftbench.store import rundir
+from ftbench.store.rundir import RunDir
 
+# What changes how long a step takes; names, seeds, learning rates and the number of steps do not.
+StepKey = tuple[Any, ...]
 SAME_WATTS = 0.02  # relative difference of two power limits that count as the same
-# Distance between two specs: half the log ratio of their step times, plus this much for each difference. A run has the
-# weight exp(-distance), and the model itself, whose correction is 1, has the weight _MODELS_OWN.
-_SWITCH, _METHOD, _MODEL, _SIDE = 1.0, 1.5, 0.7, 2.0
-_MODELS_OWN, _FARTHEST = 0.3, 5.0
+AGREE = 0.05  # coefficient of variation up to which two to four steady steps agree
+MOST_RUNS = 500  # reading them takes at most a second
+# Phases before the first steady step that another run has too. Random weights are made once per machine, and a run
+# waits for a GPU only if others use it.
+_STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_step", "warmup", "start_and_exit")
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
-    """A run with its work in seconds at the GPU's ceilings.
+class TimedRun:
+    """A run that succeeded. `gpu` is the table's name and `limit_w` the power limit of its machine in watts.
 
-    `miss` is the log of measured over modelled seconds. `share` is 1 divided by the number of runs of the same step."""
+    `step_s` is the mean steady step in seconds; `samples` and real `tokens` are per step. `start_s` are the seconds
+    before the first steady step, `watts` the mean power of one GPU, `described` the `dataset` section of the summary.
+    `invalid` is the reason why its speed is not valid, for example `contended run`."""
 
-    run: TimedRun
-    ideal: StepWork
-    modelled: Step
-    miss: float
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """The ratio of measured to modelled step time in `runs` similar runs. `alike` of them have the same method and
-    optimizations."""
-
-    factor: float
-    runs: int
-    alike: int
+    run_id: str
+    spec: Experiment
+    gpu: str
+    step_s: float
+    samples: float
+    start_s: float | None
+    watts: float | None
+    described: dict[str, Any]
+    batch: Batch
+    key: StepKey
+    tokens: float
+    invalid: str = ""
+    limit_w: float | None = None
 
 
 class RunHistory:
     """The runs of a results folder at `path`, without invalid ones, which are only counted per GPU.
 
-    The folder also holds probes. `coefficients` of the time model are the shipped ones unless given. Results are kept
-    between calls, because `recommend` needs the same GPU and spec many times."""
+    The folder also holds probes. `coefficients` of the time model are the shipped ones unless given."""
 
     def __init__(
         self, path: Path | None = None, runs: Sequence[TimedRun] = (), coefficients: Mapping[str, float] | None = None
@@ -65,10 +69,9 @@ class RunHistory:
         self.path, self.runs = path, [run for run in runs if not run.invalid]
         self.invalid = Counter((run.gpu, run.invalid) for run in runs if run.invalid)
         self.coefficients = coefficients or shipped_coefficients()
-        self._observations: dict[Gpu, list[Observation]] = {}
+        self._by_step = grouped_by(self.runs, lambda run: (run.gpu, *run.key))
         self._work: dict[Any, tuple[TrainableShape, StepWork]] = {}
         self._lengths: dict[Any, Lengths] = {}
-        self._on: dict[Gpu, dict[StepKey, list[TimedRun]]] = {}
 
     @classmethod
     def read(cls, path: Path) -> RunHistory:
@@ -79,30 +82,17 @@ class RunHistory:
 
     def same_step(self, spec: Experiment, gpu: Gpu) -> list[TimedRun]:
         """Return the runs of exactly the step of `spec` (resolved) on such a GPU."""
-        steps = self._steps(gpu)
-        return steps.get(step_key(spec), []) if steps else []
+        alike = self._by_step.get((gpu.name, *step_key(spec)), []) if self.runs else []
+        return [run for run in alike if abs((run.limit_w or gpu.watts) / gpu.watts - 1) < SAME_WATTS]
 
-    def on(self, gpu: Gpu) -> list[TimedRun]:
-        """Return the runs on such a GPU with the same power limit."""
-        return list(chain.from_iterable(self._steps(gpu).values()))
-
-    def _steps(self, gpu: Gpu) -> dict[StepKey, list[TimedRun]]:
-        if gpu not in self._on:
-            self._on[gpu] = {}
-            for run in self.runs:
-                if run.gpu == gpu.name and abs((run.limit_w or gpu.watts) / gpu.watts - 1) < SAME_WATTS:
-                    self._on[gpu].setdefault(run.key, []).append(run)
-        return self._on[gpu]
-
-    def lengths(self, spec: Experiment, config: dict[str, Any] | None = None) -> Lengths:
+    def lengths(self, spec: Experiment) -> Lengths:
         """Return the lengths of a spec's samples, from runs on the same data if possible."""
-        objective = spec.objective
-        key = (spec.dataset, spec.model, spec.optimizations.image_size, objective.name, id(config))
+        key = (spec.dataset, spec.model, spec.optimizations.image_size, spec.objective.name)
         if key not in self._lengths:
-            alike = (run for run in self.runs if run.spec.objective.name == objective.name)
-            recorded = ((run.spec.dataset, run.described) for run in alike)
-            self._lengths[key] = _lengths_with_images(spec, config) or lengths_of(
-                spec.dataset, recorded, spec.model, objective.pairs
+            recorded = ((run.spec.dataset, run.described) for run in self.runs
+                        if run.spec.objective.name == spec.objective.name)  # fmt: skip
+            self._lengths[key] = _lengths_with_images(spec) or lengths_of(
+                spec.dataset, recorded, spec.model, spec.objective.pairs
             )
         return self._lengths[key]
 
@@ -115,53 +105,135 @@ class RunHistory:
         samples = max(1, rows - data.eval_samples)
         return spec.model_copy(update={"dataset": data.model_copy(update={"samples": samples})})
 
-    def work(
-        self, spec: Experiment, batches: Sequence[Batch], config: dict[str, Any] | None
-    ) -> tuple[TrainableShape, StepWork]:
+    def work(self, spec: Experiment, batches: Sequence[Batch]) -> tuple[TrainableShape, StepWork]:
         """Return the model with its adapters and the work of a step, which is the same on every GPU."""
-        key = (id(config), *step_key(spec))
+        key = step_key(spec)
         if key not in self._work:
-            shape = trainable_shape(spec, config)
+            shape = trainable_shape(spec)
             self._work[key] = shape, step_work(spec, shape, batches)
         return self._work[key]
 
-    def observations(self, gpu: Gpu) -> list[Observation]:
-        """Return the single-GPU runs on such a GPU with their work, as far as models and rates are known."""
-        if gpu not in self._observations:
-            seen = self._observations[gpu] = []
-            repeats = Counter(run.key for run in self.on(gpu))
-            for run in self.on(gpu):
-                if run.spec.launch.gpus > 1 or is_rough(run.spec):
-                    continue
-                with suppress(SpecError):
-                    limits = limits_of(gpu, run.spec.train.precision, run.spec.optimizations.fp8 != "off", self.path)
-                    work = ideal(step_work(run.spec, trainable_shape(run.spec), [run.batch]), limits)
-                    modelled = step(work, self.coefficients)
-                    miss = math.log(run.step_s / modelled.seconds)
-                    seen.append(Observation(run, work, modelled, miss, 1 / repeats[run.key]))
-        return self._observations[gpu]
 
-    def correction(self, spec: Experiment, gpu: Gpu, modelled: Step) -> Correction | None:
-        """Return the weighted mean error of the model in similar runs on the same GPU; None without such runs."""
-        total, weights, near, alike = 0.0, _MODELS_OWN, 0, 0
-        own, size = settings_of(spec), math.log(modelled.seconds)
-        for each in self.observations(gpu):
-            other = each.run
-            same_side = each.modelled.host_bound == modelled.host_bound
-            distance = abs(size - math.log(each.modelled.seconds)) / 2
-            distance += _MODEL * (spec.model.id != other.spec.model.id) + _SIDE * (not same_side)
-            distance += _SWITCH * len(own.switches ^ other.settings.switches)
-            distance += _METHOD * (own.method != other.settings.method)
-            if distance > _FARTHEST:
-                continue
-            weight = math.exp(-distance) * each.share
-            total, weights, near = total + weight * each.miss, weights + weight, near + 1
-            alike += same_side and own == other.settings
-        return Correction(math.exp(total / weights), near, alike) if near else None
-
-
-def _lengths_with_images(spec: Experiment, config: dict[str, Any] | None) -> Lengths | None:
+def _lengths_with_images(spec: Experiment) -> Lengths | None:
     with suppress(SpecError):  # the shape of the model is not known
-        if (vision := shape_of(spec.model, config).vision) is not None:
+        if (vision := shape_of(spec.model).vision) is not None:
             return lengths_with_images(spec, vision)
     return None
+
+
+def step_key(spec: Experiment) -> StepKey:
+    """Return a key that is equal for specs whose steps take the same time on the same GPU."""
+    model, data, train, launch = spec.model, spec.dataset, spec.train, spec.launch
+    return (
+        (model.id, model.path, model.dtype),
+        (spec.method, spec.objective),
+        (data.name, data.path, data.revision, data.subset, data.split, data.max_length),
+        (data.length, data.mean_length, data.like, data.image_size, data.image_sizes, data.images_per_sample),
+        (train.batch_size, train.gradient_accumulation_steps, train.optimizer, train.precision),
+        spec.optimizations,
+        (launch.framework, launch.settings, launch.gpus, launch.strategy, launch.tp, launch.offload),
+        (launch.pp, launch.micro_batches, launch.schedule, launch.split),
+    )
+
+
+def recorded_spec(run: RunDir) -> Experiment | None:
+    """Return the spec of a run if estimates can learn from it, or None.
+
+    They cannot learn from imported logs, mocks, shared GPUs, specs of another version, steps without a formula, and
+    older code, which computed the logits of a chunked loss twice."""
+    values = rundir.read_json(run.spec_json)
+    if "imported" in values or values.get("measure", {}).get("share_gpu"):
+        return None
+    try:
+        spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})
+        check_modelled(spec)
+    except (SpecError, ValueError):
+        return None
+    on = spec.optimizations
+    if spec.launch.mock != "off" or (on.chunked_loss and logits_twice(run)):
+        return None
+    padded = concatenates(spec) and not (on.packing or on.padding_free)
+    if padded and b'"batches": "padding-free"' not in _applied(run):  # by ftbench's collator until November 2026
+        spec = spec.model_copy(update={"method": spec.method.model_copy(update={"padded": True})})
+    return spec
+
+
+def _applied(run: RunDir) -> bytes:
+    """Return the text of applied.json. Parsing it takes ten times as long."""
+    try:
+        return rundir.read_bytes(run.applied)
+    except (OSError, ValueError):
+        return b""
+
+
+def logits_twice(run: RunDir) -> bool:
+    """Return whether the code of a run computed the logits of its chunked loss a second time in the backward pass."""
+    return b'"loss": "chunked (ftbench)"' in _applied(run)
+
+
+def is_outdated(run: RunDir, spec: Experiment) -> bool:
+    """Return whether a ZeRO-3 run fetched its weights without prefetching, as older code did with checkpointing."""
+    late = spec.launch.strategy == "zero3" and spec.optimizations.gradient_checkpointing
+    return bool(late) and b'"fetched_ahead"' not in _applied(run)
+
+
+def timed_runs(paths: Iterable[Path]) -> list[TimedRun]:
+    """Return the timed runs among the newest MOST_RUNS at or below `paths`, each run ID once."""
+    runs = [run for path in paths for run in rundir.find_runs(path)]
+    if len(runs) > MOST_RUNS:
+        runs = sorted(runs, key=lambda run: rundir.modified(run.state))[-MOST_RUNS:]
+    by_id: dict[str, TimedRun] = {}
+    for run in runs:
+        if (timed := timed_run(run)) is not None:
+            by_id.setdefault(timed.run_id, timed)
+    return list(by_id.values())
+
+
+def timed_run(run: RunDir) -> TimedRun | None:
+    """Return the step time of a run, or None if it has no valid one: failed, too short, no GPU, a mock, older code."""
+    summary = rundir.read_json(run.summary)  # read first, because it rejects most runs
+    try:
+        seconds = summary["step_time_s"].get("mean") or 0.0
+        if summary["state"] != "ok" or not summary["gpu"] or not 0 < seconds < math.inf or not is_steady(summary):
+            return None
+        if (spec := recorded_spec(run)) is None or is_outdated(run, spec):
+            return None
+        phases, limited = summary["phases_s"], limited_gpu(rundir.first_gpu(rundir.read_json(run.machine)))
+        watts = summary["energy"].get("mean_watts")  # of all GPUs
+        return TimedRun(
+            f"{summary['name']}/{summary['run_id']}", spec, canonical_name(summary["gpu"]), seconds,
+            summary["samples_per_s"] * seconds,
+            sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None,
+            watts and watts / spec.launch.gpus, summary["dataset"], _mean_batch(summary, spec, seconds),
+            step_key(spec), summary["tokens_per_s"]["real"] * seconds,
+            _invalid(run, summary), limited.watts if limited else None,
+        )  # fmt: skip
+    except (AttributeError, KeyError, TypeError):  # not a summary of ftbench
+        return None
+
+
+def _invalid(run: RunDir, summary: dict[str, Any]) -> str:
+    """Return why the speed of a run is not valid: other processes used the machine, or its numbers diverged."""
+    from ftbench.store.steps import has_nan
+    from ftbench.store.summary import read_summary
+
+    if summary.get("contention", {}).get("contended"):
+        return "contended run"
+    suspect = has_nan(run.steps) or summary.get("learning", {}).get("state") == rundir.NOT_FINITE
+    return "diverged run" if suspect and read_summary(run)["state"] != "ok" else ""
+
+
+def is_steady(summary: dict[str, Any]) -> bool:
+    """Return whether a run has enough steady steps, or fewer that agree."""
+    steady = (summary.get("steps") or {}).get("steady") or 0
+    spread = (summary.get("step_time_s") or {}).get("cv")
+    return steady >= MINIMUM_STEADY or (steady > 1 and spread is not None and spread <= AGREE)
+
+
+def _mean_batch(summary: dict[str, Any], spec: Experiment, seconds: float) -> Batch:
+    """Return the mean micro-batch of one GPU over the steady steps."""
+    sharding, rates = sharding_of(spec.launch), summary["tokens_per_s"]
+    passes = spec.train.gradient_accumulation_steps * sharding.data * sharding.sequence
+    positions, real, labels = (rates[kind] * seconds / passes for kind in ("padded", "real", "label"))
+    samples = summary["samples_per_s"] * seconds / passes
+    return mean_batch(spec, samples, positions, real, labels, summary["dataset"]["tokens"]["weighted_mean"])

@@ -77,8 +77,9 @@ class Term:
 class Step:
     """Seconds of one optimizer step.
 
-    `device` and `host` are the times of each by itself. `parts` by term add up to `device`. If `host_bound`, the GPU
-    waits for Python for most of the step, and if `by_images`, Python spends this time on images."""
+    `device` and `host` are the times of each by itself. `parts` by term add up to `seconds`: for each micro-batch those
+    of the slower side. If `host_bound`, the GPU waits for Python for most of the step, and if `by_images`, Python
+    spends this time on images."""
 
     seconds: float
     device: float
@@ -210,7 +211,7 @@ def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
         for name in OVERLAPS.keys() & spent.keys():
             spent[name] = sum(max(0.0, spent[name] - share * computed) for share in OVERLAPS[name])
         on_device = sum(spent.values())
-        for name, value in spent.items():
+        for name, value in (spent if on_device >= started else {"host": started - read, "images": read}).items():
             parts[name] += value
         device, host, seconds = device + on_device, host + started, seconds + max(on_device, started)
         images += read

@@ -93,13 +93,13 @@ def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch])
 
 def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: Batch) -> dict[str, float]:
     """Return the work of one forward and backward pass."""
-    again = {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)  # share of the layers
-    references = _references(plan)
+    again = {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)  # share of the layers that compute again
+    again += plan.reference != "none"  # a forward pass of the reference
     work = _products(spec, plan, shape, batch, again)
     if plan.attention == "eager":  # products over all pairs
-        work["products"] += _whole_square(shape, batch, again + references)
+        work["products"] += _whole_square(shape, batch, again)
     else:
-        work[f"attention.{'masked' if batch.masked else 'causal'}"] = _attention(shape, batch, again + references)
+        work[f"attention.{'masked' if batch.masked else 'causal'}"] = _attention(shape, batch, again)
     work = {name: value for name, value in work.items() if value}
     work |= _moved(spec, plan, shape, batch, again)
     if plan.offload:
@@ -115,14 +115,9 @@ def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, bat
         work["offload.head"] = fetched_head(model, plan)
     if batch.patches and shape.model.vision:
         _add_images(work, spec, plan, shape.model.vision, batch)
-    started = operations(plan, shape, batch, again + references)
+    started = operations(plan, shape, batch, again) * sharding_of(spec.launch).micro
     work["host"] = work.get("host", 0.0) + (_REPLAYED * started + _OUTSIDE if plan.graphed else started)
     return work
-
-
-def _references(plan: TrainingPlan) -> int:
-    """Return the number of forward passes of a reference per step."""
-    return int(plan.reference != "none")
 
 
 def _add_images(
@@ -152,14 +147,11 @@ def _products(
 
     Our loss and Liger's compute the gradient in the forward pass; other losses recompute the logits."""
     matmul, n = shape.matmul, batch.positions
-    references = _references(plan)
-    layers = (
-        flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul) + references * 2 * matmul.base
-    )
-    once = spec.optimizations.liger or spec.optimizations.chunked_loss or plan.loss == "pairs"
-    heads = n if plan.loss == "pairs" else batch.labels
-    head = heads * (flops.head_per_token(matmul) + (references if once else 1) * 2 * matmul.head)
-    experts = n * (4 + 2 * again + 2 * references + 2 * plan.full) * shape.expert_matmul
+    layers = flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul)
+    pairs, once = plan.loss == "pairs", spec.optimizations.liger or spec.optimizations.chunked_loss
+    passes = plan.reference != "none" if pairs else not once
+    head = (n if pairs else batch.labels) * (flops.head_per_token(matmul) + passes * 2 * matmul.head)
+    experts = n * (4 + 2 * again + 2 * plan.full) * shape.expert_matmul
     fp8 = n * (4 + 2 * again) * (matmul.base - shape.expert_matmul) if plan.fp8 else 0.0
     return {"products": n * layers + head - fp8 - experts, "products.fp8": fp8, "products.experts": experts}
 
@@ -169,20 +161,19 @@ def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: B
     n, compiled = batch.positions, plan.compiled
     kind = "triton" if plan.triton else plan.kernels
     moved: dict[str, float] = defaultdict(float)
-    references = _references(plan)
-    base, adapters = _elementwise(shape, again, references)
+    base, adapters = _elementwise(shape, again)
     adapters *= _FUSED_PASSES[plan.fused]
     moved[f"elementwise.{kind}"] += base * n
     moved[EAGER_EXPERTS if kind == "eager" else f"elementwise.{kind}"] += (
-        n * shape.model.summed(expert_bytes) * (1 + _BACKWARD + again + references)
+        n * shape.model.summed(expert_bytes) * (1 + _BACKWARD + again)
     )
     moved["elementwise.eager" if kind == "liger" else f"elementwise.{kind}"] += adapters * n
     if is_upcast(spec.method, shape.model):  # the residual stream is float32 too
         moved["elementwise.float32"] += (base + adapters) * n
     if plan.packed_experts:
-        moved["dequantise.mxfp4"] += (2 + again + references) * shape.model.expert_matrices * MXFP4_OUT
+        moved["dequantise.mxfp4"] += (2 + again) * shape.model.expert_matrices * MXFP4_OUT
     elif plan.quantised:
-        moved["dequantise"] += (2 + again + references) * shape.model.linear_parameters * DEQUANTISED
+        moved["dequantise"] += (2 + again) * shape.model.linear_parameters * DEQUANTISED
     if plan.fp8:
         each = shape.linears.inputs * (1 + again) + shape.linears.outputs
         delayed = spec.optimizations.fp8 == DELAYED
@@ -194,16 +185,14 @@ def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: B
         moved["elementwise.eager"] += SCORE * scores * (1 + _RECOMPUTED * again)
     if shape.expert_matmul:  # weights of all visited experts are read
         visited = min(1.0, n * shape.expert_matmul / shape.model.parameters["experts"])
-        moved["experts"] += (
-            visited * shape.model.parameters["experts"] * DTYPE_BYTES[spec.model.dtype] * (2 + again + references)
-        )
+        moved["experts"] += visited * shape.model.parameters["experts"] * DTYPE_BYTES[spec.model.dtype] * (2 + again)
     return dict(moved)
 
 
 def _logits(spec: Experiment, plan: TrainingPlan, batch: Batch) -> tuple[str, float]:
     """Return the term of the loss, and its bytes per word of the vocabulary."""
     if plan.loss == "pairs":
-        return "logits.chunked", batch.positions * (_PAIR_LOGIT + _references(plan) * _REFERENCE_LOGIT)
+        return "logits.chunked", batch.positions * (_PAIR_LOGIT + (plan.reference != "none") * _REFERENCE_LOGIT)
     bytes_ = (_OUR_LOGIT_COMPILED if plan.compiled else _OUR_LOGIT) if spec.optimizations.chunked_loss else _LOGIT
     # trl's loss also computes entropy and accuracy
     return f"logits.{'trl' if plan.loss == 'trl' else 'chunked'}", batch.labels * bytes_
@@ -222,12 +211,10 @@ def _whole_square(shape: TrainableShape, batch: Batch, again: float) -> float:
     return (3 + again) * 4 * batch.square * sum(shape.matmul.attention_width)
 
 
-def _elementwise(shape: TrainableShape, again: float, references: int) -> tuple[float, float]:
-    """Return bytes per position over all layers, with the backward pass: of the base model and of the adapters.
-
-    The base model also has `references` forward passes."""
+def _elementwise(shape: TrainableShape, again: float) -> tuple[float, float]:
+    """Return bytes per position over all layers, with the backward pass: of the base model and of the adapters."""
     base, adapters = forward_bytes(shape)
-    return base * (1 + _BACKWARD + again + references), adapters * (1 + _ADAPTER_BACKWARD + again)
+    return base * (1 + _BACKWARD + again), adapters * (1 + _ADAPTER_BACKWARD + again)
 
 
 def forward_bytes(shape: TrainableShape) -> tuple[float, float]:

@@ -66,9 +66,7 @@ def concatenates(spec: Experiment) -> bool:
     PADDING_FREE_BLOCKLIST). Its rule for small steps (utils/padding_choice.py) is not modelled."""
     if not isinstance(spec.method, Unsloth) or spec.method.padded or spec.optimizations.fixed_shape:
         return False
-    if spec.objective.name != "sft" or spec.dataset.has_images:
-        return False
-    return family(spec.model) not in ("gemma2", "gpt_oss")
+    return not spec.dataset.has_images and family(spec.model) not in ("gemma2", "gpt_oss")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
-"""The shape of a spec's model, from the shipped facts, a local config.json, or a given one."""
+"""The shape of a spec's model, from the shipped facts or a local config.json."""
 
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from ftbench.errors import SpecError
 from ftbench.facts import architectures
@@ -70,22 +69,21 @@ def is_rough(spec: Experiment) -> bool:
     return packed or spec.launch.framework != "trl"
 
 
-def shape_of(model: Model, config: dict[str, Any] | None = None) -> ModelShape:
-    """Return the shape of a spec's model from `config`, model.path, or the shipped facts.
+def shape_of(model: Model) -> ModelShape:
+    """Return the shape of a spec's model from model.path or the shipped facts.
 
     Raise SpecError if it is unknown or its config.json is wrong."""
-    if config is None and not model.path and model.id in architectures():
+    if not model.path and model.id in architectures():
         return _known(model.id)
-    values = config or (read_config(Path(model.path)) if model.path else None)
-    if values is None:
+    if not model.path:
         folder = f" (write a folder as `model: {{path: {model.id}}}`)" if model.id.startswith((".", "/", "~")) else ""
         meant = folder or nearest(model.id, architectures())
         raise SpecError(
-            f"the shape of {model.id} is not known{meant}: give --config FILE with its config.json, set model.path, "
-            "or use a model of `ftbench list models`"
+            f"the shape of {model.id} is not known{meant}: set model.path to a folder with its config.json, or "
+            "use a model of `ftbench list models`"
         )
     try:
-        return describe(values)
+        return describe(read_config(Path(model.path)))
     except UnknownFamilyError as error:
         raise SpecError(
             f"model {model.id}: {error}; measure it with `ftbench run SPEC --set train.max_steps=5`"

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from ftbench.core.flops import MatmulShape, VisionMatmulShape
 from ftbench.estimate.workload.model import shape_of
@@ -43,13 +42,13 @@ class TrainableShape:
     moe_layers: int
 
 
-def trainable_shape(spec: Experiment, config: dict[str, Any] | None = None) -> TrainableShape:
+def trainable_shape(spec: Experiment) -> TrainableShape:
     """Return the parameters that one GPU trains, and the products per token.
 
     The worker counts the same on the live model (`worker/measure/effective_config.py`), and a test compares both. Raise
     SpecError if the shape of the model is not known."""
     method, sharding = spec.method, sharding_of(spec.launch)
-    model = rank_model(shape_of(spec.model, config), sharding)
+    model = rank_model(shape_of(spec.model), sharding)
     return _trainable(model, targets(method, model), getattr(method, "rank", 0), sharding)
 
 

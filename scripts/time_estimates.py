@@ -1,0 +1,266 @@
+#!/usr/bin/env python3
+"""Compares the time estimate with committed runs: scripts/time_estimates.py [STORE ...] [--write]
+
+Every run is estimated by coefficients that never saw a run of its step. --write keeps the coefficients of all runs in
+facts/durations.yaml and writes docs/evidence/time-estimates.md.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+
+from memory_estimates import quantile  # noqa: E402
+
+from ftbench.core import units  # noqa: E402
+from ftbench.core.hardware import gpus  # noqa: E402
+from ftbench.core.stats import grouped_by  # noqa: E402
+from ftbench.core.units import change, percent  # noqa: E402
+from ftbench.errors import SpecError  # noqa: E402
+from ftbench.estimate.time.duration import DurationEstimate, estimate_duration  # noqa: E402
+from ftbench.estimate.time.history import RunHistory, TimedRun, timed_runs  # noqa: E402
+from ftbench.estimate.time.rates import Term, ideal, limits_of, shipped_coefficients, shipped_terms, step  # noqa: E402
+from ftbench.estimate.time.work import StepWork, step_work  # noqa: E402
+from ftbench.estimate.workload.model import is_rough  # noqa: E402
+from ftbench.estimate.workload.trainable import trainable_shape  # noqa: E402
+from ftbench.store.summary import optimizations_on  # noqa: E402
+
+PAGE, FACTS = ROOT / "docs/evidence/time-estimates.md", ROOT / "src/ftbench/facts/durations.yaml"
+NOISE = 0.05  # spread of the log of a run's step time around a perfect model
+DOUBT = 0.35  # spread of the log of a coefficient around its prior
+ROUNDS = 12
+GPUS = {gpu.name: gpu for gpu in gpus()}
+HEAD = """# How far the time of `ftbench estimate` is off
+
+Made by `scripts/time_estimates.py --write` from the committed runs in `results/h200` with at least five steady steps,
+or fewer that agree within 5 % (coefficient of variation). Each step is estimated with coefficients that exclude its
+runs. Runs on several GPUs have their own table and do not change the coefficients. Excluded are runs of older code
+(logits of the chunked loss computed twice, ZeRO-3 without prefetching), of other frameworks, and on shared GPUs.
+The excluded ZeRO-3 run (`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5 times the estimated time. Today's
+code prefetches weights, and no run of it is committed yet, so ZeRO has a wider range.
+
+A step takes as long as the slower of the GPU and the Python code that starts its kernels. The GPU's time is a sum of
+terms: FLOPs at the rate of large products, and bytes at the memory's bandwidth (from `ftbench probe`, else from
+publications, else from the data sheet), each multiplied with the coefficient below. Scaling an estimate by similar
+runs on the same GPU changed the mean error from 5.7 to 5.4 % on the H200, and from 16 to 32 % for the four steps of
+`results/h100`. Estimates are therefore not scaled.
+
+"""
+FACTS_HEAD = """\
+# Coefficients of the time estimate: seconds = value x seconds of the term at the GPU's ceilings (estimate/time/work.py,
+# estimate/time/rates.py). Written by `scripts/time_estimates.py --write`. `prior` and `why` are by hand. Some priors
+# were set with these runs in mind. `runs` of a coefficient: the runs in which it is at least a twentieth of the step.
+# `error`: each step estimated without its own runs. `spread`: the factor around an estimate that holds 90 % of the runs
+# of unseen models, if the GPU or the host sets the pace.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A run with its work in seconds at the GPU's ceilings."""
+
+    run: TimedRun
+    ideal: StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A run with its estimate from the other runs."""
+
+    run: TimedRun
+    estimate: DurationEstimate
+
+    @property
+    def error(self) -> float:
+        return self.estimate.step_s.expected / self.run.step_s - 1
+
+    @property
+    def is_inside(self) -> bool:
+        return self.estimate.step_s.low <= self.run.step_s <= self.estimate.step_s.high
+
+    @property
+    def bound(self) -> str:
+        return "host" if self.estimate.bound == "host" else "GPU"
+
+
+def same_step(run: TimedRun) -> tuple[Any, ...]:
+    return (run.gpu, *run.key)
+
+
+def same_settings(run: TimedRun) -> str:
+    return f"{run.gpu} {run.spec.method.name} {run.spec.optimizations}"
+
+
+def same_model(run: TimedRun) -> str:
+    return str(run.spec.model.id)
+
+
+def observations(history: RunHistory) -> list[Observation]:
+    """Return the runs on one GPU of the table, as far as models and rates are known."""
+    seen = []
+    for run in history.runs:
+        if run.gpu in GPUS and run.spec.launch.gpus == 1 and not is_rough(run.spec):
+            with suppress(SpecError):
+                fp8 = run.spec.optimizations.fp8 != "off"
+                limits = limits_of(GPUS[run.gpu], run.spec.train.precision, fp8, history.path)
+                work = step_work(run.spec, trainable_shape(run.spec), [run.batch])
+                seen.append(Observation(run, ideal(work, limits)))
+    return seen
+
+
+def left_out(
+    history: RunHistory,
+    group_of: Callable[[TimedRun], Any] = same_step,
+    coefficients_of: Callable[[Sequence[Observation]], Mapping[str, float]] = lambda _: shipped_coefficients(),
+) -> list[LeftOut]:
+    """Return a row for each run, estimated without the runs of its group.
+
+    `coefficients_of` returns the coefficients to use, given the other observations."""
+    rows, seen = [], observations(history)
+    for group, members in grouped_by(seen, lambda each: group_of(each.run)).items():
+        others = [each for each in seen if group_of(each.run) != group]
+        rest = RunHistory(history.path, [each.run for each in others], coefficients_of(others))
+        rows += [LeftOut(each.run, estimate_duration(each.run.spec, GPUS[each.run.gpu], rest)) for each in members]
+    return rows
+
+
+def several_gpus(history: RunHistory, coefficients: Mapping[str, float]) -> list[LeftOut]:
+    """Return a row for each run on several GPUs. Nothing is fitted to these runs."""
+    rows = []
+    for run in history.runs:
+        if run.spec.launch.gpus > 1 and not is_rough(run.spec):
+            others = [other for other in history.runs if other.key != run.key]
+            rest = RunHistory(history.path, others, coefficients)
+            rows.append(LeftOut(run, estimate_duration(run.spec, GPUS[run.gpu], rest)))
+    return rows
+
+
+def spreads(rows: Sequence[LeftOut]) -> dict[str, float]:
+    """Return by bound the factor around the estimate that holds 90 % of the runs."""
+    missed = grouped_by(rows, lambda row: row.bound)
+    return {bound: math.exp(quantile([abs(math.log1p(row.error)) for row in each])) for bound, each in missed.items()}
+
+
+def coverage(rows: Sequence[LeftOut]) -> float:
+    """Return the share of runs in a range that comes from the runs of other models only."""
+    inside = 0
+    for model, own in grouped_by(rows, lambda row: same_model(row.run)).items():
+        known = spreads([row for row in rows if same_model(row.run) != model])
+        inside += sum(abs(math.log1p(row.error)) <= math.log(known[row.bound]) for row in own)
+    return inside / len(rows)
+
+
+def errors_of(rows: Sequence[LeftOut]) -> tuple[float, float]:
+    """Return the mean and the largest relative error of the step time. Runs of one step count as one."""
+    by_step = grouped_by(rows, lambda row: same_step(row.run))
+    errors = [fmean(abs(row.error) for row in alike) for alike in by_step.values()]
+    return fmean(errors), max(errors)
+
+
+def fit(seen: Sequence[Observation]) -> dict[str, float]:
+    """Return the coefficients that are closest to both the runs and the priors, in logarithms.
+
+    This is ridge regression around the priors by Gauss-Newton. A coefficient that no run shows stays at its prior."""
+    names, counts = list(shipped_terms()), Counter(same_step(each.run) for each in seen)
+    priors = np.array([term.prior for term in shipped_terms().values()])
+    weights = np.array([1 / math.sqrt(counts[same_step(each.run)]) / NOISE for each in seen])
+    measured, moved = np.array([each.run.step_s for each in seen]), np.zeros(len(names))
+    for _ in range(ROUNDS if seen else 0):
+        coefficients = dict(zip(names, (priors * np.exp(moved)).tolist(), strict=True))
+        steps = [step(each.ideal, coefficients) for each in seen]
+        seconds = np.array([each.seconds for each in steps])
+        parts = np.array([[each.parts.get(name, 0.0) for name in names] for each in steps])
+        missed = np.log(seconds / measured) * weights
+        slopes = parts / seconds[:, None] * weights[:, None]  # of a sum's logarithm by those of its factors
+        normal = slopes.T @ slopes + np.eye(len(names)) / DOUBT**2
+        moved -= np.clip(np.linalg.solve(normal, slopes.T @ missed + moved / DOUBT**2), -0.5, 0.5)
+    return dict(zip(names, (priors * np.exp(moved)).tolist(), strict=True))
+
+
+def fitted(history: RunHistory) -> dict[str, Term]:
+    """Return the coefficients with in how many runs each is a twentieth of the step."""
+    seen, runs = observations(history), Counter[str]()
+    coefficients = fit(seen)
+    for each in seen:
+        modelled = step(each.ideal, coefficients)
+        runs.update(name for name, seconds in modelled.parts.items() if seconds > modelled.seconds / 20)
+    return {
+        name: replace(term, value=round(coefficients[name], 4) if runs[name] else term.prior, runs=runs[name])
+        for name, term in shipped_terms().items()
+    }
+
+
+def coefficient_table(terms: Mapping[str, Term]) -> str:
+    lines = ["| coefficient | value | without runs | runs | why |", "|---|--:|--:|--:|---|"]
+    lines += [
+        f"| {name} | {term.value:.3g} | {term.prior:.3g} | {term.runs} | {term.why} |" for name, term in terms.items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def as_text(rows: Sequence[LeftOut]) -> str:
+    """Return the rows as a Markdown table, followed by their errors in a sentence."""
+    lines = ["| run | with | measured step | estimated | error | in its band |", "|---|---|--:|--:|--:|---|"]
+    for row in rows:
+        on = ", ".join(optimizations_on(row.run.spec.optimizations.model_dump())) or "none"
+        times = " | ".join(units.seconds(step) for step in (row.run.step_s, row.estimate.step_s.expected))
+        lines.append(
+            f"| {row.run.run_id} | {on} | {times} | {change(row.error)} | {'yes' if row.is_inside else 'no'} |"
+        )
+    mean, worst = errors_of(rows)
+    steps, inside = len({same_step(row.run) for row in rows}), sum(row.is_inside for row in rows)
+    return "\n".join([*lines, "", (
+        f"{units.some(len(rows), 'run')} of {units.some(steps, 'different step')}, each estimated without the runs of "
+        f"its step: mean error {percent(mean)}, worst {percent(worst)}; {inside} of {len(rows)} within their band"
+    )]) + "\n"  # fmt: skip
+
+
+def facts(rows: Sequence[LeftOut], models: Sequence[LeftOut], terms: Mapping[str, Term]) -> str:
+    """Return facts/durations.yaml. The range comes from `models`, the rows without any run of their model."""
+    mean, worst = errors_of(rows)
+    document = {
+        "gpus": sorted({row.run.gpu for row in rows}),
+        "error": {"mean": round(mean, 4), "worst": round(worst, 4)},
+        "spread": {bound: round(value, 3) for bound, value in spreads(models).items()},
+        "coefficients": {name: asdict(term) for name, term in terms.items()},
+        "runs": [row.run.run_id for row in rows],
+    }
+    return FACTS_HEAD + yaml.safe_dump(document, sort_keys=False, width=1000, allow_unicode=True)
+
+
+def main() -> None:
+    stores = [Path(name) for name in sys.argv[1:] if name != "--write"] or [ROOT / "results/h200"]
+    history = RunHistory(None, timed_runs(stores))
+    rows, unseen, models = (left_out(history, group, fit) for group in (same_step, same_settings, same_model))
+    terms = fitted(history)
+    (mean, worst), ranges = errors_of(unseen), spreads(models)
+    several = several_gpus(history, {name: term.value for name, term in terms.items()})
+    factors = " and ".join(f"{value:.2f} if the {bound} sets the pace" for bound, value in ranges.items())
+    text = (
+        f"{coefficient_table(terms)}\n{as_text(rows)}"
+        f"without every run of the same method and optimizations: mean error {percent(mean)}, worst {percent(worst)}\n"
+        f"without every run of the same model: mean error {percent(errors_of(models)[0])}. A range from other models "
+        f"only holds {percent(coverage(models))} of these runs. The shipped range is x/÷ {factors}\n"
+        f"\n## Several GPUs\n\n{as_text(several)}"
+    )
+    print(text, end="")
+    if "--write" in sys.argv:
+        FACTS.write_text(facts(rows, models, terms), "utf-8")
+        PAGE.write_text(HEAD + text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
