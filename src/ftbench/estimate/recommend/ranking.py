@@ -21,7 +21,6 @@ from ftbench.estimate.workload.sharding import on_gpus, sharding_of, shared_how
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.prices import Amount, Prices, amount
-from ftbench.store.summary import optimizations_on
 
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = ("speed", "cost", "energy", "memory")
@@ -83,7 +82,7 @@ class Recommendation:
     """The ranked ways. `options` meet all limits by their expected values, best first.
 
     Options that may miss the deadline come last. Without options, `closest` fits a GPU and misses a limit by the least,
-    and `missed` names the limit, or the way that almost fits. `ruled_out` counts the other ways of
+    and `missed` names the limit. `ruled_out` counts the other ways of
     `considered` by reason. `promising` are the ways that may be best with other lengths, and whether they fit.
     `lengths` has the best way for a factor of the sample length."""
 
@@ -131,8 +130,6 @@ def recommend(
     reasons.update(limit[0] for option in fitting if (limit := _missed(option, goal)))
     kept = sorted((option for option in fitting if not _missed(option, goal)), key=lambda each: rank(each, goal))
     closest, missed = _closest(fitting, goal) if fitting and not kept else (None, "")
-    if not fitting:
-        missed = _closest_to_fit(goal, methods, memory_cache, unrated)
     ruled_out = dict(reasons.most_common())
     return Recommendation(goal, tuple(kept), closest, missed, ruled_out, considered, _promising(tried, kept))
 
@@ -273,24 +270,6 @@ def _closest(fitting: Sequence[Option], goal: Goal) -> tuple[Option | None, str]
         assert option.cost is not None
         compared = f"{option.cost} instead of {units.money(goal.max_cost, option.cost.currency)}"
     return option, f"{limit}: {compared}, {factor:,.2f} times"
-
-
-def _closest_to_fit(goal: Goal, methods: Sequence[str], memory_cache: MemoryCache, unrated: Mapping[Gpu, str]) -> str:
-    """Return the way that comes closest to fitting a GPU; empty if all were refused for another reason."""
-    estimates = [
-        (memory.device.high - memory.total, way.spec, gpu, memory)
-        for way in ways(goal.spec, methods, True)
-        for gpu in goal.gpus if not _refused(way, gpu, unrated)
-        for memory in [memory_cache.estimate(with_batch(way.spec, 1, 1), gpu)]
-    ]  # fmt: skip
-    if not estimates:
-        return ""
-    _, spec, gpu, memory = min(estimates, key=lambda each: each[0])
-    on = ", ".join(optimizations_on(spec.optimizations.model_dump())) or "no optimization"
-    return (
-        f"{spec.method.name} with {on} on {gpu.name}: batch 1 may need {units.gibibytes(memory.device.high)} of "
-        f"{units.gibibytes(memory.total)} GiB"
-    )
 
 
 def as_runnable(option: Option, goal: Goal) -> Experiment:

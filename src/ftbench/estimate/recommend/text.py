@@ -187,8 +187,7 @@ def _fp8_gains_nothing(answer: Recommendation) -> list[str]:
 
 def _nothing(answer: Recommendation) -> list[str]:
     if answer.closest is None:
-        closest = [f"closest: {answer.missed}"] if answer.missed else []
-        return [f"no training variant fits {_gpus(answer)}", *closest]
+        return [f"no training variant fits {_gpus(answer)}"]
     return [f"no way meets these limits. The closest is {answer.missed}:"]
 
 
