@@ -19,7 +19,6 @@ pytest.importorskip("torch", reason="training libraries are not installed")
 import torch
 
 from commands import ENDLESS, TINY, Command, write_spec
-from ftbench.core.rows import COLUMNS
 from ftbench.errors import DataError, MissingError, NotAppliedError
 from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
@@ -211,18 +210,6 @@ def test_a_nearly_full_or_read_only_disk_is_refused_at_the_start(tmp_path, small
 # --- bad data --------------------------------------------------------------------------------------------------------
 
 
-def test_broken_lines_of_a_data_file_are_named(tmp_path):
-    good = '{"instruction": "Say yes.", "output": "Yes."}\n'
-    data = tmp_path / "data.jsonl"
-    data.write_text(good * 3 + '{"instruction": "Say\n' + good * 3)
-    spec = write_spec(tmp_path, dataset={"name": "file", "path": "data.jsonl"})
-    with Command(spec, tmp_path / "out") as command:
-        command.finish()
-    assert command.code == 2
-    assert f"{data}, line 4: not JSON" in command.stderr
-    assert not (tmp_path / "out").exists()
-
-
 FINE = b'{"instruction": "Say yes.", "output": "Yes."}\n'
 HEADER = b"instruction,input,output\n"
 
@@ -288,24 +275,6 @@ def test_torch_errors_for_host_memory_are_recognized():
     assert found["oom"] == {"kind": "host", "bytes_requested": 2**60, "phase": "load", "step": None}
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("CUDA error: an illegal memory access was encountered"),
-        RuntimeError("CUDA error: unspecified launch failure"),
-        ValueError("memory"),
-        KeyError("size"),
-        AssertionError(),
-    ],
-)
-def test_other_failures_are_not_out_of_memory(error):
-    found = of_exception(error, "forward", 3)
-    assert found["state"] == "error"
-    assert "oom" not in found
-    assert found["reason"].startswith(type(error).__name__)
-    assert "during forward" in found["reason"]
-
-
 @pytest.mark.parametrize("error", [DataError("data.csv, line 3: bad"), MissingError("no GPU"), NotAppliedError("fp8")])
 def test_user_errors_keep_message_and_exit_code(error):
     assert of_exception(error, "load", None) == {
@@ -318,12 +287,3 @@ def test_a_signal_is_an_interruption(error):
     assert of_exception(error, "prepare_data", None) == {
         "state": "interrupted", "reason": "interrupted during prepare_data", "phase": "prepare_data", "step": None,
     }  # fmt: skip
-
-
-def test_incomplete_lines_are_dropped(tmp_path):
-    """What `kill -9` in the middle of a write leaves."""
-    path = tmp_path / "steps.csv"
-    path.write_text(",".join(COLUMNS) + "\n1,0.1,0.5" + "," * (len(COLUMNS) - 3) + "\n2,0.2,1.2")
-    steps, warnings = read_steps(path)
-    assert [row.step for row in steps] == [1]
-    assert len(warnings) == 1

@@ -181,10 +181,6 @@ def test_figures_and_versions_are_not_redacted():
         assert redact.redact(text, {}) == (text, 0)
 
 
-def test_short_environment_values_are_not_secrets():
-    assert redact.redact("no key", {"API_KEY": "no", "TOKENS": "12345678"}) == ("no key", 0)
-
-
 # --- verifying -------------------------------------------------------------------------------------------------------
 
 
@@ -233,13 +229,6 @@ def test_changed_figure_is_named(runs, tmp_path, key, value):
     assert all("lora-b4-r1: " + key in problem for problem in document["problems"])
 
 
-def test_changed_step_is_found(runs, tmp_path):
-    run = RunDir(runs / "study" / "lora-b4-r1")
-    run.steps.write_text(run.steps.read_text().replace(",0.5,,", ",0.4,,"))
-    bundle.make([runs], tmp_path / "x.tar.zst")
-    assert any("step_time_s.median" in problem for problem in verify(tmp_path / "x.tar.zst").problems)
-
-
 def test_removed_warning_is_named(runs, tmp_path):
     run = RunDir(runs / "study" / "lora-b4-r1")
     rundir.write_json(run.machine, {"gpu": {"name": "NVIDIA H200", "ecc_uncorrected": 3}})
@@ -247,19 +236,6 @@ def test_removed_warning_is_named(runs, tmp_path):
     bundle.make([runs], tmp_path / "x.tar.zst")
     (problem,) = verify(tmp_path / "x.tar.zst").problems
     assert "lacks the warning: the GPU has counted 3 uncorrected memory errors" in problem
-
-
-def test_earlier_wording_of_a_warning_agrees(runs, tmp_path):
-    run = RunDir(runs / "study" / "lora-b4-r1")
-    rundir.write_json(run.machine, {"gpu": {"name": "NVIDIA H200", "foreign_processes": 1}})
-    today = summary.as_dict(summary.summarise(run))
-    (sentence,) = today["warnings"]
-    assert sentence.endswith("1 other process")
-    rundir.write_json(run.summary, today | {"warnings": [f"{sentence}es"]})
-    digests.write(run)
-    bundle.make([runs], tmp_path / "x.tar.zst")
-    found = verify(tmp_path / "x.tar.zst")
-    assert (found.problems, found.notes) == ([], [])
 
 
 # --- digests and unchecked files -------------------------------------------------------------------------------------
@@ -318,14 +294,6 @@ def test_missing_digest_is_reported(runs, tmp_path):
     assert "not checked: no digest.json in 1 of 2 runs" in done.stdout
 
 
-def test_unknown_file_is_reported(runs, tmp_path):
-    bundle.make([runs], tmp_path / "x.tar.zst")
-    files = {**members(tmp_path / "x.tar.zst"), "runs/study/lora-b4-r1/inner/state.json": b"{}"}
-    del files["manifest.json"]
-    (unchecked,) = verify(packed(tmp_path / "y.tar.zst", files)).unchecked
-    assert unchecked.startswith("runs/study/lora-b4-r1/inner/state.json: not a file of a run")
-
-
 @pytest.mark.parametrize(
     ("files", "said"),
     [
@@ -343,12 +311,6 @@ def test_unchecked_parts_fail_the_command(tmp_path, files, said):
     assert "not checked: " in done.stdout
     assert said in done.stdout
     assert "every hash and every figure agrees" not in done.stdout
-
-
-def test_pipe_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "x.tar.zst")
-    with pytest.raises(SpecError, match="not a regular file"):
-        verify(tmp_path / "x.tar.zst")
 
 
 def packed(
@@ -450,13 +412,6 @@ def test_file_with_a_giant_size_in_its_header_is_refused(tmp_path, size):
     assert "more or larger files than runs have" in refused(path, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["/tmp/ftbench-was-here", "runs/x/y"])
-def test_absolute_path_or_duplicate_name_is_a_problem(tmp_path, name):
-    path = packed(tmp_path / "x.tar.zst", {"runs/x/y": b"{}"}, [entry(name)])
-    assert verify(path).problems
-    assert not Path("/tmp/ftbench-was-here").exists()
-
-
 def test_compression_bomb_is_refused(tmp_path, monkeypatch):
     """Small in the archive, large unpacked: many files that together are too much."""
     monkeypatch.setattr(bundle, "MAX_TOTAL", 2**22)
@@ -471,19 +426,6 @@ def test_other_file_is_refused(tmp_path, content):
     path = tmp_path / "x.tar.zst"
     path.write_bytes(content)
     assert "not a file of `ftbench bundle`" in refused(path, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "manifest", [b"", b"[]", b"{}", b'{"files": []}', b'{"schema": 2, "files": {}}', b"[" * 10_000]
-)
-def test_invalid_manifest_is_refused(tmp_path, manifest):
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        bundle._add(tar, "manifest.json", manifest)
-    path = tmp_path / "x.tar.zst"
-    path.write_bytes(zstd.compress(out.getvalue()))
-    with pytest.raises(SpecError, match=r"manifest\.json|schema 2"):
-        verify(path)
 
 
 def test_truncated_bundle_is_refused(bundled, tmp_path):

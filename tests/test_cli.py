@@ -20,7 +20,6 @@ from ftbench.cli import app
 from ftbench.core import rows
 from ftbench.errors import DataError, MissingError
 from ftbench.launch import runner
-from ftbench.report import catalogue
 from ftbench.store import machine, rundir, summary
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter
@@ -51,14 +50,6 @@ def refused(ftbench, tmp_path, monkeypatch):
         return stderr
 
     return call
-
-
-def test_missing_spec(ftbench, tmp_path):
-    code, out, err = ftbench("run", tmp_path / "none.yaml", "--out", tmp_path / "out")
-    assert (code, out) == (2, "")
-    assert "none.yaml" in err
-    assert err.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 def test_unknown_key_is_named_with_the_nearest_one(refused):
@@ -94,11 +85,6 @@ def test_all_mistakes_are_reported_at_once(refused):
 def test_wrong_set_is_shown_as_typed(refused):
     assert "--set train.batch_size=many" in refused("--set", "train.batch_size=many")
     assert "write it as key.sub=value" in refused("--set", "train.batch_size")
-
-
-def test_missing_data_file(refused, tmp_path):
-    err = refused(dataset={"name": "file", "path": "missing.jsonl"})
-    assert err == f"ftbench: dataset.path: {tmp_path / 'missing.jsonl'}: no such file or folder\n"
 
 
 def test_model_folder_without_weights(refused, tmp_path):
@@ -221,24 +207,6 @@ def test_failed_run_has_a_row_with_empty_figures(ftbench, study):
     assert found["oom"]["oom.bytes_requested"].startswith(str(2**31))
 
 
-def test_json_has_null_for_unknown_values(ftbench, study):
-    code, out, _ = ftbench("report", study, "--format", "json")
-    assert code == 0
-    runs = {run["state"]: run for run in json.loads(out)["runs"]}
-    assert runs.keys() == ENDS.keys()
-    assert runs["oom"]["step_time_s.median"] is None
-    assert runs["interrupted"]["reason"] == "interrupted by a signal"
-
-
-@pytest.mark.parametrize(
-    ("name", "begins"), [("a.html", "<!doctype html>"), ("a.CSV", "name,"), ("a.txt", "plain is the")]
-)
-def test_suffix_of_the_file_selects_the_format(ftbench, study, tmp_path, name, begins):
-    code, out, err = ftbench("report", study, "-o", tmp_path / name)
-    assert (code, out) == (0, ""), err
-    assert (tmp_path / name).read_text().lower().startswith(begins)
-
-
 def test_table_shows_why_a_run_failed(ftbench, study, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     code, out, _ = ftbench("report", study)
@@ -260,12 +228,6 @@ def test_path_without_runs_is_an_error(ftbench, tmp_path, name):
     assert (code, out) == (2, "")
     assert name in err
     assert err.count("\n") == 1
-
-
-def test_unknown_list_names_the_known_ones(ftbench):
-    code, out, err = ftbench("list", "method")
-    assert (code, out) == (2, "")
-    assert "did you mean methods?" in err
 
 
 # --- a machine without torch -----------------------------------------------------------------------------------------
@@ -335,17 +297,6 @@ def test_closed_pipe_exits_with_141(study, command):
 # --- what leaves -----------------------------------------------------------------------------------------------------
 
 
-def test_output_into_a_link_keeps_the_link(ftbench, study, tmp_path):
-    (tmp_path / "target.md").write_text("before")
-    (tmp_path / "link.md").symlink_to("target.md")
-    link = tmp_path / "link.md"
-    code, _, err = ftbench("report", study, "-o", link)
-    assert (code, "the file exists; add --force to overwrite it" in err) == (2, True)
-    assert ftbench("report", study, "-o", link, "--force")[0] == 0
-    assert (tmp_path / "link.md").is_symlink()
-    assert "| " in (tmp_path / "target.md").read_text()
-
-
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [
@@ -392,17 +343,6 @@ def test_lost_stderr_ends_no_run(tmp_path, command, lost):
     assert rundir.read_state(run)["state"] == "ok"
 
 
-def test_ascii_terminal(study):
-    plain = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    done = ftbench_process("run", study / "日本語.yaml", stdout=subprocess.PIPE, env=plain)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "no such file" in done.stderr
-
-
-TOO_LONG = "x" * 300  # bytes; a name has 255 at the most
-
-
 def test_escape_sequences_are_removed_from_messages(ftbench, tmp_path):
     path = write_spec(
         tmp_path, model={"id": "\x1b[2J\x9b31mevil", "weights": "random"}, train={"batch_size": "9" * 20_000}
@@ -411,15 +351,6 @@ def test_escape_sequences_are_removed_from_messages(ftbench, tmp_path):
     assert (code, out) == (2, "")
     assert not {"\x1b", "\x9b"} & set(err)
     assert len(err) < 5_000
-
-
-@pytest.mark.parametrize("written", ["1:30", "1:30:00"])
-def test_a_sexagesimal_number_in_a_file_is_refused(ftbench, tmp_path, written):
-    path = tmp_path / "spec.yaml"
-    path.write_text(f"model: {{id: tiny/qwen3, weights: random}}\ntrain:\n  batch_size: {written}\n")
-    code, _, err = ftbench("run", path, "--out", tmp_path / "out")
-    assert code == 2
-    assert f"spec.yaml:3: train.batch_size: '{written}' must be a whole number" in err
 
 
 def test_missing_base_names_the_file_that_extends_it(ftbench, tmp_path):
@@ -436,7 +367,6 @@ def test_missing_base_names_the_file_that_extends_it(ftbench, tmp_path):
     [
         (["--batch-size", "1,2", "--axis", "train.batch_size=4,8"], "is given twice"),
         (["--axis", "method=lora", "--axis", "method=full"], "is given twice"),
-        (["--axis", "train.batch_size=1]#"], "write it as key=value,value"),
         (["--axis", "train.batch_size=1,2:30"], "'2:30' must be a whole number"),
         (["--axis", "method=!!set {lora}"], "write it as key=value,value"),
         (["--batch-size", "1", "--time-budget", ""], "write it as 8h"),
@@ -469,20 +399,6 @@ def test_misplaced_options_are_refused(ftbench, study, arguments, code, said):
     assert said in out + err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--method", "lora,lora"], "2 of 4 cells are duplicates"),
-        (["--batch-size", "1,1,2"], "1 of 3 cells are duplicates"),
-    ],
-)
-def test_settings_without_effect_are_reported(ftbench, tmp_path, arguments, said):
-    path = write_spec(tmp_path, launch={"mock": "ok"}, sweep={"axes": {"train.batch_size": [1, 2]}})
-    code, out, err = ftbench("sweep", path, "--dry-run", "--out", tmp_path / "out", *arguments)
-    assert (code, said in err) == (0, True), err
-    assert "2 runs" in out
-
-
 @pytest.mark.parametrize("option", ["--answers", "--hours=8", "--rows=merge"])
 def test_gate_refuses_options_without_effect(ftbench, study, option):
     code, out, err = ftbench("report", study, "--against", study, option)
@@ -512,13 +428,6 @@ def test_run_notes_that_it_ignores_the_sweep_section(tmp_path, ftbench):
     code, _, err = ftbench("run", path, "--out", tmp_path / "out")
     assert code == 0
     assert f"`ftbench sweep {path}` runs every cell" in err
-
-
-def test_run_and_doctor_agree_on_a_missing_gpu(tmp_path, ftbench, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    path = write_spec(tmp_path, recipe="fastest")
-    assert [ftbench(command, path)[0] for command in ("run", "doctor")] == [3, 3]
 
 
 def test_version_as_json(ftbench):
@@ -556,9 +465,3 @@ def test_renamed_option_still_works_with_a_notice(ftbench, tmp_path, words):
     assert code == 2
     assert "ftbench: note: --objective is now called --goal\n" in err
     assert "--goal: 'beauty' is no goal" in err
-
-
-def test_list_without_a_name_shows_the_lists(ftbench):
-    code, _, err = ftbench("list")
-    assert code == 2
-    assert all(name in err for name in catalogue.LISTS)

@@ -22,7 +22,6 @@ from ftbench.estimate.recommend.ranking import Goal, recommend
 from ftbench.report.build import Request, report
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load, spec_keys
-from ftbench.spec.optimizations import OPTIMIZATIONS, Optimizations
 from ftbench.spec.sweep import cells
 from ftbench.store import digests
 from ftbench.store.rundir import find_runs
@@ -210,15 +209,3 @@ def test_glossary_has_each_report_heading():
     assert len(headings) > 30
     missing = sorted(name for name in headings if not name.isdigit() and f", {name.casefold()}, " not in known)
     assert not missing, f"docs/reference/glossary.md lacks {missing}"
-
-
-def test_values_in_the_optimizations_table_are_allowed():
-    table = re.findall(
-        r"^\| `(\w+)` \| ([^|]+) \|",
-        (ROOT / "docs" / "reference" / "optimizations.md").read_text("utf-8").partition("<!-- end of")[0],
-        re.MULTILINE,
-    )
-    assert {key for key, _ in table} == set(OPTIMIZATIONS)
-    for key, values in table:
-        for value in values.split(", "):
-            Optimizations.model_validate({key: {"on": True, "a number": 64}.get(value, value)})

@@ -20,8 +20,7 @@ from packaging.requirements import Requirement
 from commands import write_spec
 from ftbench import cli
 from ftbench.doctor import checks, diagnosis
-from ftbench.doctor.checks import Facts, Finding
-from ftbench.doctor.diagnosis import as_text
+from ftbench.doctor.checks import Facts
 from ftbench.launch import hub, trl
 from ftbench.spec.methods import METHODS
 
@@ -79,12 +78,6 @@ def test_versions_of_packages_are_compared_with_the_tested_ones(monkeypatch, tor
     assert fragment in named(findings, "torch").text
 
 
-def test_requirements_have_their_extra():
-    names = {need.name: extra for need, extra in checks.requirements()}
-    assert names.get("torch", "train") == "train"
-    assert "pytest" not in names
-
-
 @pytest.mark.parametrize(
     ("facts_of", "verdict", "fragment"),
     [
@@ -102,14 +95,6 @@ def test_requirements_have_their_extra():
 def test_torch_must_be_able_to_use_the_gpu(facts_of, verdict, fragment):
     found = named(checks.stack(facts_of), "torch build")
     assert (found.verdict, fragment in found.text) == (verdict, True), found
-
-
-@pytest.mark.torch
-def test_torch_is_imported_in_a_child():
-    pytest.importorskip("torch", reason="training libraries are not installed")
-    answer, reason = diagnosis.inspect_torch({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    assert reason is None
-    assert set(answer) == set(TORCH)
 
 
 @pytest.mark.parametrize(
@@ -186,22 +171,6 @@ def test_variables_that_change_measurements_are_named(tmp_path, environment, nam
     assert all(name in found.text for name in names)
 
 
-def test_a_full_or_read_only_disk_fails(tmp_path):
-    assert checks.disk(tmp_path / "not" / "yet", "move", 0.0)[0] == "ok"
-    assert checks.disk(tmp_path, "move", 1e9)[0] == "fail"
-    assert checks.disk(tmp_path, "move", 1e9, full="warn")[0] == "warn"
-    (tmp_path / "file").write_text("")
-    assert checks.disk(tmp_path / "file" / "results", "move", 0.0)[0] == "fail"
-
-
-@pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
-def test_the_hub_is_not_contacted_offline(monkeypatch, name):
-    monkeypatch.setattr(hub, "_connect", lambda endpoint: pytest.fail("asked"))
-    verdict, text = hub.reach({name: "1"})
-    assert verdict == "n/a"
-    assert name in text
-
-
 @pytest.mark.parametrize(
     ("error", "fragment"),
     [
@@ -222,14 +191,6 @@ def test_the_reason_is_given_if_the_hub_does_not_answer(monkeypatch, error, frag
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     verdict, text = hub.reach({"HF_ENDPOINT": "https://mirror.example/"})
     assert (verdict, fragment in text) == ("warn" if fragment else "ok", True)
-
-
-def test_cached_data_sets_are_found_under_their_folder_names(tmp_path):
-    """`datasets` writes Open-Orca/OpenOrca in snake case, below HF_HOME and not below HF_HUB_CACHE."""
-    (tmp_path / "home/datasets/Open-Orca___open_orca").mkdir(parents=True)
-    environment = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_CACHE": str(tmp_path / "elsewhere")}
-    assert hub._has_data("Open-Orca/OpenOrca", environment)
-    assert not hub._has_data("Open-Orca/SlimOrca", environment)
 
 
 def test_the_hub_check_has_a_time_limit(monkeypatch):
@@ -276,14 +237,6 @@ def doctor(monkeypatch, capsys, tmp_path):
     return call
 
 
-def test_without_a_spec_the_exit_code_is_0(doctor):
-    code, out, _ = doctor(facts_of=machine(torch=ON_CPU))
-    assert code == 0
-    assert "spec" not in out.splitlines()[-1]
-    assert "1 fail" in out.splitlines()[-1]
-    assert {"stack", "gpu", "methods", "host"} <= set(out.splitlines())
-
-
 def test_doctor_reports_that_a_spec_can_run(doctor, tmp_path):
     code, out, _ = doctor(write_spec(tmp_path))
     assert code == 0
@@ -313,45 +266,12 @@ def test_a_spec_that_cannot_run_gives_exit_code_3_and_the_reason(doctor, tmp_pat
     assert {finding["verdict"] for finding in about} == {"fail"}
 
 
-def test_compile_needs_a_compiler(doctor, tmp_path, monkeypatch):
-    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
-    assert doctor(write_spec(tmp_path))[0] == 0
-    code, out, _ = doctor(write_spec(tmp_path, optimizations={"compile": True}))
-    assert (code, "apt-get install g++" in " ".join(out.split())) == (3, True)
-
-
 def test_a_mock_needs_a_writable_disk_but_no_gpu_and_no_hub(doctor, tmp_path):
     spec = write_spec(tmp_path, model={"id": "Qwen/Qwen3-8B"}, launch={"mock": "ok"})
     assert doctor(spec, facts_of=machine(torch=ON_CPU), answer="warn")[0] == 0
     (tmp_path / "file").write_text("")
     code, out, _ = doctor(spec, "--out", tmp_path / "file" / "runs")
     assert (code, "the spec cannot run here" in out) == (3, True)
-
-
-def test_weights_in_the_cache_need_no_hub(doctor, tmp_path):
-    facts_of = machine(HF_HOME=str(tmp_path / "hf"))
-    (tmp_path / "hf" / "hub" / "models--Qwen--Qwen3-8B").mkdir(parents=True)
-    code, _, _ = doctor(write_spec(tmp_path, model={"id": "Qwen/Qwen3-8B"}), facts_of=facts_of, answer="warn")
-    assert code == 0
-
-
-def test_an_invalid_spec_is_an_error(doctor, tmp_path):
-    code, out, err = doctor(write_spec(tmp_path, train={"batch_sise": 1}))
-    assert (code, out) == (2, "")
-    assert "did you mean batch_size?" in err
-
-
-def test_set_changes_the_checked_spec(doctor, tmp_path):
-    code, _, _ = doctor(write_spec(tmp_path), "--set", "optimizations.fp8=rowwise", facts_of=machine(gpu=None))
-    assert code == 3
-
-
-def test_long_sentences_are_wrapped():
-    lines = as_text([Finding("gpu", "power limit", "warn", "word " * 60)], 90).splitlines()
-    assert lines[0] == "gpu"
-    assert lines[1].startswith("  warn  power limit")
-    assert len(lines) > 4
-    assert all(len(line) <= 90 for line in lines)
 
 
 @pytest.mark.parametrize("module", ["ftbench.doctor.diagnosis", "ftbench.doctor.probe"])

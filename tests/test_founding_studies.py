@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import runpy
 import shutil
 import subprocess
@@ -85,48 +84,3 @@ def test_a_whole_run_counts_the_first_steps_as_they_were_and_the_rest_at_the_ste
     write_json(run.summary, summary)
     seconds = 21.0 + 19 * 1.0 + 9 + 2 * tokens / 8192
     assert TEXT["whole_run"](run) == pytest.approx(3600 * 1000 / seconds, rel=1e-3)
-
-
-def test_the_page_shows_a_run_with_its_study_figure_and_prediction(tmp_path, monkeypatch):
-    cell = TEXT["CELLS"][0]
-    folder = tmp_path / "results/h100/founding-text"
-    run = make_run(tmp_path, "a", steps(20, 3.8, 21.0, noise=0.0))
-    shutil.copytree(run.path, folder / cell.name / "a")
-    (tmp_path / "results/predictions").mkdir()
-    guess = {"verdict": "fits", "run_samples_per_hour": {"low": 20000, "expected": 26000, "high": 33000},
-             "reserved_gb": {"low": 70.2, "expected": 78.0, "high": 80.0}}  # fmt: skip
-    file = tmp_path / "results/predictions/founding-h100.json"
-    file.write_text(json.dumps({"cells": {cell.name: guess}}))
-    monkeypatch.setitem(TEXT["tables"].__globals__, "ROOT", tmp_path)
-    page = TEXT["tables"]()
-    assert "reserved memory: median error 0.0 %" in page
-    line = next(line for line in page.splitlines() if line.startswith(f"| {cell.name}"))
-    values = [part.strip() for part in line.strip("|").split("|")]
-    assert values[1] == "27,000"
-    assert values[4] == "26,000 (20,000 to 33,000)"
-    assert values[7] == "21.0 s"
-
-
-def test_changes_are_from_bf16_at_the_same_batch_and_their_signs_are_compared(tmp_path, monkeypatch):
-    images = STUDIES["founding-images"]
-    for name, step_s, first_s in (("bf16", 1.0, 2.0), ("fixed", 0.5, 51.5)):
-        run = make_run(tmp_path / name, "a", steps(20, step_s, first_s, noise=0.0))
-        shutil.copytree(run.path, tmp_path / f"results/h100/founding-images/llava-next-{name}-b4/a")
-    monkeypatch.setitem(images["tables"].__globals__, "ROOT", tmp_path)
-    line = next(line for line in images["tables"]().splitlines() if line.startswith("| llava-next, fixed |"))
-    values = [part.strip() for part in line.strip("|").split("|")]
-    assert values[1:5] == ["-53% to -47%", "-50%", "-29% to -4%", "+0%"]
-    assert values[8:] == ["99", "step time: yes; memory: no"]
-
-
-@pytest.mark.parametrize(
-    ("published", "here", "signs"),
-    [
-        ("-53 to -47 %", "-20 %", ("-", "-")),
-        ("+0 %", "+1 to +2 %", ("0", "0")),
-        ("-53 to +20 %", "-3 %", ("both", "-")),
-    ],
-)
-def test_signs_of_changes(published, here, signs):
-    sign = STUDIES["founding-images"]["sign"]
-    assert (sign(published), sign(here)) == signs

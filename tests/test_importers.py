@@ -12,7 +12,6 @@ import pytest
 from ftbench.errors import SpecError
 from ftbench.report.build import Request, report
 from ftbench.report.data.collect import collect
-from ftbench.report.data.facts import spec_facts
 from ftbench.report.document import Report
 from ftbench.report.formats import render
 from ftbench.store import bundle, rundir
@@ -83,21 +82,6 @@ def test_line_every_ten_steps_is_a_mean(tmp_path):
     assert not any("wall clock" in warning for warning in found["warnings"])
 
 
-def test_incomplete_training_is_a_warning(tmp_path):
-    path = tmp_path / "log.csv"
-    path.write_text("step,elapsed_time_sec,progress_ratio\n" + "".join(f"{i},{i},{i / 100}\n" for i in range(1, 41)))
-    _, found = imported(path, tmp_path / "out")
-    assert any("ends at 40 % of the planned steps" in warning for warning in found["warnings"])
-
-
-def test_imported_recipe_has_no_defaults(tmp_path):
-    run, _ = imported(write_csv(tmp_path / "log.csv", [(i, 0.5 * i) for i in range(1, 31)]), tmp_path / "out")
-    facts = spec_facts(run)
-    assert facts["train.batch_size"] == "4"
-    assert facts["imported.from"] == "the founding study's seven-column CSV"
-    assert not {"train.learning_rate", "model.weights", "model.dtype", "method.alpha"} & facts.keys()
-
-
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 
@@ -142,11 +126,6 @@ def test_implausible_numbers_of_a_trainer_state_are_unknown(tmp_path):
     assert found["learning"] == {"state": "not finite", "first_step": 1, "count": 5}
     rows, _ = read_steps(run.steps)
     assert [(row.step, row.epoch, row.progress_ratio) for row in rows] == [(i, None, None) for i in range(1, 6)]
-
-
-def test_csv_needs_the_batch_size(tmp_path):
-    with pytest.raises(SpecError, match="add --batch-size"):
-        imported(write_csv(tmp_path / "log.csv", [(1, 1.0)]), tmp_path / "out", batch_size=None)
 
 
 @pytest.mark.parametrize(("changes", "said"), [
@@ -230,19 +209,6 @@ def test_trainer_state_has_losses_without_times(trained, tmp_path):
 
 
 @pytest.mark.torch
-def test_csv_of_a_real_loop_gives_its_step_times(trained, tmp_path):
-    _, found = imported(trained / "log.csv", tmp_path, batch_size=2)
-    with (trained / "log.csv").open() as file:
-        elapsed = [float(line["elapsed_time_sec"]) for line in csv.DictReader(file)]
-    assert found["steps"]["total"] == 11
-    assert found["first_step_s"] == pytest.approx(elapsed[0], rel=1e-6)
-    assert (
-        0 < found["step_time_s"]["median"] < max(b - a for a, b in zip([0.0, *elapsed], elapsed, strict=False)) + 1e-9
-    )
-    assert found["samples_per_s"] > 0
-
-
-@pytest.mark.torch
 def test_imported_runs_are_reported_bundled_and_verified(trained, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     imported(trained / "trainer_state.json", tmp_path / "out", batch_size=None, method="full")
@@ -271,27 +237,11 @@ def test_imported_runs_are_compared_without_hashes(tmp_path):
     assert "sha256" not in report(Request([tmp_path / "out"])).text
 
 
-def test_imported_runs_are_not_repeats(tmp_path):
-    for number, step in enumerate((0.5, 0.7)):
-        imported(write_csv(tmp_path / f"{number}.csv", [(i, step * i) for i in range(1, 41)]), tmp_path / "out")
-    runs = json.loads(report(Request([tmp_path / "out"], "json", repeats="merge")).text)["runs"]
-    assert len(runs) == 2
-
-
 def rows_of(folder, name, content, **changes):
     path = folder / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     run, found = imported(path, folder / "out", **changes)
     return read_steps(run.steps)[0], found
-
-
-def test_axolotl_trainer_state_has_memory(tmp_path):
-    history = [{"step": i, "loss": 2.0, "memory/max_active (GiB)": 30.5, "memory/device_reserved (GiB)": 33.25}
-               for i in range(1, 9)]  # fmt: skip
-    rows, found = rows_of(tmp_path, "trainer_state.json", json.dumps({"log_history": history}))
-    assert (rows[0].peak_memory_gb, rows[0].peak_reserved_gb) == (30.5, 33.25)
-    assert found["memory_gb"]["allocated_peak"] == 30.5
-    assert found["warnings"][0].endswith("step times, tokens, energy and most of the recipe are not known")
 
 
 def test_rate_of_the_trainer_is_reported(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import json
 import sys
 import types
 from pathlib import Path
@@ -77,15 +76,6 @@ def test_the_file_name_contains_gpu_and_uuid(child, tmp_path):
     assert first_gpu(document["machine"])["uuid"] == "GPU-1"
 
 
-def test_missing_measurements_are_null(child, tmp_path):
-    child({"notes": ["tf32: not measured: no time"], "doing": None, "products": {"bf16": PRODUCT}})
-    document, _ = probe.probe(tmp_path)
-    assert tuple(document["products"]) == probe.PRECISIONS
-    assert document["products"]["tf32"] is None
-    assert document["memory"] is document["host_link"] is document["launch_us"] is document["links"] is None
-    assert document["notes"] == ["tf32: not measured: no time"]
-
-
 @pytest.mark.parametrize(
     ("ended", "reason"),
     [({"state": "timeout", "code": -15}, "stopped after 60 s"), ({"code": -11, "said": "Killed\n"}, "Killed")],
@@ -108,12 +98,6 @@ def test_a_child_without_measurements_is_an_error_with_its_last_line(child, tmp_
     assert list((tmp_path / "probe").iterdir()) == []
 
 
-def test_the_childs_error_is_passed_on(child, tmp_path):
-    child({"notes": [], "products": {}, "missing": "this machine has X and torch cannot use it"}, code=3)
-    with pytest.raises(MissingError, match="torch cannot use it"):
-        probe.probe(tmp_path)
-
-
 def test_a_child_is_stopped_after_a_minute(monkeypatch, tmp_path):
     clock = iter([100.0, 159.0, 161.0])
     monkeypatch.setattr(process, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
@@ -128,19 +112,6 @@ def test_a_child_is_stopped_after_a_minute(monkeypatch, tmp_path):
     with pytest.raises(FtbenchError, match="was stopped after 60 s; nothing was measured"):
         probe._measure(tmp_path)
     assert seen[0] is None
-
-
-def test_a_signal_interrupts_the_probe(child, tmp_path):
-    child(MEASURED, code=-15, state="interrupted")
-    with pytest.raises(KeyboardInterrupt):
-        probe.probe(tmp_path)
-
-
-def test_without_torch_it_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingError, match=r"pip install 'ftbench\[train\]'"):
-        probe.probe(tmp_path)
-    assert not (tmp_path / "probe").exists()
 
 
 @pytest.mark.torch
@@ -229,24 +200,3 @@ def test_the_table_of_a_cpu_has_no_gpu_rows(child, command):
     assert "0.19" in out
     assert "note: launch_us: not measured" in out
     assert "None" not in out
-
-
-def test_notes_are_wrapped(child, command, monkeypatch):
-    child(
-        changed(
-            notes=["bf16: the sustained rate is 9 % below the best: no throttling; make sure that the machine is free"]
-        )
-    )
-    monkeypatch.setenv("COLUMNS", "50")
-    notes = command()[1].partition("note: ")[2].partition("\nfile ")[0]
-    assert "\n" in notes
-    assert max(map(len, notes.splitlines())) <= 50
-
-
-def test_json_is_one_document(child, command):
-    child(MEASURED)
-    code, out, _ = command("--json")
-    assert code == 0
-    document = json.loads(out)
-    assert document["products"]["bf16"]["best_tflops"] == 800
-    assert document["links"] is None

@@ -89,13 +89,6 @@ def test_exit_code_and_output_are_those_of_the_child(run, log, code, exit_code, 
     assert log() == text
 
 
-def test_missing_program_is_named_in_the_log(tmp_path, log):
-    with signals() as pipe:
-        ended = run_child([str(tmp_path / "nothing")], os.environ, tmp_path / "log.txt", pipe)
-    assert ended.code == 127
-    assert log() == f"{tmp_path}/nothing: No such file or directory\n"
-
-
 def test_timeout_sends_sigterm_first(run, log):
     handler = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: (print('last words'), sys.exit(3)))"
     ended = run(f"{handler}; {SLEEP}", stops=True)
@@ -128,12 +121,6 @@ def test_error_in_the_watch_function_ends_the_child(run, log):
     with pytest.raises(RuntimeError, match="cannot draw"):
         run(f"import os; print(os.getpid()); {SLEEP}", on_tick=tick)
     assert gone(int(log().split()[0]))
-
-
-def test_signal_handlers_are_restored(run):
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
-    run("")
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)] == before
 
 
 def test_child_has_its_own_session(run, log):

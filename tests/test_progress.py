@@ -2,10 +2,10 @@ import pytest
 
 from ftbench.core.rows import StepRow, header, to_csv
 from ftbench.launch import progress
-from ftbench.launch.progress import START_S, STEP_S, Progress, Watchdog
+from ftbench.launch.progress import START_S, Progress, Watchdog
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import WAITING, RunDir, write_json
-from ftbench.store.steps import StepsTail, StepsWriter
+from ftbench.store.steps import StepsTail
 
 ROWS = [StepRow(step=i, phase="train", step_time_s=0.5, loss=2.0 - i / 10, throttle="名前") for i in range(1, 5)]
 
@@ -47,16 +47,6 @@ def append(run, *rows):
 # --- the tail of steps.csv -------------------------------------------------------------------------------------------
 
 
-def test_tail_gives_each_row_once(tmp_path):
-    tail, writer = StepsTail(tmp_path / "steps.csv"), StepsWriter(tmp_path / "steps.csv")
-    assert tail.read() == []
-    for row in ROWS:
-        writer.append([row])
-        assert tail.read() == [row]
-        assert tail.read() == []
-    writer.close()
-
-
 def test_file_cut_at_any_byte_gives_complete_rows(tmp_path):
     path = tmp_path / "steps.csv"
     whole = (header() + "".join(map(to_csv, ROWS))).encode()
@@ -70,19 +60,6 @@ def test_file_cut_at_any_byte_gives_complete_rows(tmp_path):
 
 
 # --- progress --------------------------------------------------------------------------------------------------------
-
-
-def test_run_without_files_is_starting(run):
-    reader = Progress(run)
-    reader.poll()
-    assert (reader.text(), reader.phase, reader.last, reader.steps) == ("starting", "", None, 0)
-
-
-def test_text_before_the_first_step_is_the_phase(run):
-    reader = Progress(run)
-    phase(run, "import", "prepare_data")
-    reader.poll()
-    assert reader.text() == "prepare data"
 
 
 def test_text_after_a_step(run):
@@ -142,17 +119,6 @@ def test_changed_is_the_time_of_the_last_change(run, clock):
         assert reader.changed == before
 
 
-def test_log_line_during_training_is_not_progress(run, clock):
-    reader = Progress(run)
-    phase(run, "train")
-    reader.poll()
-    before = clock.now
-    clock.moves(10)
-    run.log.write_text("a warning, again")
-    reader.poll()
-    assert reader.changed == before
-
-
 # --- the watchdog ----------------------------------------------------------------------------------------------------
 
 
@@ -205,12 +171,6 @@ def test_limit_before_the_third_step(watched):
     assert watched().patience() == START_S
 
 
-def test_limit_after_three_fast_steps(watched):
-    run = watched()
-    run.trains(1.0, 0.1, 0.1)
-    assert run.patience() == STEP_S
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_limit_after_slow_steps(watched, compiled):
     run = watched(optimizations={"compile": compiled})
@@ -218,14 +178,6 @@ def test_limit_after_slow_steps(watched, compiled):
     assert run.patience() == pytest.approx(1200.0)
     run.trains(50.0, 90.0)
     assert run.patience() == pytest.approx(1800.0)
-
-
-def test_run_with_progress_is_not_stopped(watched, clock):
-    run = watched()
-    for step in range(1, 50):
-        run.trains(1.0, 0.1, 0.1)
-        clock.moves(STEP_S - 1)
-        assert run.look() is None, step
 
 
 @pytest.mark.parametrize("times", [(), (1.0, 0.1, 0.1)])

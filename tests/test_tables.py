@@ -48,20 +48,6 @@ def test_hidden_axis_gets_a_column():
     assert column(found, "seed") == ["1", "1"]
 
 
-@pytest.mark.parametrize(
-    "axis",
-    ["model", "dataset", "method", "train.batch_size", "train.gradient_accumulation_steps", "optimizations.compile"],
-)
-def test_shown_axis_gets_no_second_column(axis):
-    runs = [a_run(axes={axis: "1"}), a_run("b-r1", {axis: "2"})]
-    assert table(*runs, axes=[axis]).headings == table(*runs).headings
-
-
-def test_repeats_are_distinguished():
-    found = table(a_run("a-r1", {"repeat": "1"}), a_run("a-r2", {"repeat": "2"}), axes=["repeat"])
-    assert column(found, "repeat") == ["1", "2"]
-
-
 def test_axis_is_in_every_format():
     runs = records([a_run(axes={"method.rank": "8"}), a_run("b-r1", {"method.rank": "64"})])
     report = Report(runs, ["method.rank"])
@@ -86,27 +72,10 @@ def test_skipped_row_has_a_reason_without_figures():
     assert set(row.values()) == {""}
 
 
-def test_skipped_row_has_the_data_of_the_others():
-    found = table(a_run(), skipped(run_id="b-r1"))
-    assert found.context["data"] == "alpaca ~110"
-
-
-def test_table_of_only_skipped_rows_works():
-    found = table(skipped(run_id="a-r1"), skipped(run_id="b-r1"))
-    assert column(found, "state") == ["skipped (oom at batch 8)"] * 2
-    assert found.context["data"] == "alpaca"
-
-
 def test_failed_row_has_no_figures():
     found = table(a_run(), a_run("b-r1", state="timeout", reason="too long"))
     assert column(found, "tokens/s") == ["1,234", ""]
     assert column(found, "state") == ["ok", "timeout: too long"]
-
-
-def test_state_column_is_shown_unless_all_are_ok():
-    assert "state" not in table(a_run(), a_run("b-r1")).headings
-    found = table(a_run(), a_run("b-r1", state="oom", reason="out of memory"))
-    assert column(found, "state") == ["ok", "oom"]
 
 
 def test_out_of_memory_is_shortened_to_oom():

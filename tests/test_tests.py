@@ -6,10 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
-
-from sweeps import Night, write_sweep
 
 TESTS = Path(__file__).resolve().parent
 CLOCKS = {"time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time"}
@@ -48,10 +45,3 @@ def test_the_check_finds_clocks_and_derived_values():
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
 def test_no_assert_reads_a_clock(path):
     assert sorted(set(clock_asserts(ast.parse(path.read_text("utf-8"))))) == []
-
-
-def test_runs_of_a_warm_command_are_forked(tmp_path):
-    spec = write_sweep(tmp_path, launch={"mock": "slow"}, train={"max_steps": 1000})
-    with Night(spec, tmp_path / "out") as night:
-        night.until_training()
-        assert [process.cmdline() for process in night.workers()] == [psutil.Process(night.process.pid).cmdline()]

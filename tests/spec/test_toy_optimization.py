@@ -89,8 +89,8 @@ def copy(tmp_path_factory):
     (folder / "src" / "ftbench" / "worker" / "methods" / "norms.py").write_text(METHOD_WORKER_HALF)
     spec = folder / "src" / "ftbench" / "spec"
     for file, entry, replacement in (
-        ("optimizations/__init__.py", "data, memory\n", "data, memory, toy\n"),
-        ("optimizations/__init__.py", "data, memory)", "data, memory, toy)"),
+        ("optimizations/__init__.py", "compute, memory\n", "compute, memory, toy\n"),
+        ("optimizations/__init__.py", "| memory.OPTIMIZATIONS", "| memory.OPTIMIZATIONS | toy.OPTIMIZATIONS"),
         ("methods.py", "Method = Annotated[Full", f"{METHOD}Method = Annotated[Norms | Full"),
         ("methods.py", '"full": Full,', '"full": Full, "norms": Norms,'),
     ):
