@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
 from ftbench.core.data_files import read_file
-from ftbench.errors import DataError, MissingError
+from ftbench.errors import DataError
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -96,42 +95,3 @@ def test_text_in_another_encoding_is_an_error(tmp_path, ending):
     path.write_bytes('{"text": "是"}'.encode("shift_jis"))
     with pytest.raises(DataError, match="is not UTF-8; save the file as UTF-8"):
         read_file(path)
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        {"info": {"features": {"label": {"_type": "ClassLabel", "names": {"a": 1}}}}},
-        {"info": {"features": {"label": {"_type": "ClassLabel", "names": 3}}}},
-        {"info": {"features": {}}},
-        [],
-    ],
-)
-def test_wrong_class_names_are_an_error_or_ignored(tmp_path, metadata):
-    table = pyarrow.table({"text": ["a"], "label": [7]})
-    parquet.write_table(table.replace_schema_metadata({"huggingface": json.dumps(metadata)}), tmp_path / "rows.parquet")
-    rows = tmp_path / "rows.parquet"
-    if isinstance(metadata, dict) and isinstance(metadata["info"]["features"].get("label", {}).get("names"), dict):
-        with pytest.raises(DataError, match="a class number of label has no name"):
-            read_file(rows)
-    else:
-        assert read_file(rows)[0]["label"] == 7
-
-
-def test_deeply_nested_metadata_is_ignored(tmp_path):
-    table = pyarrow.table({"text": ["a"]}).replace_schema_metadata({"huggingface": "[" * 100_000})
-    parquet.write_table(table, tmp_path / "rows.parquet")
-    assert read_file(tmp_path / "rows.parquet")[0] == {"text": "a"}
-
-
-def test_duplicate_column_names_are_an_error(tmp_path):
-    parquet.write_table(pyarrow.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows\.parquet"):
-        read_file(tmp_path / "rows.parquet")
-
-
-def test_without_pyarrow_the_error_names_it(tmp_path, monkeypatch):
-    parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "rows.parquet")
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(MissingError, match="pip install pyarrow"):
-        read_file(tmp_path / "rows.parquet")

@@ -43,27 +43,11 @@ def test_driver_names_find_their_row(driver_name, row):
 
 @pytest.mark.parametrize(
     "driver_name",
-    ["NVIDIA A10", "Quadro RTX 6000", "NVIDIA H800", "", "NVIDIA GeForce RTX 4080 SUPER", "NVIDIA GeForce RTX 3090 Ti"],
-)
+    ["NVIDIA A10", "Quadro RTX 6000", "NVIDIA H800", "", "NVIDIA GeForce RTX 4080 SUPER", "NVIDIA GeForce RTX 3090 Ti",
+     "NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA A100X", "NVIDIA B200A", "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+     "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 5090 D"],
+)  # fmt: skip
 def test_an_unknown_gpu_is_none(driver_name):
-    assert find_gpu(driver_name) is None
-
-
-@pytest.mark.parametrize("driver_name", ["NVIDIA L40", "NVIDIA GH200 480GB", "NVIDIA A100X", "NVIDIA B200A"])
-def test_a_name_that_only_contains_a_known_one_is_unknown(driver_name):
-    assert find_gpu(driver_name) is None
-
-
-@pytest.mark.parametrize(
-    "driver_name",
-    [
-        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 5090 D",
-    ],
-)
-def test_variants_of_a_card_are_unknown(driver_name):
     assert find_gpu(driver_name) is None
 
 
@@ -95,11 +79,6 @@ def test_peaks_depend_on_the_precision():
     assert find_gpu("NVIDIA RTX A6000").peak_tflops("fp8") is None
 
 
-def test_a_gpu_without_bf16_has_the_peak_of_fp16_only():
-    assert find_gpu("Tesla T4").peak_tflops("fp16") == 65
-    assert find_gpu("Tesla T4").peak_tflops("bf16") is None
-
-
 MAX_Q, SERVER, WORKSTATION = (f"RTX PRO 6000 Blackwell {kind}" for kind in ("Max-Q", "Server", "Workstation"))
 
 
@@ -120,7 +99,3 @@ def test_a_name_finds_one_card_or_the_error_lists_the_choices(words, names):
         gpu_named(words)
     assert all(f"{name} (" in str(error.value) for name in names)
     assert ("matches several" in str(error.value)) == bool(names)
-
-
-def test_fp8_begins_with_ada():
-    assert [supports_fp8(cc) for cc in ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0))] == [False, False, True, True, True]

@@ -24,11 +24,6 @@ def test_the_weighted_mean_is_the_mean_over_tokens(values):
     assert lengths.describe(values)["weighted_mean"] == pytest.approx(of_each_token.mean())
 
 
-def test_no_lengths_cannot_be_described():
-    with pytest.raises(ValueError, match="no lengths"):
-        lengths.describe([])
-
-
 @given(some)
 def test_the_histogram_counts_every_sample_once_in_its_bin(values):
     found = lengths.histogram(values)
@@ -40,25 +35,6 @@ def test_the_histogram_counts_every_sample_once_in_its_bin(values):
 
 def test_padding_efficiency_is_real_tokens_over_positions():
     assert lengths.padding_efficiency([10, 5, 8, 8, 3], 2) == 34 / (20 + 16 + 3)
-
-
-def test_batches_of_one_are_never_padded():
-    assert lengths.padding_efficiency([3, 9, 1], 1) == 1
-
-
-@given(some, st.integers(1, 16))
-def test_padding_efficiency_is_a_share(values, batch):
-    assert 0 < lengths.padding_efficiency(values, batch) <= 1
-
-
-@given(some)
-def test_packing_efficiency_is_a_share(values):
-    assert 0 < lengths.packing_efficiency(values, 512) <= 1
-
-
-@given(some)
-def test_packing_never_needs_more_rows_than_samples(values):
-    assert lengths.packing_efficiency(values, 512) >= sum(values) / (len(values) * 512) - 1e-12
 
 
 def test_halves_pack_perfectly():

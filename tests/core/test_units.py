@@ -10,12 +10,6 @@ def test_unknown_is_an_empty_text(function):
     assert function(None) == ""
 
 
-def test_bytes_become_gib():
-    assert units.gib(3 * 2**29) == 1.5
-    assert units.gib(0) == 0
-    assert units.gib(None) is None
-
-
 @pytest.mark.parametrize(
     ("share", "text"),
     [(1.6e-8, "< 0.01 %"), (-9e-5, "< 0.01 %"), (0, "0 %"), (-4.83e-4, "-0.048 %"), (0.0754, "+7.5 %"), (1.6, "+160 %"),
@@ -52,18 +46,9 @@ def test_gib_have_three_digits(value, text):
     assert units.gibibytes(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(1234.6, "1,235"), (0, "0")])
-def test_counts_have_thousands_separators(value, text):
-    assert units.count(value) == text
-
-
 @pytest.mark.parametrize(("value", "text"), [(12345.6, "12,346"), (10, "10"), (3.14159, "3.14"), (0.01234, "0.0123")])
 def test_rates_are_integers_from_ten_up(value, text):
     assert units.rate(value) == text
-
-
-def test_a_share_is_a_percentage():
-    assert units.percent(0.4234) == "42.3 %"
 
 
 def test_a_change_has_its_sign():

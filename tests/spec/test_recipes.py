@@ -6,7 +6,7 @@ from ftbench.errors import SpecError
 from ftbench.spec.experiment import resolve
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.load import load
-from ftbench.spec.optimizations import Optimizations, compute
+from ftbench.spec.optimizations import compute
 from ftbench.spec.recipes import recipes
 from ftbench.spec.sweep import cells
 
@@ -39,11 +39,6 @@ def write(tmp_path):
     return file
 
 
-def test_each_recipe_has_a_method():
-    assert set(IS_FOR) == set(recipes())
-    assert all(recipes().values())
-
-
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name in IS_FOR for method in IS_FOR[name]])
 def test_recipe_works_with_its_methods(write, name, method):
     model = VISION if name == "fastest-vision" else MODEL
@@ -63,11 +58,6 @@ def test_recipe_sets_every_optimization(write, name):
     alone = load(write(f"recipe: {name}\n{model}", "alone.yaml"))
     assert there.optimizations == alone.optimizations
     assert there.train.optimizer == alone.train.optimizer != "sgd"
-
-
-def test_plain_has_no_optimization(write):
-    spec = load(write(f"recipe: plain\n{MODEL}"))
-    assert spec.optimizations == Optimizations()
 
 
 AMPERE, BLACKWELL = (8, 0), (12, 0)
@@ -107,11 +97,6 @@ def test_recipe_is_merged_between_base_and_file(write):
     spec = load(write(f"extends: base.yaml\nrecipe: fastest\n{MODEL}optimizations: {{compile: off}}\n"))
     assert (spec.train.batch_size, spec.train.optimizer) == (2, "adamw_torch_fused")
     assert (spec.optimizations.liger, spec.optimizations.packing, spec.optimizations.compile) == (False, True, False)
-
-
-def test_later_sets_win_over_a_recipe(write):
-    spec = load(write(MODEL), ["recipe=fastest", "optimizations.compile=off"])
-    assert (spec.optimizations.packing, spec.optimizations.compile) == (True, False)
 
 
 def test_recipe_can_be_an_axis(write):

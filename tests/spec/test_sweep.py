@@ -1,7 +1,7 @@
 import pytest
 
 from ftbench.errors import SpecError
-from ftbench.spec import identity, sweep
+from ftbench.spec import identity
 from ftbench.spec.load import load
 from ftbench.spec.sweep import cells
 
@@ -53,23 +53,6 @@ def test_cells_are_the_product_of_the_axes(points):
     assert points("sweep: {axes: {method: [qlora, lora], train.batch_size: [4, 1, 2]}}") == [
         ("qlora", 4), ("qlora", 1), ("qlora", 2), ("lora", 4), ("lora", 1), ("lora", 2),
     ]  # fmt: skip
-
-
-def test_axis_values_can_be_sections(grid):
-    found = grid("sweep: {axes: {method: [{name: lora, rank: 32}, {name: qlora, quant_type: fp4}, full]}}")
-    assert [cell.spec.method.name for cell in found] == ["lora", "qlora", "full"]
-    assert (found[0].spec.method.rank, found[1].spec.method.quant_type) == (32, "fp4")
-
-
-def test_axis_of_methods_keeps_common_options(grid):
-    found = grid("method: {name: qlora, rank: 32, double_quant: false}\nsweep: {axes: {method: [lora, qlora, full]}}")
-    assert [getattr(cell.spec.method, "rank", None) for cell in found] == [32, 32, None]
-    assert found[1].spec.method.double_quant is False
-
-
-def test_axis_wins_over_set(grid):
-    found = grid("sweep: {axes: {train.batch_size: [1, 2]}}", sets=["train.seed=3", "train.batch_size=9"])
-    assert [(cell.spec.train.batch_size, cell.spec.train.seed) for cell in found] == [(1, 3), (2, 3)]
 
 
 def test_sweep_section_is_inherited(tmp_path):
@@ -126,11 +109,6 @@ def test_exclude_accepts_short_forms_and_lists(points, key, values, excluded, le
     assert [place for (place,) in points(text)] == left
 
 
-def test_exclude_paths_are_relative_to_the_file(points):
-    text = "sweep: {axes: {dataset.path: [a.jsonl, b.jsonl]}, exclude: [{dataset.path: a.jsonl}]}"
-    assert len(points("dataset: {name: file, path: c.jsonl}\n" + text)) == 1
-
-
 def test_exclude_matches_impossible_cells(grid):
     text = "sweep: {axes: {method: [lora, full], optimizations.fp8: [off, rowwise]}, exclude: [%s]}"
     assert [cell.refused for cell in grid(text % "{method: full, optimizations.fp8: rowwise}")] == [None] * 3
@@ -172,11 +150,6 @@ def test_invalid_axis_key_is_an_error(problems, text):
     assert ("did you mean train?" in message) == (key.startswith("tr"))
 
 
-def test_invalid_axis_value_is_an_error(problems):
-    (message,) = problems("", "train.batch_size=1,0,2")
-    assert message == "--axis train.batch_size: train.batch_size: 0: must be greater than or equal to 1"
-
-
 # --- files -----------------------------------------------------------------------------------------------------------
 
 FILES = "dataset: {name: file, path: c.jsonl}\nsweep: {axes: {dataset.path: [a.jsonl, ../b.jsonl, /c.jsonl]}}\n"
@@ -187,14 +160,6 @@ def test_axis_paths_are_relative_to_the_spec(tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "spec.yaml").write_text(MODEL + FILES)
     paths = [cell.spec.dataset.path for cell in cells(tmp_path / "sub" / "spec.yaml", ())]
-    assert paths == [str(tmp_path / "sub" / "a.jsonl"), str(tmp_path / "b.jsonl"), "/c.jsonl"]
-
-
-def test_inherited_axis_paths_are_relative_to_their_file(tmp_path):
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "base.yaml").write_text(MODEL + FILES)
-    (tmp_path / "mine.yaml").write_text("extends: sub/base.yaml\n")
-    paths = [cell.spec.dataset.path for cell in cells(tmp_path / "mine.yaml", ())]
     assert paths == [str(tmp_path / "sub" / "a.jsonl"), str(tmp_path / "b.jsonl"), "/c.jsonl"]
 
 
@@ -230,12 +195,6 @@ def test_impossible_combination_is_a_refused_cell(grid):
     assert found[3].values == {"method": "qlora", "optimizations.fp8": "rowwise"}
     assert found[3].refused.startswith("optimizations.fp8 needs 16-bit base weights and method qlora stores 4-bit ones")
     assert found[5].refused.startswith("optimizations.fp8 converts frozen base layers and method full has none")
-
-
-def test_refused_cell_has_all_reasons(grid):
-    (cell,) = grid("", "method=qlora", "optimizations.fp8=rowwise", "train.precision=fp16")
-    assert "16-bit base weights" in cell.refused
-    assert "keeps the adapters of a quantised model in bfloat16" in cell.refused
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------------
@@ -311,9 +270,3 @@ def test_too_many_cells_are_an_error(problems):
     assert problems("", f"train.seed={seeds}", f"train.batch_size={batches}") == [
         "the sweep has 150,500 cells; at most 100,000 are planned at once: split it"
     ]
-
-
-def test_zipped_axes_count_once(points, monkeypatch):
-    monkeypatch.setattr(sweep, "MAX_CELLS", 3)
-    text = "sweep: {axes: {train.seed: [1, 2, 3], train.batch_size: [1, 2, 3]}, zip: [[train.seed, train.batch_size]]}"
-    assert len(points(text)) == 3
