@@ -28,11 +28,13 @@ def join() -> None:
                 f"several GPUs need NCCL and torch {torch.__version__} was built without it: install torch for CUDA on "
                 "Linux, or set launch.gpus to 1"
             )
-        torch.cuda.set_device(gpu)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _store(rank, world)  # waits for rank 0, which has acquired the GPUs
+    if gpu is not None:
+        torch.cuda.set_device(gpu)  # uses memory of the GPU
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if gpu else "gloo", store=_store(rank, world), rank=rank, world_size=world,
-        timeout=PATIENCE, device_id=gpu,
+        "cpu:gloo,cuda:nccl" if gpu else "gloo", store=store, rank=rank, world_size=world, timeout=PATIENCE,
+        device_id=gpu,
     )  # fmt: skip
 
 
