@@ -371,9 +371,7 @@ def test_missing_base_names_the_file_that_extends_it(ftbench, tmp_path):
         (["--batch-size", "1", "--time-budget", ""], "write it as 8h"),
         (["--batch-size", "1", "--effective-batch", "9"], "--effective-batch needs --until-oom"),
         (["--batch-size", "1", "--gpu-ids", "0", "--on", "slurm"], "use one of them"),
-        (["--batch-size", "1", "--prices", "x"], "needs --dry-run"),
-        (["--batch-size", "1", "--prices", "x", "--dry-run", "--json"], "without --json"),
-        pytest.param(["--batch-size", "1", "--prices", "x", "--dry-run"], "x: no such file", marks=pytest.mark.torch),
+        (["--batch-size", "1", "--gpu-ids", "all"], "name GPUs by number, for example --gpu-ids 0,1"),
         (["--status", "."], "runs nothing; leave"),
     ],
 )  # fmt: skip
@@ -389,6 +387,8 @@ def test_conflicting_sweep_options_are_refused(ftbench, tmp_path, arguments, sai
     [
         (["report", "STUDY", "--format", ""], 2, "--format : "),
         (["doctor", "--set", "train.batch_size=8"], 2, "--set: changes a spec; name the spec file"),
+        (["run", "tiny/qwen3", "--gpus", "2"], 2, "set the key of the spec, --set launch.gpus=2"),
+        (["estimate", "tiny/qwen3", "--gpus", "all"], 2, "must be a number of GPUs, for example --gpus 2"),
         (["verify", "STUDY"], 2, "is a folder; pack it with `ftbench bundle"),
     ],
 )
@@ -463,4 +463,4 @@ def test_renamed_option_still_works_with_a_notice(ftbench, tmp_path, words):
     code, _, err = ftbench("ablate", write_spec(tmp_path), *words)
     assert code == 2
     assert "ftbench: note: --objective is now called --goal\n" in err
-    assert "--goal: 'beauty' is no goal" in err
+    assert "--goal: 'beauty' is not a goal" in err

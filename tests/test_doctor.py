@@ -21,7 +21,8 @@ from commands import write_spec
 from ftbench import cli
 from ftbench.doctor import checks, diagnosis
 from ftbench.doctor.checks import Facts
-from ftbench.launch import hub, trl
+from ftbench.launch import checks as launch_checks
+from ftbench.launch import trl
 from ftbench.spec.methods import METHODS
 
 GPU = {
@@ -189,21 +190,21 @@ def test_the_reason_is_given_if_the_hub_does_not_answer(monkeypatch, error, frag
         return nullcontext()
 
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    verdict, text = hub.reach({"HF_ENDPOINT": "https://mirror.example/"})
+    verdict, text = launch_checks.reach({"HF_ENDPOINT": "https://mirror.example/"})
     assert (verdict, fragment in text) == ("warn" if fragment else "ok", True)
 
 
 def test_the_hub_check_has_a_time_limit(monkeypatch):
-    monkeypatch.setattr(hub, "WAIT_S", 0.1)
+    monkeypatch.setattr(launch_checks, "WAIT_S", 0.1)
     answer = threading.Event()
-    monkeypatch.setattr(hub, "_connect", lambda endpoint: str(answer.wait()))
-    assert hub.reach({})[0] == "warn"
+    monkeypatch.setattr(launch_checks, "_connect", lambda endpoint: str(answer.wait()))
+    assert launch_checks.reach({})[0] == "warn"
     assert not answer.is_set()
     answer.set()
 
 
 def test_run_without_the_hub_ends_before_a_run_directory_exists(ftbench, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "_connect", lambda endpoint: "no route")
+    monkeypatch.setattr(launch_checks, "_connect", lambda endpoint: "no route")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     code, out, err = ftbench("run", "nobody/nothing", "--dataset", "alpaca", "--out", tmp_path / "out")
     assert (code, out, (tmp_path / "out").exists()) == (3, "", False)
@@ -226,7 +227,7 @@ def doctor(monkeypatch, capsys, tmp_path):
 
     def call(*arguments, facts_of=None, answer="ok"):
         monkeypatch.setattr(diagnosis, "gather", lambda: facts_of or machine())
-        monkeypatch.setattr(hub, "reach", lambda environment: (answer, "not reached (no route): …"))
+        monkeypatch.setattr(launch_checks, "reach", lambda environment: (answer, "not reached (no route): …"))
         monkeypatch.setenv("FTBENCH_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(sys, "argv", ["ftbench", "doctor", "--out", str(tmp_path / "out"), *map(str, arguments)])
         with pytest.raises(SystemExit) as end:

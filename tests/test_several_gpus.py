@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import signal
+import socket
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from ftbench.store.ranks import read_ranks
 from ftbench.store.steps import read_steps
 from ftbench.worker import trainer
 from ftbench.worker.parallel import rendezvous, tp
+from waiting import free_ports
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("cache")]
 SGD = {"optimizer": "sgd", "max_grad_norm": 1e9, "learning_rate": 0.02, "lr_scheduler": "constant"}
@@ -463,3 +465,61 @@ def test_ctrl_c_keeps_the_finished_steps_of_all_ranks(tmp_path):
     assert (command.code, command.state()["state"], command.children()) == (130, "interrupted", [])
     assert command.state()["reason"].endswith("interrupted by a signal")
     assert command.summary()["steps"]["total"] == 6
+
+
+# --- several machines ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Return a function that starts the command of one of two machines, both on this host."""
+    (port,) = free_ports(1)
+
+    def begun(number: int, folder: Path, **parts: Any) -> Command:
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": number}.items():
+            monkeypatch.setenv(name, str(value))
+        return Command(write_spec(folder, **parts), folder / "out")
+
+    begun.port = port
+    return begun
+
+
+ON_TWO_MACHINES = {"launch": {"gpus": 2, "nodes": 2}}
+
+
+def test_two_machines_train_the_same_as_two_gpus(pair, machine, tmp_path):
+    _, two = pair("ddp", **LORA)
+    parts = {"dataset": DATA, **LORA, **ON_TWO_MACHINES, "train": rundir.read_json(two.run.spec_json)["train"]}
+    with machine(1, tmp_path, **parts) as second, machine(0, tmp_path, **parts) as first:
+        assert (second.finish().code, first.finish().code) == (0, 0), first.stderr + second.stderr
+    assert learned(first) == learned(two)
+    assert figures(first) == figures(two)
+    assert second.document() == first.document()
+    assert {path.name for path in first.run.path.glob("*node*")} == {"log.node1.txt"}
+
+
+def test_lost_machine_is_named(machine, tmp_path):
+    parts = ENDLESS | ON_TWO_MACHINES
+    with machine(0, tmp_path, **parts) as first, machine(1, tmp_path, **parts) as second:
+        wait_for_ranks(first)
+        gone = psutil.Process(second.process.pid)
+        for process in (*gone.children(recursive=True), gone):
+            with suppress(psutil.NoSuchProcess):  # already ended
+                process.kill()
+        first.finish()
+    assert_over(first, "error", "rank 1: its machine (node 1) was lost")
+
+
+def test_port_in_use_is_reported(machine, tmp_path):
+    with socket.create_server(("", machine.port)), machine(0, tmp_path, **ENDLESS | ON_TWO_MACHINES) as first:
+        first.finish()
+    assert first.code == 3
+    assert f"MASTER_PORT {machine.port}: Address already in use" in first.state()["reason"]
+
+
+def test_missing_variables_are_reported(tmp_path):
+    with Command(write_spec(tmp_path, **ENDLESS | ON_TWO_MACHINES), tmp_path / "out") as command:
+        command.finish()
+    assert command.code == 3
+    assert "NODE_RANK (its number, 0 to 1" in command.stderr
+    assert "waiting for the other machines" not in command.stderr

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftbench.core import lengths
+from ftbench.core import stats
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.datasets import Dataset
 
@@ -12,7 +12,7 @@ some = st.lists(st.integers(1, 512), min_size=1, max_size=120)
 
 @given(some)
 def test_statistics_agree_with_numpy(values):
-    found, array = lengths.describe(values), np.array(values)
+    found, array = stats.describe(values), np.array(values)
     assert (found["count"], found["total"], found["max"]) == (array.size, array.sum(), array.max())
     assert found["mean"] == pytest.approx(array.mean())
     assert [found["p50"], found["p90"], found["p99"]] == pytest.approx(np.quantile(array, [0.5, 0.9, 0.99]).tolist())
@@ -21,12 +21,12 @@ def test_statistics_agree_with_numpy(values):
 @given(some)
 def test_the_weighted_mean_is_the_mean_over_tokens(values):
     of_each_token = np.repeat(values, values)
-    assert lengths.describe(values)["weighted_mean"] == pytest.approx(of_each_token.mean())
+    assert stats.describe(values)["weighted_mean"] == pytest.approx(of_each_token.mean())
 
 
 @given(some)
 def test_the_histogram_counts_every_sample_once_in_its_bin(values):
-    found = lengths.histogram(values)
+    found = stats.histogram(values)
     counts, _ = np.histogram(values, bins=[*found["edges"][:-1], found["edges"][-1] - 0.5])
     assert found["counts"] == counts.tolist()
     assert sum(found["counts"]) == len(values)
@@ -34,16 +34,16 @@ def test_the_histogram_counts_every_sample_once_in_its_bin(values):
 
 
 def test_padding_efficiency_is_real_tokens_over_positions():
-    assert lengths.padding_efficiency([10, 5, 8, 8, 3], 2) == 34 / (20 + 16 + 3)
+    assert stats.padding_efficiency([10, 5, 8, 8, 3], 2) == 34 / (20 + 16 + 3)
 
 
 def test_halves_pack_perfectly():
-    assert lengths.packing_efficiency([256] * 8, 512) == 1
-    assert lengths.packing_efficiency([300, 300, 212, 212], 512) == 1
+    assert stats.packing_efficiency([256] * 8, 512) == 1
+    assert stats.packing_efficiency([300, 300, 212, 212], 512) == 1
 
 
 def test_samples_that_do_not_fit_together_get_separate_rows():
-    assert lengths.packing_efficiency([300, 300], 512) == 600 / 1024
+    assert stats.packing_efficiency([300, 300], 512) == 600 / 1024
 
 
 @given(st.integers(0, 10**6), st.integers(1, 300), st.floats(3, 900), st.integers(8, 2048))

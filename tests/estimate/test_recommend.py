@@ -425,7 +425,7 @@ def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench
     (["--gpu", "H200 SXM", "--samples", "9", "--deadline", "0h"], "--deadline 0h: write it as 8h"),
     (["--gpu", "H200 SXM", "--samples", "9", "--deadline=-8h"], "--deadline -8h: write it as 8h"),
     (["--gpu", "H200 SXM", "--samples", "9", "--deadline", "soon"], "--deadline soon: write it as 8h"),
-    (["--gpu", "H200 SXM", "--samples", "9", "--goal", "best"], "'best' is no goal; allowed: speed"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--goal", "best"], "'best' is not a goal (allowed: speed"),
     (["--gpu", "H200 SXM", "--samples", "9", "--goal", "cost"], "--goal cost: needs --prices"),
     (["--gpu", "H200 SXM", "--samples", "9", "--max-cost", "5"], "--max-cost 5: needs --prices"),
     (["--gpu", "H200 SXM", "--samples", "9", "--max-cost", "nan", "--prices", "PRICES"], "nan: must be above 0"),

@@ -400,6 +400,33 @@ def test_strategy_all_marks_measured_rows(tmp_path: Path) -> None:
     assert len(re.findall(r"\d\*", answer.text)) == 2
 
 
+def test_several_machines_are_estimated_with_a_wider_range(
+    tmp_path: Path,
+) -> None:
+    h100 = next(gpu for gpu in gpus() if gpu.name == "H100 SXM5")
+    one = on_gpus(shared("zero3", 16), 16, "zero3", "params")
+    two = one.model_copy(update={"launch": one.launch.model_copy(update={"nodes": 2})})
+    assert estimate_memory(two, h100).host == pytest.approx(estimate_memory(one, h100).host / 2)
+    near, far = (estimate_duration(each, h100) for each in (one, two))
+    assert far.step_s.expected == near.step_s.expected
+    assert far.step_s.high == pytest.approx(2 * near.step_s.high)
+    assert "taking links between 2 machines to be as fast as within one" in far.confidence
+    assert "machines" not in near.confidence
+    assert [on_gpus(two, count, "fsdp").launch.nodes for count in (1, 4, 8, 16, 32)] == [1, 1, 1, 2, 2]
+
+
+def test_a_spec_for_several_machines_gets_a_fit_and_a_recommendation(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: {id: Qwen/Qwen3-8B, weights: random}\n"
+                    "dataset: {name: synthetic, samples: 64, length: 2048}\n"
+                    "train: {batch_size: 16}\nlaunch: {gpus: 4, nodes: 2, strategy: ddp}\n")  # fmt: skip
+    answer = estimate(EstimateRequest(path, gpu="L40S"))
+    assert answer.text.startswith("Qwen/Qwen3-8B, lora, batch 16 per GPU, on 4 GPUs of 2 machines (ddp) on L40S: ")
+    found = recommend.answer(recommend.RecommendRequest(path, gpu="L40S", method="lora"))
+    assert {(option.spec.launch.gpus, option.spec.launch.nodes) for option in found.options} <= {(1, 1), (2, 1), (4, 2)}
+    assert found.options
+
+
 def test_gpus_wait_for_an_optimizer_on_the_host(
     tmp_path: Path,
 ) -> None:
@@ -434,6 +461,7 @@ MESH, OFFLOADED = "{tp: 2, fsdp: 4}", "{gpus: 4, strategy: fsdp, offload: params
 
 @pytest.mark.parametrize(("launch", "gpus", "strategy", "count"), [
     (MESH, None, None, 8), (MESH, 6, "ddp", 6), (OFFLOADED, 1, None, 1),
+    ("{gpus: 4, nodes: 2, strategy: ddp}", 2, None, 2),
 ])  # fmt: skip
 def test_the_command_of_the_settings_that_fit_is_valid(tmp_path: Path, launch, gpus, strategy, count) -> None:
     """For any strategy in the spec and in the options."""

@@ -359,7 +359,7 @@ def test_crash_does_not_stop_the_ablation(tmp_path):
     [
         (["--only", "complie"], "did you mean compile?"),
         (["--only", ""], "--only : unknown optimization"),
-        (["--goal", "cheap"], "'cheap' is no goal; allowed: speed, memory"),
+        (["--goal", "cheap"], "'cheap' is not a goal (allowed: speed, memory"),
         (["--repeats", "0"], "--repeats"),
         (["--steps", "0"], "--steps"),
         (["--steps", "many"], "--steps"),

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 from conftest import spec_of
 from ftbench.core.data_formats import BadRow
 from ftbench.errors import DataError, SpecError
-from ftbench.launch.checks import check_needed
 from ftbench.worker.data.collate import Collator
 from ftbench.worker.data.images import read
 from ftbench.worker.data.tokens import IGNORE
@@ -215,23 +214,6 @@ def test_hub_data_set_with_images_is_read(reads, monkeypatch):
         texts = [tokenizer.decode(row[0].ids) for row in ready.train]
         assert sum("Describe" in text for text in texts) == 2
         assert {"rust", "healthy"} == {name for name in ("rust", "healthy") for text in texts if name in text}
-
-
-def test_folder_of_classes_is_a_data_set(folder, tmp_path):
-    """Like the archive of `beans`."""
-    for letter, label in zip("ab", ("rust", "healthy"), strict=True):
-        (tmp_path / "photos" / label).mkdir(parents=True)
-        photo(ord(letter)).save(tmp_path / "photos" / label / f"{letter}.jpg")
-    dataset = {"name": "file", "path": str(tmp_path / "photos"), "max_length": 128}
-    spec = spec_with(dataset, train={"max_steps": 1})
-    check_needed(spec)
-    tokenizer, data = prepared(spec, loading.source_of(spec.model))
-    assert {"rust", "healthy"} == {
-        w for w in ("rust", "healthy") for (s,) in data.train if w in tokenizer.decode(s.ids)
-    }
-    (tmp_path / "photos" / "rust" / "a.jpg").write_bytes(b"torn")
-    with pytest.raises(DataError, match=r"photos/rust/a\.jpg: image .*a\.jpg cannot be decoded"):
-        prepared(spec, loading.source_of(spec.model))
 
 
 def bomb():

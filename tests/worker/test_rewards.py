@@ -199,7 +199,7 @@ def test_path_is_relative_to_the_spec(tmp_path):
     [
         ("", "nowhere.py:judge", "nowhere.py: cannot be read (No such file or directory)"),
         ("def juge(**columns): pass", "judge.py:judge", "has no function judge; did you mean juge?"),
-        ("x = (", "judge.py:judge", "judge.py, line 1: not valid Python"),
+        ("x = (", "judge.py:judge", "judge.py: not valid Python"),
         ("", "judge.py", "'judge.py' does not name a function: write path/to/file.py:function"),
         ("", "[]", "must be path/to/file.py:function"),
         ("def judge(**columns):\n    return 1 / 0", "judge.py:judge", "judge.py:judge, line 2: ZeroDivisionError"),

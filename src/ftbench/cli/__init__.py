@@ -4,7 +4,6 @@ stdout carries the result, stderr the progress.
 """
 
 import errno
-import gc
 import importlib
 import io
 import os
@@ -20,7 +19,7 @@ from ftbench.cli.shared import app, current_options, emit, log
 from ftbench.core.units import some
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
 
-MODULES = ("train", "plans", "report", "exchange", "estimate", "machine")  # in the order of --help
+MODULES = ("train", "plans", "report", "estimate", "machine")  # in the order of --help
 _MAX_ERROR_LINES = 20
 for _name in MODULES:
     importlib.import_module(f"ftbench.cli.{_name}")  # registers its commands with `app`
@@ -47,7 +46,6 @@ def _version(
 
 def main() -> None:
     """Run the console command. Print errors meant for the user as sentences and exit with the code of their kind."""
-    gc.set_threshold(200_000)  # saves 0.2 s of a large report
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 cannot show every character

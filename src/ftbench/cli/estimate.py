@@ -27,6 +27,8 @@ from ftbench.cli.shared import (
     app,
     check_output,
     emit,
+    gpu_count,
+    of,
     write_result,
 )
 from ftbench.errors import SpecError
@@ -48,30 +50,20 @@ def estimate(
     length: Length = None,
     recipe: Recipe = None,
     sets: Sets = None,
-    samples: Annotated[
-        int | None, typer.Option(help="number of samples to train on (default: the spec's)", rich_help_panel=INPUT)
-    ] = None,
-    hours: Annotated[
-        float | None, typer.Option(help="length of a night in hours (default: 8)", rich_help_panel=INPUT)
-    ] = None,
-    memory_gb: Annotated[
-        float | None, typer.Option(help="GiB of a GPU that is not in the table", rich_help_panel=ADVANCED)
-    ] = None,
+    samples: Annotated[int | None, of(INPUT, "number of samples to train on (default: the spec's)")] = None,
+    hours: Annotated[float | None, of(INPUT, "length of a night in hours (default: 8)")] = None,
+    memory_gb: Annotated[float | None, of(ADVANCED, "GiB of a GPU that is not in the table")] = None,
     gpus: Annotated[
-        int | None, typer.Option(help="number of GPUs (default: the spec's)", rich_help_panel=CLUSTER)
+        int | None, of(CLUSTER, "number of GPUs (default: the spec's)", parser=gpu_count, metavar="N")
     ] = None,
     strategy: Annotated[
         str | None,
-        typer.Option(
-            help="how they share the work: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp, pp, pp+fsdp, ...; or all",
-            rich_help_panel=CLUSTER,
+        of(
+            CLUSTER, "how they share the work: ddp, fsdp, zero1 to zero3, tp, tp+fsdp, ep, cp, pp, pp+fsdp, ...; or all"
         ),
     ] = None,
     check: Annotated[
-        bool,
-        typer.Option(
-            "--check", help="exit with 0 if it fits, 1 if uncertain, 2 if not (best GPU)", rich_help_panel=ADVANCED
-        ),
+        bool, of(ADVANCED, "exit with 0 if it fits, 1 if uncertain, 2 if not (best GPU)", "--check")
     ] = False,
     prices: Prices = None,
     store: Store = Path("results"),
@@ -106,28 +98,19 @@ def recommend(
     dataset: Data = None,
     length: Length = None,
     sets: Sets = None,
-    deadline: Annotated[str | None, typer.Option(help="time limit", metavar="8h", rich_help_panel=LIMITS)] = None,
-    max_cost: Annotated[
-        float | None, typer.Option(help="cost limit, in the currency of --prices", rich_help_panel=LIMITS)
-    ] = None,
-    goal: Annotated[str, typer.Option(help="rank by speed, cost, energy or memory", rich_help_panel=LIMITS)] = "speed",
-    method: Annotated[
-        str | None, typer.Option(help="methods to compare, such as lora,full", rich_help_panel=LIMITS)
-    ] = None,
+    deadline: Annotated[str | None, of(LIMITS, "time limit", metavar="8h")] = None,
+    max_cost: Annotated[float | None, of(LIMITS, "cost limit, in the currency of --prices")] = None,
+    goal: Annotated[str, of(LIMITS, "rank by speed, cost, energy or memory")] = "speed",
+    method: Annotated[str | None, of(LIMITS, "methods to compare, such as lora,full")] = None,
     effective_batch: Annotated[
-        str | None,
-        typer.Option(
-            help="samples per step, reached by accumulation: N or any (default: the spec's)", rich_help_panel=LIMITS
-        ),
+        str | None, of(LIMITS, "samples per step, reached by accumulation: N or any (default: the spec's)")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(help="largest number of GPUs (default: the spec's)", rich_help_panel=CLUSTER)
+        int | None, of(CLUSTER, "largest number of GPUs (default: the spec's)", parser=gpu_count, metavar="N")
     ] = None,
     output: Output = None,
     force: Overwrite = False,
-    every: Annotated[
-        bool, typer.Option("--all", help="list all ways, and the reasons against the others", rich_help_panel=ADVANCED)
-    ] = False,
+    every: Annotated[bool, of(ADVANCED, "list all ways, and the reasons against the others", "--all")] = False,
     prices: Prices = None,
     store: Store = Path("results"),
     as_json: Json = False,

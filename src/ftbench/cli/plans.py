@@ -18,7 +18,6 @@ from ftbench.cli.shared import (
     LogEvery,
     Out,
     Output,
-    PlanPrices,
     RetryFailed,
     Sets,
     Spec,
@@ -27,6 +26,7 @@ from ftbench.cli.shared import (
     app,
     emit,
     log,
+    of,
 )  # fmt: skip
 from ftbench.errors import SpecError
 
@@ -35,21 +35,10 @@ if TYPE_CHECKING:
     from ftbench.sweep.sweep import Ready
 
 EffectiveBatch = Annotated[
-    int | None,
-    typer.Option(
-        min=1, max=65_536, help="with --until-oom: samples per step, kept by accumulation", rich_help_panel=ADVANCED
-    ),
+    int | None, of(ADVANCED, "with --until-oom: samples per step, kept by accumulation", min=1, max=65_536)
 ]
-Gpus = Annotated[
-    str | None,
-    typer.Option(
-        "--gpu-ids", help="run one cell at a time on each of these GPUs", metavar="0,1", rich_help_panel=CLUSTER
-    ),
-]
-On = Annotated[
-    str | None,
-    typer.Option(help="a cluster: slurm (with slurm.yaml), or slurm:FILE", metavar="slurm", rich_help_panel=CLUSTER),
-]
+Gpus = Annotated[str | None, of(CLUSTER, "run one cell at a time on each of these GPUs", "--gpu-ids", metavar="0,1")]
+On = Annotated[str | None, of(CLUSTER, "a cluster: slurm (with slurm.yaml), ray or ray://host:port", metavar="slurm")]
 
 
 @app.command()
@@ -62,24 +51,16 @@ def sweep(
     until_oom: Annotated[bool, typer.Option("--until-oom", help="find the largest batch that fits")] = False,
     sets: Sets = None,
     dry_run: DryRun = False,
-    axis: Annotated[
-        list[str] | None,
-        typer.Option(help="another key and its values", metavar="KEY=V,V", rich_help_panel=ADVANCED),
-    ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(help="interleaved runs per cell: measure.repeats", rich_help_panel=ADVANCED)
-    ] = None,
+    axis: Annotated[list[str] | None, of(ADVANCED, "another key and its values", metavar="KEY=V,V")] = None,
+    repeats: Annotated[int | None, of(ADVANCED, "interleaved runs per cell: measure.repeats")] = None,
     time_budget: TimeBudget = None,
     out: Out = Path("results"),
-    status: Annotated[
-        Path | None, typer.Option(help="show the progress of a sweep", metavar="DIR", rich_help_panel=OUTPUT)
-    ] = None,
+    status: Annotated[Path | None, of(OUTPUT, "show the progress of a sweep", metavar="DIR")] = None,
     gpus: Gpus = None,
     on: On = None,
     retry_failed: RetryFailed = False,
     force: Force = False,
     effective_batch: EffectiveBatch = None,
-    prices: PlanPrices = None,
     log_every: LogEvery = "60s",
     as_json: Json = False,
     wide: Wide = False,
@@ -90,7 +71,6 @@ def sweep(
     if status is not None or spec is None:
         _show_status(status, spec, as_json)
         return
-    _check_prices(prices, dry_run, as_json)
     request = command.SweepRequest(
         spec, sets=[*(sets or []), *([f"measure.repeats={repeats}"] if repeats is not None else [])], out=out,
         axes=_axes({"method": method, "train.batch_size": batch_size}, axis or []), time_budget=time_budget,
@@ -98,7 +78,7 @@ def sweep(
         effective_batch=effective_batch, gpus=_gpus(gpus), on=on,
     )  # fmt: skip
     ready = command.prepare(request, lambda text: log(f"ftbench: note: {text}"))
-    code, _ = _run_plan(ready, dry_run, prices, log_every, as_json)
+    code, _ = _run_plan(ready, dry_run, log_every, as_json)
     raise typer.Exit(code)
 
 
@@ -133,12 +113,7 @@ def _gpus(text: str | None) -> list[str]:
     return gpus
 
 
-def _check_prices(prices: Path | None, dry_run: bool, as_json: bool) -> None:
-    if prices is not None and (as_json or not dry_run):
-        raise SpecError("--prices: needs --dry-run, without --json; it prints the cost of the plan")
-
-
-def _run_plan(ready: Ready, dry_run: bool, prices: Path | None, log_every: str, as_json: bool) -> tuple[int, Tables]:
+def _run_plan(ready: Ready, dry_run: bool, log_every: str, as_json: bool) -> tuple[int, Tables]:
     """Run a plan and print its tables. Return the exit code and the tables. With `dry_run`, list the runs and exit."""
     from ftbench.core.units import parse_seconds
     from ftbench.sweep import dry_run as planned
@@ -146,7 +121,7 @@ def _run_plan(ready: Ready, dry_run: bool, prices: Path | None, log_every: str, 
 
     if dry_run:
         lines = planned.dry_run(ready)
-        emit([dataclasses.asdict(line) for line in lines] if as_json else planned.as_text(lines, ready, prices))
+        emit([dataclasses.asdict(line) for line in lines] if as_json else planned.as_text(lines, ready))
         raise typer.Exit
     if total := planned.known_total(ready):
         log(total)
@@ -170,15 +145,12 @@ def ablate(
     repeats: Annotated[int, typer.Option(min=1, max=100, help="interleaved runs per variant")] = 3,
     sets: Sets = None,
     dry_run: DryRun = False,
-    goal: Annotated[
-        str, typer.Option(help="the best combination has the best speed or memory", rich_help_panel=ADVANCED)
-    ] = "speed",
+    goal: Annotated[str, of(ADVANCED, "the best combination has the best speed or memory")] = "speed",
     time_budget: TimeBudget = None,
     out: Out = Path("results"),
     output: Output = None,
     retry_failed: RetryFailed = False,
     force: Force = False,
-    prices: PlanPrices = None,
     log_every: LogEvery = "60s",
     as_json: Json = False,
     wide: Wide = False,
@@ -186,14 +158,13 @@ def ablate(
     """Measure the gain of each optimization, separately and combined. Plain runs first, then each, then the best."""
     from ftbench.sweep import ablate as command
 
-    _check_prices(prices, dry_run, as_json)
     request = command.AblationRequest(
         spec, steps=steps, repeats=repeats, only=_names(only), objective=goal,
         **_plan(sets, out, time_budget, retry_failed, force),
     )  # fmt: skip
     if output is not None:
         command.check_output(request, output)  # a repeated ablation overwrites the file of the earlier one
-    code, tables = _run_plan(command.prepare(request), dry_run, prices, log_every, as_json)
+    code, tables = _run_plan(command.prepare(request), dry_run, log_every, as_json)
     if output is not None:
         command.write_best(request, tables, output)
     raise typer.Exit(code)
@@ -207,17 +178,12 @@ def parity(
     steps: Annotated[int | None, typer.Option(min=6, help="optimizer steps per run: train.max_steps")] = None,
     sets: Sets = None,
     dry_run: DryRun = False,
-    reference: Annotated[
-        str, typer.Option(help="recipe to compare with, computed in float32", rich_help_panel=ADVANCED)
-    ] = "plain",
-    controls: Annotated[
-        str, typer.Option(help="damaged runs that must fail: few (one per level), or all", rich_help_panel=ADVANCED)
-    ] = "few",
+    reference: Annotated[str, of(ADVANCED, "recipe to compare with, computed in float32")] = "plain",
+    controls: Annotated[str, of(ADVANCED, "damaged runs that must fail: few (one per level), or all")] = "few",
     time_budget: TimeBudget = None,
     out: Out = Path("results"),
     retry_failed: RetryFailed = False,
     force: Force = False,
-    prices: PlanPrices = None,
     log_every: LogEvery = "60s",
     as_json: Json = False,
     wide: Wide = False,
@@ -225,10 +191,9 @@ def parity(
     """Judge whether recipes learn the same as the plain recipe in float32: losses, gradients and held-out loss."""
     from ftbench.sweep import parity as command
 
-    _check_prices(prices, dry_run, as_json)
     request = command.ParityRequest(
         spec=spec, reference=reference, recipes=_names(recipe), seeds=seeds, steps=steps, controls=controls,
         **_plan(sets, out, time_budget, retry_failed, force),
     )  # fmt: skip
-    code, _ = _run_plan(command.prepare(request), dry_run, prices, log_every, as_json)
+    code, _ = _run_plan(command.prepare(request), dry_run, log_every, as_json)
     raise typer.Exit(code)

@@ -1,7 +1,8 @@
-"""`ftbench report` and `ftbench show`: compare runs, and show one run."""
+"""`ftbench report`, `show`, `bundle`, `verify` and `import`: compare, show and exchange runs."""
 
+import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -9,6 +10,7 @@ from ftbench.cli.shared import (
     ADVANCED,
     OUTPUT,
     Json,
+    Out,
     Output,
     Overwrite,
     Runs,
@@ -16,12 +18,11 @@ from ftbench.cli.shared import (
     app,
     check_output,
     emit,
+    log,
+    of,
     write_result,
 )
-
-
-def _of(panel: str, *names: str, **options: Any) -> Any:
-    return typer.Option(*names, rich_help_panel=panel, **options)
+from ftbench.core import units
 
 
 @app.command()
@@ -39,14 +40,14 @@ def report(
     output: Output = None,
     force: Overwrite = False,
     format: Annotated[
-        str | None, _of(OUTPUT, "--format", help="table, md, csv, json or html; by default from the suffix of -o")
+        str | None, of(OUTPUT, "table, md, csv, json or html; by default from the suffix of -o", "--format")
     ] = None,
     wide: Wide = False,
-    baseline: Annotated[str | None, _of(ADVANCED, help="--compare: baseline value of the axis")] = None,
-    rows: Annotated[str, _of(ADVANCED, help="each run, or merge: one row per spec and GPU")] = "each",
-    hours: Annotated[float | None, _of(ADVANCED, help="--answers, --prices: hours of a night (8)")] = None,
-    against: Annotated[Path | None, _of(ADVANCED, help="earlier runs; exit code 1 on a regression")] = None,
-    fail_above: Annotated[str | None, _of(ADVANCED, help="--against: allowed regression (5%)")] = None,
+    baseline: Annotated[str | None, of(ADVANCED, "--compare: baseline value of the axis")] = None,
+    rows: Annotated[str, of(ADVANCED, "each run, or merge: one row per spec and GPU")] = "each",
+    hours: Annotated[float | None, of(ADVANCED, "--answers, --prices: hours of a night (8)")] = None,
+    against: Annotated[Path | None, of(ADVANCED, "earlier runs; exit code 1 on a regression")] = None,
+    fail_above: Annotated[str | None, of(ADVANCED, "--against: allowed regression (5%)")] = None,
 ) -> None:
     """Compare runs, also from other machines, in one table. Or `--compare gpu|method|batch|optimization|recipe|KEY`."""
     from ftbench.core.table import show_in_full
@@ -76,3 +77,55 @@ def show(
 
     answer = shown(run, paths or [Path("results")])
     emit(answer.document() if as_json else answer.text())
+
+
+@app.command()
+def bundle(
+    paths: Runs, output: Annotated[Path, typer.Option("-o", "--output", help="the archive to write: x.tar.zst")]
+) -> None:
+    """Pack runs into one file that others can report and verify. Weights, adapters, logs and secrets are left out."""
+    from ftbench.store.bundle import make
+
+    made = make(paths, output)
+    for path in made.left_out:
+        log(f"skipped a run that is still running: {path}")
+    redacted = f", {made.redacted} secrets redacted" if made.redacted else ""
+    emit(f"{output}: {units.some(made.runs, 'run')}, {units.some(made.files, 'file')}{redacted}")
+
+
+@app.command()
+def verify(
+    bundle: Annotated[Path, typer.Argument(help="an archive of `ftbench bundle`")], as_json: Json = False
+) -> None:
+    """Check the hashes of a bundle and recompute its figures from the steps. Exits with 1 if anything differs."""
+    from ftbench.store import verify as command
+
+    checked = command.verify(bundle)
+    document = dataclasses.asdict(checked)
+    emit(document if as_json else command.as_text(checked, bundle))
+    raise typer.Exit(1 if checked.problems or checked.unchecked else 0)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="trainer_state.json, or a seven-column CSV")],
+    name: Annotated[str, typer.Option(help="name of the experiment: the folder below --out")],
+    model: Annotated[str, typer.Option(help="the trained model: Qwen/Qwen3-8B")],
+    method: Annotated[str, typer.Option(help="a method of `ftbench list methods`")],
+    gpu: Annotated[str, typer.Option(help="the driver's name of the GPU: NVIDIA H200; or cpu")],
+    batch_size: Annotated[
+        int | None,
+        of(ADVANCED, "samples per forward pass, if the file lacks it", min=1, max=10**6),
+    ] = None,
+    accumulation: Annotated[
+        int,
+        of(ADVANCED, "forward passes per optimizer step", "--gradient-accumulation-steps", min=1, max=10**6),
+    ] = 1,
+    dataset: Annotated[str | None, typer.Option(help="name of the data set")] = None,
+    out: Out = Path("results"),
+) -> None:
+    """Convert a log that ftbench did not write into a run. Fields that the log lacks stay empty."""
+    from ftbench.store.importers import About, import_run
+
+    about = About(name, model, method, None if gpu == "cpu" else gpu, batch_size, accumulation, dataset)
+    emit(str(import_run(file, about, out).path))

@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,6 +29,8 @@ RENAMED_OPTIONS = {
     "sweep": {"--gpus": "--gpu-ids"},
     "report": {"--repeats": "--rows"},
 }
+# Keys of the spec that people try as options of `run` and `profile`.
+KEYS = {"--gpus": "launch.gpus=2", "--method": "method=qlora", "--batch-size": "train.batch_size=8"}
 # Groups of options in --help. The five that are used most are in the first group, which has no name.
 OUTPUT, INPUT, LIMITS, CLUSTER, ADVANCED = "Output", "Input", "Limits", "Several GPUs", "Advanced"
 
@@ -40,11 +42,23 @@ app = typer.Typer(
 )
 
 
+def of(panel: str, help: str, *names: str, **more: Any) -> Any:
+    """Declare an option in a group of --help."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **more)
+
+
 def _set_width(wide: bool) -> bool:
     from ftbench.core.table import show_in_full
 
     show_in_full(wide)
     return wide
+
+
+def gpu_count(text: str) -> int:
+    """Return the value of `--gpus`. Raise SpecError if it is not a number."""
+    if not text.isdecimal():
+        raise SpecError(f"--gpus {text}: must be a number of GPUs, for example --gpus 2; --gpu names the card")
+    return int(text)
 
 
 def _check_interval(text: str) -> str:
@@ -66,51 +80,28 @@ Data = Annotated[
 Length = Annotated[int | None, typer.Option(help="without data: mean number of tokens of a sample")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="change a key: train.batch_size=8", metavar="KEY=VALUE")]
 Runs = Annotated[list[Path], typer.Argument(help="run directories, folders with runs, or bundles")]
-Out = Annotated[Path, typer.Option("--out", help="folder of the results", rich_help_panel=OUTPUT)]
-Output = Annotated[Path | None, typer.Option("-o", "--output", help="write to this file", rich_help_panel=OUTPUT)]
-Overwrite = Annotated[
-    bool, typer.Option("--force", help="overwrite the file of -o without asking", rich_help_panel=OUTPUT)
-]
-Prices = Annotated[
-    Path | None, typer.Option(help="prices of GPUs: adds energy and money", metavar="FILE", rich_help_panel=INPUT)
-]
-Store = Annotated[Path, typer.Option(help="folder with runs and probes to learn from", rich_help_panel=INPUT)]
+Out = Annotated[Path, of(OUTPUT, "folder of the results", "--out")]
+Output = Annotated[Path | None, of(OUTPUT, "write to this file", "-o", "--output")]
+Overwrite = Annotated[bool, of(OUTPUT, "overwrite the file of -o without asking", "--force")]
+Prices = Annotated[Path | None, of(INPUT, "prices of GPUs: adds energy and money", metavar="FILE")]
+Store = Annotated[Path, of(INPUT, "folder with runs and probes to learn from")]
 Wide = Annotated[
     bool,
-    typer.Option(
-        "--wide", help="print all columns, whatever the terminal's width", callback=_set_width, is_eager=True,
-        rich_help_panel=OUTPUT,
-    ),
+    of(OUTPUT, "print all columns, whatever the terminal's width", "--wide", callback=_set_width, is_eager=True),
 ]  # fmt: skip
 LogEvery = Annotated[
     str,
-    typer.Option(
-        help="interval of progress lines without a terminal, or off", metavar="60s", callback=_check_interval,
-        rich_help_panel=OUTPUT,
-    ),
+    of(OUTPUT, "interval of progress lines without a terminal, or off", metavar="60s", callback=_check_interval),
 ]  # fmt: skip
-Yes = Annotated[
-    bool, typer.Option("--yes", help="start without asking, even if the run is likely to fail", rich_help_panel=OUTPUT)
-]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON document", rich_help_panel=OUTPUT)]
+Yes = Annotated[bool, of(OUTPUT, "start without asking, even if the run is likely to fail", "--yes")]
+Json = Annotated[bool, of(OUTPUT, "print one JSON document", "--json")]
 # Of every command that runs a plan.
 TimeBudget = Annotated[
-    str | None,
-    typer.Option(
-        "--time-budget", help="start no run that would end later than this", metavar="8h", rich_help_panel=ADVANCED
-    ),
+    str | None, of(ADVANCED, "start no run that would end later than this", "--time-budget", metavar="8h")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="list the runs, their commands and durations; run nothing")]
-RetryFailed = Annotated[
-    bool, typer.Option("--retry-failed", help="repeat runs that failed or timed out", rich_help_panel=ADVANCED)
-]
-Force = Annotated[
-    bool,
-    typer.Option("--force", help="repeat all runs, archive the earlier ones, overwrite -o", rich_help_panel=ADVANCED),
-]
-PlanPrices = Annotated[
-    Path | None, typer.Option(help="with --dry-run: prices of GPUs", metavar="FILE", rich_help_panel=INPUT)
-]
+RetryFailed = Annotated[bool, of(ADVANCED, "repeat runs that failed or timed out", "--retry-failed")]
+Force = Annotated[bool, of(ADVANCED, "repeat all runs, archive the earlier ones, overwrite -o", "--force")]
 
 
 def current_options(arguments: list[str]) -> list[str]:
@@ -119,6 +110,8 @@ def current_options(arguments: list[str]) -> list[str]:
     current = []
     for argument in arguments:
         option, equals, value = argument.partition("=")
+        if arguments[0] in ("run", "profile") and option in KEYS:
+            raise SpecError(f"{arguments[0]} has no option {option}: set the key of the spec, --set {KEYS[option]}")
         if option in renamed:
             log(f"ftbench: note: {option} is now called {renamed[option]}")
             argument = f"{renamed[option]}{equals}{value}"

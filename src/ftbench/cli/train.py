@@ -73,7 +73,7 @@ def profile(
 def _train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) -> FinishedRun:
     """Train a spec once and show the progress on stderr. Ask before starting a run that is likely to fail."""
     from ftbench.core.units import parse_seconds
-    from ftbench.launch import checks, runner
+    from ftbench.launch import checks, ranks, runner
     from ftbench.spec.load import has_axes, load
     from ftbench.spec.optimizations import compute
 
@@ -87,6 +87,9 @@ def _train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) ->
         if word := compute.kernels_left_out(load(spec, sets), checks.capability(described)):
             log(f"ftbench: note: {word}")
         _predict(resolved, described, out, yes)
+        if resolved.launch.nodes > 1:
+            ranks.node_number(resolved)  # raises before the message below
+            log("waiting up to 10 minutes for the other machines of the run")
 
     line = ProgressLine(parse_seconds(log_every))
     result = runner.run(spec, sets, out, lambda run: log(f"run {run.path}"), line.show, on_checked)

@@ -1,4 +1,4 @@
-"""Sweeps on Slurm, and their settings (slurm.yaml). The rest of ftbench works without this package."""
+"""Sweeps on Slurm and Ray, and runs on several nodes. The rest of ftbench works without this package."""
 
 from pathlib import Path
 
@@ -25,9 +25,7 @@ class SlurmSettings(Part):
 
 def load_settings(on: str, source: Path) -> SlurmSettings:
     """Return the settings for `--on slurm` or `slurm:FILE`. Raise SpecError with `file:line: key: problem`."""
-    kind, _, name = on.partition(":")
-    if kind != "slurm":
-        raise SpecError(f"--on {on}: allowed are slurm (with a {SETTINGS}), and slurm:FILE")
+    name = on.partition(":")[2]
     files = [Path(name)] if name else [source.parent / SETTINGS, Path(SETTINGS)]
     path = next((path for path in files if path.exists()), None)
     if path is None:

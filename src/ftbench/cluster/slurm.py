@@ -22,17 +22,17 @@ from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
-from ftbench.cluster import SETTINGS, SlurmSettings, load_settings
+from ftbench.cluster import SETTINGS, SlurmSettings, load_settings, remote
 from ftbench.core.processes import run_program
 from ftbench.errors import FtbenchError, MissingError, SpecError
-from ftbench.launch import process, runner
+from ftbench.launch import runner
 from ftbench.launch.process_tree import die_with_parent
 from ftbench.launch.progress import Progress
 from ftbench.launch.runner import FinishedRun, Order
 from ftbench.spec.experiment import Experiment
-from ftbench.store import rundir, summary
+from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
-from ftbench.sweep.gpu_slots import LocalSlot, RunControl
+from ftbench.sweep.gpu_slots import RunControl
 from ftbench.sweep.output.live import UNFINISHED, unfinished
 from ftbench.sweep.plan.base import Job, read_standing
 
@@ -173,7 +173,7 @@ class SlurmSlot:
         """Submit a job and wait for its run. Submit it again while the controller is not reachable."""
         run = job.run
         if run.path.exists() and run.run_id not in self.earlier:  # by a job of an earlier session, since the plan
-            return _finished(run)
+            return remote.finished(run)
         if run.path.exists():
             rundir.archive(run)
         self.earlier.add(run.run_id)
@@ -190,7 +190,7 @@ class SlurmSlot:
                 if time.monotonic() > end or control.stops_within(_RETRY_S):
                     raise
             except _StoppedError:
-                return _record(run, "interrupted", "interrupted by a signal, or the sweep's time budget ran out")
+                return remote.record(run, "interrupted", "interrupted by a signal, or the sweep's time budget ran out")
             finally:
                 self.trains = False
 
@@ -207,7 +207,7 @@ class SlurmSlot:
             if late or control.stops_within(_POLL_S):
                 raise _StoppedError
         if run.state.exists():
-            return _finished(run)
+            return remote.finished(run)
         return _without_result(run, folder, _require_accepted(folder, sbatch))
 
 
@@ -223,27 +223,13 @@ def _without_result(run: RunDir, folder: Path, number: str) -> FinishedRun:
         shown = run_program(["scontrol", "show", "job", number, "-o"], _ANSWER_S).stdout
     state, name = shown.partition("JobState=")[2].partition(" ")[0] or "UNKNOWN", f"Slurm job {number}"
     if state == "TIMEOUT":
-        return _record(run, "timeout", f"{name}: time limit reached; raise `time` in {SETTINGS}")
+        return remote.record(run, "timeout", f"{name}: time limit reached; raise `time` in {SETTINGS}")
     if state == "OUT_OF_MEMORY":
         reason = f"{name}: out of host memory; raise --mem in the options of {SETTINGS}"
-        return _record(run, "oom", reason, oom={"kind": "kernel"})
+        return remote.record(run, "oom", reason, oom={"kind": "kernel"})
     line = _last_line(folder / LOG)
     reason = f"{name} ended without a result ({state}){f': {line}' if line else ''}"
-    return _record(run, "error", reason, signal=int(SIGTERM))  # the plan retries it
-
-
-def _record(run: RunDir, state: str, reason: str, **more: Any) -> FinishedRun:
-    """Create the directory of a run without a result, unless the result has arrived."""
-    with suppress(FileExistsError):
-        document = {"schema": rundir.SCHEMA, "state": state, "reason": reason, "ended_at": rundir.now(), **more}
-        rundir.write_json(rundir.create_at(run.path).state, document)
-        run.reserve.unlink(missing_ok=True)
-    return _finished(run)
-
-
-def _finished(run: RunDir) -> FinishedRun:
-    summarised = summary.summarise(run)
-    return FinishedRun(run, summarised, 0 if summarised.state == "ok" else FtbenchError.exit_code)
+    return remote.record(run, "error", reason, signal=int(SIGTERM))  # the plan retries it
 
 
 # --- on the node -----------------------------------------------------------------------------------------------------
@@ -254,8 +240,7 @@ def main(folder: Path) -> int:
     order = rundir.read_json(folder / ORDER)
     try:
         if "describe" in order:
-            described = runner.describe(Experiment.model_validate(order["describe"]))
-            rundir.write_json(folder / OUTCOME, {"described": described})
+            rundir.write_json(folder / OUTCOME, {"described": remote.describe(order["describe"])})
             return 0
         return _train(folder, order)
     except FtbenchError as error:
@@ -264,9 +249,7 @@ def main(folder: Path) -> int:
 
 
 def _train(folder: Path, order: dict[str, Any]) -> int:
-    """Train in the job's folder and move the run to its final path. SIGTERM ends the run.
-
-    Raise MissingError if the node has another GPU than the sweep: its runs must be comparable."""
+    """Train in the job's folder and move the run to its final path."""
     destination, own = RunDir(folder.parents[1] / order["run"]), RunDir(folder / order["run"])
     if destination.state.exists():
         print("the run is already finished")
@@ -274,15 +257,8 @@ def _train(folder: Path, order: dict[str, Any]) -> int:
     if own.path.exists():  # left by an attempt that was requeued
         rundir.archive(own, destination)
     spec = Experiment.model_validate(order["spec"])
-    if (name := runner.gpu_name(runner.describe(spec))) != order["gpu"]:
-        raise MissingError(
-            f"this node has {name or 'no GPU'}, but the sweep uses {order['gpu'] or 'none'}: request one kind of GPU "
-            f"in {SETTINGS} (gres, or options: [--constraint=…])"
-        )
     request = Order(spec, order["source"].encode(), order["sets"], folder.parents[2])
-    with process.signals() as stop_pipe:
-        control = RunControl(stop_pipe, None, print, lambda text: None)
-        result = LocalSlot("GPU", shared=order["shared"]).train(lambda: rundir.create_at(own.path), request, control)
+    result = remote.train(lambda: rundir.create_at(own.path), request, order["gpu"], order["shared"], print)
     if read_standing(own).done and not read_standing(own).killed:
         with suppress(OSError):  # not empty: the run is there already
             os.rename(own.path, destination.path)

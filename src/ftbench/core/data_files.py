@@ -13,7 +13,6 @@ from ftbench.core.units import some
 from ftbench.errors import DataError, MissingError, file_problem, json_problem, open_at_once
 
 _ROWS = 1024  # rows of a Parquet file that are converted at once
-_IMAGES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
 
 
 def image_problem(error: Exception) -> str:
@@ -53,11 +52,11 @@ class FileRows:
     def where(self, index: int) -> str:
         """Return `data.jsonl, line 3`."""
         path, number, _ = self._rows[index]
-        return f"{path}, {_READERS[path.suffix.lower()][1]} {number}" if number else str(path)
+        return f"{path}, {_READERS[path.suffix.lower()][1]} {number}"
 
 
 def read_file(path: Path, most: int | None = None) -> FileRows:
-    """Read a .json, .jsonl, .csv or .parquet file, or a folder (see `_files_of` and `_by_class`).
+    """Read a .json, .jsonl, .csv or .parquet file, or a folder (see `_files_of`).
 
     Args:
         path: A file or a folder.
@@ -68,7 +67,7 @@ def read_file(path: Path, most: int | None = None) -> FileRows:
     """
     try:
         files = _files_of(path) if path.is_dir() else [path]
-        rows = FileRows(files[0].parent if files else path, _rows(files) if files else _by_class(path), most)
+        rows = FileRows(files[0].parent, _rows(files), most)
     except OSError as error:
         raise DataError(f"{path}: {file_problem(error)}") from None
     if not len(rows):
@@ -88,7 +87,7 @@ def _rows(files: Sequence[Path]) -> Iterator[tuple[Path, int, dict[str, Any]]]:
 def _files_of(folder: Path) -> list[Path]:
     """Return the data file in a folder or in its `data` subfolder (the layout of the Hub).
 
-    If there are several, return those of the `train` split. Return an empty list for a folder of images.
+    If there are several, return those of the `train` split.
     """
     for parent in (folder, folder / "data"):
         files = sorted(parent.iterdir()) if parent.is_dir() else []
@@ -100,21 +99,9 @@ def _files_of(folder: Path) -> list[Path]:
         if files:
             names = ", ".join(each.name for each in files[:4])
             raise DataError(f"{folder}: contains several data files ({names}); give the path of one")
-    return []
-
-
-def _by_class(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """Yield one row per image in the subfolders of a folder or of its `train` folder. A subfolder's name is the class
-    of its images."""
-    folders = [each for each in ((folder / "train"), folder) if each.is_dir()][:1]
-    classes = sorted(each for parent in folders for each in parent.iterdir() if each.is_dir())
-    images = 0
-    for label in classes:
-        for image in sorted(each for each in label.iterdir() if each.suffix.lower() in _IMAGES):
-            images += 1
-            yield image, 0, {"image": str(image.relative_to(folder)), "label": label.name}
-    if not images:
-        raise DataError(f"{folder}: contains neither a data file that lists images nor one folder of images per class")
+    raise DataError(
+        f"{folder}: contains no .json, .jsonl, .csv or .parquet file (one that lists the images, for images)"
+    )
 
 
 @contextmanager
@@ -193,30 +180,13 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if isinstance(error, OSError) and error.filename is not None:
             raise
         raise DataError(f"{path}: not Parquet ({(str(error).splitlines() or [type(error).__name__])[0]})") from None
-    classes = _class_names(table.schema.metadata or {})
     for number in range(1, table.num_rows + 1, _ROWS):
         part = table.slice(number - 1, _ROWS)
         try:
             rows = part.to_pylist()
         except Exception as error:  # noqa: BLE001 - values of broken files raise anything
             raise DataError(f"{path}, row {number} or later: cannot be read ({error})") from None
-        try:
-            named = [
-                row | {key: names[row[key]] for key, names in classes.items() if row.get(key) is not None}
-                for row in rows
-            ]
-        except (IndexError, TypeError):
-            raise DataError(f"{path}: a class number of {', '.join(map(str, classes))} has no name") from None
-        yield from enumerate(named, start=number)
-
-
-def _class_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
-    """Return the class names of each ClassLabel column. Files of the Hub keep them in the schema's metadata."""
-    try:
-        features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-        return {key: [*each["names"]] for key, each in features.items() if each.get("_type") == "ClassLabel"}
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-        return {}
+        yield from enumerate(rows, start=number)
 
 
 _READERS: dict[str, tuple[Callable[[Path], Iterator[tuple[int, dict[str, Any]]]], str]] = {

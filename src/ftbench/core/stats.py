@@ -1,5 +1,6 @@
-"""Statistics of step times: warm-up detection, medians, confidence intervals. Too little data gives None."""
+"""Statistics of step times (warm-up, medians, intervals; too little data gives None) and of token lengths."""
 
+import heapq
 import math
 import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -119,38 +120,78 @@ def median_error(values: Sequence[float]) -> float | None:
 
 @lru_cache(maxsize=256)
 def t_quantile(p: float, freedom: float) -> float:
-    """Return the p-quantile (0.5 < p < 1) of Student's t by bisection of its distribution function (Abramowitz and
-    Stegun 26.7.1)."""
+    """Return the p-quantile (0.5 < p < 1) of Student's t by bisection of its distribution function, integrated over the
+    angle in t = √freedom tan(angle)."""
+    import numpy as np  # slow to import, and rarely needed
+
+    places, weights = np.polynomial.legendre.leggauss(64)
+    scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
+
+    def below(t: float) -> float:
+        half = math.atan(t / math.sqrt(freedom)) / 2
+        return 0.5 + scale * half * float(weights @ np.cos(half * (places + 1)) ** (freedom - 1))
+
     low, high = 0.0, 1.0
-    while _t_below(high, freedom) < p:
+    while below(high) < p:
         high *= 2
-    for _ in range(80):
+    for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _t_below(middle, freedom) < p else (low, middle)
+        low, high = (middle, high) if below(middle) < p else (low, middle)
     return (low + high) / 2
 
 
-def _t_below(t: float, freedom: float) -> float:
-    return 1 - 0.5 * _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)
+# --- token lengths ---------------------------------------------------------------------------------------------------
+
+HISTOGRAM_BINS = 20
 
 
-def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """Return the regularized incomplete beta function by its continued fraction (Numerical Recipes, 6.4)."""
-    if x <= 0 or x >= 1:
-        return min(max(x, 0.0), 1.0)
-    if x > (a + 1) / (a + b + 2):
-        return 1 - _incomplete_beta(1 - x, b, a)
-    front = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
-    tiny, c, d = 1e-300, 1.0, 1 - (a + b) * x / (a + 1)
-    d = 1 / (d or tiny)
-    h = d
-    for m in range(1, 300):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for part in (even, odd):
-            d = 1 / ((1 + part * d) or tiny)
-            c = (1 + part / c) or tiny
-            h *= c * d
-        if abs(c * d - 1) < 1e-15:
-            break
-    return front * h
+def describe(lengths: Sequence[int]) -> dict[str, Any]:
+    """Return `count, total, mean, weighted_mean, p50, p90, p99, max, histogram` of lengths in tokens.
+
+    `weighted_mean` is the mean over tokens (sum of squares over sum). The attention term of the FLOP count needs it.
+    """
+    if not lengths:
+        raise ValueError("no lengths to describe")
+    total = sum(lengths)
+    return {
+        "count": len(lengths),
+        "total": total,
+        "mean": total / len(lengths),
+        "weighted_mean": sum(n * n for n in lengths) / total if total else 0.0,
+        "p50": quantile(lengths, 0.50),
+        "p90": quantile(lengths, 0.90),
+        "p99": quantile(lengths, 0.99),
+        "max": max(lengths),
+        "histogram": histogram(lengths),
+    }
+
+
+def histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
+    """Return HISTOGRAM_BINS bins of equal integer width; bin i counts edges[i] <= n < edges[i+1]."""
+    width = max(1, -(-(max(lengths) + 1) // HISTOGRAM_BINS))
+    counts = [0] * HISTOGRAM_BINS
+    for n in lengths:
+        counts[n // width] += 1
+    return {"edges": [i * width for i in range(HISTOGRAM_BINS + 1)], "counts": counts}
+
+
+def padding_efficiency(lengths: Sequence[int], batch_size: int) -> float:
+    """Return real tokens over positions if consecutive samples form batches padded to their longest sample."""
+    computed = sum(
+        max(batch) * len(batch)
+        for start in range(0, len(lengths), batch_size)
+        if (batch := lengths[start : start + batch_size])
+    )
+    return sum(lengths) / computed
+
+
+def packing_efficiency(lengths: Sequence[int], max_length: int) -> float:
+    """Return real tokens over positions if samples are packed into rows of `max_length` by worst-fit decreasing, a
+    lower bound for real packers."""
+    rows: list[int] = []  # negative free space of each row, since heapq is a min-heap
+    for n in sorted(lengths, reverse=True):
+        if rows and -rows[0] >= n:
+            heapq.heapreplace(rows, rows[0] + n)
+        else:
+            heapq.heappush(rows, -(max_length - n))
+    return sum(lengths) / (len(rows) * max_length)

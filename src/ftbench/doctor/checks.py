@@ -15,7 +15,8 @@ from ftbench.core import units
 from ftbench.core.hardware import find_gpu, rocm_refusal
 from ftbench.core.units import GIB
 from ftbench.errors import MissingError
-from ftbench.launch import hub, trl
+from ftbench.launch import checks as launch_checks
+from ftbench.launch import trl
 from ftbench.launch.checks import MINIMUM_FREE_BYTES, capability
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
@@ -250,8 +251,8 @@ DEBUG = (
 
 
 def host(out: Path, environment: Mapping[str, str]) -> list[Finding]:
-    """Return the findings. Contact the Hub for at most hub.WAIT_S seconds."""
-    weights, cache = machine.cache_dir(), hub.cache(environment)
+    """Return the findings. Contact the Hub for at most launch_checks.WAIT_S seconds."""
+    weights, cache = machine.cache_dir(), launch_checks.cache(environment)
     on = [f"{name}={environment[name][:60]}" for name in DEBUG if environment.get(name, "0") not in ("", "0")]
     variables: Answer = (
         ("warn", f"{', '.join(on)}: it changes measurements: unset it, or set it in all runs") if on
@@ -262,7 +263,7 @@ def host(out: Path, environment: Mapping[str, str]) -> list[Finding]:
         Finding(HOST, "disk for weights", *disk(weights, "set FTBENCH_CACHE to a larger disk", ROOM_GB, "warn")),
         Finding(HOST, "disk for the hub", *disk(cache, "set HF_HOME to a larger disk", ROOM_GB, "warn")),
         Finding(HOST, "environment", *variables),
-        Finding(HOST, "hub", *hub.reach(environment)),
+        Finding(HOST, "hub", *launch_checks.reach(environment)),
     ]
 
 

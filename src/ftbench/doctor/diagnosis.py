@@ -15,7 +15,7 @@ from ftbench.doctor import checks
 from ftbench.doctor.checks import Facts, Finding
 from ftbench.errors import FtbenchError
 from ftbench.launch import checks as launch_checks
-from ftbench.launch import hub, process
+from ftbench.launch import process
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.load import load
 from ftbench.store import machine, rundir
@@ -90,7 +90,7 @@ def obstacles(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> li
         needed |= {"torch build": ("fail",)}
         needed |= {"compiler": ("n/a",)} if spec.optimizations.compile else {}
         if next(each for each in findings if each.name == "hub").verdict != "ok":
-            pairs += hub.missing(spec, facts.environment)
+            pairs += launch_checks.missing(spec, facts.environment)
     pairs += [(each.name, each.text) for each in findings if each.verdict in needed.get(each.name, ())]
     names: dict[str, str] = {}
     for name, sentence in pairs:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ftbench.core import lengths, units
+from ftbench.core import stats, units
 from ftbench.core.data_files import read_file
 from ftbench.core.data_formats import Example
 from ftbench.core.processes import run_program
@@ -101,11 +101,11 @@ def _document(
     prompts, longest = spec.objective.prompts, spec.dataset.max_length
     batch = spec.global_batch // spec.objective.group if prompts else spec.train.batch_size * spec.objective.sequences
     kept = [min(value, longest) for value in values if not prompts or value <= longest] or [longest]
-    padded = lengths.padding_efficiency(kept, batch)
-    packed = lengths.packing_efficiency(kept, max(longest, *kept))
+    padded = stats.padding_efficiency(kept, batch)
+    packed = stats.packing_efficiency(kept, max(longest, *kept))
     return {
         "schema": 1, "dataset": spec.dataset.name, "rows": rows, "format": format_name, "source": source,
-        "tokens": lengths.describe(values), "max_length": longest,
+        "tokens": stats.describe(values), "max_length": longest,
         "truncated_samples": sum(value > longest for value in values) / len(values),
         "truncated_tokens": 1 - sum(kept) / sum(values), "mean_kept": sum(kept) / len(kept),
         "batch_size": batch if prompts else spec.train.batch_size, "padding": 1 - padded,

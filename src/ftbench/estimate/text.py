@@ -99,7 +99,8 @@ def _memory_details(memory: MemoryEstimate) -> str:
 
 
 def _on_gpus(launch: Launch) -> str:
-    return "" if launch.gpus == 1 else f" per GPU, on {launch.gpus} GPUs ({shared_how(launch)})"
+    machines = f" of {launch.nodes} machines" if launch.nodes > 1 else ""
+    return "" if launch.gpus == 1 else f" per GPU, on {launch.gpus} GPUs{machines} ({shared_how(launch)})"
 
 
 def _largest(spec: Experiment, largest: int | None) -> str:

@@ -1,13 +1,14 @@
 """Launchers (everything that can train a spec), and checks before a run starts: machine, packages, files, disk."""
 
+import importlib
 import os
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, cast
 
 from ftbench.errors import MissingError, SpecError
-from ftbench.launch import frameworks, mock, trl
 from ftbench.launch.ranks import too_many
 from ftbench.spec.datasets import check_file
 from ftbench.spec.experiment import Experiment
@@ -17,6 +18,11 @@ from ftbench.spec.objectives import reward_problem
 from ftbench.store.rundir import RunDir, first_gpu
 
 MINIMUM_FREE_BYTES = 32 * 2**20
+Verdict = Literal["ok", "warn", "n/a"]
+WAIT_S = 3.0  # of one request
+_OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+_UNREACHABLE = "is not in the cache and the Hub cannot be reached"
+_TRUE = ("1", "ON", "YES", "TRUE")
 
 
 class Launcher(Protocol):
@@ -38,34 +44,41 @@ class Launcher(Protocol):
         """Return the environment of the command."""
 
 
-LAUNCHERS: dict[str, Launcher] = {"trl": trl, "mock": mock, **dict.fromkeys(FRAMEWORKS, frameworks)}
+LAUNCHERS = {"trl": "trl", "mock": "mock", **dict.fromkeys(FRAMEWORKS, "frameworks")}  # modules of this package
 
 
 def launcher_of(spec: Experiment) -> Launcher:
-    """Return the launcher of a spec."""
-    return LAUNCHERS[spec.launch.framework if spec.launch.mock == "off" else "mock"]
+    """Import and return the launcher of a spec."""
+    name = LAUNCHERS[spec.launch.framework if spec.launch.mock == "off" else "mock"]
+    launcher: Any = importlib.import_module(f"ftbench.launch.{name}")
+    return cast(Launcher, launcher)
 
 
 def command_of(spec: Experiment, run: RunDir) -> list[str]:
     return launcher_of(spec).command(spec, run)
 
 
-def check(spec: Experiment, described: dict[str, Any]) -> None:
-    """Check that a resolved spec can run on this machine.
+def check(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> None:
+    """Check that a resolved spec can run on this machine with at most `most_nodes` nodes.
 
     Raises:
         SpecError: A file is missing.
         MissingError: The machine or the installed packages are not sufficient.
     """
-    sentences = problems(spec, described)
+    sentences = problems(spec, described, most_nodes)
     if sentences and not _file_problems(spec):
         raise MissingError("\n".join(sentences))
     check_needed(spec, sentences)
 
 
-def problems(spec: Experiment, described: dict[str, Any]) -> list[str]:
+def problems(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> list[str]:
     """Return the reasons why a resolved spec cannot run on this machine. `load` has reported the static ones."""
     others = launcher_of(spec).refusals(spec, capability(described)) + too_many(spec, described)
+    if spec.launch.nodes > most_nodes:
+        others.append(
+            f"launch.nodes: {spec.launch.nodes} machines need `ftbench run` on each of them, one run at a time: set it "
+            "to 1 here"
+        )
     return incompatibilities(spec) + others
 
 
@@ -121,3 +134,78 @@ def checkpoint_problem(folder: Path) -> str | None:
             "model.weights=random to measure the same shape without weights"
         )
     return None
+
+
+# --- models and data sets of the Hub ---------------------------------------------------------------------------------
+
+
+def check_hub(spec: Experiment) -> None:
+    """Raise MissingError if the model or the data set is not in the cache and the Hub cannot be reached."""
+    if spec.launch.mock != "off" or not (problems := missing(spec, os.environ)):
+        return
+    verdict, why = reach(os.environ)
+    if verdict != "ok":
+        raise MissingError("\n".join([*(sentence for _, sentence in problems), f"the Hub is {why}"]))
+
+
+def missing(spec: Experiment, environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return (weights or data, sentence) for what is not in the cache and has to be downloaded."""
+    hub, problems = cache(environment), list[tuple[str, str]]()
+    model, kept = spec.model, hub / f"models--{spec.model.id.replace('/', '--')}"
+    if model.weights == "pretrained" and not model.path and not kept.exists():
+        fix = "set model.path or model.weights=random"
+        problems.append(("weights", f"{model.id} {_UNREACHABLE}: {fix}, or download it while online"))
+    if (source := spec.dataset.source.hub) and not _has_data(source, environment):
+        fix = "use dataset=sample or a file"
+        problems.append(("data", f"{source} {_UNREACHABLE}: {fix}, or download it while online"))
+    return problems
+
+
+def _has_data(source: str, environment: Mapping[str, str]) -> bool:
+    """Return whether `datasets` has prepared a data set. It writes names in snake case: `Open-Orca___open_orca`."""
+    prepared = Path(environment.get("HF_DATASETS_CACHE") or _home(environment) / "datasets")
+    wanted = source.replace("/", "").replace("_", "").lower()
+    return prepared.is_dir() and any(path.name.replace("_", "").lower() == wanted for path in prepared.iterdir())
+
+
+def cache(environment: Mapping[str, str]) -> Path:
+    """Return the cache folder of the Hub's client."""
+    return Path(environment.get("HF_HUB_CACHE") or _home(environment) / "hub")
+
+
+def _home(environment: Mapping[str, str]) -> Path:
+    caches = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(environment.get("HF_HOME") or Path(caches, "huggingface"))
+
+
+def reach(environment: Mapping[str, str]) -> tuple[Verdict, str]:
+    """Check whether models and data sets can be downloaded, with one HEAD request of at most WAIT_S seconds."""
+    if variable := next((name for name in _OFFLINE if environment.get(name, "").upper() in _TRUE), None):
+        return "n/a", f"not checked because {variable} is set: only cached models and data sets can be loaded"
+    endpoint = environment.get("HF_ENDPOINT") or "https://huggingface.co"
+    reasons: list[str] = []
+    # The timeout of a socket does not cover the name lookup, so the request runs in a thread.
+    thread = threading.Thread(target=lambda: reasons.append(_connect(endpoint)), daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    reason = reasons[0] if reasons else f"no answer within {WAIT_S:.0f} s"
+    if not reason:
+        return "ok", "reachable"
+    return "warn", (
+        f"not reachable ({reason}): set model.path or model.weights=random, set HF_ENDPOINT to a mirror, or fill the "
+        "cache elsewhere and set HF_HUB_OFFLINE=1"
+    )
+
+
+def _connect(endpoint: str) -> str:
+    """Return why the endpoint cannot be reached; empty if it answers."""
+    import urllib.error  # rarely needed, and slow
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=WAIT_S):
+            return ""
+    except urllib.error.HTTPError as error:
+        return f"HTTP {error.code}" if error.code in (401, 403, 407) or error.code >= 500 else ""
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))

@@ -1,10 +1,7 @@
 """The outcome of a run: the final state, the summary, and clean logs."""
 
-import os
 import signal
-from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from ftbench.core import oom
@@ -16,7 +13,6 @@ from ftbench.store import digests, ranks, run_warnings, rundir, summary
 from ftbench.store.rundir import RunDir
 
 _LOG_TAIL = 64 * 1024  # bytes
-_CHUNK = 2**22  # characters of a log that are checked together
 
 
 def finish(run: RunDir, ended: process.Exit) -> tuple[dict[str, Any], RunSummary]:
@@ -131,20 +127,6 @@ def _finish_profile(run: RunDir) -> dict[str, Any]:
 def _redact_logs(run: RunDir) -> None:
     """Remove secrets from the output of the worker and its libraries."""
     for log in run.path.glob("log*.txt"):
-        if all(without_secrets(chunk) == chunk for chunk in _chunks(log)):
-            continue
-        temporary = log.with_name(f".{log.name}.{os.getpid()}")
-        try:
-            with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-                file.writelines(map(without_secrets, _chunks(log)))
-            os.replace(temporary, log)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise rundir.disk_error(log, error) from None
-
-
-def _chunks(log: Path) -> Iterator[str]:
-    """Yield a log in chunks of complete lines."""
-    with log.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-        while chunk := file.read(_CHUNK) + file.readline(_CHUNK):
-            yield chunk
+        text = log.read_bytes().decode(errors="backslashreplace")
+        if (clean := without_secrets(text)) != text:
+            rundir.write_text(log, clean)

@@ -1,8 +1,8 @@
-"""Start one process per GPU: `python -P -m ftbench.launch.ranks RUN_DIRECTORY GPUS COMMAND…`.
+"""Start one process per GPU: `python -P -m ftbench.launch.ranks RUN_DIRECTORY GPUS NODES NODE COMMAND…`.
 
-It sets torchrun's variables and ends all ranks as soon as one fails. Then it writes the run's state, with the rank that
-failed first or, after a hang, the rank that is behind. torchrun is not used: it imports torch before the ranks start,
-and its error file has no entry for a rank that hangs or is killed.
+It sets torchrun's variables and ends all ranks as soon as one fails. Then node 0 writes the run's state, with the rank
+that failed first or, after a hang, the rank that is behind. torchrun is not used: it imports torch before the ranks
+start, and its error file has no entry for a rank that hangs or is killed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftbench.errors import MissingError
 from ftbench.launch.process import signals
 from ftbench.launch.process_tree import die_with_parent, exit_like
 from ftbench.store.rundir import RunDir, gpus_of, read_json, write_json
@@ -28,20 +29,30 @@ if TYPE_CHECKING:
 
 GRACE_S = 8.0  # between SIGTERM and SIGKILL; ftbench waits more than twice as long
 LISTENER = "FTBENCH_RENDEZVOUS"  # variable with the file descriptor of rank 0's listening socket
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+MEETING = ("MASTER_ADDR", "MASTER_PORT")
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 POSITIONS = ("data", "forward", "backward", "optimizer")  # phases of a step, in order
 Ended = dict[int, tuple[int, bool]]  # by rank: exit code, and whether it was told to end before
 
 
+def node_number(spec: Experiment) -> int:
+    """Return the number of this machine in the run. Raise MissingError if the environment does not define it."""
+    if spec.launch.nodes == 1:
+        return 0
+    from ftbench.cluster import nodes
+
+    return nodes.number(spec)
+
+
 def around(command: Sequence[str], spec: Experiment, run: RunDir) -> list[str]:
-    """Return the command that runs `command` once per rank."""
-    own = [sys.executable, "-P", "-m", "ftbench.launch.ranks", str(run.path.resolve()), str(spec.launch.gpus)]
-    return [*own, *command]
+    """Return the command that runs `command` once per rank of this machine."""
+    numbers = (spec.launch.gpus_of_node, spec.launch.nodes, node_number(spec))
+    return [sys.executable, "-P", "-m", "ftbench.launch.ranks", str(run.path.resolve()), *map(str, numbers), *command]
 
 
 def too_many(spec: Experiment, described: Mapping[str, Any]) -> list[str]:
     """Return an error if the machine has too few GPUs. Without any GPU the ranks run on the CPU."""
-    available, ranks = len(gpus_of(described)), spec.launch.gpus
+    available, ranks = len(gpus_of(described)), spec.launch.gpus_of_node
     if not available or available >= ranks:
         return []
     return [
@@ -51,22 +62,54 @@ def too_many(spec: Experiment, described: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def main(path: str, count: int, command: Sequence[str]) -> None:
-    run = RunDir(Path(path))
-    with signals() as signals_pipe:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            children = [_start(command, rank, count, listener) for rank in range(count)]
-        ended = _wait(children, signals_pipe)
-    states = {rank: read_json(run.of_rank(rank).state) for rank in ended}
+def main(path: str, count: int, nodes: int, node: int, command: Sequence[str]) -> None:
+    run, own = RunDir(Path(path)), range(node * count, (node + 1) * count)
+    try:
+        with signals() as signals_pipe:
+            with _listener(run, nodes, node, signals_pipe) as listener:
+                children = [_start(command, rank, count, nodes, listener) for rank in own]
+            ended = _wait(dict(zip(own, children, strict=True)), signals_pipe)
+    except MissingError as error:
+        reason = {"state": "error", "reason": str(error), "exit_code": error.exit_code}
+        write_json(run.state, read_json(run.state) | reason)
+        sys.exit(error.exit_code)
+    if node:  # node 0 writes the run's state
+        exit_like(max((code for code, _ in ended.values()), key=abs))
+    ended |= _of_other_nodes(run, range(count, nodes * count))
+    states = {rank: read_json(run.of_rank(rank).state) or _lost(rank // count) for rank in ended}
     rank, code, more = _verdict(ended, states)
     write_json(run.state, read_json(run.state) | states[rank] | more)
     exit_like(code)
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]], signals_pipe: int) -> Ended:
+def _listener(run: RunDir, nodes: int, node: int, signals_pipe: int) -> AbstractContextManager[socket.socket | None]:
+    """Return rank 0's listening socket. It is open before the ranks start, so no other program can take its port."""
+    if nodes == 1:
+        return socket.create_server(("127.0.0.1", 0))
+    from ftbench.cluster.nodes import announce
+
+    return nullcontext() if node else announce(nodes, run.path, signals_pipe)
+
+
+def _of_other_nodes(run: RunDir, ranks: range) -> Ended:
+    """Return how the ranks of other nodes have ended, from their states on the shared disk."""
+    end = time.monotonic() + GRACE_S
+    while True:
+        states = {rank: read_json(run.of_rank(rank).state).get("state") for rank in ranks}
+        if None not in states.values() or time.monotonic() > end:
+            return {rank: (int(state != "ok"), state == "interrupted") for rank, state in states.items()}
+        time.sleep(0.1)
+
+
+def _lost(node: int) -> dict[str, Any]:
+    """Return the state of a rank that wrote none."""
+    return {"state": "error", "reason": f"its machine (node {node}) was lost"} if node else {}
+
+
+def _wait(children: Mapping[int, subprocess.Popen[bytes]], signals_pipe: int) -> Ended:
     """Wait for the ranks. Return how each has ended, in the order of their ends."""
     ended: Ended = {}
-    waiting = {os.pidfd_open(child.pid): rank for rank, child in enumerate(children)}
+    waiting = {os.pidfd_open(child.pid): rank for rank, child in children.items()}
     end: float | None = None
     while waiting:
         left = None if end is None else max(0.05, end - time.monotonic())
@@ -90,12 +133,16 @@ def _send(number: int, children: Sequence[subprocess.Popen[bytes]]) -> None:
             child.send_signal(number)
 
 
-def _start(command: Sequence[str], rank: int, count: int, listener: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a rank with torchrun's variables. Rank 0 gets the open socket, so no other program can take its port."""
+def _start(
+    command: Sequence[str], rank: int, count: int, nodes: int, listener: socket.socket | None
+) -> subprocess.Popen[bytes]:
+    """Start a rank with torchrun's variables. Those of several nodes with the address are set already."""
     threads = max(1, len(os.sched_getaffinity(0)) // count)
-    numbers = (rank, rank, count, count, 0, *listener.getsockname())
-    env = {"OMP_NUM_THREADS": str(threads), **os.environ} | dict(zip(VARIABLES, map(str, numbers), strict=True))
-    first = {LISTENER: str(listener.fileno())} if rank == 0 else {}
+    numbers = map(str, (rank, rank % count, nodes * count, count, rank // count))
+    env = {"OMP_NUM_THREADS": str(threads), **os.environ} | dict(zip(VARIABLES, numbers, strict=True))
+    if listener and nodes == 1:
+        env |= dict(zip(MEETING, map(str, listener.getsockname()), strict=True))
+    first = {LISTENER: str(listener.fileno())} if listener and rank == 0 else {}
     return subprocess.Popen(
         command, env={**env, **first}, pass_fds=[*map(int, first.values())], preexec_fn=die_with_parent
     )
@@ -132,4 +179,4 @@ def _point(state: Mapping[str, Any]) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5:])

@@ -8,7 +8,7 @@ from typing import Any
 
 from ftbench.core.rows import RunSummary
 from ftbench.errors import MissingError
-from ftbench.launch import checks, hub, outcome, process
+from ftbench.launch import checks, outcome, process, ranks
 from ftbench.launch.checks import command_of, launcher_of
 from ftbench.launch.progress import Progress, Watchdog
 from ftbench.spec import identity
@@ -71,10 +71,14 @@ def run(
     spec = load(spec_path, sets)
     described = describe(spec)
     spec = resolve(spec, checks.capability(described))
-    checks.check(spec, described)
-    hub.check(spec)
+    checks.check(spec, described, spec.launch.nodes)
+    checks.check_hub(spec)
     checks.check_disk(out)
     on_checked(spec, described)
+    if node := ranks.node_number(spec):
+        from ftbench.cluster.nodes import join
+
+        return join(spec, node, described, on_start)
     created = rundir.create(out, experiment(spec), identity.slug(spec, gpu_name(described)))
     on_start(created)
     with process.signals() as signals_pipe:

@@ -38,7 +38,7 @@ def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
 
 def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
     """Return the GPUs of this machine that the spec trains on."""
-    return machine.gpus(visible, spec.launch.gpus)
+    return machine.gpus(visible, spec.launch.gpus_of_node)
 
 
 def command(spec: Experiment, run: RunDir) -> list[str]:
@@ -56,11 +56,12 @@ def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str
     Only the requested GPUs are visible; transformers would train on all visible ones with nn.DataParallel. They have
     the driver's numbers. Telemetry and logging services are off.
     """
-    env = {name: value for name, value in inherited.items() if name not in ranks.VARIABLES}
+    foreign = (*ranks.VARIABLES, *(ranks.MEETING if spec.launch.nodes == 1 else ()))
+    env = {name: value for name, value in inherited.items() if name not in foreign}
     env |= {"WANDB_DISABLED": "true", "WANDB_MODE": "disabled", "DISABLE_MLFLOW_INTEGRATION": "TRUE"}
     env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-    visible = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(spec.launch.gpus))))
-    env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: spec.launch.gpus])
+    visible = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(spec.launch.gpus_of_node))))
+    env["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[: spec.launch.gpus_of_node])
     return {"HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", **env}
 
 

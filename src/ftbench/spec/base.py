@@ -73,7 +73,7 @@ def known(word: str, words: Iterable[str], kind: str) -> str:
     """Return a word. Raise ValueError with the allowed words if it is not one of them."""
     words = list(words)
     if word not in words:
-        raise ValueError(f"{shown(word)} is no {kind}; allowed: {', '.join(words)}{nearest(word, words)}")
+        raise ValueError(f"{shown(word)} is not a {kind}{nearest(word, words)} (allowed: {', '.join(words)})")
     return word
 
 

@@ -63,12 +63,7 @@ ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")
 
 def interpreter(launch: Launch) -> str:
     """Return the interpreter of the framework's environment. Symlinks are kept: Python needs them."""
-    return absolute(str(launch.python))
-
-
-def absolute(python: str) -> str:
-    """Return the absolute path of an interpreter."""
-    return os.path.abspath(os.path.expanduser(python))
+    return os.path.abspath(os.path.expanduser(str(launch.python)))
 
 
 def incompatibilities(spec: Experiment) -> list[str]:

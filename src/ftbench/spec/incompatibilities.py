@@ -4,7 +4,6 @@ Each message says how to fix the problem.
 Rules of a single method, objective, strategy or optimization are in its own declaration.
 """
 
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -89,16 +88,11 @@ def resolve(spec: Experiment, capability: Capability) -> Experiment:
     sections: dict[str, Part] = {}
     for key, (value, _) in changes.items():
         section, name = key.split(".")
-        sections[section] = _with(sections.get(section, getattr(spec, section)), name, value)
+        sections[section] = sections.get(section, getattr(spec, section)).model_copy(update={name: value})
     decided = spec.model_copy(update=sections)
     made = {key: {"value": value, "reason": reason} for key, (value, reason) in changes.items()}
     decided.__dict__["_resolved"] = {**spec.resolved, **made}  # like a cached property: equality ignores it
     return decided
-
-
-@lru_cache(maxsize=1 << 14)  # the cells of a sweep share most of their sections
-def _with(section: Part, key: str, value: object) -> Part:
-    return section.model_copy(update={key: value})
 
 
 def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, str]]:

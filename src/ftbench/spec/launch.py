@@ -20,10 +20,22 @@ def _patience(value: object) -> object:
     return value
 
 
+def _count(value: object) -> object:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(
+            "must be the number of GPUs of a run, for example 2. CUDA_VISIBLE_DEVICES=0,1 selects them, and "
+            "`ftbench sweep --gpu-ids 0,1` runs one cell on each"
+        )
+    return value
+
+
 class Launch(Part):
     """The processes of a run."""
 
-    gpus: Int = Field(1, ge=1, le=MOST_GPUS, description="GPUs of one run, with one process each")
+    gpus: Annotated[Int, BeforeValidator(_count)] = Field(
+        1, ge=1, le=MOST_GPUS, description="GPUs of one run, with one process each"
+    )
+    nodes: Int = Field(1, ge=1, le=MOST_GPUS, description="machines; each has the same number of these GPUs")
     strategy: Literal[
         "none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "tp+fsdp", "ep", "cp",
         "pp", "pp+ddp", "pp+fsdp", "pp+tp", "pp+tp+fsdp",
@@ -76,6 +88,11 @@ class Launch(Part):
         return self.tp is not None and self.gpus % self.tp == 0 and self.gpus > self.tp
 
     @property
+    def gpus_of_node(self) -> int:
+        """The number of GPUs per machine."""
+        return self.gpus // self.nodes
+
+    @property
     def sharded(self) -> bool:
         """Whether no rank holds the complete model."""
         return self.ranks > 1 and STRATEGIES[self.strategy].sharded
@@ -104,9 +121,7 @@ class Launch(Part):
 
 def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
     """Return the section with the defaults that depend on other keys. Raise ValueError for an impossible mesh."""
-    older = ("nodes", 1)  # in the spec.json of older runs
-    launch = {key: None if key in _OFF and value is False else value for key, value in launch.items()
-              if (key, value) != older}  # fmt: skip
+    launch = {key: None if key in _OFF and value is False else value for key, value in launch.items()}
     strategy = launch.get("strategy")
     if str(strategy).startswith("pp") or (strategy is None and launch.get("pp") is not None):
         return _stages(launch)

@@ -84,7 +84,7 @@ def validated(values: dict[str, Any], layers: Sequence[SpecLayer]) -> Experiment
         )
         raise (ImpossibleError if together else SpecError)(*_sentences(error, layers)) from None
     if spec.measure.control != "off":  # a broken training must not be mistaken for a normal run
-        origin = _origin(("measure", "control"), layers)
+        origin = where_set(("measure", "control"), layers)
         raise SpecError(
             f"{origin}: measure.control: {spec.measure.control} breaks the training, and `ftbench parity` sets it "
             "itself: leave it off"
@@ -224,7 +224,7 @@ def _sentences(error: ValidationError, layers: Sequence[SpecLayer]) -> list[str]
         what = sentence(problem, Experiment, ("extends", "recipe", "sweep"))
         if len(key) == 1 and key != ("model",) and problem["type"].startswith("model_"):
             what += ", or leave it out"
-        text = f"{_origin(key, layers)}: {'.'.join(key) + ': ' if key else ''}{what}"
+        text = f"{where_set(key, layers)}: {'.'.join(key) + ': ' if key else ''}{what}"
         sentences.setdefault(".".join(key) + problem["type"].split("_")[0] * (not key), text)
     return list(sentences.values())
 
@@ -237,7 +237,7 @@ def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:
     return tuple(parts[:2])
 
 
-def _origin(key: tuple[str, ...], layers: Sequence[SpecLayer]) -> str:
+def where_set(key: tuple[str, ...], layers: Sequence[SpecLayer]) -> str:
     """Return where the key was set last: `file:line`, the `--set`, or the main file if it was not set."""
     for layer in reversed(layers):
         section: Any = layer.data

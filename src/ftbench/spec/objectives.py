@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ftbench.errors import file_problem, open_at_once
+from ftbench.errors import file_problem
 from ftbench.spec.base import Experiment, Float, Int, Part, Switch, nearest
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
 
@@ -211,16 +211,12 @@ def reward_problem(reward: str) -> str | None:
     """Return why a reward function cannot be loaded. The file is parsed but not executed."""
     file, function = reward_parts(reward)
     try:
-        with open(file, "rb", opener=open_at_once) as opened:
-            nodes = list(ast.walk(ast.parse(opened.read())))
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
     except OSError as error:
         return f"{file}: {file_problem(error)}"
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        return f"{file}{line}: not valid Python: {getattr(error, 'msg', error)}"
-    names = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    names |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
+        return f"{file}: not valid Python: {error}"
+    names = {getattr(node, key, None) for node in nodes for key in ("name", "asname", "id")} - {None}
     if function in names or "*" in names:
         return None
     return f"{file} has no function {function}{nearest(function, sorted(names))}"

@@ -199,11 +199,6 @@ def _integer(text: str) -> int:
 
 def as_text(value: Any) -> str:
     """Return a value as `--set key=` accepts it."""
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list, tuple)) else _scalar(value)
-
-
-@lru_cache(maxsize=4096, typed=True)  # the cells of a sweep repeat few values
-def _scalar(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, str) and parse_value(value) == value:

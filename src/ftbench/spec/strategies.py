@@ -185,6 +185,13 @@ STRATEGIES = {
 def incompatibilities(spec: Experiment) -> list[str]:
     """Return why `launch` cannot work, by itself or with the rest of the spec."""
     launch, name = spec.launch, spec.launch.strategy
+    if launch.gpus % launch.nodes:
+        return [
+            f"launch.nodes: launch.gpus is {launch.gpus}, which {launch.nodes} machines cannot share evenly: set "
+            f"launch.gpus to a multiple of {launch.nodes}, or launch.nodes to 1"
+        ]
+    if launch.nodes > 1 and launch.mock != "off":
+        return ["launch.nodes: launch.mock supports one machine: set launch.nodes to 1"]
     for key, fitting in (("tp", "tp+fsdp"), ("pp", "pp"), ("micro_batches", "pp"), ("split", "pp")):
         there = key in name.split("+") or (key in ("micro_batches", "split") and name.startswith("pp"))
         if getattr(launch, key) is not None and (not there or name == "tp"):

@@ -23,8 +23,9 @@ from ftbench.spec.load import (
     read_layers,
     recipe,
     validated,
+    where_set,
 )
-from ftbench.spec.reading import as_text, location, parse_value, sentence
+from ftbench.spec.reading import as_text, parse_value, sentence
 from ftbench.spec.recipes import FOLDER, named
 
 MAX_CELLS = 100_000
@@ -86,7 +87,7 @@ def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Gri
     base = merged(layers, path)
     section = _section(base.get("sweep"), layers)
     by_key = {
-        key: _axis(key, values, _origin(layers, key), _folder(layers, key)) for key, values in section.axes.items()
+        key: _axis(key, values, _origin(layers, key), _folder(layers, "axes")) for key, values in section.axes.items()
     }
     by_key |= {axis.key: axis for axis in map(_of_command_line, axes)}
     for group in section.zip:
@@ -123,24 +124,13 @@ def _section(values: object, layers: Sequence[SpecLayer]) -> SweepSection:
 
 def _origin(layers: Sequence[SpecLayer], *keys: str) -> str:
     """Return `file:line` of a key in `sweep:`."""
-    path = ["sweep", *(keys if keys and keys[0] in SweepSection.model_fields else ("axes", *keys))]
-    layer = _layer_with(layers, path)
-    return location(layer.file, path) if layer.file else layer.origin
-
-
-def _layer_with(layers: Sequence[SpecLayer], path: Sequence[str]) -> SpecLayer:
-    """Return the last layer with `path[1]` in its `sweep:`, or else the last one with a `sweep:`."""
-    having = [layer for layer in layers if "sweep" in layer.data]
-    exact = [layer for layer in having if isinstance(layer.data["sweep"], dict) and path[1] in layer.data["sweep"]]
-    return (exact or having)[-1]
+    return where_set(("sweep", *(keys if keys and keys[0] in SweepSection.model_fields else ("axes", *keys))), layers)
 
 
 def _folder(layers: Sequence[SpecLayer], key: str) -> Path:
     """Return the folder that the paths of a key in `sweep:` are relative to."""
-    if not any("sweep" in layer.data for layer in layers):
-        return Path()
-    file = _layer_with(layers, ["sweep", key if key in SweepSection.model_fields else "axes"]).file
-    return file.parent if file else Path()
+    sections = ((layer.data.get("sweep"), layer.file) for layer in reversed(layers))
+    return next((file.parent for each, file in sections if file and isinstance(each, dict) and key in each), Path())
 
 
 def _expanded(key: str, value: Any, folder: Path) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ftbench.core.rows import StepRow
 from ftbench.store.models import MAX_RANKS
-from ftbench.store.rundir import RunDir, read_json
+from ftbench.store.rundir import RunDir, gpus_of, read_json, write_json
 from ftbench.store.steps import StepsWriter, read_steps
 
 TIERS = {"allocated": "peak_memory_gb", "reserved": "peak_reserved_gb", "device": "device_memory_gb"}
@@ -163,7 +163,16 @@ def rank_files(run: RunDir) -> list[Path]:
 def write_merged(run: RunDir) -> None:
     """Write the merged steps.csv of a finished multi-rank run. Raise MissingError for a full disk."""
     ranks, _ = read_ranks(run)
+    _merge_nodes(run)
     if not ranks or run.steps.exists():
         return
     with closing(StepsWriter(run.steps)) as writer:
         writer.append(merge(ranks))
+
+
+def _merge_nodes(run: RunDir) -> None:
+    """Append the GPUs of other nodes to machine.json and delete the nodes' files."""
+    for path in sorted(run.path.glob("machine.node*.json")):
+        machine = read_json(run.machine)
+        write_json(run.machine, machine | {"gpus": [*gpus_of(machine), *gpus_of(read_json(path))]})
+        path.unlink()

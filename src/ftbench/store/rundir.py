@@ -290,7 +290,7 @@ def find_runs(path: Path) -> list[RunDir]:
 def require_runs(path: Path, unpacked: Path | None = None) -> list[RunDir]:
     """Return the runs at `path`, or of that bundle in the folder `unpacked`. Raise SpecError if none is found."""
     if not os.path.exists(path):  # False for a name that is too long, too
-        raise SpecError(f"{path}: no such file or directory")
+        raise SpecError(f"{path}: no such file or folder; name the folder of `--out`, results by default")
     if not (runs := find_runs(unpacked or path)):
         raise SpecError(f"{path}: contains no run (a directory with a state.json); `ftbench run` creates one")
     return runs

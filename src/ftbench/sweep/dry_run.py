@@ -3,11 +3,9 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ftbench.core.units import JOULES_PER_KWH, gibibytes, seconds, some
-from ftbench.spec.prices import Prices, amount, load_prices
 from ftbench.sweep.plan.base import Job, Standing, run_command
 from ftbench.sweep.plan.search import Search
 from ftbench.sweep.sweep import Ready
@@ -69,7 +67,7 @@ def _planned(ready: Ready, predictor: Any, job: Job, standing: Standing) -> Plan
     )  # fmt: skip
 
 
-def as_text(lines: Sequence[Planned], ready: Ready | None = None, prices: Path | None = None) -> str:
+def as_text(lines: Sequence[Planned], ready: Ready | None = None) -> str:
     """Return the jobs as text, with the totals of all pending runs."""
     text = []
     for line in lines:
@@ -82,7 +80,7 @@ def as_text(lines: Sequence[Planned], ready: Ready | None = None, prices: Path |
         text.append(f"{line.state:<10} {line.what}" + (f": {details}" if details else ""))
         if line.command:
             text.append(f"           {shlex.join(line.command)}")
-    return "\n".join([*text, *_totals([line for line in lines if line.state == "pending"], ready, prices)])
+    return "\n".join([*text, *_totals([line for line in lines if line.state == "pending"], ready)])
 
 
 def known_total(ready: Ready) -> str | None:
@@ -90,15 +88,11 @@ def known_total(ready: Ready) -> str | None:
     if isinstance(ready.plan, Search):
         return None
     pending = [line for line in dry_run(ready) if line.state == "pending"]
-    return (
-        _totals(pending, ready, None)[0].strip() if any(line.seconds or line.estimated_s for line in pending) else None
-    )
+    return _totals(pending, ready)[0].strip() if any(line.seconds or line.estimated_s for line in pending) else None
 
 
-def _totals(pending: Sequence[Planned], ready: Ready | None, prices: Path | None) -> list[str]:
-    """Return one line with the runs, time, GPU energy and cost, and the number of runs with known times."""
-    gpu = ready.device["name"] if ready and ready.device else ""
-    known_prices = load_prices(prices, {gpu}) if prices else None
+def _totals(pending: Sequence[Planned], ready: Ready | None) -> list[str]:
+    """Return one line with the runs, time and GPU energy, and the number of runs with known times."""
     lasting = [time for line in pending if (time := line.seconds or line.estimated_s)]
     energies = [line.joules for line in pending if line.joules is not None]
     if not lasting:
@@ -109,12 +103,5 @@ def _totals(pending: Sequence[Planned], ready: Ready | None, prices: Path | None
     total, joules = sum(lasting), sum(energies)
     parts = [some(len(pending), "run"), f"about {seconds(total / slots)}" + (f" on {slots} GPUs" if slots > 1 else "")]
     parts += [f"{joules / JOULES_PER_KWH:.3g} kWh of the GPU"] if energies else []
-    parts += _cost(total, joules, gpu, known_prices) if energies and known_prices else []
     parts += [f"times known for {len(lasting)} of {len(pending)} runs"] if len(lasting) < len(pending) else []
     return ["\ntotal: " + ", ".join(parts)]
-
-
-def _cost(total: float, joules: float, gpu: str, prices: Prices) -> list[str]:
-    price = prices.of(gpu)
-    cost = amount(price, total, joules / total) if price else None
-    return [f"{cost} ({cost.way})" if cost else f"{prices.path} has no price for {gpu}"]

@@ -1,14 +1,16 @@
 """`ftbench sweep`: build a plan and the GPU slots from the command line, and run one session of it."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ftbench.core import units
 from ftbench.errors import MissingError, SpecError
-from ftbench.launch import checks, hub, runner
+from ftbench.launch import checks, runner
 from ftbench.spec.ablation import settings
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import require_published
@@ -102,9 +104,13 @@ def _slots(
     if request.on is None:
         slots = local_slots(request.gpus, mock=spec.launch.mock != "off")
         return slots, runner.describe(spec, slots[0].visible)
-    from ftbench.cluster import slurm
+    if request.on.partition(":")[0] == "slurm":
+        from ftbench.cluster import slurm
 
-    return slurm.slots(request.on, spec, request.spec, folder, notify)
+        return slurm.slots(request.on, spec, request.spec, folder, notify)
+    from ftbench.cluster import ray
+
+    return ray.slots(request.on, spec)
 
 
 class _Planner:
@@ -129,7 +135,7 @@ class _Planner:
         if not problems:
             checks.check_needed(spec)
             if self.request.on is None:
-                hub.check(spec)
+                checks.check_hub(spec)
         return "; ".join(problems) or None
 
     def duplicates(self) -> Iterator[str]:
@@ -180,7 +186,8 @@ def run(ready: Ready, log_every_s: float | None = None) -> tuple[int, Tables]:
     """Run one session and return its exit code and tables. Without a terminal, report every `log_every_s` seconds."""
     plan, folder, limit = ready.plan, ready.plan.options.folder, ready.request.limit_s
     deadline = None if limit is None else time.monotonic() + limit
-    with locked(folder), live.LiveView(log_every_s) as view:
+    # Ray prints to stdout, which is reserved for the result.
+    with locked(folder), live.LiveView(log_every_s) as view, redirect_stdout(sys.stderr):
         tables = ready.tables(plan, ready.impossible)
         about = {"spec": ready.request.spec.name, "gpu": plan.options.gpu, "until_oom": isinstance(plan, Search)}
         view.event(f"{folder}: {live.counted(plan.standings.values(), None) or 'searching'}")

@@ -38,8 +38,9 @@ def main(path: str, handed_over: bool = False) -> int:
         train = _loop(spec, handed_over)
         run = TrainingRun(spec, directory, phases)
         trains = handed_over or spec.launch.framework == "trl"  # preparing for another interpreter needs no GPU
-        if trains and parallel.is_first():
+        if trains and parallel.is_first_of_node():
             _acquire_gpu(spec, directory, phases)
+        if trains and parallel.is_first():
             _write_load(directory, load)
         if trains and spec.launch.ranks > 1:
             _join_ranks(run)
@@ -78,7 +79,7 @@ def _write_outcome(directory: RunDir, outcome: dict[str, Any]) -> None:
 
 
 def _join_ranks(run: Any) -> None:
-    """Join the other ranks. The first rank has acquired the GPUs by then."""
+    """Join the other ranks. The first rank of each node has acquired its GPUs by then."""
     from ftbench.worker.parallel.rendezvous import exit_on_sigterm, join
 
     def answer() -> None:

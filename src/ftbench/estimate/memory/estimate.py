@@ -120,7 +120,7 @@ def estimate_memory(
         peak_term=max(parts, key=lambda name: parts[name]),
         total=has.total, usable=has.usable, margin=has.margin,
         verdict=verdict_of(allocated, device, has),
-        host=_host(case),
+        host=_host(case) / spec.launch.nodes,
         parts=parts,
         phases={name: sum(of.values()) * known.allocated_factor / GIB for name, of in named.items()},
         batch=(batch.expected.rows, batch.expected.length),

@@ -178,7 +178,7 @@ def _spread(spec: Experiment, basis: str, host_bound: bool, unlike: bool) -> flo
         sharding_of(spec.launch),
     )
     spread *= (SHEET_SPREAD if basis == SHEET else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
-    spread *= ROUGH_SPREAD if is_rough(spec) else 1.0
+    spread *= ROUGH_SPREAD if is_rough(spec) or spec.launch.nodes > 1 else 1.0
     spread *= SEVERAL_SPREAD if sharding.gpus > 1 else 1.0
     spread *= JOINED_SPREAD if concatenates(spec) and spec.train.batch_size > 1 else 1.0
     return spread * (ZERO_SPREAD if sharding.states.startswith("zero") else 1.0)
@@ -186,8 +186,9 @@ def _spread(spec: Experiment, basis: str, host_bound: bool, unlike: bool) -> flo
 
 def _links(spec: Experiment) -> str:
     """Return how the links between GPUs were estimated."""
-    gpus = spec.launch.gpus
-    return f"; communication of {gpus} GPUs from their links" if gpus > 1 else ""
+    gpus, nodes = spec.launch.gpus, spec.launch.nodes
+    between = f", taking links between {nodes} machines to be as fast as within one" if nodes > 1 else ""
+    return f"; communication of {gpus} GPUs from their links{between}" if gpus > 1 else ""
 
 
 def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape) -> float:

@@ -131,7 +131,7 @@ def step_key(spec: Experiment) -> StepKey:
         (data.length, data.mean_length, data.like, data.image_size, data.image_sizes, data.images_per_sample),
         (train.batch_size, train.gradient_accumulation_steps, train.optimizer, train.precision),
         spec.optimizations,
-        (launch.framework, launch.settings, launch.gpus, launch.strategy, launch.tp, launch.offload),
+        (launch.framework, launch.settings, launch.gpus, launch.nodes, launch.strategy, launch.tp, launch.offload),
         (launch.pp, launch.micro_batches, launch.schedule, launch.split),
     )
 

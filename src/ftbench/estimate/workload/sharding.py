@@ -88,7 +88,8 @@ def sharding_of(launch: Launch) -> Sharding:
 def on_gpus(spec: Experiment, gpus: int, strategy: str, offload: str = "none") -> Experiment:
     """Return the spec on this number of GPUs. Whether it can be launched is checked by `incompatibilities`."""
     own, tp = spec.launch, spec.launch.tp or MESH if strategy == "tp+fsdp" else None
-    parts = {"gpus": gpus, "strategy": strategy, "tp": tp, "offload": offload, "pp": None,
+    nodes = min(spec.launch.nodes, ceil(gpus / max(1, spec.launch.gpus_of_node)))
+    parts = {"gpus": gpus, "nodes": nodes, "strategy": strategy, "tp": tp, "offload": offload, "pp": None,
              "micro_batches": None, "split": None}  # fmt: skip
     if strategy.startswith("pp"):
         same = {key: getattr(own, key) for key in ("pp", "tp", "micro_batches", "split") if strategy == own.strategy}

@@ -17,7 +17,7 @@ from ftbench.spec.reading import as_text
 from ftbench.store.rundir import RunDir, first_gpu, gpus_of, parse_document, read_bytes
 
 CPU = "none (CPU)"
-_KEPT_OF_LAUNCH = ("framework", "settings", "mock", "mock_fits", "gpus", "strategy", "tp", "offload", "pp",
+_KEPT_OF_LAUNCH = ("framework", "settings", "mock", "mock_fits", "gpus", "nodes", "strategy", "tp", "offload", "pp",
                    "micro_batches", "schedule", "split")  # fmt: skip
 # Keys that do not change the result.
 _IGNORED = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ftbench.core import lengths
+from ftbench.core import stats
 from ftbench.core.data_formats import Example
 from ftbench.core.units import some
 from ftbench.errors import DataError, SpecError
@@ -225,16 +225,16 @@ def _describe(
 ) -> dict[str, Any]:
     """Return the `dataset` section for the training sequences. Each sample has `sequences` of them."""
     real = [len(sample.ids) for sample in train]
-    padding = lengths.padding_efficiency(real, batch_size * sequences)
-    packing = lengths.packing_efficiency(real, max(dataset.max_length, max(real)))
+    padding = stats.padding_efficiency(real, batch_size * sequences)
+    packing = stats.packing_efficiency(real, max(dataset.max_length, max(real)))
     return {
         "name": dataset.name,
         "samples": len(train) // sequences,
         "eval_samples": evaluation,
         "max_length": dataset.max_length,
         "truncated": sum(len(sample.ids) < sample.full_length for sample in train),
-        "tokens": lengths.describe(real),
-        "tokens_before_truncation": lengths.describe([sample.full_length for sample in train]),
+        "tokens": stats.describe(real),
+        "tokens_before_truncation": stats.describe([sample.full_length for sample in train]),
         "label_tokens": sum(label != IGNORE for sample in train for label in sample.labels[1:]),
         "padding_efficiency": padding,
         "packing_efficiency": packing,
@@ -248,9 +248,9 @@ def _describe_images(samples: Sequence[Tokens], pixels: Pixels) -> dict[str, Any
     sizes = [pixels.size(picture) for sample in samples for picture in sample.pictures]
     return {
         "count": len(sizes),
-        "tokens": lengths.describe([size.tokens for size in sizes]),
+        "tokens": stats.describe([size.tokens for size in sizes]),
         "tiles": sum(size.tiles for size in sizes),
-        "patches": lengths.describe([size.patches // size.tiles for size in sizes for _ in range(size.tiles)]),
+        "patches": stats.describe([size.patches // size.tiles for size in sizes for _ in range(size.tiles)]),
     }
 
 

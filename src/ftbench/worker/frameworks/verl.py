@@ -53,7 +53,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
     }  # fmt: skip
     trainer = {
         "total_epochs": 1, "total_training_steps": train.max_steps,  # the data set repeats the rows
-        "n_gpus_per_node": spec.launch.gpus, "nnodes": 1, "default_local_dir": OUTPUT,
+        "n_gpus_per_node": spec.launch.gpus_of_node, "nnodes": spec.launch.nodes, "default_local_dir": OUTPUT,
         "resume_mode": "disable", "save_freq": -1, "test_freq": -1, "logger": ["console"],
     }  # fmt: skip
     model_settings |= _adapters(method) if method.adapters else {}

@@ -47,7 +47,7 @@ def _store(rank: int, world: int) -> dist.TCPStore:
     except dist.DistNetworkError as error:
         raise MissingError(
             f"rank {rank} cannot connect to the other ranks at MASTER_ADDR={host}, MASTER_PORT={port}: "
-            f"{str(error).strip().splitlines()[0]} Start the run again"
+            f"{str(error).strip().splitlines()[0]} Choose a free port that every node can reach"
         ) from None
 
 

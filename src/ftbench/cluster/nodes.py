@@ -1,0 +1,115 @@
+"""Runs on several machines (nodes): all run the same command on a shared disk, with torchrun's variables.
+
+Node 0 creates the run directory and sends its path to the other nodes, before the ranks start and connect to rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ftbench.errors import MissingError, SpecError
+from ftbench.launch import outcome, process, runner
+from ftbench.launch.checks import command_of, launcher_of
+from ftbench.spec import identity
+from ftbench.spec.experiment import Experiment
+from ftbench.store import rundir, summary
+from ftbench.store.rundir import RunDir
+
+ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
+MEETING_S = 600.0  # longest wait for the other nodes, as in torchrun
+SUMMARY_S = 60.0  # longest wait for node 0's summary after the ranks have ended
+_HELLO_S = 10.0  # longest wait for a line of a connected node
+_RETRY_S = 0.2
+
+
+def number(spec: Experiment) -> int:
+    """Return the number of this node. Raise MissingError if the environment does not define it."""
+    count = spec.launch.nodes
+    node, port = os.environ.get("NODE_RANK") or os.environ.get("SLURM_NODEID", ""), os.environ.get(PORT, "")
+    with suppress(ValueError):
+        if 0 <= int(node) < count and 0 < int(port) < 2**16 and os.environ.get(ADDRESS):
+            return int(node)
+    raise MissingError(
+        f"launch.nodes: each of {count} machines needs {ADDRESS} (the first machine), {PORT} (a free port there) and "
+        f"NODE_RANK (its number, 0 to {count - 1}; SLURM_NODEID works too): set them, or set launch.nodes to 1"
+    )
+
+
+def announce(count: int, path: Path, signals_pipe: int) -> socket.socket:
+    """Send the run directory to all other nodes unless a signal arrives. Return the listening socket, for rank 0."""
+    try:
+        listener = socket.create_server(("", int(os.environ[PORT])))
+    except OSError as error:
+        raise MissingError(f"{PORT} {os.environ[PORT]}: {error.strerror} on node 0; choose a free port") from None
+    joined, end = set[str](), time.monotonic() + MEETING_S
+    while len(joined) < count - 1:
+        ready: list[Any] = select.select([listener, signals_pipe], [], [], max(0.0, end - time.monotonic()))[0]
+        if signals_pipe in ready:
+            break
+        if not ready:
+            listener.close()
+            raise MissingError(
+                f"{count - 1 - len(joined)} of {count} nodes did not join within {MEETING_S:.0f} s: start the same "
+                f"command on each node, with {ADDRESS}, {PORT} and a different NODE_RANK"
+            )
+        line, _ = listener.accept()
+        with line, suppress(OSError):
+            line.settimeout(_HELLO_S)
+            if (node := line.recv(16).decode(errors="replace")) in map(str, range(1, count)):
+                line.sendall(f"{json.dumps(str(path))}\n".encode())
+                joined.add(node)
+    return listener
+
+
+def ask(node: int) -> Path:
+    """Return the run directory from node 0. Raise MissingError if it does not answer as node 0 does."""
+    where, end = (os.environ[ADDRESS], int(os.environ[PORT])), time.monotonic() + MEETING_S
+    while True:
+        try:
+            with socket.create_connection(where, timeout=_HELLO_S) as line, line.makefile("rb") as file:
+                line.sendall(str(node).encode())
+                return Path(json.loads(file.readline(1 << 16)))
+        except (ValueError, TypeError) as error:
+            raise MissingError(
+                f"{ADDRESS}={where[0]}, {PORT}={where[1]} is not a node of ftbench ({error}): choose another {PORT} "
+                "for all nodes"
+            ) from None
+        except OSError as error:
+            if time.monotonic() > end:
+                raise MissingError(
+                    f"node 0 does not answer at {ADDRESS}={where[0]}, {PORT}={where[1]} ({error}): start the same "
+                    "command there, and check that this machine can reach it"
+                ) from None
+        time.sleep(_RETRY_S)
+
+
+def join(
+    spec: Experiment, node: int, described: dict[str, Any], on_start: Callable[[RunDir], None]
+) -> runner.FinishedRun:
+    """Run the ranks of this node in node 0's directory, and return the run after node 0 has written its summary.
+
+    Raise MissingError if the directory is not reachable, SpecError if node 0 trains another spec.
+    """
+    run = RunDir(ask(node))
+    if not (values := rundir.read_json(run.spec_json)):
+        raise MissingError(f"{run.path}: not found on this machine; all nodes need a shared disk for --out")
+    known = {key: value for key, value in values.items() if key in Experiment.model_fields}
+    if identity.fingerprint(Experiment.model_validate(known)) != identity.fingerprint(spec):
+        raise SpecError("node 0 trains another spec: give all nodes the same ftbench, the same file and the same --set")
+    rundir.write_json(run.path / f"machine.node{node}.json", described)
+    on_start(run)
+    variables, log = launcher_of(spec).environment(os.environ, spec), run.path / f"log.node{node}.txt"
+    with process.signals() as signals_pipe:
+        process.run_child(command_of(spec, run), variables, log, signals_pipe)
+    end = time.monotonic() + SUMMARY_S
+    while not run.summary.exists() and time.monotonic() < end:
+        time.sleep(_RETRY_S)
+    return runner.FinishedRun(run, summary.summarise(run), outcome.exit_code(rundir.read_json(run.state)))

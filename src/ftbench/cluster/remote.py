@@ -1,0 +1,52 @@
+"""Functions that Slurm and Ray share: describe a node, train on it, and record a run without a result."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from ftbench.errors import FtbenchError, MissingError
+from ftbench.launch import process, runner
+from ftbench.launch.runner import FinishedRun, Order
+from ftbench.spec.experiment import Experiment
+from ftbench.store import rundir, summary
+from ftbench.store.rundir import RunDir
+from ftbench.sweep.gpu_slots import LocalSlot, RunControl
+
+
+def describe(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the machine.json of this node."""
+    return runner.describe(Experiment.model_validate(values))
+
+
+def train(
+    create_run: Callable[[], RunDir], order: Order, gpu: str | None, shared: bool, notify: Callable[[str], None]
+) -> FinishedRun:
+    """Train on this node in the directory that `create_run` makes. SIGTERM ends the run.
+
+    Raise MissingError if the node has another GPU than `gpu`: the runs of a sweep must be comparable.
+    """
+    if (name := runner.gpu_name(runner.describe(order.spec))) != gpu:
+        raise MissingError(
+            f"this node has {name or 'no GPU'}, but the sweep uses {gpu or 'none'}: request one kind of GPU (Slurm: "
+            "gres, or options: [--constraint=…])"
+        )
+    with process.signals() as stop_pipe:
+        control = RunControl(stop_pipe, None, notify, lambda text: None)
+        return LocalSlot("GPU", shared=shared).train(create_run, order, control)
+
+
+def record(run: RunDir, state: str, reason: str, **more: Any) -> FinishedRun:
+    """Write the state of a run whose node wrote none, unless its result has arrived."""
+    with suppress(FileExistsError):
+        rundir.create_at(run.path)
+    if not rundir.read_json(run.state).get("ended_at"):
+        document = {"schema": rundir.SCHEMA, "state": state, "reason": reason, "ended_at": rundir.now(), **more}
+        rundir.write_json(run.state, document)
+        run.reserve.unlink(missing_ok=True)
+    return finished(run)
+
+
+def finished(run: RunDir) -> FinishedRun:
+    """Return a run that has ended."""
+    summarised = summary.summarise(run)
+    return FinishedRun(run, summarised, 0 if summarised.state == "ok" else FtbenchError.exit_code)
