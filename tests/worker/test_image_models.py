@@ -101,7 +101,6 @@ def test_saving_full_parts_is_rejected():
     ({"method": {"projector": "full"}}, "unsloth trains only adapters: set them to frozen or lora"),
     ({"method": {"load_in_4bit": False, "load_in_fp8": True}},
      "method.load_in_fp8 with method unsloth supports only text"),
-    ({"method": {"tiled_mlp": True}}, "method.tiled_mlp with method unsloth supports only text"),
     ({"optimizations": {"packing": True}}, "optimizations.packing with method unsloth supports only text"),
 ])  # fmt: skip
 def test_text_only_options_of_unsloth_are_rejected(changes, message):

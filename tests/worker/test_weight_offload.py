@@ -7,12 +7,11 @@ import json
 import mmap
 import os
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from conftest import spec_of, train_in
 from ftbench.core.units import GIB
@@ -26,7 +25,6 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
-from ftbench.worker.methods import unsloth
 from ftbench.worker.optimizations import fused_lora, weight_offload
 
 LAYERS = 5
@@ -211,29 +209,6 @@ def test_incompatible_settings_are_errors_with_a_fix(changes, said):
         parts["method"] = spec_of(model={"id": "tiny/gpt-oss"}, method=changes["method"]).method
     assert incompatibilities(spec) == []
     assert any("weight_offload" in told and said in told for told in incompatibilities(spec.model_copy(update=parts)))
-
-
-def test_unsloth_offload_is_verified():
-    values = {"name": "a", "model": {"id": "Qwen/Qwen3-8B"}}
-    plain, saving = (
-        Experiment.model_validate(values | {"method": {"name": "unsloth", **keys}}).method
-        for keys in ({}, {"offload_layers": 35, "offload_embedding": True, "tiled_mlp": True})
-    )
-    asked = {"offload_layers": 35, "offload_embedding": True, "unsloth_tiled_mlp": True}
-    assert (unsloth._memory_savers(plain), unsloth._memory_savers(saving)) == ({}, asked)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(Qwen3Config(num_hidden_layers=1, hidden_size=64, vocab_size=64))
-    assert unsloth._memory_not_saved(model, plain) == []
-    assert [told.split()[2] for told in unsloth._memory_not_saved(model, saving)] == [
-        "offload_layers",
-        "offload_embedding",
-        "tiled_mlp",
-    ]
-    model.model.layers._unsloth_block_swap = object()
-    model.model.layers[0].mlp.forward = MethodType(lambda self, x: x, model)
-    model.model.layers[0].mlp.forward.__func__.__name__ = "tiled_forward"
-    model.model.embed_tokens.to_empty(device="cpu")
-    assert unsloth._memory_not_saved(model, saving) == []
 
 
 @pytest.mark.parametrize("size", [1, 4096, 5000])

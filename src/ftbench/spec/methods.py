@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field
 
 from ftbench.errors import SpecError
 from ftbench.facts import architectures
-from ftbench.spec.base import Experiment, Float, Int, Model, Part, Switch, Word
+from ftbench.spec.base import Experiment, Float, Int, Model, OlderPart, Switch, Word
 from ftbench.spec.reading import read_config
 
 GPT_OSS = "gpt_oss"  # published in MXFP4 (docs/how-to/gpt-oss.md)
@@ -22,7 +22,7 @@ GRANULE = 8  # rank of expert adapters: grouped products need rows of 16 bytes
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class _Method(Part):
+class _Method(OlderPart):
     needs_gpu: ClassVar[bool] = False
     adapters: ClassVar[bool] = False  # whether it trains adapters on frozen weights
 
@@ -207,6 +207,7 @@ class Unsloth(_Adapters):
     """Train adapters with unsloth's kernels."""
 
     needs_gpu: ClassVar[bool] = True
+    removed = ("offload_layers", "offload_embedding", "tiled_mlp")
 
     name: Literal["unsloth"] = "unsloth"
     load_in_4bit: Switch = Field(True, description="quantise the frozen weights to 4 bits")
@@ -214,9 +215,6 @@ class Unsloth(_Adapters):
         "unsloth", description="unsloth: keep layer inputs in host memory; on: torch's checkpointing"
     )
     load_in_fp8: Switch = Field(False, description="quantise the frozen weights to 8-bit floats with one scale per row")
-    offload_layers: Int = Field(0, ge=0, le=1024, description="number of decoder layers that are kept in host memory")
-    offload_embedding: Switch = Field(False, description="keep the embedding in host memory")
-    tiled_mlp: Switch = Field(False, description="compute the MLP in tiles of the sequence: less memory, slower")
     padded: Switch = Field(
         False, description="pad batches; off: unsloth's choice, for most text models one row without padding"
     )
@@ -243,15 +241,12 @@ class Unsloth(_Adapters):
             yield "method.cuda_graphs needs method.block_compile: set it to on"
         if spec.optimizations.packing and spec.optimizations.fixed_shape:
             yield "optimizations.fixed_shape with method unsloth needs one sample per row: set packing to off"
-        if self.offload_layers and self.use_gradient_checkpointing == "off":
-            yield "method.offload_layers needs use_gradient_checkpointing: set it to unsloth or on"
 
     def _of_images(self, spec: Experiment) -> Iterator[str]:
         """Yield the settings of unsloth that do not support images."""
         if "full" in (self.vision, self.projector):
             yield "method.vision and method.projector: unsloth trains only adapters: set them to frozen or lora"
-        savers = ("load_in_fp8", "offload_layers", "offload_embedding", "tiled_mlp")
-        keys = [f"method.{name}" for name in savers if getattr(self, name)]
+        keys = ["method.load_in_fp8"] if self.load_in_fp8 else []
         keys += [f"optimizations.{name}" for name in ("packing", "padding_free") if getattr(spec.optimizations, name)]
         yield from (
             f"{key} with method unsloth supports only text, and {spec.model.id} reads images: set it to off"

@@ -43,9 +43,6 @@ def check_modelled(spec: Experiment) -> None:
         )
     unmeasured = {
         "8-bit weights": (method.load_in_fp8, "method.load_in_fp8=off"),
-        "layers in host memory": (method.offload_layers, "method.offload_layers=0"),
-        "its embedding in host memory": (method.offload_embedding, "method.offload_embedding=off"),
-        "a tiled MLP": (method.tiled_mlp, "method.tiled_mlp=off"),
         "layers that it does not compile": (not method.block_compile, "method.block_compile=on"),
         "CUDA graphs": (method.cuda_graphs, "method.cuda_graphs=off"),
         "more autotuning": (method.compile_maximum, "method.compile_maximum=off"),

@@ -37,7 +37,6 @@ def load(spec: Experiment, source: str) -> Any:
             random_state=method.random_state,
             fix_tokenizer=False,
             use_exact_model_name=True,  # not the 4-bit copy of the model on the hub
-            **_memory_savers(method),
             **loading.hub_arguments(spec.model),
         ),
     )
@@ -49,16 +48,6 @@ def _loader(config: Any) -> Any:
     import unsloth
 
     return unsloth.FastVisionModel if reads_images(config) else unsloth.FastLanguageModel
-
-
-def _memory_savers(method: Any) -> dict[str, Any]:
-    """Return the requested arguments that only later versions of unsloth support."""
-    names = {
-        "offload_layers": "offload_layers",
-        "offload_embedding": "offload_embedding",
-        "tiled_mlp": "unsloth_tiled_mlp",
-    }
-    return {argument: getattr(method, name) for name, argument in names.items() if getattr(method, name)}
 
 
 def _checkpointing(method: Any) -> bool | str:
@@ -99,20 +88,8 @@ def verify(model: Any, spec: Experiment) -> list[str]:
         problems.append("method unsloth: load_in_4bit is off and layers have 4-bit weights")
     if method.load_in_fp8 and not any(map(_in_fp8, model.parameters())):
         problems.append("method unsloth: load_in_fp8 is on and the model lacks 8-bit layers")
-    problems += _memory_not_saved(model, method)
     if not any(_functions(model).values()):
         problems.append("method unsloth: no layer uses unsloth's functions")
-    return problems
-
-
-def _memory_not_saved(model: Any, method: Any) -> list[str]:
-    problems = []
-    if method.offload_layers and not any(hasattr(module, "_unsloth_block_swap") for module in model.modules()):
-        problems.append("method unsloth: offload_layers is on and all layers are on the GPU")
-    if method.offload_embedding and model.get_input_embeddings().weight.device.type != "cpu":
-        problems.append("method unsloth: offload_embedding is on and the embedding is on the GPU")
-    if method.tiled_mlp and not all("tiled" in _function(layer, "mlp", "forward") for layer in decoder_layers(model)):
-        problems.append("method unsloth: tiled_mlp is on and an MLP is not tiled")
     return problems
 
 
