@@ -51,7 +51,8 @@ def announce(count: int, path: Path, signals_pipe: int) -> socket.socket:
         raise MissingError(f"{PORT} {os.environ[PORT]}: {error.strerror} on node 0; choose a free port") from None
     joined, end = set[str](), time.monotonic() + MEETING_S
     while len(joined) < count - 1:
-        ready: list[Any] = select.select([listener, signals_pipe], [], [], max(0.0, end - time.monotonic()))[0]
+        streams: list[Any] = [listener, signals_pipe]
+        ready, _, _ = select.select(streams, [], [], max(0.0, end - time.monotonic()))
         if signals_pipe in ready:
             break
         if not ready:

@@ -179,4 +179,4 @@ def _point(state: Mapping[str, Any]) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5:])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])

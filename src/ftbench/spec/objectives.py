@@ -216,7 +216,7 @@ def reward_problem(reward: str) -> str | None:
         return f"{file}: {file_problem(error)}"
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"{file}: not valid Python: {error}"
-    names = {getattr(node, key, None) for node in nodes for key in ("name", "asname", "id")} - {None}
+    names = {name for node in nodes for key in ("name", "asname", "id") if (name := getattr(node, key, ""))}
     if function in names or "*" in names:
         return None
     return f"{file} has no function {function}{nearest(function, sorted(names))}"
