@@ -10,22 +10,15 @@ import os
 import select
 import socket
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ftbench.errors import MissingError, SpecError
-from ftbench.launch import outcome, process, runner
-from ftbench.launch.checks import command_of, launcher_of
-from ftbench.spec import identity
+from ftbench.errors import MissingError
 from ftbench.spec.experiment import Experiment
-from ftbench.store import rundir, summary
-from ftbench.store.rundir import RunDir
 
 ADDRESS, PORT = "MASTER_ADDR", "MASTER_PORT"
 MEETING_S = 600.0  # longest wait for the other nodes, as in torchrun
-SUMMARY_S = 60.0  # longest wait for node 0's summary after the ranks have ended
 _HELLO_S = 10.0  # longest wait for a line of a connected node
 _RETRY_S = 0.2
 
@@ -90,27 +83,3 @@ def ask(node: int) -> Path:
                     "command there, and check that this machine can reach it"
                 ) from None
         time.sleep(_RETRY_S)
-
-
-def join(
-    spec: Experiment, node: int, described: dict[str, Any], on_start: Callable[[RunDir], None]
-) -> runner.FinishedRun:
-    """Run the ranks of this node in node 0's directory, and return the run after node 0 has written its summary.
-
-    Raise MissingError if the directory is not reachable, SpecError if node 0 trains another spec.
-    """
-    run = RunDir(ask(node))
-    if not (values := rundir.read_json(run.spec_json)):
-        raise MissingError(f"{run.path}: not found on this machine; all nodes need a shared disk for --out")
-    known = {key: value for key, value in values.items() if key in Experiment.model_fields}
-    if identity.fingerprint(Experiment.model_validate(known)) != identity.fingerprint(spec):
-        raise SpecError("node 0 trains another spec: give all nodes the same ftbench, the same file and the same --set")
-    rundir.write_json(run.path / f"machine.node{node}.json", described)
-    on_start(run)
-    variables, log = launcher_of(spec).environment(os.environ, spec), run.path / f"log.node{node}.txt"
-    with process.signals() as signals_pipe:
-        process.run_child(command_of(spec, run), variables, log, signals_pipe)
-    end = time.monotonic() + SUMMARY_S
-    while not run.summary.exists() and time.monotonic() < end:
-        time.sleep(_RETRY_S)
-    return runner.FinishedRun(run, summary.summarise(run), outcome.exit_code(rundir.read_json(run.state)))

@@ -1,13 +1,14 @@
 """One run: check the spec, create the directory, start the worker, watch it, and write the summary."""
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ftbench.core.rows import RunSummary
-from ftbench.errors import MissingError
+from ftbench.errors import MissingError, SpecError
 from ftbench.launch import checks, outcome, process, ranks
 from ftbench.launch.checks import command_of, launcher_of
 from ftbench.launch.progress import Progress, Watchdog
@@ -17,6 +18,8 @@ from ftbench.spec.load import load
 from ftbench.spec.model_argument import spec_text
 from ftbench.store import machine, rundir, summary
 from ftbench.store.rundir import RunDir
+
+SUMMARY_S = 60.0  # longest wait for node 0's summary after the ranks have ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +79,35 @@ def run(
     checks.check_disk(out)
     on_checked(spec, described)
     if node := ranks.node_number(spec):
-        from ftbench.cluster.nodes import join
-
-        return join(spec, node, described, on_start)
+        return _join(spec, node, described, on_start)
     created = rundir.create(out, experiment(spec), identity.slug(spec, gpu_name(described)))
     on_start(created)
     with process.signals() as signals_pipe:
         return execute(created, Order(spec, spec_text(spec_path), sets), described, signals_pipe, on_tick)
+
+
+def _join(spec: Experiment, node: int, described: dict[str, Any], on_start: Callable[[RunDir], None]) -> FinishedRun:
+    """Run the ranks of this node in node 0's directory, and return the run after node 0 has written its summary.
+
+    Raise MissingError if the directory is not reachable, SpecError if node 0 trains another spec.
+    """
+    from ftbench.cluster.nodes import ask
+
+    run = RunDir(ask(node))
+    if not (values := rundir.read_json(run.spec_json)):
+        raise MissingError(f"{run.path}: not found on this machine; all nodes need a shared disk for --out")
+    known = {key: value for key, value in values.items() if key in Experiment.model_fields}
+    if identity.fingerprint(Experiment.model_validate(known)) != identity.fingerprint(spec):
+        raise SpecError("node 0 trains another spec: give all nodes the same ftbench, the same file and the same --set")
+    rundir.write_json(run.path / f"machine.node{node}.json", described)
+    on_start(run)
+    variables, log = launcher_of(spec).environment(os.environ, spec), run.path / f"log.node{node}.txt"
+    with process.signals() as signals_pipe:
+        process.run_child(command_of(spec, run), variables, log, signals_pipe)
+    end = time.monotonic() + SUMMARY_S
+    while not run.summary.exists() and time.monotonic() < end:
+        time.sleep(0.2)
+    return FinishedRun(run, summary.summarise(run), outcome.exit_code(rundir.read_json(run.state)))
 
 
 def experiment(spec: Experiment) -> str:
