@@ -1,5 +1,9 @@
-"""Fixtures of the GPU tests: each list of changes to the spec is trained once, with `ftbench run` as a user starts
-it."""
+"""Fixtures of the GPU tests: each list of changes to the spec is trained once, with `ftbench run` as a user starts it.
+
+`pytest -m gpu tests/gpu` prints at least one line per minute and ends within 9 minutes. Tests that passed at this
+commit (of a clean checkout, or FTBENCH_COMMIT) are not repeated, so the same command resumes.
+`-m "gpu and exhaustive"` runs the rest.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,74 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 
 import pytest
-from methods import LARGE, METHODS, SHARED, SPEC
+from methods import LARGE, METHODS, SHARED, SPEC, no_gpu
 
-SLOW = ("unsloth", "compile", "recipe", "gpt-oss-20b")  # started first, because they take longest
-SIDE_BY_SIDE = max(1, min(6, (os.cpu_count() or 1) // 3))
+from ftbench.store import machine
+
+SIDE_BY_SIDE = max(1, min(8, (os.cpu_count() or 1) // 2))
+QUIET_S, LAST_START_S = 45.0, 500.0  # a line after this time without a result; no test starts later
+# Tests that share the GPU come first, then those that need it for themselves.
+ORDER = ("kernels", "streams", "recipes", "frameworks", "memory", "images", "profile", "probe", "waits")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort the tests, and leave out those that passed at this commit and, unless requested, the exhaustive ones."""
+    ours = [item for item in items if item.path.parent == Path(__file__).parent]
+    if no_gpu() or not ours:
+        return
+    progress = Progress(config)
+    left = [item for item in ours if item.nodeid in progress.passed
+            or (item.get_closest_marker("exhaustive") and "exhaustive" not in config.option.markexpr)]  # fmt: skip
+    config.hook.pytest_deselected(items=left)
+    items[:] = sorted(
+        (item for item in items if item not in left),
+        key=lambda item: ("alone" in item.fixturenames, ORDER.index(item.path.stem.removeprefix("test_")))
+        if item in ours else (True, len(ORDER)),
+    )  # fmt: skip
+    config.pluginmanager.register(progress)
+
+
+class Progress:
+    """Keeps the names of passed tests in a file per commit, prints a line while nothing happens, and ends in time."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        commit = machine.commit() or ""
+        self.file = config.rootpath / ".pytest_cache" / f"gpu-{commit[:12]}.txt"
+        self.keeps = bool(commit) and not commit.endswith("-dirty")
+        self.passed = {*self.file.read_text("utf-8").splitlines()} if self.keeps and self.file.is_file() else set()
+        self.begin = self.printed = time.monotonic()
+        self.out, self.test = os.dup(1), ""  # pytest redirects 1 while a test runs
+
+    def pytest_collection_finish(self) -> None:
+        os.write(self.out, f"{len(self.passed)} tests passed before at this commit\n".encode())
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def watch(self) -> None:
+        while True:
+            time.sleep(1)
+            if time.monotonic() > self.printed + QUIET_S:
+                self.printed = time.monotonic()
+                os.write(self.out, f" {self.printed - self.begin:.0f} s: waiting for {self.test}\n".encode())
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        self.test = item.name
+
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        if time.monotonic() > self.begin + LAST_START_S:
+            item.session.shouldstop = "9 minutes are over: repeat the command for the other tests"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.printed = time.monotonic()
+        if report.when == "call" and report.passed and self.keeps:
+            self.file.parent.mkdir(exist_ok=True)
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid}\n")
 
 
 @pytest.fixture(scope="session")
@@ -40,8 +105,7 @@ def run(request, train):
     """Each list of changes once, several at a time on the same GPU: for everything but speed."""
     pool = ThreadPoolExecutor(SIDE_BY_SIDE)
     asked = dict.fromkeys(sets for item in request.session.items for sets in needed(item))
-    slow_first = sorted(asked, key=lambda sets: not any(word in text for text in sets for word in SLOW))
-    begun = {sets: pool.submit(train, SHARED, *sets) for sets in slow_first}
+    begun = {sets: pool.submit(train, SHARED, *sets) for sets in asked}
 
     def begin(*sets: str) -> Future:
         if sets not in begun:
@@ -55,6 +119,13 @@ def run(request, train):
     once.rest = lambda: wait(begun.values())
     yield once
     pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _begun(request):
+    """Train while the tests of kernels and streams run."""
+    if not no_gpu() and any(map(needed, request.session.items)):
+        request.getfixturevalue("run")
 
 
 def needed(item: pytest.Item) -> list[tuple[str, ...]]:

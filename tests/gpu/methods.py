@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 
-def _no_gpu() -> bool:
+def no_gpu() -> bool:
     if importlib.util.find_spec("torch") is None:
         return True
     import torch
@@ -14,7 +14,7 @@ def _no_gpu() -> bool:
     return not torch.cuda.is_available()
 
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(_no_gpu(), reason="no GPU on this machine")]
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(no_gpu(), reason="no GPU on this machine")]
 
 
 def why(document: dict) -> str:
@@ -22,6 +22,19 @@ def why(document: dict) -> str:
     log = Path(document["run_dir"], "log.txt")
     lines = log.read_text("utf-8", "replace").splitlines() if log.is_file() else []
     return "\n".join([str(document["summary"]["reason"]), *lines[-40:]])
+
+
+def check_figures(code: int, document: dict) -> None:
+    """Assert that a run of SPEC ended well with figures that are possible."""
+    summary = document["summary"]
+    assert (code, summary["state"]) == (0, "ok"), why(document)
+    assert summary["steps"]["total"] == 24
+    assert summary["tokens_per_s"]["real"] > 0
+    memory = summary["memory_gb"]
+    assert 0 < memory["allocated_peak"] <= memory["reserved_peak"] < memory["device_peak"]
+    assert summary["energy"]["joules"] > 0
+    assert summary["model_tflops"] > 0
+    assert summary["mfu"] is None or 0 < summary["mfu"] < 1
 
 
 SPEC = """
@@ -38,7 +51,7 @@ FULL = (  # so that gradients and states dominate the memory
     "optimizations.chunked_loss=256",
 )
 UNEQUAL = "dataset={name: synthetic, samples: 96, length: null, mean_length: 120, max_length: 512}"
-METHODS = {  # the least tried first
+METHODS = {
     "lora": (),
     "recipe-fastest-small": ("recipe=fastest-small",),
     "weight-offload": ("optimizations.gradient_checkpointing=on", "optimizations.weight_offload=on"),
@@ -143,6 +156,23 @@ METHODS = {  # the least tried first
     "gpt-oss-mxfp4": ("model=tiny/gpt-oss", "method={name: qlora, quant_type: mxfp4, experts: on}"),
     "gpt-oss-unsloth": ("model=tiny/gpt-oss", "method=unsloth"),
 }
+# Methods of the ordinary call. The others are `exhaustive`.
+FIRST = (
+    "lora", "qlora", "full", "recipe-fastest", "recipe-fastest-fp8", "recipe-fastest-full", "recipe-fastest-qlora",
+    "recipe-fastest-small", "recipe-small", "recipe-smallest", "recipe-smallest-exact", "recipe-smallest-full",
+    "checkpointing", "weight-offload", "full-unclipped", "full-in-backward", "full-states-away", "checkpoint-offload",
+    "compile", "fp8", "kernels-compile", "kernels-checkpointing", "kernels-fp8-delayed", "fused-lora-compile",
+    "chunked-loss", "varlen", "packing", "experts", "experts-fused", "gpt-oss-attention", "gpt-oss-varlen",
+    "gpt-oss-fastest", "gpt-oss-mxfp4", "unsloth", "unsloth-lora", "unsloth-unequal", "lora-unequal",
+    "unsloth-padded", "gpt-oss-unsloth", "small-8b", "smallest-8b", "smallest-exact-8b", "smallest-full-8b",
+)  # fmt: skip
+
+
+def cases(*names: str) -> list:
+    """Return the names as cases of a test, those outside FIRST marked as exhaustive."""
+    return [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in FIRST)) for name in names]
+
+
 LONG = ("dataset.samples=24", "dataset.length=2048", "dataset.max_length=2048")
 # The memory of a large model is checked for these.
 LARGE = {

@@ -13,7 +13,7 @@ from ftbench.store.steps import read_steps
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(600)]
 
-LLAVA, QWEN25, QWEN3 = MODELS = ("tiny/llava-next", "tiny/qwen2.5-vl", "tiny/qwen3-vl")
+LLAVA, QWEN25, QWEN3 = ("tiny/llava-next", "tiny/qwen2.5-vl", "tiny/qwen3-vl")
 MANY_SIZES = (
     "dataset={name: images, samples: 48, image_size: [120, 90], image_sizes: photographs, mean_length: 20, "
     "max_length: 512}"
@@ -28,12 +28,12 @@ WAYS = {
     "varlen": ("optimizations.padding_free=on", "optimizations.attention=varlen", "optimizations.fused_lora=on"),
     "compile": ("optimizations.compile=on", "optimizations.fixed_shape=on"),
 }
-SAME = [
-    *((LLAVA, name) for name in WAYS),
-    *((model, name) for model in (QWEN25, QWEN3) for name in ("varlen", "compile")),
-]
+FIRST = [(LLAVA, "varlen"), (LLAVA, "compile"), (QWEN3, "varlen")]
+REST = [(LLAVA, name) for name in ("loader", "chunked-loss", "padding-free")]
+REST += [(QWEN25, "varlen"), (QWEN25, "compile"), (QWEN3, "compile")]
+SAME = [*FIRST, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in REST)]
 UNSLOTH = "method={{name: unsloth, load_in_4bit: {}, use_gradient_checkpointing: off}}"
-BY_UNSLOTH = [(LLAVA, "off"), (LLAVA, "on"), (QWEN3, "off")]
+BY_UNSLOTH = [(LLAVA, "off"), pytest.param(LLAVA, "on", marks=pytest.mark.exhaustive), (QWEN3, "off")]
 TRAINED = ("method={name: lora, vision: lora, projector: full}",)
 RECIPES = {"16-bit": ("recipe=fastest-vision",), "8-bit": ("recipe=fastest-vision", "optimizations.fp8=tensorwise")}
 
@@ -44,14 +44,13 @@ def changes(model, data, sets=()):
 
 @pytest.fixture(autouse=True, scope="module")
 def _begun(run):
-    """All of them at once, those that compile first."""
+    """Start most runs at once, those that compile first."""
     for sets in RECIPES.values():
         run.begin(*changes(LLAVA, ONE_A_ROW, sets))
-    for model, name in sorted(SAME, key=lambda pair: pair[1] != "compile"):
+    for model, name in FIRST:
         run.begin(*changes(model, MANY_SIZES, WAYS[name]))
-    for model, bits in BY_UNSLOTH:
-        run.begin(*changes(model, MANY_SIZES, (UNSLOTH.format(bits),)))
-    for model in MODELS:
+    for model in (LLAVA, QWEN3):
+        run.begin(*changes(model, MANY_SIZES, (UNSLOTH.format("off"),)))
         run.begin(*changes(model, MANY_SIZES))
 
 
@@ -96,6 +95,7 @@ def test_the_recipe_learns_what_the_plain_run_learns(summary, name):
     assert fast["loss"]["last"] == pytest.approx(plain["loss"]["last"], rel=0.02 if name == "8-bit" else 0.005)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", [LLAVA, QWEN3])
 def test_an_encoder_and_a_projector_are_trained_too(summary, model):
     plain, whole = summary(model, MANY_SIZES), summary(model, MANY_SIZES, TRAINED)

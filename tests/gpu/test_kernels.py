@@ -17,6 +17,7 @@ adamw, adapted_swiglu, delayed_cast, rms_norm, rotary, swiglu = (
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-6
+pytestmark = [pytest.mark.gpu] * (DEVICE == "cuda")
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 

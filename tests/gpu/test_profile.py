@@ -42,6 +42,10 @@ def ftbench(command: str, folder: Path, *sets: str) -> tuple[int, dict]:
     return ended.returncode, json.loads(ended.stdout)
 
 
+FIRST = ("lora", "fp8", "checkpointing")  # of the ordinary call
+CASES = [pytest.param(kind, marks=[pytest.mark.exhaustive] * (kind not in FIRST)) for kind in KINDS]
+
+
 @pytest.fixture(scope="session")
 def profiled(request, tmp_path_factory):
     """Return the run and the printed document of a profile, made once per kind of training. The runs take turns on
@@ -67,7 +71,7 @@ def profiled(request, tmp_path_factory):
     pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASES)
 def test_nearly_all_of_the_gpus_time_has_a_group(profiled, kind):
     _, document = profiled(kind)
     others = [kernel["name"] for kernel in document["kernels"] if kernel["group"] == "other"]
@@ -81,7 +85,7 @@ def test_nearly_all_of_the_gpus_time_has_a_group(profiled, kind):
     assert ("quantise/dequantise" in shares) == (kind in ("qlora", "fp8"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASES)
 def test_what_the_gpu_did_was_launched_in_a_phase(profiled, kind):
     run, document = profiled(kind)
     phases = {phase["phase"]: phase["device_ms"] for phase in document["phases"]}
@@ -93,7 +97,7 @@ def test_what_the_gpu_did_was_launched_in_a_phase(profiled, kind):
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASES)
 def test_the_gpu_is_busy_for_no_longer_than_a_step_takes(profiled, kind):
     _, document = profiled(kind)
     assert 0 < document["busy_share"] <= 1
@@ -101,7 +105,7 @@ def test_the_gpu_is_busy_for_no_longer_than_a_step_takes(profiled, kind):
     assert document["gpu"] == torch.cuda.get_device_name()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CASES)
 def test_memory_adds_up(profiled, kind):
     run, _ = profiled(kind)
     found = rundir.read_json(run.profile / "memory.json")

@@ -16,9 +16,7 @@ from methods import ON_GPU
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(120)]
 BF16 = torch.finfo(torch.bfloat16).eps
-WHILE = (
-    4_000_000  # clock cycles that the device is kept busy for, about 2 ms: whoever does not wait for it is too early
-)
+WHILE = 20_000_000  # clock cycles that the device is kept busy for, about 10 ms: whoever does not wait is too early
 
 
 @contextmanager

@@ -1,0 +1,83 @@
+"""Each recipe, method and optimization trains on a GPU, is verified, has consistent figures and learns the same."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from methods import METHODS, ON_GPU, SPEC, cases, check_figures
+
+torch = pytest.importorskip("torch", reason="training libraries are not installed")
+pytestmark = [*ON_GPU, pytest.mark.timeout(300)]
+LOSS_TOLERANCE = {"fp8": 0.02, "fp8-rowwise": 0.02, "fused-lora-fp8": 0.02, "fused-lora-fp8-fast": 0.02,
+                  "kernels-fp8": 0.02}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cases(*(name for name in METHODS if "unsloth" not in name)))
+def test_it_trains_and_every_figure_is_there(run, name):
+    check_figures(*run(*METHODS[name]))
+
+
+SAME = (
+    "checkpointing", "compile", "fp8", "fp8-rowwise", "eager", "fused", "chunked-loss", "liger", "compile-dynamic",
+    "selective", "offload", "padding-free", "varlen", "flex", "checkpoint-offload", "small-chunks", "fused-lora",
+    "weight-offload", "weight-offload-chunked", "fused-lora-compile", "fused-lora-dynamic",
+    "fused-lora-fp8", "fused-lora-fp8-fast", "cudnn",
+    "cudnn-compile", "kernels", "kernels-compile", "kernels-checkpointing", "kernels-fp8",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cases(*SAME))
+def test_an_optimization_learns_what_plain_lora_learns(run, name):
+    plain, other = run()[1]["summary"], run(*METHODS[name])[1]["summary"]
+    assert plain["dataset"]["order_hash"] == other["dataset"]["order_hash"]
+    assert other["loss"]["last"] == pytest.approx(plain["loss"]["last"], rel=LOSS_TOLERANCE.get(name, 0.005))
+
+
+PAIRS = {
+    "recipe-fastest-small": "recipe-fastest",  # replayed and not
+    "kernels-fastest": "recipe-fastest", "kernels-qlora": "qlora",
+    "experts-fused": "experts", "gpt-oss-varlen": "gpt-oss-attention", "gpt-oss-flex": "gpt-oss-attention",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cases(*PAIRS))
+def test_it_learns_what_the_same_without_it_learns(run, name):
+    plain, other = run(*METHODS[PAIRS[name]])[1]["summary"], run(*METHODS[name])[1]["summary"]
+    assert plain["dataset"]["order_hash"] == other["dataset"]["order_hash"]
+    for place in ("first", "last"):
+        assert other["loss"][place] == pytest.approx(plain["loss"][place], rel=0.005)
+
+
+def test_every_step_is_a_replay_of_one_graph(run):
+    document = run(*METHODS["recipe-fastest-small"])[1]
+    applied = json.loads(Path(document["run_dir"], "applied.json").read_text())
+    assert applied["cuda_graph_replays"] == document["summary"]["steps"]["total"]
+
+
+@pytest.mark.exhaustive
+def test_fused_lora_saves_time_and_needs_no_more_memory(alone):
+    compiled = alone("optimizations.compile=on", "optimizations.chunked_loss=on")[1]["summary"]
+    fused = alone(*METHODS["fused-lora-compile"])[1]["summary"]
+    assert not [text for each in (compiled, fused) for text in each["warnings"] if "wall clock" in text]
+    assert fused["step_time_s"]["median"] < compiled["step_time_s"]["median"]
+    assert fused["memory_gb"]["allocated_peak"] < 1.03 * compiled["memory_gb"]["allocated_peak"]
+
+
+@pytest.mark.exhaustive
+def test_an_ablation_finds_that_compiling_pays(tmp_path):
+    path = tmp_path / "spec.yaml"
+    path.write_text(SPEC)
+    asked = ["--only", "compile,chunked_loss", "--repeats", "2", "--steps", "20", "--out", str(tmp_path), "--json"]
+    command = [sys.executable, "-m", "ftbench", "ablate", str(path), *asked]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    found = json.loads(ended.stdout)
+    assert ended.returncode == 0
+    variants = {variant["name"]: variant for variant in found["variants"]}
+    assert variants["compile"]["speed_verdict"] == "higher"
+    assert variants["compile"]["break_even_steps"] > 1
+    assert {variant["learning"] for variant in variants.values()} <= {"follows", "cannot tell"}
+    assert found["best"]["changes"]["optimizations.compile"]
