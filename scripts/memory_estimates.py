@@ -21,11 +21,13 @@ sys.path.insert(0, str(ROOT / "src"))
 from ftbench.core.hardware import find_gpu  # noqa: E402
 from ftbench.core.units import change, percent, some  # noqa: E402
 from ftbench.errors import SpecError  # noqa: E402
-from ftbench.estimate.memory.constants import FITTED, Constants, constants  # noqa: E402
-from ftbench.estimate.memory.estimate import (  # noqa: E402
+from ftbench.estimate.memory.estimate import (  # noqa: E402  # noqa: E402
+    FITTED,
     UNSEEN_SPREAD,
+    Constants,
     MemoryEstimate,
     SlackBasis,
+    constants,
     estimate_memory,
     slack_basis_of,
 )
@@ -48,7 +50,7 @@ PROFILED = "qwen3-8b-lora-b4-2386542fdb42-r1"
 
 HEAD = """schema: 1
 # Constants without a formula, fitted by `scripts/memory_estimates.py --fit` to committed runs that are not held out.
-# Their errors are in docs/evidence/memory-estimates.md, their meaning in estimate/memory/constants.py.
+# Their errors are in docs/evidence/memory-estimates.md, their meaning in estimate/memory/estimate.py.
 """
 
 TIERS = ("allocated", "reserved", "device")

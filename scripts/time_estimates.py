@@ -34,8 +34,7 @@ from ftbench.estimate.time.duration import DurationEstimate, estimate_duration  
 from ftbench.estimate.time.history import RunHistory, TimedRun, timed_runs  # noqa: E402
 from ftbench.estimate.time.rates import Term, ideal, limits_of, shipped_coefficients, shipped_terms, step  # noqa: E402
 from ftbench.estimate.time.work import StepWork, step_work  # noqa: E402
-from ftbench.estimate.workload.model import is_rough  # noqa: E402
-from ftbench.estimate.workload.trainable import trainable_shape  # noqa: E402
+from ftbench.estimate.workload.model import is_rough, trainable_shape  # noqa: E402
 from ftbench.store.summary import optimizations_on  # noqa: E402
 
 PAGE, FACTS = ROOT / "docs/evidence/time-estimates.md", ROOT / "src/ftbench/facts/durations.yaml"

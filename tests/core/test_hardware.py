@@ -2,7 +2,7 @@ import pytest
 
 from ftbench.core.hardware import find_gpu, gpus, supports_fp8
 from ftbench.errors import SpecError
-from ftbench.estimate.gpu_selection import gpu_named
+from ftbench.estimate.gpus import gpu_named
 
 
 @pytest.mark.parametrize(

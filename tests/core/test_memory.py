@@ -12,9 +12,9 @@ from ftbench.core.hardware import cublas_workspace
 from ftbench.estimate.memory import layer, loss, transient, weights
 from ftbench.estimate.memory.phases import MemoryCase, peak, phases, resident
 from ftbench.estimate.workload.largest import BatchShape
+from ftbench.estimate.workload.model import adapter_parameters
 from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.estimate.workload.sharding import Sharding, sharding_of
-from ftbench.estimate.workload.trainable import adapter_parameters
 from ftbench.facts import architectures
 from ftbench.families import describe
 from ftbench.families.shape import ModelShape

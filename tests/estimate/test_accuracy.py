@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ftbench.estimate.memory.constants import FITTED, constants
-from ftbench.estimate.memory.estimate import MEASURED
+from ftbench.estimate.memory.estimate import FITTED, MEASURED, constants
 from ftbench.estimate.workload.model import shape_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))

@@ -32,7 +32,7 @@ from ftbench.estimate.time.rates import shipped_coefficients, step
 from ftbench.estimate.time.work import step_work
 from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.lengths import lengths_of
-from ftbench.estimate.workload.trainable import trainable_shape
+from ftbench.estimate.workload.model import trainable_shape
 from ftbench.facts import read_facts
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir

@@ -17,17 +17,16 @@ from ftbench.core.hardware import find_gpu, gpus
 from ftbench.errors import SpecError
 from ftbench.estimate import api
 from ftbench.estimate.estimates import EstimateRequest, estimate
-from ftbench.estimate.memory.capacity import capacity
-from ftbench.estimate.memory.constants import constants
-from ftbench.estimate.memory.estimate import Band, estimate_memory, verdict_of
+from ftbench.estimate.gpus import capacity
+from ftbench.estimate.memory.estimate import Band, constants, estimate_memory, verdict_of
 from ftbench.estimate.memory.largest_batch import largest_batch
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.rates import STATES, WEIGHTS, step
 from ftbench.estimate.time.work import StepWork
 from ftbench.estimate.workload.largest import BatchShape, Largest, largest
 from ftbench.estimate.workload.lengths import sample_lengths
+from ftbench.estimate.workload.model import trainable_shape
 from ftbench.estimate.workload.sharding import on_gpus
-from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.facts import architectures
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.experiment import Experiment

@@ -20,8 +20,7 @@ from ftbench.core.units import GIB
 from ftbench.errors import SpecError
 from ftbench.estimate.api import memory_problem
 from ftbench.estimate.estimates import EstimateRequest, estimate
-from ftbench.estimate.memory.constants import constants
-from ftbench.estimate.memory.estimate import estimate_memory
+from ftbench.estimate.memory.estimate import constants, estimate_memory
 from ftbench.estimate.memory.phases import GATHERED, MemoryCase, peak, phases
 from ftbench.estimate.memory.share import gathered, share
 from ftbench.estimate.recommend import request as recommend
@@ -34,9 +33,9 @@ from ftbench.estimate.time.work import update
 from ftbench.estimate.workload.batches import batches_of
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.lengths import Lengths
+from ftbench.estimate.workload.model import trainable_shape
 from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.estimate.workload.sharding import Sharding, on_gpus, rank_batch, rank_model, sharding_of
-from ftbench.estimate.workload.trainable import trainable_shape
 from ftbench.facts import architectures
 from ftbench.families import describe
 from ftbench.spec.experiment import Experiment, Launch

@@ -14,12 +14,11 @@ from trl import DPOConfig, DPOTrainer
 from conftest import spec_of
 from ftbench.core.hardware import find_gpu
 from ftbench.errors import DataError, NotAppliedError
-from ftbench.estimate.memory.constants import constants
-from ftbench.estimate.memory.estimate import estimate_memory
+from ftbench.estimate.memory.estimate import constants, estimate_memory
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.time.work import step_work
 from ftbench.estimate.workload.batches import batches_of
-from ftbench.estimate.workload.trainable import trainable_shape
+from ftbench.estimate.workload.model import trainable_shape
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rates import of_steps
 from ftbench.store.rundir import read_json

@@ -10,8 +10,8 @@ from shapes import SHAPES, config_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftbench.errors import SpecError
+from ftbench.estimate.workload.model import adapter_parameters
 from ftbench.estimate.workload.plan import targets
-from ftbench.estimate.workload.trainable import adapter_parameters
 from ftbench.families import describe
 from ftbench.store.rundir import read_json
 from ftbench.worker.model.packed_samples import isolate_packed_samples

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from conftest import spec_of
 from ftbench.core import flops
 from ftbench.errors import SpecError
-from ftbench.estimate.workload.trainable import trainable_shape
+from ftbench.estimate.workload.model import trainable_shape
 from ftbench.facts import architectures
 from ftbench.families import FAMILIES, describe
 from ftbench.worker import methods

@@ -10,7 +10,7 @@ from typing import Any
 from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import FtbenchError
-from ftbench.estimate.memory.capacity import capacity, machine_gpu
+from ftbench.estimate.gpus import capacity, machine_gpu
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
 from ftbench.estimate.memory.largest_batch import MemoryCache, largest_batch
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration

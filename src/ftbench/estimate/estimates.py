@@ -10,8 +10,7 @@ from ftbench.core.hardware import Gpu
 from ftbench.core.units import gibibytes
 from ftbench.errors import SpecError
 from ftbench.estimate import text
-from ftbench.estimate.gpu_selection import ALL, gpus_named
-from ftbench.estimate.memory.capacity import machine_gpu, probed
+from ftbench.estimate.gpus import ALL, gpus_named, machine_gpu, probed
 from ftbench.estimate.memory.estimate import VERDICTS, estimate_memory
 from ftbench.estimate.memory.largest_batch import largest_batch
 from ftbench.estimate.records import GpuEstimate, Scope, as_document

@@ -8,8 +8,7 @@ from ftbench.core import units
 from ftbench.core.hardware import Gpu
 from ftbench.core.table import folded, text_table
 from ftbench.errors import SpecError
-from ftbench.estimate.memory.constants import constants
-from ftbench.estimate.memory.estimate import SHARDED_SPREAD, MemoryEstimate, estimate_memory
+from ftbench.estimate.memory.estimate import SHARDED_SPREAD, MemoryEstimate, constants, estimate_memory
 from ftbench.estimate.recommend.candidates import Way
 from ftbench.estimate.time.duration import MEASURED, DurationEstimate, estimate_duration
 from ftbench.estimate.time.history import RunHistory

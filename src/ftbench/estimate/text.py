@@ -9,7 +9,7 @@ from ftbench.core.hardware import Gpu
 from ftbench.core.stats import grouped_by
 from ftbench.core.table import folded, text_table
 from ftbench.core.units import JOULES_PER_KWH, gibibytes
-from ftbench.estimate.memory.capacity import RESERVE
+from ftbench.estimate.gpus import RESERVE
 from ftbench.estimate.memory.estimate import HOST, VERDICTS, Band, MemoryEstimate
 from ftbench.estimate.records import GpuEstimate, Scope, cost_of_1k, totals
 from ftbench.estimate.time.communication import BUBBLE, COMMUNICATION, OFFLOADED

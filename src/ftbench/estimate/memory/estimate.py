@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Literal
 
 from ftbench.core.hardware import MODERN, Gpu, cublas_workspace
 from ftbench.core.units import GIB
 from ftbench.errors import SpecError
+from ftbench.estimate.gpus import RESERVE, Capacity, capacity
 from ftbench.estimate.memory import loss
-from ftbench.estimate.memory.capacity import RESERVE, Capacity, capacity
-from ftbench.estimate.memory.constants import Constants, constants
 from ftbench.estimate.memory.phases import GATHERED, MemoryCase, Parts, checkpoints_on_host, peak, phases
 from ftbench.estimate.memory.share import offloaded
 from ftbench.estimate.memory.weights import fetched_head, kept_by, on_host, optimizer_state, paged_state
@@ -19,13 +19,14 @@ from ftbench.estimate.workload.largest import BatchShape, Largest, largest
 from ftbench.estimate.workload.model import check_modelled, is_rough, shape_of
 from ftbench.estimate.workload.plan import plan_of
 from ftbench.estimate.workload.sharding import rank_model, rank_shape, sharding_of
+from ftbench.facts import read_facts
 from ftbench.spec.experiment import Experiment, resolve
 
 Verdict = Literal["fits", "uncertain", "does not fit"]
 VERDICTS: tuple[Verdict, ...] = ("fits", "uncertain", "does not fit")
 
 # Half-widths of the range, as shares of the expected value, for cases without committed runs. The range of others is
-# fitted (memory/constants.py, docs/evidence/memory-estimates.md).
+# fitted (memory/estimate.py, docs/evidence/memory-estimates.md).
 SHARDED_SPREAD = 0.15  # for strategies without a measured run; less below, because states are known exactly
 SHARDED_BELOW = 0.1
 ROUGH_SPREAD = 0.2  # for specs that `is_rough`
@@ -38,6 +39,40 @@ NCCL, NCCL_MORE = 0.5, 1.0  # GiB outside the allocator: buffers of NCCL's chann
 HOST = 1.9  # GiB of host memory of a run without offloading: median of 193 in results/h200, 1.6 to 2.3
 POOL_LEAST = 0.025  # share of the tensors that the pool may hold in addition in any run
 SEGMENTS = 0.1  # GiB unused in the pool's segments of 2 and 20 MiB, even for small models
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Constants of `facts/estimator.yaml`.
+
+    `allocated_factor` multiplies the sum of the terms. `context_gib` is the memory of the driver and the CUDA context.
+    The others describe the unused part of the allocator's pool: a share of the logits' blocks, GiB for
+    compiled graphs, a share of the activations if batches vary in shape, and a share of the optimizer's temporary
+    tensors if its step takes as much as the backward pass. 90 % of the fitted runs are within `allocated_range` (a
+    share of their tensors) and within `pool_range` (a share of the widest difference that the pool may have). `runs`
+    were used for the fit. Runs of `strategies` on several GPUs agree with the estimate."""
+
+    allocated_factor: float
+    context_gib: float
+    logits_share: float
+    compiled_gib: float
+    varying_share: float
+    optimizer_share: float
+    allocated_range: float
+    pool_range: float
+    runs: tuple[str, ...] = ()
+    strategies: tuple[str, ...] = ()
+
+
+FITTED = tuple(field.name for field in fields(Constants) if field.name not in ("runs", "strategies"))
+
+
+@cache
+def constants() -> Constants:
+    """Return the shipped constants."""
+    values: dict[str, Any] = read_facts("estimator.yaml")
+    lists: dict[str, Any] = {name: tuple(values.get(name, ())) for name in ("runs", "strategies")}
+    return Constants(**lists | {name: float(values[name]) for name in FITTED})
 
 
 @dataclass(frozen=True, slots=True)

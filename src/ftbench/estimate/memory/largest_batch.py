@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ftbench.core.hardware import MODERN, Gpu, capability_of, cublas_workspace
-from ftbench.estimate.memory.capacity import RESERVE, capacity
+from ftbench.estimate.gpus import RESERVE, capacity
 from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory, verdict_of
 from ftbench.spec.experiment import Experiment, resolve
 

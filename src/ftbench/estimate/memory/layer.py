@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from ftbench.estimate.memory.weights import groups
 from ftbench.estimate.workload.largest import BatchShape
+from ftbench.estimate.workload.model import expert_adapter
 from ftbench.estimate.workload.plan import Attention, TrainingPlan
-from ftbench.estimate.workload.trainable import expert_adapter
 from ftbench.families.shape import Layer, Linear, Norm
 
 FLOAT, INDEX = 4, 8  # bytes

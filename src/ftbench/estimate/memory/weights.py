@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ftbench.core.stats import grouped_by
+from ftbench.estimate.workload.model import adapter_parameters, trained_vision, vision_adapter_parameters
 from ftbench.estimate.workload.plan import TrainingPlan
-from ftbench.estimate.workload.trainable import adapter_parameters, trained_vision, vision_adapter_parameters
 from ftbench.families.shape import Layer, ModelShape
 
 ALIGNED = 64  # columns that fused_lora widens by (kernels/adapter_products.py)

@@ -13,6 +13,7 @@ from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.recommend.candidates import Way, launches, same_kind, ways, with_batch
+from ftbench.estimate.recommend.spec_file import same_recipe
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.time.rates import limits_of
@@ -26,7 +27,7 @@ Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = ("speed", "cost", "energy", "memory")
 PACKED = 0.1  # relative difference allowed between the samples of a packed step and the effective batch
 NO_ROWS = "no number of packed rows holds as many samples as a step has (--effective-batch)"
-_PROMISING = 8  # best ways that are estimated with other lengths
+_PROMISING = 4  # best ways that are estimated with other lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def recommend(
 
 def _promising(tried: Sequence[tuple[Way, Option | str]], kept: Sequence[Option]) -> tuple[tuple[Way, bool], ...]:
     """Return the ways that may be the best with other lengths or batches, and whether they fit: the best ones, the one
-    with the least memory of each method, and those that do not fit or have no row for a step."""
+    with the least memory of each method, recipes that do not fit, and ways that have no row for a step."""
     leanest: dict[str, Option] = {}
     for option in sorted(kept, key=lambda option: option.memory.device.expected):
         leanest.setdefault(option.spec.method.name, option)
@@ -145,7 +146,7 @@ def _promising(tried: Sequence[tuple[Way, Option | str]], kept: Sequence[Option]
     for way, outcome in tried:
         if id(outcome) in chosen or outcome == NO_ROWS:
             promising[id(way)] = way, True
-        elif isinstance(outcome, str) and outcome.startswith(("does not fit", "may not fit")):
+        elif isinstance(outcome, str) and "not fit" in outcome and same_recipe(way.spec):
             promising.setdefault(id(way), (way, False))
     return tuple(promising.values())
 

@@ -11,8 +11,7 @@ from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.core.units import parse_seconds
 from ftbench.errors import SpecError
 from ftbench.estimate.estimates import MOST_SAMPLES
-from ftbench.estimate.gpu_selection import gpus_named
-from ftbench.estimate.memory.capacity import probed
+from ftbench.estimate.gpus import gpus_named, probed
 from ftbench.estimate.recommend.ranking import (
     OBJECTIVES,
     Goal,

@@ -12,9 +12,9 @@ from operator import add
 from ftbench.core import pipeline
 from ftbench.estimate.time.rates import Ceilings
 from ftbench.estimate.workload.batches import Batch
+from ftbench.estimate.workload.model import TrainableShape
 from ftbench.estimate.workload.plan import TrainingPlan, plan_of
 from ftbench.estimate.workload.sharding import Sharding, sharding_of
-from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.spec.experiment import Experiment
 
 COMMUNICATION, OFFLOADED, BUBBLE = "communication", "offloaded", "bubble"  # the names of the terms

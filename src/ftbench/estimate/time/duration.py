@@ -23,10 +23,9 @@ from ftbench.estimate.time.communication import (
 from ftbench.estimate.time.history import RunHistory, TimedRun
 from ftbench.estimate.time.rates import Ceilings, Step, ideal, limits_of, step
 from ftbench.estimate.workload.batches import batches_of, concatenates, per_step
-from ftbench.estimate.workload.model import check_modelled, is_rough
+from ftbench.estimate.workload.model import TrainableShape, check_modelled, is_rough
 from ftbench.estimate.workload.plan import plan_of
 from ftbench.estimate.workload.sharding import rank_batch, sharding_of
-from ftbench.estimate.workload.trainable import TrainableShape
 from ftbench.facts import read_facts
 from ftbench.spec.experiment import Experiment, resolve
 

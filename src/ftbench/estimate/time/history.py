@@ -16,11 +16,9 @@ from ftbench.errors import SpecError
 from ftbench.estimate.time.rates import shipped_coefficients
 from ftbench.estimate.time.work import StepWork, step_work
 from ftbench.estimate.workload.batches import Batch, concatenates, mean_batch
-from ftbench.estimate.workload.images import lengths_with_images
 from ftbench.estimate.workload.lengths import Lengths, lengths_of
-from ftbench.estimate.workload.model import check_modelled, shape_of
+from ftbench.estimate.workload.model import TrainableShape, check_modelled, shape_of, trainable_shape
 from ftbench.estimate.workload.sharding import sharding_of
-from ftbench.estimate.workload.trainable import TrainableShape, trainable_shape
 from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
@@ -117,6 +115,8 @@ class RunHistory:
 def _lengths_with_images(spec: Experiment) -> Lengths | None:
     with suppress(SpecError):  # the shape of the model is not known
         if (vision := shape_of(spec.model).vision) is not None:
+            from ftbench.estimate.workload.images import lengths_with_images
+
             return lengths_with_images(spec, vision)
     return None
 
@@ -215,12 +215,15 @@ def timed_run(run: RunDir) -> TimedRun | None:
 def _invalid(run: RunDir, summary: dict[str, Any]) -> str:
     """Return why the speed of a run is not valid: other processes used the machine, or its numbers diverged."""
     from ftbench.store.steps import has_nan
-    from ftbench.store.summary import read_summary
 
     if summary.get("contention", {}).get("contended"):
         return "contended run"
     suspect = has_nan(run.steps) or summary.get("learning", {}).get("state") == rundir.NOT_FINITE
-    return "diverged run" if suspect and read_summary(run)["state"] != "ok" else ""
+    if not suspect:
+        return ""
+    from ftbench.store.summary import read_summary  # rarely needed
+
+    return "diverged run" if read_summary(run)["state"] != "ok" else ""
 
 
 def is_steady(summary: dict[str, Any]) -> bool:

@@ -9,9 +9,9 @@ from ftbench.core.flops import vision_per_patch
 from ftbench.estimate.memory.share import FLOAT, share
 from ftbench.estimate.memory.weights import fetched_head, kept_by, matrices, optimizer_state
 from ftbench.estimate.workload.batches import Batch
+from ftbench.estimate.workload.model import TrainableShape, vision_matmul
 from ftbench.estimate.workload.plan import DTYPE_BYTES, Fused, TrainingPlan, is_upcast, plan_of
 from ftbench.estimate.workload.sharding import sharding_of
-from ftbench.estimate.workload.trainable import TrainableShape, vision_matmul
 from ftbench.families.shape import Layer
 from ftbench.families.vision import VisionShape
 from ftbench.spec.experiment import Experiment

@@ -2,17 +2,23 @@
 
 It is exact for synthetic data and a bound for real data."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import nsmallest
+from typing import TYPE_CHECKING
 
 from ftbench.estimate.workload.batches import Layout, layout_of
-from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import FileLengths, expected_longest, file_basis, file_lengths, sample_lengths
 from ftbench.families.vision import NOTHING, ImageSize, VisionShape
 from ftbench.spec.batches import DEFAULT_SIGMA, SHORTEST, packed
 from ftbench.spec.datasets import DATASETS, Dataset
 from ftbench.spec.experiment import Experiment
+
+if TYPE_CHECKING:
+    from ftbench.estimate.workload.images import KnownSamples
 
 _UNLIKELY = 0.05  # probability that the longest sample is shorter than at the low end of the range
 
@@ -51,8 +57,11 @@ class Largest:
 def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
     """Return the largest batch of a spec by positions; `vision` describes the model's image encoder."""
     file = _file(spec)
-    if vision is not None and (known := known_samples(spec, vision)) is not None:
-        return _largest_with_images(known, layout_of(spec))
+    if vision is not None:
+        from ftbench.estimate.workload.images import known_samples
+
+        if (known := known_samples(spec, vision)) is not None:
+            return _largest_with_images(known, layout_of(spec))
     return _largest(spec.dataset, layout_of(spec), file)
 
 
@@ -95,7 +104,7 @@ def _whole(layout: Layout, lengths: Sequence[int]) -> bool:
 
     This is true if every sample has max_length tokens. It is also true if each row has one sample (packing is off, or
     no two samples fit) and is padded to a fixed length (worker/data/collate.py, `_concatenated`)."""
-    two = sum(sorted(lengths)[:2]) if len(lengths) > 1 else 2 * layout.max_length
+    two = sum(nsmallest(2, lengths)) if len(lengths) > 1 else 2 * layout.max_length
     filled = layout.flat and layout.fixed and (not layout.packing or two > layout.max_length)
     return min(lengths) == layout.max_length or filled
 
@@ -103,6 +112,8 @@ def _whole(layout: Layout, lengths: Sequence[int]) -> bool:
 @lru_cache(maxsize=1024)
 def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) -> Largest:
     lengths, basis = sample_lengths(dataset, layout.sequences)
+    if lengths is not None and dataset.length is not None and not layout.packing:
+        lengths = lengths[: max(2, layout.size)]  # all are equal
     least = None
     if file is not None:
         basis = file_basis(dataset, file)

@@ -1,12 +1,18 @@
-"""The shape of a spec's model, from the shipped facts or a local config.json."""
+"""The shape of a spec's model, from the shipped facts or a local config.json, with its trained parameters."""
 
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 
+from ftbench.core.flops import MatmulShape, VisionMatmulShape
 from ftbench.errors import SpecError
+from ftbench.estimate.workload.plan import TrainingPlan, targets
+from ftbench.estimate.workload.sharding import Sharding, rank_model, sharding_of
 from ftbench.facts import architectures
 from ftbench.families import UnknownFamilyError, describe
-from ftbench.families.shape import ModelShape
+from ftbench.families.shape import Layer, ModelShape
+from ftbench.families.vision import VisionShape
 from ftbench.spec.base import nearest
 from ftbench.spec.experiment import Experiment, Model
 from ftbench.spec.methods import Unsloth
@@ -93,3 +99,143 @@ def shape_of(model: Model) -> ModelShape:
 @cache
 def _known(name: str) -> ModelShape:
     return describe(architectures()[name])
+
+
+@dataclass(frozen=True, slots=True)
+class Linears:
+    """Linear layers of a model as one token uses them: their number and the sums of their widths."""
+
+    count: int
+    inputs: int
+    outputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainableShape:
+    """A model with a method.
+
+    `linears` are all linear layers, `adapters` those with adapters. A token uses `expert_matmul` parameters of the
+    experts. `inner`, `heads` and `query_key` are sums over all layers: the widths of gated products per token,
+    attention heads, and queries and keys. `moe_layers` is the number of layers with experts."""
+
+    model: ModelShape
+    matmul: MatmulShape
+    linears: Linears
+    adapters: Linears
+    trained: int
+    expert_matmul: int
+    inner: int
+    heads: int
+    query_key: int
+    moe_layers: int
+
+
+def trainable_shape(spec: Experiment) -> TrainableShape:
+    """Return the parameters that one GPU trains, and the products per token.
+
+    The worker counts the same on the live model (`worker/measure/effective_config.py`), and a test compares both. Raise
+    SpecError if the shape of the model is not known."""
+    method, sharding = spec.method, sharding_of(spec.launch)
+    model = rank_model(shape_of(spec.model), sharding)
+    return _trainable(model, targets(method, model), getattr(method, "rank", 0), sharding)
+
+
+@lru_cache(maxsize=256)
+def _trainable(model: ModelShape, names: frozenset[str], rank: int, sharding: Sharding) -> TrainableShape:
+    """Return the trainable shape. `rank` 0 trains all weights. The experts of a token are spread over the GPUs."""
+    full = not rank
+    reached = _summed(model, lambda layer: _adapted(layer, names))
+    experts = model.summed(
+        lambda layer: layer.expert_matrices * layer.experts.active // layer.experts.count if layer.experts else 0
+    )
+    experts //= sharding.experts
+    others = model.summed(lambda layer: layer.matrices + layer.parameters["router"] - layer.router_biases)
+    base, head = model.linear_parameters + experts + others, model.vocab * model.hidden // model.head_parts
+    return TrainableShape(
+        model=model,
+        matmul=MatmulShape(base, base if full else 0, head, head if full else 0,
+                           rank * (reached.inputs + reached.outputs),
+                           tuple((layer.query + layer.output) // 2 for layer in model.layers),
+                           tuple(layer.window for layer in model.layers)),
+        linears=_summed(model, _used),
+        adapters=reached,
+        trained=model.total if full else adapter_parameters(model, names, rank),
+        expert_matmul=experts,
+        inner=model.summed(lambda each: each.inner + (each.experts.active * each.experts.inner if each.experts else 0)),
+        heads=model.summed(lambda layer: layer.heads),
+        query_key=model.summed(lambda layer: layer.query + layer.key),
+        moe_layers=model.summed(lambda layer: layer.experts is not None),
+    )  # fmt: skip
+
+
+def adapter_parameters(model: ModelShape, names: frozenset[str], rank: int) -> int:
+    """Return the trained parameters of LoRA: r (in + out) for each targeted matrix (Hu et al. 2021).
+
+    Each expert has adapters for gate and up together, and for down."""
+    return rank * model.summed(
+        lambda layer: (
+            sum(linear.inputs + linear.outputs for linear in layer.reached(names))
+            + (layer.experts.count * expert_adapter(layer) if layer.experts and "experts" in names else 0)
+        )
+    )
+
+
+def expert_adapter(layer: Layer) -> int:
+    """Return the sum of inputs and outputs of one expert's two fused matrices."""
+    assert layer.experts is not None
+    return (layer.hidden + 2 * layer.experts.inner) + (layer.experts.inner + layer.hidden)
+
+
+def _used(layer: Layer) -> list[tuple[int, int]]:
+    """Return inputs and outputs of a layer's matrices as a token uses them, with its experts as one."""
+    inner = layer.experts.inner * layer.experts.active if layer.experts else 0
+    gated = [(layer.hidden, inner), (layer.hidden, inner), (inner, layer.hidden)] if inner else []
+    return [(linear.inputs, linear.outputs) for linear in layer.linears] + gated
+
+
+def _adapted(layer: Layer, names: frozenset[str]) -> list[tuple[int, int]]:
+    reached = [(linear.inputs, linear.outputs) for linear in layer.reached(names)]
+    if layer.experts is None or "experts" not in names:
+        return reached
+    h, i, active = layer.hidden, layer.experts.inner, layer.experts.active
+    return reached + [(h, 2 * i), (i, h)] * active
+
+
+def _summed(model: ModelShape, matrices: Callable[[Layer], list[tuple[int, int]]]) -> Linears:
+    """Return the sums of some matrices over the model."""
+    counted = [(count, matrices(layer)) for layer, count in model.kinds]
+    inputs, outputs = (sum(count * sum(pair[side] for pair in pairs) for count, pairs in counted) for side in (0, 1))
+    return Linears(sum(count * len(pairs) for count, pairs in counted), inputs, outputs)
+
+
+def vision_adapter_parameters(vision: VisionShape, plan: TrainingPlan) -> int:
+    """Return the parameters of the adapters on encoder and projector: r (in + out) of each matrix."""
+    encoder = vision.layers * _sides(vision.matrices) if plan.vision == "lora" else 0
+    return plan.rank * (encoder + (_sides(vision.merging) if plan.projector == "lora" else 0))
+
+
+def trained_vision(vision: VisionShape, plan: TrainingPlan) -> int:
+    """Return the parameters of the fully trained parts."""
+    encoder = vision.encoder if plan.vision == "full" else 0
+    return encoder + (vision.projector if plan.projector == "full" else 0)
+
+
+def vision_matmul(vision: VisionShape, plan: TrainingPlan) -> VisionMatmulShape:
+    """Return the products per patch in encoder and projector, as the worker counts them on the live model."""
+    share, layers = 1 / vision.merge**2, vision.layers
+    encoder = vision.values * vision.hidden + layers * _weights(vision.matrices)
+    projector = _weights(vision.merging) * share
+    ranks = [plan.rank * _sides(matrices) for matrices in (vision.matrices, vision.merging)]
+    return VisionMatmulShape(
+        encoder, encoder if plan.vision == "full" else 0, layers * ranks[0] if plan.vision == "lora" else 0,
+        projector, projector if plan.projector == "full" else 0,
+        ranks[1] * share if plan.projector == "lora" else 0, vision.hidden, vision.windows,
+    )  # fmt: skip
+
+
+def _weights(matrices: Sequence[tuple[int, int]]) -> int:
+    return sum(inputs * outputs for inputs, outputs in matrices)
+
+
+def _sides(matrices: Sequence[tuple[int, int]]) -> int:
+    return sum(inputs + outputs for inputs, outputs in matrices)
