@@ -24,10 +24,9 @@ from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
-from ftbench.spec.load import load, recipe, shipped_recipes
+from ftbench.spec.load import load, recipe, recipes, shipped_recipes
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.prices import load_prices
-from ftbench.spec.recipes import recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = {"name": "night", "model": {"id": "Qwen/Qwen3-8B", "weights": "random"}, "method": {"name": "lora", "rank": 16},

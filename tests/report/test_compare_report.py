@@ -25,8 +25,7 @@ from ftbench.report.data import axes
 from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, merge_repeats, runs_of, with_axes
 from ftbench.report.formats import cell, csv_text
-from ftbench.spec.load import recipe
-from ftbench.spec.recipes import FOLDER
+from ftbench.spec.load import FOLDER, recipe
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from made_runs import H200, MAX_Q, OOM, RESULTS, gpu, make_run, method, steps

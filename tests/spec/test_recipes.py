@@ -5,9 +5,8 @@ import pytest
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import resolve
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
-from ftbench.spec.load import load
+from ftbench.spec.load import load, recipes
 from ftbench.spec.optimizations import compute
-from ftbench.spec.recipes import recipes
 from ftbench.spec.sweep import cells
 
 H200 = (9, 0)

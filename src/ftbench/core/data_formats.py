@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from ftbench.core.units import some
 from ftbench.errors import DataError
@@ -22,6 +22,13 @@ MARKER = "<image>"  # placeholder for an image in a text, as in LLaVA's data
 _IMAGES = ("image", "images")
 _QUESTIONS = ("question", "prompt")
 _ANSWERS = ("answer", "text", "caption", "label", "labels")
+# The columns that identify a format. The first one that fits counts.
+_DETECTED: tuple[tuple[str, set[str]], ...] = (
+    ("messages", {"messages"}), ("messages", {"conversations"}), ("prompt-completion", {"prompt", "completion"}),
+    ("alpaca", {"instruction", "output"}),
+    *(("image-text", {image, answer}) for image in _IMAGES for answer in _ANSWERS),
+    ("question-answer", {"question", "answer"}), ("text", {"text"}),
+)  # fmt: skip
 _ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user", "assistant", "system", "tool")}
 
 
@@ -65,21 +72,17 @@ def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
         DataError: The columns fit no format, or not the objective.
     """
     names = set(columns)
+    found = ", ".join(sorted(map(str, names))) or "none"
     preferred = {"chosen", "rejected"} <= names
+    if pairs and not preferred:
+        raise DataError(
+            f"{where}: objective dpo needs columns chosen and rejected, but the columns are {found}: name them with "
+            "dataset.columns={prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}, or set objective to sft"
+        )
     if pairs:
-        return "preference" if preferred else _no_pairs(names, where)
-    if {"messages", "conversations"} & names:
-        return "messages"
-    if {"prompt", "completion"} <= names:
-        return "prompt-completion"
-    if {"instruction", "output"} <= names:
-        return "alpaca"
-    if set(_IMAGES) & names and set(_ANSWERS) & names:
-        return "image-text"
-    if {"question", "answer"} <= names:
-        return "question-answer"
-    if "text" in names:
-        return "text"
+        return "preference"
+    if name := next((name for name, needed in _DETECTED if needed <= names), None):
+        return name
     if preferred:
         raise DataError(
             f"{where}: the rows are preference pairs: set objective to dpo, or train on the chosen answers with "
@@ -87,16 +90,8 @@ def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
         )
     wanted = "; ".join(f"{name}: {columns}" for name, columns in COLUMNS.items())
     raise DataError(
-        f"{where}: columns {', '.join(sorted(map(str, names))) or 'none'} fit no format ({wanted}); name them with "
-        "dataset.columns={prompt: COLUMN, completion: COLUMN}"
-    )
-
-
-def _no_pairs(names: set[str], where: str) -> NoReturn:
-    raise DataError(
-        f"{where}: objective dpo needs columns chosen and rejected, but the columns are "
-        f"{', '.join(sorted(map(str, names))) or 'missing'}: name them with dataset.columns={{prompt: COLUMN, chosen: "
-        "COLUMN, rejected: COLUMN}, or set objective to sft"
+        f"{where}: columns {found} fit no format ({wanted}); name them with dataset.columns={{prompt: COLUMN, "
+        "completion: COLUMN}"
     )
 
 

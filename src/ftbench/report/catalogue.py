@@ -10,11 +10,10 @@ from ftbench.facts import architectures
 from ftbench.families import describe
 from ftbench.spec.base import known
 from ftbench.spec.datasets import DATASETS
-from ftbench.spec.load import spec_keys
+from ftbench.spec.load import recipes, spec_keys
 from ftbench.spec.methods import METHODS
 from ftbench.spec.objectives import OBJECTIVES
 from ftbench.spec.optimizations import Optimizations
-from ftbench.spec.recipes import recipes
 
 Rows = Iterable[tuple[str, ...]]
 

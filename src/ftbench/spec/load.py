@@ -12,8 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ftbench.errors import SpecError
-from ftbench.spec import recipes
-from ftbench.spec.base import shortened, shown
+from ftbench.spec.base import nearest, shortened, shown
 from ftbench.spec.experiment import Experiment, experiment_name
 from ftbench.spec.methods import METHODS
 from ftbench.spec.model_argument import model_keys, names_model
@@ -28,6 +27,9 @@ PATHS = (("model", "path"), ("dataset", "path"))
 _DATASET_KEEPS = ("samples", "max_length", "seed", "eval_samples", "loss_on")
 MAX_EXTENDS = 8
 RESOLVED = "spec.json"  # in the directory of a run
+# Shipped recipes. Each sets every optimization and the optimizer, so that it does not depend on the rest of a spec.
+FOLDER = Path(__file__).resolve().parents[1] / "recipes"
+RECIPE_SECTIONS = ("method", "train", "optimizations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +137,37 @@ def _at_key(path: Path, key: str) -> Iterator[None]:
         raise SpecError(*(f"{location(path, [key])}: {problem}" for problem in error.problems)) from None
 
 
+@cache
+def recipes() -> dict[str, str]:
+    """Return the name and first comment line of each shipped recipe, the plain one first."""
+    lines = {path.stem: path.read_text("utf-8").partition("\n")[0].removeprefix("# ") for path in FOLDER.glob("*.yaml")}
+    return dict(sorted(lines.items(), key=lambda pair: (pair[0] != "plain", pair[0])))
+
+
+def recipe_file(name: object, folder: Path) -> Path:
+    """Return the file of `recipe: name`: a shipped recipe, or a file in `folder`."""
+    if not isinstance(name, str) or not name:
+        raise SpecError(f"recipe: must be the name of a recipe or a file, not {shown(name)} ({', '.join(recipes())})")
+    if name in recipes():
+        return FOLDER / f"{name}.yaml"
+    path = folder / name
+    if not os.path.exists(path):
+        raise SpecError(
+            f"recipe: {shown(name)} is neither a recipe nor a file{nearest(name, recipes())} "
+            f"(allowed: {', '.join(recipes())}, or a YAML file with method, train and optimizations)"
+        )
+    return path
+
+
 def recipe(name: object, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the keys of a shipped recipe or a file in `folder`. Raise SpecError if it is missing or has other
     sections than a recipe."""
-    path, keys = recipes.named(name, folder), dict[str, Any]()
+    path, keys = recipe_file(name, folder), dict[str, Any]()
     for layer in _chain(path, seen):
         keys = merge(keys, layer.data)
-    if others := [key for key in keys if key not in recipes.SECTIONS]:
+    if others := [key for key in keys if key not in RECIPE_SECTIONS]:
         raise SpecError(
-            f"{path}: recipe: has {', '.join(recipes.SECTIONS)}, not {', '.join(others)}: use `extends:` for that"
+            f"{path}: recipe: has {', '.join(RECIPE_SECTIONS)}, not {', '.join(others)}: use `extends:` for that"
         )
     return keys
 
@@ -151,7 +175,7 @@ def recipe(name: object, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, 
 @cache
 def shipped_recipes() -> dict[str, dict[str, Any]]:
     """Return the keys of each shipped recipe."""
-    return {name: recipe(name, Path()) for name in recipes.recipes()}
+    return {name: recipe(name, Path()) for name in recipes()}
 
 
 def set_layer(text: str) -> SpecLayer:

@@ -13,6 +13,7 @@ from ftbench.errors import SpecError
 from ftbench.spec.base import Part, nearest, shortened, shown
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import (
+    FOLDER,
     SHORT_FORMS,
     ImpossibleError,
     SpecLayer,
@@ -22,11 +23,11 @@ from ftbench.spec.load import (
     nested,
     read_layers,
     recipe,
+    recipe_file,
     validated,
     where_set,
 )
 from ftbench.spec.reading import as_text, parse_value, sentence
-from ftbench.spec.recipes import FOLDER, named
 
 MAX_CELLS = 100_000
 RECIPE = "recipe"
@@ -159,7 +160,7 @@ def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
 
 def _file_or_name(value: Any, folder: Path) -> Any:
     """Return the name of a shipped recipe, or the absolute path of another."""
-    path = named(value, folder).absolute()
+    path = recipe_file(value, folder).absolute()
     return path.stem if path.parent == FOLDER else str(path)
 
 

@@ -5,10 +5,9 @@ from functools import cache
 from typing import Any
 
 from ftbench.report.data.facts import CARD, LIMIT, as_fact, flat
-from ftbench.spec.load import recipe
+from ftbench.spec.load import FOLDER, recipe, recipes
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import compute
-from ftbench.spec.recipes import FOLDER, recipes
 
 SHORT = {
     "gpus": "launch.gpus", "strategy": "launch.strategy", "settings": "launch.settings", "gpu": "gpu",
