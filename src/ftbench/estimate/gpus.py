@@ -95,8 +95,8 @@ def gpu_named(name: str) -> Gpu:
         several = ", ".join(f"{gpu.name} ({gpu.memory_gb:g} GB)" for gpu in similar)
         raise SpecError(f'--gpu {name}: matches several GPUs: {several}; name one, such as --gpu "{similar[0].name}"')
     raise SpecError(
-        f"--gpu {name}: not in the table{nearest(name, [gpu.name for gpu in gpus()])}; see `ftbench list gpus`, or "
-        "give --memory-gb"
+        f"--gpu {name}: not in the table{nearest(name, [gpu.name for gpu in gpus()])} (see `ftbench list gpus`, or "
+        "give --memory-gb)"
     )
 
 

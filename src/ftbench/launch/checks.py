@@ -100,7 +100,7 @@ def _file_problems(spec: Experiment) -> list[str]:
     wrong = []
     path = Path(spec.dataset.path or ".")
     if not path.is_file() and not path.is_dir():  # such as a pipe
-        wrong.append(f"dataset.path: {spec.dataset.path}: no such file or folder")
+        wrong.append(f"dataset.path: {spec.dataset.path}: no such file or folder; a path is relative to its spec file")
     if spec.model.path and spec.model.weights == "pretrained":
         problem = checkpoint_problem(Path(spec.model.path))
         wrong += [f"model.path: {problem}"] if problem else []
@@ -125,7 +125,7 @@ def check_disk(out: Path) -> None:
 def checkpoint_problem(folder: Path) -> str | None:
     """Return why a model directory cannot be loaded, or None. Only the names of its files are checked."""
     if not folder.is_dir():
-        return f"{folder}: no such directory"
+        return f"{folder}: no such folder; a path is relative to its spec file"
     if not (folder / "config.json").is_file():
         return f"{folder}: not a model directory: config.json is missing"
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):

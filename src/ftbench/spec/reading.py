@@ -114,7 +114,8 @@ def _line(error: yaml.YAMLError, text: str) -> str:
 
 def _reason(error: yaml.YAMLError) -> str:
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
-    return f"not valid YAML: {getattr(error, 'context', None) or ''} {problem}".replace("  ", " ")
+    hint = ": indent with spaces instead of tabs" if "'\\t'" in problem else ""
+    return f"not valid YAML: {getattr(error, 'context', None) or ''} {problem}{hint}".replace("  ", " ")
 
 
 def location(path: Path, key: Sequence[str | int]) -> str:
