@@ -72,11 +72,11 @@ def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
         DataError: The columns fit no format, or not the objective.
     """
     names = set(columns)
-    columns_text = ", ".join(sorted(map(str, names))) or "none"
+    listed = ", ".join(sorted(map(str, names))) or "none"
     preferred = {"chosen", "rejected"} <= names
     if pairs and not preferred:
         raise DataError(
-            f"{where}: objective dpo needs columns chosen and rejected, but the columns are {columns_text}: name them with "
+            f"{where}: objective dpo needs columns chosen and rejected, but the columns are {listed}: name them with "
             "dataset.columns={prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}, or set objective to sft"
         )
     if pairs:
@@ -90,7 +90,7 @@ def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
         )
     wanted = "; ".join(f"{name}: {columns}" for name, columns in COLUMNS.items())
     raise DataError(
-        f"{where}: columns {columns_text} fit no format ({wanted}); name them with dataset.columns={{prompt: COLUMN, "
+        f"{where}: columns {listed} fit no format ({wanted}); name them with dataset.columns={{prompt: COLUMN, "
         "completion: COLUMN}"
     )
 
