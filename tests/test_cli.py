@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -232,64 +233,59 @@ def test_path_without_runs_is_an_error(ftbench, tmp_path, name):
 # --- a machine without torch -----------------------------------------------------------------------------------------
 
 
-def without_torch(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the command in a Python without the training libraries."""
-    code = f"""
-import sys
-sys.modules.update(dict.fromkeys({HEAVY}))
+PROGRAM = """
+import contextlib, io, json, sys
+sys.modules.update(dict.fromkeys(HEAVY))
 from ftbench.cli import main
-main()
+for words in json.loads(sys.argv[1]):
+    sys.argv, out, err, code = ["ftbench", *words], io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    print(json.dumps([code or 0, out.getvalue(), err.getvalue()]))
 """
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["--version"], ["run", "--help"], ["list", "methods"], ["list", "models"], ["list", "gpus"]],
-    ids=" ".join,
-)
-def test_commands_without_training_work_without_torch(arguments):
-    done = without_torch(*arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
-    assert done.stderr == ""
+def without_torch(*commands: str) -> list[list[Any]]:
+    """Run commands in one Python without the training libraries. Return exit code, stdout and stderr of each."""
+    words = json.dumps([command.split() for command in commands])
+    program = [sys.executable, "-c", PROGRAM.replace("HEAVY", str(HEAVY)), words]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("format", ["table", "md", "csv", "json"])
-def test_report_works_without_torch(study, format):
-    done = without_torch("report", study, "--format", format)
-    assert done.returncode == 0, done.stderr
-    assert "interrupted" in done.stdout
+def test_commands_without_training_work_without_torch(study):
+    lists = ("--help", "--version", "run --help", "list methods", "list models", "list gpus")
+    reports = [f"report {study} --format {name}" for name in ("table", "md", "csv", "json")]
+    found = without_torch(*lists, *reports)
+    assert [(code, bool(out), err) for code, out, err in found[: len(lists)]] == [(0, True, "")] * len(lists)
+    assert [(code, "interrupted" in out) for code, out, _ in found[len(lists) :]] == [(0, True)] * 4
 
 
 def test_run_without_torch_names_the_packages(tmp_path):
-    done = without_torch("run", write_spec(tmp_path), "--out", tmp_path / "out")
-    assert done.returncode == 3
-    assert "training needs torch, transformers, trl, peft, accelerate, datasets" in done.stderr
-    assert "pip install 'ftbench[train]'" in done.stderr
-    assert "Traceback" not in done.stderr
+    ((code, _, err),) = without_torch(f"run {write_spec(tmp_path)} --out {tmp_path / 'out'}")
+    assert code == 3
+    assert "training needs torch, transformers, trl, peft, accelerate, datasets" in err
+    assert "pip install 'ftbench[train]'" in err
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "module", ["ftbench.cli", "ftbench.launch.runner", "ftbench.report.formats", "ftbench.store.summary"]
-)
-def test_command_line_imports_no_heavy_package(module):
+def test_command_line_imports_no_heavy_package():
     heavy = {*HEAVY, "pandas", "numpy"}
-    code = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    modules = "ftbench.cli, ftbench.launch.runner, ftbench.report.formats, ftbench.store.summary"
+    code = f"import sys, {modules}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("command", ["report STUDY --format json", "list gpus"])
-def test_closed_pipe_exits_with_141(study, command):
+def test_closed_pipe_exits_with_141(study):
     """`ftbench report … | head -1` is silent and exits with 141, as other tools do with `pipefail`."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as closed:
-        done = ftbench_process(*command.replace("STUDY", str(study)).split(), stdout=closed)
+        done = ftbench_process("report", study, "--format", "json", stdout=closed)
     assert (done.returncode, done.stderr) == (141, "")
 
 
@@ -324,8 +320,7 @@ def test_full_stdout_exits_with_3():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("lost", ["full disk", "closed pipe"])
-@pytest.mark.parametrize("command", ["run", "sweep"])
+@pytest.mark.parametrize(("command", "lost"), [("run", "full disk"), ("sweep", "closed pipe")])
 def test_lost_stderr_ends_no_run(tmp_path, command, lost):
     data = {"name": "synthetic", "samples": 64, "length": 32}
     spec = write_spec(tmp_path, dataset=data, train={"max_steps": 3}, launch={"mock": "ok"})

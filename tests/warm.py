@@ -35,7 +35,7 @@ class ForkingPopen(subprocess.Popen):
     """Fork supervised runs of ftbench and their ranks instead of executing a new interpreter."""
 
     def _execute_child(self, args: Sequence[str], *options: Any) -> None:
-        supervised = args[3:4] == [process_tree.__file__]
+        supervised = [Path(each).name for each in args[3:4]] == ["process_tree.py"]
         command = list(args)[4 if supervised else 0 :]
         if command[:1] != [sys.executable] or not {*command[3:4]} & {*RUNS}:
             super()._execute_child(args, *options)
@@ -134,10 +134,10 @@ def _command(
     os.chdir(cwd)
     _enter(env, ["ftbench", *arguments])
     _begin()
-    from ftbench import cli
-
     if before:
         before()
+    from ftbench import cli
+
     try:
         cli.main()
     finally:

@@ -8,9 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from warm import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC_HALF = '''"""A toy."""
@@ -113,16 +116,19 @@ def ftbench(copy, tmp_path):
             "optimizations": {"toy": True, **optimizations},
         }
         (tmp_path / "spec.yaml").write_text(json.dumps(spec))
-        return subprocess.run(
-            [sys.executable, "-m", "ftbench", *arguments], cwd=tmp_path, env=_environment(copy), capture_output=True,
-            text=True, timeout=240,
-        )  # fmt: skip
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        done = Warm(list(arguments), environment, tmp_path, partial(_import_from, copy / "src"))
+        output, errors = done.communicate(240)
+        return subprocess.CompletedProcess(arguments, done.returncode, output, errors)
 
     return run
 
 
-def _environment(copy):
-    return os.environ | {"PYTHONPATH": str(copy / "src"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+def _import_from(source):
+    """Import ftbench from this folder from now on."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ftbench"]:
+        del sys.modules[name]
+    sys.path.insert(0, str(source))
 
 
 def test_toy_is_listed(ftbench):

@@ -178,8 +178,8 @@ def test_text_alone_that_shares_a_row_is_kept_apart_too(train_here, model):
 
 
 @pytest.mark.parametrize(("model", "fixed"), [
-    (LLAVA, False), (QWEN3, False), pytest.param(LLAVA, True, marks=pytest.mark.exhaustive),
-    pytest.param(QWEN25, False, marks=pytest.mark.exhaustive),
+    (QWEN3, False), *[pytest.param(*case, marks=pytest.mark.exhaustive)
+                      for case in ((LLAVA, False), (LLAVA, True), (QWEN25, False))],
 ])  # fmt: skip
 def test_compiled_layers_of_both_parts_learn_the_same_from_images_of_many_sizes(train_here, compiler, model, fixed):
     train, choice = TRAIN | {"max_steps": 6}, {"compile": True, "fixed_shape": fixed}

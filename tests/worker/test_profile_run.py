@@ -167,7 +167,7 @@ def losing(place: Path) -> None:
     callback.is_lost = is_lost
 
 
-@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_profile_that_one_rank_lost_is_made_once_more_by_all(tmp_path, cache, gpus):
     spec = write_spec(tmp_path, dataset=DATA, train=TRAIN | {"epochs": 2}, launch={"gpus": gpus},
                       measure={"profile": "on", "profile_steps": 2})  # fmt: skip
@@ -182,6 +182,7 @@ def test_a_profile_that_one_rank_lost_is_made_once_more_by_all(tmp_path, cache, 
     assert [row.step for row in command.steps() if row.phase == "train"] == list(range(1, 13))
 
 
+@pytest.mark.exhaustive
 def test_where_no_steps_are_left_what_was_lost_is_said(tmp_path, cache):
     """The parent reads the trace and reports missing events; here nothing is missing."""
     measure = {"profile": "on", "profile_steps": 2}
