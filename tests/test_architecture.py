@@ -128,8 +128,8 @@ def top_names(path: Path) -> set[str]:
     return below | named | imported | {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
 
 
-@pytest.mark.parametrize("path", [*python_scripts()], ids=lambda path: path.name)
-def test_imports_of_scripts_exist(path):
+@pytest.mark.parametrize("path", [*python_scripts(), *Path(__file__).parent.rglob("*.py")], ids=lambda path: path.name)
+def test_imports_of_scripts_and_tests_exist(path):
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "ftbench":
             folder = SOURCE.joinpath(*node.module.split(".")[1:])

@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="training libraries are not installed")
 import torch
 
 from ftbench.core.processes import process_start
-from ftbench.probe import probing
+from ftbench.doctor import probe as probing
 from ftbench.store import rundir
 from ftbench.worker.measure.meters import HostClock
 from ftbench.worker.measure.sampler import Sampler

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -85,7 +84,7 @@ def test_losses_gradients_and_adapters_equal_those_on_the_device(trained, monkey
 def test_estimate_counts_host_and_device_weights(trained, name):
     run = trained(ON, **RECIPES[name])
     applied, spec = read_json(run.applied), Experiment.model_validate(read_json(run.spec_json))
-    model = shape_of(spec.model, json.loads(Path(spec.model.path).read_text()))
+    model = shape_of(spec.model)
     how = plan_of(spec, model)
     assert applied["weights_on_host_gb"] * GIB == pytest.approx(weights.on_host(model, how), rel=0.02)
     assert applied["weight_buffers_gb"] * GIB == pytest.approx(weights.buffers(model, how), rel=0.1)  # rounded up
