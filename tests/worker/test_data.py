@@ -133,15 +133,6 @@ def learned_parts(tokenizer, *contents):
     return [tokenizer.decode(list(labels)) for learned, labels in parts if learned]
 
 
-def test_thinking_template_renders_earlier_answers_differently(thinking):
-    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
-    written, followed = (
-        thinking.apply_chat_template(dialogue, tokenize=False)
-        for dialogue in (turns, [*turns, {"role": "user", "content": "Bye"}])
-    )
-    assert not followed.startswith(written)
-
-
 @pytest.mark.parametrize(
     "answers",
     [
@@ -217,12 +208,6 @@ def test_plain_text_ends_with_eos_and_has_loss_on_all_tokens(tokenizer):
     tokens = tokenise(tokenizer, example({"text": "once"}, "text"), 128, "completion")
     assert tokens.ids[-1] == tokenizer.eos_token_id
     assert tokens.labels == tokens.ids
-
-
-def test_base_model_separates_turns_by_empty_lines(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", None)
-    tokens = tokenise(tokenizer, example(PAIR, "alpaca"), 128, "completion")
-    assert tokenizer.decode(tokens.ids) == "Name a colour.\n\nBlue.<eos>"
 
 
 def test_wikipedia_title_uses_the_text_after_the_first_sentence():
@@ -346,12 +331,6 @@ def test_chat_template_error_names_the_row(tokenizer, data_file, monkeypatch, co
 def test_prompts_that_fill_all_samples_are_an_error(tokenizer, data_file):
     with pytest.raises(DataError, match="the answer of every row is beyond max_length 4"):
         prepare(data_file([PAIR]).model_copy(update={"max_length": 4}), tokenizer, 8192, 2)
-
-
-def test_shipped_sample_has_200_rows_that_fit(tokenizer):
-    found = prepare(Dataset(name="sample"), tokenizer, 8192, 4).description
-    assert found["samples"] == 200
-    assert found["truncated"] == 0
 
 
 @pytest.mark.parametrize("mean", [20.0, 117.0, 861.0, 1500.0])

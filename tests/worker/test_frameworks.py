@@ -213,14 +213,6 @@ def test_configuration_has_the_quantisation(name):
     assert False in (settings.get("bnb_4bit_use_double_quant"), settings.get("double_quantization"))
 
 
-def test_config_has_rope_theta_for_transformers_4():
-    written = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "dtype": "bfloat16"}
-    assert prepare.for_transformers_4(written) == written | {
-        "rope_theta": 1e6, "rope_scaling": None, "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    assert prepare.for_transformers_4({"rope_theta": 5.0}) == {"rope_theta": 5.0}
-
-
 @pytest.mark.parametrize("name", THROUGH_TRAINER)
 @pytest.mark.parametrize("method", ["lora", "qlora", "full"])
 def test_configuration_is_json_with_the_training_settings(name, method):

@@ -16,7 +16,6 @@ import torch
 
 from ftbench.core.processes import process_start
 from ftbench.doctor import probe as probing
-from ftbench.store import rundir
 from ftbench.worker.measure.meters import HostClock
 from ftbench.worker.measure.sampler import Sampler
 from ftbench.worker.probe import __main__ as child
@@ -66,16 +65,6 @@ def test_one_slow_batch_in_three_does_not_change_the_best_rate():
     assert timing.best(clock.call, clock, 0.03, 0.001) == pytest.approx(0.001)
 
 
-def test_the_faster_half_is_not_its_single_fastest():
-    assert timing.faster_half([1.0, 2.0, 3.0, 9.0, 9.0]) == 2.0
-    assert timing.faster_half([5.0]) == 5.0
-
-
-@pytest.mark.parametrize(("estimate", "count"), [(0.001, 20), (1.0, 1), (0.0, 200_000)])
-def test_a_batch_is_much_longer_than_the_resolution_of_the_clock(estimate, count):
-    assert timing.batch_size(estimate) == pytest.approx(count, rel=0.01)
-
-
 def test_the_sustained_rate_is_a_mean_after_settling(monkeypatch):
     clock = Metronome(beat=0.002)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
@@ -111,10 +100,6 @@ def test_slow_sizes_are_skipped(quick, monkeypatch):
     assert [entry["size"] for entry in found["sizes"]] == [64]
 
 
-def test_a_rate_counts_multiplications_and_additions():
-    assert products.tflops(1000, 0.002) == pytest.approx(1.0)
-
-
 def test_parent_and_child_use_the_same_data_types():
     assert tuple(products.KINDS) == probing.PRECISIONS
     assert set(products.ON_CPU) <= set(products.KINDS)
@@ -148,11 +133,6 @@ def test_memory_bandwidth_counts_bytes_read_and_written(quick):
     assert found["triad_gbs"] > 0
 
 
-def test_a_launch_takes_microseconds(monkeypatch):
-    monkeypatch.setattr(transfers, "LAUNCHES", 200)
-    assert transfers.launch_us(CPU, HostClock()) > 0
-
-
 # --- the document ----------------------------------------------------------------------------------------------------
 
 
@@ -172,43 +152,12 @@ def test_items_without_time_left_are_skipped(tmp_path):
     assert document.figures["notes"] == ["memory: not measured: no time left"]
 
 
-def test_the_file_names_the_current_item(tmp_path):
-    path = tmp_path / "out.json"
-    document = Document(path)
-    assert document.item("bf16", Budget(9), 1, lambda: rundir.read_json(path)["doing"]) == "bf16"
-
-
-# --- the driver's counters -------------------------------------------------------------------------------------------
-
-
-def test_clock_and_power_cover_the_measured_window():
-    sampler = types.SimpleNamespace(over=lambda begin, end: {"power_w": 690.0, "throttle": "none", "energy_j": 1.0})
-    assert timing.during(sampler, 0, 1) == {
-        "power_w": 690.0, "sm_clock_mhz": None, "temperature_c": None, "throttle": "none",
-    }  # fmt: skip
-    assert set(timing.during(None, 0, 1).values()) == {None}
-
-
-def test_the_counters_are_read_while_watched(monkeypatch):
-    monkeypatch.setattr(timing, "SAMPLE_S", 0.01)
-    taken = []
-    with timing.watching(types.SimpleNamespace(take=lambda: taken.append(1))):
-        eventually(lambda: len(taken) > 2)
-    count = len(taken)
-    time.sleep(0.05)
-    assert len(taken) == count
-
-
 # --- several processes -----------------------------------------------------------------------------------------------
 
 
 def run_ranks(tmp_path, *codes, timeout_s=240.0):
     commands = [[sys.executable, "-S", "-c", code] for code in codes]
     return links.supervise(commands, os.environ, tmp_path, timeout_s)
-
-
-def test_successful_ranks_give_no_reason(tmp_path):
-    assert run_ranks(tmp_path, "pass", "pass") is None
 
 
 def test_a_failed_rank_ends_the_others(tmp_path):
@@ -247,13 +196,6 @@ def attempts(monkeypatch, *ends):
     return seen
 
 
-def test_a_healthy_machine_is_tested_once(monkeypatch):
-    seen = attempts(monkeypatch, None)
-    found, notes = links.self_test(2, "nccl", Budget(20))
-    assert (seen, notes) == ([None], [])
-    assert found["peer_access"] is True
-
-
 def test_a_hang_is_repeated_without_peer_access(monkeypatch):
     seen = attempts(monkeypatch, "did not finish", None)
     found, notes = links.self_test(2, "nccl", Budget(20))
@@ -261,19 +203,6 @@ def test_a_hang_is_repeated_without_peer_access(monkeypatch):
     assert found["all_reduce_bus_gbs"] == 40
     assert found["peer_access"] is False
     assert "NCCL_P2P_DISABLE=1" in notes[1]
-
-
-def test_two_hangs_give_no_result_and_two_notes(monkeypatch):
-    attempts(monkeypatch, "did not finish", "failed")
-    found, notes = links.self_test(2, "nccl", Budget(20))
-    assert found["all_reduce_bus_gbs"] is None
-    assert len(notes) == 2
-    assert "use one GPU" in notes[1]
-
-
-def test_without_time_left_there_is_no_second_attempt(monkeypatch):
-    seen = attempts(monkeypatch, "did not finish")
-    assert len(links.self_test(2, "nccl", Budget(1))[1]) == len(seen) == 1
 
 
 @pytest.mark.slow
