@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +82,3 @@ def method(name: str) -> Changes:
     adapters = rundir.read_json(REAL.spec_json)["method"]
     more = {"quant_type": "nf4", "double_quant": True, "compute_dtype": "auto"} if name == "qlora" else {}
     return {"method": {"name": "full"} if name == "full" else adapters | {"name": name} | more}
-
-
-def copy_real(out: Path, *folders: str) -> Path:
-    for folder in folders:
-        shutil.copytree(RESULTS / folder, out / folder)
-    return out
-
-
-Maker = Callable[..., RunDir]
