@@ -142,6 +142,7 @@ def test_toy_method_is_listed_but_not_estimated(ftbench):
     assert "method norms has no formula for memory and time" in done.stderr
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_run_applies_the_toys(ftbench, tmp_path, cache):
     done = ftbench("run", "spec.yaml", chunked_loss=True)
