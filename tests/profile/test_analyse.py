@@ -47,6 +47,16 @@ def test_busy_share_uses_the_steps_before(document):
     assert document["busy_share_unprofiled"] == pytest.approx(0.440 / 0.8, abs=1e-3)
 
 
+def test_host_time_is_left_while_calls_wait_for_the_gpu(document, tmp_path):
+    """One call of each step waits for 300 µs, the others take 2 µs. Waits of a thread without launches do not count."""
+    assert document["host_waits_ms"] == pytest.approx(2 * 0.298, abs=1e-3)
+    trace = training()
+    trace.events = [event for event in trace.events if event["name"] != "cudaStreamSynchronize"]
+    trace.add("cuda_runtime", "cudaEventSynchronize", 100, 900, 5000, correlation=8)
+    found = read(trace.write(tmp_path / "busy.json"))
+    assert analyse(found, work_of(found))["host_waits_ms"] == 0
+
+
 def test_busy_share_is_unknown_without_the_steps_before(tmp_path):
     found = read(training().write(tmp_path / "trace.json"))
     assert analyse(found, work_of(found))["busy_share_unprofiled"] is None

@@ -339,7 +339,7 @@ def test_different_samples_per_step_are_inconclusive(tmp_path):
         (["--compare", "method", "--baseline", "H100"], "--baseline H100: not one of full, lora"),
         (["--compare", "method", "--baseline", "l"], "matches full, lora: write the full value"),
         (["--baseline", "lora"], "needs an axis"),
-        (["--rows", "merged"], "--rows merged: allowed are each, merge"),
+        (["--rows", "merged"], "--rows merged: allowed are auto, each, merge"),
         (["--hours", "-1"], "--hours -1: give a number of hours above 0"),
         (["--fail-above", "5%"], "--fail-above needs --against"),
         (["--compare", "method", "--format", "jsn"], "did you mean json?"),

@@ -44,7 +44,7 @@ def report(
     ] = None,
     wide: Wide = False,
     baseline: Annotated[str | None, of(ADVANCED, "--compare: baseline value of the axis")] = None,
-    rows: Annotated[str, of(ADVANCED, "each run, or merge: one row per spec and GPU")] = "each",
+    rows: Annotated[str, of(ADVANCED, "each run, or merge: one row per spec and GPU")] = "auto",
     hours: Annotated[float | None, of(ADVANCED, "--answers, --prices: hours of a night (8)")] = None,
     against: Annotated[Path | None, of(ADVANCED, "earlier runs; exit code 1 on a regression")] = None,
     fail_above: Annotated[str | None, of(ADVANCED, "--against: allowed regression (5%)")] = None,

@@ -4,17 +4,16 @@ Unknown values are None. `core/learning.py` compares what runs learn.
 
 An interval is based on the best available evidence:
 
-`runs`   Several runs on at least one side, each a separate process. The ratio is that of the geometric means, with a t
-         interval of the difference of the mean logarithms. If the spread between repeated runs is known, it counts as
-         one more run (moderated variance: G. K. Smyth, Stat. Appl. Genet. Mol. Biol. 3, 2004). It never reduces the
-         observed variance, and the side with fewer runs gives the degrees of freedom. If the spread is unknown, the
-         interval is Welch's (B. L. Welch, Biometrika 34, 1947). If only one side was repeated, both are assumed to have
-         the same variance (J. R. Crawford and D. C. Howell, The Clinical Neuropsychologist 12, 1998: one value and a
-         sample), and the verdict is at most `likely`.
-`steps`  One run per side. The order-statistic interval of each run's median step gives the standard error of its
-         logarithm (R. M. Price and D. G. Bonett, J. Stat. Comput. Simul. 72, 2002: ratios of medians). Steps are paired
-         if both runs trained on the same tokens in the same order. Repeated runs differ by more than their steps do, so
-         the spread between runs is added, and the verdict is at most `likely`.
+`runs` Several runs on at least one side, each a separate process. The ratio is the ratio of the geometric means. Its
+interval is the t interval of the difference of the mean logarithms. If the spread between repeated runs is known, it
+counts as one more run (moderated variance: G. K. Smyth, Stat. Appl. Genet. Mol. Biol. 3, 2004). It never reduces the
+observed variance, and the side with fewer runs gives the degrees of freedom. If the spread is unknown, the interval is
+Welch's (B. L. Welch, Biometrika 34, 1947). If only one side was repeated, both are assumed to have the same variance
+(J. R. Crawford and D. C. Howell, The Clinical Neuropsychologist 12, 1998: one value and a sample), and the verdict is
+at most `likely`. `steps` One run per side. The order-statistic interval of each run's median step gives the standard
+error of its logarithm (R. M. Price and D. G. Bonett, J. Stat. Comput. Simul. 72, 2002: ratios of medians). Steps are
+paired if both runs trained on the same tokens in the same order. Repeated runs differ by more than their steps do, so
+the spread between runs is added, and the verdict is at most `likely`.
 
 A speed also differs from one sitting to the next: another card, host or day. A ratio of repeated runs of one sitting
 does not contain that spread, because it is the same for both sides. Every other interval does (`sitting`).

@@ -60,7 +60,7 @@ class Learning:
 
     @property
     def failed(self) -> bool:
-        """Whether the candidate does not learn what the reference learns."""
+        """Whether the candidate learns something else than the reference."""
         return self.verdict in (DIFFERS, NOT_FINITE)
 
 

@@ -120,9 +120,9 @@ def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, history: RunHi
 
 
 def first_trial(spec: Experiment, gpu: dict[str, Any] | None, store: Path, most: int) -> int | None:
-    """Return the largest batch that is expected to fit, at most `most`, with which a search can start.
+    """Return the batch size at which a search starts: the largest one that is expected to fit, at most `most`.
 
-    Trials have the longest samples first, and synthetic data as many samples as necessary."""
+    Trials put the longest samples first. Synthetic data gets enough samples for the batch."""
     if gpu is None or memory_on_machine(spec, gpu, store) is None:
         return None
     changed: dict[str, Any] = {"longest_first": True}

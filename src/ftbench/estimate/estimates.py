@@ -152,7 +152,7 @@ def _alternative(
 
 
 def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experiment:
-    """Return the spec with this number of GPUs and this strategy; None keeps the spec's own."""
+    """Return the spec with this number of GPUs and this strategy. None keeps the spec's value."""
     known = ", ".join([*strategies.STRATEGIES, ALL])
     if gpus is not None and not 1 <= gpus <= MOST_GPUS:
         raise SpecError(f"--gpus {gpus}: must be from 1 to {MOST_GPUS:,}")

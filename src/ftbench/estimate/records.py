@@ -13,8 +13,8 @@ from ftbench.spec.prices import Amount, Prices, amount
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What to estimate besides the step: the time for `samples` (None for the spec's own), the samples in `hours`, and
-    with `prices` the cost."""
+    """What to estimate in addition to the step: the time for `samples` (None: the samples of the spec), the samples in
+    `hours`, and with `prices` the cost."""
 
     samples: float | None
     hours: float
@@ -36,7 +36,7 @@ class GpuEstimate:
 def totals(
     spec: Experiment, gpu: Gpu, time: DurationEstimate, scope: Scope
 ) -> tuple[float | None, Band | None, Amount | None]:
-    """Return the requested samples or the spec's own, their time and their cost, as far as known."""
+    """Return the requested samples (by default the samples of the spec), their time and their cost, as far as known."""
     if (samples := scope.samples or epochs_samples(spec, time.samples)) is None:
         return None, None, None
     seconds = time.seconds_for(samples)

@@ -139,7 +139,8 @@ def _time_details(row: GpuEstimate) -> list[str]:
 
 
 def _training(spec: Experiment, gpu: Gpu, time: DurationEstimate, scope: Scope) -> list[tuple[str, str]]:
-    """Return the lines on the requested samples or the spec's own; if neither is known, the cost of 1,000 samples."""
+    """Return the lines on the requested samples or the samples of the spec. If both are unknown, return the cost of
+    1,000 samples."""
     samples, seconds, cost = totals(spec, gpu, time, scope)
     lines, of_what = [], ""
     if samples is None or seconds is None:

@@ -55,10 +55,11 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Fused experts: `count` with gated products of width `inner`, of which a token visits `active`.
+    """Fused experts: `count` experts with gated products of width `inner`. Each token uses `active` of them.
 
     `clamped` is gpt_oss's gate function. With `float_weights` the outputs are multiplied in float32, and with
-    `shared_after` the shared expert comes last. `biases` are those of one expert, `router_biases` those of the router.
+    `shared_after` the shared expert comes last. `biases` counts the biases of one expert, `router_biases` the biases of
+    the router.
     """
 
     count: int
@@ -180,7 +181,7 @@ class ModelShape:
 
     `vocab` is the size of the vocabulary. Embedding and head may share a weight (`tied`). `vision` is the image
     encoder. With `softcap` the logits pass a tanh. The head is one of `head_parts` if several GPUs split it. `words` is
-    the size of the embedding if it differs from that of the head, as in the stages of a pipeline."""
+    the size of the embedding if the head has another size, as in the stages of a pipeline."""
 
     family: str
     hidden: int

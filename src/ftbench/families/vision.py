@@ -43,8 +43,8 @@ class VisionShape:
     a tile in pixels, and `pinpoints` are the sizes (height, width) to which an image is scaled before tiling. Without
     tiles an image is scaled to between `pixels[0]` and `pixels[1]` pixels. `windows` is the number of patches that a
     patch attends to in each layer; None is the full image. `values` is the number of values in a patch. `matrices` are
-    inputs and outputs of a layer's matrices, `merging` those of the projector per token. A layer's MLP keeps
-    `activations` tensors of width `inner`. `deep` decoder layers also get image features."""
+    inputs and outputs of a layer's matrices, `merging` inputs and outputs of the projector's matrices per token. A
+    layer's MLP keeps `activations` tensors of width `inner`. `deep` decoder layers also get image features."""
 
     family: str
     layers: int

@@ -90,7 +90,8 @@ class Augmented(torch.autograd.Function):
 
 
 def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: Any) -> list[torch.Tensor]:
-    """Split the gradients of A (rank x in) and B (out x rank) of all layers into those of each adapter in turn."""
+    """Split the gradients of A (rank x in) and B (out x rank) of all layers into the gradients of each adapter, in
+    order."""
     of_adapters, rank, out = [], 0, 0
     for a, b, scale in zip(adapters[::2], adapters[1::2], scales, strict=True):
         r, n = a.shape[0], b.shape[0]

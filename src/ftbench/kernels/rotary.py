@@ -181,8 +181,8 @@ def rotary_backward(
     query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
     eps: float, room: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradients of queries, keys and values next to each other, tokens x (total width of heads, and
-    unwritten room), from the gradients of attention, tokens x heads x width in any order."""
+    """Join the gradients of queries, keys and values from attention (tokens x heads x width, in any memory order).
+    Return tokens x (total width of the heads + room that is not written)."""
     tokens, heads, width = dquery.shape
     pairs = dkey.shape[1]
     given = [part if part.stride(2) == 1 else part.contiguous() for part in (dquery, dkey, dvalue)]

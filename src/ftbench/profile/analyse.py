@@ -6,11 +6,12 @@ from typing import Any
 
 from ftbench.core.rows import BACKWARD
 from ftbench.core.units import some
-from ftbench.profile.trace import GLOO, Trace
+from ftbench.profile.trace import GLOO, LAUNCH, Trace
 from ftbench.profile.work import COMMUNICATION, GROUPS, OTHER, DeviceWork, PhaseSpans, complement, union
 
 SCHEMA = 1
 _MOST_KERNELS = 300
+_WAITS = 3  # times the usual call
 
 
 def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | None = None) -> dict[str, Any]:
@@ -47,7 +48,23 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
         "phases": _phases(trace, phases, work, gaps),
         "idle": {"ms": _length(gaps), "gaps": len(gaps)},
         "communication": _communication(trace, work),
+        "host_waits_ms": _host_waits(trace),
     }
+
+
+def _host_waits(trace: Trace) -> float | None:
+    """Return the time that threads with launches waited in the driver; None without a GPU.
+
+    A launch waits while the queue of the GPU is full. This time is left before the step is launch-bound. The profiler
+    slows launches, so more is left in an ordinary run.
+    """
+    calls = [[span for span in spans if span.kind == "call"] for spans in trace.threads.values()]
+    launching = [own for own in calls if any(LAUNCH.match(call.name) for call in own)]
+    lengths = sorted(call.end - call.begin for own in launching for call in own)
+    if not trace.kernels or not lengths:
+        return None
+    usual = lengths[len(lengths) // 20]  # most calls may wait
+    return sum(length - usual for length in lengths if length > _WAITS * usual)
 
 
 def _groups(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:

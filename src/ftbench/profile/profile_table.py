@@ -80,11 +80,14 @@ def _head(document: dict[str, Any]) -> list[tuple[str, str]]:
         busy += " in operators; the rest is Python and waiting"
     elif document["busy_share_unprofiled"] is not None:
         busy += f"; {units.percent(document['busy_share_unprofiled'])} of the steps just before the profile"
+    waits = document.get("host_waits_ms")  # older profiles lack it
+    left = [] if waits is None else [f"{waits / document['steps']:.3f} ms of a step are left until launch-bound"]
     per_step, work = [idle[key] / document["steps"] for key in ("ms", "gaps")], "kernels" if on_gpu else "operators"
     return [
         ("step", step),
         ("busy", busy),
         ("idle", "{:.3f} ms per step, in {:,.0f} gaps".format(*per_step)),
+        *(("host", text) for text in left),
         ("backward", f"{units.percent(document['backward_share'])} of the time of all {work}, with recomputed "
                      "activations"),
         *(("warning", text) for text in document.get("warnings", [])),

@@ -22,7 +22,7 @@ _STEP = re.compile(r"ProfilerStep#(\d+)$")
 _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 GLOO = "gloo:"  # prefix of spans in gloo's threads
 _CALLS = {"cuda_runtime", "cuda_driver"}
-_LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
+LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
 _LEAST_SEEN, _NEARLY_ALL = 0.9, 0.99  # of the launches
 _LESS = (
     "CUPTI of CUDA 12.6 to 13.0 loses kernel times (pytorch#192021): profile fewer steps (--steps 1), switch "
@@ -155,7 +155,7 @@ def _check_gpu(trace: Trace, path: Path) -> None:
     Under FSDP on two H200 (torch 2.11), none of 13,068 launches had a kernel, and the GPU looked idle.
     """
     calls = (span for spans in trace.threads.values() for span in spans if span.kind == "call")
-    launched = {call.correlation for call in calls if _LAUNCH.match(call.name)}
+    launched = {call.correlation for call in calls if LAUNCH.match(call.name)}
     seen = len(launched & {kernel.correlation for kernel in trace.kernels})
     if seen < _NEARLY_ALL * len(launched):
         lost = f"the profiler lost GPU work: {seen:,} of {len(launched):,} launches have a kernel"

@@ -13,6 +13,7 @@ from ftbench.report.data.cells import PEAK, SAMPLES, TOKENS, Cell, number_of
 from ftbench.report.document import ANSWER, Point, Section, Table
 from ftbench.report.ranking import Ranking, left_out_text, rankings, rate_of, unusable
 
+_NUMBERS = {1: "one", 2: "two", 3: "three"}
 _SMALLER = 0.95  # another recipe is named for its memory if it needs less than this share of the winner's
 _MOST_COMPARED, _MOST_NAMED, _MOST_GROUPS, _MOST_ROWS = 50, 6, 6, 20
 
@@ -64,7 +65,16 @@ def _winner(ranking: Ranking) -> Point:
     if peak := winner.figure(PEAK):
         figures.append(f"{units.gibibytes(peak)} GiB")
     figures.append(units.some(len(winner.runs), "run"))
-    return _point(f"{ranking.name(winner)} {rank}: {', '.join(figures)}. {ranking.about}.", winner)
+    return _point(f"{ranking.name(winner)} {rank}: {', '.join(figures)}. {ranking.about}{_rounds(ranking)}.", winner)
+
+
+def _rounds(ranking: Ranking) -> str:
+    """Return `: three rounds, one card, one commit` if several recipes ran that often, which a ranking shares."""
+    least, *_, most = sorted([len(cell.runs) for cell in ranking.best] * 2)
+    if len(ranking.best) == 1 or most == 1:
+        return ""
+    words = [_NUMBERS.get(number, str(number)) for number in dict.fromkeys((least, most))]
+    return f": {' to '.join(words)} rounds, one card, one commit"
 
 
 def _hourly(cell: Cell) -> float | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 NIGHT_H = 8.0  # hours of a night
 
-_REPEATS = ("each", "merge")
+_REPEATS = ("auto", "each", "merge")
 _NOT_TIMED = (PROFILED, DAMAGED, RECORDED)  # warnings of runs whose speed is not valid
 
 
@@ -34,7 +34,7 @@ class Request:
     format: str = "table"
     compare: str | None = None
     baseline: str | None = None
-    repeats: str = "each"
+    repeats: str = "auto"
     answers: bool = False
     hours: float | None = None
     against: Path | None = None
@@ -71,7 +71,7 @@ def report(request: Request) -> Rendered:
     sections = _sections(request, records, prices)
     if request.compare is not None and request.format != "html":
         return Rendered(formats.render(Report((), sections=sections, runs=False), request.format))
-    shown = groups.merge_repeats(records) if request.repeats == "merge" else records
+    shown = groups.merge_repeats(records) if _merges(request) else records
     if prices:
         from ftbench.report.sections import cost
 
@@ -79,6 +79,13 @@ def report(request: Request) -> Rendered:
     shown, axes = groups.with_axes(shown)
     shown = select.arranged(shown, request.sort)
     return Rendered(formats.render(Report(shown, axes, sections, request.compare is None), request.format))
+
+
+def _merges(request: Request) -> bool:
+    """Return whether repeats share a row: on request, and in tables of a folder of rounds (scripts/studies/records)."""
+    if request.repeats != "auto" or request.format not in ("table", "md"):
+        return request.repeats == "merge"
+    return any(any(path.glob(name)) for path in request.paths for name in ("sitting.json", "*/sitting.json"))
 
 
 def _prices(request: Request, records: Sequence[Record]) -> Prices | None:
@@ -142,7 +149,7 @@ def _check(request: Request) -> None:
     if request.against is not None and request.compare is not None:
         problems.append("--against and --compare cannot be combined: run the command twice")
     others = {"--answers": request.answers, "--prices": request.prices, "--hours": request.hours,
-              "--rows": request.repeats != "each"}  # fmt: skip
+              "--rows": request.repeats != "auto"}  # fmt: skip
     if request.against is not None and any(others.values()):
         given = " and ".join(name for name, value in others.items() if value)
         problems.append(f"--against cannot be combined with {given}: leave it out")

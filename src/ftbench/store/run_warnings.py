@@ -88,7 +88,7 @@ def drift(steady: Sequence[StepRow]) -> float | None:
 def outliers(steady: Sequence[StepRow]) -> list[dict[str, Any]]:
     """Return the steady steps that took much longer than the others, also per padded token, slowest first.
 
-    Each has `step`, `step_time_s`, `times_the_median` and other unusual values of the step (`with`).
+    Each has `step`, `step_time_s`, `times_the_median`, and `with`: the other unusual values of the step.
     """
     times, rates = [row.step_time_s or 0.0 for row in steady], _per_position(steady)
     if len(steady) < stats.MINIMUM_STEADY:

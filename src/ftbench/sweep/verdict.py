@@ -189,7 +189,8 @@ class _Limits:
 
     A direction error sums over all elements, so medians of a few tensors are stable. A norm's error scatters around 0:
     its median over a few tensors can be small by chance, so the root mean square over all tensors counts too. An error
-    d across the gradient also makes it longer, by d² / 2, so a norm may differ by that of the `direction`'s limit."""
+    d at right angles to the gradient makes it longer by d² / 2, so a norm may differ by this amount for the limit of
+    `direction`."""
 
     budget: float | None
     rounding: Sequence[Mapping[str, float]]

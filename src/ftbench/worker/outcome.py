@@ -39,7 +39,7 @@ def of_exception(error: BaseException, phase: str, step: int | None) -> dict[str
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exit without joining threads or running atexit hooks, because those of libraries can hang."""
+    """Exit without joining threads or running atexit hooks, because hooks of libraries can hang."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -171,10 +171,11 @@ def delta(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the bytes that linear attention by the gated delta rule saves in torch's chunks of 64 positions.
 
     Kernels of other packages keep less. Source: transformers, causal_conv1d_fn, torch_chunk_gated_delta_rule and the
-    gated norm after it. a are the elements of queries and keys (as many heads as values), b those of values. In
-    float32: queries and keys before and after their norm, keys times beta, values, and both solutions of the triangular
-    system. In the product's type: the operands of each chunk, fewer for the first and the last. Squares of a chunk:
-    decays, the system and both products, one of them cast. States: one per chunk in float32 and cast twice."""
+    gated norm after it. a is the number of elements of queries and keys (with the heads of the values), b the number
+    for the values. In float32: queries and keys before and after their norm, keys times beta, values, and both
+    solutions of the triangular system. In the product's type: the operands of each chunk, fewer for the first and the
+    last. Squares of a chunk: decays, the system and both products, one of them cast. States: one per chunk in float32
+    and cast twice."""
     net = layer.delta
     assert net is not None
     c, heads = plan.compute, net.value_heads

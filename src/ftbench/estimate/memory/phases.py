@@ -206,7 +206,7 @@ def _stepped_in_backward(case: MemoryCase, named: dict[str, Parts], held: Parts)
     """Return the phases if each parameter is updated as soon as its gradient is computed.
 
     Only one matrix has a gradient, and a head that shares the embedding's weight keeps it until the end. If states are
-    in host memory, those of four parameters are on the device or being copied (kernels/host_states.py)."""
+    in host memory, the states of four parameters are on the device or being copied (kernels/host_states.py)."""
     model, plan = case.model, case.plan
     matrix, words = (max((each.inputs * each.outputs for layer, _ in model.kinds for each in layer.linears), default=0),
                      model.vocab * model.hidden) if plan.full else (0, 0)  # fmt: skip

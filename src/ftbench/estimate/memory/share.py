@@ -106,7 +106,7 @@ def update(model: ModelShape, plan: TrainingPlan, part: Share) -> tuple[float, f
     """Return the gradients and the temporary memory at the peak of the optimizer's step.
 
     Float32 copies need float32 gradients, which replace the others. ZeRO-3 does this for one sub-group at a time and
-    frees none."""
+    keeps the 16-bit gradients."""
     count, width = weights.trained(model, plan)
     gradients = count * width * part.gradients
     if not _has_masters(plan, part):

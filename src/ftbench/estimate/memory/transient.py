@@ -105,8 +105,8 @@ def experts_again(layer: Layer, plan: TrainingPlan) -> float:
 def attention_peak(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the peak bytes of one layer's attention beyond the saved tensors.
 
-    These are gradients of queries, keys, values and output. Eager attention adds those of its weights: float32 twice,
-    minus the freed cast ones; gpt_oss twice more in the product's type."""
+    These are gradients of queries, keys, values and output. Eager attention adds the bytes of its weights: twice in
+    float32, minus the freed casts. gpt_oss adds two copies in the product's type."""
     c, scores, by = plan.compute, float(layer.heads * batch.length), kernel(layer, plan, batch)
     if by == "eager":
         return c * 2 * layer.query + scores * (2 * c if layer.sinks else 2 * FLOAT - c)

@@ -107,8 +107,8 @@ def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Itera
 def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
     """Yield the spec with the method, optimizations and optimizer of each shipped recipe.
 
-    The method keeps the options that it shares with the spec's own. The precision stays. Rows of equal length are not
-    packed."""
+    The method keeps the options that it shares with the method of the spec. The precision stays. Rows of equal length
+    are not packed."""
     unpacked = {"packing": False, "attention": "auto"}
     for shipped in shipped_recipes().values():
         method = shipped.get("method", {})
@@ -157,7 +157,8 @@ def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> 
 
 
 def _variants(spec: Experiment, name: str) -> Iterator[Any]:
-    """Yield the method with the options of the spec's own; unsloth in 16 and 4 bits, with and without checkpointing."""
+    """Yield the method with the options that the spec sets. unsloth comes in 16 and 4 bits, with and without
+    checkpointing."""
     own = spec.method.model_dump() if spec.method.name == name else spec.method.model_dump(include=_SHARED)
     if name == "full":
         own = {}

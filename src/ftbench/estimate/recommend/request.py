@@ -163,7 +163,7 @@ def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[st
 
 
 def _effective(request: RecommendRequest, spec: Experiment, history: RunHistory) -> int | None:
-    """Return the samples per step: the spec's own unless `--effective-batch` is given, None for any."""
+    """Return the samples per step: `--effective-batch`, else the value of the spec. None allows any number."""
     if request.effective_batch == ANY:
         return None
     if request.effective_batch is None and names_model(request.spec):

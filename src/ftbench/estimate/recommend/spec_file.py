@@ -91,7 +91,7 @@ def _switches(spec: Experiment) -> list[str]:
 
 
 def shipped_words(spec: Experiment) -> str:
-    """Return the shipped recipe with the same optimizations, or up to two more or less; empty if none is similar.
+    """Return the shipped recipe whose optimizations differ by at most two. Return an empty text without such a recipe.
 
     Fused AdamW counts for full training only: adapters are small."""
     own, similar = set(_switches(spec)), []

@@ -60,11 +60,11 @@ _WATTS_SPREAD, _WATTS_MEASURED = 1.3, 1.05
 class DurationEstimate:
     """The estimated time of an optimizer step over all `gpus`.
 
-    A step has `samples` samples and `tokens` real tokens; `padding` is the share of padded positions. `start_s` are the
-    seconds until the first steady step, `first_s` those that the first step takes longer, `watts` the power of one GPU.
-    `parts` are the terms of the step in seconds. `exposed_s` is the part that waits for other GPUs.
-    `bound` is `GPU`, `host` (the GPU waits for Python) or `images` (for image processing). `basis` is MEASURED,
-    FORMULA or SHEET, and `confidence` explains it."""
+    A step has `samples` samples and `tokens` real tokens; `padding` is the share of padded positions. `start_s` is the
+    time until the first steady step, `first_s` the extra time of the first step (both in seconds), `watts` the power of
+    one GPU. `parts` are the terms of the step in seconds. `exposed_s` is the part that waits for other GPUs. `bound` is
+    `GPU`, `host` (the GPU waits for Python) or `images` (for image processing). `basis` is MEASURED, FORMULA or SHEET,
+    and `confidence` explains it."""
 
     step_s: Band
     samples: float
@@ -221,7 +221,7 @@ def _judged(
 
 
 def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) -> tuple[float, float]:
-    """Return the seconds until the first steady step, and those that the first step takes longer than others."""
+    """Return the seconds until the first steady step, and the extra seconds of the first step."""
     first = _FIRST_COMPILED_S if spec.optimizations.compile else _FIRST_S
     if spec.method.name == "unsloth":
         first = _FIRST_UNSLOTH_S * len(shape.model.layers)

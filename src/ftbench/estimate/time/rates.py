@@ -77,9 +77,9 @@ class Term:
 class Step:
     """Seconds of one optimizer step.
 
-    `device` and `host` are the times of each by itself. `parts` by term add up to `seconds`: for each micro-batch those
-    of the slower side. If `host_bound`, the GPU waits for Python for most of the step, and if `by_images`, Python
-    spends this time on images."""
+    `device` and `host` are the times of each by itself. `parts` by term add up to `seconds`. Each micro-batch counts
+    the terms of its slower side. If `host_bound`, the GPU waits for Python for most of the step, and if `by_images`,
+    Python spends this time on images."""
 
     seconds: float
     device: float

@@ -25,7 +25,8 @@ PENDING, UNPROVEN, BROKEN = "not run yet", "no verdict", "did not end"
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A recipe: its name, the resolved spec, its reference, the `--set`s of its spec, and why it cannot run, if so."""
+    """A recipe: its name, resolved spec, reference, the `--set` options of its spec, and the reason if it cannot
+    run."""
 
     name: str
     spec: Experiment
@@ -76,7 +77,7 @@ class ParityPlan(Grid):
         super().__init__(jobs, {}, options)
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
-        """Return a job to start now. A recording waits for the run that leaves its weights."""
+        """Return a job to start now. A recording starts after the run whose weights it reads."""
         ended = {job.run.run_id for job, standing in self.standings.items() if standing.done}
         return super().next(lambda job: has_time(job) and job.spec.measure.weights_of in (*ended, ""))
 

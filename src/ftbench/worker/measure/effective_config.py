@@ -143,7 +143,8 @@ def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]
 
 
 def parameters_by_kind(model: Any) -> dict[str, dict[str, int]]:
-    """Return `total` and `trainable` parameters by module kind. Quantised weights count before packing."""
+    """Return `total` and `trainable` parameters by module kind. Quantised weights count as the numbers that they hold,
+    not as packed bytes."""
     kinds = {kind: {"total": 0, "trainable": 0} for kind in KINDS}
     for name, parameter in model.named_parameters():
         kind = kinds.setdefault(module_kind(name), {"total": 0, "trainable": 0})

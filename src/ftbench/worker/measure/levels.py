@@ -6,8 +6,8 @@ change of one and of several steps. The moment shows the scale of the gradient t
 step has all samples, so packed and padded runs can be compared.
 
 A tensor is kept as its norm and a count sketch (M. Charikar, K. Chen and M. Farach-Colton, ICALP 2002): every element
-is added, with a random sign, to one of `WIDTH` sums. The norm of a difference of two sketches is that of the difference
-of the tensors within about sqrt(2 / WIDTH), 4 %. Signs and places depend only on the tensor's name and the device type.
+is added, with a random sign, to one of `WIDTH` sums. The difference of two sketches has the norm of the difference of
+the tensors, within about sqrt(2 / WIDTH), 4 %. Signs and places depend only on the tensor's name and the device type.
 """
 
 import json

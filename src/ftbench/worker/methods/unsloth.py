@@ -167,7 +167,7 @@ def applied(trainer: Any) -> dict[str, Any]:
 
 
 def _reason(trainer: Any) -> str:
-    """Return why unsloth chose these batches: its own rule, or a setting or model that leaves no choice."""
+    """Return why unsloth uses these batches: its own rule, or a setting or a model that allows only these."""
     choice: Any = sys.modules.get("unsloth.utils.padding_choice")
     if choice is None or trainer.args.packing:
         return "requested"

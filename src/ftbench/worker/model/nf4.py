@@ -1,7 +1,7 @@
 """Random weights whose files are in bitsandbytes' NF4, as published 4-bit checkpoints are.
 
-Qwen3-32B has 19 GB in this format and 65 GB in 16 bits, so it is written and loaded in a third of the time. The values
-are those that loading 16-bit files would give.
+Qwen3-32B has 19 GB in this format and 65 GB in 16 bits, so it is written and loaded in a third of the time. Loading
+16-bit files gives the same values.
 """
 
 from collections.abc import Collection

@@ -135,7 +135,7 @@ def deviation(config: Any) -> float:
 
 
 class Drawn(Mapping[str, torch.Tensor]):
-    """A model's state that draws the weights of `materialise` on access, some layers ahead. Adapters are unchanged.
+    """A state dict that makes the random weights when they are read, a few layers ahead. Adapters are unchanged.
 
     Large models are drawn on the GPU. Its generator gives other values than the host's.
     """

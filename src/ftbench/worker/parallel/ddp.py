@@ -44,5 +44,5 @@ def _sums(model: Any) -> torch.Tensor:
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return the wrapper of the model."""
+    """Return the class that wraps the model, for applied.json."""
     return {"wrapper": type(trainer.model_wrapped).__name__}

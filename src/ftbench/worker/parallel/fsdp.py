@@ -79,8 +79,8 @@ def correct_plugin(trainer: Any, spec: Experiment) -> None:
 
 
 def _set_layer_classes(trainer: Any) -> None:
-    """Set the layer classes to shard to those in the model. For CLIP, transformers also names those of its text model,
-    and accelerate fails without them."""
+    """Set the layer classes to shard to those in the model. For CLIP, transformers also names layers of a text model
+    that is missing here, and accelerate fails without them."""
     there = {type(module).__name__ for module in trainer.model.modules()}
     plugin = trainer.accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = sorted(there.intersection(trainer.model._no_split_modules or ()))

@@ -1,8 +1,8 @@
 """Pipeline parallelism with torch's schedules, and with DDP, FSDP2 and transformers' tensor parallelism.
 
 Each GPU holds some of the layers. The parts are applied in this order: load the weights of the own layers, add the
-adapters, cut the model, shard or copy its stages, and make the schedule. Until it is cut, a model has all its layers;
-those of other GPUs have no values. So adapters get the names and the initial values of a run on one GPU.
+adapters, cut the model, shard or copy its stages, and make the schedule. Until it is cut, a model has all its layers.
+The layers of other GPUs have no values. So adapters get the names and the initial values of a run on one GPU.
 """
 
 import copy
@@ -117,7 +117,7 @@ def _sum_over_tensor_ranks(trainer: Any, stages: Pipeline) -> None:
 
 
 def _save(trainer: Any, folder: str) -> None:
-    """Gather the trained weights of all stages on rank 0 and save them as those of one model."""
+    """Gather the trained weights of all stages on rank 0 and save them as one model."""
     stages: Pipeline = Pipeline.of(trainer.model)
     stages.shard()
     named = {name: each for name, each in trainer.model.named_parameters() if each.requires_grad}

@@ -123,7 +123,7 @@ def without_values(parameter: Any, example: Any) -> Any:
 
 
 def _forget(model: Any, modules: list[Any]) -> None:
-    """Move all parameters to the meta device that none of these modules has."""
+    """Move the parameters outside these modules to the meta device."""
     kept = {id(parameter) for module in modules for parameter in module.parameters()}
     moved: dict[int, Any] = {}
     for module in model.modules():
@@ -134,7 +134,8 @@ def _forget(model: Any, modules: list[Any]) -> None:
 
 
 def _as_quantised(layers: Any, own: int) -> None:
-    """Describe the 4-bit weights of other ranks' layers, which were not quantised, like those of an own layer."""
+    """Describe the layers of other ranks as 4-bit layers, like the layers of this rank. Their weights were not
+    quantised here."""
     for name, example in layers[own].named_parameters():
         for layer in layers:
             path, _, last = name.rpartition(".")

@@ -171,7 +171,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, items: Any) -> torch.Tensor:
-        """Return the same loss without gradients."""
+        """Return the loss of a batch without gradients."""
         losses, batches = list[torch.Tensor](), self._begin(batch, items)
         for micro in batches:
             states = torch.empty((*micro["input_ids"].shape, self.hidden), dtype=self.dtype, device=device())

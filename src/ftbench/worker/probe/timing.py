@@ -27,7 +27,7 @@ class Budget:
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Return the remaining seconds, negative if it is used up."""
+        """Return the remaining seconds. The number is negative after the end."""
         return self._end - time.monotonic()
 
 
