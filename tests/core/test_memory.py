@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftbench.core.hardware import cublas_workspace
-from ftbench.estimate.memory import layer, loss, transient, weights
+from ftbench.estimate.memory import ends, layer, transient, weights
 from ftbench.estimate.memory.phases import MemoryCase, peak, phases, resident
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.model import adapter_parameters
@@ -117,11 +117,11 @@ def test_offloaded_checkpoints_leave_two_on_the_device() -> None:
 
 def test_a_compiled_chunked_loss_has_no_float32_logits() -> None:
     shape, batch = model("Qwen/Qwen3-8B"), BatchShape(4, 2048, 8188)
-    eager, compiled, small = (loss.logits(shape, TrainingPlan(loss="chunked", **more), batch)  # type: ignore[arg-type]
+    eager, compiled, small = (ends.logits(shape, TrainingPlan(loss="chunked", **more), batch)  # type: ignore[arg-type]
                               for more in ({}, {"compiled": True}, {"chunk": 256}))  # fmt: skip
     assert (eager, compiled, small) == (2048 * 151936 * 12, 2048 * 151936 * 4, 256 * 151936 * 12)
     one = BatchShape(1, 1024, 1023)
-    assert loss.logits(shape, TrainingPlan(loss="chunked"), one) == 1023 * 151936 * 12
+    assert ends.logits(shape, TrainingPlan(loss="chunked"), one) == 1023 * 151936 * 12
 
 
 def test_unsloth_keeps_the_experts_of_gpt_oss_in_four_bits() -> None:
@@ -156,7 +156,7 @@ def test_the_optimizer_step_sets_the_peak_of_a_small_batch_in_full_fine_tuning()
 
 def test_a_batch_of_fewer_tokens_than_a_chunk_has_fewer_logits() -> None:
     shape, recipe = model("Qwen/Qwen3-0.6B"), TrainingPlan(targets=frozenset({"q_proj"}))
-    few, chunk, many = (loss.logits(shape, recipe, BatchShape(1, length, length - 1)) for length in (64, 256, 2048))
+    few, chunk, many = (ends.logits(shape, recipe, BatchShape(1, length, length - 1)) for length in (64, 256, 2048))
     assert (4 * few, chunk) == (chunk, many)
 
 
@@ -220,7 +220,7 @@ def test_a_larger_batch_never_needs_less(name: str, rows: int, length: int) -> N
 def test_a_chunked_loss_has_the_logits_of_one_chunk() -> None:
     shape = model("Qwen/Qwen3-8B")
     small, large = BatchShape(1, 1024, 1023), BatchShape(64, 1024, 64 * 1023)
-    assert loss.logits(shape, LORA, small) == loss.logits(shape, LORA, large) == 256 * 151936 * 16
+    assert ends.logits(shape, LORA, small) == ends.logits(shape, LORA, large) == 256 * 151936 * 16
 
 
 def divided(strategy: str, gpus: int) -> Sharding:

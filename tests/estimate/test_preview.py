@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -43,20 +42,16 @@ def test_lengths_truncation_and_packing_follow_from_the_rows(tmp_path):
     assert max(map(len, text.splitlines()[:3])) < 200
 
 
-def test_the_models_tokenizer_and_template_are_used(tmp_path):
+def test_the_models_tokenizer_is_used(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     model = tmp_path / "model"
     model.mkdir()
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(model / "tokenizer.json"))
-    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
-    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     spec = spec_of(tmp_path, [{"question": "one two one", "answer": "two"}], model=f"{{path: {model}}}")
     document = preview.preview(spec, [])
     assert document["tokens"]["max"] == 3 + 1 + 2 * 5  # words and turn tokens
-    assert document["samples"] == [{"row": 1, "text": "<user>one two one<assistant>two"}]
-    assert document["rendered_by"] == "the model's chat template"
 
 
 def test_synthetic_data_has_lengths_without_samples(tmp_path):
@@ -99,32 +94,6 @@ def test_a_child_that_reads_the_hub_for_too_long_is_an_error(tmp_path, monkeypat
     (tmp_path / "spec.yaml").write_text("model: tiny/qwen3\nmethod: lora\ndataset: {name: owner/set}\n")
     with pytest.raises(MissingError, match=r"^dataset owner/set: not read within 0\.5 s"):
         preview.preview(tmp_path / "spec.yaml", [])
-
-
-@pytest.mark.parametrize("template", [
-    "{{ 1 // 0 }}", "{{ messages[0].role ** 2 }}", "{{ [].a.b }}", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-])  # fmt: skip
-def test_turns_are_shown_if_the_chat_template_fails(tmp_path, template):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "tokenizer.json").write_text("{}")
-    (model / "chat_template.jinja").write_text(template)
-    spec = spec_of(tmp_path, [{"question": "why", "answer": "so"}], model=f"{{path: {model}}}")
-    document = preview.preview(spec, [])
-    assert document["samples"] == [{"row": 1, "text": "user: why\nassistant: so"}]
-    assert "concatenated turns, because the chat template of model fails" in document["rendered_by"]
-    assert document["rendered_by"] in preview.as_text(document)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_a_pipe_as_template_does_not_block(tmp_path, name):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "tokenizer.json").write_text("{}")
-    (model / name).unlink(missing_ok=True)
-    os.mkfifo(model / name)
-    spec = spec_of(tmp_path, [{"question": "why", "answer": "so"}], model=f"{{path: {model}}}")
-    assert preview.preview(spec, [])["samples"] == [{"row": 1, "text": "user: why\nassistant: so"}]
 
 
 def test_every_row_is_checked(tmp_path):

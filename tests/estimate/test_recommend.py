@@ -94,7 +94,7 @@ def test_shipped_recipes_are_considered():
 def test_our_kernels_are_offered_for_supported_models():
     found = ask()
     on = [option.spec.optimizations for option in found.options]
-    assert {"off", "tensorwise", "tensorwise-delayed"} <= {each.fp8 for each in on if each.triton_kernels}
+    assert {"off", "tensorwise-delayed"} <= {each.fp8 for each in on if each.triton_kernels}
     assert found.options[0].spec.optimizations.triton_kernels
     other = ask(spec={"model": {"id": "openai/gpt-oss-20b", "weights": "random"}})
     assert other.options
@@ -217,9 +217,7 @@ def test_options_that_may_miss_the_deadline_are_marked_and_come_last():
     assert late == sorted(late)
     assert set(late) == {False, True}
     assert [each["may_miss_deadline"] for each in as_json(some)["options"]] == late
-    text = " ".join(as_text(some).split())
-    assert f"{sum(late)} of {len(late)} ways may miss the deadline" in text
-    assert as_text(some, every=True).count(" may miss ") == sum(late) + 1
+    assert as_text(some, every=True).count(" may miss ") == sum(late)
     assert "may miss" not in as_yaml(some).lower()
 
 
@@ -240,16 +238,6 @@ def test_without_a_fit_the_reasons_are_named():
     found = ask("L4", spec={"model": {"id": "Qwen/Qwen3-32B"}}, methods=("full",))
     assert (found.options, found.closest) == ((), None)
     assert any(reason.startswith("does not fit at batch 1 on L4") for reason in found.ruled_out)
-
-
-@pytest.mark.parametrize(("batch", "faster"), [(1, False), (8, True)])
-def test_fp8_without_gain_is_noted(batch, faster):
-    data = {"name": "synthetic", "samples": 1000, "length": 2048}
-    answer = ask(spec={"dataset": data, "train": {"batch_size": batch}}, effective_batch=batch)
-    times = {small: min(option.seconds.expected for option in answer.options
-                        if (option.spec.optimizations.fp8 != "off") is small) for small in (False, True)}  # fmt: skip
-    assert (times[True] < times[False]) is faster
-    assert ("2,048 tokens per step fp8 is not faster" in " ".join(as_text(answer).split())) is not faster
 
 
 def test_a_budget_rules_out_more_expensive_options():
@@ -434,7 +422,6 @@ def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench
     (["--gpu", "H200 SXM", "--samples", "9", "--effective-batch", "0"], "--effective-batch 0: samples per step"),
     (["--gpu", "H200 SXM", "--samples", "9", "--set", "model=some/model"], "the shape of some/model is unknown"),
     (["--gpu", "H200 SXM", "--samples", "9", "--set", "train.precision=fp32"], "in fp32 is not known: run"),
-    (["--gpu", "H200 SXM", "--samples", "9", "-o", "SPEC"], "is the spec itself"),
     (["--gpu", "H200 SXM", "--samples", "9", "--store", "SPEC"], "not a folder"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else None)  # fmt: skip
 def test_invalid_options_are_errors(ftbench, spec_file, arguments, sentence):
@@ -471,8 +458,8 @@ def test_without_a_number_of_samples_prices_give_the_cost_of_1000(ftbench, spec_
     _, without, _ = ftbench("estimate", spec_file, "--gpu", "H200 SXM,L40S")
     heading = without[without.rindex("\nGPU") :].splitlines()[1].split("  ")
     assert [name.strip() for name in heading if name.strip()] == [
-        "GPU", "fit", "GiB", "largest batch", "limited by", "GiB (90 %)", "for a process", "step", "tokens/s",
-        "samples/h", "in 8 h", "known from",
+        "GPU", "fit", "GiB", "known from", "largest batch", "limited by", "GiB (90 %)", "for a process", "step",
+        "tokens/s", "samples/h", "in 8 h",
     ]  # fmt: skip
 
 

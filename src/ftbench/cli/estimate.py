@@ -83,7 +83,7 @@ def estimate(
 
 @app.command()
 def data(spec: Spec, dataset: Data = None, sets: Sets = None, as_json: Json = False) -> None:
-    """Show a data set as the model sees it: lengths, truncation, packing gain, three samples."""
+    """Show a data set: lengths, truncation, padding, packing gain, three samples."""
     from ftbench.estimate import preview
 
     document = preview.preview(spec, spec_sets(sets, None, dataset, None))

@@ -13,7 +13,7 @@ from ftbench.estimate import text
 from ftbench.estimate.gpus import ALL, gpus_named, machine_gpu, probed
 from ftbench.estimate.memory.estimate import VERDICTS, estimate_memory
 from ftbench.estimate.memory.largest_batch import largest_batch
-from ftbench.estimate.records import GpuEstimate, Scope, as_document
+from ftbench.estimate.text import GpuEstimate, Scope, totals
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.model import shape_of
@@ -188,3 +188,36 @@ def _targets(request: EstimateRequest, store: Path | None) -> list[Target]:
     if described is None or not described.get("memory_gb"):
         raise SpecError("this machine has no GPU: name one with --gpu (`ftbench list gpus`), or give --memory-gb")
     return [Target(described["name"], machine_gpu(described, store), described["memory_gb"])]
+
+
+def as_document(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> dict[str, Any]:
+    """Return the document for --json: sizes in GiB, times in seconds."""
+    records = [
+        {"gpu": row.name, **asdict(row.memory), "largest_batch": row.largest, "time": _time_record(spec, row, scope)}
+        for row in rows
+    ]
+    return {
+        "schema": 1, "model": spec.model.id, "method": spec.method.name, "batch_size": spec.train.batch_size,
+        "gpus": records,
+    }  # fmt: skip
+
+
+def _time_record(spec: Experiment, row: GpuEstimate, scope: Scope) -> dict[str, Any]:
+    time = row.time
+    if row.gpu is None or time is None:
+        return {"why": row.reason}
+    samples, seconds, cost = totals(spec, row.gpu, time, scope)
+    return {
+        "step_s": asdict(time.step_s), "samples_per_step": time.samples,
+        "tokens_per_s": time.tokens_per_s, "mean_tokens": time.mean_tokens,
+        "samples_per_hour": time.samples_per_hour, "real_tokens_per_step": time.tokens,
+        "padding": time.padding, "start_s": time.start_s, "first_s": time.first_s,
+        "bound": time.bound, "parts_s": time.parts,
+        "basis": time.basis, "confidence": time.confidence, "lengths": time.lengths,
+        "upper_bound": time.upper_bound, "hours": scope.hours,
+        "samples_in_hours": asdict(time.samples_in(3600 * scope.hours)), "samples": samples,
+        "training_s": None if seconds is None else asdict(seconds),
+        "joules": None if samples is None else asdict(time.joules_for(samples)), "watts": asdict(time.watts),
+        "watts_source": time.watts_source, "gpus": time.gpus, "exposed_s": time.exposed_s,
+        "cost": None if cost is None else asdict(cost),
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`ftbench data`: show a spec's data set as the model sees it, without training and without a GPU."""
+"""`ftbench data`: show a spec's data set, without training and without a GPU."""
 
 import json
 import sys
@@ -15,19 +15,16 @@ from ftbench.core.data_formats import Example
 from ftbench.core.processes import run_program
 from ftbench.errors import DataError, MissingError, SpecError
 from ftbench.estimate.workload.images import KnownSamples, known_samples
-from ftbench.estimate.workload.lengths import MOST_SAMPLES, file_lengths, lengths_of, tokenizer_file
+from ftbench.estimate.workload.lengths import MOST_SAMPLES, file_lengths, lengths_of
 from ftbench.estimate.workload.model import shape_of
 from ftbench.facts import SAMPLE
 from ftbench.families.vision import NOTHING
 from ftbench.spec.datasets import Dataset, check_file, row_example, row_format
-from ftbench.spec.experiment import Experiment, Model
+from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
-from ftbench.spec.reading import MAX_CONFIG_BYTES
-from ftbench.store.rundir import open_plain_file, read_json
 
 _BAR, _LETTERS = 40, 600
 _EXPORT_S = 3600.0  # enough for gigabytes over a slow connection
-_PLAIN = "concatenated turns, because the model's chat template is not on this machine"
 
 
 def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
@@ -87,15 +84,14 @@ def _of_file(spec: Experiment, dataset: Dataset, images: KnownSamples | None) ->
     shown = sorted({0, len(rows) // 2, len(rows) - 1})
     parsed = [row_example(dataset, rows[index], format_name, rows.where(index)) for index in shown]
     parsed = [replace(each, messages=each.question) for each in parsed] if spec.objective.prompts else parsed
-    texts, how = _all_rendered(parsed, spec.model)
-    samples = [{"row": index + 1, "text": text} for index, text in zip(shown, texts, strict=True)]
+    samples = [{"row": index + 1, "text": _rendered(each)} for index, each in zip(shown, parsed, strict=True)]
     values, source = (images.lengths, images.basis) if images else (counted.values, counted.source)
-    return _document(spec, values, source, len(rows), format_name, samples, how, images)
+    return _document(spec, values, source, len(rows), format_name, samples, images)
 
 
 def _document(
     spec: Experiment, values: Sequence[int], source: str, rows: int, format_name: str, samples: list[dict[str, Any]],
-    how: str = _PLAIN, images: KnownSamples | None = None,
+    images: KnownSamples | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the document; `values` are sample lengths in tokens before truncation."""
     prompts, longest = spec.objective.prompts, spec.dataset.max_length
@@ -110,7 +106,7 @@ def _document(
         "truncated_tokens": 1 - sum(kept) / sum(values), "mean_kept": sum(kept) / len(kept),
         "batch_size": batch if prompts else spec.train.batch_size, "padding": 1 - padded,
         "packing_gain": None if prompts or spec.objective.pairs else packed / padded, "prompts": prompts,
-        "rendered_by": how, "samples": samples,
+        "samples": samples,
         "images": _of_images(images, longest) if images else None,
     }  # fmt: skip
 
@@ -123,43 +119,14 @@ def _of_images(known: KnownSamples, longest: int) -> dict[str, Any]:
     return {"tokens": total.tokens / count, "tiles": total.tiles / count, "left_out": too_long / count}
 
 
-def _chat_template(model: Model) -> str | None:
-    """Return the chat template next to the model's tokenizer, or None."""
-    if (tokenizer := tokenizer_file(model)) is None:
-        return None
-    try:
-        with open_plain_file(tokenizer.with_name("chat_template.jinja"), MAX_CONFIG_BYTES) as file:
-            return file.read().decode()
-    except (OSError, ValueError):
-        template = read_json(tokenizer.with_name("tokenizer_config.json")).get("chat_template")
-    return template if isinstance(template, str) else None
-
-
-def _all_rendered(examples: Sequence[Example], model: Model) -> tuple[list[str], str]:
-    """Return the text of each example, and how it was rendered: with the model's template if possible."""
-    if template := _chat_template(model):
-        try:
-            return [_rendered(example, template) for example in examples], "the model's chat template"
-        except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
-            why = f"fails without the tokenizer ({type(error).__name__})"
-            how = f"concatenated turns, because the chat template of {model.id} {why}"
-    else:
-        how = _PLAIN
-    return [_rendered(example, None) for example in examples], how
-
-
-def _rendered(example: Example, template: str | None) -> str:
+def _rendered(example: Example) -> str:
+    """Return the text of an example, its turns one after the other."""
     if example.text is not None:
         return example.text
     if example.rejected:
         sides = (Example(example.messages), Example(example.rejected[-1:]))
-        return "\n-- rejected:\n".join(_rendered(side, template) for side in sides)
-    if template is None:
-        return "\n".join(f"{message['role']}: {_content(message['content'])}" for message in example.messages)
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    return environment.from_string(template).render(messages=example.messages, bos_token="", eos_token="")
+        return "\n-- rejected:\n".join(map(_rendered, sides))
+    return "\n".join(f"{message['role']}: {_content(message['content'])}" for message in example.messages)
 
 
 def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
@@ -186,7 +153,7 @@ def as_text(document: Mapping[str, Any]) -> str:
         + (f"of a step's {units.some(size, 'prompt')}" if prompts else f"at batch {size}{packing}"),
     ]
     if document["samples"]:
-        lines += ["", f"samples, rendered with {document['rendered_by']}:"]
+        lines += ["", "samples, without the model's chat template:"]
     for sample in document["samples"]:
         text = sample["text"]
         more = f" … ({units.some(len(text) - _LETTERS, 'character')} more)" if len(text) > _LETTERS else ""

@@ -1,7 +1,7 @@
-"""Write an estimate as text and as a JSON document."""
+"""An estimate for one or several GPUs, and its text."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from statistics import NormalDist
 
 from ftbench.core import units
@@ -11,18 +11,59 @@ from ftbench.core.table import folded, text_table
 from ftbench.core.units import JOULES_PER_KWH, gibibytes
 from ftbench.estimate.gpus import RESERVE
 from ftbench.estimate.memory.estimate import HOST, VERDICTS, Band, MemoryEstimate
-from ftbench.estimate.records import GpuEstimate, Scope, cost_of_1k, totals
 from ftbench.estimate.time.communication import BUBBLE, COMMUNICATION, OFFLOADED
-from ftbench.estimate.time.duration import FLUSHES, DurationEstimate, epochs_samples
+from ftbench.estimate.time.duration import FLUSHES, MEASURED, DurationEstimate, epochs_samples
 from ftbench.estimate.time.rates import shipped_terms
 from ftbench.estimate.workload.sharding import shared_how
 from ftbench.spec.experiment import Experiment, Launch
+from ftbench.spec.prices import Amount, Prices, amount
 
 _Z = 1.645  # of the ends of a 90 % range
 _BAR = 32  # characters of the longest bar
 LIMITS = {"host": "launch-bound", "images": "image loading"}  # other than the GPU
 LAUNCH_BOUND = "launch-bound: the CPU starts kernels too slowly, so a faster GPU gains little"
 _SHOWN = 4  # terms of a step, and GPUs without a price, that are named
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What to estimate in addition to the step: the time for `samples` (None: the samples of the spec), the samples in
+    `hours`, and with `prices` the cost."""
+
+    samples: float | None
+    hours: float
+    prices: Prices | None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuEstimate:
+    """Memory, largest batch that fits, and time on a GPU; `reason` explains a missing time."""
+
+    name: str
+    gpu: Gpu | None
+    memory: MemoryEstimate
+    largest: int | None
+    time: DurationEstimate | None = None
+    reason: str = ""
+
+
+def totals(
+    spec: Experiment, gpu: Gpu, time: DurationEstimate, scope: Scope
+) -> tuple[float | None, Band | None, Amount | None]:
+    """Return the requested samples (by default the samples of the spec), their time and their cost, as far as known."""
+    if (samples := scope.samples or epochs_samples(spec, time.samples)) is None:
+        return None, None, None
+    seconds = time.seconds_for(samples)
+    return samples, seconds, _cost(gpu, time, scope, seconds.expected)
+
+
+def cost_of_1k(gpu: Gpu, time: DurationEstimate, scope: Scope) -> Amount | None:
+    return _cost(gpu, time, scope, 3600 * 1000 / time.samples_per_hour)
+
+
+def _cost(gpu: Gpu, time: DurationEstimate, scope: Scope, seconds: float) -> Amount | None:
+    price = scope.prices.of(gpu.name) if scope.prices else None
+    return amount(price, time.gpus * seconds, time.watts.expected) if price else None
 
 
 def as_text(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope, nearest: str = "") -> str:
@@ -175,13 +216,11 @@ def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
     samples = scope.samples or epochs_samples(spec, known[0].samples if known else 0.0)
     training = "" if samples is None else f">{units.count(samples)} samples"
     columns = [
-        "GPU", "fit", ">GiB", training, ">cost of 1k samples" if samples is None else ">cost", ">largest batch",
-        "limited by", ">GiB (90 %)", ">for a process", ">step", ">tokens/s", ">samples/h", f">in {scope.hours:g} h",
-        "known from",
+        "GPU", "fit", ">GiB", training, "known from", ">cost of 1k samples" if samples is None else ">cost",
+        ">largest batch", "limited by", ">GiB (90 %)", ">for a process", ">step", ">tokens/s", ">samples/h",
+        f">in {scope.hours:g} h",
     ]  # fmt: skip
-    cells = [[*_memory_row(spec, row), *_time_row(spec, row, scope)] for row in rows]
-    order = (0, 1, 2, 7, 8, 3, 9, 4, 5, 6, 10, 11, 12, 13)
-    cells = [[each[at] for at in order] for each in cells]
+    cells = [_cells(spec, row, scope) for row in rows]
     kept = [at for at in range(len(columns)) if any(row[at] for row in cells)]
     table = text_table([columns[at] for at in kept], [[row[at] for at in kept] for row in cells])
     margin = max(row.memory.margin for row in rows)
@@ -191,6 +230,8 @@ def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
     )
     notes["GiB: of the device, as nvidia-smi counts. For a process: what CUDA gives one" + (
         f", less {gibibytes(margin)} GiB for a display" if margin else "")] = None  # fmt: skip
+    if MEASURED in (bases := {time.basis for time in known}) and len(bases) > 1:
+        notes["Measured rows come from your runs, the others from formulas: compare them within their ranges."] = None
     if any(time.bound == "host" for time in known):
         notes[LAUNCH_BOUND] = None
     if any(row.memory.verdict == VERDICTS[-1] and row.time for row in rows):
@@ -198,25 +239,20 @@ def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
     return "\n".join([table, *map(folded, (*_unknown(rows), *_unpriced(rows, scope), *notes))])
 
 
-def _memory_row(spec: Experiment, row: GpuEstimate) -> list[str]:
-    memory = row.memory
-    return [
-        row.name, fit_words(memory), gibibytes(memory.device.expected), _largest(spec, row.largest) or "none",
-        f"{gibibytes(memory.device.low)} to {gibibytes(memory.device.high)}", gibibytes(memory.usable - memory.margin),
-    ]  # fmt: skip
-
-
-def _time_row(spec: Experiment, row: GpuEstimate, scope: Scope) -> list[str]:
-    """Return the step, time, cost, limit, speeds and basis."""
-    time = row.time
+def _cells(spec: Experiment, row: GpuEstimate, scope: Scope) -> list[str]:
+    """Return the cells of a GPU: fit, memory, time, basis, cost, largest batch and speeds."""
+    memory, time, batch = row.memory, row.time, _largest(spec, row.largest) or "none"
+    first = [row.name, fit_words(memory), gibibytes(memory.device.expected)]
+    sizes = [f"{gibibytes(memory.device.low)} to {gibibytes(memory.device.high)}",
+             gibibytes(memory.usable - memory.margin)]  # fmt: skip
     if row.gpu is None or time is None:
-        return ["", "", "", "", "", "", "", "not known"]
+        return [*first, "", "not known", "", batch, "", *sizes, "", "", "", ""]
     _, seconds, cost = totals(spec, row.gpu, time, scope)
     cost = cost_of_1k(row.gpu, time, scope) if seconds is None else cost
     return [
-        units.seconds(time.step_s.expected), units.seconds(seconds.expected) if seconds else "", str(cost or ""),
-        LIMITS.get(time.bound, ""), units.rate(time.tokens_per_s), units.count(time.samples_per_hour),
-        units.count(time.samples_in(3600 * scope.hours).expected), time.basis,
+        *first, units.seconds(seconds.expected) if seconds else "", time.basis, str(cost or ""), batch,
+        LIMITS.get(time.bound, ""), *sizes, units.seconds(time.step_s.expected), units.rate(time.tokens_per_s),
+        units.count(time.samples_per_hour), units.count(time.samples_in(3600 * scope.hours).expected),
     ]  # fmt: skip
 
 

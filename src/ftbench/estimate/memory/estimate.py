@@ -11,7 +11,7 @@ from ftbench.core.hardware import MODERN, Gpu, cublas_workspace
 from ftbench.core.units import GIB
 from ftbench.errors import SpecError
 from ftbench.estimate.gpus import RESERVE, Capacity, capacity
-from ftbench.estimate.memory import loss
+from ftbench.estimate.memory import ends
 from ftbench.estimate.memory.phases import GATHERED, MemoryCase, Parts, checkpoints_on_host, peak, phases
 from ftbench.estimate.memory.share import offloaded
 from ftbench.estimate.memory.weights import fetched_head, kept_by, on_host, optimizer_state, paged_state
@@ -275,8 +275,8 @@ def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
 
     Those of our chunked loss have one size and are reused. The optimizer's temporary tensors are reused as far as they
     need less than the backward pass."""
-    logits = 0.0 if case.plan.loss == "chunked" else loss.logits(case.model, case.plan, case.batch)
-    transient = logits + loss.head_cast(case.model, case.plan)
+    logits = 0.0 if case.plan.loss == "chunked" else ends.logits(case.model, case.plan, case.batch)
+    transient = logits + ends.head_cast(case.model, case.plan)
     acts = named["loss"].get("activations", 0) + named["loss"].get("checkpoints", 0)
     step = named["optimizer step"]["one step"]
     ahead = max(0.0, sum(named["loss"].values()) - sum(named["optimizer step"].values()))

@@ -4,7 +4,7 @@ sum."""
 from dataclasses import dataclass
 
 from ftbench.core import pipeline
-from ftbench.estimate.memory import images, layer, loss, share, transient, weights
+from ftbench.estimate.memory import ends, layer, share, transient, weights
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.estimate.workload.sharding import SINGLE, Sharding
@@ -57,7 +57,7 @@ def resident(case: MemoryCase) -> Parts:
         "optimizer state": share.optimizer_state(model, plan, part),
         "gradients": trained * part.gradients if case.keeps_gradients else 0.0,
         "workspace": case.workspace + kept + share.ddp_buckets(part, trained),
-        "pixels": images.pixels(model.vision, case.batch) if model.vision else 0.0,
+        "pixels": ends.pixels(model.vision, case.batch) if model.vision else 0.0,
         "messages": _messages(case),
     }
 
@@ -163,13 +163,13 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
     stream = 2 * plan.stream * model.hidden * batch.tokens if acts.kept else 0
     count, width = weights.trained(model, kept)
     grads = count * width * part.gradients
-    top = loss.head_gradient(model, plan, batch) / (2 if plan.loss == "chunked" else 3)
+    top = ends.head_gradient(model, plan, batch) / (2 if plan.loss == "chunked" else 3)
     held = {"activations": acts.there, "checkpoints": acts.marks, "cast weights": cast}
-    tail = loss.tail(model, plan, batch)
-    final = max(loss.transient_peak(model, plan, batch), loss.final_norm_peak(model, plan, batch))
+    tail = ends.tail(model, plan, batch)
+    final = max(ends.transient_peak(model, plan, batch), ends.final_norm_peak(model, plan, batch))
     first = {"activations": acts.first, "checkpoints": acts.first_mark, "cast weights": cast}
     grown = {} if case.keeps_gradients else {"gradients": grads * _grown(model, plan)}
-    twice = loss.tied_gradients(model, plan) * part.gradients + share.whole_gradient(model, plan, part)
+    twice = ends.tied_gradients(model, plan) * part.gradients + share.whole_gradient(model, plan, part)
     made = top if part.holds_gradients or not case.keeps_gradients else 0.0
     gradients = {"gradients": base["gradients"] + made}
     left, step = share.update(model, kept, part)
@@ -233,11 +233,11 @@ def _of_images(case: MemoryCase) -> tuple[float, float, float, float]:
     vision, batch, plan = case.model.vision, case.batch, case.plan
     if vision is None or not batch.images.patches:
         return 0.0, 0.0, 0.0, 0.0
-    saved = images.saved(vision, plan, batch)
+    saved = ends.encoder_saved(vision, plan, batch)
     if plan.checkpointing != "off":  # the embeddings before image features are inserted
         saved += plan.stream * case.model.hidden * batch.tokens
-    remade = images.remade(vision, plan, batch)
-    return images.shown(case.model, plan, batch), saved, images.moment(vision, plan, batch), remade
+    remade = ends.encoder_remade(vision, plan, batch)
+    return ends.images_shown(case.model, plan, batch), saved, ends.encoder_moment(vision, plan, batch), remade
 
 
 def _grown(model: ModelShape, plan: TrainingPlan) -> float:

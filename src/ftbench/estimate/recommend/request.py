@@ -1,9 +1,9 @@
-"""Turn the options of `ftbench recommend` into a goal, and check them."""
+"""Answer `ftbench recommend`: turn its options into a goal, and check them."""
 
 import math
 import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -12,32 +12,35 @@ from ftbench.core.units import parse_seconds
 from ftbench.errors import SpecError
 from ftbench.estimate.estimates import MOST_SAMPLES
 from ftbench.estimate.gpus import gpus_named, probed
+from ftbench.estimate.memory.largest_batch import MemoryCache
+from ftbench.estimate.recommend.candidates import Way
 from ftbench.estimate.recommend.ranking import (
     OBJECTIVES,
     Goal,
     Objective,
+    Option,
     Recommendation,
     as_runnable,
     recommend,
     samples_per_step,
 )
 from ftbench.estimate.recommend.spec_file import run_command
-from ftbench.estimate.recommend.variations import with_lengths
 from ftbench.estimate.time.duration import epochs_samples
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.sharding import counts
 from ftbench.spec.base import known, shortened
+from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.methods import METHODS
 from ftbench.spec.model_argument import names_model
 from ftbench.spec.prices import Prices, load_prices
 from ftbench.store import machine
-from ftbench.store.output import output_file
 
 MOST_BATCH, MOST_GPUS = 65_536, 64
 ANY = "any"  # of --effective-batch
 _USUAL_BATCH = 16  # samples per step, if there is only a model and no spec
+_FEW_GPUS = 3  # with more GPUs only the best one is estimated with other lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,7 @@ def answer(request: RecommendRequest) -> Recommendation:
     spec = load(request.spec, request.sets)
     prices = load_prices(request.prices) if request.prices is not None else None
     gpus = tuple(probed(gpu, request.store) for gpu in _gpus(request.gpu))
-    problems = [*_limits(request), *_prices(request, gpus, prices), *_output(request)]
+    problems = [*_limits(request), *_prices(request, gpus, prices)]
     if problems:
         raise SpecError(*problems)
     deadline = parse_seconds(request.deadline) if request.deadline is not None else None
@@ -96,16 +99,6 @@ def _gpus(text: str | None) -> tuple[Gpu, ...]:
             raise SpecError("this machine has no known GPU: name one with --gpu (`ftbench list gpus`), or --gpu all")
         return (gpu,)
     return tuple(gpus_named(text))
-
-
-def _output(request: RecommendRequest) -> list[str]:
-    """Return why the output cannot be written: it must not replace the spec."""
-    if request.output is None:
-        return []
-    target = output_file(request.output)
-    if target.exists() and target.samefile(request.spec):
-        return [f"-o {request.output}: is the spec itself; choose another file"]
-    return []
 
 
 def _limits(request: RecommendRequest) -> list[str]:
@@ -176,3 +169,38 @@ def _samples(request: RecommendRequest, spec: Experiment, history: RunHistory) -
     if samples is None:
         raise SpecError(f"--samples: required, because the size of {spec.dataset.name} is not known")
     return samples
+
+
+def with_lengths(answer: Recommendation) -> Recommendation:
+    """Return the answer with what is best if the samples are half or twice as long."""
+    goal, memory_cache = answer.goal, MemoryCache()
+    if not answer.options or not _has_lengths(goal):
+        return answer
+    few = goal if len(goal.gpus) <= _FEW_GPUS else replace(goal, gpus=(answer.options[0].gpu,))
+    first = [(factor, next(iter(_at_length(few, factor, answer.promising, memory_cache)), None))
+             for factor in (0.5, 2.0)]  # fmt: skip
+    return replace(answer, lengths=tuple(first))
+
+
+def _has_lengths(goal: Goal) -> bool:
+    """Return whether the lengths of the samples are known and decide the time, unlike those of images."""
+    spec = goal.spec
+    return not (spec.dataset.has_images or goal.history.lengths(spec).upper_bound)
+
+
+def _at_length(
+    goal: Goal, factor: float, promising: Sequence[tuple[Way, bool]], memory_cache: MemoryCache
+) -> tuple[Option, ...]:
+    """Return the ranked ways for samples whose mean length is `factor` times as large."""
+    data, lengths = goal.spec.dataset, goal.history.lengths(goal.spec)
+    mean = max(2, round(factor * lengths.mean))
+    equal = len(set(lengths.values)) == 1
+    changed = Dataset.model_validate({
+        "name": "synthetic", "samples": len(lengths.values), "seed": data.seed,
+        "max_length": max(data.max_length, round(factor * data.max_length) if equal else 2 * mean),
+        "length" if equal else "mean_length": mean,
+    })  # fmt: skip
+    among = [replace(way, spec=way.spec.model_copy(update={"dataset": changed}))
+             for way, fits in promising if fits or factor < 1]  # fmt: skip
+    other = replace(goal, spec=goal.spec.model_copy(update={"dataset": changed}))
+    return recommend(other, among, memory_cache).options if among else ()

@@ -133,16 +133,10 @@ def _notes(answer: Recommendation) -> list[str]:
         )
     if best.duration.upper_bound:
         lines.append("times are upper bounds: run a few steps on this data, and repeat this command")
-    if count := sum(may_miss(option, goal) for option in answer.options):
-        lines.append(
-            f"{units.count(count)} of {units.some(len(answer.options), 'way')} may miss the deadline at the slow end "
-            "of the range"
-        )
     known = {option.duration.basis for option in per_gpu}
     lines += [f"known from {basis}: {sentence}" for basis, sentence in _UNMEASURED.items() if basis in known]
     if any(option.spec.optimizations.fp8 != "off" for option in per_gpu):
         lines.append(FP8)
-    lines += _fp8_gains_nothing(answer)
     if len({option.spec.method.quantised for option in per_gpu} | {goal.spec.method.quantised}) > 1:
         lines.append("4-bit base weights differ from 16-bit ones: compare the loss before a long run")
     if goal.effective_batch is None:
@@ -168,21 +162,6 @@ def _other_lengths(answer: Recommendation) -> list[str]:
 
 def _identity(option: Option) -> tuple[object, ...]:
     return option.location, way_words(option.spec), _batch(option.spec)
-
-
-def _fp8_gains_nothing(answer: Recommendation) -> list[str]:
-    """Return a note if the fastest way with fp8 is launch-bound and not faster than the fastest without it."""
-    by_bits: dict[bool, Option] = {}
-    for option in sorted(answer.options, key=lambda option: option.seconds.expected):
-        by_bits.setdefault(option.spec.optimizations.fp8 != "off", option)
-    small, plain = by_bits.get(True), by_bits.get(False)
-    if small is None or plain is None or small.duration.bound != "host":
-        return []
-    if small.seconds.expected < plain.seconds.expected:
-        return []
-    times = " against ".join(units.seconds(each.seconds.expected) for each in (small, plain))
-    tokens = units.count(small.duration.tokens)
-    return [f"with {tokens} tokens per step fp8 is not faster ({times}): the GPU waits for Python to start kernels"]
 
 
 def _nothing(answer: Recommendation) -> list[str]:

@@ -24,42 +24,30 @@ def check_modelled(spec: Experiment) -> None:
 
     This concerns other methods, other frameworks with their best settings, and settings of unsloth that were not
     measured."""
-    method, on = spec.method, spec.optimizations
+    method, on, measure = spec.method, spec.optimizations, "train a few steps with --set train.max_steps=5"
     if spec.objective.prompts:
-        raise SpecError(
-            f"objective {spec.objective.name} has no formula for memory and time: train a few steps with "
-            "`ftbench run SPEC --set train.max_steps=5`"
-        )
+        raise SpecError(f"objective {spec.objective.name} has no formula for memory and time: {measure}")
     if spec.launch.settings == "best":
         raise SpecError(
             f"launch.settings best of {spec.launch.framework} has no formula: estimate with "
-            "--set launch.settings=plain, or train a few steps with --set train.max_steps=5"
+            f"--set launch.settings=plain, or {measure}"
         )
     if not method.adapters and method.name != "full":
-        raise SpecError(
-            f"method {method.name} has no formula for memory and time: train a few steps with "
-            f"`ftbench run SPEC --set train.max_steps=5`"
-        )
+        raise SpecError(f"method {method.name} has no formula for memory and time: {measure}")
     if not isinstance(method, Unsloth):
         return
     if shape_of(spec.model).vision:
-        raise SpecError(
-            "unsloth with images was never measured: estimate with --set "
-            f"method={'qlora' if method.load_in_4bit else 'lora'}, or train a few steps with --set train.max_steps=5"
-        )
+        same = "qlora" if method.load_in_4bit else "lora"
+        raise SpecError(f"unsloth with images was never measured: estimate with --set method={same}, or {measure}")
     unmeasured = {
-        "8-bit weights": (method.load_in_fp8, "method.load_in_fp8=off"),
-        "layers that it does not compile": (not method.block_compile, "method.block_compile=on"),
-        "CUDA graphs": (method.cuda_graphs, "method.cuda_graphs=off"),
-        "more autotuning": (method.compile_maximum, "method.compile_maximum=off"),
-        "packed rows on 4-bit weights": (on.packing and method.load_in_4bit, "optimizations.packing=off"),
-    }
-    if what := {name: change for name, (given, change) in unmeasured.items() if given}:
-        raise SpecError(
-            f"unsloth with {' and '.join(what)} was never measured: the most similar estimated spec has "
-            f"{' '.join(f'--set {change}' for change in what.values())}; or train a few steps with --set "
-            "train.max_steps=5"
-        )
+        "load_in_fp8=off": method.load_in_fp8, "block_compile=on": not method.block_compile,
+        "cuda_graphs=off": method.cuda_graphs, "compile_maximum=off": method.compile_maximum,
+    }  # fmt: skip
+    changes = [f"--set method.{change}" for change, given in unmeasured.items() if given]
+    if on.packing and method.load_in_4bit:
+        changes.append("--set optimizations.packing=off")
+    if changes:
+        raise SpecError(f"unsloth like this was never measured: estimate with {' '.join(changes)}, or {measure}")
 
 
 def is_rough(spec: Experiment) -> bool:
