@@ -52,9 +52,7 @@ def test_a_run_warns_once_and_goes_on(
     with pytest.raises(Claimed):
         runner.run(
             spec, [], tmp_path,
-            on_checked=lambda spec, described: api.announce(
-                spec, described, tmp_path, heard.append, lambda text: None
-            ),
+            on_checked=lambda spec, described: heard.extend(filter(None, [api.problem(spec, described, tmp_path)])),
         )  # fmt: skip
     assert len(heard) == told
     assert all("out of memory" in text and "22.5" in text for text in heard)

@@ -25,6 +25,7 @@ from ftbench.cli.shared import (
 )
 from ftbench.errors import MissingError
 from ftbench.spec.model_argument import spec_sets
+from ftbench.store.rundir import first_gpu
 
 if TYPE_CHECKING:
     from ftbench.launch.runner import FinishedRun
@@ -104,7 +105,10 @@ def _predict(spec: Experiment, described: dict[str, Any], out: Path, yes: bool) 
     except ImportError:
         log("ftbench: note: no prediction: the package ftbench.estimate is not installed")
         return
-    api.announce(spec, described, out, lambda problem: _confirm(problem, yes), log)
+    if (problem := api.problem(spec, described, out)) is not None:
+        _confirm(problem, yes)
+    elif (expected := api.expectation(spec, first_gpu(described) or None, out)) is not None:
+        log(expected)
 
 
 def _confirm(doubt: str, yes: bool) -> None:

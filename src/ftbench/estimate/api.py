@@ -2,7 +2,6 @@
 
 Callers import this module inside functions and work without it: they then report that predictions are missing."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +37,11 @@ class Predictor:
 
     def __init__(self, gpu: dict[str, Any] | None, folder: Path) -> None:
         self._gpu, self._history = gpu, RunHistory.read(folder) if gpu else RunHistory()
-        self._cache = MemoryCache(total=gpu["memory_gb"] if gpu else None)
+        self._cache = MemoryCache(gpu.get("memory_gb") if gpu else None)
 
     def predict(self, spec: Experiment) -> Prediction:
-        memory, time = self._memory(spec), time_on_machine(spec, self._gpu, self._history)
+        memory = memory_on_machine(spec, self._gpu, self._history.path, self._cache)
+        time = time_on_machine(spec, self._gpu, self._history)
         samples = epochs_samples(spec, time.samples) if time else None
         return Prediction(
             memory.verdict if memory else None,
@@ -51,32 +51,10 @@ class Predictor:
             time.watts.expected if time else None,
         )
 
-    def _memory(self, spec: Experiment) -> MemoryEstimate | None:
-        if self._gpu is None or not self._gpu.get("memory_gb") or spec.launch.mock != "off":
-            return None
-        try:
-            return self._cache.estimate(spec, machine_gpu(self._gpu, self._history.path))
-        except FtbenchError:
-            return None
-
 
 def usable_gib(gpu: Gpu) -> float:
     """Return the GiB of a GPU that processes can use."""
     return capacity(gpu).usable
-
-
-def announce(
-    spec: Experiment,
-    described: dict[str, Any],
-    store: Path,
-    on_problem: Callable[[str], None],
-    on_expected: Callable[[str], None],
-) -> None:
-    """Call `on_problem` with the reason why a run will fail on this machine, or `on_expected` with its prediction."""
-    if (text := problem(spec, described, store)) is not None:
-        on_problem(text)
-    elif (text := expectation(spec, first_gpu(described) or None, store)) is not None:
-        on_expected(text)
 
 
 def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | None:
@@ -98,12 +76,14 @@ def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | N
     return None
 
 
-def memory_on_machine(spec: Experiment, gpu: dict[str, Any] | None, store: Path | None) -> MemoryEstimate | None:
+def memory_on_machine(
+    spec: Experiment, gpu: dict[str, Any] | None, store: Path | None, cache: MemoryCache | None = None
+) -> MemoryEstimate | None:
     """Return the memory on the GPU of a machine.json; None without a GPU, for a mock, and for an unknown model."""
     if gpu is None or not gpu.get("memory_gb") or spec.launch.mock != "off":
         return None
     try:
-        return estimate_memory(spec, machine_gpu(gpu, store), total=gpu["memory_gb"])
+        return (cache or MemoryCache(gpu["memory_gb"])).estimate(spec, machine_gpu(gpu, store))
     except FtbenchError:
         return None
 

@@ -66,7 +66,10 @@ def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -
         sent += _of_layers(sharding.experts, shape.moe_layers, plan, shape, positions, passes)
     if sharding.pipeline > 1:
         sent += _of_stages(sharding, shape, positions, passes)
-    return sent + _of_sequences(spec.launch.strategy, sharding, plan, shape, positions, passes)
+    if (parts := sharding.sequence) > 1:  # a ring passes keys and values on, in the backward pass with their gradients
+        each = sum(layer.key + layer.value for layer in shape.model.layers) * positions * HALF
+        sent += Traffic(hidden=3 * (parts - 1) * each)
+    return sent
 
 
 def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, passes: int) -> Traffic:
@@ -123,26 +126,6 @@ def _of_stages(sharding: Sharding, shape: TrainableShape, positions: float, pass
     sent = 2 * pipeline.parts(sharding.schedule) * positions * shape.model.hidden * HALF
     waited = sent * min(1.0, (sharding.pipeline - 1) / sharding.micro)
     return Traffic(sent - waited, waited, 2 * passes * (sharding.pipeline - 1))
-
-
-def _of_sequences(
-    strategy: str, sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, positions: float, passes: int
-) -> Traffic:
-    """Return the traffic of attention over split sequences.
-
-    A ring (`cp`) passes keys and values on while attention is computed, in the backward pass with their gradients.
-    Ulysses exchanges queries, keys, values and outputs all-to-all."""
-    parts, layers = sharding.sequence, shape.model.layers
-    if parts == 1:
-        return Traffic()
-    if strategy == "cp":
-        each = sum(layer.key + layer.value for layer in layers) * positions * HALF
-        return Traffic(hidden=3 * (parts - 1) * each)
-    times = 2 + {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)
-    widths = sum(layer.query + layer.key + layer.value + layer.output for layer in layers)
-    return Traffic(
-        waited=times * widths * positions * HALF * (parts - 1) / parts, calls=times * 2 * len(layers) * passes
-    )
 
 
 def exposed_seconds(
