@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -24,6 +24,7 @@ from ftbench.spec.experiment import Model
 from ftbench.store.machine import cache_dir
 
 if TYPE_CHECKING:
+    from ftbench.core.data_files import FileRows
     from ftbench.core.data_formats import Example
 
 MOST_SAMPLES = 4096  # samples of an estimate; more change the mean of a batch by about 1 %
@@ -173,16 +174,20 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
 
     path = Path(dataset.path or SAMPLE)
 
+    def turns_of(at: int) -> list[list[str]]:
+        row = row_example(dataset, rows[at], form, rows.where(at))
+        return [list(map(_text, sequence)) for sequence in _sequences(row, prompts)]
+
     try:
         rows = read_file(path)
         form = row_format(dataset, rows[0], rows.where(0), pairs)
-        positions = range(0, len(rows), -(-len(rows) // MOST_SAMPLES))
-        shown = [row_example(dataset, rows[at], form, rows.where(at)) for at in positions]
+        shown = {at: turns_of(at) for at in range(0, len(rows), -(-len(rows) // MOST_SAMPLES))}
+        most_bytes = _most_bytes(rows, turns_of, shown)
     except FtbenchError as error:
         if path.exists():
             raise
         return str(error)
-    texts = [list(map(_text, sequence)) for row in shown for sequence in _sequences(row, prompts)]
+    texts = [turns for row in shown.values() for turns in row]
     tokenizer = _local_tokenizer(model)
     if tokenizer is not None:
         counts: Sequence[float] = [
@@ -199,17 +204,37 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
     lengths = (round(count + turn * len(turns)) for count, turns in zip(counts, texts, strict=True))
     values = tuple(max(2, length) for length in lengths)
     whole = tokenizer is not None and len(rows) <= MOST_SAMPLES
-    most = max(values) if whole else max(_most_bytes(rows[at]) for at in range(len(rows)))
-    return FileLengths(values, len(rows), _TEMPLATE + most, how)
+    return FileLengths(values, len(rows), _TEMPLATE + (max(values) if whole else most_bytes), how)
 
 
-def _most_bytes(value: Any) -> int:
-    """Return the maximum number of bytes that the turns of a row can have."""
+def _most_bytes(
+    rows: FileRows, turns_of: Callable[[int], list[list[str]]], shown: Mapping[int, list[list[str]]]
+) -> int:
+    """Return the maximum number of bytes of a sequence over all rows, including the template.
+
+    Rows are rendered by decreasing size until no other row can be longer. `shown` rows show what a format adds."""
+    held = [_bytes_held(rows[at]) for at in range(len(rows))]
+    most = {at: max(map(_bytes_of, sequences)) for at, sequences in shown.items()}
+    added, best = max(0, *(most[at] - held[at] for at in most)), max(most.values())
+    for at in sorted(range(len(rows)), key=held.__getitem__, reverse=True):
+        if held[at] + added <= best:
+            break
+        if at not in most:
+            best = max(best, *map(_bytes_of, turns_of(at)))
+    return best
+
+
+def _bytes_of(turns: Iterable[str]) -> int:
+    return sum(len(turn.encode()) + _TURN for turn in turns)
+
+
+def _bytes_held(value: Any) -> int:
+    """Return the bytes of all text in a row, with its possible turns."""
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple):
         return _TURN + (len(value.encode(errors="surrogatepass")) if isinstance(value, str) else 0)
-    return sum(map(_most_bytes, value))
+    return sum(map(_bytes_held, value))
 
 
 def _sequences(row: Example, prompts: bool) -> Iterator[tuple[dict[str, Any], ...]]:
