@@ -1,7 +1,6 @@
 """Runs of other frameworks: the worker prepares the run and then starts the framework's interpreter."""
 
 import os
-import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -17,8 +16,6 @@ from ftbench.store import machine
 
 devices, command = trl.devices, trl.command
 _LIMIT_S = 30
-_FAILED = "?"
-_VERSION = re.compile(r"[\w.+!-]{1,40}")
 _PRINT_VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 # Telemetry and version checks of these frameworks are off.
 _SWITCHES = {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "DISABLE_VERSION_CHECK": "1", "USE_HF": "1"}
@@ -54,13 +51,9 @@ def check_installed(spec: Experiment) -> None:
     version = _version(python, wanted.package)
     if not version:
         raise MissingError(f"launch.python: {spec.launch.python} does not have {wanted.package}; {wanted.way}")
-    if not _VERSION.fullmatch(version):
-        raise MissingError(
-            f"launch.python: {spec.launch.python} does not answer like Python within {_LIMIT_S} s; {wanted.way}"
-        )
     if version != wanted.version and not spec.measure.allow_fallback:
         raise MissingError(
-            f"launch.python: {spec.launch.python} has {wanted.package} {version}, but {wanted.version} was tested: "
+            f"launch.python: {spec.launch.python} has {wanted.package} {version:.40}, but {wanted.version} was tested: "
             f"{wanted.way}; measure.allow_fallback=on runs it anyway"
         )
     for package, why in needs(spec, machine.gpu() is not None).items():
@@ -74,11 +67,11 @@ def check_installed(spec: Experiment) -> None:
 
 @lru_cache(maxsize=16)
 def _version(python: str, package: str) -> str:
-    """Return the version of a package in an interpreter's environment: empty if it is not installed, `_FAILED` if the
+    """Return the version of a package in an interpreter's environment; empty if it is not installed, or if the
     interpreter cannot be started or does not end."""
     try:
         return run_program(
             [python, "-c", _PRINT_VERSION, package], _LIMIT_S, {**os.environ, **_SWITCHES}
         ).stdout.strip()
     except OSError:
-        return _FAILED
+        return ""
