@@ -3,7 +3,6 @@
 stdout carries the result, stderr the progress.
 """
 
-import errno
 import importlib
 import io
 import os
@@ -60,8 +59,6 @@ def main() -> None:
     except KeyboardInterrupt:
         _fail("interrupted", INTERRUPTED)
     except OSError as error:
-        if error.filename is None and error.errno == errno.ENOENT:  # os.getcwd, which relative paths need
-            _fail("the current folder was deleted: change to another one", MissingError.exit_code)
         if error.filename is None:
             raise
         _fail(f"{os.fsdecode(error.filename)}: {error.strerror}", MissingError.exit_code)
