@@ -140,7 +140,7 @@ def test_framework_that_cannot_be_imported_is_an_error(tmp_path):
 
 def test_interpreter_that_hangs_or_prints_no_version_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(frameworks, "_LIMIT_S", 0.5)
-    for script, version in (("exec sleep 60", "?"), ("printf '\\377'", "\ufffd"), ("exit 1", "")):
+    for script, version in (("exec sleep 60", ""), ("printf '\\377'", "\ufffd"), ("exit 1", "")):
         python = interpreter(tmp_path / version, script)
         assert frameworks._version(str(python), "axolotl") == version
 
