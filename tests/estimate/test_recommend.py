@@ -418,7 +418,7 @@ def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench
     (["--gpu", "H200 SXM", "--samples", "9", "--max-cost", "nan", "--prices", "PRICES"], "nan: must be above 0"),
     (["--gpu", "H200 SXM,L40S", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "has no price for L40S"),
     (["--gpu", "H200 SXM,H100 PCIe", "--samples", "9", "--max-cost", "5", "--prices", "PRICES"], "in JPY and USD"),
-    (["--gpu", "H200 SXM", "--samples", "9", "--method", "lora,loar"], "'loar' is no method"),
+    (["--gpu", "H200 SXM", "--samples", "9", "--method", "lora,loar"], "'loar' is not a method"),
     (["--gpu", "H200 SXM", "--samples", "9", "--effective-batch", "0"], "--effective-batch 0: samples per step"),
     (["--gpu", "H200 SXM", "--samples", "9", "--set", "model=some/model"], "the shape of some/model is unknown"),
     (["--gpu", "H200 SXM", "--samples", "9", "--set", "train.precision=fp32"], "in fp32 is not known: run"),

@@ -83,9 +83,8 @@ class Recommendation:
     """The ranked ways. `options` meet all limits by their expected values, best first.
 
     Options that may miss the deadline come last. Without options, `closest` fits a GPU and misses a limit by the least,
-    and `missed` names the limit. `ruled_out` counts the other ways of
-    `considered` by reason. `promising` are the ways that may be best with other lengths, and whether they fit.
-    `lengths` has the best way for a factor of the sample length."""
+    and `missed` names the limit. `ruled_out` counts the other ways of `considered` by reason. `promising` are the ways
+    that may be best with other lengths, and whether they fit. `lengths` has the best way for a factor of the length."""
 
     goal: Goal
     options: tuple[Option, ...]
