@@ -129,7 +129,8 @@ def test_implausible_numbers_of_a_trainer_state_are_unknown(tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "said"), [
-    ({"name": "../up"}, r"--name '\.\./up' may have up to 80 letters"), ({"method": "lorra"}, "'lorra' is not a method"),
+    ({"name": "../up"}, r"--name '\.\./up' may have up to 80 letters"),
+    ({"method": "lorra"}, "'lorra' is not a method"),
     ({"model": " "}, "--model ' ': is not a valid name"), ({"gpu": "a\nb"}, "--gpu "),
 ])  # fmt: skip
 def test_invalid_description_is_refused(tmp_path, changes, said):
