@@ -8,9 +8,9 @@ import random
 import pytest
 
 from ftbench.core.learning import (
-    CANNOT_TELL,
     DIFFERS,
     FOLLOWS,
+    INCONCLUSIVE,
     NOT_FINITE,
     TrainedStep,
     learned,
@@ -60,8 +60,8 @@ def test_nan_losses_and_gradient_norms_are_failures(value):
 
 
 def test_without_common_steps_there_is_no_verdict():
-    assert learning_verdict(losses(), [], 0.01, paired=True).verdict == CANNOT_TELL
-    assert learning_verdict(losses(count=3), losses(count=3), 0.01, paired=True).verdict == CANNOT_TELL
+    assert learning_verdict(losses(), [], 0.01, paired=True).verdict == INCONCLUSIVE
+    assert learning_verdict(losses(count=3), losses(count=3), 0.01, paired=True).verdict == INCONCLUSIVE
 
 
 # --- progress of the reference ---------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_a_constant_loss_gives_no_verdict(slope):
     """With random weights, a learning rate of 0 differed by 0.005 %, a reversed gradient by 0.011 %."""
     found = learning_verdict(random_tokens(1, -2e-6), random_tokens(2, slope), 0.01, paired=True)
     assert abs(found.change) < 0.001
-    assert (found.verdict, found.failed) == (CANNOT_TELL, False)
+    assert (found.verdict, found.failed) == (INCONCLUSIVE, False)
     assert "beyond noise" in found.reason
 
 
@@ -97,8 +97,8 @@ def test_a_run_that_learns_nothing_is_caught(tolerance, seed):
     control = [TrainedStep(i, 4.0, 9.0, 3 + d) for i, d in enumerate(data)]
     told = learning_verdict(reference, reference, tolerance, paired=True)
     caught = learning_verdict(reference, control, tolerance, paired=True)
-    assert (told.verdict == CANNOT_TELL) or caught.failed
-    assert caught.verdict != FOLLOWS or told.verdict == CANNOT_TELL
+    assert (told.verdict == INCONCLUSIVE) or caught.failed
+    assert caught.verdict != FOLLOWS or told.verdict == INCONCLUSIVE
 
 
 def test_progress_is_the_difference_to_a_constant_loss():
@@ -140,7 +140,7 @@ def test_means_cover_the_common_samples():
 
 @pytest.mark.parametrize("other", [[], [TrainedStep(1, 100.0, 5.0, 1.0)], [TrainedStep(1, None, 5.0, 1.0)]])
 def test_without_common_samples_there_is_no_verdict(other):
-    assert learning_verdict(in_steps(range(6), 2), other, 0.05, paired=False).verdict == CANNOT_TELL
+    assert learning_verdict(in_steps(range(6), 2), other, 0.05, paired=False).verdict == INCONCLUSIVE
 
 
 def test_gradient_norms_are_compared_for_equal_step_sizes():

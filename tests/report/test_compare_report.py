@@ -106,7 +106,7 @@ def test_missing_token_order_prevents_a_learning_verdict(tmp_path):
         make_run(tmp_path, name, machine={"gpu.name": card}, applied={"dataset.order_hash": ...})
     pair = only(compared(tmp_path, "gpu", "H200"))
     assert [one.key for one in pair.differences] == ["dataset.order_hash"]
-    assert pair.learning.verdict == "cannot tell"
+    assert pair.learning.verdict == "inconclusive"
 
 
 def test_pairs_agree_in_other_varying_keys(tmp_path):
@@ -301,7 +301,7 @@ def test_loss_is_comparable_for_any_sample_order(tmp_path):
     assert [row["grad norm"] for row in columns] == ["", "-1 %", ""]
     make_run(tmp_path, "d", rows, spec={"dataset.seed": 7, "optimizations.packing": True}, applied=other)
     verdicts = [pair.learning.verdict for pair in compared(tmp_path, "optimization").pairs]
-    assert verdicts == ["follows", "follows", "cannot tell"]
+    assert verdicts == ["follows", "follows", "inconclusive"]
 
 
 @pytest.mark.parametrize("column", ["loss", "grad_norm"])
@@ -318,7 +318,7 @@ def test_baseline_without_learning_is_inconclusive(tmp_path):
     make_run(tmp_path, "a", steps(seed=1, loss=12.76))
     make_run(tmp_path, "b", steps(seed=2, loss=12.75), spec={"optimizations.compile": True})
     found = compared(tmp_path, "optimization")
-    assert only(found).learning.verdict == "cannot tell"
+    assert only(found).learning.verdict == "inconclusive"
     assert "the baseline's loss did not fall" in " ".join(comparison.section(found).table.notes)
 
 
@@ -693,5 +693,5 @@ def test_unsloth_is_a_separate_recipe():
     assert {"plain", "fastest", "small", "unsloth 16-bit", "unsloth 4-bit"} <= set(rows)
     assert rows["unsloth 16-bit"]["baseline_run_ids"] == rows["plain"]["run_ids"]
     judged = [row for row in rows.values() if row["value"] != "plain"]
-    assert {row["learning"] for row in judged} == {"cannot tell"}, "random tokens: nothing was learned"
+    assert {row["learning"] for row in judged} == {"inconclusive"}, "random tokens: nothing was learned"
     assert all(abs(row["loss_change"]) < 0.003 for row in judged)

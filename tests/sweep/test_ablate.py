@@ -295,7 +295,7 @@ def test_row_of_a_variant(ablated, tmp_path):
     assert rows["compile"]["break-even"] == "after step 17"
     assert rows["liger"]["Δ speed"].startswith("≈ +0.0 %")
     assert rows["liger"]["peak GiB (Δ)"] == "32.0 (-8.00, -20.0 %)"
-    assert rows["liger"]["Δ loss"] == "cannot tell (0 %), gradient norm 0 %"
+    assert rows["liger"]["Δ loss"] == "inconclusive (0 %), gradient norm 0 %"
 
 
 def test_best_combination_is_written_as_a_spec(ablated, tmp_path):
@@ -388,7 +388,7 @@ def test_real_ablation_on_the_cpu(tmp_path, cache):
     found = json.loads(done.stdout)
     (variant,) = found["variants"]
     assert (variant["loss_tolerance"], variant["runs_ok"]) == (0.01, 1)
-    assert variant["learning"] in ("follows", "cannot tell")
+    assert variant["learning"] in ("follows", "inconclusive")
     if variant["speed_ratio"] is not None:  # no other process disturbed the runs
         assert variant["speed_low"] < variant["speed_ratio"] < variant["speed_high"]
     assert found["plain"]["runs_ok"] == 1

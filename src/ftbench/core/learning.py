@@ -15,7 +15,7 @@ from operator import mul
 from ftbench.core.stats import t_quantile
 from ftbench.core.units import difference, some
 
-FOLLOWS, DIFFERS, CANNOT_TELL, NOT_FINITE = "follows", "does not follow", "cannot tell", "not finite"
+FOLLOWS, DIFFERS, INCONCLUSIVE, NOT_FINITE = "follows", "does not follow", "inconclusive", "not finite"
 FEWEST_STEPS = 6  # with fewer steps, progress cannot be separated from noise
 _OUTSIDE = 0.05  # share of the paired steps that may exceed the tolerance
 _SAME_SIZE = 0.01  # relative difference of mean samples per step that counts as equal
@@ -39,7 +39,7 @@ class Learning:
     """The result of a comparison. Unknown values are None.
 
     Attributes:
-        verdict: `FOLLOWS`, `DIFFERS`, `CANNOT_TELL` or `NOT_FINITE`.
+        verdict: `FOLLOWS`, `DIFFERS`, `INCONCLUSIVE` or `NOT_FINITE`.
         reason: Why the verdict is not `FOLLOWS`.
         change: Signed relative difference of the mean losses.
         tolerance: Allowed relative difference.
@@ -71,7 +71,7 @@ def learning_verdict(
 
     - NOT_FINITE: a loss or gradient norm of the candidate is NaN or infinite.
     - DIFFERS: the mean losses, or the losses of more than 5 % of the paired steps, differ by more than the tolerance.
-    - CANNOT_TELL: the loss of the reference fell by less than the tolerance. A run that learns nothing would also pass.
+    - INCONCLUSIVE: the loss of the reference fell by less than the tolerance. A run that learns nothing would pass.
 
     Args:
         reference: Steps of the plain run.
@@ -82,11 +82,11 @@ def learning_verdict(
     if broken := not_finite(candidate):
         return Learning(NOT_FINITE, broken)
     if broken := not_finite(reference):
-        return Learning(CANNOT_TELL, f"in the baseline, {broken}")
+        return Learning(INCONCLUSIVE, f"in the baseline, {broken}")
     sides = _common_steps(reference, candidate) if paired else _common_samples(reference, candidate)
     means = mean_loss(sides[0]), mean_loss(sides[1])
     if not means[0] or means[1] is None:
-        return Learning(CANNOT_TELL, "the runs have no common steps with a loss")
+        return Learning(INCONCLUSIVE, "the runs have no common steps with a loss")
     change = means[1] / means[0] - 1
     shares = _shares(*sides) if paired else {}
     step, worst = max(shares.items(), key=lambda item: (item[1], -item[0]), default=(None, None))
@@ -98,10 +98,10 @@ def learning_verdict(
         verdict = DIFFERS
         reason = f"its loss differs by {(worst or 0) * 100:.2g} % in step {step}, allowed: {allowed}"
     elif progress is None:
-        verdict, reason = CANNOT_TELL, f"fewer than {FEWEST_STEPS} steps"
+        verdict, reason = INCONCLUSIVE, f"fewer than {FEWEST_STEPS} steps"
     elif progress <= tolerance:
         fell = f"fell only {progress * 100:.2g} % beyond noise" if progress else "did not fall beyond noise"
-        verdict, reason = CANNOT_TELL, f"the baseline's loss {fell}; the tolerance is {allowed}"
+        verdict, reason = INCONCLUSIVE, f"the baseline's loss {fell}; the tolerance is {allowed}"
     return Learning(verdict, reason, change, tolerance, progress, grad_norm_change(*sides), worst, step)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.compare import Ratio
-from ftbench.core.learning import CANNOT_TELL
+from ftbench.core.learning import INCONCLUSIVE
 from ftbench.core.stats import grouped_by
 from ftbench.report.compare.pairs import learning_of, pair_of
 from ftbench.report.data.cells import PEAK, SAMPLES, TOKENS, Cell, number_of
@@ -139,7 +139,7 @@ def _learning(ranking: Ranking) -> Iterator[Point]:
     for cell, learning in failed[:_MOST_NAMED]:
         text = f"{ranking.name(winner)} and {ranking.name(cell)} do not learn the same: {learning.reason}."
         yield _point(text, winner, cell)
-    if all(learning.verdict == CANNOT_TELL for _, learning in verdicts):
+    if all(learning.verdict == INCONCLUSIVE for _, learning in verdicts):
         yield _point(f"Whether {ranking.name(winner)} learns the same is not known: run `ftbench parity`.", winner)
 
 

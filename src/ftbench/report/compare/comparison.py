@@ -5,7 +5,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.compare import Ratio
-from ftbench.core.learning import CANNOT_TELL
+from ftbench.core.learning import INCONCLUSIVE
 from ftbench.core.stats import MINIMUM_STEADY, grouped_by
 from ftbench.report.compare.pairs import Comparison, Pair
 from ftbench.report.compare.words import (
@@ -221,9 +221,9 @@ def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Iterable[str]) 
         yield f"({number}) {words}"
     if comparison.axis == FRAMEWORK:
         yield from _libraries({comparison.value(cell): cell for cell in cells})
-    reasons = dict.fromkeys(learning.reason for _, learning in verdicts if learning.verdict == CANNOT_TELL)
+    reasons = dict.fromkeys(learning.reason for _, learning in verdicts if learning.verdict == INCONCLUSIVE)
     if reasons:
-        yield f"loss, cannot tell: {'; '.join(reasons)}"
+        yield f"loss, inconclusive: {'; '.join(reasons)}"
     few = [run_of(run.record) for cell in cells for run in cell.ok
            if (run.record.get("steps.steady") or 0) < MINIMUM_STEADY]  # fmt: skip
     if few:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ftbench.core import compare as core
 from ftbench.core.compare import BreakEven, Difference, Ratio
-from ftbench.core.learning import CANNOT_TELL, NOT_FINITE, Learning, TrainedStep, learning_verdict, not_finite
+from ftbench.core.learning import INCONCLUSIVE, NOT_FINITE, Learning, TrainedStep, learning_verdict, not_finite
 from ftbench.report.data.axes import implied, value_at
 from ftbench.report.data.cells import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run, sitting_spread
 from ftbench.report.data.collect import figure
@@ -250,12 +250,12 @@ def learning_of(baseline: Cell, cell: Cell) -> Learning:
         if broken := broken or (run.ok and not checked and not_finite(steps_of(run).learning)):
             return Learning(NOT_FINITE, broken if len(cell.runs) == 1 else f"{run.run_id}: {broken}")
     if "dataset.order_hash" not in baseline.facts or "dataset.order_hash" not in cell.facts:
-        return Learning(CANNOT_TELL, "the order of the tokens is unknown")
+        return Learning(INCONCLUSIVE, "the order of the tokens is unknown")
     allowed = tolerance(baseline.facts, cell.facts)
     paired = _same_tokens(baseline, cell) and _same_samples(first, second)
     if not paired and not (allowed.another_order and _same_samples_asked_for(baseline, cell)):
         same = _same_tokens(baseline, cell)
-        return Learning(CANNOT_TELL, "other samples per step" if same else "other tokens, or another order")
+        return Learning(INCONCLUSIVE, "other samples per step" if same else "other tokens, or another order")
     sides = steps_of(first).learning, steps_of(second).learning
     return learning_verdict(*sides, allowed.share, paired=paired)
 

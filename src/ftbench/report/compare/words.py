@@ -6,7 +6,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.compare import BreakEven, Ratio
-from ftbench.core.learning import CANNOT_TELL, Learning
+from ftbench.core.learning import INCONCLUSIVE, Learning
 from ftbench.report.compare.pairs import Pair
 from ftbench.report.data.cells import Cell, run_of
 from ftbench.report.runs_table import MOST_NAMED
@@ -52,7 +52,7 @@ def learning_text(learning: Learning | None) -> str:
     verdict = learning.verdict.upper() if learning.failed else learning.verdict
     if learning.change is None:
         return verdict
-    allowed = "" if learning.verdict == CANNOT_TELL else f", allowed {(learning.tolerance or 0) * 100:g} %"
+    allowed = "" if learning.verdict == INCONCLUSIVE else f", allowed {(learning.tolerance or 0) * 100:g} %"
     return f"{verdict} ({units.difference(learning.change)}{allowed})"
 
 
