@@ -114,7 +114,7 @@ def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
 
 
 def merged(current: Changes, variant: Variant) -> dict[str, Any]:
-    """Return both sets of changes. Packed rows also satisfy a variant that needs padding_free."""
+    """Merge two sets of changes. Packed rows are enough for a variant that needs padding_free."""
     added = dict(variant.changes)
     if current.get("optimizations.packing") and variant.key == "attention":
         added.pop("optimizations.padding_free", None)

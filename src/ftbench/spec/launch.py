@@ -134,7 +134,8 @@ def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _mesh(launch: Mapping[str, object]) -> dict[str, object]:
-    """Convert `{tp: 2, fsdp: 4}` to gpus and strategy. Another strategy (from `--set`) drops the second number."""
+    """Convert `{tp: 2, fsdp: 4}` to gpus and strategy. If `--set` gives another strategy, the second number is
+    ignored."""
     tp, fsdp = launch.get("tp"), launch["fsdp"]
     others = {key: value for key, value in launch.items() if key != "fsdp"}
     if launch.get("strategy", "tp+fsdp") != "tp+fsdp":

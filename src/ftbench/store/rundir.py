@@ -39,7 +39,7 @@ _RESERVE_BYTES = 64 * 1024  # freed when the disk is full, so that the last stat
 class _File:
     """A path in a run directory. Files that each rank writes have its number in their names.
 
-    `ranks` is True if the run's own file is merged from all ranks, and "first" if rank 0 writes it.
+    With `ranks=True` the run's file is merged from the files of all ranks. With "first" rank 0 writes it.
     """
 
     def __init__(self, name: str, ranks: bool | str = False) -> None:

@@ -66,7 +66,7 @@ def _explained(run: Any, error: BaseException) -> BaseException:
 
 
 def _loop(spec: Experiment, handed_over: bool) -> Callable[[Any], None]:
-    """Return ftbench's training loop, or this interpreter's half of another framework's run."""
+    """Return ftbench's training loop. For another framework, return the part that this interpreter runs."""
     if spec.launch.framework == "trl":
         module = "ftbench.worker.train"
     else:

@@ -178,11 +178,11 @@ def _layer(vision: VisionShape, plan: TrainingPlan) -> float:
 
 
 def _inputs(vision: VisionShape, plan: TrainingPlan) -> float:
-    """Return the bytes that matrices save of their inputs.
+    """Return the bytes of the inputs that matrices save.
 
-    Each adapter copies its input. In CLIP, trained matrices q, k, v and fc1 save a cast input, and the output
-    projection shares attention's output. In Qwen, trained matrices save the joined outputs of the windows and a
-    LayerNorm's cast output, or an RMSNorm's output before and after its weight."""
+    Each adapter saves a copy of its input. Trained matrices of CLIP (q, k, v and fc1) save a cast input, and the output
+    projection shares the output of attention. Trained matrices of Qwen save the joined outputs of the windows, and the
+    cast output of a LayerNorm, or the output of an RMSNorm before and after its weight."""
     if plan.vision == "frozen":
         return 0.0
     if plan.vision == "lora":

@@ -13,7 +13,7 @@ MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
 
 
 class MemoryCache:
-    """Memory estimates of many specs on many GPUs. `total` is that of `estimate_memory`."""
+    """Memory estimates of many specs on many GPUs. `total` is passed to `estimate_memory`."""
 
     def __init__(self, total: float | None = None) -> None:
         self._total = total

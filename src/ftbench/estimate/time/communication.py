@@ -73,7 +73,7 @@ def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -
 
 
 def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, passes: int) -> Traffic:
-    """Return gradients and gathered weights."""
+    """Return the bytes of gradients and of gathered weights that a GPU sends."""
     ring, states = (sharding.holders - 1) / sharding.holders, sharding.states
     if states == "none":
         return Traffic()

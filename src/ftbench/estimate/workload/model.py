@@ -175,7 +175,7 @@ def expert_adapter(layer: Layer) -> int:
 
 
 def _used(layer: Layer) -> list[tuple[int, int]]:
-    """Return inputs and outputs of a layer's matrices as a token uses them, with its experts as one."""
+    """Return inputs and outputs of the matrices that a token uses in a layer. Its experts count as one matrix."""
     inner = layer.experts.inner * layer.experts.active if layer.experts else 0
     gated = [(layer.hidden, inner), (layer.hidden, inner), (inner, layer.hidden)] if inner else []
     return [(linear.inputs, linear.outputs) for linear in layer.linears] + gated

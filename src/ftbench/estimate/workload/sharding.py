@@ -210,7 +210,7 @@ def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
 
 
 def rank_batch(batch: Batch, sharding: Sharding) -> Batch:
-    """Return the same of a mean micro-batch; a sequence's query and key pairs are divided evenly."""
+    """Return the part of one GPU of a mean micro-batch. The GPUs share the query and key pairs of a sequence evenly."""
     if (parts := sharding.sequence) == 1:
         return batch
     return replace(

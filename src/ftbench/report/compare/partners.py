@@ -119,7 +119,7 @@ def partners(axis: str, baseline: Sequence[Cell]) -> Find:
 
 
 def _same_machine(cell: Cell, other: Cell) -> list[bool]:
-    """Return a rank for baselines: with valid runs, of the same card, of the same commit."""
+    """Return a sort key for baselines. It prefers valid runs, then the same card, then the same commit."""
     return [bool(other.valid), *(cell.facts.get(key) == other.facts.get(key) for key in (CARD, COMMIT))]
 
 

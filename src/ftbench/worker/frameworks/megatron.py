@@ -29,8 +29,8 @@ _OPTIMIZERS = {"adamw_torch": "adam", "sgd": "sgd"}
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
     """Return the settings under the names of Megatron's command line.
 
-    The optimizer updates weights in model.dtype, as with trl: bfloat16 ones directly, and float32 ones as Megatron's
-    main copies if products are in bf16.
+    The optimizer updates weights in model.dtype, as with trl. It updates bfloat16 weights directly. Float32 weights are
+    Megatron's main copies if products are in bf16.
     """
     train, launch = spec.train, spec.launch
     main_copies = spec.model.dtype == "float32" and train.precision == "bf16"

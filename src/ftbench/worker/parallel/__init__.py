@@ -49,7 +49,7 @@ def load(strategy: str) -> ModuleType:
 
 
 def complete(model: Any) -> Any:
-    """Return a description of all layers: the model, or with pp its copy without values."""
+    """Return a model with all layers. With pp this is a copy without values."""
     return model.__dict__.get(COMPLETE, model)
 
 

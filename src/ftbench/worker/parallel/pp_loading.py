@@ -33,7 +33,8 @@ def mesh_of(spec: Experiment) -> Any:
 
 
 def reads(spec: Experiment) -> bool:
-    """Return whether this rank reads the weights. Random ones are drawn, unless transformers divides them."""
+    """Return whether this rank reads weight files. Random weights need no files, unless transformers divides them over
+    ranks."""
     return spec.model.weights == "pretrained" or spec.launch.tp is not None or spec.method.quantised
 
 

@@ -53,10 +53,10 @@ def prepare(made: Any) -> None:
 def attach(trainer: Any, spec: Experiment) -> None:
     """Set up gradient checkpointing with ZeRO-3.
 
-    Recomputation must be part of the model's backward pass: with reentrant checkpoints, which TRL uses with adapters,
-    DeepSpeed keeps all frozen weights gathered until the end. The weights of a checkpointed layer are gathered at
-    once, while the layer before computes; one by one, the GPUs would wait for Python. Other layers cannot do this
-    (DeepSpeed 0.19 does not have their weights in the backward pass then).
+    Recomputation must be part of the model's backward pass. TRL uses reentrant checkpoints with adapters, and DeepSpeed
+    would then keep all frozen weights gathered until the end. The weights of a checkpointed layer are gathered together
+    while the previous layer computes. If they were gathered one by one, the GPUs would wait for Python. Other layers
+    gather their weights one by one, because DeepSpeed 0.19 otherwise lacks them in the backward pass.
     """
     if spec.launch.strategy == "zero3" and trainer.args.gradient_checkpointing:
         from deepspeed.utils import set_z3_leaf_modules
