@@ -16,7 +16,7 @@ from ftbench.spec.experiment import Experiment
 _REASONS = 10  # reasons for ruled-out ways that are listed
 _UNMEASURED = {
     FORMULA: "no run had this step, so the range is wider",
-    SHEET: "no run of ftbench's was on this GPU or of such steps, so the range is widest",
+    SHEET: "ftbench has no runs of such steps on this GPU, so the range is widest",
 }
 FP8 = "fp8 multiplies in 8 bits: the loss may differ, so compare it with a bf16 run first"
 
