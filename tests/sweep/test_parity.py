@@ -13,10 +13,9 @@ from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.experiment import GRADED, Experiment, resolve
 from ftbench.store import rundir
 from ftbench.sweep import verdict
-from ftbench.sweep.output.parity import ParityTables
+from ftbench.sweep.parity import ParityTables
+from ftbench.sweep.parity_records import FAIL, INCONCLUSIVE, PASS, Training
 from ftbench.sweep.plan.parity import PENDING, UNPROVEN, Contender
-from ftbench.sweep.plan.parity_samples import Training
-from ftbench.sweep.verdict import FAIL, INCONCLUSIVE, PASS
 from parity_runs import contender, plan_of
 
 
@@ -80,7 +79,7 @@ def test_broken_images_are_caught(processes, tmp_path):
     on = {"packing": True, "fixed_shape": True, "chunked_loss": True, "fused_lora": True}
     bugs = ["", "pictures_of_another_sample", "projector_frozen"]
     recipes = [
-        tiny(name or "packed", **PICTURES | {"train": PICTURES["train"] | {"seed": at}}, optimizations=on)
+        tiny(name or "packed", base=PICTURES, train=PICTURES["train"] | {"seed": at}, optimizations=on)
         for at, name in enumerate(bugs)
     ]
     plan = plan_of(tmp_path, *recipes)
@@ -91,6 +90,24 @@ def test_broken_images_are_caught(processes, tmp_path):
     found = [[level.state for level in plan._recorded(*each)] for each in zip(recipes, records, strict=True)]
     assert found == [[PASS, PASS], [FAIL, FAIL], [FAIL, FAIL]]
     assert "multi_modal_projector.linear_1.lora_B" in plan._recorded(recipes[2], records[2])[1].sentence
+
+
+@pytest.mark.torch
+def test_fp8_is_compared_with_products_that_are_rounded_without_its_kernels(processes, tmp_path):
+    short = {"batch_size": 4, "max_steps": 8, "learning_rate": 4e-3}
+    recipe, half = (
+        tiny(
+            name, base={"train": short}, train=short | {"precision": "bf16", "seed": seed},
+            model={"id": "tiny/qwen3", "weights": "random", "dtype": "bfloat16"}, optimizations={"fp8": "tensorwise"},
+        )
+        for seed, name in enumerate(("fp8", "half"))
+    )  # fmt: skip
+    plan = plan_of(tmp_path, recipe, half, seeds=0)
+    parity_runs.run_all(plan, {"half": "half_the_gradient_of_one_layer"})
+    assert plan.record_of(plan.plain(recipe), recipe).spec.measure.round_products
+    assert [each.verdict for each in plan.judgements()] == [PASS, FAIL], plan.judgements()
+    assert [each.caught for each in plan.controls(recipe)] == [True, True]
+    assert "layer 1" in plan.judgements()[1].reason
 
 
 # --- the levels, on numbers -------------------------------------------------------------------------------------------
@@ -147,8 +164,10 @@ def test_each_kind_of_number_has_its_budget():
     assert verdict.kinds(spec_in("bf16", method={"name": "qlora"})) == ("4-bit weights",)
     eight = spec_in("bf16", optimizations={"fp8": "tensorwise"}, train={"optimizer": "paged_adamw_8bit"})
     assert verdict.kinds(eight) == ("8-bit products", "8-bit optimizer states")
-    assert verdict.gradient(record(direction=0.2, norm=0.1), [], eight).state == PASS
-    assert verdict.gradient(record(direction=0.3), [], eight).state == FAIL
+    rounded = [record(loss=0.1, direction=0.1, norm=0.05)]
+    assert verdict.gradient(record(direction=0.19, norm=0.09), rounded, eight).state == PASS
+    assert verdict.gradient(record(direction=0.21), rounded, eight).state == FAIL
+    assert verdict.forward(record(loss=0.21), rounded, eight).state == FAIL
     assert verdict.forward(record(loss=1e-3), [], spec_in("fp32")).state == FAIL
     assert all(budget.source for budget in verdict.BUDGETS.values())
 
@@ -183,14 +202,13 @@ PICTURES = {
 }  # fmt: skip
 
 
-def tiny(name="recipe", refused=None, **sections) -> Contender:
+def tiny(name="recipe", refused=None, base=None, **sections) -> Contender:
     values = {
         "name": "learning", "model": {"id": "tiny/qwen3", "weights": "random"}, "method": {"name": "lora"},
         "dataset": {**parity_runs.TASKS, "samples": 480, "eval_samples": 16},
         "train": {"batch_size": 8, "max_steps": 60},
     }  # fmt: skip
-    if sections.get("dataset", {}).get("name") == "images":
-        values |= PICTURES
+    values |= base or {}
     spec = resolve(Experiment.model_validate({**values, **sections}), None)
     plain = resolve(Experiment.model_validate(values), None)
     return Contender(name, spec, parity_runs._reference(plain, spec), (), refused)

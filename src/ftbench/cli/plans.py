@@ -17,7 +17,6 @@ from ftbench.cli.shared import (
     Json,
     LogEvery,
     Out,
-    Output,
     RetryFailed,
     Sets,
     Spec,
@@ -145,28 +144,22 @@ def ablate(
     repeats: Annotated[int, typer.Option(min=1, max=100, help="interleaved runs per variant")] = 3,
     sets: Sets = None,
     dry_run: DryRun = False,
-    goal: Annotated[str, of(ADVANCED, "the best combination has the best speed or memory")] = "speed",
     time_budget: TimeBudget = None,
     out: Out = Path("results"),
-    output: Output = None,
     retry_failed: RetryFailed = False,
     force: Force = False,
     log_every: LogEvery = "60s",
     as_json: Json = False,
     wide: Wide = False,
 ) -> None:
-    """Measure the gain of each optimization, separately and combined. Plain runs first, then each, then the best."""
+    """Measure the gain of each optimization: the plain recipe, then each optimization alone."""
     from ftbench.sweep import ablate as command
 
     request = command.AblationRequest(
-        spec, steps=steps, repeats=repeats, only=_names(only), objective=goal,
+        spec, steps=steps, repeats=repeats, only=_names(only),
         **_plan(sets, out, time_budget, retry_failed, force),
     )  # fmt: skip
-    if output is not None:
-        command.check_output(request, output)  # a repeated ablation overwrites the file of the earlier one
-    code, tables = _run_plan(command.prepare(request), dry_run, log_every, as_json)
-    if output is not None:
-        command.write_best(request, tables, output)
+    code, _ = _run_plan(command.prepare(request), dry_run, log_every, as_json)
     raise typer.Exit(code)
 
 

@@ -113,14 +113,6 @@ def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def merged(current: Changes, variant: Variant) -> dict[str, Any]:
-    """Merge two sets of changes. Packed rows are enough for a variant that needs padding_free."""
-    added = dict(variant.changes)
-    if current.get("optimizations.packing") and variant.key == "attention":
-        added.pop("optimizations.padding_free", None)
-    return {**current, **added}
-
-
 def settings(changes: Iterable[tuple[str, Any]]) -> tuple[str, ...]:
     """Return the changes as `--set` arguments."""
     return tuple(f"{key}={as_text(value)}" for key, value in changes)

@@ -167,6 +167,9 @@ class Measure(OlderPart):
         "", pattern=r"[A-Za-z0-9._-]*", description="parity: run in the same folder whose weights are compared at"
     )
     keep_weights: Switch = Field(False, description="parity: keep the trained tensors before and after training")
+    round_products: Switch = Field(
+        False, description="parity: round the operands of frozen layers to 8 bits, as fp8 does, and multiply in 32 bits"
+    )
     control: Annotated[Literal["off", *CONTROLS], Word] = Field(  # type: ignore[valid-type]
         "off", description="damage the training on purpose; `ftbench parity` must notice it"
     )

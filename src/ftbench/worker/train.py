@@ -18,7 +18,7 @@ from ftbench.worker import methods, optimizations, parallel, trainer
 from ftbench.worker.data.collate import token_hash, verify_order
 from ftbench.worker.data.prepare import Prepared, prepare
 from ftbench.worker.device import check_device
-from ftbench.worker.measure import controls, effective_config
+from ftbench.worker.measure import controls, effective_config, rounded_products
 from ftbench.worker.measure.batch_count import padding_of
 from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.measure.levels import Levels, Weights
@@ -98,11 +98,12 @@ def _save(run: TrainingRun, loop: Any, data: Prepared) -> None:
 
 
 def _hash_of(run: TrainingRun, data: Prepared, recorder: Recorder) -> str:
-    """Return the hash of all ranks' tokens in order. Raise NotAppliedError if this rank did not train on its share."""
+    """Return the hash of all ranks' tokens in order. Raise NotAppliedError for other batches than this rank's share."""
     spec, rank = run.spec, parallel.rank()
+    if spec.objective.name == "sft":
+        run.require_applied(verify_order(data.train, spec, recorder.batches, recorder.order_hash, rank or 0))
     if rank is None:
         return recorder.order_hash
-    run.require_applied(verify_order(data.train, spec, recorder.batches, recorder.order_hash, rank))
     return token_hash(data.train, spec, recorder.batches * spec.launch.shares)
 
 
@@ -150,6 +151,8 @@ def build_trainer(
 def _attach(run: TrainingRun, loop: Any, recorder: Recorder) -> None:
     """Attach controls, recorder, verification and profiler, in the order of their callbacks."""
     spec, directory, run.trainer = run.spec, run.directory, loop
+    if spec.measure.round_products:
+        rounded_products.apply(loop.model)
     if spec.measure.control != "off":
         run.write_facts(control=controls.apply(loop, spec))
     weighed_by = "samples" if spec.objective.pairs else "labels"

@@ -13,12 +13,20 @@ from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import GRADED, OF_ADAPTERS, Experiment
 from ftbench.store.rundir import NOT_FINITE, read_json, write_json
 from ftbench.sweep import verdict
-from ftbench.sweep.gradients import agreement
+from ftbench.sweep.parity_records import (
+    FAIL,
+    INCONCLUSIVE,
+    PASS,
+    Training,
+    agreement,
+    probe,
+    same_samples,
+)
 from ftbench.sweep.plan.base import Job, Options, job
 from ftbench.sweep.plan.grid import Grid
-from ftbench.sweep.plan.parity_samples import Training, probe, same_samples
-from ftbench.sweep.verdict import FAIL, INCONCLUSIVE, PASS, LevelResult
+from ftbench.sweep.verdict import EIGHT_BIT, LevelResult
 
+SMALL = 4  # largest batch of recordings in float32
 STEPS = 3  # recorded at each point: Adam's betas and weight decay show in the second
 PENDING, UNPROVEN, BROKEN = "not run yet", "no verdict", "did not end"
 
@@ -105,7 +113,7 @@ class ParityPlan(Grid):
 
     def controls_of(self, recipe: Contender) -> list[tuple[str, str]]:
         """Return (control, level at which it must fail); the first three are one subtle control per level."""
-        adapters, coarse = recipe.spec.method.adapters, verdict.kinds(recipe.spec)[0] == "8-bit products"
+        adapters, coarse = recipe.spec.method.adapters, verdict.kinds(recipe.spec)[0] == EIGHT_BIT
         forward = ("lora_scale_x1.5" if coarse else "lora_scale_x1.05") if adapters else "loss_over_padding"
         backward = "layer_gradient_reversed" if coarse else "gradient_entries_lost"
         # All weights together make up for one damaged layer: full training learns the same with its gradient reversed.
@@ -122,7 +130,9 @@ class ParityPlan(Grid):
         spec = recipe.spec
         if not verdict.rounds(spec):
             return recipe.reference
-        changes = {"model.dtype": spec.model.dtype, "train.precision": spec.train.precision}
+        changes: dict[str, Any] = {"model.dtype": spec.model.dtype, "train.precision": spec.train.precision}
+        if verdict.kinds(spec)[0] == EIGHT_BIT:
+            changes["measure.round_products"] = True
         if hasattr(recipe.reference.method, "compute_dtype"):
             changes["method.compute_dtype"] = spec.model.dtype
         return with_changes(recipe.reference, changes)
@@ -149,11 +159,14 @@ class ParityPlan(Grid):
         """Return the short run that records losses, gradients and weight changes of a spec."""
         name = "reference" if spec is recipe.reference else recipe.name if spec is recipe.spec else "plain"
         name = name if control == "off" else f"control: {control}"
-        dataset = probe(spec, recipe.reference.train.batch_size)
+        rounds = verdict.kinds(recipe.spec)[0] != "float32"  # errors of rounding vary: compare more samples
+        batch = recipe.reference.train.batch_size if rounds else min(SMALL, recipe.reference.train.batch_size)
+        dataset = probe(spec, batch)
         changes: dict[str, Any] = {
-            "train.max_steps": 2 * (1 + STEPS), "train.gradient_accumulation_steps": dataset.samples,
-            "train.lr_scheduler": "constant", "train.warmup_steps": 0, "measure.gradients": STEPS,
-            "measure.weights_of": self.train(recipe.reference, 0).run.run_id, "measure.control": control,
+            "train.batch_size": min(spec.train.batch_size, batch), "train.max_steps": 2 * (1 + STEPS),
+            "train.gradient_accumulation_steps": dataset.samples, "train.lr_scheduler": "constant",
+            "train.warmup_steps": 0, "measure.gradients": STEPS, "measure.control": control,
+            "measure.weights_of": self.train(recipe.reference, 0).run.run_id,
         }  # fmt: skip
         if spec.optimizations.cuda_graph:  # which does not accumulate
             changes |= {"train.batch_size": dataset.samples, "train.gradient_accumulation_steps": 1}

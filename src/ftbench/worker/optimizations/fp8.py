@@ -56,7 +56,8 @@ class Fp8Linear(torch.nn.Module):
         return self.weight, self.factor, self.turned, self.turned_factor, self.recipe, self.maxima
 
 
-def _wanted(module: Any, name: str) -> bool:
+def wanted(module: Any, name: str) -> bool:
+    """Return whether a layer is multiplied in 8 bits."""
     frozen = not any(parameter.requires_grad for parameter in module.parameters())
     fits = isinstance(module, torch.nn.Linear) and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
     return fits and frozen and "lm_head" not in name and "lora_" not in name
@@ -111,7 +112,7 @@ def _keep_maxima(model: Any) -> None:
 
 
 def _wanted_names(model: Any) -> list[str]:
-    return [name for name, module in model.named_modules() if _wanted(module, name)]
+    return [name for name, module in model.named_modules() if wanted(module, name)]
 
 
 def _replace(model: Any, name: str, module: torch.nn.Module) -> None:
@@ -136,6 +137,6 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     recipe = spec.optimizations.fp8
     if recipe == "off":
         return []
-    left = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and _wanted(module, name)]
+    left = [name for name, module in model.named_modules() if type(module) is torch.nn.Linear and wanted(module, name)]
     sentences = [f"optimizations.fp8 is {recipe} and {left[0]} still multiplies in 16 bits"] if left else []
     return sentences if layers(model) else [*sentences, "optimizations.fp8 is on and no layer multiplies in 8 bits"]

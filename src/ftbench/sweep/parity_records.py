@@ -1,20 +1,30 @@
-"""Compare what two runs recorded at the same weights (`worker/measure/levels.py`): losses, gradients and updates."""
+"""The samples of parity's runs, and what two runs recorded at the same weights (`worker/measure/levels.py`)."""
 
 import json
 import math
 import zipfile
 import zlib
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
+from ftbench import families
+from ftbench.spec.batches import packed, picture_sizes, synthetic_lengths
+from ftbench.spec.datasets import Dataset
+from ftbench.spec.experiment import Experiment
+from ftbench.spec.methods import configuration
 from ftbench.store.rundir import MOST_CSV_BYTES, RunDir, open_plain_file
+from ftbench.store.steps import read_steps
 
+PASS, FAIL, INCONCLUSIVE = "pass", "fail", "inconclusive"
 POINTS = ("initial", "trained")
 CHANGES = {"gradient": "gradient", "moment": "second moment", "step": "weight change", "steps": "weight change"}
 _ARRAYS = ("names", "settings", "samples", "losses", "initial", *CHANGES)
 INITIAL = 1.5  # factor between norms of initial weights; other seeds change adapters by a few percent
 _MOST_BYTES = 2**30  # of the arrays together; a thousand tensors take 25 MB
 NO_GRADIENT = 1e-5  # share of the median norm; a smaller gradient is rounding noise (the bias of keys cancels)
+LONGEST = 1024  # tokens of the longest recorded sample, if the lengths of the spec's samples are not known
+SAME_SIZE = 0.15  # maximum relative difference of the number of samples in two trainings
 
 
 def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
@@ -135,3 +145,77 @@ def _loaded(run: RunDir) -> dict[str, Any]:
     fits &= len({arrays[name].shape[2:] for name in CHANGES}) == 1
     fits &= all(arrays[name].ndim == 3 and arrays[name].shape[:2] == (len(POINTS), count) for name in CHANGES)
     return arrays if fits and all(arrays[name].dtype.kind == "f" for name in ("losses", "initial", *CHANGES)) else {}
+
+
+def same_samples(spec: Experiment) -> dict[str, Any]:
+    """Return changes for packing, so that a step trains about as many samples as a padded one: other rows per step and
+    a shorter maximum length. Only generated data have known lengths."""
+    if not spec.optimizations.packing or not spec.dataset.is_made:
+        return {}
+    every = _lengths(spec)
+    lengths = every[: spec.dataset.samples]
+    steps, tokens = len(lengths) / spec.train.batch_size, spec.train.batch_size * sum(lengths) / len(lengths)
+    shortest, longest = max(every), spec.dataset.max_length
+    choices = {}
+    for rows in range(max(1, int(tokens / longest)), int(tokens / shortest) + 2):
+        for room in (1.0, 1.03, 1.06, 1.1, 1.2):
+            length = min(longest, max(shortest, round(room * tokens / rows)))
+            choices[rows, length] = abs(len(packed(lengths, length)) / rows / steps - 1)
+    rows, length = min(choices, key=lambda choice: choices[choice])
+    return {"train.batch_size": rows, "dataset.max_length": length}
+
+
+def _lengths(spec: Experiment) -> list[int]:
+    """Return the tokens of each generated sample, held-out ones too, with its images and a token after each of them."""
+    dataset = spec.dataset
+    texts = synthetic_lengths(dataset, (dataset.samples or 1) + dataset.eval_samples)
+    vision = families.describe(dict(configuration(spec.model))).vision if dataset.has_images else None
+    if vision is None:
+        return texts
+    shown = dataset.images_per_sample
+    images = [vision.size(high, wide).tokens + 1 for wide, high in picture_sizes(dataset, len(texts) * shown)]
+    return [text + sum(images[at * shown : (at + 1) * shown]) for at, text in enumerate(texts)]
+
+
+def probe(spec: Experiment, batch: int) -> Dataset:
+    """Return the samples of a recording run: two batches of the reference and one more, so that the last is not full.
+    Files of images are the spec's own. Others are the built-in tasks: prompts, unequal lengths, samples that leak
+    without masks, and one sample as long as the longest of the spec."""
+    count = max(9, 2 * batch + 1)
+    if spec.dataset.has_images:
+        structure = "tasks" if spec.dataset.is_made else "random"
+        return spec.dataset.model_copy(update={"samples": count, "eval_samples": 0, "structure": structure})
+    limit = spec.dataset.max_length
+    longest = max(_lengths(spec)) if spec.dataset.is_made else min(limit, LONGEST)
+    tasks = Dataset(name="synthetic", structure="tasks", samples=count, max_length=limit, seed=spec.dataset.seed,
+                    mean_length=max(8.0, min(limit / 8, 100.0)))  # fmt: skip
+    lengthen = longest / max(synthetic_lengths(tasks, count))
+    return tasks.model_copy(update={"mean_length": max(1.0, lengthen) * (tasks.mean_length or 0)})
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The files of a training: its last held-out loss (NaN if missing), samples and learning rates."""
+
+    held_out: float
+    samples: float
+    rates: tuple[float | None, ...]
+
+    @classmethod
+    def read(cls, run: RunDir) -> "Training":
+        rows = read_steps(run.steps)[0]
+        losses = [row.loss for row in rows if row.phase == "evaluate" and row.loss is not None]
+        steps = [row for row in rows if row.phase == "train"]
+        rates, samples = tuple(row.learning_rate for row in steps), sum(row.samples or 0.0 for row in steps)
+        return cls(losses[-1] if losses else float("nan"), samples, rates)
+
+    def difference(self, other: "Training") -> tuple[str, str] | None:
+        """Return state and sentence if another training had other samples or another schedule."""
+        if abs(other.samples - self.samples) > SAME_SIZE * self.samples:
+            sentence = f"it trained {other.samples:,.0f} samples and the reference {self.samples:,.0f}"
+            return INCONCLUSIVE, f"{sentence}: change train.batch_size"
+        pairs = zip(self.rates, other.rates, strict=False)
+        for step, (x, y) in enumerate(pairs, 1):
+            if x is not None and y is not None and abs(y - x) > 1e-6 * x:
+                return FAIL, f"its learning rate in step {step} is {y:.4g}, and plain's is {x:.4g}"
+        return None

@@ -10,7 +10,8 @@ pytest.importorskip("numpy", reason="training libraries are not installed")
 import numpy as np
 
 from ftbench.store import rundir
-from ftbench.sweep import gradients
+from ftbench.sweep import parity_records
+from ftbench.sweep.parity_records import agreement
 
 NAMES = ["model.layers.0.mlp.up_proj.lora_A.default.weight", "model.layers.0.mlp.up_proj.lora_B.default.weight",
          "model.layers.1.mlp.up_proj.lora_B.default.weight"]  # fmt: skip
@@ -28,7 +29,7 @@ def kept(path, **changes):
         "losses": np.ones((4, 4)),
         "initial": np.array([1.0, 0.0, 0.0]),
     }
-    arrays |= dict.fromkeys(gradients.CHANGES, rows)
+    arrays |= dict.fromkeys(parity_records.CHANGES, rows)
     arrays |= {name: change(arrays[name].copy()) if callable(change) else change for name, change in changes.items()}
     run = rundir.RunDir(path)
     path.mkdir()
@@ -63,7 +64,7 @@ def without(array, *places, value=0.0):
     ],
 )  # fmt: skip
 def test_differences_become_sentences(tmp_path, changes, said):
-    found = gradients.agreement(kept(tmp_path / "good"), kept(tmp_path / "other", **changes))
+    found = agreement(kept(tmp_path / "good"), kept(tmp_path / "other", **changes))
     assert said in "; ".join(found["problems"])
     assert bool(found["problems"]) is bool(said)
     if not said:
@@ -75,7 +76,7 @@ def test_direction_and_norm_are_those_of_the_tensors(tmp_path):
     def doubled(array):
         return 2 * array
 
-    found = gradients.agreement(kept(tmp_path / "good"), kept(tmp_path / "other", gradient=doubled, step=lambda a: -a))
+    found = agreement(kept(tmp_path / "good"), kept(tmp_path / "other", gradient=doubled, step=lambda a: -a))
     errors = {row[1]: row[3:] for row in found["tensors"]}
     assert errors["gradient"] == pytest.approx([0.0, np.log(2)], abs=1e-6)
     assert errors["steps"] == pytest.approx([0.0, 0.0], abs=1e-6)
@@ -86,7 +87,7 @@ def test_unreadable_files_are_reported(tmp_path, monkeypatch, damage):
     good, other = kept(tmp_path / "good"), kept(tmp_path / "other")
     content = other.gradients.read_bytes()
     if damage == "huge":
-        monkeypatch.setattr(gradients, "_MOST_BYTES", 600)
+        monkeypatch.setattr(parity_records, "_MOST_BYTES", 600)
     other.gradients.unlink()
     if damage == "fifo":
         os.mkfifo(other.gradients)
@@ -95,4 +96,4 @@ def test_unreadable_files_are_reported(tmp_path, monkeypatch, damage):
     elif damage != "missing":
         damaged = {"cut": content[:-40], "empty": b"", "text": b"x" * 1000, "huge": content}[damage]
         other.gradients.write_bytes(damaged)
-    assert gradients.agreement(good, other)["problems"] == ["the run recorded no gradients"]
+    assert agreement(good, other)["problems"] == ["the run recorded no gradients"]

@@ -1,0 +1,48 @@
+"""Round the operands of frozen layers to 8 bits, as an exact fp8 product does. `ftbench parity` compares fp8 with it.
+
+Inputs and weights are rounded to E4M3 and gradients to E5M2 (P. Micikevicius et al., arXiv 2209.05433), with a scale
+per tensor from its own maximum. The products have 32 bits.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ftbench.worker.optimizations.fp8 import wanted
+
+FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def apply(model: Any) -> None:
+    """Round the operands of all layers that fp8 recipes compute in 8 bits."""
+    for name, module in model.named_modules():
+        if wanted(module, name):
+            module.forward = partial(_product, module)
+
+
+def _product(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    if torch.is_autocast_enabled(x.device.type):  # as F.linear would
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    made: torch.Tensor = _Product.apply(x, layer.weight)
+    return made if layer.bias is None else made + layer.bias.to(made.dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        with torch.autocast(x.device.type, enabled=False):
+            return (rounded(x, FORWARD) @ rounded(weight, FORWARD).t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (dy,) = gradients
+        with torch.autocast(dy.device.type, enabled=False):
+            return (rounded(dy, BACKWARD) @ rounded(ctx.weight, FORWARD)).to(dy.dtype), None
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values in float32, rounded to an 8-bit type whose largest number is the largest of the values."""
+    scale = torch.finfo(dtype).max / values.detach().abs().amax().float().clamp(min=1e-12)
+    return (values.detach().float() * scale).to(dtype).float() / scale
