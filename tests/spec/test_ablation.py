@@ -88,13 +88,6 @@ def test_only_lists_the_allowed_names(name, expected):
     assert expected in str(caught.value)
 
 
-def test_varlen_works_with_packed_rows():
-    varlen = next(rung for rung in EVERY if rung.changes.get("optimizations.attention") == "varlen")
-    assert "optimizations.padding_free" in varlen.changes
-    packed = {"optimizations.packing": True}
-    assert ablation.merged(packed, varlen) == packed | {"optimizations.attention": "varlen"}
-
-
 @pytest.mark.parametrize("rung", EVERY, ids=lambda rung: rung.name)
 def test_settings_reproduce_a_variant(rung, tmp_path):
     path = tmp_path / "spec.yaml"

@@ -62,6 +62,8 @@ class HfRecording(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._recorder.end_step(self.grad_norm, self._learning_rate, state.epoch)
+        if self._recorder.diverged and self._trainer.accelerator.num_processes == 1:
+            control.should_training_stop = True
 
     # --- wrappers; the first argument is the original method ----------------------------------------------------------
 
