@@ -396,6 +396,21 @@ def gradients_of_one_sample_twice(patch) -> None:
     _after_assembly(patch, change)
 
 
+def attention_window_of_36_tokens(patch) -> None:
+    """Only one recorded sample is longer."""
+    import torch
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def windowed(module, query, key, value, mask, **kwargs):
+        at = torch.arange(query.shape[2])
+        near = (at[:, None] - at < 36) & (at[:, None] >= at)
+        return attention(module, query, key, value, near[None, None] if mask is None else mask & near, **kwargs)
+
+    patch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", windowed)
+
+
 def no_clipping(patch) -> None:
     _after_assembly(patch, lambda loop: setattr(loop.args, "max_grad_norm", 1e9))
 
@@ -405,7 +420,7 @@ BUGS = [
     "last_token_of_each_sample_dropped", "wrong_beta", "weight_decay_lost_in_the_step", "wrong_first_beta_in_the_step",
     "wrong_second_beta_in_the_step", "clipping_in_the_step", "another_rotary_base", "half_the_gradient_of_one_layer",
     "dead_projection", "norms_with_a_larger_epsilon", "dropout_left_on", "one_sample_of_each_batch_dropped",
-    "gradients_of_one_sample_twice", "no_clipping",
+    "gradients_of_one_sample_twice", "attention_window_of_36_tokens", "no_clipping",
 ]  # fmt: skip
 HONEST = {
     "other seed": ({"train": {"seed": 10_000}}, ""),

@@ -53,6 +53,22 @@ def test_control_without_anything_to_damage_fails(train_here):
         train_here(method=FULL, measure={"control": "lora_scale_x1.5"})
 
 
+def test_run_that_repeats_a_batch_fails(train_here, monkeypatch):
+    from transformers import Trainer
+
+    from ftbench.errors import NotAppliedError
+
+    fetch, seen = Trainer.get_batch_samples, []
+
+    def repeated(*args, **kwargs):
+        seen.append(fetch(*args, **kwargs))
+        return seen[0]
+
+    monkeypatch.setattr(Trainer, "get_batch_samples", repeated)
+    with pytest.raises(NotAppliedError, match="not trained on its data in their order"):
+        train_here(method=FULL)
+
+
 def test_sketch_keeps_angles_and_norms():
     first = torch.randn(300_000, generator=torch.Generator().manual_seed(1))
     second = first + 0.1 * torch.randn(300_000, generator=torch.Generator().manual_seed(2))
