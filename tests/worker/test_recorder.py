@@ -16,7 +16,7 @@ from ftbench.store.steps import StepsWriter, read_columns, read_steps
 from ftbench.worker import training_run
 from ftbench.worker.measure.batch_count import BatchCount
 from ftbench.worker.measure.hf_adapter import HfRecording, count_of
-from ftbench.worker.measure.recorder import DIVERGED, Recorder
+from ftbench.worker.measure.recorder import Recorder
 
 CPU = torch.device("cpu")
 
@@ -83,20 +83,20 @@ def test_nan_and_inf_are_recorded(recorder, tmp_path, value, as_tensor):
         recorder.micro_batch(None, torch.tensor(loss))
         recorder.end_step(torch.tensor(norm) if as_tensor and norm is not None else norm)
     recorder.finish()
-    assert not recorder.diverged
+    assert recorder.without_loss == 0
     assert [str(row.loss) for row in rows(tmp_path)] == ["1.0", str(value), "1.0"]
     assert [str(row.grad_norm) for row in rows(tmp_path)] == [str(value), "1.0", "None"]
     assert str(read_columns(tmp_path / "steps.csv", ["grad_norm"])["grad_norm"]) == f"[{value}, 1.0, None]"
 
 
-def test_training_without_a_loss_diverged(recorder):
+def test_last_steps_without_a_loss_are_counted(recorder):
     recorder.start()
-    for _ in range(DIVERGED):
+    for loss in (math.nan, 1.0, math.inf, math.nan):
         recorder.begin_step()
-        recorder.micro_batch(None, torch.tensor(math.nan))
+        recorder.micro_batch(None, torch.tensor(loss))
         recorder.end_step()
     recorder.finish()
-    assert recorder.diverged
+    assert recorder.without_loss == 2
 
 
 def test_position_follows_the_step(recorder):

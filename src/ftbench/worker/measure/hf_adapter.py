@@ -16,6 +16,8 @@ from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.batch_count import COUNT, BatchCount
 from ftbench.worker.measure.phases import Phases
 
+DIVERGED = 20  # steps in a row without a finite loss, after which training stops
+
 
 class HfRecording(TrainerCallback):
     """Reports one trainer's steps to `recorder` and its evaluations to `phases`.
@@ -62,7 +64,7 @@ class HfRecording(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._recorder.end_step(self.grad_norm, self._learning_rate, state.epoch)
-        if self._recorder.diverged and self._trainer.accelerator.num_processes == 1:
+        if self._recorder.without_loss >= DIVERGED and self._trainer.accelerator.num_processes == 1:
             control.should_training_stop = True
 
     # --- wrappers; the first argument is the original method ----------------------------------------------------------

@@ -28,7 +28,6 @@ from ftbench.worker.measure.batch_count import BEFORE_FORWARD, BatchCount, Shape
 from ftbench.worker.measure.meters import meters, resident_gb
 from ftbench.worker.measure.sampler import Sampler
 
-DIVERGED = 20  # steps in a row without a finite loss, after which training stops
 TICK_S = 0.5  # each tick holds the GIL, which delays kernel launches of the training thread
 _AHEAD = 2  # largest lead of the host over the device, in steps
 _IN_FLIGHT = 16384  # steps whose values are being copied to the host; the thread reads them within a tick
@@ -69,7 +68,7 @@ class Recorder:
         self._draining = threading.Lock()
         self._thread: threading.Thread | None = None
         self._slots: torch.Tensor | None = None
-        self._graphs = self._without_loss = 0
+        self._graphs = self.without_loss = 0  # the last steps whose loss is not finite
         self._finished = False
 
     # --- called by the loop, in the order of a step -------------------------------------------------------------------
@@ -288,17 +287,12 @@ class Recorder:
             for name, value in zip(step.names, step.values.tolist(), strict=True):
                 setattr(row, name, number(name, value))
         finite = row.loss is None or math.isfinite(row.loss)
-        self._without_loss = 0 if finite else self._without_loss + 1
+        self.without_loss = 0 if finite else self.without_loss + 1
         if self._sampler and row.step_time_s is not None:
             end_s = self._host_time(step)
             for name, value in self._sampler.over(end_s - row.step_time_s, end_s).items():
                 setattr(row, name, value)
         return row
-
-    @property
-    def diverged(self) -> bool:
-        """Return whether the losses of the last steps were all NaN or infinite."""
-        return self._without_loss >= DIVERGED
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
