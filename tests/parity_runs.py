@@ -90,7 +90,7 @@ def train(spec: str, path: Path, damage: str) -> float:
 
     import pytest
 
-    from ftbench.worker.measure.phases import Phases
+    from ftbench.worker.outcome import Phases
     from ftbench.worker.train import train as train_run
     from ftbench.worker.training_run import TrainingRun
 

@@ -103,10 +103,10 @@ def test_method_without_gpu_names_alternatives(refused):
 
 
 ONLY_WITH_A_GPU = [
-    ("run", {"optimizations": {"fp8": "rowwise"}}),
+    ("run", {"optimizations": {"fp8": "tensorwise"}}),
     ("run", {"optimizations": {"liger": True}}),
     ("run", {"train": {"optimizer": "paged_adamw_8bit"}}),
-    ("sweep", {"optimizations": {"fp8": "rowwise"}}),
+    ("sweep", {"optimizations": {"fp8": "tensorwise"}}),
     ("ablate", {"method": "unsloth"}),
 ]
 

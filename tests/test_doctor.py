@@ -247,7 +247,7 @@ def test_doctor_reports_that_a_spec_can_run(doctor, tmp_path):
 @pytest.mark.parametrize(
     ("parts", "facts_of", "hub", "fragment"),
     [
-        ({"optimizations": {"fp8": "rowwise"}}, machine(gpu=None), "ok", "optimizations.fp8 needs a GPU"),
+        ({"optimizations": {"fp8": "tensorwise"}}, machine(gpu=None), "ok", "optimizations.fp8 needs a GPU"),
         ({"optimizations": {"attention": "flash_attention_2"}}, machine(), "ok", "flash-attn is not installed"),
         ({}, machine(torch=ON_CPU), "ok", "built for the CPU"),
         ({}, machine(torch={"works": False}), "ok", "update the driver"),

@@ -382,7 +382,7 @@ def test_every_shipped_config_has_an_estimate_for_every_gpu() -> None:
                                   ["recipe=small"], ["recipe=smallest"], ["recipe=smallest-exact"],
                                   ["recipe=smallest-full"],
                                   ["recipe=fastest-fp8", "optimizations.fused_lora=on"],
-                                  ["optimizations.attention=cudnn"], ["launch.mock=ok"], ["model.dtype=float32"],
+                                  ["launch.mock=ok"], ["model.dtype=float32"],
                                   ["method.name=qlora", "optimizations.liger=on"]])  # fmt: skip
 def test_specs_with_many_options_have_an_estimate_for_every_gpu(file: Path, sets: list[str]) -> None:
     assert "samples/h" in estimate(EstimateRequest(file, sets, gpu="H200 SXM")).text

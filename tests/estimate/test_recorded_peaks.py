@@ -34,15 +34,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "phi3": {}, "olmo2": {}, "gemma2": _SLIDING, "gemma3_text": _SLIDING,
     "cohere2": _WIDE | _TIED | {"sliding_window": 128}, "glm4": _WIDE, "qwen3_moe": _WIDE | _MOE,
     "mixtral": _WIDE | _LOCAL, "gpt_oss": _WIDE | _LOCAL | {"sliding_window": 128, "num_hidden_layers": 4},
-    "deepseek_v3": {
-        "num_key_value_heads": 8, "moe_intermediate_size": 192, "n_routed_experts": 8, "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "q_lora_rank": 96, "kv_lora_rank": 64,
-        "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
-    },
-    "qwen3_next": _WIDE | _MOE | {
-        "num_hidden_layers": 4, "shared_expert_intermediate_size": 160, "linear_num_key_heads": 4,
-        "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
-    },
 }  # fmt: skip
 _TEXT = {
     "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 8,

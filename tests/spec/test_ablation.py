@@ -70,7 +70,7 @@ def test_plain_spec_keeps_sgd():
     [
         (["compile"], ["compile", "compile dynamic"]),
         (["compile dynamic"], ["compile dynamic"]),
-        (["fp8"], ["compile", *(f"compile + fp8 {recipe}" for recipe in ("tensorwise", "tensorwise-fast", "rowwise"))]),
+        (["fp8"], ["compile", *(f"compile + fp8 {recipe}" for recipe in ("tensorwise", "tensorwise-fast"))]),
         (["gradient_checkpointing selective", "optimizer"],
          ["gradient checkpointing selective", *ablation.OPTIMIZERS]),
     ],

@@ -38,7 +38,7 @@ OTHER = [
     {"dataset": {"max_length": 128}},
     {"model": {"id": "tiny/llama", "weights": "random"}},
     {"optimizations": {"compile": True}},
-    {"optimizations": {"fp8": "rowwise"}},
+    {"optimizations": {"fp8": "tensorwise"}},
 ]
 
 

@@ -246,14 +246,14 @@ def test_conflicting_dataset_keys_are_errors(problems, dataset, sentence):
     ("text", "sentence"),
     [
         (
-            "method: qlora\noptimizations: {fp8: rowwise}",
+            "method: qlora\noptimizations: {fp8: tensorwise}",
             "optimizations.fp8 needs 16-bit base weights and method qlora",
         ),
         (
             "method: full\noptimizations: {fp8: tensorwise}",
             "optimizations.fp8 converts frozen base layers and method full",
         ),
-        ("train: {precision: fp16}\noptimizations: {fp8: rowwise}", "optimizations.fp8 needs train.precision bf16"),
+        ("train: {precision: fp16}\noptimizations: {fp8: tensorwise}", "optimizations.fp8 needs train.precision bf16"),
         ("method: {name: lora, experts: on, dropout: 0.1}", "method.experts needs method.dropout 0"),
         ("measure: {eval: epoch}", "measure.eval: epoch needs dataset.eval_samples"),
         ("method: qlora\ntrain: {precision: fp16}", "set train.precision to bf16 or fp32"),

@@ -95,7 +95,7 @@ def test_exclude_removes_matching_cells(points, pattern, left):
     ("key", "values", "excluded", "left"),
     [
         ("optimizations.compile", "[off, on]", "off", [True]),
-        ("optimizations.fp8", "[off, rowwise]", "off", ["rowwise"]),
+        ("optimizations.fp8", "[off, tensorwise]", "off", ["tensorwise"]),
         ("measure.eval", "[off, end]", "off", ["end"]),
         ("launch.no_step_s", "[off, 5]", "off", [5]),
         ("train.learning_rate", "[1e-4, 2e-4]", "1e-4", [2e-4]),
@@ -110,8 +110,8 @@ def test_exclude_accepts_short_forms_and_lists(points, key, values, excluded, le
 
 
 def test_exclude_matches_impossible_cells(grid):
-    text = "sweep: {axes: {method: [lora, full], optimizations.fp8: [off, rowwise]}, exclude: [%s]}"
-    assert [cell.refused for cell in grid(text % "{method: full, optimizations.fp8: rowwise}")] == [None] * 3
+    text = "sweep: {axes: {method: [lora, full], optimizations.fp8: [off, tensorwise]}, exclude: [%s]}"
+    assert [cell.refused for cell in grid(text % "{method: full, optimizations.fp8: tensorwise}")] == [None] * 3
 
 
 def test_exclude_that_leaves_no_cell_is_an_error(problems):
@@ -170,7 +170,7 @@ def test_axis_paths_are_relative_to_the_spec(tmp_path, monkeypatch):
     "axes",
     [
         "{method: [lora, {name: qlora, rank: 4}, full], train.batch_size: [1, 2]}",
-        "{optimizations.compile: [on, off], optimizations.fp8: [off, rowwise], measure.eval: [off, end]}",
+        "{optimizations.compile: [on, off], optimizations.fp8: [off, tensorwise], measure.eval: [off, end]}",
         "{train.learning_rate: [1e-5, 2.0e-4, 0.00001], train.max_steps: [null, 3]}",
         "{method.targets: [[q_proj, v_proj], all-linear], launch.no_step_s: [auto, off, 5]}",
         "{model.revision: [main, '2024', '1.0', 'on', 'null', '[a]', 'a: b', '']}",
@@ -189,10 +189,10 @@ def test_sets_of_a_cell_reproduce_it(grid, tmp_path, monkeypatch, axes):
 
 
 def test_impossible_combination_is_a_refused_cell(grid):
-    found = grid("sweep: {axes: {method: [lora, qlora, full], optimizations.fp8: [off, rowwise]}}")
+    found = grid("sweep: {axes: {method: [lora, qlora, full], optimizations.fp8: [off, tensorwise]}}")
     assert [cell.spec is None for cell in found] == [False, False, False, True, False, True]
     assert [cell.refused is None for cell in found] == [True, True, True, False, True, False]
-    assert found[3].values == {"method": "qlora", "optimizations.fp8": "rowwise"}
+    assert found[3].values == {"method": "qlora", "optimizations.fp8": "tensorwise"}
     assert found[3].refused.startswith("optimizations.fp8 needs 16-bit base weights and method qlora stores 4-bit ones")
     assert found[5].refused.startswith("optimizations.fp8 converts frozen base layers and method full has none")
 

@@ -496,10 +496,10 @@ def test_sweep_needs_a_valid_file_and_folder(ftbench, tmp_path):
 @pytest.mark.parametrize(("precision", "working"), [("bf16", 3), ("auto", 2)])
 def test_impossible_cells_are_listed_and_the_others_run(tmp_path, precision, working):
     """Without a GPU `auto` becomes fp32, which excludes fp8."""
-    axes = {"method": ["lora", "qlora"], "optimizations.fp8": ["off", "rowwise"]}
+    axes = {"method": ["lora", "qlora"], "optimizations.fp8": ["off", "tensorwise"]}
     night = sweep(write_sweep(tmp_path, axes, train={"precision": precision}), tmp_path / "out")
     assert (night.code, night.told()) == (0, ["ok"] * working), night.stderr
-    assert "method=qlora optimizations.fp8=rowwise" in night.table().partition("## Impossible")[2]
+    assert "method=qlora optimizations.fp8=tensorwise" in night.table().partition("## Impossible")[2]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")

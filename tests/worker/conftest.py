@@ -16,7 +16,7 @@ import torch
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
-from ftbench.worker.measure.phases import Phases
+from ftbench.worker.outcome import Phases
 from ftbench.worker.train import train
 from ftbench.worker.training_run import TrainingRun
 

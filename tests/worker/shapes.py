@@ -20,16 +20,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "cohere2": _SLIDING,
     "glm4": {"head_dim": 16},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": {
-        "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-        "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-        "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
-    },
-    "qwen3_next": {
-        "head_dim": 16, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    },
 }  # fmt: skip
 
 

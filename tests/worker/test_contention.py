@@ -10,7 +10,7 @@ import types
 import pytest
 
 from ftbench.worker.measure import utilization
-from ftbench.worker.measure.sampler import Sampler
+from ftbench.worker.measure.meters import Sampler
 from ftbench.worker.measure.utilization import GpuLoad, HostLoad, own_processes
 
 TICK = 1 / os.sysconf("SC_CLK_TCK")

@@ -13,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from conftest import spec_of
 from ftbench.core import flops
 from ftbench.errors import SpecError
-from ftbench.estimate.workload.model import trainable_shape
+from ftbench.estimate.workload import model as estimates
+from ftbench.estimate.workload.plan import targets
+from ftbench.estimate.workload.sharding import sharding_of
 from ftbench.facts import architectures
 from ftbench.families import FAMILIES, describe
 from ftbench.worker import methods
@@ -38,6 +40,13 @@ def built(family: str, **options: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIGS[family]), **options)
 
 
+def trainable_shape(spec: Any, family: str) -> Any:
+    """Return the estimate for a family's test shape."""
+    shape = describe(CONFIGS[family])
+    rank = getattr(spec.method, "rank", 0)
+    return estimates._trainable(shape, targets(spec.method, shape), rank, sharding_of(spec.launch))
+
+
 def test_every_family_has_a_test_shape() -> None:
     assert set(CONFIGS) == set(FAMILIES)
 
@@ -50,7 +59,7 @@ def test_description_equals_the_live_model(family: str, method: str) -> None:
         pytest.skip("has no experts")
     with torch.device("meta"):
         model = methods.load(spec.method.name).adapt(built(family), spec)
-    estimate = trainable_shape(spec, CONFIGS[family])
+    estimate = trainable_shape(spec, family)
     kinds = effective_config.parameters_by_kind(model)
     adapters = 0 if method == "full" else estimate.trained
     assert sum(kind["total"] for kind in kinds.values()) - adapters == shape.total
@@ -64,14 +73,13 @@ def test_dense_model_rejects_expert_adapters() -> None:
         methods.load("lora").adapt(built("phi3"), spec_of(method=METHODS["experts"]))
 
 
-# Linear attention computes in chunks. Its products with weights are counted above.
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"qwen3_next"}))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_forward_flops_equal_torchs_count(family: str) -> None:
     length = 24
     model = built(family, attn_implementation="eager", experts_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.randint(4, 100, (1, length)), use_cache=False)
-    matmul = trainable_shape(spec_of(method={"name": "full"}), CONFIGS[family]).matmul
+    matmul = trainable_shape(spec_of(method={"name": "full"}), family).matmul
     squares = 4 * sum(matmul.attention_width) * length**2  # eager attention computes all pairs
     counts = {module: sum(by.values()) for module, by in counter.get_flop_counts().items()}
     angles = sum(count for module, count in counts.items() if module.endswith("rotary_emb"))  # not matrix products
@@ -80,5 +88,5 @@ def test_forward_flops_equal_torchs_count(family: str) -> None:
 
 @pytest.mark.parametrize("family", sorted(SHAPES))
 def test_every_family_has_an_mfu(family: str) -> None:
-    matmul = trainable_shape(spec_of(), CONFIGS[family]).matmul
+    matmul = trainable_shape(spec_of(), family).matmul
     assert flops.model_flops(matmul, 1000, 900, 64) > 0

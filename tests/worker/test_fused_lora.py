@@ -243,7 +243,7 @@ def test_settings_that_would_change_training_are_errors(sections, said):
         spec_of(optimizations={"fused_lora": True}, **sections)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise-fast", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise-fast"])
 def test_product_equals_that_of_the_quantized_values(recipe):
     torch.manual_seed(0)
     base = torch.nn.Linear(64, 96, dtype=torch.bfloat16).requires_grad_(False)
@@ -253,19 +253,19 @@ def test_product_equals_that_of_the_quantized_values(recipe):
     layer(x).backward(dy)
 
     def held(values, dtype):
-        small, factor = fp8.cast(values.reshape(-1, values.shape[-1]), dtype, recipe)
+        small, factor = fp8.cast(values.reshape(-1, values.shape[-1]), dtype)
         return (small.float() * factor).view(values.shape)
 
     weight = held(base.weight, torch.float8_e4m3fn)
     expected = held(x.detach(), torch.float8_e4m3fn) @ weight.t() + base.bias
     assert (layer(x) - expected).abs().max() < 2 * BF16 * expected.abs().max()  # the product and its bias are rounded
     turned = held(base.weight.t(), torch.float8_e4m3fn)
-    gradient = held(dy, GRADIENT[recipe]) @ turned.t()
+    gradient = held(dy, GRADIENT) @ turned.t()
     assert (x.grad - gradient).abs().max() < 2 * BF16 * gradient.abs().max()
     assert (layer(x) - base(x)).norm() < 0.05 * base(x).norm()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise"])
 def test_product_equals_torchao(recipe):
     pytest.importorskip("torchao")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -14,8 +14,7 @@ import pytest
 from ftbench.store import rundir
 from ftbench.store.rundir import WAITING, RunDir
 from ftbench.worker import gpu_lock
-from ftbench.worker.measure.phases import Phases
-from ftbench.worker.probe import __main__ as probe
+from ftbench.worker.outcome import Phases
 from waiting import eventually
 
 WORKER = """
@@ -23,7 +22,7 @@ import sys, time
 from ftbench.store import machine
 from ftbench.store.rundir import RunDir
 from ftbench.worker import gpu_lock
-from ftbench.worker.measure.phases import Phases
+from ftbench.worker.outcome import Phases
 from pathlib import Path
 directory = RunDir(Path(sys.argv[1]))
 machine.gpu = lambda uuid: {"uuid": uuid, "memory_used_before_gb": 0.5}
@@ -132,6 +131,9 @@ def test_changing_foreign_memory_is_waited_for_with_a_limit(acquire, monkeypatch
 
 
 def test_probe_fails_during_a_run(begin, tmp_path, monkeypatch):
+    pytest.importorskip("torch", reason="training libraries are not installed")
+    from ftbench.worker import probe
+
     monkeypatch.setattr(gpu_lock.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(gpu_lock, "_held", [])
     first, process = begin("first")

@@ -8,14 +8,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftbench.errors import MissingError, SpecError
-from ftbench.facts import architectures
 from ftbench.spec.experiment import Model
 from ftbench.store.summary import summarise
 from ftbench.worker.model import loading
-from ftbench.worker.model.diagnosis import explain
 from ftbench.worker.model.random_weights import materialise
 
 INDEX, SHARD = "model.safetensors.index.json", "model-00001-of-00001.safetensors"
@@ -94,43 +91,3 @@ def test_parser_error_in_a_model_description_is_an_error_message():
         SpecError, match=r"model mine: its configuration.* \(KeyError: 'rope_type'\): download the files again"
     ):
         loading.reach_description(Model(id="mine"), parse)
-
-
-# --- unusable configurations -----------------------------------------------------------------------------------------
-
-
-def forward(config):
-    """Build the model and run one forward pass."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    return model(torch.zeros(1, 4, dtype=torch.long))
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"rope_parameters": {"rope_type": "abc", "rope_theta": 1e4}}, "KeyError: 'abc'"),
-        ({"hidden_act": "nonsense"}, "KeyError: "),
-        ({"num_key_value_heads": 0}, "ZeroDivisionError"),
-        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "Error: "),
-        ({"pad_token_id": 10**6}, "AssertionError: Padding_idx must be within num_embeddings"),
-        ({"layer_types": ["nonsense", "nonsense"]}, "`layer_types` entries must be in"),
-        ({"rms_norm_eps": "x"}, "'rms_norm_eps' expected float, got str"),
-        ({"attention_dropout": 7.0}, "dropout probability has to be between 0 and 1, but got 7"),
-    ],
-)
-def test_error_of_transformers_is_attributed_to_config_json(tmp_path, changes, reason):
-    with pytest.raises(Exception) as raised:  # noqa: PT011 - depends on the library
-        forward(architectures()["tiny/qwen3"] | changes)
-    error = explain(Model(id="my/own", path=str(tmp_path), weights="random"), raised.value)
-    assert isinstance(error, SpecError)
-    assert str(error).startswith(f"model {tmp_path}: transformers cannot build or run the model of its config.json (")
-    assert reason in str(error)
-
-
-def test_other_errors_are_not_attributed_to_config_json(tmp_path):
-    mine = Model(id="my/own", path=str(tmp_path), weights="random")
-    for error in (KeyError("other"), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: lost")):
-        assert explain(mine, error) is error
-    with pytest.raises(KeyError) as raised:
-        forward(architectures()["tiny/qwen3"] | {"hidden_act": "nonsense"})
-    assert explain(Model(id="tiny/qwen3", weights="random"), raised.value) is raised.value

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM, masking_utils
 
-from conftest import TINY, spec_of, train_in
+from conftest import spec_of, train_in
 from ftbench.errors import SpecError
 from ftbench.kernels.host_offload import HostTensors
 from ftbench.spec.experiment import Experiment
@@ -437,14 +437,6 @@ def test_offloaded_layer_keeps_nothing_on_the_device(model):
     assert kept[0] - kept[1] == 2 * layers  # saved inside the layers, invisible to the outer hooks
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
-
-
-def test_attention_by_cudnn_needs_a_gpu_and_16_bits():
-    with pytest.raises(ValueError, match="attention sdpa"):
-        spec_of(optimizations={"attention": "cudnn"}, train={"precision": "fp32"})
-    assert machine_incompatibilities(
-        Experiment.model_validate(TINY | {"optimizations": {"attention": "cudnn"}}), None
-    ) == ["optimizations.attention cudnn needs a GPU: set it to sdpa"]
 
 
 @pytest.mark.parametrize("name", ["liger", "activation_offload"])

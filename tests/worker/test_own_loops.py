@@ -22,8 +22,8 @@ from ftbench.store.steps import read_steps
 from ftbench.worker import frameworks
 from ftbench.worker.data.collate import token_hash
 from ftbench.worker.data.tokens import IGNORE, Tokens
-from ftbench.worker.frameworks import megatron_weights, own_loop, prepare, session, verl
-from ftbench.worker.measure.phases import Phases
+from ftbench.worker.frameworks import megatron_model, own_loop, prepare, session, verl
+from ftbench.worker.outcome import Phases
 from ftbench.worker.training_run import TrainingRun
 
 VERL = {"framework": "verl", "python": "/nowhere/bin/python"}
@@ -139,7 +139,7 @@ def test_recording_of_verl_s_engine(tmp_path, monkeypatch):
         ])  # fmt: skip
         engine.lr_scheduler_step()
     run.finish()
-    session._check_order(run, recording.seen)
+    session._check_order(run)
     steps, _ = read_steps(directory.steps)
     assert [(row.real_tokens, row.label_tokens, row.padded_tokens) for row in steps] == [
         (19, 15, 22),
@@ -161,24 +161,24 @@ def test_weights_of_megatron_and_back(ranks):
         num_key_value_heads=2, head_dim=4, tie_word_embeddings=False,
     )  # fmt: skip
     given = Qwen3ForCausalLM(config).state_dict()
-    layer = [f"decoder.layers.0.{name}" for name in megatron_weights._IN_LAYER]
+    layer = [f"decoder.layers.0.{name}" for name in megatron_model._IN_LAYER]
     names = [*layer, "embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
     back = {}
     for name in names:
-        parts = [given[source] for source in megatron_weights.sources(name, first_layer=1)]
-        shares = [megatron_weights.share(name, parts, 2, rank, ranks) for rank in range(ranks)]
-        back |= dict(zip(megatron_weights.sources(name, 1), megatron_weights.joined(name, shares, 2, 32), strict=True))
+        parts = [given[source] for source in megatron_model.sources(name, first_layer=1)]
+        shares = [megatron_model.share_of(name, parts, 2, rank, ranks) for rank in range(ranks)]
+        back |= dict(zip(megatron_model.sources(name, 1), megatron_model.joined(name, shares, 2, 32), strict=True))
         if name.endswith("linear_qkv.weight"):  # a group: 4 query heads, their key head, their value head
             query, key, value = parts
             assert torch.equal(torch.cat(shares)[24:48], torch.cat([query[16:], key[4:], value[4:]]))
     assert all(torch.equal(back[name], given[name]) for name in back)
     assert {*back} == {name for name in given if ".layers.0." not in name}
-    assert megatron_weights.sources("output_layer.weight", tied=True) == ["model.embed_tokens.weight"]
+    assert megatron_model.sources("output_layer.weight", tied=True) == ["model.embed_tokens.weight"]
 
 
 def test_uneven_division_is_an_error():
     with pytest.raises(ValueError, match=r"3 GPUs cannot share mlp\.linear_fc2\.weight evenly: use fewer"):
-        megatron_weights.share("mlp.linear_fc2.weight", [torch.zeros(4, 8)], 2, 0, 3)
+        megatron_model.share_of("mlp.linear_fc2.weight", [torch.zeros(4, 8)], 2, 0, 3)
 
 
 @pytest.mark.frameworks

@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from ftbench.worker.measure import sampler as module
-from ftbench.worker.measure.sampler import Sampler, throttle_names
+from ftbench.worker.measure import meters as module
+from ftbench.worker.measure.meters import Sampler, throttle_names
 
 
 class NotSupported(Exception):
@@ -98,22 +98,8 @@ def test_no_samples_give_no_columns():
 # --- how busy the GPU was --------------------------------------------------------------------------------------------
 
 
-class Nothing(NotSupported):
-    value = 6  # NVML_ERROR_NOT_FOUND
-
-
 def sampling(percents, supported=False):
-    """A driver with a utilisation sample every 0.25 s. `percents` is a function of time."""
-
-    def samples(handle, kind, last):
-        found = [
-            types.SimpleNamespace(timeStamp=round(t * 1e6), sampleValue=types.SimpleNamespace(uiVal=percents(t)))
-            for t in (n / 4 for n in range(1, round(clock.now * 4) + 1))
-            if round(t * 1e6) > last
-        ]
-        if not found:
-            raise Nothing
-        return 1, found
+    """A driver with utilization. `percents` is a function of time."""
 
     def gpm(query):
         query.metrics[0].value, query.metrics[0].nvmlReturn = query.sample2.at * 10, 0
@@ -124,10 +110,7 @@ def sampling(percents, supported=False):
         return types.SimpleNamespace(metrics=[types.SimpleNamespace(value=None) for _ in range(3)])
 
     calls = vars(driver()) | {
-        "nvmlDeviceGetSamples": samples,
-        "nvmlDeviceGetUtilizationRates": lambda _: None,
-        "NVML_GPU_UTILIZATION_SAMPLES": 1,
-        "NVML_ERROR_NOT_FOUND": 6,
+        "nvmlDeviceGetUtilizationRates": lambda _: types.SimpleNamespace(gpu=percents(clock.now)),
         "NVML_SUCCESS": 0,
         "nvmlGpmQueryDeviceSupport": lambda _: types.SimpleNamespace(isSupportedDevice=int(supported)),
         "nvmlGpmSampleAlloc": lambda: types.SimpleNamespace(at=None),
@@ -160,7 +143,7 @@ def watched(monkeypatch):
 
 def test_busy_share_is_weighted_by_overlap(watched):
     found = watched(sampling(lambda t: 100 if t <= 2 else 20))
-    assert found.busy_method == "NVML utilisation samples"
+    assert found.busy_method == "NVML utilisation"
     assert found.over(0.6, 1.9)["gpu_busy"] == pytest.approx(1.0)
     assert found.over(1.5, 2.5)["gpu_busy"] == pytest.approx(0.6)
     assert found.over(2.30, 2.35)["gpu_busy"] == pytest.approx(0.2)

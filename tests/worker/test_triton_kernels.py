@@ -176,7 +176,7 @@ def in_torch(monkeypatch):
     def cast(x, maxima, dtype):
         maxima.data[1] = torch.maximum(maxima[1], x.abs().amax())
         largest = torch.where(maxima[0] > 0, 2 * maxima[0], maxima[1])
-        return fp8.cast(x, dtype, "tensorwise", largest)
+        return fp8.cast(x, dtype, largest)
 
     monkeypatch.setattr(delayed, "cast_by_last", cast)
 

@@ -50,7 +50,7 @@ class Facts:
 
     Attributes:
         described: The contents of machine.json.
-        torch: The output of `worker.versions`. Empty if torch cannot be imported.
+        torch: The output of `worker.device`. Empty if torch cannot be imported.
         why_no_torch: Why torch cannot be imported.
         environment: The variables of this process.
         kernel: The name of the kernel's release.

@@ -123,12 +123,12 @@ def gather() -> Facts:
 
 
 def inspect_torch(environment: Mapping[str, str], limit_s: float = CHILD_S) -> tuple[dict[str, Any], str | None]:
-    """Import torch in a child process and return what `worker.versions` prints, or nothing and the reason."""
+    """Import torch in a child process and return what `worker.device` prints, or nothing and the reason."""
     if importlib.util.find_spec("torch") is None:
         return {}, "torch is not installed"
     with tempfile.TemporaryDirectory() as folder:
         _, why = process.run_module(
-            "ftbench.worker.versions", (), {**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            "ftbench.worker.device", (), {**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
             log := Path(folder, "log.txt"), limit_s, f"did not answer within {limit_s:.0f} s",
         )  # fmt: skip
         lines = log.read_text(errors="replace").splitlines()

@@ -11,8 +11,6 @@ from ftbench.families.shape import Layer, ModelShape
 _FAMILIES: dict[str, tuple[dict[str, Any], Callable[[str, Config], tuple[Layer, ...]]]] = {
     **{name: (form.defaults, dense.layers) for name, form in dense.DENSE.items()},
     **{name: (defaults, moe.layers) for name, defaults in moe.DEFAULTS.items()},
-    "deepseek_v3": (moe.DEEPSEEK_DEFAULTS, moe.deepseek_layers),
-    "qwen3_next": (moe.QWEN3_NEXT_DEFAULTS, moe.qwen3_next_layers),
 }
 FAMILIES = tuple(_FAMILIES)
 _WHOLE_IF_GIVEN = ("head_dim", "num_experts", "num_local_experts", "moe_intermediate_size", "sliding_window")

@@ -65,7 +65,7 @@ def layers(family: str, config: Config) -> tuple[Layer, ...]:
 
     def layer(window: int | None) -> Layer:
         return Layer(
-            hidden, heads, kv_heads, width, width, inner, linears, norms, form.norm_kind, window,
+            hidden, heads, kv_heads, width, inner, linears, norms, form.norm_kind, window,
             fused_values=query + key if form.fused_qkv else 0, softcap=bool(config.get("attn_logit_softcapping")),
         )  # fmt: skip
 

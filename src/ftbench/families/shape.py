@@ -13,9 +13,8 @@ MXFP4_BITS = 4 + 8 / 32  # a value of 4 bits, and 8 bits of scale for 32 of them
 # plain: the weight multiplies the normalized input in its type. float: in float32. centred: a LayerNorm in float32,
 # written out, so that its centred input is saved twice.
 NormKind = Literal["plain", "float", "centred"]
-# softmax: probabilities of all experts in float32. chosen: only of the chosen ones. sigmoid: a score of each expert in
-# float32, of a hidden state in float32.
-RouterKind = Literal["softmax", "chosen", "sigmoid"]
+# softmax: probabilities of all experts in float32. chosen: only of the chosen ones.
+RouterKind = Literal["softmax", "chosen"]
 PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head")
 
 
@@ -41,12 +40,12 @@ class Linear:
 class Norm:
     """A norm over `width` elements per token in `groups`, each with its own scale. Heads share one weight.
 
-    `position` names its input: the residual stream, a product's output, each `head` of a product's output, or (`after`)
-    the output of attention or MLP."""
+    `position` names its input: the residual stream, each `head` of a product's output, or (`after`) the output of
+    attention or MLP."""
 
     width: int
     groups: int = 1
-    position: Literal["stream", "after", "product", "head"] = "stream"
+    position: Literal["stream", "after", "head"] = "stream"
 
     @property
     def parameters(self) -> int:
@@ -57,9 +56,8 @@ class Norm:
 class Experts:
     """Fused experts: `count` experts with gated products of width `inner`. Each token uses `active` of them.
 
-    `clamped` is gpt_oss's gate function. With `float_weights` the outputs are multiplied in float32, and with
-    `shared_after` the shared expert comes last. `biases` counts the biases of one expert, `router_biases` the biases of
-    the router.
+    `clamped` is gpt_oss's gate function. With `float_weights` the outputs are multiplied in float32. `biases` are those
+    of one expert, `router_biases` those of the router.
     """
 
     count: int
@@ -68,55 +66,32 @@ class Experts:
     router: RouterKind = "softmax"
     clamped: bool = False
     float_weights: bool = False
-    shared_after: bool = False
     biases: int = 0
     router_biases: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaNet:
-    """Linear attention by the gated delta rule: heads of keys and values, and the width of its convolution."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
-
-    @property
-    def convolved(self) -> int:
-        """Elements per token in the convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
 class Layer:
     """One decoder layer.
 
-    `inner` is the width of its gated MLP or shared expert, 0 without one. With `gated_heads` a gate from q_proj
-    multiplies attention's output. `delta` replaces softmax attention. `fused_values` are the elements per token of a
-    fused product that stays in memory because attention saves a part of it, the values. `others` counts parameters of
-    attention outside linear layers: sinks, convolutions, time steps. `matrices` of them multiply each token."""
+    `inner` is the width of its gated MLP, 0 without one. `fused_values` are the elements per token of a fused product
+    that stays in memory because attention saves a part of it, the values. `others` counts parameters of attention
+    outside linear layers (sinks)."""
 
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
-    value_dim: int
     inner: int
     linears: tuple[Linear, ...]
     norms: tuple[Norm, ...]
     norm_kind: NormKind = "plain"
     window: int | None = None
     experts: Experts | None = None
-    delta: DeltaNet | None = None
     sinks: bool = False
-    gated_heads: bool = False
-    gated_expert: bool = False
     fused_values: int = 0
     softcap: bool = False
     others: int = 0
-    matrices: int = 0
 
     @cached_property
     def query(self) -> int:
@@ -127,16 +102,6 @@ class Layer:
     def key(self) -> int:
         """Width of the keys of one token."""
         return self.kv_heads * self.head_dim
-
-    @cached_property
-    def value(self) -> int:
-        """Width of the values of one token."""
-        return self.kv_heads * self.value_dim
-
-    @cached_property
-    def output(self) -> int:
-        """Width of attention's output for one token."""
-        return self.heads * self.value_dim
 
     @cached_property
     def head_norms(self) -> tuple[Norm, ...]:

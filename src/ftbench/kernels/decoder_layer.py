@@ -1,5 +1,5 @@
 """A decoder layer whose operations between the products run as Triton kernels, for the model families in
-`spec/optimizations/triton_kernels.py`.
+`spec/optimizations/compute.py`.
 
 A kernel and a product of `fused_lora` share one buffer with room for the adapters' columns, so nothing is copied
 between them.

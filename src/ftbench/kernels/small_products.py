@@ -7,34 +7,27 @@ import torch
 from ftbench.kernels.adapter_products import add_product, split_gradients
 
 WEIGHT = torch.float8_e4m3fn
-ROWWISE, DELAYED = "rowwise", "tensorwise-delayed"
+DELAYED = "tensorwise-delayed"
 FAST = ("tensorwise-fast", DELAYED)
-# torchao's recipes and two of our own. `tensorwise-fast` uses sums of fewer bits in the gradient's product too.
-# `tensorwise-delayed` also scales inputs and gradients by the previous step's maxima (`kernels/delayed_cast.py`).
-GRADIENT = dict.fromkeys(("tensorwise", *FAST), torch.float8_e5m2) | {ROWWISE: torch.float8_e4m3fn}
+# torchao's recipe `tensorwise` and two of our own. `tensorwise-fast` uses sums of fewer bits in the gradient's product
+# too. `tensorwise-delayed` also scales inputs and gradients by the previous step's maxima (`kernels/delayed_cast.py`).
+GRADIENT = torch.float8_e5m2
 SMALLEST = 1e-12  # torchao.float8.float8_utils.EPS: no division by zero
 
 
 def cast(
-    values: torch.Tensor, dtype: torch.dtype, recipe: str, largest: torch.Tensor | None = None
+    values: torch.Tensor, dtype: torch.dtype, largest: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast a matrix to 8 bits. Return it and the factor that undoes its scale: one number, or one per row (rows x 1).
-    The result equals torchao's hp_tensor_to_float8_dynamic, where rowwise factors are powers of two too. `largest` is
-    the maximum of the values, or of several tensors that share a factor."""
-    if largest is None:
-        largest = values.abs().amax(1, keepdim=True) if recipe == ROWWISE else values.abs().amax()
-    limit = torch.finfo(dtype).max
+    """Cast a matrix to 8 bits. Return it and the number that undoes its scale. The result equals torchao's
+    hp_tensor_to_float8_dynamic. `largest` is the maximum of the values, or of several tensors that share a factor."""
+    limit, largest = torch.finfo(dtype).max, values.abs().amax() if largest is None else largest
     scale = (limit / largest.double().clamp(min=SMALLEST)).float()
-    if recipe == ROWWISE:
-        scale = scale.log2().floor().exp2()
     return (values.float() * scale).clamp(-limit, limit).to(dtype), scale.reciprocal()
 
 
-def _cast(
-    values: torch.Tensor, dtype: torch.dtype, recipe: str, maxima: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _cast(values: torch.Tensor, dtype: torch.dtype, maxima: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     if maxima is None:
-        return cast(values, dtype, recipe)
+        return cast(values, dtype)
     from ftbench.kernels.delayed_cast import cast_by_last  # needs triton
 
     made: tuple[torch.Tensor, torch.Tensor] = cast_by_last(values, maxima, dtype)
@@ -42,14 +35,13 @@ def _cast(
 
 
 def multiply(
-    x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None,
-    short: Any = None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, maxima: torch.Tensor | None, short: Any = None
+) -> torch.Tensor:
     """Multiply tokens x in by an 8-bit weight (out x in). Return tokens x out. `maxima` are those of the input and of
     the gradient; None unless scales are delayed. `short` is x already cast, with its factor; x then only gives the
     dtype."""
-    small, scale = short or _cast(x, WEIGHT, recipe, None if maxima is None else maxima[0])
-    return torch._scaled_mm(small, weight.t(), scale, factor.t(), out_dtype=_out(x, recipe), use_fast_accum=True)
+    small, scale = short or _cast(x, WEIGHT, None if maxima is None else maxima[0])
+    return torch._scaled_mm(small, weight.t(), scale, factor, out_dtype=x.dtype, use_fast_accum=True)
 
 
 def multiply_back(
@@ -59,12 +51,8 @@ def multiply_back(
     """Return the gradient of `multiply`'s input. `turned` is the transposed weight (in x out). Sums have 32 bits,
     except for the recipes in FAST (torchao: use_fast_accum only in the forward pass). `short` is dy already cast, with
     its factor; dy then only gives the dtype."""
-    small, scale = short or _cast(dy, GRADIENT[recipe], recipe, None if maxima is None else maxima[1])
-    factors = (torch.ones_like(factor[0, 0]),) * 2 if recipe == ROWWISE else (scale, factor)
-    dx = torch._scaled_mm(small, turned.t(), *factors, out_dtype=_out(dy, recipe), use_fast_accum=recipe in FAST)
-    if recipe == ROWWISE:  # torchao: the product by rows is slow with 32-bit sums, so it is scaled after
-        dx = dx * (scale * factor.t())
-    return dx.to(dy.dtype)
+    small, scale = short or _cast(dy, GRADIENT, None if maxima is None else maxima[1])
+    return torch._scaled_mm(small, turned.t(), scale, factor, out_dtype=dy.dtype, use_fast_accum=recipe in FAST)
 
 
 class Product(torch.autograd.Function):
@@ -77,7 +65,7 @@ class Product(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(turned, turned_factor, maxima)
         ctx.recipe = recipe
-        return multiply(x, weight, factor, recipe, maxima)
+        return multiply(x, weight, factor, maxima)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -101,7 +89,7 @@ class AdaptedProduct(torch.autograd.Function):
         weight, factor, turned, turned_factor, ctx.recipe, maxima, a, b, ctx.scales, *adapters = given
         mid = x @ a.t()
         ctx.save_for_backward(x, mid, turned, turned_factor, maxima, a, b, *adapters)
-        made = multiply(x, weight, factor, ctx.recipe, maxima)
+        made = multiply(x, weight, factor, maxima)
         add_product(made, mid, b.t())
         return made
 
@@ -127,12 +115,12 @@ class GatedMlp(torch.autograd.Function):
 
         weight, factor, turned, turned_factor, ctx.recipe, maxima, a, b, *first = given[:count]
         down, down_factor, down_turned, down_turned_factor, _, down_maxima, down_a, down_b, *second = given[count:]
-        mid, base = x @ a.t(), multiply(x, weight, factor, ctx.recipe, maxima)
+        mid, base = x @ a.t(), multiply(x, weight, factor, maxima)
         *short, down_mid = gate_and_cast(base, mid, b, down_a, down_maxima[0], WEIGHT)
         ctx.scales, ctx.down_scales, ctx.count = first[0], second[0], len(first) - 1
         of_first, of_down = (turned, turned_factor, maxima, a, b), (down_turned, down_turned_factor, down_maxima)
         ctx.save_for_backward(x, base, mid, down_mid, *of_first, *of_down, down_a, down_b, *first[1:], *second[1:])
-        made = multiply(base, down, down_factor, ctx.recipe, down_maxima, short)
+        made = multiply(base, down, down_factor, down_maxima, short)
         add_product(made, down_mid, down_b.t())
         return made
 
@@ -144,7 +132,7 @@ class GatedMlp(torch.autograd.Function):
         down_turned, down_factor, down_maxima, down_a, down_b, *adapters = saved
         (dy,) = gradients
         dgated, thin = multiply_back(dy, down_turned, down_factor, ctx.recipe, down_maxima), dy @ down_b
-        given = (dgated, base, mid, b, thin, down_a, maxima[1], GRADIENT[ctx.recipe])
+        given = (dgated, base, mid, b, thin, down_a, maxima[1], GRADIENT)
         *short, dmid, db, down_da = gate_gradients(*given)
         dx = None
         if ctx.needs_input_grad[0]:
@@ -153,8 +141,3 @@ class GatedMlp(torch.autograd.Function):
         of_first = split_gradients(dmid.t() @ x, db, ctx.scales, adapters[: ctx.count])
         of_down = split_gradients(down_da, dy.t() @ down_mid, ctx.down_scales, adapters[ctx.count :])
         return dx, None, *[None] * 9, *of_first, *[None] * 9, *of_down
-
-
-def _out(like: torch.Tensor, recipe: str) -> torch.dtype:
-    """Return the dtype of a product. Rowwise products support bfloat16 only (torch._scaled_mm)."""
-    return torch.bfloat16 if recipe == ROWWISE else like.dtype

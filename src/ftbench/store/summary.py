@@ -156,7 +156,7 @@ def as_dict(summary: RunSummary) -> dict[str, Any]:
 
 
 def optimizations_on(section: dict[str, Any]) -> list[str]:
-    """Return the optimizations that are on, for example `compile`, `fp8 rowwise`."""
+    """Return the optimizations that are on, for example `compile`, `fp8 tensorwise`."""
     return [
         name if value is True else f"{name} {value}"
         for name, value in section.items()

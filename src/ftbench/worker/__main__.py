@@ -15,16 +15,14 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store.machine import cache_dir
 from ftbench.store.rundir import SCHEMA, RunDir, read_json, write_json
 from ftbench.worker import gpu_lock, parallel
-from ftbench.worker.measure.phases import Phases
-from ftbench.worker.measure.utilization import HostLoad
-from ftbench.worker.outcome import Terminated, exit_now, of_exception
+from ftbench.worker.outcome import Phases, Terminated, exit_now, of_exception
 
 
 def main(path: str, handed_over: bool = False) -> int:
     """Train in a run's directory and return the exit code. `handed_over` is set in another framework's interpreter."""
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
-    directory, load = RunDir(Path(path), parallel.rank()), HostLoad()
+    directory = RunDir(Path(path), parallel.rank())
     phases = Phases(directory, "import", resumed=handed_over)
     run: Any = None
     outcome: dict[str, Any]
@@ -40,8 +38,6 @@ def main(path: str, handed_over: bool = False) -> int:
         trains = handed_over or spec.launch.framework == "trl"  # preparing for another interpreter needs no GPU
         if trains and parallel.is_first_of_node():
             _acquire_gpu(spec, directory, phases)
-        if trains and parallel.is_first():
-            _write_load(directory, load)
         if trains and spec.launch.ranks > 1:
             _join_ranks(run)
         train(run)
@@ -49,20 +45,11 @@ def main(path: str, handed_over: bool = False) -> int:
     except BaseException as error:  # noqa: BLE001 - the outcome of the run
         _ignore_signals()
         _log(error)
-        outcome = of_exception(_explained(run, error), *(run.position() if run else (phases.current, None)))
-        _rescue(run, error)
+        outcome = of_exception(error, *(run.position() if run else (phases.current, None)))
+        _rescue(run)
     _write_outcome(directory, outcome)
     phases.close()
     return 0 if outcome["state"] == "ok" else int(outcome.get("exit_code", 1))
-
-
-def _explained(run: Any, error: BaseException) -> BaseException:
-    """Return the error, or an explanation of it if the files of the user's model caused it."""
-    if run is None:
-        return error
-    from ftbench.worker.model.diagnosis import explain
-
-    return explain(run.spec.model, error)
 
 
 def _loop(spec: Experiment, handed_over: bool) -> Callable[[Any], None]:
@@ -102,12 +89,6 @@ def _acquire_gpu(spec: Experiment, directory: RunDir, phases: Phases) -> None:
         gpu_lock.acquire(directory, phases)
 
 
-def _write_load(directory: RunDir, load: HostLoad) -> None:
-    """Add the CPU load of other processes during startup to machine.json."""
-    for interval in load.read():
-        write_json(directory.machine, read_json(directory.machine) | interval.shares)
-
-
 def _import_unsloth(method: Any) -> None:
     """Import unsloth with the method's settings, without its telemetry, and with a folder for the modules that it
     generates. It reads its environment variables when it is imported."""
@@ -123,14 +104,13 @@ def _import_unsloth(method: Any) -> None:
     import unsloth  # noqa: F401
 
 
-def _rescue(run: Any, error: BaseException) -> None:
-    """Write the steps that finished before an error, and the profile while the objects of the step still exist."""
-    saves = [run.finish] if run else []
-    for save in saves:
-        try:
-            save()
-        except Exception as another:  # noqa: BLE001 - the outcome reports the first error
-            _log(another)
+def _rescue(run: Any) -> None:
+    """Write the steps that finished before an error."""
+    try:
+        if run:
+            run.finish()
+    except Exception as another:  # noqa: BLE001 - the outcome reports the first error
+        _log(another)
 
 
 def _log(error: BaseException) -> None:

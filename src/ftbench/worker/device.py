@@ -1,12 +1,18 @@
-"""The device that is measured: a GPU, or the CPU."""
+"""The device that is measured: a GPU, or the CPU.
 
+`python -m ftbench.worker.device` prints torch's versions and GPUs as JSON, for `ftbench doctor`.
+"""
+
+import json
 import os
+import warnings
 from typing import Any
 
 import torch
 
 from ftbench.core.hardware import rocm_refusal
 from ftbench.errors import MissingError
+from ftbench.worker.outcome import exit_now
 
 
 def device() -> torch.device:
@@ -29,3 +35,42 @@ def check_device(gpu: dict[str, Any] | None) -> None:
             f"this machine has {gpu['name']} and torch {torch.__version__} cannot use it: install a build of torch for "
             "the driver's CUDA version, or set CUDA_VISIBLE_DEVICES= (empty) to measure the CPU"
         )
+
+
+def main() -> int:
+    """Print the versions as JSON."""
+    warnings.simplefilter("ignore")
+    print(json.dumps(versions()))
+    return 0
+
+
+def versions() -> dict[str, Any]:
+    """Return torch's versions and GPUs.
+
+    `cuda` is null in a CPU or ROCm build, and `rocm` is whether torch sees an AMD GPU. `works` is whether a kernel ran
+    on the first GPU (null without a GPU), otherwise `error` has the reason.
+    """
+    result: dict[str, Any] = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "rocm": sees_amd(),
+        "devices": [],
+        "works": None,
+        "error": None,
+    }
+    if torch.version.cuda is None:
+        return result
+    try:
+        torch.cuda.init()
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            result["devices"].append({"name": properties.name, "capability": [properties.major, properties.minor]})
+        result["works"] = False
+        result["works"] = float(torch.ones(2, device="cuda").sum()) == 2
+    except Exception as error:  # noqa: BLE001 - the result reports it
+        result["error"] = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return result
+
+
+if __name__ == "__main__":
+    exit_now(main())

@@ -10,7 +10,7 @@ from typing import Any
 from ftbench.store import machine
 from ftbench.store.run_warnings import FOREIGN_MEMORY_GB
 from ftbench.store.rundir import WAITING, RunDir, gpus_of, read_json, write_json
-from ftbench.worker.measure.phases import Phases
+from ftbench.worker.outcome import Phases
 
 RETURN_S = 30.0  # longest wait until the memory of a finished process is free
 STILL_S = 5.0  # longest wait without a change: then another program is using it

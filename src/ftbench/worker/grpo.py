@@ -5,13 +5,10 @@ a separate part of the step. The reward is the built-in one, or functions in a u
 """
 
 import hashlib
-import inspect
+import importlib.util
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -177,29 +174,17 @@ class Reward:
 
     name: str
     sha256: str
-    file: str
     function: Callable[..., Any]
 
     def __call__(self, completions: Sequence[str], **given: Any) -> list[float]:
         """Return a finite number per completion. Raise SpecError for other values and for errors of the function."""
-        count = len(completions)
-        numbers = _call(self.name, self.file, partial(self._numbers, completions=completions, **given))
-        if len(numbers) != count:
-            raise self._error(f"returned {some(len(numbers), 'number')} for {some(count, 'completion')}")
-        for position, number in enumerate(numbers, 1):
-            if not (isinstance(number, (int, float)) and abs(number) <= FLOAT32):
-                raise self._error(f"returned {shown(number)} for completion {position} instead of a finite number")
-        return [float(number) for number in numbers]
-
-    def _numbers(self, **given: Any) -> list[Any]:
-        result = self.function(**given)
-        result = result.tolist() if hasattr(result, "tolist") else result
-        if isinstance(result, (str, Mapping)) or not isinstance(result, Iterable):
-            raise self._error(f"returned {shown(result)} instead of a list with one number per completion")
-        return [each.item() if hasattr(each, "item") else each for each in result]
-
-    def _error(self, problem: str) -> SpecError:
-        return SpecError(f"objective.reward: {self.name} {problem}")
+        numbers = _call(self.name, lambda: [float(each) for each in self.function(completions=completions, **given)])
+        if len(numbers) != len(completions) or not all(abs(number) <= FLOAT32 for number in numbers):
+            raise SpecError(
+                f"objective.reward: {self.name} returned {shown(numbers)} for {some(len(completions), 'completion')}: "
+                "it must return one finite number for each"
+            )
+        return numbers
 
 
 def even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
@@ -212,29 +197,19 @@ def load_reward(reward: str) -> Reward:
     file, function = reward_parts(reward)
     name = f"{file.name}:{function}"
     try:
-        source = file.read_bytes()
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
         raise SpecError(f"objective.reward: {file}: {file_problem(error)}") from None
-    sha256 = hashlib.sha256(source).hexdigest()
-    module = ModuleType(f"reward_{sha256}")
-    module.__file__ = str(file)
-    sys.modules[module.__name__] = module  # dataclasses and pickle look definitions up here
-    _call(name, str(file), lambda: exec(compile(source, str(file), "exec"), module.__dict__))
-    reward_function = getattr(module, function, None)
-    if not callable(reward_function):
+    spec: Any = importlib.util.spec_from_file_location(f"reward_{sha256}", file)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    _call(name, lambda: spec.loader.exec_module(module))
+    if not callable(reward_function := getattr(module, function, None)):
         raise SpecError(f"objective.reward: {file} does not define {function}")
-    if inspect.iscoroutinefunction(reward_function):
-        raise SpecError(f"objective.reward: {name} is async: make it a plain `def`")
-    parameters = inspect.signature(reward_function).parameters.values()
-    if not any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
-        raise SpecError(
-            f"objective.reward: {name} does not accept `**columns`: write `def {function}(completions, **columns)`"
-        )
-    return Reward(name, sha256, str(file), reward_function)
+    return Reward(name, sha256, reward_function)
 
 
-def _call(name: str, file: str, call: Callable[[], Any]) -> Any:
-    """Call into a user's file. Turn its errors into SpecErrors with the line, except for out of memory."""
+def _call(name: str, call: Callable[[], Any]) -> Any:
+    """Call into a user's file. Turn its errors into SpecErrors, except for out of memory."""
     try:
         return call()
     except (FtbenchError, MemoryError):
@@ -243,10 +218,7 @@ def _call(name: str, file: str, call: Callable[[], Any]) -> Any:
         text = f"{type(error).__name__}: {error}"
         if oom.recognise(text):
             raise
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        lines += [error.lineno] if isinstance(error, SyntaxError) else []
-        where = f", line {lines[-1]}" if lines else ""
-        raise SpecError(f"objective.reward: {name}{where}: {shortened(text)} (see log.txt)") from error
+        raise SpecError(f"objective.reward: {name}: {shortened(text)} (see log.txt)") from error
 
 
 def row_columns(rows: Sequence[Any]) -> list[dict[str, Any]]:

@@ -24,12 +24,11 @@ from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.measure.levels import Levels, Weights
 from ftbench.worker.measure.recorder import Recorder
 from ftbench.worker.model import loading
-from ftbench.worker.model.diagnosis import require_complete
 from ftbench.worker.model.parts import base_model, decoder
 from ftbench.worker.model.tokenizer import build_tokenizer
 from ftbench.worker.model.vision import reads_images
 from ftbench.worker.optimizations import cuda_graph
-from ftbench.worker.training_run import TrainingRun, recorder_of, watch_memory
+from ftbench.worker.training_run import TrainingRun, recorder_of, require_complete, watch_memory
 
 
 def train(run: TrainingRun) -> None:

@@ -5,22 +5,27 @@ This module must not import trl, because another framework's environment has a d
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+from transformers import PreTrainedModel
 
-from ftbench.errors import NotAppliedError
-from ftbench.spec.experiment import Experiment
+from ftbench.errors import MissingError, NotAppliedError
+from ftbench.spec.experiment import Experiment, Model
 from ftbench.store.machine import handle_of, nvml_module
 from ftbench.store.rundir import RunDir, gpus_of, read_json, write_json
 from ftbench.store.steps import StepsWriter
 from ftbench.worker import parallel
 from ftbench.worker.device import device
-from ftbench.worker.measure.meters import meters
-from ftbench.worker.measure.phases import Phases
+from ftbench.worker.measure.meters import Sampler, meters
 from ftbench.worker.measure.recorder import Recorder
-from ftbench.worker.measure.sampler import Sampler
 from ftbench.worker.measure.utilization import GpuLoad, HostLoad, own_processes
+from ftbench.worker.outcome import Phases
+
+_SHOWN = 3
 
 
 class TrainingRun:
@@ -93,3 +98,50 @@ def recorder_of(spec: Experiment, directory: RunDir) -> Recorder:
     share = None if rank is None else rank * spec.launch.shares // spec.launch.ranks
     writer, count_graphs = StepsWriter(directory.steps), bool(spec.optimizations.compile)
     return Recorder(writer, gpu, sampler, count_graphs, rank or 0, share)
+
+
+@contextmanager
+def require_complete(model: Model) -> Iterator[list[str]]:
+    """Check the loading report of every `from_pretrained` call in the block, and yield the list of warnings.
+
+    Raises:
+        MissingError: The checkpoint lacks weights or has them in another shape. transformers would replace them with
+            random ones, and the run would be reported as training the published model.
+    """
+    warnings: list[str] = []
+    load = getattr(PreTrainedModel.from_pretrained, "__func__", None)
+    if load is None:  # a library replaced it with something that is not a class method
+        yield warnings
+        return
+
+    def from_pretrained(cls: Any, /, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        loaded, report = load(cls, *args, output_loading_info=True, **({"ignore_mismatched_sizes": True} | kwargs))
+        _require(model, loaded, report)
+        if unexpected := report["unexpected_keys"]:
+            warnings.append(f"{type(loaded).__name__} ignores these weights of the checkpoint: {_first(unexpected)}")
+        return (loaded, report) if output_loading_info else loaded
+
+    with mock.patch.object(PreTrainedModel, "from_pretrained", classmethod(from_pretrained)):
+        yield warnings
+
+
+def _require(model: Model, loaded: Any, report: dict[str, Any]) -> None:
+    own = {name for named in (loaded.named_parameters, loaded.named_buffers) for name, _ in named()}
+    name = model.path or model.id
+    if missing := own & set(report["missing_keys"]):  # a replaced layer has other weights
+        raise MissingError(
+            f"model {name}: the checkpoint lacks weights of {type(loaded).__name__}, which would be random: "
+            f"{_first(missing)}. Complete its files, or set model.weights=random to measure the same shape without them"
+        )
+    if mismatched := report["mismatched_keys"]:
+        shapes = {f"{key} ({list(actual)}, not {list(wanted)})" for key, actual, wanted in mismatched}
+        raise MissingError(
+            f"model {name}: weights of the checkpoint have other shapes than config.json: {_first(shapes)}. "
+            "Take both from one model, or set model.weights=random to measure the shape of config.json"
+        )
+
+
+def _first(names: Collection[str]) -> str:
+    """Return the first names and the number of the others."""
+    first = ", ".join(sorted(names)[:_SHOWN])
+    return f"{first} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else first

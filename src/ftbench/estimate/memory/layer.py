@@ -14,7 +14,6 @@ from ftbench.estimate.workload.plan import Attention, TrainingPlan
 from ftbench.families.shape import Layer, Linear, Norm
 
 FLOAT, INDEX = 4, 8  # bytes
-CHUNK = 64  # positions per chunk of torch's gated delta rule
 _STREAM = ("input", "mlp input")  # the normalized residual stream that linear layers read
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 
@@ -115,7 +114,7 @@ def fused_outputs(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
         group.columns for group in groups(plan, layer)
         if group.outputs != layer.hidden and not (freed and group.reads == "input")
     )  # fmt: skip
-    before = layer.query + layer.key + (layer.value if copied else 0)
+    before = layer.query + layer.key + (layer.key if copied else 0)
     return plan.compute * (columns + (0 if freed or not plan.targets >= _PROJECTIONS else before))
 
 
@@ -139,21 +138,18 @@ def attention(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     weights in float32 and cast, per head and pair of positions; gpt_oss keeps them once, with a sink, in the product's
     type. unsloth rotates queries and keys into new tensors and keeps both. If values are part of a wider product, the
     product stays, unless the values are repeated."""
-    if layer.delta:
-        return delta(layer, plan, batch)
     c, scores, by = plan.compute, float(layer.heads * batch.length), kernel(layer, plan, batch)
-    gate = c * layer.output if layer.gated_heads else 0
     if by == "eager":
-        output = layer.output if plan.full or plan.adapter == c else 0  # only if o reads it without a cast
+        output = layer.query if plan.full or plan.adapter == c else 0  # only if o reads it without a cast
         weights = c * (scores + layer.heads) + INDEX * layer.heads if layer.sinks else (FLOAT + c) * scores
         weights += 2 * c * scores if layer.softcap else 0
-        return c * (layer.query + 2 * layer.output + output) + weights + gate
-    spread = layer.query + layer.output
+        return c * (3 * layer.query + output) + weights
+    spread = 2 * layer.query
     if not repeats(layer, plan, batch):
-        spread = layer.key + layer.value + layer.fused_values
+        spread = 2 * layer.key + layer.fused_values
     mask = c * batch.length if by == "masked" else 0
     before = c * (layer.query + layer.key) if plan.unsloth else 0
-    return c * (layer.query + layer.output + spread) + before + FLOAT * layer.heads + mask + gate
+    return c * (2 * layer.query + spread) + before + FLOAT * layer.heads + mask
 
 
 def before_rotation(layer: Layer, plan: TrainingPlan) -> float:
@@ -164,40 +160,14 @@ def before_rotation(layer: Layer, plan: TrainingPlan) -> float:
     together = plan.fused == "augmented" and plan.targets >= _PROJECTIONS
     if together or not (layer.head_norms or plan.triton):
         return 0.0
-    return plan.compute * (layer.query + layer.key + (layer.value if plan.joined else 0))
-
-
-def delta(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that linear attention by the gated delta rule saves in torch's chunks of 64 positions.
-
-    Kernels of other packages keep less. Source: transformers, causal_conv1d_fn, torch_chunk_gated_delta_rule and the
-    gated norm after it. a is the number of elements of queries and keys (with the heads of the values), b the number
-    for the values. In float32: queries and keys before and after their norm, keys times beta, values, and both
-    solutions of the triangular system. In the product's type: the operands of each chunk, fewer for the first and the
-    last. Squares of a chunk: decays, the system and both products, one of them cast. States: one per chunk in float32
-    and cast twice."""
-    net = layer.delta
-    assert net is not None
-    c, heads = plan.compute, net.value_heads
-    a, b = heads * net.key_dim, heads * net.value_dim
-    chunks = -(-batch.length // CHUNK)
-    inner = (chunks - 1) / chunks
-    singles = FLOAT * (6 * a + 2 * b)
-    multiplied = c * (4 * a + b + inner * (3 * a + b))
-    squares = heads * CHUNK * (2 * FLOAT + 3 * c)
-    states = inner * heads * net.key_dim * net.value_dim / CHUNK * (FLOAT + 2 * c)
-    norm = (3 * FLOAT + (2 if plan.full else 1) * c) * b + FLOAT * heads
-    convolution = c * net.convolved * (2 + (net.kernel - 1) / batch.length)
-    return singles + multiplied + squares + states + norm + convolution + (7 * FLOAT + c) * heads
+    return plan.compute * (layer.query + layer.key + (layer.key if plan.joined else 0))
 
 
 def mlp(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes that a gated MLP saves: gate, its activation and up, 3 i in the product's type.
 
-    Liger's SwiGLU, unsloth's and our kernels recompute the activation and save 2 i. A gate on the output keeps its
-    operands."""
-    gated = plan.compute * (layer.hidden + 1) if layer.gated_expert else 0
-    return plan.product * (2 if plan.norms_keep_inputs else 3) * layer.inner + gated
+    Liger's SwiGLU, unsloth's and our kernels recompute the activation and save 2 i."""
+    return plan.product * (2 if plan.norms_keep_inputs else 3) * layer.inner
 
 
 def experts(layer: Layer, plan: TrainingPlan) -> float:
@@ -223,7 +193,7 @@ def router(layer: Layer, plan: TrainingPlan) -> float:
     if moe is None:
         return 0.0
     probabilities = plan.compute * moe.active if moe.router == "chosen" else FLOAT * moe.count
-    own = plan.full and (not layer.inner or moe.router == "sigmoid")  # sigmoid: cast to float32 and back
+    own = plan.full and not layer.inner
     return probabilities + INDEX * moe.active + (plan.compute * layer.hidden if own else 0)
 
 
@@ -262,7 +232,7 @@ def compiled(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     if plan.fused == "augmented":  # the inputs and outputs above, in wider buffers
         between = c * sum(group.columns for group in groups(plan, layer)) + fused_outputs(layer, plan, batch)
     copied = plan.fused == "augmented" or (plan.fused == "off" and plan.adapter != c)
-    out = c * layer.output if plan.targets and copied else 0
+    out = c * layer.query if plan.targets and copied else 0
     again = c * (2 * h + layer.inner) if plan.lean and plan.fused != "augmented" else 0
     normed = 1 if layer.experts and not layer.inner else 2  # nothing saves the input of frozen experts
     kept = (2 * plan.stream + normed * c) * h + before + attention(layer, plan, batch) + out + middle
@@ -291,7 +261,7 @@ def unsaved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     ahead = [norm for norm in layer.norms[:1] if norm.position == "stream"]
     each = 0.0
     if all(linear.reads.startswith("attention") for linear in before):
-        ahead += [norm for norm in layer.norms if norm.position in ("head", "product")]
+        ahead += [norm for norm in layer.norms if norm.position == "head"]
         each += attention(layer, plan, batch)
     if not before and "experts" not in plan.targets:
         ahead += [norm for norm in layer.norms[1:] if norm.position in ("stream", "after")][:1]

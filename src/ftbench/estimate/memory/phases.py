@@ -78,8 +78,7 @@ class _Activations:
 
     `kept` are saved activations, and `marks` the checkpoints of checkpointed layers. At the layer with the largest sum
     (usually the last one), `there` are kept bytes, `again` recomputed ones and `peak` temporary ones. `first_*` are the
-    same for the first layer. `away` are bytes offloaded to the host before the loss. `ungraded` are temporary bytes in
-    layers before the first adapter."""
+    same for the first layer. `away` are bytes offloaded to the host before the loss."""
 
     kept: float
     marks: float
@@ -92,7 +91,6 @@ class _Activations:
     first_again: float
     first_peak: float
     away: float
-    ungraded: float
 
 
 def _activations(case: MemoryCase, plan: TrainingPlan) -> _Activations:
@@ -125,9 +123,7 @@ def _activations(case: MemoryCase, plan: TrainingPlan) -> _Activations:
     if not all(keeps[frozen:]):
         forward = max(forward, *(transient.unkept(each, plan, batch) for each, _ in model.kinds))
     return _Activations(kept, marks, there, again, peak, forward, saved[first] if keep else 0.0, 0.0 if keep else mark,
-                        0.0 if keep else saved[first] - shared, peaks[keep][first], away,
-                        max((transient.ungraded(each, plan) for each in model.layers[:frozen]), default=0.0)
-                        * batch.tokens)  # fmt: skip
+                        0.0 if keep else saved[first] - shared, peaks[keep][first], away)  # fmt: skip
 
 
 def checkpoints_on_host(case: MemoryCase) -> float:
@@ -185,7 +181,6 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
             "reference model": base["reference model"],
         },
         "forward, images": base | {"images": encoded, "one layer": read},
-        "forward, frozen layers": base | {"images": shown, "one layer": acts.ungraded},
         "forward": base | held | head | {"images": encoded + shown, "one layer": acts.forward_peak + stream},
         "loss": base | held | head | {
             GATHERED: whole.loss, "activations": acts.kept - acts.away, "hidden states": tail, "logits": final,

@@ -1,7 +1,7 @@
 """What one decoder layer needs temporarily, and the tensors that checkpoints keep. Notation and source:
 `layer.py`."""
 
-from ftbench.estimate.memory.layer import CHUNK, FLOAT, expert_copies, inside, kernel, mlp, norms, saved
+from ftbench.estimate.memory.layer import FLOAT, expert_copies, inside, kernel, norms, saved
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan
 from ftbench.families.shape import Layer
@@ -74,15 +74,13 @@ def experts_peak(layer: Layer, plan: TrainingPlan, backward: bool) -> float:
     """Return the peak bytes of one layer's experts beyond the saved tensors.
 
     For each expert of a token this is the gradient of its output, expanded and reordered (3 h). gpt_oss's gate function
-    adds 2 i. With float32 routing weights the gradients of output and factor are float32, and one is cast. What a later
-    shared expert saved is freed by then."""
+    adds 2 i. With float32 routing weights the gradients of output and factor are float32, and one is cast."""
     moe = layer.experts
     if moe is None:
         return 0.0
-    freed = mlp(layer, plan) if moe.shared_after and backward else 0.0
     if moe.float_weights and backward:
-        return (moe.active * (3 * FLOAT + plan.compute) + plan.compute) * layer.hidden - freed
-    return moe.active * plan.compute * (3 * layer.hidden + (2 * moe.inner if moe.clamped else 0)) - freed
+        return (moe.active * (3 * FLOAT + plan.compute) + plan.compute) * layer.hidden
+    return moe.active * plan.compute * (3 * layer.hidden + (2 * moe.inner if moe.clamped else 0))
 
 
 def experts_again(layer: Layer, plan: TrainingPlan) -> float:
@@ -90,16 +88,15 @@ def experts_again(layer: Layer, plan: TrainingPlan) -> float:
 
     During recomputation, memory holds the experts' ordered inputs (if they are not saved), their weighted outputs, the
     residual stream, its norm, and the waiting gradient. That gradient is expanded already (torch recomputes a layer at
-    the first access to one of its tensors), unless a shared expert adds to the sum, which is float32 and cast. In the
-    backward pass each saved tensor is freed after its use."""
+    the first access to one of its tensors). In the backward pass each saved tensor is freed after its use."""
     moe, c, h = layer.experts, plan.compute, layer.hidden
     assert moe is not None
-    weighted, shared = FLOAT if moe.float_weights else c, mlp(layer, plan) if moe.shared_after else 0.0
+    weighted = FLOAT if moe.float_weights else c
     inputs = 0 if plan.full or "experts" in plan.targets else c
     once = moe.active * (weighted + inputs) + (2 if plan.full else 3) * c
-    once += FLOAT + c if layer.inner else moe.active * weighted
+    once += moe.active * weighted
     gate = 2 * moe.inner * moe.active * c if moe.clamped else 0
-    return max(once * h, (3 * moe.active * weighted + c) * h + gate) - shared
+    return float(max(once * h, (3 * moe.active * weighted + c) * h + gate))
 
 
 def attention_peak(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
@@ -110,22 +107,8 @@ def attention_peak(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float
     c, scores, by = plan.compute, float(layer.heads * batch.length), kernel(layer, plan, batch)
     if by == "eager":
         return c * 2 * layer.query + scores * (2 * c if layer.sinks else 2 * FLOAT - c)
-    spread = layer.query + layer.output if by in ("masked", "varlen") else layer.key + layer.value
-    return c * (layer.query + layer.output + spread) + (FLOAT * layer.query if layer.head_norms else 0)
-
-
-def ungraded(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes that linear attention needs per position if no gradient is computed.
-
-    These are ten float32 tensors of queries, keys and values, three squares of a chunk, the fused product, the input of
-    the convolution, queries and keys for each head, and the residual stream. The result is 0 for softmax attention,
-    which needs less than the loss."""
-    if (net := layer.delta) is None:
-        return 0.0
-    a, b = net.value_heads * net.key_dim, net.value_heads * net.value_dim
-    product = max(linear.outputs for linear in layer.linears if linear.part == "attention")
-    parts = plan.compute * (product + net.convolved + 2 * a + b) + 3 * plan.stream * layer.hidden
-    return FLOAT * (6 * a + 4 * b) + 3 * FLOAT * net.value_heads * CHUNK + parts
+    spread = 2 * (layer.query if by in ("masked", "varlen") else layer.key)
+    return c * (2 * layer.query + spread) + (FLOAT * layer.query if layer.head_norms else 0)
 
 
 def dequantised(layer: Layer, plan: TrainingPlan) -> float:

@@ -48,7 +48,7 @@ def _unstreamed(model: ModelShape, plan: TrainingPlan) -> float:
 def matrices(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes of a layer's matrices, which weight_offload copies together."""
     linear = sum(each.inputs * each.outputs for each in layer.linears)
-    others = layer.expert_matrices + layer.parameters["router"] - layer.router_biases + layer.matrices
+    others = layer.expert_matrices + layer.parameters["router"] - layer.router_biases
     four = plan.quantised and not plan.mxfp4
     return (four_bit(linear, plan.double_quant) if four else linear * plan.weight) + others * plan.weight
 

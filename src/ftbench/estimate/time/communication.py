@@ -67,7 +67,7 @@ def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -
     if sharding.pipeline > 1:
         sent += _of_stages(sharding, shape, positions, passes)
     if (parts := sharding.sequence) > 1:  # a ring passes keys and values on, in the backward pass with their gradients
-        each = sum(layer.key + layer.value for layer in shape.model.layers) * positions * HALF
+        each = sum(2 * layer.key for layer in shape.model.layers) * positions * HALF
         sent += Traffic(hidden=3 * (parts - 1) * each)
     return sent
 

@@ -137,13 +137,13 @@ def _trainable(model: ModelShape, names: frozenset[str], rank: int, sharding: Sh
         lambda layer: layer.expert_matrices * layer.experts.active // layer.experts.count if layer.experts else 0
     )
     experts //= sharding.experts
-    others = model.summed(lambda layer: layer.matrices + layer.parameters["router"] - layer.router_biases)
+    others = model.summed(lambda layer: layer.parameters["router"] - layer.router_biases)
     base, head = model.linear_parameters + experts + others, model.vocab * model.hidden // model.head_parts
     return TrainableShape(
         model=model,
         matmul=MatmulShape(base, base if full else 0, head, head if full else 0,
                            rank * (reached.inputs + reached.outputs),
-                           tuple((layer.query + layer.output) // 2 for layer in model.layers),
+                           tuple(layer.query for layer in model.layers),
                            tuple(layer.window for layer in model.layers)),
         linears=_summed(model, _used),
         adapters=reached,

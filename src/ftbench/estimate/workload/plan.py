@@ -248,7 +248,7 @@ def _attention(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -
         return "eager"
     if attention == "varlen":
         return "sdpa" if whole and not model.has_sinks else attention  # worker/optimizations/attention.py, `_by_rows`
-    if attention in ("auto", "sdpa", "cudnn"):
+    if attention in ("auto", "sdpa"):
         return "masked" if padded and spec.method.name != "unsloth" else "sdpa"
     return "flash"
 

@@ -78,7 +78,7 @@ def _unsloth(facts: Mapping[str, str]) -> list[str]:
     bits = next((name for name, key in widths.items() if facts.get(key) == "on"), "16-bit")
     kept = facts.get("method.use_gradient_checkpointing", "unsloth")
     others = ("padded", "cuda_graphs", "compile_maximum")
-    words = [name.replace("_", " ") for name in others if facts.get(f"method.{name}", "off") not in ("off", "0")]
+    words = [name.replace("_", " ") for name in others if facts.get(f"method.{name}", "off") != "off"]
     words += ["not compiled"] if facts.get("method.block_compile") == "off" else []
     return [f"unsloth {bits}", *([] if kept == "unsloth" else [f"checkpointing {kept}"]), *words]
 

@@ -25,7 +25,7 @@ _FLASH = ("flash_attention_2", "flash_attention_3", "flex_attention")
 def _attention(spec: Experiment) -> Iterator[str]:
     kernel, precision = spec.optimizations.attention, spec.train.precision
     name = f"optimizations.attention {kernel}"
-    if family(spec.model) == GPT_OSS and kernel in ("sdpa", "cudnn"):
+    if family(spec.model) == GPT_OSS and kernel == "sdpa":
         yield f"{name} does not support the attention sinks of gpt-oss: use auto, or varlen with packing"
     if kernel == "varlen" and not _unpadded(spec):
         yield f"{name} needs rows without padding: set packing or padding_free to on, or use attention sdpa"
@@ -33,8 +33,6 @@ def _attention(spec: Experiment) -> Iterator[str]:
         yield f"{name} computes in 16 bits: set train.precision to bf16"
     if (objective := spec.objective.name) != "sft" and kernel not in ("auto", "eager", "sdpa"):
         yield f"{name} with objective {objective}: only eager and sdpa are tested: use one of them"
-    if kernel == "cudnn" and precision == "fp32":
-        yield f"{name} computes in 16 bits: set train.precision to bf16, or use attention sdpa"
 
 
 def _unpadded(spec: Experiment) -> bool:
@@ -43,16 +41,16 @@ def _unpadded(spec: Experiment) -> bool:
 
 def _attention_on_machine(spec: Experiment, capability: Capability) -> Iterator[str]:
     kernel = spec.optimizations.attention
-    if kernel in (*_FLASH, "varlen", "cudnn") and capability is None:
+    if kernel in (*_FLASH, "varlen") and capability is None:
         yield f"optimizations.attention {kernel} needs a GPU: set it to sdpa"
-    elif capability is not None and kernel in ("flash_attention_2", "cudnn") and capability < (8, 0):
+    elif capability is not None and kernel == "flash_attention_2" and capability < (8, 0):
         yield f"optimizations.attention {kernel} needs compute capability 8.0: set it to sdpa"
     elif capability is not None and kernel == "flash_attention_3" and capability != (9, 0):
         yield "optimizations.attention flash_attention_3 is for Hopper GPUs (9.0): set it to sdpa or flash_attention_2"
 
 
 DELAYED = "tensorwise-delayed"
-RECIPES = ("tensorwise", "tensorwise-fast", DELAYED, "rowwise")
+RECIPES = ("tensorwise", "tensorwise-fast", DELAYED)
 
 
 def _fp8(spec: Experiment) -> Iterator[str]:
@@ -155,12 +153,10 @@ def _triton_kernels(spec: Experiment) -> Iterator[str]:
 
 OPTIMIZATIONS = {
     "attention": Optimization(
-        type=Literal[
-            "auto", "eager", "sdpa", "cudnn", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
-        ],
+        type=Literal["auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"],
         default="auto",
-        description="attention implementation; auto: the library's choice for the model; cudnn: sdpa with cuDNN's "
-        "kernels; varlen: torch's kernel for rows without padding",
+        description="attention implementation; auto: the library's choice for the model; varlen: torch's kernel "
+        "for rows without padding",
         verified="the model's own setting is read",
         tolerance=Tolerance(ROUNDING),
         not_with_dpo=None,

@@ -194,12 +194,8 @@ def counting(collate: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Sequen
 def verify(spec: Experiment, batches: Iterable[tuple[tuple[int, ...], bool]]) -> list[str]:
     """Return the batch optimizations that were not applied, given each batch's shape and whether it had padding."""
     problems, on = [], spec.optimizations
-    if (
-        (on.packing or on.padding_free)
-        and any(padded for _, padded in batches)
-        and not on.fixed_shape
-        and not spec.launch.pp
-    ):
+    unpadded = (on.packing or on.padding_free) and not (on.fixed_shape or spec.launch.pp)
+    if unpadded and any(padded for _, padded in batches):
         problems.append(f"optimizations.{'packing' if on.packing else 'padding_free'} is on and batches have padding")
     if on.fixed_shape and len(shapes := {shape for shape, _ in batches}) > 1:
         problems.append(f"optimizations.fixed_shape is on and batches have shapes {sorted(shapes)}")

@@ -240,7 +240,7 @@ def _describe(
         "packing_efficiency": packing,
         "packing_gain": packing / padding,
         "hash": _hash(train),
-    } | ({"entropy_nats": entropy} if (entropy := synthetic.entropy_nats(dataset)) is not None else {})
+    }
 
 
 def _describe_images(samples: Sequence[Tokens], pixels: Pixels) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Synthetic tokens of chosen lengths: deterministic, no tokenizer, no download. Random tokens cannot be learned. On a
-sparse Markov chain the loss of any model falls towards a known entropy. Tasks need attention, positions and masks."""
+"""Synthetic tokens of chosen lengths: deterministic, no tokenizer, no download. Random tokens cannot be learned. A
+sparse Markov chain can be learned. Tasks need attention, positions and masks."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -16,7 +15,6 @@ from ftbench.worker.data.tokens import IGNORE, Tokens
 
 ACTIVE = 16  # tokens that a chain visits: few, so that a model learns them soon
 BRANCHES = (0.7, 0.2, 0.1)  # probabilities of the followers of each token
-ENTROPY_NATS = -sum(p * math.log(p) for p in BRANCHES)
 
 
 def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
@@ -70,16 +68,6 @@ def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, s
             )
         samples.append(Tokens(ids, labels, len(ids), shown.pictures))
     return samples
-
-
-def entropy_nats(dataset: Dataset) -> float | None:
-    """Return the entropy per token of a Markov chain, the lower limit of the loss; None for other data.
-
-    Every active token i has the successors `order[(i + shift) % n]` with the same probabilities p. Each shift is a
-    permutation, so the columns of the transition matrix sum to 1 too and the chain stays uniform over its n tokens.
-    Its entropy rate is -Σ p ln p (C. E. Shannon, Bell System Technical Journal 27, 1948, section 7).
-    """
-    return ENTROPY_NATS if dataset.is_made and dataset.structure == "markov" else None
 
 
 def mislabelled(samples: Sequence[Tokens], seed: int, vocab_size: int) -> list[Tokens]:
@@ -185,7 +173,10 @@ def _random(generator: np.random.Generator, lengths: Sequence[int], vocab_size: 
 
 
 def _chain(generator: np.random.Generator, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
-    """Return walks through one chain from random first tokens, computed in parallel."""
+    """Return walks through one chain from random first tokens, computed in parallel.
+
+    Every active token i is followed by `order[(i + shift) % n]` with the probabilities `BRANCHES` of the shifts.
+    """
     active = min(ACTIVE, vocab_size)
     tokens = generator.choice(vocab_size, active, replace=False)
     order = generator.permutation(active)

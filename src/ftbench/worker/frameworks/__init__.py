@@ -6,7 +6,7 @@ train(configuration): train through the framework's own entry point, in its own 
 
 A framework that does not train through transformers.Trainer has `record` instead of `best` and `train`:
 
-record(run, configuration): train, record each step, write the facts, and return how often each row was trained on
+record(run, configuration): train, record each step, and write the facts
 """
 
 import importlib

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.device import device
-from ftbench.worker.frameworks import megatron_model, megatron_weights, own_loop
+from ftbench.worker.frameworks import megatron_model, own_loop
 from ftbench.worker.measure import effective_config
 from ftbench.worker.measure.batch_count import BatchCount
 from ftbench.worker.training_run import TrainingRun, recorder_of
@@ -46,12 +46,11 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def record(run: TrainingRun, values: dict[str, Any]) -> Counter[int]:
-    """Train the spec and record each step. Return the rows that this rank trained on."""
+def record(run: TrainingRun, values: dict[str, Any]) -> None:
+    """Train the spec and record each step."""
     with megatron_model.on_cpu() if device().type == "cpu" else nullcontext():
         own_loop.require_group()
-        loop = _Loop(run, values)
-        return loop.train()
+        _Loop(run, values).train()
 
 
 class _Loop:
@@ -80,8 +79,8 @@ class _Loop:
         ]
         run.write_facts(**self._model_facts())
 
-    def train(self) -> Counter[int]:
-        run, seen = self._run, Counter[int]()
+    def train(self) -> None:
+        run = self._run
         recorder = run.recorder = recorder_of(self._spec, run.directory)
         run.phases.enter("train")
         recorder.start(self._total)
@@ -90,7 +89,6 @@ class _Loop:
             batches = [[self._rows[row] for row in shares[share]] for shares in step]
             labels = sum(int((self._rows[row][1] != IGNORE).sum()) for each in step for rows in each for row in rows)
             self._step(batches, labels)
-            seen.update(hash(ids.tobytes()) for batch in batches for ids, _ in batch)
             if recorder.step == 1:
                 run.write_facts(**self._step_facts())
                 recorder.restart()
@@ -99,7 +97,6 @@ class _Loop:
         if self._spec.measure.save_adapter:
             run.phases.enter("save")
             self._save(run.directory.adapter)
-        return seen
 
     def _step(self, batches: list[list[own_loop.Sample]], labels: int) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -167,17 +164,14 @@ class _Loop:
         config, written = self._config, dict[str, Tensor]()
         query_rows = config.num_attention_heads * config.head_dim
         for name, parameter in megatron_model.parameters(self._model).items():
-            shares = [torch.empty_like(parameter) for _ in range(self._tensor_ranks())]
+            shares = [torch.empty_like(parameter) for _ in range(self._values["tensor_model_parallel_size"])]
             group = parallel_state.get_tensor_model_parallel_group()
             dist.all_gather(shares, parameter.detach().contiguous(), group=group)
-            parts = megatron_weights.joined(name, shares, config.num_key_value_heads, query_rows)
-            written |= zip(megatron_weights.sources(name), (part.cpu() for part in parts), strict=True)
+            parts = megatron_model.joined(name, shares, config.num_key_value_heads, query_rows)
+            written |= zip(megatron_model.sources(name), (part.cpu() for part in parts), strict=True)
         if dist.get_rank() == 0:
             config.save_pretrained(folder)
             save_file(written, folder / "model.safetensors", {"format": "pt"})
-
-    def _tensor_ranks(self) -> int:
-        return int(self._values["tensor_model_parallel_size"])
 
     def _model_facts(self) -> dict[str, Any]:
         """Return the facts of the live model. Parameters are counted in the Hugging Face model that it equals: every

@@ -6,8 +6,7 @@ import importlib.metadata
 import math
 import os
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ import transformers
 from datasets import load_from_disk
 from transformers import TrainerCallback, set_seed
 
-from ftbench.core.units import some
 from ftbench.errors import FtbenchError
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.frameworks import FRAMEWORKS
@@ -29,8 +27,8 @@ from ftbench.worker.frameworks import live, own_loop
 from ftbench.worker.measure import effective_config
 from ftbench.worker.measure.batch_count import COUNT, BatchCount, padding_of
 from ftbench.worker.measure.hf_adapter import HfRecording
-from ftbench.worker.model.diagnosis import require_complete
-from ftbench.worker.training_run import TrainingRun, recorder_of, watch_memory
+from ftbench.worker.measure.recorder import Recorder
+from ftbench.worker.training_run import TrainingRun, recorder_of, require_complete, watch_memory
 
 
 class Trained(BaseException):
@@ -49,9 +47,9 @@ def train(run: TrainingRun) -> None:
     run.write_facts(framework=_framework_facts(spec))
     with require_complete(spec.model) as weights_left_out:
         loop = _own_loop if FRAMEWORKS[spec.launch.framework].own_loop else _through_trainer
-        seen = loop(run, read_json(directory.framework))
+        loop(run, read_json(directory.framework))
     run.warn(*weights_left_out)
-    _check_order(run, seen)
+    _check_order(run)
     if parallel.is_first():
         for made in (frameworks.OUTPUT, "data"):
             shutil.rmtree(made, ignore_errors=True)
@@ -64,32 +62,27 @@ def _framework_facts(spec: Experiment) -> dict[str, Any]:
     return {"name": name, "version": version, "settings": settings, "switched_on": best}
 
 
-def _own_loop(run: TrainingRun, values: dict[str, Any]) -> Counter[int]:
+def _own_loop(run: TrainingRun, values: dict[str, Any]) -> None:
     """Train in the framework's own loop and wait for the other ranks, which read the same files."""
-    seen: Counter[int] = frameworks.load(run.spec.launch.framework).record(run, values)
+    frameworks.load(run.spec.launch.framework).record(run, values)
     if run.spec.launch.ranks > 1:
         torch.distributed.barrier()
-    return seen
 
 
-def _through_trainer(run: TrainingRun, values: dict[str, Any]) -> Counter[int]:
-    """Train through transformers' Trainer, and return the rows trained on."""
-    plain, seen = transformers.Trainer.train, Counter[int]()
-    transformers.Trainer.train = _recorded(run, plain, seen)
+def _through_trainer(run: TrainingRun, values: dict[str, Any]) -> None:
+    """Train through transformers' Trainer."""
+    plain = transformers.Trainer.train
+    transformers.Trainer.train = _recorded(run, plain)
     try:
         frameworks.load(run.spec.launch.framework).train(values)
     except Trained:
         pass
     finally:
         transformers.Trainer.train = plain
-    return seen
 
 
-def _recorded(run: TrainingRun, plain: Callable[..., Any], seen: Counter[int]) -> Callable[..., Any]:
-    """Wrap transformers' `Trainer.train`, which all supported frameworks call, to record the trainer.
-
-    `seen` counts the rows trained on.
-    """
+def _recorded(run: TrainingRun, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap transformers' `Trainer.train`, which all supported frameworks call, to record the trainer."""
 
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         spec = run.spec
@@ -99,7 +92,7 @@ def _recorded(run: TrainingRun, plain: Callable[..., Any], seen: Counter[int]) -
         trainer.data_collator = counted(trainer.data_collator)
         HfRecording(recorder, run.phases).attach(trainer)
         check = _RecipeCheck(run, trainer)
-        trainer.compute_loss = _counting(trainer.compute_loss, seen, check)
+        trainer.compute_loss = _counting(trainer.compute_loss, check)
         trainer.add_callback(check)
         run.write_facts(**effective_config.of_model(trainer.model, spec))
         run.require_applied(live.model_problems(trainer.model, spec))
@@ -174,61 +167,45 @@ def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
     return count
 
 
-def _counting(compute: Callable[..., Any], seen: Counter[int], check: _RecipeCheck) -> Callable[..., Any]:
-    """Wrap compute_loss to remove the counts from a batch and add its rows to `seen`."""
+def _counting(compute: Callable[..., Any], check: _RecipeCheck) -> Callable[..., Any]:
+    """Wrap compute_loss to remove the counts from a batch."""
 
     def compute_loss(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if (count := inputs.pop(COUNT, None)) is not None:
-            seen.update(map(hash, count.tokens))
             check.take(count.labels, kwargs.get("num_items_in_batch"))
         return compute(model, inputs, *args, **kwargs)
 
     return compute_loss
 
 
-def _check_order(run: TrainingRun, seen: Counter[int]) -> None:
+def _check_order(run: TrainingRun) -> None:
     """Warn if the trainer did not train on the given tokens in the given order."""
     if (recorder := run.recorder) is None:
         raise FtbenchError(f"{run.spec.launch.framework} ended without training: see log.txt")
-    of_rank, of_all = _expected_rows(run, seen)
-    same = recorder.order_hash == order_hash_of(frameworks.DATA, of_rank)
-    order_hash = order_hash_of(frameworks.DATA, of_all) if same else recorder.order_hash
+    given = load_from_disk(frameworks.DATA)["train"]["input_ids"]  # arrays need torchvision in older `datasets`
+    of_rank, of_all = _expected_rows(run, len(given), recorder)
+    same = recorder.order_hash == order_hash_of(given, of_rank)
+    order_hash = order_hash_of(given, of_all) if same else recorder.order_hash
     facts = run.facts.get("dataset", {}) | {"order_hash": order_hash}
     run.write_facts(dataset=facts, padding=padding_of(recorder.shapes))
     if not same:
-        run.warn(f"not the same work: {run.spec.launch.framework} {difference(frameworks.DATA, seen)}")
+        name = run.spec.launch.framework
+        run.warn(f"not the same work: {name} trained on other rows than it was given, or in another order")
 
 
-def _expected_rows(run: TrainingRun, seen: Counter[int]) -> tuple[Iterable[int], Iterable[int]]:
+def _expected_rows(run: TrainingRun, count: int, recorder: Recorder) -> tuple[Iterable[int], Iterable[int]]:
     """Return the numbers of the rows that this rank and all ranks should have trained on, in order."""
-    if run.spec.launch.ranks == 1 or run.recorder is None:
-        return range(seen.total()), range(seen.total())
-    count = len(load_from_disk(frameworks.DATA)["train"])
-    share, steps = own_loop.share_of_rank(run.spec), [*own_loop.steps_of(run.spec, count)][: run.recorder.step]
+    if run.spec.launch.ranks == 1:
+        return range(recorder.samples), range(recorder.samples)
+    share, steps = own_loop.share_of_rank(run.spec), [*own_loop.steps_of(run.spec, count)][: recorder.step]
     batches = [rows for step in steps for rows in step]
     of_rank = [row for rows in batches for row in rows[share]]
     return of_rank, [row for rows in batches for each in rows for row in each]
 
 
-def difference(folder: str, seen: Counter[int]) -> str:
-    """Describe how the rows trained on differ from the first ones that the framework was given."""
-    given = Counter(map(hash, _given_rows(folder, range(seen.total()))))
-    left_out, others = (given - seen).total(), seen - given
-    changed = sum(others[row] for row in others.keys() - set(map(hash, _given_rows(folder))))
-    words = [f"left out {left_out} of the first {seen.total()} rows that it was given"] if left_out > changed else []
-    words += [f"trained on {some(changed, 'row')} not of those that it was given"] if changed else []
-    return " and ".join(words) or "trained on the rows that it was given in another order"
-
-
-def order_hash_of(folder: str, rows: Iterable[int]) -> str:
+def order_hash_of(given: Any, rows: Iterable[int]) -> str:
     """Return the hash of the tokens of these rows, starting again after the last one."""
     digest = hashlib.sha256()
-    for row in _given_rows(folder, rows):
-        digest.update(row)
+    for row in rows:
+        digest.update(np.asarray(given[row % len(given)], dtype=np.int64).tobytes())
     return digest.hexdigest()
-
-
-def _given_rows(folder: str, rows: Iterable[int] | None = None) -> Iterator[bytes]:
-    ids = load_from_disk(folder)["train"]["input_ids"]  # arrays need torchvision in older `datasets`
-    wanted = range(len(ids)) if rows is None else rows
-    return (np.asarray(ids[index % len(ids)], dtype=np.int64).tobytes() for index in wanted)

@@ -5,7 +5,6 @@ the methods of its engine.
 """
 
 import os
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -110,8 +109,8 @@ def unshuffled(spec: Experiment, rows: int) -> list[int]:
     return order
 
 
-def record(run: TrainingRun, values: dict[str, Any]) -> Counter[int]:
-    """Train the spec with verl's trainer and record each step. Return the rows that this rank trained on."""
+def record(run: TrainingRun, values: dict[str, Any]) -> None:
+    """Train the spec with verl's trainer and record each step."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")  # verl reads it and, in an existing process group, does not use it
     own_loop.require_group()
@@ -137,7 +136,6 @@ def record(run: TrainingRun, values: dict[str, Any]) -> Counter[int]:
     trainer.fit()
     run.phases.enter("finish")
     run.finish()
-    return recording.seen
 
 
 def _config(values: dict[str, Any]) -> Any:
@@ -169,7 +167,6 @@ class _Recording:
         self._run, self._engine, self._padded = run, engine, padded
         self.recorder = run.recorder = recorder_of(run.spec, run.directory)
         self._norm: float | None = None
-        self.seen = Counter[int]()
         for name in ("train_batch", "forward_step", "optimizer_step", "lr_scheduler_step"):
             setattr(engine, name, partial(getattr(self, f"_{name}"), getattr(engine, name)))
 
@@ -188,7 +185,6 @@ class _Recording:
             count.padded = count.real
         self.recorder.micro_batch(count, loss.detach())
         self.recorder.position = "backward"
-        self.seen.update(map(hash, count.tokens))
         return loss, output
 
     def _optimizer_step(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -60,6 +60,7 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
     again then.
     """
     from ftbench.worker import optimizations
+    from ftbench.worker.methods import unsloth
 
     precision = autocast(trainer)
     return {
@@ -71,14 +72,8 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
         **optimizations.applied(trainer.model, spec),
         **parallel.applied(trainer, spec),
         **trainer.facts(),
-        **(_unsloth(trainer) if spec.method.name == "unsloth" else {}),
+        **({"unsloth": unsloth.applied(trainer)} if spec.method.name == "unsloth" else {}),
     }
-
-
-def _unsloth(trainer: Any) -> dict[str, Any]:
-    from ftbench.worker.methods import unsloth
-
-    return {"unsloth": unsloth.applied(trainer)}
 
 
 def autocast(trainer: Any) -> str:

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.batch_count import COUNT, BatchCount
-from ftbench.worker.measure.phases import Phases
+from ftbench.worker.outcome import Phases
 
 DIVERGED = 20  # steps in a row without a finite loss, after which training stops
 

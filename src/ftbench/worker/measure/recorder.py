@@ -25,8 +25,7 @@ import torch
 from ftbench.core.rows import StepRow
 from ftbench.store.steps import StepsWriter
 from ftbench.worker.measure.batch_count import BEFORE_FORWARD, BatchCount, Shape, number, numbers
-from ftbench.worker.measure.meters import meters, resident_gb
-from ftbench.worker.measure.sampler import Sampler
+from ftbench.worker.measure.meters import Sampler, meters, resident_gb
 
 TICK_S = 0.5  # each tick holds the GIL, which delays kernel launches of the training thread
 _AHEAD = 2  # largest lead of the host over the device, in steps
@@ -56,7 +55,7 @@ class Recorder:
         self._rank, self._data_rank = rank, data_rank
         self.clock, self.memory = meters(device)
         self.position: str | None = None
-        self.step = self.batches = 0
+        self.step = self.batches = self.samples = 0
         self._planned: int | None = None
         self._order, self.shapes = hashlib.sha256(), set[Shape]()
         self._count, self._loss = BatchCount(), None
@@ -100,7 +99,7 @@ class Recorder:
         """Add one forward and backward pass: the counts of its batch and its share of the step's loss."""
         if count is not None:
             self._count.add(count)
-            self.batches += 1
+            self.batches, self.samples = self.batches + 1, self.samples + len(count.tokens)
             self.shapes.add((count.samples and count.samples * count.sequences, count.longest, count.padded))
             for tokens in count.tokens:
                 self._order.update(tokens)

@@ -4,8 +4,8 @@ All values are shares (0 to 1) of the time between two reads. The recorder's thr
 the training thread. Values that cannot be read are left empty.
 
 The GPU's own counters have two sources. Hopper and later data-center GPUs have performance monitoring counters (GPM)
-that also show how busy tensor cores and memory are. Other GPUs report the utilization of nvidia-smi: the share of each
-sampling period in which a kernel ran.
+that also show how busy tensor cores and memory are. Other GPUs report the utilization of nvidia-smi: the share of the
+last sampling period (up to a second) in which a kernel ran.
 """
 
 import math
@@ -47,7 +47,7 @@ class BusyMeter:
         self._read: Callable[[], list[Interval]] | None = None
         for method, start, read in (
             ("GPM counters", self._start_gpm, self._by_gpm),
-            ("NVML utilisation samples", self._start_samples, self._by_samples),
+            ("NVML utilisation", self._start_rates, self._by_rates),
         ):
             with suppress(*self._failures):
                 start()
@@ -93,36 +93,14 @@ class BusyMeter:
         }  # NaN if the counters did not change between the two samples
         return [Interval(begin, self._begin, shares)]
 
-    def _start_samples(self) -> None:
-        self._last = int(time.time() * 1e6)
-        with suppress(self._nvml.NVMLError):  # NVML reports "not found" if there is no new sample
-            self._samples()
+    def _start_rates(self) -> None:
         self._nvml.nvmlDeviceGetUtilizationRates(self._handle)
+        self._begin = time.perf_counter()
 
-    def _samples(self) -> list[tuple[int, int]]:
-        """Return the new samples as (microseconds since the epoch, percent)."""
-        kind = self._nvml.NVML_GPU_UTILIZATION_SAMPLES
-        _, samples = self._nvml.nvmlDeviceGetSamples(self._handle, kind, self._last)
-        return [(s.timeStamp, s.sampleValue.uiVal) for s in samples if s.timeStamp > self._last]
-
-    def _by_samples(self) -> list[Interval]:
-        try:
-            samples = self._samples()
-        except self._nvml.NVMLError as error:
-            if _not_found(self._nvml, error):
-                return []
-            raise
-        shift = time.perf_counter() - time.time()
-        intervals = []
-        for stamp, percent in samples:
-            intervals.append(Interval(self._last / 1e6 + shift, stamp / 1e6 + shift, {"gpu_busy": percent / 100}))
-            self._last = stamp
-        return intervals
-
-
-def _not_found(nvml: Any, error: Exception) -> bool:
-    """Return whether NVML had no new sample."""
-    return getattr(error, "value", None) == getattr(nvml, "NVML_ERROR_NOT_FOUND", object())
+    def _by_rates(self) -> list[Interval]:
+        share = self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
+        begin, self._begin = self._begin, time.perf_counter()
+        return [Interval(begin, self._begin, {"gpu_busy": share})]
 
 
 class HostLoad:
@@ -199,7 +177,7 @@ class GpuLoad:
         try:
             samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, self._last)
         except (self._nvml.NVMLError, AttributeError, TypeError) as error:
-            if not _not_found(self._nvml, error):
+            if getattr(error, "value", None) != getattr(self._nvml, "NVML_ERROR_NOT_FOUND", ...):  # not: no new sample
                 self._works = False
                 return []
             samples = []

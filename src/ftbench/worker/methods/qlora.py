@@ -86,15 +86,14 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     if not method.upcast and embedding != getattr(torch, spec.model.dtype):
         problems.append(f"method qlora: upcast is off and the embedding is {embedding}")
     for name, layer in layers:
-        state = layer.weight.quant_state
-        if state is None:
+        if (state := layer.weight.quant_state) is None:
             return [*problems, f"method qlora: {name} was not quantised"]
-        if state.quant_type != method.quant_type:
-            problems.append(f"method qlora: {name} has type {state.quant_type}, not {method.quant_type}")
-        if bool(state.nested) != method.double_quant:
-            problems.append(f"method qlora: {name} has double_quant {bool(state.nested)}, not {method.double_quant}")
-        if layer.compute_dtype != getattr(torch, method.compute_dtype):
-            problems.append(f"method qlora: {name} computes in {layer.compute_dtype}, not {method.compute_dtype}")
+        live = {"quant_type": state.quant_type, "double_quant": bool(state.nested),
+                "compute_dtype": str(layer.compute_dtype).removeprefix("torch.")}  # fmt: skip
+        wrong = {key: value for key, value in live.items() if value != getattr(method, key)}
+        problems += [
+            f"method qlora: {name} has {key} {value}, not {getattr(method, key)}" for key, value in wrong.items()
+        ]
         if problems:
             break
     return problems

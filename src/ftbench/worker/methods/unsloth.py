@@ -157,25 +157,11 @@ def applied(trainer: Any) -> dict[str, Any]:
         "version": unsloth.__version__,
         **_functions(model),
         "attention": dispatch.select_attention_backend() if dispatch else None,
-        "xformers": dispatch.HAS_XFORMERS if dispatch else None,
         "batches": batches_of(trainer),
-        "batches_reason": _reason(trainer),
         "compiled_layers": sum(bool(vars(each).get("_unsloth_block_checked")) for each in decoder_layers(model)),
         "cuda_graph_shapes": _graph_shapes(decoder_layers(model)[0]),
         "compile_maximum": bool(getattr(modules.get("unsloth.models._utils"), "UNSLOTH_COMPILE_MAXIMUM", False)),
     }
-
-
-def _reason(trainer: Any) -> str:
-    """Return why unsloth uses these batches: its own rule, or a setting or a model that allows only these."""
-    choice: Any = sys.modules.get("unsloth.utils.padding_choice")
-    if choice is None or trainer.args.packing:
-        return "requested"
-    free, reason = choice.decide_auto_padding_free(
-        trainer.model, trainer.args, trainer.train_dataset, trainer.processing_class
-    )
-    chosen = free == (batches_of(trainer) == "padding-free")
-    return str(reason) if chosen else "requested, or the only way for the model"
 
 
 def _graph_shapes(layer: Any) -> int:

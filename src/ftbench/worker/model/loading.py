@@ -18,7 +18,7 @@ from ftbench.worker.device import device
 from ftbench.worker.model import nf4, vision
 from ftbench.worker.model.random_weights import configuration, is_gpt_oss, materialise
 from ftbench.worker.optimizations import weight_offload
-from ftbench.worker.optimizations.attention import CUDNN, VARLEN, register
+from ftbench.worker.optimizations.attention import VARLEN, register
 
 
 def source_of(model: Model, method: Any = None, drawn: bool = False, packed: bool = False) -> str:
@@ -134,7 +134,7 @@ def skeleton(kind: Any, config: Any, spec: Experiment) -> Any:
 def attention_of(spec: Experiment) -> dict[str, str]:
     """Return the attention argument of from_pretrained. `auto` leaves it to transformers."""
     attention = spec.optimizations.attention
-    if attention in (VARLEN, CUDNN):
+    if attention == VARLEN:
         register()
     return {} if attention == "auto" else {"attn_implementation": attention}
 

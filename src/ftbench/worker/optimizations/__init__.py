@@ -1,8 +1,9 @@
 """How each optimization is applied and verified. A module has as many of these functions as it needs:
 
-apply(model, spec) → None, before the trainer is built, if the optimization is on callback(spec) → a TrainerCallback for
-changes at the start of training, or None verify(model, spec) → one sentence per setting that was not applied; called in
-every run after the first step applied(model, spec) → its fields of applied.json
+apply(model, spec): called before the trainer is built, if the optimization is on
+callback(spec): a TrainerCallback for changes at the start of training, or None
+verify(model, spec): one sentence per setting that was not applied; called in every run after the first step
+applied(model, spec): its fields of applied.json
 
 Optimizations of batches or of the trainer are verified in `data/collate.py` and `trainer.py`.
 """
@@ -18,8 +19,8 @@ from ftbench.spec.optimizations import ORDER, switched_on
 
 def modules() -> dict[str, ModuleType]:
     """Return the modules by name, in the order of application."""
-    names = {module.name for module in pkgutil.iter_modules(__path__)}
-    return {name: importlib.import_module(f"{__name__}.{name}") for name in ORDER if name in names}
+    names = {module.name: module.name for module in pkgutil.iter_modules(__path__)} | {"padding_free": "packing"}
+    return {name: importlib.import_module(f"{__name__}.{names[name]}") for name in ORDER if name in names}
 
 
 def apply(model: Any, spec: Experiment) -> None:

@@ -1,5 +1,5 @@
-"""The attention implementation, chosen when the model is loaded. This module registers two more with transformers:
-`varlen`, torch's attention for rows without padding, and `cudnn`, torch's sdpa restricted to cuDNN's kernels."""
+"""The attention implementation, chosen when the model is loaded. This module registers one more with transformers:
+`varlen`, torch's attention for rows without padding."""
 
 import inspect
 from typing import Any
@@ -11,30 +11,17 @@ from ftbench.errors import SpecError
 from ftbench.kernels.sink_attention import SinkAttention
 from ftbench.spec.experiment import Experiment
 
-VARLEN, CUDNN = "varlen", "cudnn"
+VARLEN = "varlen"
 
 
 def register() -> None:
-    """Register `varlen` and `cudnn` as attention implementations of from_pretrained."""
+    """Register `varlen` as an attention implementation of from_pretrained."""
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     # The boundaries are passed as cu_seq_lens. Without a registered mask function, transformers makes no mask and does
     # not wait for the device to find out whether a row has several samples.
     AttentionInterface.register(VARLEN, attention(varlen_attn))
-    AttentionInterface.register(CUDNN, cudnn)
-    AttentionMaskInterface.register(CUDNN, sdpa_mask)
-
-
-def cudnn(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Compute transformers' sdpa with cuDNN's kernels only. Raises torch's RuntimeError (no available kernel) for
-    inputs that cuDNN does not support."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return sdpa_attention_forward(*args, **kwargs)
 
 
 def attention(kernel: Any) -> Any:

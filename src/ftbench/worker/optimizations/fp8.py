@@ -15,7 +15,7 @@ import torch
 
 from ftbench.core.stats import grouped_by
 from ftbench.kernels.adapter_products import siblings
-from ftbench.kernels.small_products import DELAYED, ROWWISE, WEIGHT, Product, cast
+from ftbench.kernels.small_products import DELAYED, WEIGHT, Product, cast
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model
 
@@ -35,8 +35,8 @@ class Fp8Linear(torch.nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.recipe = base.in_features, base.out_features, recipe
         weight = base.weight.data
-        small, factor = cast(weight, WEIGHT, recipe, largest)
-        turned, turned_factor = cast(weight.t(), WEIGHT, recipe, largest)
+        small, factor = cast(weight, WEIGHT, largest)
+        turned, turned_factor = cast(weight.t(), WEIGHT, largest)
         self.weight = torch.nn.Parameter(small, requires_grad=False)
         self.bias = base.bias
         for name, value in (("factor", factor), ("turned", turned.contiguous()), ("turned_factor", turned_factor)):
@@ -70,9 +70,7 @@ def join(layers: list[Any]) -> Any:
     if len(layers) == 1:
         return first if type(first) is Fp8Linear else None
     alike = all(type(layer) is Fp8Linear and (layer.bias is None) == (first.bias is None) for layer in layers)
-    if not alike or first.recipe == ROWWISE:
-        return None
-    if any(not torch.equal(layer.factor, first.factor) for layer in layers):
+    if not alike or any(not torch.equal(layer.factor, first.factor) for layer in layers):
         return None
     joined = copy.copy(first)
     joined._parameters, joined._buffers = dict(first._parameters), dict(first._buffers)
@@ -92,8 +90,7 @@ def apply(model: Any, spec: Experiment) -> None:
     recipe = spec.optimizations.fp8
     groups = grouped_by(_wanted_names(model), siblings)  # layers with one input share a factor and can share a product
     for names in groups.values():  # names, because references to modules would keep all 16-bit weights in memory
-        weights = [model.get_submodule(name).weight.abs().amax() for name in names if recipe != ROWWISE]
-        largest = torch.stack(weights).amax() if weights else None
+        largest = torch.stack([model.get_submodule(name).weight.abs().amax() for name in names]).amax()
         for name in names:
             _replace(model, name, Fp8Linear(model.get_submodule(name), recipe, largest))
     if recipe == DELAYED:
@@ -126,11 +123,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 def layers(model: Any) -> int:
     """Count how many layers multiply in 8 bits."""
-    return sum(map(multiplies_in_8_bits, model.modules()))
-
-
-def multiplies_in_8_bits(module: Any) -> bool:
-    return isinstance(module, Fp8Linear)
+    return sum(isinstance(module, Fp8Linear) for module in model.modules())
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:

@@ -1,4 +1,4 @@
-"""Smaller images: they are scaled during processing (`data/pixels.py`), and the model's tiles are limited here."""
+"""Smaller images: they are scaled during processing (`data/images.py`), and the model's tiles are limited here."""
 
 from typing import Any
 

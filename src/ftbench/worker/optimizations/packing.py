@@ -1,10 +1,55 @@
-"""Packed rows: filled with complete samples (`data/order.py`) and concatenated by the collator."""
+"""Packed rows, and batches whose samples are concatenated without padding (`padding_free`). The collator makes them.
+
+Here samples are isolated in models whose code would let them attend to each other.
+transformers recognizes samples by positions that restart, and builds masks from them. gpt-oss (transformers 5.17)
+builds masks without positions, so a sample would see the previous ones. Qwen2.5-VL takes an extra row of positions for
+the masks, and uses three rows only for the rotary embedding.
+"""
 
 from typing import Any
 
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.model.packed_samples import isolate_packed_samples
+from ftbench.spec.methods import GPT_OSS
+from ftbench.worker.model.parts import base_model, decoder
+
+_MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    isolate_packed_samples(model, "packing")
+    """Make gpt-oss and Qwen2.5-VL build their masks from positions.
+
+    Raises:
+        SpecError: The model has linear attention, whose state continues from sample to sample.
+    """
+    name = "packing" if spec.optimizations.packing else "padding_free"
+    base = base_model(model)
+    if "linear_attention" in (getattr(base.config.get_text_config(), "layer_types", None) or ()):
+        raise SpecError(
+            f"optimizations.{name}: {type(base).__name__} has layers of linear attention, in which a sample would see "
+            "the previous ones of its row: set it to off"
+        )
+    if base.config.get_text_config().model_type == GPT_OSS:
+        decoder(model).register_forward_pre_hook(_with_masks, with_kwargs=True)
+    if base.config.model_type == "qwen2_5_vl":
+        decoder(model).register_forward_pre_hook(_with_both_positions, with_kwargs=True)
+
+
+def _with_both_positions(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Expand text positions to the index in the sample plus time, row and column."""
+    positions = kwargs.get("position_ids")
+    if positions is None or positions.ndim != 2:
+        return None
+    return args, kwargs | {"position_ids": positions.expand(4, *positions.shape)}
+
+
+def _with_masks(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    positions = kwargs.get("position_ids")
+    if positions is None or kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
+        return None
+    shape = decoder.embed_tokens.weight.new_empty((*positions.shape, 1))  # only its shape, dtype and device matter
+    inputs = {"config": decoder.config, "inputs_embeds": shape, "attention_mask": None, "past_key_values": None}
+    masks = {name: make(**inputs, position_ids=positions) for name, make in _MASKS.items()}
+    return args, kwargs | {"attention_mask": masks}

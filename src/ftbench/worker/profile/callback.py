@@ -4,59 +4,41 @@
            load  │ timed │ profiler│ profiled  │ memory
            kernels│      │ warms up│           │
 
-Memory is recorded only in the last part, because its stack traces slow down a step. The profiler slows
+Memory is recorded only in the last part and on a GPU, because its stack traces slow down a step. The profiler slows
 down a step too, so neither is on in the timed steps. With compiled layers, the timed steps are the first three in a row
-that compile nothing. If the profiler lost the GPU's events on any rank, one more step is profiled by a new profiler.
+that compile nothing.
+
+The parts of a step are ranges in the trace, contiguous on the training thread: data → forward ⇄ loss → metrics →
+backward for each micro-batch, then clip → optimizer. `metrics` is what the trainer computes from the logits in addition
+to the loss.
 """
 
-import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerCallback
+from trl.trainer import sft_trainer
 
-from ftbench.core.rows import DATA, OPTIMIZER
+from ftbench.core.rows import BACKWARD, CLIP, DATA, FORWARD, LOSS, METRICS, OPTIMIZER, PREFIX, STAGES
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import STEPS_BEFORE_PROFILE, Experiment
 from ftbench.store.rundir import TRACE, WINDOW, RunDir, write_json
 from ftbench.worker import parallel
-from ftbench.worker.device import device
+from ftbench.worker.optimizations import chunked_loss
+from ftbench.worker.parallel.stages import Pipeline, Stage
 from ftbench.worker.profile.memory import Memory
-from ftbench.worker.profile.ranges import Ranges, mark
 
 SCHEMA = 1
 _TIMED = 3
 _LATEST = 20  # from this step on, a run is profiled even if it still compiles
-_LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
-_LEAST_SEEN = 0.9  # share of launches; below it the trace is unusable (profile/trace.py)
 
 
 def spreads_over_cpus(on_gpu: bool) -> bool:
     """Return whether ranks send each other tensors over gloo."""
     return parallel.rank() is not None and not on_gpu
-
-
-def is_lost(events: Iterable[Any]) -> bool:
-    """Return whether Kineto's events have launches without the matching GPU work."""
-    on_cpu = torch.profiler.DeviceType.CPU
-    launched = seen = 0
-    for event in events:
-        if event.device_type() != on_cpu:
-            seen += 1
-        elif _LAUNCH.match(event.name()):
-            launched += 1
-    return seen < _LEAST_SEEN * launched
-
-
-def _on_any_rank(fact: bool) -> bool:
-    """Return whether a condition holds on any rank; all ranks must call it."""
-    if parallel.rank() is None:
-        return fact
-    dist.all_reduce(facts := torch.tensor(float(fact), device=device()))
-    return bool(facts)
 
 
 class Profiler(TrainerCallback):
@@ -66,13 +48,11 @@ class Profiler(TrainerCallback):
         self._folder, self._clock = run.profile, clock
         self._count = spec.measure.profile_steps
         self._needed = spec.measure.steps_to_profile
-        self._ranges = Ranges()
-        self._memory = Memory(run.profile, loop, self._ranges)
         self._on_gpu = next(loop.model.parameters()).device.type == "cuda"
+        self._memory, self._ranges = Memory(run.profile, loop), Ranges()
         self._profiler: Any = None
         self._first: int | None = None  # first profiled step
         self._window: dict[str, Any] = {"schema": SCHEMA}
-        self._lost = False
         self._compiled = (0, 0)  # graphs so far, and the step that compiled the last of them
         self._folder.mkdir(parents=True, exist_ok=True)
         mark(loop, self._ranges)
@@ -97,9 +77,11 @@ class Profiler(TrainerCallback):
             if self._is_steady(step, state.max_steps):
                 self._begin(step)
         elif step < self._first + self._count:
-            self._next(step, self._first, state.max_steps)
+            self._next(step, self._first)
         else:
-            self._memory.finish()
+            if self._on_gpu:
+                self._ranges.memory = None
+                self._memory.finish()
             control.should_training_stop = True
         self._ranges.enter(DATA)
 
@@ -127,15 +109,11 @@ class Profiler(TrainerCallback):
             activities=activities,
             record_shapes=spreads_over_cpus(self._on_gpu),  # NCCL records the bytes it sends, gloo does not
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._count, repeat=1),
-            on_trace_ready=self._keep,
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(self._folder / TRACE)),
         )
         self._profiler.start()
 
-    def _keep(self, profiler: Any) -> None:
-        profiler.export_chrome_trace(str(self._folder / TRACE))
-        self._lost = is_lost(profiler.profiler.kineto_results.events())
-
-    def _next(self, step: int, first: int, most: int) -> None:
+    def _next(self, step: int, first: int) -> None:
         """Advance the profiler after its warm-up step and after each profiled step. Wait for the device before the
         first and after the last profiled step, so that the trace contains exactly their work."""
         begins, ends = step == first - 1, step == first + self._count - 1
@@ -145,10 +123,60 @@ class Profiler(TrainerCallback):
         if ends:
             self._profiler.stop()
             self._profiler = None
-            is_first_try, has_room = "lost" not in self._window, step + 3 <= most
-            if is_first_try and has_room and _on_any_rank(self._lost):
-                self._window["lost"], self._count = self._window["profiled"], 1
-                self._begin(step)
-                return
-        if ends:
-            self._memory.start()
+            if self._on_gpu:
+                self._memory.start()
+                self._ranges.memory = self._memory
+
+
+class Ranges:
+    """Marks one range at a time. Without a profiler, a range costs one or two microseconds."""
+
+    def __init__(self) -> None:
+        self._open: Any = None
+        self.memory: Memory | None = None  # while it records
+
+    def enter(self, name: str) -> None:
+        """End the current range and begin another."""
+        self.leave()
+        if self.memory is not None:
+            self.memory.enter(name)
+        opened = torch.profiler.record_function(PREFIX + name)
+        opened.__enter__()
+        self._open = lambda: opened.__exit__(None, None, None)
+
+    def leave(self) -> None:
+        if self._open is not None:
+            self._open()
+            self._open = None
+
+    def around(self, function: Callable[..., Any], name: str, then: str) -> Callable[..., Any]:
+        """Return the function, wrapped to run in the range `name` and to enter the range `then` afterwards."""
+
+        @wraps(function)
+        def ranged(*args: Any, **kwargs: Any) -> Any:
+            self.enter(name)
+            result = function(*args, **kwargs)
+            self.enter(then)
+            return result
+
+        return ranged
+
+
+def mark(loop: Any, ranges: Ranges) -> None:
+    """Put ranges around the parts of this trainer's step. Stages of a pipeline have no range for the loss."""
+    if Pipeline.of(loop.model):
+        for name, part in (("forward", FORWARD), ("backward", BACKWARD), ("backward_weight", BACKWARD)):
+            compute = getattr(Stage, f"{name}_one_chunk")
+            setattr(Stage, f"{name}_one_chunk", ranges.around(compute, part, STAGES))
+        loop.accelerator.clip_grad_norm_ = ranges.around(loop.accelerator.clip_grad_norm_, CLIP, DATA)
+        return
+    loop.model.register_forward_pre_hook(lambda *_: ranges.enter(FORWARD))
+    loop.model.register_forward_hook(lambda *_: ranges.enter(METRICS))
+    loop.accelerator.backward = ranges.around(loop.accelerator.backward, BACKWARD, DATA)
+    loop.accelerator.clip_grad_norm_ = ranges.around(loop.accelerator.clip_grad_norm_, CLIP, DATA)
+    base = loop.model.get_base_model() if hasattr(loop.model, "get_base_model") else loop.model
+    if isinstance(getattr(type(base), "loss_function", None), property):  # transformers' own
+        base.loss_function = ranges.around(base.loss_function, LOSS, FORWARD)
+    for module, name in ((chunked_loss, "chunked_loss"), (sft_trainer, "_chunked_cross_entropy_loss")):
+        if hasattr(module, name):  # trl's range has another name in other versions; its kernels identify it too
+            setattr(module, name, ranges.around(getattr(module, name), LOSS, FORWARD))
