@@ -4,10 +4,9 @@ It is exact for synthetic data and a bound for real data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import nsmallest
 from typing import TYPE_CHECKING
 
 from ftbench.estimate.workload.batches import Layout, layout_of
@@ -104,9 +103,9 @@ def _whole(layout: Layout, lengths: Sequence[int]) -> bool:
 
     This is true if every sample has max_length tokens. It is also true if each row has one sample (packing is off, or
     no two samples fit) and is padded to a fixed length (worker/data/collate.py, `_concatenated`)."""
-    two = sum(nsmallest(2, lengths)) if len(lengths) > 1 else 2 * layout.max_length
-    filled = layout.flat and layout.fixed and (not layout.packing or two > layout.max_length)
-    return min(lengths) == layout.max_length or filled
+    if min(lengths) == layout.max_length or not (layout.flat and layout.fixed):
+        return min(lengths) == layout.max_length
+    return not layout.packing or len(lengths) < 2 or sum(sorted(lengths)[:2]) > layout.max_length
 
 
 @lru_cache(maxsize=1024)
@@ -126,7 +125,7 @@ def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) 
     else:
         longest = max(lengths)
         in_order = _longest_first(dataset, layout.sequences) if layout.ordered else lengths
-        expected = _shape(layout, max(_trained(layout, in_order), key=_positions(layout)), longest)
+        expected = _shape(layout, _heaviest(layout, in_order), longest)
     most = expected
     if lengths is None:
         rows, longest = layout.size, dataset.max_length
@@ -152,11 +151,18 @@ def _trained(layout: Layout, lengths: Sequence[int]) -> list[Sequence[int]]:
     return [lengths[at : at + layout.size] for at in range(0, seen, layout.size)]
 
 
-def _positions(layout: Layout) -> Callable[[Sequence[int]], int]:
-    """Return the function that orders batches of lengths by their positions."""
-    if layout.flat:
-        return sum
-    return len if layout.fixed else lambda batch: len(batch) * max(batch)
+def _heaviest(layout: Layout, lengths: Sequence[int]) -> Sequence[int]:
+    """Return the batch with the most positions: of padded ones that with the longest sample, or the last, incomplete
+    one."""
+    if layout.flat or layout.fixed or layout.ordered:
+        return max(_trained(layout, lengths), key=sum if layout.flat else len)
+    seen = len(lengths) if layout.seen is None else min(len(lengths), layout.seen)
+    size, complete = layout.size, seen // layout.size * layout.size
+    batches = [lengths[complete:seen]] if complete < seen else []
+    if complete:
+        at = lengths.index(max(lengths[:complete])) // size * size
+        batches.insert(0, lengths[at : at + size])
+    return max(batches, key=lambda batch: len(batch) * max(batch))
 
 
 def _shape(layout: Layout, batch: Sequence[int], longest: int) -> BatchShape:
