@@ -156,7 +156,7 @@ STRATEGIES = {
     ),
     "pp": Strategy(description=_STAGES, verified=_STAGED, shards=("layers",), same_samples=True, incompatibilities=_pp),
     "pp+ddp": Strategy(
-        description="pp in several copies of the model; gradients of equal stages are summed",
+        description="several copies of the pipeline; copies of a stage sum their gradients",
         verified=f"{_STAGED}; equal stages hold the same weights",
         shards=("layers",),
         incompatibilities=_pp,

@@ -273,8 +273,8 @@ SlackBasis = dict[str, float]  # GiB that each of `Constants` multiplies; 1 or 0
 def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
     """Return the blocks that the pool cannot reuse.
 
-    Those of our chunked loss have one size and are reused. The optimizer's temporary tensors are reused as far as they
-    need less than the backward pass."""
+    The blocks of our chunked loss have one size and are reused. The optimizer's temporary tensors reuse the blocks of
+    the backward pass, as far as these are enough."""
     logits = 0.0 if case.plan.loss == "chunked" else ends.logits(case.model, case.plan, case.batch)
     transient = logits + ends.head_cast(case.model, case.plan)
     acts = named["loss"].get("activations", 0) + named["loss"].get("checkpoints", 0)
