@@ -37,15 +37,13 @@ _STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_st
 class TimedRun:
     """A run that succeeded. `gpu` is the table's name and `limit_w` the power limit of its machine in watts.
 
-    `step_s` is the mean steady step in seconds; `samples` and real `tokens` are per step. `start_s` are the seconds
-    before the first steady step, `watts` the mean power of one GPU, `described` the `dataset` section of the summary.
-    `invalid` is the reason why its speed is not valid, for example `contended run`."""
+    `step_s` is the mean steady step in seconds, with so many real `tokens`. `start_s` are the seconds before the first
+    steady step, `watts` the mean power of one GPU, `described` the `dataset` section of the summary. `invalid` is the reason why its speed is not valid, for example `contended run`."""
 
     run_id: str
     spec: Experiment
     gpu: str
     step_s: float
-    samples: float
     start_s: float | None
     watts: float | None
     described: dict[str, Any]
@@ -202,7 +200,6 @@ def timed_run(run: RunDir) -> TimedRun | None:
         watts = summary["energy"].get("mean_watts")  # of all GPUs
         return TimedRun(
             f"{summary['name']}/{summary['run_id']}", spec, canonical_name(summary["gpu"]), seconds,
-            summary["samples_per_s"] * seconds,
             sum(phases.get(name, 0.0) for name in _STARTING) if phases.get("total") else None,
             watts and watts / spec.launch.gpus, summary["dataset"], _mean_batch(summary, spec, seconds),
             step_key(spec), summary["tokens_per_s"]["real"] * seconds,
