@@ -382,7 +382,9 @@ def test_random_structure_keeps_tokens_and_fingerprint():
     assert fingerprint(named) == fingerprint(unnamed)
 
 
-@pytest.mark.parametrize(("method", "falls_by"), [("full", 0.5), ("lora", 0.05)])
+@pytest.mark.parametrize(
+    ("method", "falls_by"), [("full", 0.5), pytest.param("lora", 0.05, marks=pytest.mark.exhaustive)]
+)
 def test_random_model_learns_a_chain_within_100_steps(train_here, method, falls_by):
     """Adapters on a hidden size of 64 learn less, because the random output head is frozen."""
     run = train_here(
