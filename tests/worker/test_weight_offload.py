@@ -65,31 +65,6 @@ def figures(run) -> list[tuple]:
     return [(row.phase, row.loss, row.grad_norm) for row in read_steps(run.steps)[0]]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_losses_gradients_and_adapters_equal_those_on_the_device(trained, monkeypatch, name):
-    monkeypatch.setattr(fused_lora, "_group", lambda layers, spec: fused_lora.BesideGroup(layers, torch.float32))
-    there, away = (trained(on, **RECIPES[name]) for on in ({"gradient_checkpointing": True}, ON))
-    assert figures(away) == figures(there)
-    assert figures(away)[0][1:] != figures(away)[-1][1:]
-    ours, theirs = (load_file(next(run.adapter.glob("adapter_model*"))) for run in (away, there))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    applied = read_json(away.applied)
-    assert applied["weights_on_host_gb"] > applied["weight_buffers_gb"] > 0
-    assert applied["weights_moved_gb"] > applied["weight_buffers_gb"]
-    assert "weights_on_host_gb" not in read_json(there.applied)
-
-
-@pytest.mark.parametrize("name", ["tied, loss over chunks", "4 bits"])
-def test_estimate_counts_host_and_device_weights(trained, name):
-    run = trained(ON, **RECIPES[name])
-    applied, spec = read_json(run.applied), Experiment.model_validate(read_json(run.spec_json))
-    model = shape_of(spec.model)
-    how = plan_of(spec, model)
-    assert applied["weights_on_host_gb"] * GIB == pytest.approx(weights.on_host(model, how), rel=0.02)
-    assert applied["weight_buffers_gb"] * GIB == pytest.approx(weights.buffers(model, how), rel=0.1)  # rounded up
-
-
 NAN = 255  # in each byte
 
 
@@ -114,11 +89,27 @@ class TooEarly(WeightStream):
         return None if expected is None else max(0, min(LAYERS - 1, 2 * expected - index))
 
 
-@pytest.mark.parametrize("name", ["two passes a step, evaluated", "4 bits"])
-def test_weights_are_read_only_in_their_turn(trained, monkeypatch, name):
-    expected = figures(trained(ON, **RECIPES[name]))
+@pytest.mark.parametrize("name", RECIPES)
+def test_losses_gradients_and_adapters_equal_those_on_the_device(trained, monkeypatch, name):
+    """The estimate counts the same weights, and a layer's weights are read only in its turn."""
+    monkeypatch.setattr(fused_lora, "_group", lambda layers, spec: fused_lora.BesideGroup(layers, torch.float32))
+    there, away = (trained(on, **RECIPES[name]) for on in ({"gradient_checkpointing": True}, ON))
+    assert figures(away) == figures(there)
+    assert figures(away)[0][1:] != figures(away)[-1][1:]
+    ours, theirs = (load_file(next(run.adapter.glob("adapter_model*"))) for run in (away, there))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    applied = read_json(away.applied)
+    assert applied["weights_on_host_gb"] > applied["weight_buffers_gb"] > 0
+    assert applied["weights_moved_gb"] > applied["weight_buffers_gb"]
+    assert "weights_on_host_gb" not in read_json(there.applied)
+    spec = Experiment.model_validate(read_json(away.spec_json))
+    model = shape_of(spec.model)
+    how = plan_of(spec, model)
+    assert applied["weights_on_host_gb"] * GIB == pytest.approx(weights.on_host(model, how), rel=0.02)
+    assert applied["weight_buffers_gb"] * GIB == pytest.approx(weights.buffers(model, how), rel=0.1)  # rounded up
     monkeypatch.setattr(weight_offload, "WeightStream", Poisoned)
-    assert figures(trained(ON, **RECIPES[name])) == expected
+    assert figures(trained(ON, **RECIPES[name])) == figures(away)
 
 
 def test_early_overwrite_of_a_buffer_is_noticed(trained, monkeypatch):
