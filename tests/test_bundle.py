@@ -86,7 +86,7 @@ def command(*arguments: object, **variables: str) -> subprocess.CompletedProcess
 def test_manifest_has_every_file_with_its_hash(bundled):
     files = members(bundled)
     manifest = json.loads(files.pop("manifest.json"))
-    assert (manifest["schema"], manifest["made_at"]) == (1, "2026-01-02T03:04:05Z")
+    assert manifest["schema"] == 1
     assert manifest["ftbench"]
     assert {name: entry["sha256"] for name, entry in manifest["files"].items()} == {
         name: hashlib.sha256(data).hexdigest() for name, data in files.items()

@@ -13,9 +13,10 @@ from markupsafe import Markup, escape
 
 from ftbench import __version__
 from ftbench.core import units
+from ftbench.core.hardware import canonical_name
 from ftbench.core.learning import learned
 from ftbench.report.compare.pairs import steps_of
-from ftbench.report.data.cells import Cell, Run, number_of
+from ftbench.report.data.cells import TOKENS, Cell, Run, number_of
 from ftbench.report.data.collect import Record, figure
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.report.data.names import cell_names
@@ -72,7 +73,7 @@ def page(report: Report) -> str:
     columns = [column for column in zip(table.headings, table.words, strict=True) if column[0] != NUMBER]
     text = environment.from_string(_asset("page.html")).render(
         title=_title(answer, len(report.records)), answer=answer, evidence=_evidence(answer, report.records, numbers),
-        bars=_bars(answer), groups=groups,
+        bars=_bars(answer, report), groups=groups,
         sections=[each for each in report.sections if each is not answer and each not in groups],
         context=table.title, columns=columns, notes=table.notes, rows=_rows(report.records, table.headings, table.rows),
         states=sorted({str(record["state"]) for record in report.records}), curves=_curves(report.records),
@@ -112,9 +113,11 @@ def _evidence(answer: Section | None, records: Sequence[Record], numbers: Sequen
     return [[by_path[path] for path in point.runs if path in by_path] for point in (answer.points if answer else ())]
 
 
-def _bars(answer: Section | None) -> list[Bar]:
-    """Return a bar per recipe: tokens per second, with the 95 % interval."""
-    records = [record for record in answer.records if record.get("tokens_per_s")] if answer else []
+def _bars(answer: Section | None, report: Report) -> list[Bar]:
+    """Return a bar per recipe, or per recipe and GPU if these are compared: tokens per second, with the interval."""
+    compared = [record for section in report.sections for record in section.records if record.get("axis") == "gpu"]
+    rows = [_by_gpu(record) for record in compared] or (answer.records if answer else [])
+    records = [record for record in rows if record.get("tokens_per_s")]
     longest = max((record["tokens_per_s_high"] or record["tokens_per_s"] for record in records), default=1.0)
     bars = []
     for record in records:
@@ -126,6 +129,15 @@ def _bars(answer: Section | None) -> list[Bar]:
             100 * low / longest if known else None, 100 * (high - low) / longest if known else 0.0, record["numbers"],
         ))  # fmt: skip
     return bars
+
+
+def _by_gpu(record: Record) -> Record:
+    """Return a record of a comparison by GPU as a record of the answer."""
+    parts = [record[name] for name in ("model.id", "data", "name") if name in record]
+    return {
+        "recipe": ", ".join([*parts, canonical_name(record["value"])]), "tokens_per_s": record[TOKENS],
+        "tokens_per_s_low": None, "tokens_per_s_high": None, "runs": record["runs"], "numbers": record["numbers"],
+    }  # fmt: skip
 
 
 # --- the runs --------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def make(paths: Sequence[Path], output: Path) -> Made:
                 hashes[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
                 hashes[name] |= {"redacted": count} if count else {}
                 _add(tar, name, data)
-            manifest = {"schema": SCHEMA, "ftbench": __version__, "made_at": _made_at(sources), "files": hashes}
+            manifest = {"schema": SCHEMA, "ftbench": __version__, "files": hashes}
             _add(tar, MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
         os.replace(temporary, output)
     except OSError as error:
@@ -152,12 +152,6 @@ def _clean_document(text: str) -> str | None:
     except (ValueError, RecursionError):
         return None
     return text if cleaned == document else json.dumps(cleaned, ensure_ascii=False, indent=1) + "\n"
-
-
-def _made_at(sources: dict[str, Path]) -> str | None:
-    """Return the time when the last run ended. With today's date, equal runs would give different bundles."""
-    ends = [read_state(RunDir(path.parent)).get("ended_at") for path in sources.values() if path.name == "state.json"]
-    return max((end for end in ends if isinstance(end, str)), default=None)
 
 
 class _Limited(io.RawIOBase):

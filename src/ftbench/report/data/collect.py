@@ -1,11 +1,8 @@
 """Read run directories into records: one flat dict per run, all with the same keys."""
 
-import hashlib
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +10,7 @@ from ftbench.core.rows import RunSummary
 from ftbench.core.units import reworded
 from ftbench.errors import SpecError
 from ftbench.spec.methods import METHODS
-from ftbench.store.rundir import MOST_CSV_BYTES, RunDir, open_plain_file, read_json, require_runs
+from ftbench.store.rundir import RunDir, read_json, require_runs
 from ftbench.store.summary import as_dict, read_summary
 
 Record = dict[str, Any]
@@ -102,27 +99,17 @@ def _runs(paths: Sequence[Path]) -> list[RunDir]:
         directories |= {run.path.resolve() if len(paths) > 1 else run.path: run for run in runs}
     if not directories:
         raise SpecError(f"{', '.join(map(str, paths))}: contains no run: name a run, a folder of runs or a bundle")
-    keys = {path: (run.run_id, _size(run.steps)) for path, run in directories.items()}
-    times, distinct = Counter(keys.values()), dict[Any, RunDir]()
-    for path, run in directories.items():  # hash only possible copies: hashing every run is slower than the report
-        distinct.setdefault(_content(run) if times[keys[path]] > 1 else path, run)
-    return list(distinct.values())
+    # A copy, for example in a bundle, is not a second repeat.
+    return list({_copy_key(run): run for run in reversed(directories.values())}.values())[::-1]
 
 
-def _size(path: Path) -> int | None:
-    with suppress(OSError):
-        return path.stat().st_size
-    return None
-
-
-def _content(run: RunDir) -> Any:
-    """Return a key that is equal for copies of a run. A copy, for example in a bundle, is not a second repeat."""
+def _copy_key(run: RunDir) -> Any:
+    """Return a key that is equal for copies of a run: its id, end, and size of steps.csv."""
     try:
-        with open_plain_file(run.steps, MOST_CSV_BYTES) as file:
-            steps = hashlib.file_digest(file, "sha256").digest()
-    except (OSError, ValueError):
-        return run.path.resolve()
-    return run.run_id, steps, read_json(run.state).get("ended_at")
+        size, ended = run.steps.stat().st_size, read_json(run.state).get("ended_at")
+    except OSError:
+        size = ended = None
+    return (run.run_id, size, ended) if size and ended else run.path.resolve()
 
 
 def _unpacked(path: Path) -> Path:

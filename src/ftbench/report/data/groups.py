@@ -1,6 +1,6 @@
 """Group runs into repeats and cells, name them, and merge the records of repeats."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,20 +138,10 @@ def _merged(group: Sequence[Record]) -> Record:
     if len(group) > 1 and (cold := [record for record in succeeded if cache_of(record) == "cold"]):
         figures["first_step_s"] = geometric_mean(known(cold, "first_step_s"))
     failed = [record for record in group if record["state"] != "ok"]
-    warnings = dict.fromkeys(_warnings(group))
+    warnings = dict.fromkeys(warning for record in group for warning in record["warnings"])
     if succeeded and failed:
         how = failed[0]["reason"] or failed[0]["state"]
         warnings |= {f"{len(failed)} of {len(group)} repeats failed: {how}": None}
     count = str(len(group)) if len(succeeded) == len(group) else f"{len(succeeded)} of {len(group)}"
     return first | figures | {RUNS: count, "warnings": list(warnings)}
 
-
-def _warnings(group: Sequence[Record]) -> Iterator[str]:
-    """Yield each warning once, with the repeats that have it unless all have it."""
-    holders: dict[str, list[str]] = {}
-    for number, record in enumerate(group, 1):
-        for warning in record["warnings"]:
-            holders.setdefault(warning, []).append(str(number))
-    for warning, numbers in holders.items():
-        which = f"repeat{'s' * (len(numbers) > 1)} {', '.join(numbers)} of {len(group)}: "
-        yield warning if len(numbers) == len(group) else which + warning
