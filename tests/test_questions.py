@@ -150,7 +150,8 @@ def test_why_was_my_run_slow(ftbench, slow, tmp_path):
     assert "the GPU worked 35 % of the time and waited for the CPU in the rest" in words(launched)
     assert "--set optimizations.compile=on" in launched
 
-    commands = [line.strip() for line in waited.splitlines() if line.strip().startswith("ftbench run ")]
+    lines = waited.replace("\\\n", "").splitlines()
+    commands = [line.strip() for line in lines if line.strip().startswith("ftbench run ")]
     assert commands
     for line in commands:
         pretended = ["--set", "launch.mock=ok", "--out", tmp_path / "out"]

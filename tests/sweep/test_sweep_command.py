@@ -298,7 +298,8 @@ def test_commands_of_a_dry_run_make_the_runs_of_the_sweep(tmp_path):
     assert text.returncode == 0, text.stderr
     assert text.stdout.count("pending") == 4
     assert not out.exists()
-    commands = [shlex.split(line) for line in text.stdout.splitlines() if line.strip().startswith("ftbench run")]
+    lines = text.stdout.replace("\\\n", "").splitlines()
+    commands = [shlex.split(line) for line in lines if line.strip().startswith("ftbench run")]
     planned = json.loads(ftbench(*arguments, "--dry-run", "--json").stdout)
     assert [line["command"] for line in planned] == commands
     assert {line["state"] for line in planned} == {"pending"}

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -78,6 +79,22 @@ def folded(text: str, width: int | None = None) -> str:
     mark, _, words = text.partition(" ")
     cells = [mark, words.lstrip()] if mark in ("-", "") else [text]
     return text_table([""] * len(cells), [cells], width or terminal_width() or _PAGE)
+
+
+def folded_command(command: str, indent: int = 2) -> str:
+    """Return a shell command in indented lines that fit the terminal. A broken line ends in a backslash.
+
+    An option and its value stay together. A longer word is not broken.
+    """
+    width, lines, part = terminal_width() or _UNLIMITED, [""], ""
+    words = shlex.split(command)
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        part = f"{part} {shlex.quote(word)}".lstrip()
+        if following.startswith("--") or not word.startswith("--"):
+            if lines[-1] and indent + cell_len(f"{lines[-1]} {part} \\") > width:
+                lines.append(" ")
+            lines[-1], part = f"{lines[-1]} {part}" if lines[-1] else part, ""
+    return " \\\n".join(" " * indent + line for line in lines)
 
 
 def _least_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[int]:

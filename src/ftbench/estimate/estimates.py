@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.hardware import Gpu
+from ftbench.core.table import folded_command
 from ftbench.core.units import gibibytes
 from ftbench.errors import SpecError
 from ftbench.estimate import text
@@ -148,7 +149,7 @@ def _alternative(
     where = "" if request.gpu is None or len(gpus_named(request.gpu)) == 1 else f" on {target.name}"
     needed = f"{gibibytes(memory.device.expected)} of {gibibytes(memory.total)} GiB{where}"
     record = {"command": command, "device_gb": asdict(memory.device)}
-    return f"The fastest settings that fit take {needed}:\n{spec_file.on_lines(command)}", record
+    return f"The fastest settings that fit take {needed}:\n{folded_command(command)}", record
 
 
 def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experiment:

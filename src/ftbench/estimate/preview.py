@@ -9,10 +9,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rich.cells import chop_cells
+
 from ftbench.core import stats, units
 from ftbench.core.data_files import read_file
 from ftbench.core.data_formats import Example
 from ftbench.core.processes import run_program
+from ftbench.core.table import folded, terminal_width
 from ftbench.errors import DataError, MissingError, SpecError
 from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import MOST_SAMPLES, file_lengths, lengths_of
@@ -142,22 +145,26 @@ def as_text(document: Mapping[str, Any]) -> str:
         fewer = f"computes {gain:.2f} times fewer (optimizations.packing)"
         packing = f"; packing {fewer if gain > 1 else 'would compute more here'}"
     what, size = "prompt" if prompts else "sample" if gain else "sequence", document["batch_size"]
-    lines = [
+    above = [
         f"{document['dataset']}: {units.some(document['rows'], 'row')}, {document['format']}",
         f"tokens per {what}: mean {tokens['mean']:.0f}, half up to {tokens['p50']:.0f}, "
         f"90 % up to {tokens['p90']:.0f}, longest {units.count(tokens['max'])} ({document['source']})",
-        *_histogram(tokens["histogram"]),
+    ]
+    below = [
         *_lines_of_images(document["images"]),
         _beyond(document),
         f"padding: {units.percent(document['padding'])} of the positions "
         + (f"of a step's {units.some(size, 'prompt')}" if prompts else f"at batch {size}{packing}"),
     ]
+    lines = [*map(folded, above), *_histogram(tokens["histogram"]), *map(folded, below)]
     if document["samples"]:
         lines += ["", "samples, without the model's chat template:"]
     for sample in document["samples"]:
         text = sample["text"]
         more = f" … ({units.some(len(text) - _LETTERS, 'character')} more)" if len(text) > _LETTERS else ""
-        lines += [f"--- row {sample['row']}", text[:_LETTERS] + more]
+        lines.append(f"--- row {sample['row']}")
+        for line in (text[:_LETTERS] + more).split("\n"):
+            lines += chop_cells(line, terminal_width() or len(line) * 2) or [""]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.hardware import canonical_name, capability_of, limited_gpu
 from ftbench.core.rows import FIELDS, LATER, RunSummary
-from ftbench.core.table import folded
+from ftbench.core.table import folded, folded_command
 from ftbench.core.units import reworded
 from ftbench.errors import FtbenchError, SpecError
 from ftbench.report.answer import rank_text
@@ -42,7 +42,7 @@ class Suggestion:
 
     @property
     def text(self) -> str:
-        return folded(f"try:     {self.name}: {self.effect}") + f"\n         {self.command}"
+        return folded(f"try:     {self.name}: {self.effect}") + "\n" + folded_command(self.command, 9)
 
 
 @dataclass(frozen=True, slots=True)

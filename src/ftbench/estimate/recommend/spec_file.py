@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from ftbench.core.table import terminal_width
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.load import SHORT_FORMS, load, shipped_recipes
@@ -17,8 +16,6 @@ from ftbench.spec.model_argument import options_of
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.reading import as_text
 from ftbench.store.summary import optimizations_on
-
-_WIDTH = 120  # of the lines of a command
 
 _COMMENTS = {
     "model": "weights: random needs no download",
@@ -119,17 +116,6 @@ def run_command(path: Path, sets: Sequence[str], best: Experiment) -> str:
         with suppress(SpecError):  # a recipe and the spec may exclude each other
             commands.append([*given, *changed_keys(load(path, given), best)])
     return shlex.join(["ftbench", "run", str(path), *options_of(min(commands, key=len))])
-
-
-def on_lines(command: str) -> str:
-    """Return an indented command for a terminal, continued on further lines if it is long."""
-    lines, width = [""], (terminal_width() or _WIDTH) - 8
-    for word in shlex.split(command):
-        follows = lines[-1].endswith(("--recipe", "--dataset", "--length"))  # the value of this option
-        if lines[-1] and not follows and len(lines[-1]) + len(word) > width:
-            lines.append(" ")
-        lines[-1] += f" {shlex.quote(word)}" if lines[-1] else word
-    return "  " + " \\\n  ".join(lines)
 
 
 def changed_keys(spec: Experiment, other: Experiment) -> list[str]:

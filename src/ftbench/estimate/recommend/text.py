@@ -6,9 +6,9 @@ from dataclasses import asdict
 from typing import Any
 
 from ftbench.core import units
-from ftbench.core.table import folded, text_table
+from ftbench.core.table import folded, folded_command, text_table
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss
-from ftbench.estimate.recommend.spec_file import on_lines, spec_file, spec_values, way_words
+from ftbench.estimate.recommend.spec_file import spec_file, spec_values, way_words
 from ftbench.estimate.text import LAUNCH_BOUND, LIMITS
 from ftbench.estimate.time.duration import FORMULA, SHEET
 from ftbench.spec.experiment import Experiment
@@ -34,7 +34,7 @@ def as_text(answer: Recommendation, command: str = "", every: bool = False) -> s
             "",
             folded(_answer(answer.options[0], goal)),
         ]
-        lines += [on_lines(command)] if command else []
+        lines += [folded_command(command)] if command else []
         lines += ["", *map(folded, _notes(answer))]
         if not every and (more := len(answer.options) - len(per_gpu)):
             lines.append(folded(f"{units.some(more, 'more way')} fit and meet the limits: --all lists them"))

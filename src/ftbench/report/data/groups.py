@@ -144,4 +144,3 @@ def _merged(group: Sequence[Record]) -> Record:
         warnings |= {f"{len(failed)} of {len(group)} repeats failed: {how}": None}
     count = str(len(group)) if len(succeeded) == len(group) else f"{len(succeeded)} of {len(group)}"
     return first | figures | {RUNS: count, "warnings": list(warnings)}
-
