@@ -123,12 +123,12 @@ def test_similar_notes_are_merged(ftbench, tmp_path):
     assert notes == ["note: #1, #3: single steps show up to 789 W (similar: #2, #4)"]
 
 
-def test_note_of_a_merged_row_names_the_repeat(ftbench, tmp_path):
+def test_merged_row_has_the_warnings_of_all_repeats(ftbench, tmp_path):
     make_run(tmp_path, "a-r1", steps(seed=1))
     make_run(tmp_path, "a-r2", steps(seed=2), applied={"warnings": ["hot"]})
     make_run(tmp_path, "b-r1", steps(seed=3), spec=method("full"))
     out = ftbench("report", tmp_path, "--rows", "merge")[1]
-    assert [line for line in out.splitlines() if "hot" in line] == ["note: #2: repeat 2 of 2: hot"]
+    assert [line for line in out.splitlines() if "hot" in line] == ["note: #2: hot"]
 
 
 def test_title_skips_empty_values(ftbench, tmp_path):

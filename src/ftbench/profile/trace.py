@@ -5,7 +5,6 @@ Times are milliseconds since the first profiled step. The spans of a thread nest
 
 from __future__ import annotations
 
-import gc
 import gzip
 import json
 import re
@@ -76,16 +75,11 @@ class Trace:
 def read(path: Path) -> Trace:
     """Return the trace in a .json or .json.gz file. Raise TraceError if it is invalid or has no profiled step."""
     trace = Trace()
-    collecting = gc.isenabled()
-    gc.disable()  # looking for cycles among a million spans takes a third of the time
     try:
         gpus = _read_events(path, trace).get("deviceProperties") or [{}]
         trace.gpu = gpus[0].get("name")
     except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise TraceError(f"{path}: cannot be read as a trace ({error}); profile again") from None
-    finally:
-        if collecting:
-            gc.enable()
     if not trace.steps:
         raise TraceError(f"{path}: contains no profiled step; profile again")
     _settle(trace)

@@ -9,7 +9,7 @@ from ftbench.core.compare import Ratio
 from ftbench.core.learning import INCONCLUSIVE
 from ftbench.core.stats import grouped_by
 from ftbench.report.compare.pairs import learning_of, pair_of
-from ftbench.report.data.cells import PEAK, SAMPLES, TOKENS, Cell, number_of
+from ftbench.report.data.cells import PEAK, TOKENS, Cell, number_of
 from ftbench.report.document import ANSWER, Point, Section, Table
 from ftbench.report.ranking import Ranking, left_out_text, rankings, rate_of, unusable
 
@@ -59,7 +59,7 @@ def _winner(ranking: Ranking) -> Point:
     winner, count = ranking.winner, len(ranking.best)
     rank = f"is the fastest of {count} recipes" if count > 1 else "is the only recipe"
     figures = [f"{units.rate(winner.figure(TOKENS))} tokens/s" if winner.figure(TOKENS) else
-               f"{units.rate(_hourly(winner))} samples/h"]  # fmt: skip
+               f"{units.rate(winner.samples_per_hour)} samples/h"]  # fmt: skip
     if winner.figure(TOKENS) and (ends := winner.speed_interval()):
         figures[0] += f" (95 %: {units.rate(ends[0])} to {units.rate(ends[1])})"
     if peak := winner.figure(PEAK):
@@ -75,11 +75,6 @@ def _rounds(ranking: Ranking) -> str:
         return ""
     words = [_NUMBERS.get(number, str(number)) for number in dict.fromkeys((least, most))]
     return f": {' to '.join(words)} rounds, one card, one commit"
-
-
-def _hourly(cell: Cell) -> float | None:
-    rate = cell.figure(SAMPLES)
-    return None if rate is None else rate * 3600
 
 
 def _lead(ranking: Ranking) -> Point:
@@ -205,7 +200,7 @@ def _records(ranking: Ranking) -> list[dict[str, Any]]:
         ends = cell.speed_interval() or (None, None)
         records.append({
             "recipe": ranking.name(cell), "batch": cell.batch, "tokens_per_s": cell.figure(TOKENS),
-            "tokens_per_s_low": ends[0], "tokens_per_s_high": ends[1], "samples_per_hour": _hourly(cell),
+            "tokens_per_s_low": ends[0], "tokens_per_s_high": ends[1], "samples_per_hour": cell.samples_per_hour,
             "peak_gb": cell.figure(PEAK), "runs": len(cell.runs), "baseline": ranking.name(baseline),
             "ratio": ratio.value if ratio else None, "low": ratio.low if ratio else None,
             "high": ratio.high if ratio else None, "verdict": ratio.verdict if ratio else None,

@@ -146,12 +146,10 @@ def _check(request: Request) -> None:
         problems.append("--sort applies to the table of runs: remove --compare or --against")
     if request.against is None and request.fail_above is not None:
         problems.append("--fail-above needs --against with the folder of the earlier runs")
-    if request.against is not None and request.compare is not None:
-        problems.append("--against and --compare cannot be combined: run the command twice")
-    others = {"--answers": request.answers, "--prices": request.prices, "--hours": request.hours,
-              "--rows": request.repeats != "auto"}  # fmt: skip
-    if request.against is not None and any(others.values()):
-        given = " and ".join(name for name, value in others.items() if value)
+    others = {"--compare": request.compare, "--answers": request.answers, "--prices": request.prices,
+              "--hours": request.hours, "--rows": request.repeats != "each"}  # fmt: skip
+    given = " and ".join(name for name, value in others.items() if value)
+    if request.against is not None and given:
         problems.append(f"--against cannot be combined with {given}: leave it out")
     if request.hours is not None and not 0 < request.hours < 24 * 366:
         problems.append(f"--hours {request.hours:g}: give a number of hours above 0, for example 8")

@@ -42,7 +42,7 @@ class Suggestion:
 
     @property
     def text(self) -> str:
-        return folded(f"try:     {self.name}: {self.effect}") + "\n" + folded_command(self.command, 9)
+        return folded(f"try:     {self.name}: {self.effect}") + "\n" + folded_command(self.command)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,13 @@ TOLERANCE = 1e-9
 
 @dataclass(slots=True)
 class Verdict:
-    """The result: reasons not to trust the bundle, parts that could not be compared, and notes; one sentence each."""
+    """The result: reasons not to trust the bundle, and parts that could not be compared; one sentence each."""
 
     runs: int = 0
     files: int = 0
     figures: int = 0
     problems: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 def verify(path: Path) -> Verdict:
@@ -61,7 +60,7 @@ def verify(path: Path) -> Verdict:
 
 
 def as_text(verdict: Verdict, path: Path) -> str:
-    """Return a line per problem and note, and a summary."""
+    """Return a line per problem and unchecked part, and a summary."""
     count = len(verdict.problems)
     agree = f"{count} {'does' if count == 1 else 'do'} not agree" if count else "every hash and every figure agrees"
     if verdict.unchecked:
@@ -69,7 +68,7 @@ def as_text(verdict: Verdict, path: Path) -> str:
     counts = {"run": verdict.runs, "file": verdict.files, "figure": verdict.figures}
     last = f"{path}: {', '.join(units.some(number, noun) for noun, number in counts.items())}: {agree}"
     unchecked = (f"not checked: {text}" for text in verdict.unchecked)
-    return "\n".join([*verdict.problems, *unchecked, *(f"note: {note}" for note in verdict.notes), last])
+    return "\n".join([*verdict.problems, *unchecked, last])
 
 
 def _check_summary(run: RunDir, name: str, verdict: Verdict) -> None:
@@ -88,8 +87,6 @@ def _check_summary(run: RunDir, name: str, verdict: Verdict) -> None:
     computed = {key: value for key, value in computed.items() if key in written or key not in LATER}
     old, new = written.pop("warnings", []), computed.pop("warnings")
     verdict.problems += [f"{name}: its summary lacks the warning: {text}" for text in _missing_from(old, new)]
-    verdict.notes += [f"{name}: its summary has a warning without evidence in its files: {text}"
-                      for text in _missing_from(new, old)]  # fmt: skip
     for key, stored, expected in _leaves(written, computed):
         verdict.figures += 1
         if not _same(stored, expected):

@@ -33,7 +33,7 @@ from ftbench.report.data.axes import (
     value_at,
     varying_keys,
 )
-from ftbench.report.data.cells import ENERGY, PEAK, SAMPLES, TOKENS, Cell, number_of, run_of
+from ftbench.report.data.cells import ENERGY, PEAK, TOKENS, Cell, number_of, run_of
 from ftbench.report.data.names import cell_names
 from ftbench.report.document import Section, Table, table_of
 from ftbench.report.runs_table import MOST_NAMED
@@ -186,7 +186,7 @@ def _peak(cell: Cell, pair: Pair | None) -> str:
 
 
 _FIGURES: dict[str, Callable[[Cell, Pair | None], str]] = {
-    "samples/h": lambda cell, _: units.rate(_hourly(cell)),
+    "samples/h": lambda cell, _: units.rate(cell.samples_per_hour),
     "speed": lambda cell, pair: change(pair.speed) if pair else _absolute(cell),
     "peak GiB": _peak,
     "first step": first_step_text,
@@ -201,11 +201,6 @@ def _absolute(cell: Cell) -> str:
     """Return the speed of a baseline."""
     rate = cell.figure(TOKENS)
     return "" if rate is None else f"{units.rate(rate)} tokens/s"
-
-
-def _hourly(cell: Cell) -> float | None:
-    rate = cell.figure(SAMPLES)
-    return None if rate is None else rate * 3600
 
 
 # --- below the table -------------------------------------------------------------------------------------------------
@@ -254,7 +249,7 @@ def _record(comparison: Comparison, cell: Cell, pair: Pair | None, keys: Sequenc
         "method": cell.facts.get("method.name"), "batch_size": cell.facts.get("train.batch_size"),
         "optimizations": value_at(OPTIMIZATIONS, cell.facts) or NO_OPTIMIZATION,
         "state": cell.state, "runs": len(cell.runs), "runs_ok": len(cell.ok),
-        "samples_per_hour": _hourly(cell),
+        "samples_per_hour": cell.samples_per_hour,
         **{name: cell.figure(name) for name in (TOKENS, PEAK, ENERGY)}, **first_step_of(cell),
         "run_ids": " ".join(run.run_id for run in cell.runs),
         "numbers": " ".join(number_of(run.record) for run in cell.runs),

@@ -146,6 +146,11 @@ class Cell:
         """Return the geometric mean of a figure over the valid runs."""
         return geometric_mean(self.values(name))
 
+    @property
+    def samples_per_hour(self) -> float | None:
+        rate = self.figure(SAMPLES)
+        return None if rate is None else rate * 3600
+
     def speed_interval(self) -> tuple[float, float] | None:
         """Return the 95 % interval of the tokens per second, with the spread between sittings."""
         spread = LAUNCH_BOUND_SPREAD if self.launch_bound else SITTING_SPREAD
