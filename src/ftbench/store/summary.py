@@ -95,7 +95,7 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
         _speed(summary, steady)
         if rate := summary.tokens_per_s.get("real") if summary.ranks else None:
             summary.ranks["tokens_per_s_per_gpu"] = rate / summary.ranks["count"]
-        _flops(summary, steady, config, machine)
+        _flops(summary, steady, documents)
         summary.energy, sentences = rates.energy(steady, machine)
         summary.warnings += sentences
         summary.drift = run_warnings.drift(steady)
@@ -199,14 +199,16 @@ def _rate(counts: Sequence[int | None], window: float) -> float | None:
     return None if None in counts else total(counts) / window
 
 
-def _flops(summary: RunSummary, steady: Sequence[StepRow], config: dict[str, Any], machine: dict[str, Any]) -> None:
+def _flops(summary: RunSummary, steady: Sequence[StepRow], documents: dict[str, dict[str, Any]]) -> None:
     """Set model TFLOP/s, MFU, HFU and the bottleneck.
 
     A utilization above 100 % means that a count or a table is wrong. It becomes a warning and the field stays empty.
     """
+    config, machine = documents["applied"], documents["machine"]
     tflops = rates.of_steps(steady, config, summary.dataset)
     precision = config.get("product_precision", "")
-    gpu, count = hardware.find_gpu(summary.gpu) if summary.gpu else None, summary.ranks.get("count", 1)
+    gpu = hardware.find_gpu(summary.gpu) if summary.gpu else None
+    count = summary.ranks.get("count") or documents["spec_json"].get("launch", {}).get("gpus", 1)  # without rank files
     peak = _times(gpu.peak_tflops(precision) if gpu else None, count)
     measured = _times((machine.get("ceilings") or {}).get("tflops", {}).get(precision), count)
     if tflops:
