@@ -147,7 +147,7 @@ def _check(request: Request) -> None:
     if request.against is None and request.fail_above is not None:
         problems.append("--fail-above needs --against with the folder of the earlier runs")
     others = {"--compare": request.compare, "--answers": request.answers, "--prices": request.prices,
-              "--hours": request.hours, "--rows": request.repeats != "each"}  # fmt: skip
+              "--hours": request.hours, "--rows": request.repeats not in ("auto", "each")}  # fmt: skip
     given = " and ".join(name for name, value in others.items() if value)
     if request.against is not None and given:
         problems.append(f"--against cannot be combined with {given}: leave it out")
