@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +106,11 @@ def _runs(paths: Sequence[Path]) -> list[RunDir]:
 
 def _copy_key(run: RunDir) -> Any:
     """Return a key that is equal for copies of a run: its id, end, and size of steps.csv."""
-    try:
-        size, ended = run.steps.stat().st_size, read_json(run.state).get("ended_at")
-    except OSError:
-        size = ended = None
-    return (run.run_id, size, ended) if size and ended else run.path.resolve()
+    ended = read_json(run.state).get("ended_at")
+    with suppress(OSError):
+        if ended:
+            return run.run_id, run.steps.stat().st_size, ended
+    return run.path.resolve()
 
 
 def _unpacked(path: Path) -> Path:
