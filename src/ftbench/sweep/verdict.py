@@ -184,7 +184,7 @@ def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Limits of one kind of error: half of the stated budget for medians, or from plain bfloat16's own errors.
+    """Limits of one kind of error: half of the stated budget for medians, or plain bfloat16's own errors if larger.
 
     A direction error sums over all elements, so medians of a few tensors are stable. A norm's error scatters around 0:
     its median over a few tensors can be small by chance, so the root mean square over all tensors counts too. An error
@@ -196,19 +196,16 @@ class _Limits:
     direction: "_Limits | None"
 
     def of_median(self, members: Sequence[str]) -> float:
-        if self.budget is not None:
-            return self.budget / 2
         typical = _root_mean_square if self.direction else _median
         sizes = [max(_median(other.get(name, 0.0) for name in members), typical(other.values()))
                  for other in self.rounding]  # fmt: skip
         longer = self.direction.of_median(members) ** 2 / 2 if self.direction else 0.0
-        return max(FACTOR * max(sizes, default=0.0), longer)
+        return max(FACTOR * max(sizes, default=0.0), longer, (self.budget or 0.0) / 2)
 
     def of_tensor(self) -> float:
-        if self.budget is not None:
-            return self.budget
         largest = max((error for other in self.rounding for error in other.values()), default=0.0)
-        return max(ONE_TENSOR * largest, self.direction.of_tensor() ** 2 / 2 if self.direction else 0.0)
+        longer = self.direction.of_tensor() ** 2 / 2 if self.direction else 0.0
+        return max(ONE_TENSOR * largest, longer, self.budget or 0.0)
 
 
 def _limits(names: Sequence[str], allowed: Sequence[_Errors], point: str, change: str, what: str) -> _Limits:
