@@ -24,7 +24,6 @@ _MAX_LINE = 2000  # characters of a line on stderr; a longer one repeats a long 
 # Former names of options, by command. They still work, with a notice on stderr.
 RENAMED_OPTIONS = {
     "recommend": {"--objective": "--goal"},
-    "ablate": {"--objective": "--goal"},
     "parity": {"--against": "--reference"},
     "sweep": {"--gpus": "--gpu-ids"},
     "report": {"--repeats": "--rows"},
