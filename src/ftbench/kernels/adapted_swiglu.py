@@ -20,7 +20,6 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 from ftbench.kernels.delayed_cast import scale_to, shortened
-from ftbench.kernels.operation import operation
 
 TILE = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
 PARTS = 8  # parts of the columns (forward) or rows (backward); a program loops over the tiles of one part
@@ -136,15 +135,7 @@ def constants_of(rank: int, dtype: torch.dtype, small: torch.dtype, interpreted:
     return {"RANK": max(16, triton.next_power_of_2(rank)), "TYPE": TYPE, "LIMIT": torch.finfo(small).max, **TILE}
 
 
-def _fake_gate_and_cast(
-    base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, a: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens = base.shape[0]
-    small = base.new_empty(tokens, base.shape[1] // 2, dtype=dtype)
-    return small, maxima.new_empty(()), base.new_empty(tokens, a.shape[0])
-
-
-@operation(fake=_fake_gate_and_cast)
+@torch.library.custom_op("ftbench::gate_and_cast", mutates_args=())
 def gate_and_cast(
     base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, a: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -163,14 +154,16 @@ def gate_and_cast(
     return small, factor, of_rows.sum(0)[:, :down].to(base.dtype).contiguous()
 
 
-def _fake_gate_gradients(
-    dout: torch.Tensor, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, thin: torch.Tensor, a: torch.Tensor,
-    maxima: torch.Tensor, dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return torch.empty_like(base, dtype=dtype), maxima.new_empty(()), *map(torch.empty_like, (mid, b, a))
+@gate_and_cast.register_fake
+def _(
+    base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, a: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = base.shape[0]
+    small = base.new_empty(tokens, base.shape[1] // 2, dtype=dtype)
+    return small, maxima.new_empty(()), base.new_empty(tokens, a.shape[0])
 
 
-@operation(fake=_fake_gate_gradients)
+@torch.library.custom_op("ftbench::gate_gradients", mutates_args=())
 def gate_gradients(
     dout: torch.Tensor, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, thin: torch.Tensor, a: torch.Tensor,
     maxima: torch.Tensor, dtype: torch.dtype,
@@ -192,3 +185,11 @@ def gate_gradients(
     db, da = of_columns.sum(0).to(base.dtype).split([2 * columns, columns])
     dmid = of_rows.sum(0)[:, :rank].to(base.dtype)
     return small, factor, dmid.contiguous(), db[:, :rank].clone(), da[:, :down].t().contiguous()
+
+
+@gate_gradients.register_fake
+def _(
+    dout: torch.Tensor, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, thin: torch.Tensor, a: torch.Tensor,
+    maxima: torch.Tensor, dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return torch.empty_like(base, dtype=dtype), maxima.new_empty(()), *map(torch.empty_like, (mid, b, a))

@@ -28,8 +28,6 @@ from typing import Any
 
 import torch
 
-from ftbench.kernels.operation import operation
-
 # Extra columns of a buffer: 128 bytes in a 16-bit type. If rows are not a multiple of them, torch.compile pads GPU
 # buffers (torch._inductor.config.padding_alignment_bytes) and copies them for custom operations.
 ALIGNED = 64
@@ -42,14 +40,14 @@ def siblings(name: str) -> tuple[str, Any]:
     return parent, next((names for names in _SIBLINGS if own in names), own)
 
 
-@operation("wide", fake=lambda *_: None)
+@torch.library.custom_op("ftbench::fill_columns", mutates_args=("wide",))
 def fill_columns(wide: torch.Tensor, factor: torch.Tensor, width: int) -> None:
     """Multiply the first `width` columns of `wide` by `factor`, and write the product into the columns after them. This
     is a custom operation because torch.compile would copy all of `wide` to write a part of it."""
     torch.mm(wide[:, :width], factor, out=wide[:, width:])
 
 
-@operation("total", fake=lambda *_: None)
+@torch.library.custom_op("ftbench::add_product", mutates_args=("total",))
 def add_product(total: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> None:
     """Add the product of two thin matrices to `total` in place. torch.addmm with a new output would copy `total`."""
     total.addmm_(x, factor)

@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from ftbench.kernels.operation import operation
-
 BLOCK, PROGRAMS = 4096, 1056  # few programs, because each ends with an atomic operation on one number
 ROOM = constexpr(2.0)
 SMALLEST = constexpr(1e-12)
@@ -56,13 +54,9 @@ def _cast_to_fp8(
     tl.store(factor, 1.0 / scale)
 
 
-def _fake_cast_by_last(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), maxima.new_empty(())
-
-
 # `maxima` is not declared as mutated: torch would copy the layers' numbers, which are views of one buffer, into the
 # graph and back. Nothing reads them before the next step, and writing them twice changes nothing.
-@operation(fake=_fake_cast_by_last)
+@torch.library.custom_op("ftbench::cast_by_last", mutates_args=())
 def cast_by_last(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x in 8 bits and the factor of its products. `maxima` holds the largest value of the previous step (0 if
     unknown) and the largest value since then, which is updated."""
@@ -73,6 +67,11 @@ def cast_by_last(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> t
         limit = torch.finfo(dtype).max
         _cast_to_fp8[grid](x, small, factor, maxima, x.numel(), LIMIT=limit, AGAIN=again, BLOCK=BLOCK, num_warps=8)
     return small, factor
+
+
+@cast_by_last.register_fake
+def _(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), maxima.new_empty(())
 
 
 class Maxima:

@@ -16,8 +16,6 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from ftbench.kernels.operation import operation
-
 
 @triton.jit
 def _scale(values: tensor, columns: tensor, eps: tensor) -> tensor:
@@ -83,14 +81,7 @@ def _total(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     )
 
 
-def _fake_rms_norm_forward(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, room: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = _total(x, residual)
-    return _normed(x if residual is None else total, weight, len(weight), room), total
-
-
-@operation(fake=_fake_rms_norm_forward)
+@torch.library.custom_op("ftbench::rms_norm_forward", mutates_args=())
 def rms_norm_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, room: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,19 +96,20 @@ def rms_norm_forward(
     return normed, total
 
 
+@rms_norm_forward.register_fake
+def _(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, room: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = _total(x, residual)
+    return _normed(x if residual is None else total, weight, len(weight), room), total
+
+
 def _gradients(total: torch.Tensor, room: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     wide = (total.shape[0], total.shape[1] + room) if room else (0,)
     return torch.empty_like(total), total.new_empty(wide, dtype=dtype)
 
 
-def _fake_rms_norm_backward(
-    dnormed: torch.Tensor, dtotal: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor, eps: float,
-    room: int, dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return _gradients(total, room, dtype)
-
-
-@operation(fake=_fake_rms_norm_backward)
+@torch.library.custom_op("ftbench::rms_norm_backward", mutates_args=())
 def rms_norm_backward(
     dnormed: torch.Tensor, dtotal: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor, eps: float,
     room: int, dtype: torch.dtype,
@@ -132,6 +124,14 @@ def rms_norm_backward(
     rows = (dnormed.stride(0), width + room, width, eps)
     _rms_norm_backward[(len(total),)](*given, *rows, SUM=dtotal is not None, WIDE=room > 0, **_block(width))
     return dx, wide
+
+
+@rms_norm_backward.register_fake
+def _(
+    dnormed: torch.Tensor, dtotal: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor, eps: float,
+    room: int, dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return _gradients(total, room, dtype)
 
 
 class RmsNorm(torch.autograd.Function):

@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from triton.language import constexpr, tensor
 
-from ftbench.kernels.operation import operation
-
 
 @triton.jit
 def _turns(cos: tensor, sin: tensor, row: tensor, half: tensor, HALF: constexpr) -> tensor:
@@ -150,15 +148,7 @@ def _blocks(heads: int, pairs: int, width: int) -> dict[str, int]:
             "num_warps": 4 if most * half <= 2048 else 8}  # fmt: skip
 
 
-def _fake_rotary_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_weight: torch.Tensor | None,
-    key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    width = cos.shape[1]
-    return tuple(part.new_empty(part.shape[0], part.shape[1] // width, width) for part in (query, key, value))
-
-
-@operation(fake=_fake_rotary_forward)
+@torch.library.custom_op("ftbench::rotary_forward", mutates_args=())
 def rotary_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_weight: torch.Tensor | None,
     key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float,
@@ -176,15 +166,16 @@ def rotary_forward(
     return made
 
 
-def _fake_rotary_backward(
-    dquery: torch.Tensor, dkey: torch.Tensor, dvalue: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
-    query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
-    eps: float, room: int,
-) -> torch.Tensor:  # fmt: skip
-    return query.new_empty(dquery.shape[0], (dquery.shape[1] + 2 * dkey.shape[1]) * dquery.shape[2] + room)
+@rotary_forward.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_weight: torch.Tensor | None,
+    key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    width = cos.shape[1]
+    return tuple(part.new_empty(part.shape[0], part.shape[1] // width, width) for part in (query, key, value))
 
 
-@operation(fake=_fake_rotary_backward)
+@torch.library.custom_op("ftbench::rotary_backward", mutates_args=())
 def rotary_backward(
     dquery: torch.Tensor, dkey: torch.Tensor, dvalue: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
     query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
@@ -204,6 +195,15 @@ def rotary_backward(
         NORM=query_weight is not None, **_blocks(heads, pairs, width),
     )  # fmt: skip
     return out
+
+
+@rotary_backward.register_fake
+def _(
+    dquery: torch.Tensor, dkey: torch.Tensor, dvalue: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
+    query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
+    eps: float, room: int,
+) -> torch.Tensor:  # fmt: skip
+    return query.new_empty(dquery.shape[0], (dquery.shape[1] + 2 * dkey.shape[1]) * dquery.shape[2] + room)
 
 
 class RotaryHeads(torch.autograd.Function):

@@ -15,8 +15,6 @@ import triton.language as tl
 from torch.nn import functional as F
 from triton.language import constexpr, tensor
 
-from ftbench.kernels.operation import operation
-
 BLOCK = 1024  # columns of a program
 
 
@@ -39,11 +37,7 @@ def _swiglu_backward(
     tl.store(to + columns, (d * g * s).to(both.dtype.element_ty), mask=there)
 
 
-def _fake_swiglu_backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, room: int) -> torch.Tensor:
-    return gate.new_empty(gate.shape[0], 2 * gate.shape[1] + room)
-
-
-@operation(fake=_fake_swiglu_backward)
+@torch.library.custom_op("ftbench::swiglu_backward", mutates_args=())
 def swiglu_backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, room: int) -> torch.Tensor:
     """Return the gradients of gate and up side by side, tokens x (2 inner + room), from the gradient of silu(gate) *
     up. gate and up are tokens x inner each, with rows of any stride. The last `room` columns are not written."""
@@ -53,6 +47,11 @@ def swiglu_backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, ro
     rows = (dout.stride(0), gate.stride(0), up.stride(0), both.stride(0))
     _swiglu_backward[(tokens, triton.cdiv(columns, BLOCK))](dout, gate, up, both, columns, *rows, BLOCK=BLOCK)
     return both
+
+
+@swiglu_backward.register_fake
+def _(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, room: int) -> torch.Tensor:
+    return gate.new_empty(gate.shape[0], 2 * gate.shape[1] + room)
 
 
 class SwiGlu(torch.autograd.Function):
