@@ -35,6 +35,7 @@ from ftbench.estimate.time.history import is_outdated, logits_twice, recorded_sp
 from ftbench.estimate.workload.largest import BatchShape, Largest  # noqa: E402
 from ftbench.estimate.workload.model import is_rough, shape_of  # noqa: E402
 from ftbench.estimate.workload.plan import plan_of  # noqa: E402
+from ftbench.estimate.workload.sharding import sharding_of  # noqa: E402
 from ftbench.facts import read_facts  # noqa: E402
 from ftbench.families.vision import ImageSize  # noqa: E402
 from ftbench.spec import identity  # noqa: E402
@@ -136,13 +137,14 @@ def measured(run: RunDir) -> Measured | None:
 def largest_batch_of(run: RunDir, spec: Experiment) -> Largest | None:
     """Return the largest micro-batch of a run on one GPU, or None if its steps do not record it.
 
-    For a step of several padded passes, steps.csv has the sum over the passes and the longest sequence.
-    """
-    tables = read_ranks(run)[0] or [read_steps(run.steps)[0]]
+    For a step of several padded passes, steps.csv has the sum over the passes (and over the GPUs, if the files of the
+    ranks are missing) and the longest sequence."""
+    ranks = read_ranks(run)[0]
+    tables = ranks or [read_steps(run.steps)[0]]
     rows = [row for table in tables for row in table if row.padded_tokens and row.longest_sequence]
     if not rows:
         return None
-    passes = spec.train.gradient_accumulation_steps
+    passes = spec.train.gradient_accumulation_steps * (1 if ranks else sharding_of(spec.launch).data)
     on = spec.optimizations
     flat = on.packing or on.padding_free
     uneven = passes > 1 and not flat
