@@ -45,3 +45,9 @@ def test_the_check_finds_clocks_and_derived_values():
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
 def test_no_assert_reads_a_clock(path):
     assert sorted(set(clock_asserts(ast.parse(path.read_text("utf-8"))))) == []
+
+
+def test_file_names_are_unique():
+    """pytest imports each test file by its name, and a second file of that name stops the collection."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert len(names) == len({*names})
