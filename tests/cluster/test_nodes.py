@@ -37,13 +37,13 @@ def test_invalid_variables_are_reported(set_variables, name, value):
 
 
 def serve(text):
-    """Start a service that sends `text` to the first client, and return its port."""
+    """Start a service that sends `text` to each client, and return its port."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def answer():
-        with listener, suppress(OSError):
+        while True:
             line, _ = listener.accept()
-            with line:
+            with line, suppress(OSError):
                 line.sendall(text)
 
     threading.Thread(target=answer, daemon=True).start()

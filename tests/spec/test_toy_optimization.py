@@ -154,6 +154,7 @@ def test_run_applies_the_toys(ftbench, tmp_path, cache):
     assert {kind for kind in kinds if kinds[kind]["trainable"]} == {"attention", "norm"}  # with q_norm, k_norm
 
 
+@pytest.mark.torch
 def test_ablation_has_a_toy_variant(ftbench, tmp_path):
     lines = ftbench("ablate", "spec.yaml", "--only", "toy", "--dry-run", "--json").stdout
     assert "toy" in lines

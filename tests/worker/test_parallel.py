@@ -113,6 +113,7 @@ def test_cp_pads_sequences_to_equal_parts(precision, length):
 
 def test_sharded_layers_are_compiled_without_their_hooks(one_rank, monkeypatch):
     """All layers share one graph, and the gradients are those of unsharded layers."""
+    torch._dynamo.utils.counters.clear()  # graphs of other tests in this process
     counter, ids = CompileCounter(), torch.arange(12)[None]
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
     values = {"launch": {"gpus": 2, "strategy": "fsdp"}, "optimizations": {"compile": True, "fused_lora": True}}

@@ -10,7 +10,9 @@ counts as one more run (moderated variance: G. K. Smyth, Stat. Appl. Genet. Mol.
 observed variance, and the side with fewer runs gives the degrees of freedom. If the spread is unknown, the interval is
 Welch's (B. L. Welch, Biometrika 34, 1947). If only one side was repeated, both are assumed to have the same variance
 (J. R. Crawford and D. C. Howell, The Clinical Neuropsychologist 12, 1998: one value and a sample), and the verdict is
-at most `likely`. `steps` One run per side. The order-statistic interval of each run's median step gives the standard
+at most `likely`.
+
+`steps` One run per side. The order-statistic interval of each run's median step gives the standard
 error of its logarithm (R. M. Price and D. G. Bonett, J. Stat. Comput. Simul. 72, 2002: ratios of medians). Steps are
 paired if both runs trained on the same tokens in the same order. Repeated runs differ by more than their steps do, so
 the spread between runs is added, and the verdict is at most `likely`.

@@ -27,6 +27,7 @@ from ftbench.store.rundir import RunDir, gpus_of, read_json, write_json
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
+SHARED_S = 60.0  # a network disk shows a file of another node up to this late
 GRACE_S = 8.0  # between SIGTERM and SIGKILL; ftbench waits more than twice as long
 LISTENER = "FTBENCH_RENDEZVOUS"  # variable with the file descriptor of rank 0's listening socket
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
@@ -75,7 +76,8 @@ def main(path: str, count: int, nodes: int, node: int, command: Sequence[str]) -
         sys.exit(error.exit_code)
     if node:  # node 0 writes the run's state
         exit_like(max((code for code, _ in ended.values()), key=abs))
-    ended |= _of_other_nodes(run, range(count, nodes * count))
+    patience = GRACE_S if any(code for code, _ in ended.values()) else SHARED_S
+    ended |= _of_other_nodes(run, range(count, nodes * count), patience)
     states = {rank: read_json(run.of_rank(rank).state) or _lost(rank // count) for rank in ended}
     rank, code, more = _verdict(ended, states)
     write_json(run.state, read_json(run.state) | states[rank] | more)
@@ -91,9 +93,9 @@ def _listener(run: RunDir, nodes: int, node: int, signals_pipe: int) -> Abstract
     return nullcontext() if node else announce(nodes, run.path, signals_pipe)
 
 
-def _of_other_nodes(run: RunDir, ranks: range) -> Ended:
+def _of_other_nodes(run: RunDir, ranks: range, patience: float) -> Ended:
     """Return how the ranks of other nodes have ended, from their states on the shared disk."""
-    end = time.monotonic() + GRACE_S
+    end = time.monotonic() + patience
     while True:
         states = {rank: read_json(run.of_rank(rank).state).get("state") for rank in ranks}
         if None not in states.values() or time.monotonic() > end:

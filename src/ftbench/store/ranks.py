@@ -172,7 +172,7 @@ def write_merged(run: RunDir) -> None:
 
 def _merge_nodes(run: RunDir) -> None:
     """Append the GPUs of other nodes to machine.json and delete the nodes' files."""
-    for path in sorted(run.path.glob("machine.node*.json")):
+    for path in sorted(run.path.glob("machine.node*.json"), key=lambda path: (len(path.name), path.name)):
         machine = read_json(run.machine)
         write_json(run.machine, machine | {"gpus": [*gpus_of(machine), *gpus_of(read_json(path))]})
         path.unlink()

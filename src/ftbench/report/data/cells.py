@@ -20,7 +20,7 @@ from ftbench.report.data.collect import Record, figure, known, state_of
 from ftbench.report.data.facts import CARD, COMMIT, CPU
 from ftbench.store.rundir import RunDir, read_json
 
-TOKENS, SAMPLES, STEP = "tokens_per_s.real", "samples_per_s", "step_time_s.median"
+TOKENS, SAMPLES = "tokens_per_s.real", "samples_per_s"
 PEAK, FIRST, ENERGY = "memory_gb.allocated_peak", "first_step_s", "energy.joules_per_1k_samples"
 BATCH, ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
 _SITTING_S = 12 * 3600  # a sitting: runs of one commit on one card that start within this time

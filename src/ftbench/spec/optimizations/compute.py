@@ -120,6 +120,8 @@ def kernels_left_out(spec: Experiment, capability: Capability) -> str | None:
     why = [reason.partition(": ")[0] for reason in _triton_kernels(spec)]
     if capability != MEASURED:
         why.append(f"the kernels were measured only on compute capability {'.'.join(map(str, MEASURED))}")
+    if spec.launch.strategy == "fsdp":
+        why.append("they were not tested with launch.strategy fsdp on a GPU")
     if spec.optimizations.liger or spec.method.name == "unsloth":
         why.append("liger and unsloth have their own kernels")
     if (kind := family(spec.model)) not in KERNEL_FAMILIES:

@@ -240,7 +240,7 @@ def _require(even: bool, name: str, ranks: int) -> None:
 def joined(name: str, shares: Sequence[Tensor], groups: int, query_rows: int) -> list[Tensor]:
     """Return the Hugging Face matrices of a parameter, from the shares of all tensor-parallel ranks.
 
-    `query_rows` is the number of rows of the query matrix. This is the inverse of `share`.
+    `query_rows` is the number of rows of the query matrix. This is the inverse of `share_of`.
     """
     if name.endswith("norm.weight"):
         return [shares[0]]

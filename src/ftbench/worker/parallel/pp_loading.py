@@ -76,6 +76,8 @@ def read(kind: Any, source: str, config: Any, spec: Experiment, arguments: dict[
         for name, parameter in model.named_parameters():
             if not parameter.is_meta:
                 parameter.data = values[name].to(target)
+        del values
+        torch.cuda.empty_cache()  # shards drawn on the GPU hold other layers too
     return model
 
 
