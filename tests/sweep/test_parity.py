@@ -173,6 +173,16 @@ def test_each_kind_of_number_has_its_budget():
 
 
 @pytest.mark.parametrize(
+    ("rounding", "error", "state"), [(0.02, 0.24, PASS), (0.02, 0.26, FAIL), (0.3, 0.59, PASS), (0.3, 0.61, FAIL)]
+)
+def test_weight_changes_with_8_bit_states_have_a_budget_or_twice_the_error_of_plain(rounding, error, state):
+    spec = spec_in("bf16", train={"optimizer": "paged_adamw_8bit"})
+    mine = record()
+    mine["tensors"] = [[*row[:3], error, 0.0] for row in mine["tensors"] if row[1] == "step"]
+    assert verdict.gradient(mine, [record(direction=rounding)], spec).state == state
+
+
+@pytest.mark.parametrize(
     ("candidate", "untrained", "state"),
     [
         ([2.01, 2.02, 2.00], 4.0, PASS),

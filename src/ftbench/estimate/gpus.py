@@ -75,7 +75,7 @@ def gpus_named(text: str) -> list[Gpu]:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the GPU with this name of the table, this driver name, or these words, if no other GPU matches.
+    """Return the only GPU that matches `name`: its name in the table, the driver's name, or words of either.
 
     Raises:
         SpecError: No GPU matches, or several do."""

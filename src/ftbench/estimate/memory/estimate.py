@@ -207,7 +207,10 @@ def _case(
 def _tiers(
     case: MemoryCase, named: dict[str, Parts], ends: tuple[float, float], known: Constants, spread: float
 ) -> list[Band]:
-    """Return the allocated, reserved and device memory. The smallest likely and the largest batch take `ends` bytes."""
+    """Return the allocated, reserved and device memory in GiB, with their ranges.
+
+    `ends` are the bytes that a step of the lightest likely and of the heaviest batch allocates.
+    """
     phase, size = peak(named)
     lowest, at_peak, highest = (each * known.allocated_factor / GIB for each in (ends[0], size, ends[1]))
     below = SHARDED_BELOW if spread == SHARDED_SPREAD else spread
