@@ -8,10 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 import rays
+from ftbench.cluster import ray
+from ftbench.errors import MissingError
+from ftbench.spec.experiment import Experiment
 from ftbench.store.steps import read_steps
 from sweeps import Folder, Night, sweep, write_sweep
 from waiting import eventually
 
+SPEC = Experiment.model_validate(
+    {"name": "a", "model": {"id": "a/b"}, "method": {"name": "lora"}, "dataset": {"name": "japanese-alpaca"}}
+)
 AXES = {"method": ["lora", "qlora"], "train.batch_size": [1, 2]}
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'ftbench[ray]'")
 
@@ -73,6 +79,22 @@ def test_search_on_a_cluster(cluster, tmp_path):
     done = sweep(spec, tmp_path / "out", *asked, env=cluster.environment)
     assert done.code == 0, done.stderr
     assert sweep(spec, tmp_path / "here", "--until-oom").stdout == done.stdout
+
+
+@pytest.mark.parametrize(("error", "tries"), [(ConnectionAbortedError, 3), (ConnectionError, 1)])
+def test_slow_head_node_is_asked_again(monkeypatch, error, tries):
+    import ray as package
+
+    calls = []
+
+    def init(*_, **__):
+        calls.append(1)
+        raise error
+
+    monkeypatch.setattr(package, "init", init)
+    with pytest.raises(MissingError, match="cannot join the Ray cluster"):
+        ray.slots("ray", SPEC)
+    assert len(calls) == tries
 
 
 def test_cell_of_a_lost_node_runs_on_another_one(held, tmp_path):

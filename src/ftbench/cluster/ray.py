@@ -26,7 +26,7 @@ from ftbench.store import rundir
 from ftbench.sweep.gpu_slots import RunControl, create
 from ftbench.sweep.plan.base import Job
 
-RETRIES = 2
+RETRIES, _JOIN_TRIES = 2, 3
 _POLL_S, _CONNECT_S, _DESCRIBE_S = 0.5, 5.0, 60.0
 _THREADS = "OMP_NUM_THREADS"
 
@@ -66,10 +66,13 @@ def _connect(on: str) -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    try:
-        ray.init(address, namespace="ftbench", log_to_driver=False, logging_level="ERROR", configure_logging=False)
-    except Exception as error:  # noqa: BLE001 - no cluster, another version, or the client's package is missing
-        raise MissingError(f"--on {on}: cannot join the Ray cluster: {_reason(error)}") from None
+    for left in reversed(range(_JOIN_TRIES)):
+        try:
+            ray.init(address, namespace="ftbench", log_to_driver=False, logging_level="ERROR", configure_logging=False)
+            break
+        except Exception as error:  # noqa: BLE001 - no cluster, another version, or the client's package is missing
+            if not left or not isinstance(error, ConnectionAbortedError):  # a busy head node starts servers slowly
+                raise MissingError(f"--on {on}: cannot join the Ray cluster: {_reason(error)}") from None
     return ray
 
 
