@@ -20,7 +20,7 @@ from ftbench.store.rundir import read_json  # noqa: E402
 
 MEMORY = Path("/dev/shm/ftbench-study")  # weights of up to 65 GB, more than the disk holds
 KEPT = ("spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json", "state.json",
-        "agreement.json", "parity.json", "parity.md", "summary.md", "plain.json", "kernels.json")  # fmt: skip
+        "agreement.json", "parity.json", "summary.md", "plain.json", "kernels.json")  # fmt: skip
 BEGIN, END = "<!-- written by the study -->\n", "<!-- end -->\n"
 START_S = 40  # imports, loading and exit
 IMPORT_S = 15  # of START_S for the imports

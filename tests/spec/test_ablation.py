@@ -1,4 +1,4 @@
-"""Variants of an ablation: each value of each optimization, compared with the variant it builds on."""
+"""Variants of an ablation: each value of each optimization."""
 
 import json
 
@@ -37,19 +37,9 @@ def test_each_value_of_an_optimization_is_a_variant(key):
 
 
 @pytest.mark.parametrize("rung", EVERY, ids=lambda rung: rung.name)
-def test_variant_adds_one_change_and_is_valid(rung):
-    over = next((other.changes for other in EVERY if other.name == rung.over), {})
-    assert rung.over in ("plain", *(other.name for other in EVERY))
-    assert len(rung.changes) == len(over) + 1
-    assert over.items() <= rung.changes.items()
+def test_variant_is_valid(rung):
     spec = SPEC.model_copy(update={"dataset": Dataset.model_validate(OF_IMAGES.get(rung.key, {}))})
     assert incompatibilities(ablation.with_changes(ablation.plain_spec(spec), rung.changes)) == []
-
-
-def test_variant_follows_its_baseline():
-    names = ["plain", *(rung.name for rung in EVERY)]
-    assert all(names.index(rung.over) < names.index(rung.name) for rung in EVERY)
-    assert len(set(names)) == len(names)
 
 
 def test_plain_spec_has_no_optimizations():
@@ -70,12 +60,12 @@ def test_plain_spec_keeps_sgd():
     [
         (["compile"], ["compile", "compile dynamic"]),
         (["compile dynamic"], ["compile dynamic"]),
-        (["fp8"], ["compile", *(f"compile + fp8 {recipe}" for recipe in ("tensorwise", "tensorwise-fast"))]),
+        (["fp8"], [f"compile + fp8 {recipe}" for recipe in ("tensorwise", "tensorwise-fast")]),
         (["gradient_checkpointing selective", "optimizer"],
          ["gradient checkpointing selective", *ablation.OPTIMIZERS]),
     ],
 )  # fmt: skip
-def test_only_keeps_variants_and_their_baselines(only, names):
+def test_only_keeps_the_named_variants(only, names):
     assert [rung.name for rung in ablation.variants("adamw_torch", only)] == names
 
 

@@ -93,8 +93,11 @@ def made(folder, *only, repeats=2, **sections):
 
 
 def table(plan, folder):
+    """Return summary.md and the records of the variants by recipe."""
     folder.mkdir(exist_ok=True)
-    return AblationTables(plan, list(plan.refused.items()))
+    tables = AblationTables(plan, list(plan.refused.items()))
+    tables.write()
+    return (folder / "summary.md").read_text(), {each["value"]: each for each in tables.document()["variants"]}
 
 
 # --- order and comparison --------------------------------------------------------------------------------------------
@@ -111,7 +114,7 @@ def test_failing_variant_is_a_row_and_is_not_retried(ablated, tmp_path):
         "liger", "chunked_loss", "fp8", outcome=lambda each: {"state": "error"} if "chunked_loss" in on(each) else {}
     )
     assert [name for name in started if name.startswith("chunked")] == ["chunked loss 1"]
-    assert "error: the kernel broke" in table(plan, tmp_path / "exp").markdown()
+    assert "error: the kernel broke" in table(plan, tmp_path / "exp")[0]
     again = made(tmp_path, "liger", "chunked_loss", "fp8")
     assert again.next(lambda each: pytest.fail(f"{each.what} is run again")) is None
 
@@ -121,10 +124,10 @@ def test_variant_with_another_loss_is_flagged(ablated, tmp_path):
         return {"loss": lambda step: 2.1} if "chunked_loss" in on(each) else {}
 
     plan, _ = ablated("liger", "chunked_loss", "fp8", outcome=outcome)
-    found = table(plan, tmp_path / "exp")
-    assert "DOES NOT FOLLOW (+5 %, allowed 1 %)" in found.markdown()
-    assert "chunked loss does not learn the same as the plain recipe" in " ".join(found.variants().notes)
-    (record,) = [each for each in found.document()["variants"] if each["name"] == "chunked loss"]
+    text, records = table(plan, tmp_path / "exp")
+    assert "DOES NOT FOLLOW (+5 %, allowed 1 %)" in text
+    assert "with chunked loss at batch 4, does not learn the same" in text
+    record = records["chunked loss"]
     assert (record["learning"], record["loss_tolerance"]) == ("does not follow", 0.01)
 
 
@@ -141,10 +144,9 @@ def test_variant_with_another_loss_is_flagged(ablated, tmp_path):
 )
 def test_variant_with_nan_is_named(ablated, tmp_path, broken, said):
     plan, _ = ablated("liger", "chunked_loss", outcome=lambda each: broken if "chunked_loss" in on(each) else {})
-    found = table(plan, tmp_path / "exp")
-    assert said in found.markdown(), found.markdown()
-    (record,) = [each for each in found.document()["variants"] if each["name"] == "chunked loss"]
-    assert record["learning"] == "not finite"
+    text, records = table(plan, tmp_path / "exp")
+    assert said in text, text
+    assert records["chunked loss"]["learning"] == "not finite"
 
 
 @pytest.mark.parametrize(
@@ -152,24 +154,24 @@ def test_variant_with_nan_is_named(ablated, tmp_path, broken, said):
 )
 def test_plain_recipe_without_a_result_gives_no_comparison(ablated, tmp_path, outcome, said):
     plan, _ = ablated("chunked_loss", outcome=lambda each: {} if on(each) else outcome)
-    assert f"The plain recipe has no result ({said}" in table(plan, tmp_path / "exp").markdown()
+    text, records = table(plan, tmp_path / "exp")
+    assert "the baseline did not end well" in text
+    assert said in text
+    assert records["chunked loss"]["speed_ratio"] is None
 
 
 def test_reordered_samples_are_compared_by_their_mean_loss(ablated, tmp_path):
     plan, _ = ablated("packing", outcome=lambda each: {"loss": lambda step: 2.5} if on(each) else {})
-    assert "packing does not learn the same as the plain recipe" in " ".join(
-        table(plan, tmp_path / "exp").variants().notes
-    )
+    assert "with packing at batch 4, does not learn the same" in table(plan, tmp_path / "exp")[0]
 
 
 @pytest.mark.parametrize("busy", ["plain", "chunked loss"])
 def test_contended_run_is_marked(ablated, tmp_path, busy):
     plan, _ = ablated("chunked_loss", outcome=lambda each: {"others": 0.8} if each.values["variant"] == busy else {})
-    text = table(plan, tmp_path / "exp").markdown()
-    assert ", contended" in next(line for line in text.splitlines() if line.startswith(f"| {busy} |"))
+    assert table(plan, tmp_path / "exp")[1][busy]["state"] == "ok, contended"
 
 
-def test_intervals_are_corrected_for_the_number_of_variants(ablated):
+def test_intervals_are_corrected_for_the_number_of_variants(ablated, tmp_path):
     noisy = {"plain": 1.0, "chunked loss": 0.98}
 
     def outcome(each):
@@ -177,41 +179,43 @@ def test_intervals_are_corrected_for_the_number_of_variants(ablated):
         return {"step_s": dict.fromkeys(STEP_S, base * (1 + 0.002 * each.repeat))}
 
     def speed(plan):
-        return plan.pair(next(each for each in plan.variants if each.name == "chunked loss")).speed
+        record = table(plan, tmp_path / "exp")[1]["chunked loss"]
+        return record["speed_ratio"], record["speed_high"] - record["speed_low"]
 
-    width = speed(ablated("chunked_loss", repeats=3, outcome=outcome)[0])
+    ratio, width = speed(ablated("chunked_loss", repeats=3, outcome=outcome)[0])
     many, _ = ablated(repeats=3, outcome=outcome)
-    assert len(many.variants) > 15
-    assert speed(many).value == pytest.approx(width.value)
-    assert speed(many).high - speed(many).low > 1.5 * (width.high - width.low)
+    assert len(many.standings) > 45
+    assert speed(many)[0] == pytest.approx(ratio)
+    assert speed(many)[1] > 1.5 * width
 
 
 def test_gain_of_single_runs_is_likely(ablated, tmp_path):
     plan, _ = ablated("chunked_loss", repeats=1)
-    assert plan.pair(plan.variants[0]).speed.basis == "steps"
-    assert "likely +11.1 %" in table(plan, tmp_path / "exp").markdown()
+    text, records = table(plan, tmp_path / "exp")
+    assert records["chunked loss"]["speed_basis"] == "steps"
+    assert "likely +11.1 %" in text
 
 
 def test_impossible_variant_is_listed_and_not_run(ablated, tmp_path):
     plan, started = ablated("fp8", "chunked_loss", method={"name": "qlora"})
     assert not [name for name in started if "fp8" in name]
     assert "use lora" in plan.refused["compile + fp8 tensorwise"]
-    assert "- compile + fp8 tensorwise: optimizations.fp8 needs" in table(plan, tmp_path / "exp").markdown()
+    assert "- compile + fp8 tensorwise: optimizations.fp8 needs" in table(plan, tmp_path / "exp")[0]
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
 def test_row_of_a_variant(ablated, tmp_path):
-    plan, _ = ablated("compile", "liger")
-    rows = {row[0]: dict(zip(found.headings, row, strict=True)) for found in [table(plan, tmp_path / "exp").variants()]
-            for row in found.rows}  # fmt: skip
-    assert rows["compile"]["Δ speed"].startswith("+42.9 % [")
-    assert rows["compile"]["first step (Δ)"] == "5.70 s (+469.3 %)"
-    assert rows["compile"]["break-even"] == "after step 17"
-    assert rows["liger"]["Δ speed"].startswith("≈ +0.0 %")
-    assert rows["liger"]["peak GiB (Δ)"] == "32.0 (-8.00, -20.0 %)"
-    assert rows["liger"]["Δ loss"] == "inconclusive (0 %), gradient norm 0 %"
+    text, records = table(ablated("compile", "liger")[0], tmp_path / "exp")
+    rows = {name: next(line for line in text.splitlines() if f"| {name} |" in line) for name in ("compile", "liger")}
+    assert "| +42.9 % \\[" in rows["compile"]
+    assert "| 5.70 s (+469.3 %) |" in rows["compile"]
+    assert "| after step 17 |" in rows["compile"]
+    assert "| ≈ +0.0 %" in rows["liger"]
+    assert "| 32.0 (-20.0 %) |" in rows["liger"]
+    assert "| inconclusive (0 %) |" in rows["liger"]
+    assert records["plain"]["runs_ok"] == 2
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -227,13 +231,13 @@ def test_command_runs_and_resumes(tmp_path):
     path, out = write_sweep(tmp_path), tmp_path / "out"
     asked = (path, "--out", out, "--only", "liger,chunked_loss,fp8", "--repeats", 1, "--steps", 8)
     planned = command(*asked, "--dry-run", "--json")
-    assert [line["state"] for line in json.loads(planned.stdout)] == ["pending"] * 4 + ["impossible"] * 2
+    assert [line["state"] for line in json.loads(planned.stdout)] == ["pending"] * 3 + ["impossible"] * 2
     assert not list(out.glob("*/*/state.json"))
     done = command(*asked, "--json")
     assert done.returncode == 0, done.stderr
     found, folder = json.loads(done.stdout), Folder(out)
-    assert (found["plain"]["runs_ok"], found["left"], len(found["variants"])) == (1, 0, 5)
-    assert "| chunked loss |" in (folder.path / "ablation.md").read_text()
+    assert ([each["runs_ok"] for each in found["variants"]], found["left"]) == ([1] * 3, 0)
+    assert "| chunked loss |" in folder.table()
     runs = folder.content()
     text = command(*asked)
     assert (text.returncode, folder.content()) == (0, runs)
@@ -248,7 +252,7 @@ def test_crash_does_not_stop_the_ablation(tmp_path):
     done = command(path, "--out", out, "--only", "liger", "--repeats", 2)
     assert done.returncode == 1
     assert sorted(Folder(out).told()) == ["error", "error"]  # repeat 2 is skipped
-    assert "The plain recipe has no result (error" in done.stdout
+    assert "error: exit code 1 without a result" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -278,11 +282,11 @@ def test_real_ablation_on_the_cpu(tmp_path, cache):
     done = command(path, "--out", tmp_path / "out", "--only", "chunked_loss", "--repeats", 1, "--steps", 20, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    (variant,) = found["variants"]
+    plain, variant = found["variants"]
     assert (variant["loss_tolerance"], variant["runs_ok"]) == (0.01, 1)
     assert variant["learning"] in ("follows", "inconclusive")
     if variant["speed_ratio"] is not None:  # no other process disturbed the runs
         assert variant["speed_low"] < variant["speed_ratio"] < variant["speed_high"]
-    assert found["plain"]["runs_ok"] == 1
-    orders = {run["dataset"]["order_hash"] for run in found["runs"]}
+    assert plain["runs_ok"] == 1
+    orders = {run["dataset.order_hash"] for run in found["runs"]}
     assert len(orders) == 1

@@ -48,8 +48,8 @@ def table(tmp_path, monkeypatch):
 
 def test_contended_run_is_marked(table):
     text = table(0.9)
-    states = [line.split("|")[4].strip() for line in text.splitlines() if "| lora |" in line]
-    assert states == ["ok, contended", "ok"]
+    states = [("ok, contended" in line) for line in text.splitlines() if "| lora |" in line]
+    assert sorted(states) == [False, True]
     assert "contended: other processes used 90 % of the host's CPUs" in text
 
 

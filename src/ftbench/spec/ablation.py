@@ -26,21 +26,19 @@ class Variant:
         name: Name in tables.
         key: The optimization it tests.
         changes: Its changes to the plain recipe.
-        over: Name of the variant it is compared with.
     """
 
     name: str
     key: str
     changes: Changes
-    over: str = PLAIN
 
 
 def variants(optimizer: str, only: Sequence[str] = (), full: bool = False) -> list[Variant]:
-    """Return the variants of a plain recipe, each after the one it is compared with.
+    """Return the variants of a plain recipe.
 
     Args:
         optimizer: The optimizer of the recipe.
-        only: Optimizations or variants to keep, together with those they are compared with.
+        only: Optimizations or variants to keep.
         full: Whether every weight is trained.
 
     Raises:
@@ -55,14 +53,12 @@ def variants(optimizer: str, only: Sequence[str] = (), full: bool = False) -> li
     if optimizer in ("adamw_torch", *OPTIMIZERS, *ROUNDED):
         names = (*OPTIMIZERS, *ROUNDED) if full else OPTIMIZERS
         every += [Variant(name, "optimizer", {OPTIMIZER: name}) for name in names]
-    every.sort(key=lambda variant: variant.over != PLAIN)
     return _only(every, only) if only else every
 
 
 def _variant(key: str, value: Any) -> Variant:
-    base = OPTIMIZATIONS[key].ablate_with.get(value, {})
-    changes = {**base, f"optimizations.{key}": value}
-    return Variant(label(changes), key, changes, label(base))
+    changes = {**OPTIMIZATIONS[key].ablate_with.get(value, {}), f"optimizations.{key}": value}
+    return Variant(label(changes), key, changes)
 
 
 def _only(every: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
@@ -78,7 +74,6 @@ def _only(every: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
                 "lists)"
             )
         wanted |= chosen
-    wanted |= {each.over for each in every if each.name in wanted}
     return [each for each in every if each.name in wanted]
 
 

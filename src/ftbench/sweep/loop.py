@@ -28,8 +28,7 @@ from ftbench.sweep.plan.search import Search
 
 SCHEMA = 1
 _TICK_S = 0.5
-_FEW = 1000  # with more jobs, the files are written at most every _SPACING_S seconds
-_SPACING_S = 60.0
+_SPACING = 20  # times the duration of writing the tables, between two times: hundreds of runs take seconds to read
 
 
 @dataclass(slots=True)
@@ -60,7 +59,7 @@ class Session:
     _stopping: str | None = None
     _error: FtbenchError | None = None
     _wake: tuple[int, int] = (-1, -1)
-    _written_at: float = 0.0
+    _tables_due: float = 0.0
 
     @property
     def folder(self) -> Path:
@@ -152,8 +151,7 @@ class Session:
         running.thread = threading.Thread(target=work, name=job.run.run_id)
         self._running.append(running)
         write_event(self.folder, "start", run=job.run.run_id, what=job.what, slot=slot.name)
-        if self._is_due():
-            self._write_board()
+        self._write_board()
         running.thread.start()
 
     def _take(self, message: Any) -> None:
@@ -176,7 +174,6 @@ class Session:
 
     def _ended(self, job: Job, result: FinishedRun) -> None:
         self.plan.ended(job)
-        self.tables.forget(job)
         wall = rundir.read_json(job.run.state).get("wall_s")
         if result.summary.state == "interrupted" and self._stopping is None and self.deadline is not None:
             self._stop("time budget")
@@ -208,13 +205,11 @@ class Session:
             self._fail(rundir.disk_error(self.folder, error))
 
     def _write(self, last: bool) -> None:
-        """Write the tables and sweep.json if they are due, and at the end."""
-        if last or self._is_due():
+        """Write sweep.json, and the tables if they are due."""
+        self._write_board()
+        if last or (begin := time.monotonic()) >= self._tables_due:
             self.tables.write()
-            self._write_board()
-
-    def _is_due(self) -> bool:
-        return len(self.plan.standings) <= _FEW or time.monotonic() - self._written_at > _SPACING_S
+            self._tables_due = time.monotonic() + _SPACING * (time.monotonic() - begin) if not last else 0.0
 
     def _write_board(self) -> None:
         """Write sweep.json, the status of all jobs."""
@@ -236,7 +231,6 @@ class Session:
             rundir.write_json(self.folder / BOARD, board, indent=None)
         except FtbenchError as error:
             self._fail(error)
-        self._written_at = time.monotonic()
 
     def left_s(self) -> float | None:
         """Return a rough estimate of the remaining seconds; None before a run has ended."""

@@ -1,5 +1,5 @@
 """`ftbench parity`: plan the runs that show whether recipes learn the same as the plain recipe in float32, and show the
-verdicts. parity.md and parity.json are rewritten after every run."""
+verdicts. parity.json is rewritten after every run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import checks, runner
-from ftbench.report import formats
+from ftbench.report.data.collect import Record
 from ftbench.report.document import Table
 from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import CONTROLS, Experiment, resolve
@@ -141,24 +141,21 @@ class ParityTables(Tables):
 
     def write(self) -> None:
         super().write()
-        self._put("parity.md", self.markdown())
         rundir.write_json(self.folder / "parity.json", self.document())
 
-    def markdown(self) -> str:
-        title = f"# {self.folder.name}: recipes compared with the plain recipe in float32\n"
-        lines = "\n".join(f"- {line}" for line in self._verdicts())
-        tables = [f"## {heading.capitalize()}\n\n{formats.markdown(table)}" for heading, table in self._tables()]
-        return "\n".join([title, lines + "\n", *tables])
+    def lines(self) -> Iterator[str]:
+        """Yield a line for each recipe: its verdict, the cause, and the kernels and the GPU of the run."""
+        for recipe, judgement in zip(self.plan.recipes, self.plan.judgements(), strict=True):
+            words = {key: as_text(value).strip('"') for key, value in self._settings(recipe).items()}
+            yield ": ".join(filter(None, [f"{recipe.name}: {judgement.verdict}", judgement.reason]))
+            if words:
+                settings = ", ".join(f"{key} {word}" for key, word in words.items())
+                yield f"{recipe.name} was judged with {settings}"
 
-    def terminal(self) -> str:
-        tables = [f"{heading.upper()}\n{formats.terminal(table)}" for heading, table in self._tables()]
-        return "\n".join([*self._verdicts(), "", *tables])
-
-    def document(self) -> dict[str, Any]:
-        """Return the result as a document for programs. Unknown values are None."""
+    def answer(self, runs: Sequence[Record]) -> dict[str, Any]:
         plan = self.plan
         return {
-            "folder": str(self.folder), "seeds": plan.seeds, "passed": plan.passed(), "left": plan.left(),
+            "seeds": plan.seeds, "passed": plan.passed(),
             "recipes": [
                 judgement.record() | {"settings": self._settings(recipe), "controls": [
                     {"name": each.name, "level": each.level, "state": each.state} for each in plan.controls(recipe)
@@ -166,17 +163,7 @@ class ParityTables(Tables):
                 for recipe, judgement in zip(plan.recipes, plan.judgements(), strict=True)
             ],
             "budgets": {name: budget.source for name, budget in verdict.BUDGETS.items()},
-            "runs": self.records(),
         }  # fmt: skip
-
-    def _verdicts(self) -> Iterator[str]:
-        """Yield a line for each recipe: its verdict, the cause, and the kernels and the GPU of the run."""
-        for recipe, judgement in zip(self.plan.recipes, self.plan.judgements(), strict=True):
-            words = {key: as_text(value).strip('"') for key, value in self._settings(recipe).items()}
-            settings = ", ".join(f"{key} {word}" for key, word in words.items())
-            yield ": ".join(filter(None, [f"{recipe.name}: {judgement.verdict}", judgement.reason]))
-            if settings:
-                yield f"{recipe.name} was judged with {settings}"
 
     def _settings(self, recipe: Contender) -> dict[str, Any]:
         """Return kernels, casts, commit and GPU of the run that was compared, as its files have them."""
@@ -195,7 +182,7 @@ class ParityTables(Tables):
             "commit": (commit or "unknown")[:12], "gpu": gpu or "none",
         }  # fmt: skip
 
-    def _tables(self) -> Iterator[tuple[str, Table]]:
+    def sections(self, runs: Sequence[Record]) -> Iterator[tuple[str, Table]]:
         judgements = self.plan.judgements()
         yield "recipes", Table({}, ["recipe", "verdict", *LEVELS], [_row(each) for each in judgements], [NOTE], LEVELS)
         controls = [

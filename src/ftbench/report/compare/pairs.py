@@ -83,16 +83,20 @@ class Comparison:
         return value_at(self.axis, cell.facts) or "unknown"
 
 
-def compare(runs: Sequence[Run], axis: str, baseline: str | None = None) -> Comparison:
+def compare(
+    runs: Sequence[Run], axis: str, baseline: str | None = None, *, one_sitting: bool = False
+) -> Comparison:  # fmt: skip
     """Compare runs along an axis: a short name (`gpu`, `method`, …), a spec key, or a fact of the machine.
 
-    `baseline` is the baseline value, by default the plainest or the most frequent one. Raise SpecError if the axis or
-    the baseline does not exist.
+    `baseline` is the baseline value, by default the plainest or the most frequent one. Runs of one sitting are read
+    together, so the intervals are corrected for the number of comparisons: 1 of 20 differs by chance. Raise SpecError
+    if the axis or the baseline does not exist.
     """
     from ftbench.report.compare.partners import along, baseline_value, partners
 
     key, cells = along(axis, runs)
-    chosen, noise = baseline_value(key, cells, baseline), noise_of(cells)
+    chosen = baseline_value(key, cells, baseline)
+    noise = noise_of(cells, max(1, len(cells) - 1), sittings=False) if one_sitting else noise_of(cells)
     find = partners(key, [cell for cell in cells if value_at(key, cell.facts) == chosen])
     pairs = [pair_of(key, cell, *find(cell), noise) for cell in cells if value_at(key, cell.facts) != chosen]
     return Comparison(key, chosen, tuple(cells), tuple(pairs))

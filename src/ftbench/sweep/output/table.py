@@ -1,148 +1,98 @@
 """The tables of a sweep: summary.md and summary.csv of all finished runs."""
 
-import dataclasses
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ftbench.core import units
 from ftbench.core.redact import without_secrets
-from ftbench.core.rows import RunSummary
 from ftbench.core.table import printable
 from ftbench.report import formats, select
 from ftbench.report.data import groups
-from ftbench.report.data.collect import collect, records
+from ftbench.report.data.collect import Record, collect
 from ftbench.report.document import Report, Table
 from ftbench.store import rundir
-from ftbench.store.summary import optimizations_on, read_summary
-from ftbench.sweep.plan.base import Job, Plan, Standing, short
+from ftbench.sweep.plan.base import Plan, short
 from ftbench.sweep.plan.search import Search
 
 BOARD = "sweep.json"  # status of all jobs
-REPEAT = "repeat"
-TERMINAL_ROWS = 500  # more rows are only in the files
 
 
 class Tables:
-    """The tables of a plan."""
+    """The tables of a plan. Subclasses add `sections`, which contain the answer, and keys of the JSON document."""
 
     def __init__(self, plan: Plan, impossible: Sequence[tuple[str, str]]) -> None:
         self.folder, self.plan, self._impossible = plan.options.folder, plan, impossible
-        self._records: dict[Job, dict[str, Any]] = {}
 
-    def write(self) -> None:
-        """Write both files. Raise MissingError if the disk is full."""
-        report = Report(records(self._rows()), self._axes())
-        self._put("summary.md", self._markdown(report))
-        if report.records:
-            self._put("summary.csv", formats.render(report, "csv"))
+    def lines(self) -> Iterator[str]:
+        """Yield the lines above the tables."""
+        if any(job.spec.launch.mock != "off" for job in self.plan.standings):
+            yield "launch.mock: nothing was trained, and all figures are invented."
 
-    def _put(self, name: str, text: str) -> None:
-        """Write a file without secrets and control characters."""
-        rundir.write_text(self.folder / name, printable(without_secrets(text)))
-
-    def _markdown(self, report: Report) -> str:
-        parts = [f"# {self.folder.name}\n"]
-        if left := self.plan.left():
-            parts.append(f"{units.some(left, 'run')} still to come.\n")
+    def sections(self, runs: Sequence[Record]) -> Iterator[tuple[str, Table]]:
+        """Yield the title and the table of each section."""
         if isinstance(self.plan, Search):
-            parts.append("## Largest batch\n\n" + formats.markdown(frontier_table(self.plan)))
-        if report.records:
-            parts.append("## Runs\n\n" + formats.render(report, "md"))
-        if others := self._others():
-            parts.append(f"{units.some(others, 'other run')} in this folder: `ftbench report` shows all.\n")
-        if self._impossible:
-            parts.append("## Impossible\n\n" + "".join(f"- {what}: {reason}\n" for what, reason in self._impossible))
-        return "\n".join(parts)
+            yield "largest batch", frontier_table(self.plan)
 
-    def terminal(self) -> str:
-        """Return the tables for the terminal."""
-        parts = [formats.terminal(frontier_table(self.plan))] if isinstance(self.plan, Search) else []
-        ended = sum(standing.done for standing in self.plan.standings.values())
-        if ended > TERMINAL_ROWS:
-            parts.append(f"{ended:,} rows are in {self.folder / 'summary.md'} and summary.csv\n")
-        elif ended:
-            parts.append(formats.render(self._ranked(), "table"))
-        return "\n".join(parts)
-
-    def _ranked(self) -> Report:
-        """Return the finished runs with merged repeats, the fastest first, and cells that were skipped.
-
-        The numbers are the same as in `ftbench report` of the folder.
-        """
-        jobs = {job.run.run_id: job for job, standing in self.plan.standings.items() if standing.done}
-        rows = [record for record in self._rows() if record["state"] == "skipped"]
-        ran = [run for run in collect([self.folder]) if run["run_id"] in jobs] if len(jobs) > len(rows) else []
-        cells = {jobs[run["run_id"]].cell for run in ran}
-        skipped = {jobs[row["run_id"]].cell: row | {"path": str(self.folder / row["path"])} for row in reversed(rows)}
-        left_out = records(row for cell, row in skipped.items() if cell not in cells)
-        named, axes = groups.with_axes(groups.merge_repeats([*ran, *left_out]))
-        return Report(select.arranged(named, "tokens/s"), axes)
-
-    def document(self) -> dict[str, Any]:
-        """Return the document for `--json`. `frontier` is empty for a grid."""
-        frontier = self.plan.as_dicts() if isinstance(self.plan, Search) else []
-        return {"folder": str(self.folder), "frontier": frontier, "runs": self.records()}
-
-    def records(self) -> list[dict[str, Any]]:
-        """Return the summary of each finished or skipped job, with its directory in the sweep's folder."""
-        return [{key: value for key, value in record.items() if "." not in key} for record in self._rows()]
-
-    def _others(self) -> int:
-        """Return the number of runs in the folder that do not belong to this plan."""
-        planned = {job.run.run_id for job in self.plan.standings}
-        with os.scandir(self.folder) as entries:
-            return sum(entry.is_dir() and entry.name[0] != "." and entry.name not in planned for entry in entries)
-
-    def _axes(self) -> list[str]:
-        keys = dict.fromkeys(key for job in self.plan.standings for key in job.values)
-        repeated = any(job.repeat > 1 for job in self.plan.standings)
-        return [*keys, *([REPEAT] if repeated else [])]
-
-    def _rows(self) -> list[dict[str, Any]]:
-        """Return a record for each finished job, grouped by cell (in a search: by family)."""
-        searching = isinstance(self.plan, Search)
-        jobs = [job for job, standing in self.plan.standings.items() if standing.done]
-        if searching:
-            jobs.sort(key=lambda job: job.spec.train.batch_size)
-        order: dict[str, int] = {}
-        for job in jobs:
-            order.setdefault(job.family if searching else job.cell, len(order))
-        jobs.sort(key=lambda job: order[job.family if searching else job.cell])
-        axes = self._axes()
-        return [self._record(job, self.plan.standings[job], axes) for job in jobs]
-
-    def _record(self, job: Job, standing: Standing, axes: Sequence[str]) -> dict[str, Any]:
-        if job not in self._records:
-            if standing.state == "skipped":
-                record = dataclasses.asdict(_skipped(job, standing, self.plan.options.gpu))
-            else:
-                record = read_summary(job.run, standing.state)
-            self._records[job] = record | {"path": job.run.run_id} | {key: _text(job, key) for key in axes}
-        return self._records[job]
+    def answer(self, runs: Sequence[Record]) -> dict[str, Any]:
+        """Return the answer of the plan for the JSON document."""
+        return {"frontier": self.plan.as_dicts() if isinstance(self.plan, Search) else []}
 
     def exit_code(self, code: int) -> int:
         """Return the command's exit code; `code` is that of the session."""
         return code
 
-    def forget(self, job: Job) -> None:
-        """Discard the summary of a job that has run again."""
-        self._records.pop(job, None)
+    def write(self) -> None:
+        """Write both files. Raise MissingError if the disk is full."""
+        runs = self.runs()
+        self._put("summary.md", self._markdown(runs))
+        if runs:
+            self._put("summary.csv", formats.csv_text(runs))
+
+    def _put(self, name: str, text: str) -> None:
+        """Write a file without secrets and control characters."""
+        rundir.write_text(self.folder / name, printable(without_secrets(text)))
+
+    def _markdown(self, runs: Sequence[Record]) -> str:
+        left = self.plan.left()
+        parts = [f"# {self.folder.name}\n"]
+        parts += [f"{units.some(left, 'run')} still to come.\n"] if left else []
+        parts += ["".join(f"- {line}\n" for line in lines)] if (lines := [*self.lines()]) else []
+        parts += [f"## {title.capitalize()}\n\n{formats.markdown(table)}" for title, table in self.sections(runs)]
+        parts += ["## Runs\n\n" + formats.render(_report(runs), "md")] if runs else []
+        for title, pairs in (("Skipped", self._skipped()), ("Impossible", self._impossible)):
+            parts += [f"## {title}\n\n" + "".join(f"- {what}: {reason}\n" for what, reason in pairs)] if pairs else []
+        return "\n".join(parts)
+
+    def terminal(self) -> str:
+        """Return the tables for the terminal: the sections, or else the runs."""
+        runs = self.runs()
+        parts = ["".join(f"{line}\n" for line in lines)] if (lines := [*self.lines()]) else []
+        sections = [f"{title.upper()}\n{formats.terminal(table)}" for title, table in self.sections(runs)]
+        parts += sections or ([formats.render(_report(runs), "table")] if runs else [])
+        others = [*(("skipped   ", *pair) for pair in self._skipped()), *(("impossible", *p) for p in self._impossible)]
+        parts += ["".join(f"{state}  {what}: {reason}\n" for state, what, reason in others)] if others else []
+        return "\n".join(parts)
+
+    def document(self) -> dict[str, Any]:
+        """Return the document for `--json`. The runs have the fields of `ftbench report --format json`."""
+        runs = self.runs()
+        skipped = [{"what": what, "reason": reason} for what, reason in self._skipped()]
+        answer = self.answer(runs)
+        return {"folder": str(self.folder), "left": self.plan.left(), **answer, "skipped": skipped, "runs": runs}
+
+    def runs(self) -> list[Record]:
+        """Return the records of the finished runs, as `ftbench report` of the folder numbers them."""
+        done = {job.run.run_id for job, now in self.plan.standings.items() if now.done and now.state != "skipped"}
+        return [record for record in collect([self.folder]) if record["run_id"] in done] if done else []
+
+    def _skipped(self) -> list[tuple[str, str]]:
+        return [(job.what, str(now.reason)) for job, now in self.plan.standings.items() if now.state == "skipped"]
 
 
-def _text(job: Job, key: str) -> str:
-    return str(job.repeat) if key == REPEAT else short(job.values.get(key, ""))
-
-
-def _skipped(job: Job, standing: Standing, gpu: str | None) -> RunSummary:
-    spec = job.spec
-    return RunSummary(
-        name=spec.name, run_id=job.run.run_id, state=standing.state, reason=standing.reason, method=spec.method.name,
-        model=spec.model.id, weights=spec.model.weights, gpu=gpu, batch_size=spec.train.batch_size,
-        gradient_accumulation_steps=spec.train.gradient_accumulation_steps,
-        optimizations=optimizations_on(spec.optimizations.model_dump(mode="json")), steps={},
-        dataset={"name": spec.dataset.name},
-    )  # fmt: skip
+def _report(runs: Sequence[Record]) -> Report:
+    """Return the runs with merged repeats, the fastest first."""
+    named, axes = groups.with_axes(groups.merge_repeats(runs))
+    return Report(select.arranged(named, "tokens/s"), axes)
 
 
 def frontier_table(search: Search) -> Table:
