@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,7 @@ import pytest
 from methods import ON_GPU, SPEC
 
 from ftbench.profile.trace import read
-from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
-from ftbench.store.steps import read_steps
 
 torch = pytest.importorskip("torch", reason="training libraries are not installed")
 pytestmark = [*ON_GPU, pytest.mark.timeout(300)]
@@ -106,40 +105,13 @@ def test_the_gpu_is_busy_for_no_longer_than_a_step_takes(profiled, kind):
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_memory_adds_up(profiled, kind):
+def test_the_snapshot_of_the_memory_has_the_stacks_of_a_step(profiled, kind):
+    """pytorch.org/memory_viz reads these keys."""
     run, _ = profiled(kind)
-    found = rundir.read_json(run.profile / "memory.json")
-    parts = found["categories"]
-    assert found["complete"]
-    assert found["end"]["total_gb"] == pytest.approx(found["allocated_gb"], rel=0.02)
-    assert sum(found["end"][name] for name in parts) == pytest.approx(found["allocated_gb"], rel=0.02)
-    parameters = rundir.read_json(run.applied)["parameters"]
-    if kind in ("lora", "compiled", "checkpointing"):
-        assert found["peak"]["weights"] * 2**30 == pytest.approx(
-            (parameters["total"] - parameters["trainable"]) * 2, rel=0.05
-        )
-    if kind == "full":
-        assert found["peak"]["optimizer"] > 1.5 * found["peak"]["weights"]
-        gradients = max(point["gradients"] for point in found["timeline"])
-        assert gradients == pytest.approx(found["peak"]["weights"], rel=0.1)
-    assert max(point["activations"] for point in found["timeline"]) > 0.1
-    assert any((each["made_by"] or "").endswith("forward") for each in found["alive"])
-
-
-def memory_of(profiled, kind):
-    return rundir.read_json(profiled(kind)[0].profile / "memory.json")
-
-
-def test_checkpointing_is_seen_in_the_activations(profiled):
-    plain, checkpointed = (memory_of(profiled, kind) for kind in ("lora", "checkpointing"))
-    assert checkpointed["peak"]["activations"] < plain["peak"]["activations"] / 2
-
-
-def test_the_peak_of_the_recorded_step_is_that_of_the_run(profiled):
-    run, _ = profiled("lora")
-    steps = [row for row in read_steps(run.steps)[0] if row.phase == "train"]
-    found = rundir.read_json(run.profile / "memory.json")
-    assert found["peak"]["total_gb"] == pytest.approx(steps[-1].peak_memory_gb, rel=0.02)
+    found = pickle.loads((run.profile / "memory.pickle").read_bytes())
+    events = [entry for entry in found["device_traces"][0] if entry["action"] == "alloc"]
+    assert found["segments"]
+    assert any(frame["name"] == "forward" for entry in events for frame in entry["frames"])
 
 
 def test_the_time_before_the_profiler_is_that_of_an_ordinary_run(profiled, tmp_path):

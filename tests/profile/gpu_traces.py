@@ -3,6 +3,7 @@ that. Two threads as in training: forward, loss and optimizer on one, the backwa
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ class GpuTrace:
             "deviceProperties": [{"id": 0, "name": "NVIDIA H200", "totalGlobalMem": 150110011392}],
             "displayTimeUnit": "ms", "baseTimeNanoseconds": 1790857026000000000,
         }  # fmt: skip
-        path.write_text(json.dumps(head | {"traceEvents": self.events, "traceName": path.name}))
+        path.write_bytes(gzip.compress(json.dumps(head | {"traceEvents": self.events}).encode(), 1))
         return path
 
 

@@ -10,7 +10,7 @@ from ftbench.profile.work import complement, union, work_of
 @pytest.fixture
 def document(tmp_path):
     """Two steps of 1 ms; in each the GPU copies for 10 µs and works from 130 to 550 µs and from 820 to 830."""
-    found = read(training().write(tmp_path / "trace.json"))
+    found = read(training().write(tmp_path / "trace.json.gz"))
     return analyse(found, work_of(found), 0.8e-3)
 
 
@@ -58,7 +58,7 @@ def test_host_time_is_left_while_calls_wait_for_the_gpu(document, tmp_path):
 
 
 def test_busy_share_is_unknown_without_the_steps_before(tmp_path):
-    found = read(training().write(tmp_path / "trace.json"))
+    found = read(training().write(tmp_path / "trace.json.gz"))
     assert analyse(found, work_of(found))["busy_share_unprofiled"] is None
 
 
@@ -74,7 +74,7 @@ def test_phases_contain_the_work_launched_in_them(document):
 def test_work_launched_before_the_trace_counts(tmp_path):
     made = training()
     made.add("kernel", GEMM, 900, 50, 7, correlation=1)
-    found = read(made.write(tmp_path / "trace.json"))
+    found = read(made.write(tmp_path / "trace.json.gz"))
     assert {each.phase for each in work_of(found) if each.begin > 0.89 and each.begin < 0.91} == {"other"}
 
 
@@ -126,7 +126,7 @@ def test_exposed_communication_excludes_overlap(tmp_path):
         trace.launch(GEMM, at + 90, at + 100, 400)
         for name, begin, length in (("AllReduce_Sum_f32", 400, 300), ("AllGather", 650, 100)):
             trace.add("kernel", f"ncclDevKernel_{name}_RING_LL(...)", at + begin, length, 9, device=0, correlation=0)
-    found = read(trace.write(tmp_path / "trace.json"))
+    found = read(trace.write(tmp_path / "trace.json.gz"))
     assert analyse(found, work_of(found))["communication"] == pytest.approx(
         {"total_ms": 0.7, "exposed_ms": 0.5, "overlap_share": 0.1 / 0.35}, abs=1e-3
     )

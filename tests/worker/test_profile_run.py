@@ -82,7 +82,7 @@ def test_a_step_is_its_phases_and_each_micro_batch_has_its_own(recorded):
 
 def test_the_profile_has_its_files_and_the_trace_is_packed(recorded):
     files = {path.name for path in recorded.run.profile.iterdir()}
-    assert files == {"kernels.json", "trace.json.gz", "window.json"}  # memory.json only on a GPU
+    assert files == {"kernels.json", "trace.json.gz", "window.json"}  # memory.pickle only on a GPU
 
 
 def test_no_speed_is_taken_from_it(recorded):

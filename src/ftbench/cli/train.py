@@ -57,7 +57,7 @@ def profile(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Record a few steady steps, kernel by kernel. Shows kernels by group, idle gaps with causes, memory by purpose."""
+    """Record a few steady steps, kernel by kernel. Shows kernels by group, phases and idle time."""
     from ftbench.profile import profile_table
     from ftbench.report import show
 

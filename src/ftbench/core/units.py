@@ -4,8 +4,6 @@ import re
 from collections.abc import Sequence
 
 GIB, JOULES_PER_KWH = 2**30, 3.6e6
-# The categories of a profile's memory (core/allocations.py).
-MEMORY_CATEGORIES = ("weights", "adapters", "gradients", "optimizer", "activations", "temporary", "other")
 _SHARE = re.compile(r"(?<=\d)%")
 _ONE = re.compile(r"(?<![\d.,])1 ((?:steady |other )?(?:step|graph|time|flush|process))(?:es|s)\b( were)?")
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m(?:in)?)?(?:(\d+(?:\.\d+)?)s)?", re.ASCII)

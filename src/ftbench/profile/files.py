@@ -1,7 +1,5 @@
 """The files of `profile/` in a run's directory: analyse the traces of the worker, and load the results."""
 
-import gzip
-import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +13,11 @@ from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
 
-KERNELS, PACKED = rundir.KERNELS, "trace.json.gz"
+KERNELS = rundir.KERNELS
 
 
 def finish(run: RunDir) -> None:
-    """Read the trace of each rank, write kernels.json next to it, and compress it. Do nothing without traces.
+    """Read the trace of each rank, and write kernels.json next to it. Do nothing without traces.
 
     Raises:
         TraceError: a trace cannot be read. The other ranks are still processed.
@@ -38,14 +36,11 @@ def finish(run: RunDir) -> None:
 
 def _finish(run: RunDir, ranks: int, others: Sequence[str]) -> list[str]:
     """Process the trace of one rank, and return its warnings."""
-    raw = run.profile / rundir.TRACE
-    trace = read(raw)
+    trace = read(run.profile / rundir.TRACE)
     own = [trace.lost if ranks == 1 else f"rank {run.rank or 0}: {trace.lost}"] if trace.lost else []
     document = analyse(trace, work_of(trace), step_before(run)) | {"warnings": [*own, *([] if run.rank else others)]}
-    document["trace"] = pack(raw, run.profile / PACKED)
     try:
         rundir.write_json(run.profile / KERNELS, document)
-        raw.unlink()
     except OSError as error:
         raise rundir.disk_error(run.profile, error) from None
     return own
@@ -58,17 +53,6 @@ def step_before(run: RunDir) -> float | None:
     times = [row.step_time_s for row in rows if row.phase == "train" and first <= (row.step or 0) <= last]
     known = [time for time in times if time is not None]
     return statistics.median(known) if known else None
-
-
-def pack(raw: Path, packed: Path) -> dict[str, Any]:
-    """Write a trace compressed. Return its file name and size in bytes."""
-    try:
-        with raw.open("rb") as source, gzip.open(packed, "wb", compresslevel=6) as target:
-            shutil.copyfileobj(source, target, 1 << 20)
-        return {"file": packed.name, "bytes": packed.stat().st_size}
-    except OSError as error:
-        packed.unlink(missing_ok=True)
-        raise rundir.disk_error(packed, error) from None
 
 
 def load(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Print a profile: groups, kernels, phases, communication, memory."""
+"""Print a profile: groups, kernels, phases, communication."""
 
 from pathlib import Path
 from typing import Any
@@ -7,10 +7,9 @@ from ftbench.core import units
 from ftbench.core.table import text_table
 from ftbench.profile import files
 from ftbench.profile.work import short
-from ftbench.store.rundir import MEMORY, RunDir, read_json
+from ftbench.store.rundir import SNAPSHOT, TRACE, RunDir, read_json
 
-_KERNELS, _ALIVE = 15, 8
-_LEAST_GB = 0.0005  # GiB; smaller values would print as 0.00
+_KERNELS = 15
 
 
 def document_of(run: RunDir) -> dict[str, Any] | None:
@@ -40,8 +39,7 @@ def run_text(run: RunDir) -> str:
             for phase in document["phases"]
         ]),
         _sent(document, folder),
-        _memory(folder),
-        text_table(["", ""], _below(document, folder)),
+        text_table(["", ""], _files(folder)),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part)
 
@@ -98,24 +96,10 @@ def _percent(share: float) -> str:
     return f"{share * 100:.1f} %"
 
 
-def _memory(folder: Path) -> str:
-    document = read_json(folder / MEMORY)
-    if "peak" not in document:
-        return ""
-    peak = document["peak"]
-    parts = ", ".join(
-        f"{name} {units.gibibytes(peak[name])}" for name in document["categories"] if peak.get(name, 0.0) >= _LEAST_GB
-    )
-    highest = f"{units.gibibytes(peak['total_gb'])} GiB at its peak, in {peak['phase']}: {parts}"
-    tensors = [
-        ("  ", f"{units.gibibytes(each['gb'])} GiB", f"{each['category']}, {units.some(each['tensors'], 'tensor')}"
-         + (f", {each['made_by']}" if each["made_by"] else ""))
-        for each in document["alive"][:_ALIVE] if each["gb"] >= _LEAST_GB
+def _files(folder: Path) -> list[tuple[str, str]]:
+    """Return the files of a profile for other programs, and where to open them."""
+    files = (("trace", TRACE, "ui.perfetto.dev"), ("memory", SNAPSHOT, "pytorch.org/memory_viz"))
+    return [
+        row for label, name, page in files if (folder / name).is_file()
+        for row in ((label, str(folder / name)), ("", f"open it in {page}"))
     ]  # fmt: skip
-    return "\n".join([text_table(["", ""], [("memory  ", highest)]), text_table(("", ">", ""), tensors)]).rstrip()
-
-
-def _below(document: dict[str, Any], folder: Path) -> list[tuple[str, str]]:
-    trace = document.get("trace") or {}
-    where = str(folder / trace["file"]) if trace else "none"
-    return [("trace   ", where), ("", "open it in ui.perfetto.dev")]

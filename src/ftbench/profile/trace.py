@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -73,12 +74,12 @@ class Trace:
 
 
 def read(path: Path) -> Trace:
-    """Return the trace in a .json or .json.gz file. Raise TraceError if it is invalid or has no profiled step."""
+    """Return the trace in a .json.gz file. Raise TraceError if it is invalid or has no profiled step."""
     trace = Trace()
     try:
         gpus = _read_events(path, trace).get("deviceProperties") or [{}]
         trace.gpu = gpus[0].get("name")
-    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise TraceError(f"{path}: cannot be read as a trace ({error}); profile again") from None
     if not trace.steps:
         raise TraceError(f"{path}: contains no profiled step; profile again")
@@ -96,7 +97,7 @@ def _read_events(path: Path, trace: Trace) -> dict[str, Any]:
         _keep(trace, value)
         return None
 
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+    with gzip.open(path) as file:
         text = file.read(MOST_BYTES + 1)
     if len(text) > MOST_BYTES:
         raise TraceError(

@@ -11,8 +11,6 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from typing_extensions import TypeAliasType
 
-from ftbench.core.units import MEMORY_CATEGORIES
-
 MAX_RANKS = 1024  # of a run
 _NUMBER_PROBLEMS = ("finite_number", "less_than", "greater_than")
 _LARGEST = 1e60  # no run writes a larger number, and the product of several is still a float
@@ -161,19 +159,12 @@ _Kernels = _model(
     groups=_need(_list(_model("Group", group=_need(str), time_ms=_need(Number)))),
     kernels=_need(_list(_Kernel)), warnings=list[str],
 )  # fmt: skip
-_PARTS: dict[str, Any] = dict.fromkeys(("total_gb", *MEMORY_CATEGORIES), _need(Number))
-_Allocations = _model(
-    "memory.json", categories=_need(list[str]), alive=_need(Json),
-    peak=_need(_model("Peak", _NumbersDocument, phase=_need(str), **_PARTS)),
-    timeline=_need(_list(_model("Moment", _NumbersDocument, at_ms=_need(Number), phase=_need(Text), **_PARTS))),
-)  # fmt: skip
 _Job = _model("Job", run=_need(str), what=_need(str), state=_need(str), reason=Text, wall_s=Figure)
 _Hash = _model("Hash", sha256=str, redacted=Integer)
 
 MODELS: dict[str, type[FileModel]] = {
     "machine.json": _Machine, "state.json": _State, "phases.json": _Phases, "applied.json": _Applied,
     "spec.json": _Spec, "summary.json": _Summary, "kernels.json": _Kernels,
-    "memory.json": _Allocations,
     "digest.json": _model("digest.json", files=_need(dict[str, str])),
     "manifest.json": _model("manifest.json", files=_need(_map(_Hash))),
     "sweep.json": _model("sweep.json", at=_need(str), left_s=Figure, running=_need(list[str]),

@@ -32,7 +32,7 @@ STATES = ("running", "ok", "oom", "timeout", "error", "interrupted", NOT_FINITE)
 CUT_SHORT = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 WAITING = "wait_for_gpu"  # the phase of a worker that waits for the run of another process
 # Files in profile/.
-KERNELS, TRACE, WINDOW, MEMORY = "kernels.json", "trace.json", "window.json", "memory.json"
+KERNELS, TRACE, WINDOW, SNAPSHOT = "kernels.json", "trace.json.gz", "window.json", "memory.pickle"
 _RESERVE_BYTES = 64 * 1024  # freed when the disk is full, so that the last state can still be written
 
 

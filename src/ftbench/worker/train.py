@@ -164,7 +164,7 @@ def _attach(run: TrainingRun, loop: Any, recorder: Recorder) -> None:
         loop.add_callback(Weights(directory))
     loop.add_callback(_AfterFirstStep(run, loop))
     if spec.measure.profile != "off":
-        from ftbench.worker.profile.callback import Profiler
+        from ftbench.worker.profile import Profiler
 
         run.profiler = Profiler(spec, directory, loop, recorder.clock)
         loop.add_callback(run.profiler)

@@ -1,6 +1,5 @@
 """Find the parts of a model under its wrappers."""
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -41,25 +40,6 @@ def part_of(name: str) -> Part:
     """Return the part of a model to which a module or parameter name belongs."""
     names = set(name.split("."))
     return "projector" if names & set(_PROJECTOR) else "vision" if names & set(_ENCODER) else "language"
-
-
-def kept_tensors(model: Any, optimizer: Any = None) -> Iterator[tuple[Any, str]]:
-    """Yield the tensors that persist between steps, with their category: weights, adapters or optimizer.
-
-    The weights include bitsandbytes' block scales and tables of 4-bit weights.
-    """
-    adapted = base_model(model) is not model
-    for parameter in model.parameters():
-        kind = "adapters" if adapted and parameter.requires_grad else "weights"
-        yield parameter, kind
-        state = getattr(parameter, "quant_state", None)
-        while state is not None:
-            extra = (getattr(state, name, None) for name in ("absmax", "code", "offset"))
-            yield from ((tensor, kind) for tensor in extra if hasattr(tensor, "untyped_storage"))
-            state = getattr(state, "state2", None)
-    yield from ((buffer, "weights") for buffer in model.buffers())
-    for values in optimizer.state.values() if optimizer is not None else ():
-        yield from ((tensor, "optimizer") for value in values.values() for tensor in plain_tensors(value))
 
 
 def plain_tensors(value: Any) -> list[Any]:

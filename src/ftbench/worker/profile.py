@@ -1,11 +1,11 @@
-"""The callback that profiles a few steady steps and then ends the training.
+"""Record a run with `measure.profile`: a callback profiles a few steady steps and then ends the training.
 
     steps  1 2 3 │ 4 5 6 │ 7       │ 8 9 10    │ 11
            load  │ timed │ profiler│ profiled  │ memory
            kernels│      │ warms up│           │
 
-Memory is recorded only in the last part and on a GPU, because its stack traces slow down a step. The profiler slows
-down a step too, so neither is on in the timed steps. With compiled layers, the timed steps are the first three in a row
+The last part records every allocation with its stack, on a GPU only, for pytorch.org/memory_viz. Both recordings slow
+down a step, so neither is on in the timed steps. With compiled layers, the timed steps are the first three in a row
 that compile nothing.
 
 The parts of a step are ranges in the trace, contiguous on the training thread: data → forward ⇄ loss → metrics →
@@ -25,14 +25,14 @@ from trl.trainer import sft_trainer
 from ftbench.core.rows import BACKWARD, CLIP, DATA, FORWARD, LOSS, METRICS, OPTIMIZER, PREFIX, STAGES
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import STEPS_BEFORE_PROFILE, Experiment
-from ftbench.store.rundir import TRACE, WINDOW, RunDir, write_json
+from ftbench.store.rundir import SNAPSHOT, TRACE, WINDOW, RunDir, write_json
 from ftbench.worker import parallel
 from ftbench.worker.optimizations import chunked_loss
 from ftbench.worker.parallel.stages import Pipeline, Stage
-from ftbench.worker.profile.memory import Memory
 
 SCHEMA = 1
 _TIMED = 3
+_MOST_EVENTS = 400_000  # of the allocations of a step
 _LATEST = 20  # from this step on, a run is profiled even if it still compiles
 
 
@@ -49,7 +49,7 @@ class Profiler(TrainerCallback):
         self._count = spec.measure.profile_steps
         self._needed = spec.measure.steps_to_profile
         self._on_gpu = next(loop.model.parameters()).device.type == "cuda"
-        self._memory, self._ranges = Memory(run.profile, loop), Ranges()
+        self._ranges = Ranges()
         self._profiler: Any = None
         self._first: int | None = None  # first profiled step
         self._window: dict[str, Any] = {"schema": SCHEMA}
@@ -80,8 +80,8 @@ class Profiler(TrainerCallback):
             self._next(step, self._first)
         else:
             if self._on_gpu:
-                self._ranges.memory = None
-                self._memory.finish()
+                torch.cuda.memory._dump_snapshot(str(self._folder / SNAPSHOT))
+                torch.cuda.memory._record_memory_history(None)
             control.should_training_stop = True
         self._ranges.enter(DATA)
 
@@ -124,8 +124,7 @@ class Profiler(TrainerCallback):
             self._profiler.stop()
             self._profiler = None
             if self._on_gpu:
-                self._memory.start()
-                self._ranges.memory = self._memory
+                torch.cuda.memory._record_memory_history("all", "alloc", "python", _MOST_EVENTS)
 
 
 class Ranges:
@@ -133,13 +132,10 @@ class Ranges:
 
     def __init__(self) -> None:
         self._open: Any = None
-        self.memory: Memory | None = None  # while it records
 
     def enter(self, name: str) -> None:
         """End the current range and begin another."""
         self.leave()
-        if self.memory is not None:
-            self.memory.enter(name)
         opened = torch.profiler.record_function(PREFIX + name)
         opened.__enter__()
         self._open = lambda: opened.__exit__(None, None, None)

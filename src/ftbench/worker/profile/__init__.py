@@ -1,1 +1,0 @@
-"""Records of a run with `measure.profile`: a trace of a few steps, and their memory by purpose."""
