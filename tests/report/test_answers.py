@@ -132,12 +132,6 @@ def test_cells_of_one_recipe_get_unique_names(tmp_path):
     assert len({row[1] for row in night(cells(tmp_path)).table.rows}) == 2
 
 
-def test_answer_reports_different_learning(tmp_path):
-    make_run(tmp_path, "a", steps(seed=1))
-    make_run(tmp_path, "b", steps(seconds=0.5, seed=2, loss=3.5), spec={"optimizations.compile": True})
-    assert "do not learn the same" in words(tmp_path)
-
-
 def test_other_differences_are_listed_once_without_the_length(tmp_path):
     length = {"dataset.name": "synthetic", "dataset.samples": 40, "train.max_steps": 10}
     make_run(tmp_path, "a", steps(seed=1), spec=length)
@@ -161,7 +155,7 @@ def test_store_of_failures_has_no_answer(tmp_path):
 def test_answer_of_the_committed_sweep():
     text = words(RESULTS / "qwen3-8b-frontier")
     assert text.startswith("plain at batch 7 is the fastest of 3 recipes"), "unsloth ran on another card"
-    assert "unsloth 16-bit + checkpointing off at batch 8 is the only recipe" in text
+    assert "unsloth 16-bit + checkpointing off + padded at batch 8 is the only recipe" in text
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -189,7 +183,6 @@ def test_mock_runs_can_be_reported(tmp_path, ftbench):
     code, out, err = ftbench("report", tmp_path / "out", "--compare", "method", "--baseline", "full", "--answers")
     assert (code, err) == (0, "")
     assert "+100.0 %" in out
-    assert "follows (0 %" in out
 
 
 def test_recipe_is_not_compared_with_itself_over_more_samples(tmp_path):

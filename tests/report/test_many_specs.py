@@ -9,7 +9,6 @@ import pytest
 from page_runs import made
 
 from counting import lines_of
-from ftbench.core.learning import DIFFERS, Learning
 from ftbench.core.stats import median_error
 from ftbench.report import answer
 from ftbench.report.build import Request, report
@@ -90,16 +89,3 @@ def test_page_of_many_specs_reads_few_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(pairs, "read_columns", lambda *given: read.append(given) or read_columns(*given))
     assert "30 runs" in report(Request([tmp_path], "html")).text
     assert len(read) < 45
-
-
-def test_fastest_is_compared_with_the_next_fastest_and_few_are_named(monkeypatch):
-    compared: list[Cell] = []
-
-    def differs(baseline: Cell, cell: Cell) -> Learning:
-        compared.append(baseline)
-        return Learning(DIFFERS, "its mean loss differs by +9 %, allowed are 1 %")
-
-    monkeypatch.setattr(answer, "learning_of", differs)
-    texts = answer.sections(cells(300), full=True)[0].paragraphs
-    assert len(compared) == 49
-    assert sum("do not learn the same: its mean loss" in text for text in texts) == 6

@@ -44,8 +44,8 @@ def test_repeats_share_spec_and_gpu(tmp_path):
     make_run(tmp_path, "e", steps(seed=5), spec=method("unsloth") | {"method.load_in_4bit": False})
     found = {tuple(sorted(run.run_id for run in cell.runs)): cell.name for cell in cells(tmp_path)}
     assert found == {
-        ("a", "b"): "plain at batch 4", ("c",): "plain at batch 4", ("d",): "unsloth 4-bit at batch 4",
-        ("e",): "unsloth 16-bit at batch 4",
+        ("a", "b"): "plain at batch 4", ("c",): "plain at batch 4", ("d",): "unsloth 4-bit + padded at batch 4",
+        ("e",): "unsloth 16-bit + padded at batch 4",
     }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def test_rows_of_committed_runs_have_unique_names(folder):
 
 def test_shipped_recipe_keeps_its_name():
     names = {cell.way for cell in cells(RESULTS / "recipes" / "full")}
-    assert {"plain", "fastest", "fastest-fp8", "small", "unsloth 4-bit", "unsloth 16-bit"} <= names
+    assert {"plain", "fastest", "fastest-fp8", "small", "unsloth 4-bit + padded", "unsloth 16-bit + padded"} <= names
 
 
 def test_rent_and_purchase_are_not_compared(tmp_path):

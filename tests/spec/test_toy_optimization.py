@@ -18,7 +18,7 @@ from warm import Warm
 ROOT = Path(__file__).resolve().parents[2]
 SPEC_HALF = '''"""A toy."""
 
-from ftbench.spec.base import EXACT, Optimization, Tolerance
+from ftbench.spec.base import Optimization
 
 
 def _incompatibilities(spec):
@@ -30,7 +30,6 @@ OPTIMIZATIONS = {
     "toy": Optimization(
         description="mark the model",
         verified="the model is marked",
-        tolerance=Tolerance(EXACT),
         incompatibilities=_incompatibilities,
         after=("chunked_loss",),
     )

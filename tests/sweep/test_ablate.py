@@ -119,34 +119,22 @@ def test_failing_variant_is_a_row_and_is_not_retried(ablated, tmp_path):
     assert again.next(lambda each: pytest.fail(f"{each.what} is run again")) is None
 
 
-def test_variant_with_another_loss_is_flagged(ablated, tmp_path):
-    def outcome(each):
-        return {"loss": lambda step: 2.1} if "chunked_loss" in on(each) else {}
-
-    plan, _ = ablated("liger", "chunked_loss", "fp8", outcome=outcome)
-    text, records = table(plan, tmp_path / "exp")
-    assert "DOES NOT FOLLOW (+5 %, allowed 1 %)" in text
-    assert "with chunked loss at batch 4, does not learn the same" in text
-    record = records["chunked loss"]
-    assert (record["learning"], record["loss_tolerance"]) == ("does not follow", 0.01)
-
-
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
         (
             {"loss": lambda step: 2.0 if step == 1 else math.nan},
-            "the loss is not a number in 19 steps, first in step 2",
+            "not finite: the loss is not a number in 19 steps",
         ),
         ({"loss": lambda step: math.inf if step == 13 else 2.0}, "the loss is not a number in 1 step"),
-        ({"norm": math.nan}, "gradient norm is not a number in 20 steps"),
+        ({"norm": math.nan}, "not finite: loss or gradient norm is not a number"),
     ],
 )
 def test_variant_with_nan_is_named(ablated, tmp_path, broken, said):
     plan, _ = ablated("liger", "chunked_loss", outcome=lambda each: broken if "chunked_loss" in on(each) else {})
     text, records = table(plan, tmp_path / "exp")
     assert said in text, text
-    assert records["chunked loss"]["learning"] == "not finite"
+    assert records["chunked loss"]["state"].startswith("not finite")
 
 
 @pytest.mark.parametrize(
@@ -158,11 +146,6 @@ def test_plain_recipe_without_a_result_gives_no_comparison(ablated, tmp_path, ou
     assert "the baseline did not end well" in text
     assert said in text
     assert records["chunked loss"]["speed_ratio"] is None
-
-
-def test_reordered_samples_are_compared_by_their_mean_loss(ablated, tmp_path):
-    plan, _ = ablated("packing", outcome=lambda each: {"loss": lambda step: 2.5} if on(each) else {})
-    assert "with packing at batch 4, does not learn the same" in table(plan, tmp_path / "exp")[0]
 
 
 @pytest.mark.parametrize("busy", ["plain", "chunked loss"])
@@ -283,8 +266,7 @@ def test_real_ablation_on_the_cpu(tmp_path, cache):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     plain, variant = found["variants"]
-    assert (variant["loss_tolerance"], variant["runs_ok"]) == (0.01, 1)
-    assert variant["learning"] in ("follows", "inconclusive")
+    assert variant["runs_ok"] == 1
     if variant["speed_ratio"] is not None:  # no other process disturbed the runs
         assert variant["speed_low"] < variant["speed_ratio"] < variant["speed_high"]
     assert plain["runs_ok"] == 1

@@ -1,6 +1,6 @@
 """Compare two groups of runs: differences in their settings, ratios with 95 % intervals, break-even points.
 
-Unknown values are None. `core/learning.py` compares what runs learn.
+Unknown values are None.
 
 An interval is based on the best available evidence:
 

@@ -6,20 +6,19 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.compare import Ratio
-from ftbench.core.learning import INCONCLUSIVE
 from ftbench.core.stats import grouped_by
-from ftbench.report.compare.pairs import learning_of, pair_of
+from ftbench.report.compare.pairs import pair_of
 from ftbench.report.data.cells import PEAK, TOKENS, Cell, number_of
 from ftbench.report.document import ANSWER, Point, Section, Table
 from ftbench.report.ranking import Ranking, left_out_text, rankings, rate_of, unusable
 
 _NUMBERS = {1: "one", 2: "two", 3: "three"}
 _SMALLER = 0.95  # another recipe is named for its memory if it needs less than this share of the winner's
-_MOST_COMPARED, _MOST_NAMED, _MOST_GROUPS, _MOST_ROWS = 50, 6, 6, 20
+_MOST_NAMED, _MOST_GROUPS, _MOST_ROWS = 6, 6, 20
 
 
 def sections(cells: Iterable[Cell], *, full: bool = False) -> list[Section]:
-    """Return the answer, empty without runs. `full` adds first steps and losses, and the other comparable groups."""
+    """Return the answer, empty without runs. `full` adds first steps and the other comparable groups."""
     ranked, reasons = rankings(cells)
     text, counts = left_out_text(ranked, reasons)
     others = [Point(text)] if text else []
@@ -48,7 +47,6 @@ def _points(ranking: Ranking, full: bool) -> Iterator[Point]:
         yield from _memory(ranking)
         if full:
             yield from _few_steps(ranking)
-            yield from _learning(ranking)
 
 
 def _point(text: str, *cells: Cell) -> Point:
@@ -124,18 +122,6 @@ def _few_steps(ranking: Ranking) -> Iterator[Point]:
     even = ranking.against(quick).break_even if quick is not ranking.winner else None
     if even and even.when == "after" and (steps := round(even.steps or 0)) >= 1:
         yield _point(f"Few steps: {ranking.name(quick)} is ahead for the first {units.some(steps, 'step')}.", quick)
-
-
-def _learning(ranking: Ranking) -> Iterator[Point]:
-    """Yield the next fastest recipes that do not learn the same as the winner."""
-    winner, others = ranking.winner, ranking.best[1:_MOST_COMPARED]
-    verdicts = [(cell, learning_of(cell, winner)) for cell in others]
-    failed = [(cell, learning) for cell, learning in verdicts if learning.failed]
-    for cell, learning in failed[:_MOST_NAMED]:
-        text = f"{ranking.name(winner)} and {ranking.name(cell)} do not learn the same: {learning.reason}."
-        yield _point(text, winner, cell)
-    if all(learning.verdict == INCONCLUSIVE for _, learning in verdicts):
-        yield _point(f"Whether {ranking.name(winner)} learns the same is not known: run `ftbench parity`.", winner)
 
 
 def _gpus(ranked: Sequence[Ranking]) -> Iterator[Point]:

@@ -4,9 +4,11 @@ import base64
 import hashlib
 import math
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import pairwise
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
@@ -14,7 +16,6 @@ from markupsafe import Markup, escape
 from ftbench import __version__
 from ftbench.core import units
 from ftbench.core.hardware import canonical_name
-from ftbench.core.learning import learned
 from ftbench.report.compare.pairs import steps_of
 from ftbench.report.data.cells import TOKENS, Cell, Run, number_of
 from ftbench.report.data.collect import Record, figure
@@ -24,6 +25,7 @@ from ftbench.report.document import ANSWER, Report, Section
 from ftbench.report.runs_table import FIGURES, FOOTNOTE, NUMBER, runs_table
 
 MOST_CURVES, MOST_POINTS = 6, 400
+_FEWEST_STEPS = 6  # with fewer steps, progress cannot be separated from noise
 # Characters that change the writing direction can make text misleading.
 _BIDI = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _BADGES = {"ok": "good", "oom": "bad", "error": "bad", "timeout": "bad"}
@@ -164,15 +166,30 @@ def _curves(records: Sequence[Record]) -> Curves | None:
         for pair in [*runs, *([longest[key]] if key in longest else [])]:
             longest[key] = max(pair, longest.get(key, pair), key=lambda each: (each[1].steady, _hourly(each[1])))
     chosen = sorted(longest.values(), key=lambda pair: -_hourly(pair[1]))[:MOST_CURVES]
-    steps = [steps_of(run).learning for _, run in chosen]
-    if not any(map(learned, steps)):
+    steps = [steps_of(run) for _, run in chosen]
+    points = [[(step, loss) for step, loss in zip(run.numbers, run.columns["loss"], strict=True) if loss is not None]
+              for run in steps]  # fmt: skip
+    if not any(_learned([loss for _, loss in line]) for line in points):
         return None
-    points = [[(each.step, each.loss) for each in run if each.loss is not None] for run in steps]
     ends = [(min(values), max(values)) for values in zip(*(point for line in points for point in line), strict=True)]
     (first, last), (low, high) = (int(ends[0][0]), int(ends[0][1])), ends[1]
     names = cell_names([cell for cell, _ in chosen])
     lines = [(name, _path(line, first, last, low, high)) for name, line in zip(names, points, strict=True)]
     return Curves(lines, (first, last), (low, high))
+
+
+def _learned(losses: Sequence[float]) -> bool:
+    """Return whether the mean loss is below that of the first tenth of the steps by more than 1.96 standard errors.
+
+    The noise comes from the differences of successive steps, which a trend hardly changes (J. von Neumann, Ann. Math.
+    Stat. 12, 1941).
+    """
+    if len(losses) < _FEWEST_STEPS:
+        return False
+    begin = max(1, len(losses) // 10)
+    noise = math.sqrt(statistics.fmean((after - before) ** 2 for before, after in pairwise(losses)) / 2)
+    chance = 1.96 * noise * math.sqrt(1 / begin + 1 / len(losses))
+    return statistics.fmean(losses[:begin]) - statistics.fmean(losses) > chance
 
 
 def _hourly(run: Run) -> float:

@@ -89,25 +89,10 @@ def shortened(text: str, most: int = 200) -> str:
 # --- optimizations ---------------------------------------------------------------------------------------------------
 
 OFF = (False, "off", "auto")
-EXACT = 0.001  # same products in the same order; 10 times the difference between repeats
-ROUNDING = 0.01  # same sums in another order, each rounded to bfloat16
-COARSE = 0.05  # fewer bits in products, weights or optimizer state
 
 Capability = tuple[int, int] | None  # compute capability of the GPU; None: no GPU
 OWN_KERNELS = "unsloth has its own kernels: set it to off"
 OWN_LOSS = "unsloth has its own fused loss: set it to off"
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """How much the loss may differ from the baseline.
-
-    `share` is relative to the baseline's loss at the same step. With `another_order` of the samples, steps cannot be
-    compared one by one, and `share` applies to the mean loss over equally many samples.
-    """
-
-    share: float
-    another_order: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +102,6 @@ class Optimization:
     Args:
         description: Its effect and cost, in one line.
         verified: How a run checks that it was applied.
-        tolerance: How much the loss may differ from a run without it.
         not_with_unsloth: Why method unsloth excludes it, and what to do instead. None: it works.
         not_with_dpo: Why objective dpo excludes it. None only if a test compares it with plain dpo.
         needs_images: Whether it only makes sense for a dataset with images.
@@ -133,7 +117,6 @@ class Optimization:
     default: Any = False
     description: str
     verified: str
-    tolerance: Tolerance
     not_with_unsloth: str | None = None
     not_with_dpo: str | None = "it was not compared with plain dpo: set it to off"
     needs_images: bool = False

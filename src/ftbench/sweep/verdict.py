@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ftbench.core.learning import equivalence
+from ftbench.core.stats import equivalence
 from ftbench.spec.experiment import Experiment
 from ftbench.sweep.parity_records import CHANGES, FAIL, INCONCLUSIVE, PASS, layer_of, module_of
 

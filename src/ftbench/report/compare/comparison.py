@@ -5,7 +5,6 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.compare import Ratio
-from ftbench.core.learning import INCONCLUSIVE
 from ftbench.core.stats import MINIMUM_STEADY, grouped_by
 from ftbench.report.compare.pairs import Comparison, Pair
 from ftbench.report.compare.words import (
@@ -14,10 +13,7 @@ from ftbench.report.compare.words import (
     difference_lists,
     first_step_of,
     first_step_text,
-    flat_learning,
     flat_ratio,
-    grad_norm_text,
-    learning_text,
 )
 from ftbench.report.data.axes import (
     FRAMEWORK,
@@ -45,12 +41,12 @@ _HEADING = {
 }  # fmt: skip
 _TITLES = {OPTIMIZATIONS: "optimization", RECIPE: "recipe"}
 _EXACT = 0.0005
-_FIRST = ("speed", "peak GiB", "loss", "samples/h", "also differs", "state")  # the leftmost columns
-TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "loss", "grad norm", "also differs", "state", "name")
+_FIRST = ("speed", "peak GiB", "samples/h", "also differs", "state")  # the leftmost columns
+TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "also differs", "state", "name")
 NOTE = (
     "Changes are relative to the baseline, with 95 % intervals. ≈: not distinguishable; likely: one run per side; "
-    "?: no interval. Loss is compared over the same samples, energy is that of the GPU per sample. docs/explanation/"
-    "comparisons.md explains intervals and losses."
+    "?: no interval. Energy is that of the GPU per sample. Whether a recipe learns the same is not judged here: use "
+    "`ftbench parity`."
 )
 
 
@@ -192,8 +188,6 @@ _FIGURES: dict[str, Callable[[Cell, Pair | None], str]] = {
     "first step": first_step_text,
     "energy": lambda _, pair: change(pair.energy) if pair else "",
     "break-even": lambda _, pair: break_even_text(pair.break_even) if pair else "",
-    "loss": lambda _, pair: learning_text(pair.learning) if pair else "",
-    "grad norm": lambda _, pair: grad_norm_text(pair.learning) if pair else "",
 }
 
 
@@ -207,18 +201,11 @@ def _absolute(cell: Cell) -> str:
 
 
 def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Iterable[str]) -> Iterator[str]:
-    verdicts = [(pair, pair.learning) for pair in comparison.pairs if pair.learning]
-    for pair, learning in verdicts:
-        if learning.failed:
-            yield f"{run_of(pair.cell.runs[0].record)}, {pair.cell.name}, does not learn the same: {learning.reason}"
     yield NOTE
     for number, words in enumerate(lists, 1):
         yield f"({number}) {words}"
     if comparison.axis == FRAMEWORK:
         yield from _libraries({comparison.value(cell): cell for cell in cells})
-    reasons = dict.fromkeys(learning.reason for _, learning in verdicts if learning.verdict == INCONCLUSIVE)
-    if reasons:
-        yield f"loss, inconclusive: {'; '.join(reasons)}"
     few = [run_of(run.record) for cell in cells for run in cell.ok
            if (run.record.get("steps.steady") or 0) < MINIMUM_STEADY]  # fmt: skip
     if few:
@@ -263,7 +250,4 @@ def _record(comparison: Comparison, cell: Cell, pair: Pair | None, keys: Sequenc
     for state, ratio in (pair.first_step if pair else {}).items():
         record |= flat_ratio("first_step" if state == "none" else f"first_step_{state.replace(' ', '_')}", ratio)
     even = pair.break_even if pair else None
-    return record | {
-        "break_even": even.when if even else None, "break_even_steps": even.steps if even else None,
-        **flat_learning(pair.learning if pair else None),
-    }  # fmt: skip
+    return record | {"break_even": even.when if even else None, "break_even_steps": even.steps if even else None}

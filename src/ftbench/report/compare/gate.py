@@ -10,10 +10,11 @@ from ftbench.report.compare import comparison
 from ftbench.report.compare.pairs import Comparison, Pair, noise_of, pair_of
 from ftbench.report.compare.words import change
 from ftbench.report.data.cells import PEAK, Cell
-from ftbench.report.data.collect import Record
+from ftbench.report.data.collect import Record, state_of
 from ftbench.report.data.facts import CARD, LIMIT
 from ftbench.report.data.groups import DATA, cells_of, identity, runs_of
 from ftbench.report.document import Section
+from ftbench.store.rundir import NOT_FINITE
 
 _SIDE = "runs"  # the axis: earlier or new
 
@@ -34,7 +35,7 @@ def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> tuple[Se
     """Pair the cells of both sides by spec and GPU, and return their comparison and the regressions by run ids.
 
     A cell regresses if its rate falls by more than `limit` and by more than the noise, if its peak memory rises by more
-    than `limit`, if it does not learn the same, or if it now fails. With fewer than six steady steps the noise is
+    than `limit`, or if a run now fails. With fewer than six steady steps the noise is
     unknown, and only the limit counts.
 
     Raises:
@@ -77,14 +78,13 @@ def _nearest(cell: Cell, candidates: Sequence[Cell]) -> Cell:
 def _regressed(pair: Pair, limit: float) -> list[str]:
     cell, before = pair.cell, pair.baseline
     assert before is not None
-    if not cell.ok and (before.ok or (pair.learning and pair.learning.failed)):
+    diverged = [state_of(run.record) for run in cell.runs if run.record["state"] == NOT_FINITE]
+    if not cell.ok and (before.ok or diverged):
         return [f"succeeded before, now {cell.state}" if before.ok else cell.state]
-    reasons = []
+    reasons = diverged[:1]
     if pair.speed and pair.speed.value < 1 - limit and (pair.speed.high is None or pair.speed.high < 1):
         unsure = "" if pair.speed.high is not None else ", the noise is unknown"
         reasons.append(f"slower: {change(pair.speed).removesuffix(' ?')}{unsure}")
-    if pair.learning and pair.learning.failed:
-        reasons.append(f"does not learn the same: {pair.learning.reason}")
     if pair.memory and pair.memory.value > 1 + limit:
         gib = [units.gibibytes(side.figure(PEAK)) for side in (before, cell)]
         reasons.append(f"more memory: {gib[0]} → {gib[1]} GiB")

@@ -1,4 +1,4 @@
-"""Pair each cell with its baseline cell: ratios, differences, and whether both learn the same."""
+"""Pair each cell with its baseline cell: ratios and differences."""
 
 import math
 import os
@@ -9,13 +9,10 @@ from pathlib import Path
 
 from ftbench.core import compare as core
 from ftbench.core.compare import BreakEven, Difference, Ratio
-from ftbench.core.learning import INCONCLUSIVE, NOT_FINITE, Learning, TrainedStep, learning_verdict, not_finite
 from ftbench.report.data.axes import implied, value_at
 from ftbench.report.data.cells import ENERGY, PEAK, SAMPLES, TOKENS, Cell, Run, sitting_spread
 from ftbench.report.data.collect import figure
 from ftbench.report.data.facts import IMPORTED
-from ftbench.spec.optimizations import tolerance
-from ftbench.store.rundir import NOT_FINITE as STATE_NOT_FINITE
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_columns
 
@@ -57,7 +54,6 @@ class Pair:
     first_step: Mapping[str, Ratio] = field(default_factory=dict)
     energy: Ratio | None = None
     break_even: BreakEven | None = None
-    learning: Learning | None = None
     reason: str = ""
 
     @property
@@ -110,7 +106,7 @@ def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", nois
     differences = tuple(fact for fact in facts if _of_recipe(fact, baseline, cell))
     if not baseline.ok or not cell.ok:
         reason = "" if baseline.ok else "the baseline did not end well"
-        return Pair(cell, baseline, differences, learning=_went_wrong(cell), reason=reason)
+        return Pair(cell, baseline, differences, reason=reason)
     noise = noise or Noise()
     rate = TOKENS if baseline.values(TOKENS) and cell.values(TOKENS) else SAMPLES
     speed = _ratio(baseline, cell, rate, noise)
@@ -121,7 +117,7 @@ def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", nois
         memory=core.ratio_of_runs(baseline.values(PEAK), cell.values(PEAK)), first_step=_first_steps(baseline, cell),
         energy=_ratio(baseline, cell, ENERGY, noise),
         break_even=core.break_even(paces[0], paces[1]) if known_speed and paces[0] and paces[1] else None,
-        learning=learning_of(baseline, cell), reason=_weakness(baseline, cell),
+        reason=_weakness(baseline, cell),
     )  # fmt: skip
 
 
@@ -160,8 +156,7 @@ _PER_STEP = {
 }
 
 
-_LEARNING = ("samples", "label_tokens", "loss", "grad_norm")
-_COLUMNS = ("step", "step_time_s", "real_tokens", "energy_j", *_LEARNING)
+_COLUMNS = ("step", "step_time_s", "real_tokens", "energy_j", "samples", "loss")
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,10 +174,6 @@ class Steps:
         """Return step → ratio of two columns, for the steady steps with both."""
         steady = list(zip(self.numbers, self.columns[above], self.columns[below], strict=True))[self.warmup :]
         return {step: a / b for step, a, b in steady if a and b and a > 0 and b > 0}
-
-    @cached_property
-    def learning(self) -> list[TrainedStep]:
-        return list(map(TrainedStep, self.numbers, *(self.columns[name] for name in _LEARNING)))
 
     @cached_property
     def samples_by_step(self) -> dict[int, float]:
@@ -233,37 +224,6 @@ def _first_steps(baseline: Cell, cell: Cell) -> dict[str, Ratio]:
     return {state: ratio for state, ratio in ratios.items() if ratio is not None}
 
 
-# --- learning --------------------------------------------------------------------------------------------------------
-
-
-def _went_wrong(cell: Cell) -> Learning | None:
-    """Return the verdict on a cell without successful runs if one of them failed with NaN or infinity."""
-    broken = [str(run.record["reason"]) for run in cell.runs if run.record["state"] == STATE_NOT_FINITE]
-    return Learning(NOT_FINITE, broken[0]) if broken and not cell.ok else None
-
-
-def learning_of(baseline: Cell, cell: Cell) -> Learning:
-    """Judge whether two successful cells learn the same.
-
-    Compare the first successful run of each. A NaN in any run of the second cell is a failure.
-    """
-    first, second = baseline.ok[0], cell.ok[0]
-    for run in cell.runs:
-        broken = run.record["reason"] if run.record["state"] == STATE_NOT_FINITE else None
-        checked = run.record.get("learning.state")  # newer summaries contain the result of this check
-        if broken := broken or (run.ok and not checked and not_finite(steps_of(run).learning)):
-            return Learning(NOT_FINITE, broken if len(cell.runs) == 1 else f"{run.run_id}: {broken}")
-    if "dataset.order_hash" not in baseline.facts or "dataset.order_hash" not in cell.facts:
-        return Learning(INCONCLUSIVE, "the order of the tokens is unknown")
-    allowed = tolerance(baseline.facts, cell.facts)
-    paired = _same_tokens(baseline, cell) and _same_samples(first, second)
-    if not paired and not (allowed.another_order and _same_samples_asked_for(baseline, cell)):
-        same = _same_tokens(baseline, cell)
-        return Learning(INCONCLUSIVE, "other samples per step" if same else "other tokens, or another order")
-    sides = steps_of(first).learning, steps_of(second).learning
-    return learning_verdict(*sides, allowed.share, paired=paired)
-
-
 def _same_tokens(baseline: Cell, cell: Cell) -> bool:
     order = baseline.facts.get("dataset.order_hash")
     return order is not None and order == cell.facts.get("dataset.order_hash")
@@ -273,8 +233,3 @@ def _same_samples(first: Run, second: Run) -> bool:
     before, after = steps_of(first).samples_by_step, steps_of(second).samples_by_step
     common = before.keys() & after.keys()
     return bool(common) and all(before[step] == after[step] for step in common)
-
-
-def _same_samples_asked_for(baseline: Cell, cell: Cell) -> bool:
-    keys = {key for side in (baseline, cell) for key in side.facts if key.startswith(("dataset.", "model."))}
-    return all(baseline.facts.get(key) == cell.facts.get(key) for key in keys - {"dataset.hash", "dataset.order_hash"})

@@ -6,7 +6,6 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.compare import BreakEven, Ratio
-from ftbench.core.learning import INCONCLUSIVE, Learning
 from ftbench.report.compare.pairs import Pair
 from ftbench.report.data.cells import Cell, run_of
 from ftbench.report.runs_table import MOST_NAMED
@@ -40,25 +39,6 @@ def break_even_text(when: BreakEven | None) -> str:
     if when is None:
         return ""
     return when.when if when.steps is None else f"{when.when} step {round(when.steps):,}"
-
-
-def learning_text(learning: Learning | None) -> str:
-    """Return the verdict with the difference of the mean losses over the same samples.
-
-    Examples: `follows (+0.05 %, allowed 1 %)`, `DOES NOT FOLLOW (+7.5 %, allowed 1 %)`, `NOT FINITE`.
-    """
-    if learning is None:
-        return ""
-    verdict = learning.verdict.upper() if learning.failed else learning.verdict
-    if learning.change is None:
-        return verdict
-    allowed = "" if learning.verdict == INCONCLUSIVE else f", allowed {(learning.tolerance or 0) * 100:g} %"
-    return f"{verdict} ({units.difference(learning.change)}{allowed})"
-
-
-def grad_norm_text(learning: Learning | None) -> str:
-    """Return `-1.0 %`: the difference of the gradient norms."""
-    return "" if learning is None or learning.grad_norm is None else units.difference(learning.grad_norm)
 
 
 def differences(pair: Pair) -> list[str]:
@@ -123,18 +103,6 @@ def flat_ratio(name: str, ratio: Ratio | None) -> dict[str, Any]:
     """Return a ratio as fields of a flat record (None is unknown)."""
     fields = (ratio.value, ratio.low, ratio.high, ratio.basis or None, ratio.verdict) if ratio else (None,) * 5
     return dict(zip((f"{name}_{part}" for part in ("ratio", "low", "high", "basis", "verdict")), fields, strict=True))
-
-
-_LEARNING = {
-    "learning": "verdict", "learning_reason": "reason", "loss_change": "change", "loss_tolerance": "tolerance",
-    "loss_learned": "learned", "loss_worst": "worst", "loss_worst_step": "step", "grad_norm_change": "grad_norm",
-}  # fmt: skip
-
-
-def flat_learning(learning: Learning | None) -> dict[str, Any]:
-    """Return a verdict on learning as fields of a flat record (None is unknown)."""
-    fields = {field: getattr(learning, source, None) for field, source in _LEARNING.items()}
-    return fields | {"learning_reason": fields["learning_reason"] or None}
 
 
 def first_step_of(cell: Cell) -> Mapping[str, Any]:

@@ -53,7 +53,7 @@ def spec_facts(run: RunDir) -> Mapping[str, str]:
     """Return the flat resolved spec: the keys that change the result (see spec/identity.py), and the framework.
 
     Paths are reduced to file names. Keys that an older ftbench did not have get today's default, because that
-    version behaved the same.
+    version behaved the same. Only unsloth padded its batches.
     """
     return _facts_of(json_bytes(run.spec_json))
 
@@ -69,7 +69,10 @@ def _facts_of(data: bytes) -> Mapping[str, str]:
     if not facts or "imported" in written:  # defaults are unknown for imported runs
         return facts
     known = {key: text for key, text in _defaults(facts.get("method.name", "")).items() if _within(key, written)}
-    return known | {"objective.name": "sft"} | facts  # older specs lack an objective: all were sft
+    older = {"objective.name": "sft"}  # how runs trained before these keys existed
+    if not {"on"} & {facts.get(f"optimizations.{name}") for name in ("packing", "padding_free")}:
+        older |= {"method.padded": "on"} if facts.get("method.name") == "unsloth" else {}
+    return known | older | facts
 
 
 def machine_facts(run: RunDir) -> Mapping[str, str]:

@@ -5,14 +5,11 @@ from typing import Annotated, Any, Literal
 
 from ftbench.core.hardware import supports_fp8
 from ftbench.spec.base import (
-    COARSE,
     OWN_KERNELS,
     OWN_LOSS,
-    ROUNDING,
     Capability,
     Experiment,
     Optimization,
-    Tolerance,
     Word,
     or_number,
     or_words,
@@ -160,7 +157,6 @@ OPTIMIZATIONS = {
         description="attention implementation; auto: the library's choice for the model; varlen: torch's kernel "
         "for rows without padding",
         verified="the model's own setting is read",
-        tolerance=Tolerance(ROUNDING),
         not_with_dpo=None,
         not_with_unsloth="unsloth chooses the attention itself: set it to auto",
         incompatibilities=_attention,
@@ -175,7 +171,6 @@ OPTIMIZATIONS = {
         "accumulates the backward pass in fewer bits; tensorwise-delayed is tensorwise-fast with scales from the "
         "previous step",
         verified="no suitable frozen layer still multiplies in 16 bits",
-        tolerance=Tolerance(COARSE),
         not_with_unsloth="unsloth's fused functions multiply in 16 bits: set it to off, or use method lora",
         incompatibilities=_fp8,
         machine_incompatibilities=_fp8_on_machine,
@@ -188,14 +183,12 @@ OPTIMIZATIONS = {
         description="compute the loss and its gradient in chunks of label tokens, without trl's metrics and "
         "synchronizations; a number sets the tokens per chunk (on: 2048), fewer need less memory",
         verified="the model's forward method is replaced by ours",
-        tolerance=Tolerance(ROUNDING),
         not_with_dpo="it computes only the sft loss: set it to off",
         not_with_unsloth=OWN_LOSS,
     ),
     "liger": Optimization(
         description="Liger's Triton kernels: norms, rotary embedding, SwiGLU, fused loss",
         verified="modules with a Liger function are counted",
-        tolerance=Tolerance(ROUNDING),
         not_with_dpo="it computes only the sft loss: set it to off",
         not_with_unsloth=OWN_KERNELS,
         needs_gpu=True,
@@ -207,7 +200,6 @@ OPTIMIZATIONS = {
         "compilation for each new shape; dynamic: compile once for all lengths; lean: recompute norms and MLP "
         "activations in the backward pass instead of keeping them",
         verified="every layer is compiled, and compiled graphs were counted",
-        tolerance=Tolerance(ROUNDING),
         not_with_dpo=None,
         not_with_unsloth="unsloth compiles its own code: set it to off",
         after=("liger", "triton_kernels"),  # compile the layer that they have changed
@@ -217,7 +209,6 @@ OPTIMIZATIONS = {
         description="compute the adapters' products together with the base product, for all layers that share an "
         "input: fewer passes over the activations",
         verified="every layer with an adapter uses the fused product",
-        tolerance=Tolerance(ROUNDING),
         not_with_dpo=None,
         not_with_unsloth="unsloth fuses adapters itself: set it to off",
         incompatibilities=_fused_lora,
@@ -228,7 +219,6 @@ OPTIMIZATIONS = {
         description="record forward and backward pass as one CUDA graph and replay it in every step: no Python and no "
         "kernel launches, which limit small models and batches; the optimizer step stays outside",
         verified="the first step was a replay; a batch of another shape ends the run",
-        tolerance=Tolerance(ROUNDING),
         not_with_unsloth="unsloth's functions synchronize with the device: set it to off",
         excludes={
             "optimizations.gradient_checkpointing": "optimizations.cuda_graph: gradient_checkpointing reads the state "
@@ -247,7 +237,6 @@ OPTIMIZATIONS = {
         "embedding, and for the gradient of the MLP's gate; auto: on for supported models on GPUs where they were "
         "measured to be faster, else off with fp8 tensorwise instead of tensorwise-delayed",
         verified="every decoder layer uses them",
-        tolerance=Tolerance(ROUNDING),
         not_with_unsloth=OWN_KERNELS,
         excludes={"optimizations.liger": "optimizations.triton_kernels and liger replace the same code: choose one"},
         incompatibilities=_triton_kernels,

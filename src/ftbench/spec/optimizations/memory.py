@@ -4,12 +4,8 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from ftbench.spec.base import (
-    COARSE,
-    EXACT,
-    ROUNDING,
     Experiment,
     Optimization,
-    Tolerance,
     offload_needs_gpu,
     or_number,
     or_words,
@@ -82,7 +78,6 @@ OPTIMIZATIONS = {
         "slower; selective: every second layer; offload: keep the inputs in host memory",
         verified="the switch of every layer is read after the first step (selective: half of them; offload: one input "
         "per layer was moved to the host and back)",
-        tolerance=Tolerance(EXACT),
         not_with_dpo=None,
         not_with_unsloth="set method.use_gradient_checkpointing instead",
         incompatibilities=_gradient_checkpointing,
@@ -91,7 +86,6 @@ OPTIMIZATIONS = {
     "activation_offload": Optimization(
         description="keep the activations for the backward pass in host memory (trl): less device memory, slower",
         verified="the trainer has the offloading context",
-        tolerance=Tolerance(EXACT),
         not_with_unsloth="use method.use_gradient_checkpointing: unsloth",
         excludes={
             "optimizations.gradient_checkpointing": "optimizations.activation_offload and gradient_checkpointing save "
@@ -104,7 +98,6 @@ OPTIMIZATIONS = {
         "layer before it computes; only the needed rows of the embedding are read; with chunked_loss the head is "
         "copied for the loss",
         verified="the matrices of all layers share two GPU buffers, and every layer was loaded in both passes",
-        tolerance=Tolerance(EXACT),
         not_with_unsloth="unsloth manages its weights itself: set it to off",
         excludes={
             "optimizations.fp8": "optimizations.weight_offload copies weights as loaded, and fp8 casts them first: "
@@ -120,7 +113,6 @@ OPTIMIZATIONS = {
         description="update each parameter as soon as its gradient is complete, then free the gradient; offload: keep "
         "the optimizer state in host memory",
         verified="every parameter was updated during the backward pass, and few gradients existed at the same time",
-        tolerance=Tolerance(EXACT),
         not_with_unsloth="unsloth trains adapters, whose gradients are small: set it to off",
         excludes={
             "optimizations.cuda_graph": "optimizations.optimizer_in_backward needs a hook per gradient, which a "
@@ -134,7 +126,6 @@ OPTIMIZATIONS = {
         description="fill rows of max_length with several samples; each sample attends only to itself; batch_size "
         "counts rows",
         verified="no padded position was counted",
-        tolerance=Tolerance(COARSE, another_order=True),
         not_with_dpo="the two answers of a pair need separate rows: set it to off",
         excludes={
             "optimizations.padding_free": "optimizations.packing already removes the padding: set padding_free to off",
@@ -145,13 +136,11 @@ OPTIMIZATIONS = {
     "padding_free": Optimization(
         description="concatenate the samples of a batch in one row instead of padding them",
         verified="no padded position was counted",
-        tolerance=Tolerance(ROUNDING),
         not_with_dpo="trl pads pairs (its padding_free is currently switched off): set it to off",
     ),
     "fixed_shape": Optimization(
         description="pad every batch to the longest sample of the dataset: one shape, one compiled graph",
         verified="one batch shape was counted",
-        tolerance=Tolerance(ROUNDING),
         not_with_dpo="an incomplete batch would be filled with pairs that do not exist: set it to off",
         excludes={
             "optimizations.padding_free": "optimizations.fixed_shape pads and padding_free does not: choose one, or "
@@ -162,7 +151,6 @@ OPTIMIZATIONS = {
     "length_grouping": Optimization(
         description="batch samples of similar length: less padding, another sample order",
         verified="the token counts of the batches",
-        tolerance=Tolerance(COARSE, another_order=True),
         not_with_dpo=None,
         excludes={
             **dict.fromkeys(
@@ -178,13 +166,11 @@ OPTIMIZATIONS = {
         description="build batches and process images in worker processes, two batches ahead each; a number sets how "
         "many (on: 4)",
         verified="the trainer's data loader has this many workers",
-        tolerance=Tolerance(EXACT),
         not_with_dpo=None,
     ),
     "image_cache": Optimization(
         description="process images once before training and keep them on disk, so that no step waits for them",
         verified="all images of a batch come from the disk cache",
-        tolerance=Tolerance(EXACT),
         needs_images=True,
     ),
     "image_size": Optimization(
@@ -192,7 +178,6 @@ OPTIMIZATIONS = {
         description="scale images down until the longest side has this many pixels, and do not split larger ones into "
         "tiles: fewer tokens, less detail",
         verified="the number of tiles per image; images are scaled in the processor",
-        tolerance=Tolerance(COARSE),
         needs_images=True,
         not_ablated=(True,),
     ),
