@@ -134,7 +134,7 @@ def t_quantile(p: float, freedom: float) -> float:
 
     def below(t: float) -> float:
         half = math.atan(t / math.sqrt(freedom)) / 2
-        return 0.5 + scale * half * sum(w * math.cos(half * (1 + x)) ** (freedom - 1) for x, w in _TANH_SINH)
+        return 0.5 + scale * half * sum(w * math.pow(math.cos(half * (1 + x)), freedom - 1) for x, w in _TANH_SINH)
 
     low, high = 0.0, 1.0
     while below(high) < p:
