@@ -21,19 +21,16 @@ H200 = {
     "name": "NVIDIA H200", "uuid": "GPU-1", "driver": "580.1", "power_limit_w": 700.0, "sm_clock_max_mhz": 1980,
     "foreign_processes": 0, "memory_used_before_gb": 0.6,
 }  # fmt: skip
-PRODUCT = {
-    "best_tflops": 800.0, "best_size": 8192, "sizes": [{"size": 8192, "tflops": 800.0}], "sustained_tflops": 790.0,
-    "sustained_s": 1.7, "power_w": 690.0, "sm_clock_mhz": 1755.0, "temperature_c": 61.0, "throttle": "none",
-}  # fmt: skip
+PRODUCT = {"best_tflops": 800.0, "best_size": 8192, "sustained_tflops": 790.0}
 MEASURED = {
     "notes": [],
     "doing": None,
-    "device": {"kind": "cuda", "name": "NVIDIA H200", "gpus": 1},
+    "device": {"kind": "cuda", "name": "NVIDIA H200"},
     "products": {"bf16": PRODUCT, "fp32": {**PRODUCT, "best_tflops": 50.0, "sustained_tflops": 49.9}, "fp8": None},
-    "memory": {"copy_gbs": 4300.0, "triad_gbs": 4250.0, "tensor_bytes": 2**30},
-    "host_link": {"to_device_gbs": 55.0, "to_host_gbs": 54.0, "buffer_bytes": 2**28},
+    "memory": {"copy_gbs": 4300.0, "triad_gbs": 4250.0},
+    "host_link": {"to_device_gbs": 55.0, "to_host_gbs": 54.0},
     "launch_us": 4.2,
-    "idle": {"power_w": 80.0, "sm_clock_mhz": 345.0, "temperature_c": 34.0, "throttle": "none"},
+    "capacity": {"total_gb": 139.8, "driver_total_gb": 140.4},
 }
 
 
@@ -81,11 +78,11 @@ def test_the_file_name_contains_gpu_and_uuid(child, tmp_path):
     [({"state": "timeout", "code": -15}, "stopped after 60 s"), ({"code": -11, "said": "Killed\n"}, "Killed")],
 )
 def test_measurements_are_kept_if_the_child_is_killed(child, tmp_path, ended, reason):
-    child(changed(doing="links", notes=["a"]), **ended)
+    child(changed(doing="launch_us", notes=["a"]), **ended)
     document, path = probe.probe(tmp_path)
     assert document["products"]["bf16"] == PRODUCT
     assert document["notes"][0] == "a"
-    assert document["notes"][1].startswith("links: not measured")
+    assert document["notes"][1].startswith("launch_us: not measured")
     assert reason in document["notes"][1]
     assert path.is_file()
 
@@ -175,12 +172,12 @@ def command(monkeypatch, capsys, tmp_path):
 
 
 def test_the_table_shows_all_results_and_the_file(child, command):
-    child(changed(links={"gpus": 2, "all_reduce_bus_gbs": 360.0, "pairs": [{"gbs": 380.0}, {"gbs": 250.0}]}))
+    child(MEASURED)
     code, out, _ = command()
     assert code == 0
     shown = (
-        "NVIDIA H200", "torch 2.11.0", "800", "790", "4,300 GB/s", "to host 54 GB/s", "4.2 µs", "80 W",
-        "all-reduce bus 360 GB/s", ".json",
+        "NVIDIA H200", "torch 2.11.0", "800", "790", "4,300 GB/s", "to host 54 GB/s", "4.2 µs", "of (NVML) 140.4 GiB",
+        ".json",
     )  # fmt: skip
     for part in shown:
         assert part in out, part

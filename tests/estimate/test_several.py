@@ -28,7 +28,7 @@ from ftbench.estimate.recommend.spec_file import run_command
 from ftbench.estimate.time.communication import traffic
 from ftbench.estimate.time.duration import MEASURED, estimate_duration
 from ftbench.estimate.time.history import RunHistory, recorded_spec
-from ftbench.estimate.time.rates import ceilings, shipped_coefficients
+from ftbench.estimate.time.rates import shipped_coefficients
 from ftbench.estimate.time.work import update
 from ftbench.estimate.workload.batches import batches_of
 from ftbench.estimate.workload.largest import BatchShape
@@ -327,17 +327,6 @@ def test_a_fast_link_nearly_doubles_the_speed() -> None:
     short = {"dataset": {"name": "synthetic", "samples": 64, "length": 128}, "train": {"batch_size": 1}}
     slow, alone = (estimate_duration(shared(*how, **short), rtx) for how in (("ddp", 2), ("none", 1)))
     assert slow.exposed_s > 0.1 * alone.step_s.expected
-
-
-def test_a_probed_link_replaces_the_data_sheet(tmp_path: Path) -> None:
-    h200 = next(gpu for gpu in gpus() if gpu.name == "H200 SXM")
-    assert ceilings(h200, "bf16").network == pytest.approx(0.8 * 450e9)
-    folder = tmp_path / "probe"
-    folder.mkdir()
-    document = {"device": {"kind": "cuda"}, "machine": {"gpus": [{"name": "NVIDIA H200"}]},
-                "links": {"gpus": 2, "all_reduce_bus_gbs": 123.0}}  # fmt: skip
-    (folder / "h200.json").write_text(json.dumps(document))
-    assert ceilings(h200, "bf16", tmp_path).network == pytest.approx(123e9)
 
 
 def test_every_gpu_of_the_table_has_a_link() -> None:

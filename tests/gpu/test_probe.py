@@ -43,11 +43,10 @@ def test_every_figure_is_there_within_a_minute(probed):
     capability = torch.cuda.get_device_capability(0)
     for name, needed in KINDS.items():
         assert (document["products"][name] is not None) == (capability >= needed), document["notes"]
-    assert document["idle"]["power_w"] > 1
     assert document["memory"]["copy_gbs"] > 100
     assert document["host_link"]["to_device_gbs"] > 1
     assert 1 < document["launch_us"] < 100
-    assert not [note for note in document["notes"] if "data sheet" in note]
+    assert 1 < document["capacity"]["total_gb"] <= document["capacity"]["driver_total_gb"]
 
 
 @pytest.mark.exhaustive
@@ -60,13 +59,6 @@ def test_a_second_probe_finds_the_same(probed, tmp_path):
             )
     assert second["memory"]["copy_gbs"] == pytest.approx(first["memory"]["copy_gbs"], rel=REPEATABLE)
     assert second["memory"]["triad_gbs"] == pytest.approx(first["memory"]["triad_gbs"], rel=REPEATABLE)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
-def test_several_gpus_sum_without_hanging(probed):
-    document, _ = probed
-    assert document["links"]["gpus"] == torch.cuda.device_count()
-    assert document["links"]["all_reduce_bus_gbs"] > 1, document["notes"]
 
 
 def test_doctor_says_that_a_plain_spec_can_run(tmp_path):

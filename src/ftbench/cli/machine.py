@@ -11,7 +11,7 @@ from ftbench.errors import MissingError, SpecError
 
 @app.command()
 def probe(out: Out = Path("results"), as_json: Json = False) -> None:
-    """Measure this machine's peak rates, in at most a minute. Matrix products, memory, links, power."""
+    """Measure this machine's peak rates, in at most a minute. Matrix products, memory, host link, launches."""
     from ftbench.doctor import probe as probing
 
     log(f"probing this machine, {probing.LIMIT_S:.0f} s at most")

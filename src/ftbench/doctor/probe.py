@@ -7,6 +7,7 @@ import platform
 import re
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,10 @@ from ftbench.store.rundir import first_gpu
 
 SCHEMA = 1
 LIMIT_S = 60.0
-# Budget of the child. The rest is for its start and for items that take longer than planned.
-_CHILD_S = 55.0
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8", "int8")
 FOREIGN_MEMORY_GB = 1.0
 # Keys of the document. Missing measurements are None, with the reason in `notes`.
-_FIGURES = ("device", "products", "memory", "capacity", "host_link", "launch_us", "idle", "links", "notes")
+_FIGURES = ("device", "products", "memory", "capacity", "host_link", "launch_us", "notes")
 
 
 def probe(out: Path) -> tuple[dict[str, Any], Path]:
@@ -60,9 +59,9 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
 def _measure(scratch: Path) -> dict[str, Any]:
     """Return the measurements of the child, also if it was stopped early."""
     path, log = scratch / "probe.json", scratch / "log.txt"
-    arguments, late = [str(path.resolve()), f"{_CHILD_S:g}"], f"was stopped after {LIMIT_S:.0f} s"
+    late = f"was stopped after {LIMIT_S:.0f} s"
     environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1"}  # the driver's order
-    ended, why = process.run_module("ftbench.worker.probe", arguments, environment, log, LIMIT_S, late)
+    _, why = process.run_module("ftbench.worker.probe", [str(path.resolve())], environment, log, LIMIT_S, late)
     document = rundir.read_json(path)
     doing = document.pop("doing", None)
     if missing := document.pop("missing", None):
@@ -71,7 +70,7 @@ def _measure(scratch: Path) -> dict[str, Any]:
         if not any(document.get("products", {}).values()):
             raise FtbenchError(f"probe: the measuring process {why}; nothing was measured")
         document["notes"] = [*document["notes"], f"{doing}: not measured: the measuring process {why}"]
-    return document | {"wall_s": ended.wall_s}
+    return document
 
 
 def file_name(described: dict[str, Any]) -> str:
@@ -109,7 +108,7 @@ def as_text(document: dict[str, Any]) -> str:
         "",
         text_table(("TFLOP/s", ">best", ">at size", ">lasting"), products),
         "",
-        text_table(("", ""), [row for row in _others(document) if row[1]]),
+        text_table(("", ""), list(_others(document))),
         *(folded(f"note: {note}") for note in document["notes"]),
     ])  # fmt: skip
 
@@ -117,19 +116,17 @@ def as_text(document: dict[str, Any]) -> str:
 # Rows of the second table: label, section of the document, unit, and keys with their words.
 _ROWS = (
     ("memory", "memory", "GB/s", {"copy_gbs": "copy", "triad_gbs": "triad"}),
-    ("capacity", "capacity", "GiB", {"total_gb": "for processes (CUDA)", "driver_total_gb": "of (NVML)",
-                                     "context_gb": "context"}),
+    ("capacity", "capacity", "GiB", {"total_gb": "for processes (CUDA)", "driver_total_gb": "of (NVML)"}),
     ("host link", "host_link", "GB/s", {"to_device_gbs": "to device", "to_host_gbs": "to host"}),
-    ("idle", "idle", "W", {"power_w": ""}),
-    ("GPUs", "links", "GB/s", {"all_reduce_bus_gbs": "all-reduce bus"}),
-)  # fmt: skip
+)
 
 
-def _others(document: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [("launch", "" if document["launch_us"] is None else f"{units.rate(document['launch_us'])} µs")]
+def _others(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a row for each other measurement."""
+    if document["launch_us"] is not None:
+        yield "launch", f"{units.rate(document['launch_us'])} µs"
     for label, section, unit, keys in _ROWS:
-        values = ((word, (document[section] or {}).get(key)) for key, word in keys.items())
         show = units.gibibytes if unit == "GiB" else units.rate
-        parts = (f"{word} {show(value)} {unit}".strip() for word, value in values if value is not None)
-        rows.append((label, " · ".join(parts)))
-    return rows
+        values = [(word, (document[section] or {}).get(key)) for key, word in keys.items()]
+        if parts := [f"{word} {show(value)} {unit}" for word, value in values if value is not None]:
+            yield label, " · ".join(parts)

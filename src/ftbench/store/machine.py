@@ -225,18 +225,15 @@ def ceilings(store: Path, gpu_name: str | None) -> dict[str, Any]:
 
     Args:
         store: The results folder with the probes.
-        gpu_name: The GPU; None for processes on the CPU (`network_gbs` only).
+        gpu_name: The GPU; None without one.
 
     Returns:
-        A subset of: `tflops` by precision; `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s; `network_gbs`, the
-        bus bandwidth of an all-reduce over the machine's GPUs; `launch_us` in µs; `usable_gb`, the GiB that CUDA gives
-        to processes, of `driver_total_gb`.
+        A subset of: `tflops` by precision; `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s; `launch_us` in
+        µs; `usable_gb`, the GiB that CUDA gives to processes, of `driver_total_gb`.
     """
-    documents = _documents(store, gpu_name)
+    documents = _documents(store, gpu_name) if gpu_name else []
     products = [document.get("products", {}) for document in documents]
-    memory, link, links, capacity = (
-        [d.get(name) for d in documents] for name in ("memory", "host_link", "links", "capacity")
-    )
+    memory, link, capacity = ([d.get(name) for d in documents] for name in ("memory", "host_link", "capacity"))
     rates = {kind: _best(max, [each.get(kind) for each in products], "best_tflops")
              for kind in sorted({kind for each in products for kind in each})}  # fmt: skip
     rates_by_name = {
@@ -244,13 +241,11 @@ def ceilings(store: Path, gpu_name: str | None) -> dict[str, Any]:
         "memory_gbs": _best(max, memory, "copy_gbs"),
         "to_device_gbs": _best(max, link, "to_device_gbs"),
         "to_host_gbs": _best(max, link, "to_host_gbs"),
-        "network_gbs": _best(max, links, "all_reduce_bus_gbs"),
         "launch_us": _best(min, documents, "launch_us"),
         "usable_gb": _best(min, capacity, "total_gb"),
         "driver_total_gb": _best(min, capacity, "driver_total_gb"),
     }
-    names = rates_by_name if gpu_name else ("network_gbs",)
-    return {name: value for name, value in rates_by_name.items() if name in names and value not in (None, {})}
+    return {name: value for name, value in rates_by_name.items() if value not in (None, {})}
 
 
 def _best(pick: Any, parts: Iterable[dict[str, Any] | None], name: str) -> float | None:
@@ -258,13 +253,10 @@ def _best(pick: Any, parts: Iterable[dict[str, Any] | None], name: str) -> float
     return pick(figures) if figures else None
 
 
-def _documents(store: Path, gpu_name: str | None) -> list[dict[str, Any]]:
-    documents = [rundir.read_json(path) for path in sorted((store / PROBES).glob("*.json"))]
-    if gpu_name is None:
-        return [document for document in documents if (document.get("device") or {}).get("kind") == "cpu"]
+def _documents(store: Path, gpu_name: str) -> list[dict[str, Any]]:
     return [
         document
-        for document in documents
+        for document in map(rundir.read_json, sorted((store / PROBES).glob("*.json")))
         if (document.get("device") or {}).get("kind") == "cuda"
         and (name := rundir.first_gpu(document.get("machine", {})).get("name"))
         and canonical_name(name) == canonical_name(gpu_name)

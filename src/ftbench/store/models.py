@@ -173,8 +173,7 @@ MODELS: dict[str, type[FileModel]] = {
     "probe/*.json": _model(
         "probe/*.json", machine=_Machine, device=_model("Device", kind=Text) | None,
         products=_map(_model("Products", best_tflops=Figure) | None), memory=Figures | None,
-        host_link=Figures | None, capacity=Figures | None, links=_model("Links", all_reduce_bus_gbs=Figure) | None,
-        launch_us=Figure,
+        host_link=Figures | None, capacity=Figures | None, launch_us=Figure,
     ),
 }  # fmt: skip
 

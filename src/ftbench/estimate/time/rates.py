@@ -110,7 +110,7 @@ def ceilings(gpu: Gpu, precision: str, store: Path | None = None) -> Ceilings:
         probed.get("to_host_gbs", _LINK_GBS) * 1e9,
         probed.get("to_device_gbs", _OLDER_LINK_GBS if older else _LINK_GBS) * 1e9,
         source,
-        (probed.get("network_gbs") or _network(gpu)) * 1e9,
+        _network(gpu) * 1e9,
     )
 
 
