@@ -23,8 +23,6 @@ from ftbench.report.build import Request, report
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load, spec_keys
 from ftbench.spec.sweep import cells
-from ftbench.store import digests
-from ftbench.store.rundir import find_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -107,8 +105,6 @@ def reader(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text, "utf-8")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     shutil.copytree(ROOT / "results" / "h200" / "headline" / "full", tmp_path / "results" / "night")
-    for run in find_runs(tmp_path / "results"):  # as new runs have
-        digests.write(run)
     monkeypatch.chdir(tmp_path)
 
 

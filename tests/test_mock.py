@@ -56,7 +56,7 @@ def test_ok_writes_all_files_and_is_marked_as_mock(pretend):
     assert summary.warnings[0] == "mock: nothing was trained, the figures are invented"
     assert {path.name for path in run.path.iterdir()} == {
         "spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json",
-        "digest.json", "state.json", "log.txt",
+        "state.json", "log.txt",
     }  # fmt: skip
     assert read_documents(run)[1] is None
     rows, warnings = read_steps(run.steps)

@@ -1,7 +1,9 @@
 """The outcome of a run: the final state, the summary, and clean logs."""
 
 import signal
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ftbench.core import oom
@@ -9,10 +11,10 @@ from ftbench.core.redact import without_secrets
 from ftbench.core.rows import RunSummary
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError
 from ftbench.launch import process
-from ftbench.store import digests, ranks, run_warnings, rundir, summary
+from ftbench.store import ranks, run_warnings, rundir, summary
 from ftbench.store.rundir import RunDir
 
-_LOG_TAIL = 64 * 1024  # bytes
+_LOG_TAIL, _PART = 64 * 2**10, 2**24  # bytes
 
 
 def finish(run: RunDir, ended: process.Exit) -> tuple[dict[str, Any], RunSummary]:
@@ -92,7 +94,7 @@ def exit_code(state: dict[str, Any]) -> int:
 
 
 def _write_results(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], RunSummary]:
-    """Write state, summary and digests, and return the first two.
+    """Write state and summary, and return both.
 
     A run that ended well becomes `not finite` if its losses are not numbers, unless it is a control run.
     """
@@ -106,7 +108,6 @@ def _write_results(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], 
         state |= {"state": summarised.state, "reason": summarised.reason}
     rundir.write_json(run.state, state)
     rundir.write_json(run.summary, summary.as_dict(summarised))
-    digests.write(run)
     return state, summarised
 
 
@@ -127,6 +128,14 @@ def _finish_profile(run: RunDir) -> dict[str, Any]:
 def _redact_logs(run: RunDir) -> None:
     """Remove secrets from the output of the worker and its libraries."""
     for log in run.path.glob("log*.txt"):
-        text = log.read_bytes().decode(errors="backslashreplace")
-        if (clean := without_secrets(text)) != text:
-            rundir.write_text(log, clean)
+        if any(without_secrets(text) != text for text in _parts(log)):
+            clean = log.with_name(f".{log.name}")
+            with rundir.writing(clean), clean.open("w", encoding="utf-8", newline="") as file:
+                file.writelines(map(without_secrets, _parts(log)))
+            clean.replace(log)
+
+
+def _parts(path: Path) -> Iterator[str]:
+    """Yield a text file in parts of complete lines, because a log can be larger than the memory."""
+    with path.open(encoding="utf-8", errors="backslashreplace", newline="") as file:
+        yield from iter(lambda: "".join(file.readlines(_PART)), "")

@@ -21,7 +21,6 @@ from typing import Any
 from ftbench import __version__
 from ftbench.core.redact import REDACTED, redact, redact_document, without_secrets
 from ftbench.errors import SpecError, file_problem
-from ftbench.store import digests
 from ftbench.store.output import output_file
 from ftbench.store.ranks import rank_files
 from ftbench.store.rundir import RunDir, disk_error, open_plain_file, read_document, read_state, require_runs
@@ -34,7 +33,8 @@ else:
 SCHEMA = 1
 MANIFEST = "manifest.json"
 MAX_FILE, MAX_TOTAL, MAX_FILES = 256 * 2**20, 2 * 2**30, 200_000
-FILES = (*digests.FILES, "summary.json", "digest.json")
+FILES = ("spec.yaml", "spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "state.json",
+         "samples.json", "summary.json")  # fmt: skip
 PROFILE = (".json", ".csv", ".txt", ".md")  # the tables in profile/; traces are too large
 _MAX_WINDOW = 27  # log2 of the bytes that decompression may keep in memory
 _LEVEL = 10
@@ -76,7 +76,6 @@ def make(paths: Sequence[Path], output: Path) -> Made:
                 data, count = _content(path)
                 made.redacted += count
                 hashes[name] = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
-                hashes[name] |= {"redacted": count} if count else {}
                 _add(tar, name, data)
             manifest = {"schema": SCHEMA, "ftbench": __version__, "files": hashes}
             _add(tar, MANIFEST, (json.dumps(manifest, indent=1, ensure_ascii=False) + "\n").encode())
@@ -201,8 +200,13 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
     if manifest.get("schema") != SCHEMA:
         raise SpecError(f"{path}: has schema {manifest.get('schema')!r}, this ftbench reads {SCHEMA}; update ftbench")
     names = (each for each in folder.rglob("*") if each.is_file())
-    hashes = {each.relative_to(folder).as_posix(): digests.sha256_of(each) for each in names}
+    hashes = {each.relative_to(folder).as_posix(): _sha256(each) for each in names}
     return manifest | {"hashes": {name: value for name, value in hashes.items() if name != MANIFEST}}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def problems(manifest: dict[str, Any]) -> list[str]:

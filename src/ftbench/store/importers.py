@@ -21,7 +21,7 @@ from ftbench.spec.base import known
 from ftbench.spec.experiment import experiment_name
 from ftbench.spec.identity import model_slug
 from ftbench.spec.methods import METHODS
-from ftbench.store import digests, rundir, summary
+from ftbench.store import rundir, summary
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_steps
 
@@ -146,7 +146,6 @@ def _write(run: RunDir, source: str, digest: str, about: About, log: ForeignLog,
     state = {"schema": rundir.SCHEMA, "state": "ok", "imported": origin}
     rundir.write_json(run.summary, summary.as_dict(summary.summarise(run, state)))
     rundir.write_json(run.state, state)
-    digests.write(run)
 
 
 def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:

@@ -160,12 +160,11 @@ _Kernels = _model(
     kernels=_need(_list(_Kernel)), warnings=list[str],
 )  # fmt: skip
 _Job = _model("Job", run=_need(str), what=_need(str), state=_need(str), reason=Text, wall_s=Figure)
-_Hash = _model("Hash", sha256=str, redacted=Integer)
+_Hash = _model("Hash", sha256=str)
 
 MODELS: dict[str, type[FileModel]] = {
     "machine.json": _Machine, "state.json": _State, "phases.json": _Phases, "applied.json": _Applied,
     "spec.json": _Spec, "summary.json": _Summary, "kernels.json": _Kernels,
-    "digest.json": _model("digest.json", files=_need(dict[str, str])),
     "manifest.json": _model("manifest.json", files=_need(_map(_Hash))),
     "sweep.json": _model("sweep.json", at=_need(str), left_s=Figure, running=_need(list[str]),
                          jobs=_need(_list(_Job))),

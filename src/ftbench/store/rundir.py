@@ -67,7 +67,6 @@ class RunDir:
     steps = _File("steps.csv", ranks=True)
     state = _File("state.json", ranks=True)
     summary = _File("summary.json")
-    digest = _File("digest.json")
     framework = _File("framework.json")
     agreement = _File("agreement.json")
     log = _File("log.txt")

@@ -3,7 +3,7 @@
 import json
 import math
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.rows import FIELDS, LATER, SCHEMA
 from ftbench.core.units import reworded
-from ftbench.store import bundle, digests
-from ftbench.store.rundir import RunDir, find_runs, read_document
+from ftbench.store import bundle
+from ftbench.store.rundir import RunDir, find_runs
 from ftbench.store.summary import as_dict, read_documents, summarise
 
 # Python 3.12 sums floats more exactly than 3.11. A figure that somebody changed differs by more.
@@ -21,7 +21,7 @@ TOLERANCE = 1e-9
 
 @dataclass(slots=True)
 class Verdict:
-    """The result: reasons not to trust the bundle, and parts that could not be compared; one sentence each."""
+    """The result: reasons not to trust the bundle, and runs that could not be compared; one sentence each."""
 
     runs: int = 0
     files: int = 0
@@ -31,7 +31,7 @@ class Verdict:
 
 
 def verify(path: Path) -> Verdict:
-    """Check each hash of a bundle, each summary against its steps, and each file against the digest of its run.
+    """Check each hash of a bundle, and each summary against its steps.
 
     Raises:
         SpecError: The file is not a bundle.
@@ -39,28 +39,16 @@ def verify(path: Path) -> Verdict:
     with tempfile.TemporaryDirectory(prefix="ftbench-verify-") as folder:
         manifest = bundle.unpack(path, Path(folder))
         verdict = Verdict(files=len(manifest["hashes"]), problems=bundle.problems(manifest))
-        unknown, older = set(manifest["hashes"]), 0
         for run in find_runs(Path(folder) / "runs"):
-            inside = run.path.relative_to(folder).as_posix()
-            unknown -= {f"{inside}/{name}" for name in (*bundle.files_of(run), "log.txt")}  # older bundles have logs
-            redacted = {Path(name).name for name, entry in manifest["files"].items()
-                        if name.startswith(f"{inside}/") and entry.get("redacted")}  # fmt: skip
             verdict.runs += 1
             _check_summary(run, f"{run.path.parent.name}/{run.run_id}", verdict)
-            older += _check_digest(run, f"{run.path.parent.name}/{run.run_id}", redacted, verdict)
         if not verdict.runs:
-            verdict.unchecked.append("the bundle contains no run: no figure was compared")
-        verdict.unchecked += [f"{name}: not a file of a run (a folder with a state.json)" for name in sorted(unknown)]
-        if older:
-            verdict.unchecked.append(
-                f"no digest.json in {older} of {verdict.runs} runs, as in earlier versions: a change of a column or a "
-                "key that no figure uses would not be noticed"
-            )
+            verdict.problems.append("the bundle contains no run: no figure was compared")
         return verdict
 
 
 def as_text(verdict: Verdict, path: Path) -> str:
-    """Return a line per problem and unchecked part, and a summary."""
+    """Return a line per problem and per run that was not compared, and a summary."""
     count = len(verdict.problems)
     agree = f"{count} {'does' if count == 1 else 'do'} not agree" if count else "every hash and every figure agrees"
     if verdict.unchecked:
@@ -91,20 +79,6 @@ def _check_summary(run: RunDir, name: str, verdict: Verdict) -> None:
         verdict.figures += 1
         if not _same(stored, expected):
             verdict.problems.append(f"{name}: {key} is {_text(stored)} in summary.json, computed: {_text(expected)}")
-
-
-def _check_digest(run: RunDir, name: str, redacted: Collection[str], verdict: Verdict) -> bool:
-    """Compare the files of a run with its digest. Return whether the digest is missing."""
-    if problem := read_document(run.digest)[1]:
-        verdict.problems.append(f"{name}: {problem}")
-        return False
-    changed = digests.changed(run)
-    for file in changed or ():
-        if file in redacted:
-            verdict.unchecked.append(f"{name}: {file} differs from its digest because secrets were removed")
-        else:
-            verdict.problems.append(f"{name}: {file} was changed after the run; it differs from digest.json")
-    return changed is None
 
 
 _ABSENT = object()
