@@ -54,7 +54,7 @@ def test_controls_are_only_for_parity(problems):
     (problem,) = problems(text)
     assert problem.startswith("spec.yaml:2: measure.control: learning_rate_0 ")
     assert "ftbench parity" in problem
-    (problem,) = problems(MODEL, "measure.control=random_labels")
+    (problem,) = problems(MODEL, "measure.control=reversed_gradient")
     assert "--set measure.control" in problem
 
 

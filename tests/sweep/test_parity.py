@@ -345,8 +345,7 @@ def test_command_lists_its_runs_and_refuses_what_it_cannot_judge(ftbench, tmp_pa
         ("dataset.eval_samples=0", "no held-out data: set dataset.eval_samples"),
         ("objective=dpo", "objective dpo"),
         ("objective=grpo", "objective grpo"),
-        ("dataset.structure=markov", "use tasks"),
-        ("measure.control=random_labels", "leave it off"),
+        ("measure.control=reversed_gradient", "leave it off"),
     ):
         code, _, stderr = ftbench("parity", path, "--set", sets, "--dry-run", *out)
         assert (code, said in stderr) == (2, True), stderr

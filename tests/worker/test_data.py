@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
-from collections import Counter
 from datetime import datetime
 from itertools import groupby
 
@@ -21,7 +18,6 @@ from ftbench.errors import DataError, SpecError
 from ftbench.spec.batches import synthetic_lengths
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.identity import fingerprint
-from ftbench.store.steps import read_steps
 from ftbench.worker.data import prepare as preparing
 from ftbench.worker.data import synthetic
 from ftbench.worker.data.sources import open_rows
@@ -348,31 +344,6 @@ def test_synthetic_data_is_deterministic_and_within_the_vocabulary():
     assert [len(s.ids) for s in first] == synthetic_lengths(dataset, 50)
 
 
-def test_markov_chain_has_the_described_entropy():
-    dataset = Dataset(name="synthetic", samples=400, length=250, structure="markov", eval_samples=40)
-    data = prepare(dataset, None, 150_000, 4)
-    walks = [sample.ids for sample in flat(data.train)]
-    pairs = Counter(pair for ids in walks for pair in itertools.pairwise(ids))
-    firsts = Counter(first for pair in pairs.elements() for first in pair[:1])
-    total = sum(pairs.values())
-    measured = -sum(n / total * math.log(n / firsts[first]) for (first, _), n in pairs.items())
-    assert measured == pytest.approx(-sum(p * math.log(p) for p in synthetic.BRANCHES), abs=0.01)  # from 100,000 pairs
-    assert set(firsts.values()) < set(range(total // 32, total // 8))  # 16 tokens with about equal frequency
-    held_out = {pair for sample in flat(data.evaluation) for pair in itertools.pairwise(sample.ids)}
-    assert len(flat(data.evaluation)) == 40
-    assert held_out <= pairs.keys()  # the same chain
-    assert not {tuple(sample.ids) for sample in flat(data.evaluation)} & set(map(tuple, walks))
-
-
-def test_markov_chain_depends_only_on_the_seed():
-    dataset = Dataset(name="synthetic", samples=1, like="japanese-alpaca", structure="markov")
-    first, again = (synthetic.draw(dataset, 50, 100) for _ in range(2))
-    assert first == again
-    assert [len(s.ids) for s in first] == synthetic_lengths(dataset, 50)
-    assert first != synthetic.draw(dataset.model_copy(update={"seed": 43}), 50, 100)
-    assert synthetic.draw(dataset, 4, 2)  # also with the smallest vocabulary
-
-
 def test_random_structure_keeps_tokens_and_fingerprint():
     tokens = [
         t for sample in synthetic.draw(Dataset(name="synthetic", samples=3, length=4), 3, 1000) for t in sample.ids
@@ -380,22 +351,6 @@ def test_random_structure_keeps_tokens_and_fingerprint():
     assert tokens == np.random.default_rng(42).integers(0, 1000, size=12).tolist()
     named, unnamed = (spec_of(dataset={"samples": 3, **more}) for more in ({"structure": "random"}, {}))
     assert fingerprint(named) == fingerprint(unnamed)
-
-
-@pytest.mark.parametrize(
-    ("method", "falls_by"), [("full", 0.5), pytest.param("lora", 0.05, marks=pytest.mark.exhaustive)]
-)
-def test_random_model_learns_a_chain_within_100_steps(train_here, method, falls_by):
-    """Adapters on a hidden size of 64 learn less, because the random output head is frozen."""
-    run = train_here(
-        method={"name": method},
-        dataset={"mean_length": None, "length": 64, "samples": 400, "structure": "markov", "eval_samples": 8},
-        train={"batch_size": 4, "lr_scheduler": "constant"},
-    )
-    steps, _ = read_steps(run.steps)
-    assert steps[-1].phase == "evaluate"
-    assert steps[-1].loss < steps[0].loss * (1 - falls_by)
-    assert steps[-1].loss > 0.8  # the entropy of the chain in nats
 
 
 # --- the hub ---------------------------------------------------------------------------------------------------------

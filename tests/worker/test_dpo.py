@@ -150,7 +150,7 @@ def test_pair_is_one_sample_with_two_sequences(train_here, monkeypatch):
 
 def test_rewards_show_whether_a_preference_is_learned(train_here):
     made = {
-        "objective": DPO, "dataset": {"samples": 48, "structure": "markov"}, "method": {"name": "full"},
+        "objective": DPO, "dataset": {"samples": 48, "structure": "tasks"}, "method": {"name": "full"},
         "train": {"batch_size": 8, "learning_rate": 3e-3},
     }  # fmt: skip
     run = train_here(**made)
@@ -160,7 +160,7 @@ def test_rewards_show_whether_a_preference_is_learned(train_here):
     assert rows[-1].reward_margin > 0.1
     last = summarise(run).loss
     assert (last["reward_accuracy"], last["reward_margin"]) == (rows[-1].reward_accuracy, rows[-1].reward_margin)
-    spoiled = trained(train_here(**made, measure={"control": "random_labels"}))
+    spoiled = trained(train_here(**made, measure={"control": "reversed_gradient"}))
     assert spoiled[-1].reward_margin < rows[-1].reward_margin / 2
 
 

@@ -14,8 +14,8 @@ from ftbench.store.ranks import merge, read_ranks
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import StepsWriter, read_columns, read_steps
 from ftbench.worker import training_run
-from ftbench.worker.measure.batch_count import BatchCount
-from ftbench.worker.measure.hf_adapter import HfRecording, count_of
+from ftbench.worker.measure.batch_count import COUNT, BatchCount, count_of
+from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.measure.recorder import Recorder
 
 CPU = torch.device("cpu")
@@ -153,7 +153,18 @@ class Texts(torch.utils.data.Dataset):
 
 @pytest.fixture
 def trainer(tmp_path):
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+    class CountedTrainer(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            inputs.pop(COUNT)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def collate(rows):
+        batch = default_data_collator(rows)
+        real = [row["input_ids"][row["attention_mask"] == 1].numpy() for row in rows]
+        labels = int((batch["labels"][:, 1:] != -100).sum())
+        return batch | {COUNT: count_of(real, batch["input_ids"].numel(), labels)}
 
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(
@@ -165,7 +176,9 @@ def trainer(tmp_path):
         num_train_epochs=2, logging_strategy="steps", logging_steps=1, save_strategy="no", eval_strategy="epoch",
         report_to="none", use_cpu=True, disable_tqdm=True, learning_rate=1e-2, max_grad_norm=0.5,
     )  # fmt: skip
-    return Trainer(model=model, args=arguments, train_dataset=Texts(), eval_dataset=Texts())
+    return CountedTrainer(
+        model=model, args=arguments, train_dataset=Texts(), eval_dataset=Texts(), data_collator=collate
+    )
 
 
 def test_plain_trainer_is_recorded(trainer, recorder, tmp_path):
@@ -193,9 +206,3 @@ def test_evaluations_are_separate_rows(trainer, recorder, tmp_path):
     assert [(row.step, row.samples) for row in evaluated] == [(3, 11), (6, 11)]
     expected = trainer.predict(Texts()).metrics["test_loss"]  # all samples have nearly the same length
     assert evaluated[-1].loss == pytest.approx(expected, rel=0.02)
-
-
-def test_concatenated_samples_are_not_counted_as_one():
-    ids = torch.arange(6)[None]
-    count = count_of({"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])})
-    assert (count.real, count.padded, count.samples, count.longest) == (6, 6, None, None)

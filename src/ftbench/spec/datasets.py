@@ -120,10 +120,10 @@ class Dataset(Part):
     length: Int | None = Field(None, ge=2, description="synthetic: every sample has this many tokens")
     mean_length: Float | None = Field(None, ge=2, description="synthetic: mean of log-normal lengths")
     like: str | None = Field(None, description="synthetic: lengths distributed like this dataset's")
-    structure: Literal["random", "markov", "tasks"] = Field(
+    structure: Literal["random", "tasks"] = Field(
         "random",
-        description="synthetic: random tokens (not learnable), a Markov chain (learnable), or tasks (copying, key-"
-        "value recall, brackets; images: colors of cells), whose answers need attention and whose prompts are masked",
+        description="synthetic: random tokens (not learnable), or tasks (copying, key-value recall, brackets; images: "
+        "colors of cells), whose answers need attention and whose prompts are masked",
     )
 
     @property

@@ -107,7 +107,6 @@ def _warmup(value: object) -> object:
 CONTROLS = {
     "learning_rate_0": "nothing is learned",
     "reversed_gradient": "the gradient has the opposite sign",
-    "random_labels": "labels are random tokens",
     "lora_scale_x0.5": "adapters count half",
     "lora_scale_x1.5": "adapters count one and a half times",
     "lora_scale_x1.05": "adapters count 5 % too much",
@@ -128,7 +127,7 @@ CONTROLS = {
     "accumulation_divisor": "each micro-batch counts the same, however many label tokens it has",
 }
 DAMAGED, RECORDED = "a control", "recorded for a parity check"  # the warnings of these runs start so
-GRADED = tuple(CONTROLS)[3:]  # those that `ftbench parity --controls all` runs
+GRADED = tuple(CONTROLS)[2:]  # those that `ftbench parity --controls all` runs
 OF_ADAPTERS = (*(name for name in GRADED if name.startswith("lora_")), "frozen_weights_noise")
 
 

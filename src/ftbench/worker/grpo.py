@@ -23,7 +23,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.objectives import reward_parts
 from ftbench.store.rundir import RunDir
 from ftbench.worker.data.prepare import Prepared
-from ftbench.worker.measure.batch_count import COUNT, BatchCount
+from ftbench.worker.measure.batch_count import COUNT, BatchCount, count_of
 from ftbench.worker.model.parts import base_model
 from ftbench.worker.model.vision import reads_images
 from ftbench.worker.trainer import TrainerMixin, dataset, training_arguments
@@ -122,15 +122,11 @@ def _collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _count(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> BatchCount:
     """Count completions with their prompts. trl pads prompts and completions to the longest of each."""
-    both = list(zip(prompts, completions, strict=True))
-    generated = sum(map(len, completions))
-    return BatchCount(
-        real=sum(map(len, prompts)) + generated, labels=generated, samples=len(both),
-        padded=len(both) * (max(map(len, prompts)) + max(map(len, completions))),
-        longest=max(len(prompt) + len(completion) for prompt, completion in both),
-        tokens=[np.asarray([*prompt, *completion], dtype=np.int64).tobytes() for prompt, completion in both],
-        generation={"generated_tokens": generated},
-    )  # fmt: skip
+    rows = [np.array([*pair[0], *pair[1]], dtype=np.int64) for pair in zip(prompts, completions, strict=True)]
+    padded = len(rows) * (max(map(len, prompts)) + max(map(len, completions)))
+    count = count_of(rows, padded, sum(map(len, completions)))
+    count.generation["generated_tokens"] = count.labels
+    return count
 
 
 def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared) -> GrpoTrainer:

@@ -13,7 +13,7 @@ from ftbench.families.vision import NOTHING
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.data.images import Picture, Pixels
 from ftbench.worker.data.tokens import IGNORE, Row
-from ftbench.worker.measure.batch_count import COUNT, BatchCount
+from ftbench.worker.measure.batch_count import COUNT, count_of
 
 NO_TOKENS = (np.empty(0, dtype=np.int64),) * 2
 BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention that takes sequence boundaries
@@ -65,7 +65,8 @@ class Collator:
         pictures = [self._pictures[index] for row in rows for index in row.get("shown", ())]
         if pictures and self._pixels:
             batch |= self._pixels.batch(pictures, batch, self._tiles)
-        count = count_of(samples, batch["input_ids"], batch["labels"])
+        labels = int((batch["labels"][:, 1:] != IGNORE).sum())
+        count = count_of([ids for ids, _ in samples], batch["input_ids"].size, labels)
         count.images = len(pictures)
         count.of_images = sum(map(self._pixels.size, pictures), NOTHING) if self._pixels else NOTHING
         count.tokens += [picture.key.encode() for picture in pictures]
@@ -155,18 +156,6 @@ class Collator:
         return np.concatenate([starts, np.full(max(missing, 0), starts[-1])]).astype(np.int32)
 
 
-def count_of(samples: Sequence[tuple[np.ndarray, np.ndarray]], ids: np.ndarray, labels: np.ndarray) -> BatchCount:
-    """Return the counts of a batch of text samples, given its ids and labels [rows, width]."""
-    return BatchCount(
-        real=sum(len(each) for each, _ in samples),
-        padded=ids.size,
-        labels=int((labels[:, 1:] != IGNORE).sum()),
-        samples=len(samples),
-        longest=max((len(each) for each, _ in samples), default=0),
-        tokens=[each.tobytes() for each, _ in samples],
-    )
-
-
 def counting(collate: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Sequence[dict[str, Any]]], dict[str, Any]]:
     """Return a library's own `collate` for ftbench's rows, with the counts of each batch.
 
@@ -186,7 +175,7 @@ def counting(collate: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Sequen
             raise NotAppliedError("a batch of the library's collator has other tokens than its samples")
         if not np.array_equal(actual, expected):
             raise NotAppliedError("a batch of the library's collator has loss on other tokens than its samples")
-        return batch | {COUNT: count_of(samples, ids, labels)}
+        return batch | {COUNT: count_of([each for each, _ in samples], ids.size, int((labels[:, 1:] != IGNORE).sum()))}
 
     return call
 

@@ -83,8 +83,6 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | 
     cut = len(samples) - dataset.eval_samples
     train, evaluation = samples[:cut], [sample.sequences for sample in samples[cut:]]
     train = _ordered(spec, train, pixels)
-    if spec.measure.control == "random_labels":
-        train = synthetic.mislabelled(train, dataset.seed, vocab_size)
     rows = packed(train, dataset.max_length) if spec.optimizations.packing else [each.sequences for each in train]
     flat = [each for row in rows for each in row]
     description = _describe(dataset, flat, len(evaluation), batch_size, spec.objective.sequences)

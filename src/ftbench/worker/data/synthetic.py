@@ -1,5 +1,5 @@
-"""Synthetic tokens of chosen lengths: deterministic, no tokenizer, no download. Random tokens cannot be learned. A
-sparse Markov chain can be learned. Tasks need attention, positions and masks."""
+"""Synthetic tokens of chosen lengths: deterministic, no tokenizer, no download. Random tokens cannot be learned. Tasks
+can be learned, and they need attention, positions and masks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,23 +13,21 @@ from ftbench.spec.datasets import Dataset
 from ftbench.worker.data.images import CELLS, Picture, Pixels, generate
 from ftbench.worker.data.tokens import IGNORE, Tokens
 
-ACTIVE = 16  # tokens that a chain visits: few, so that a model learns them soon
-BRANCHES = (0.7, 0.2, 0.1)  # probabilities of the followers of each token
+SYMBOLS = 24  # tokens of the tasks' language, besides a marker for each task and a separator
 
 
 def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
-    """Return `count` samples with ids below `vocab_size` and a label on every token."""
+    """Return `count` samples with ids below `vocab_size`. Every token has a label, except the prompts of tasks."""
     lengths = synthetic_lengths(dataset, count)
     generator = np.random.default_rng(dataset.seed)
     if dataset.structure == "tasks":
         return _tasks(dataset, generator, lengths, vocab_size)
-    chain = _chain if dataset.structure == "markov" else _random
-    return [Tokens(ids, list(ids), len(ids)) for ids in chain(generator, lengths, vocab_size)]
+    return [Tokens(ids, list(ids), len(ids)) for ids in _random(generator, lengths, vocab_size)]
 
 
 def draw_pairs(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
     """Return `count` pairs with a common prompt, half of the shorter sequence. The chosen answer follows the
-    structure and the rejected one is random, so the preference can be learned on a Markov chain."""
+    structure and the rejected one is random, so the preference can be learned with tasks."""
     drawn = draw(dataset, 2 * count, vocab_size)
     noise = _random(np.random.default_rng(dataset.seed + 1), [len(each.ids) for each in drawn[1::2]], vocab_size)
     return [_pair(chosen.ids, rejected, vocab_size) for chosen, rejected in zip(drawn[::2], noise, strict=True)]
@@ -68,25 +66,6 @@ def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, s
             )
         samples.append(Tokens(ids, labels, len(ids), shown.pictures))
     return samples
-
-
-def mislabelled(samples: Sequence[Tokens], seed: int, vocab_size: int) -> list[Tokens]:
-    """Return the samples with random labels (C. Zhang et al., ICLR 2017). In pairs, chosen and rejected are swapped at
-    random."""
-    generator = np.random.default_rng(seed)
-    result = []
-    for sample in samples:
-        if sample.rejected is not None:
-            swapped = replace(sample.rejected, rejected=replace(sample, rejected=None))
-            result.append(swapped if generator.integers(2) else sample)
-            continue
-        drawn = generator.integers(0, vocab_size, len(sample.labels)).tolist()
-        labels = [new if old != IGNORE else IGNORE for old, new in zip(sample.labels, drawn, strict=True)]
-        result.append(replace(sample, labels=labels))
-    return result
-
-
-SYMBOLS = 24  # tokens of the tasks' language, besides a marker for each task and a separator
 
 
 def _roles(generator: np.random.Generator, vocabulary: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -170,19 +149,3 @@ def _brackets(generator: np.random.Generator, count: int, symbols: np.ndarray) -
 
 def _random(generator: np.random.Generator, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
     return [generator.integers(0, vocab_size, size=length).tolist() for length in lengths]
-
-
-def _chain(generator: np.random.Generator, lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
-    """Return walks through one chain from random first tokens, computed in parallel.
-
-    Every active token i is followed by `order[(i + shift) % n]` with the probabilities `BRANCHES` of the shifts.
-    """
-    active = min(ACTIVE, vocab_size)
-    tokens = generator.choice(vocab_size, active, replace=False)
-    order = generator.permutation(active)
-    walks = np.empty((max(lengths), len(lengths)), dtype=np.int64)
-    walks[0] = generator.integers(0, active, len(lengths))
-    branches = generator.choice(len(BRANCHES), walks.shape, p=BRANCHES)
-    for position in range(1, len(walks)):
-        walks[position] = order[(walks[position - 1] + branches[position]) % active]
-    return [tokens[walk[:length]].tolist() for walk, length in zip(walks.T, lengths, strict=True)]

@@ -15,7 +15,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker import frameworks, parallel
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure import effective_config
-from ftbench.worker.measure.batch_count import BatchCount
+from ftbench.worker.measure.batch_count import BatchCount, count_of
 
 Sample = tuple[np.ndarray, np.ndarray]  # ids and labels
 
@@ -34,14 +34,8 @@ def read_rows() -> list[Sample]:
 
 def count(samples: list[Sample], width: int) -> BatchCount:
     """Count a micro-batch of rows that are padded to `width` tokens."""
-    return BatchCount(
-        real=sum(len(ids) for ids, _ in samples),
-        padded=len(samples) * width,
-        labels=sum(int((labels != IGNORE).sum()) for _, labels in samples),
-        samples=len(samples),
-        longest=max((len(ids) for ids, _ in samples), default=0),
-        tokens=[ids.tobytes() for ids, _ in samples],
-    )
+    labels = sum(int((labels != IGNORE).sum()) for _, labels in samples)
+    return count_of([ids for ids, _ in samples], len(samples) * width, labels)
 
 
 def total_steps(spec: Experiment, rows: int) -> int:

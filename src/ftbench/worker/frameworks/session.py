@@ -25,7 +25,7 @@ from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.device import check_device
 from ftbench.worker.frameworks import live, own_loop
 from ftbench.worker.measure import effective_config
-from ftbench.worker.measure.batch_count import COUNT, BatchCount, padding_of
+from ftbench.worker.measure.batch_count import COUNT, count_of, padding_of
 from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.measure.recorder import Recorder
 from ftbench.worker.training_run import TrainingRun, recorder_of, require_complete, watch_memory
@@ -153,16 +153,8 @@ def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
         samples = [sample for row in rows for sample in ([row] if isinstance(row, dict) else row)]
         ids = [np.asarray(sample["input_ids"], dtype=np.int64) for sample in samples]
         batch = collate(rows, *args, **kwargs)
-        labels = batch["labels"]
-        batch[COUNT] = BatchCount(
-            real=sum(map(len, ids)),
-            padded=batch["input_ids"].numel(),
-            labels=int((labels[..., 1:] != IGNORE).sum()),
-            samples=len(ids),
-            longest=max(map(len, ids)),
-            tokens=[row.tobytes() for row in ids],
-        )
-        return batch
+        labels = int((batch["labels"][..., 1:] != IGNORE).sum())
+        return batch | {COUNT: count_of(ids, batch["input_ids"].numel(), labels)}
 
     return count
 

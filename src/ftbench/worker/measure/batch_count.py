@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from ftbench.families.vision import NOTHING, ImageSize
 
 # columns with fractional values
 FLOATS = ("loss", "grad_norm", "reward_accuracy", "reward_margin", "reward", "generation_peak_gb")
 BEFORE_FORWARD = ("generation", "scoring")  # timed parts of a GRPO step
-Shape = tuple[int | None, int | None, int]  # sequences of a batch, longest sequence, padded tokens
+Shape = tuple[int, int, int]  # sequences of a batch, longest sequence, padded tokens
 COUNT = "count"  # key of the counts in a batch
 
 
@@ -19,11 +21,11 @@ COUNT = "count"  # key of the counts in a batch
 class BatchCount:
     """Counts of one batch. `add` sums them over a step."""
 
-    real: Any = 0  # tokens without padding; may be a tensor on the device
+    real: int = 0  # tokens without padding
     padded: int = 0
-    labels: Any = 0  # may be a tensor on the device
-    samples: int | None = 0  # None for an unknown number of concatenated samples
-    longest: int | None = 0
+    labels: int = 0
+    samples: int = 0
+    longest: int = 0
     images: int = 0
     of_images: ImageSize = NOTHING
     sequences: int = 1  # per sample: 2 for preference pairs
@@ -33,18 +35,17 @@ class BatchCount:
 
     def add(self, other: BatchCount) -> None:
         """Add another batch of the same step, without its tokens."""
-        self.real = self.real + other.real
+        self.real += other.real
         self.padded += other.padded
-        self.labels = self.labels + other.labels
+        self.labels += other.labels
+        self.samples += other.samples
+        self.longest = max(self.longest, other.longest)
         self.images += other.images
         self.of_images += other.of_images
         if other.rewards:
             before = self.rewards or (0.0, 0.0)
             self.rewards = before[0] + other.rewards[0], before[1] + other.rewards[1]
         self.generation |= other.generation
-        known = self.samples is not None and other.samples is not None
-        self.samples = (self.samples or 0) + (other.samples or 0) if known else None
-        self.longest = max(self.longest or 0, other.longest or 0) if known else None
 
     def columns(self) -> dict[str, Any]:
         """Return the counts by column of steps.csv. Empty if nothing was counted."""
@@ -60,6 +61,13 @@ class BatchCount:
             columns |= {"images": self.images, "tiles": seen.tiles, "image_patches": seen.patches,
                         "image_tokens": seen.tokens, "text_tokens": self.real - seen.tokens}  # fmt: skip
         return columns
+
+
+def count_of(rows: Sequence[np.ndarray], padded: int, labels: int) -> BatchCount:
+    """Count a batch of samples: `rows` of token ids, computed as `padded` positions, `labels` of them with loss."""
+    longest = max(map(len, rows), default=0)
+    tokens = [row.tobytes() for row in rows]
+    return BatchCount(sum(map(len, rows)), padded, labels, len(rows), longest, tokens=tokens)
 
 
 def padding_of(shapes: Collection[Shape]) -> str | None:

@@ -36,7 +36,6 @@ def apply(loop: Any, spec: Experiment) -> dict[str, Any]:
         "prompts_not_masked": partial(_collate, change=_prompts_carry_loss),
         "packed_samples_see_each_other": partial(_collate, change=_one_sample),
         "accumulation_divisor": _mean_of_means,
-        "random_labels": lambda loop: 1,
     }
     if not (count := makers[name](loop)):
         raise NotAppliedError(f"measure.control {spec.measure.control} found nothing to damage")

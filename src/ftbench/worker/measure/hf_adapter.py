@@ -12,7 +12,6 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.batch_count import COUNT, BatchCount
 from ftbench.worker.outcome import Phases
 
@@ -22,7 +21,7 @@ DIVERGED = 20  # steps in a row without a finite loss, after which training stop
 class HfRecording(TrainerCallback):
     """Reports one trainer's steps to `recorder` and its evaluations to `phases`.
 
-    Batches without counts are counted on the device. `grad_norm` is the current step's norm before clipping, or None.
+    `grad_norm` is the current step's norm before clipping, or None.
     A batch's loss is the mean over its `weighed_by`: `labels`, or `samples` for pairs.
     """
 
@@ -76,13 +75,13 @@ class HfRecording(TrainerCallback):
         return result
 
     def _training_step(self, train: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        count = inputs.get(COUNT) or count_of(inputs)
+        count = inputs[COUNT]
         loss = train(model, inputs, *args, **kwargs)
         self._recorder.micro_batch(count, loss)
         return loss
 
     def _prediction_step(self, predict: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        count = inputs.get(COUNT) or count_of(inputs)
+        count = inputs[COUNT]
         result = predict(model, inputs, *args, **kwargs)
         self._evaluated.append((count, result[0]))
         return result
@@ -103,21 +102,6 @@ class HfRecording(TrainerCallback):
         norm = clip(*args, **kwargs)
         self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return norm
-
-
-def count_of(inputs: dict[str, Any]) -> BatchCount:
-    """Count a batch on its device, without synchronizing."""
-    ids, mask, labels = inputs.get("input_ids"), inputs.get("attention_mask"), inputs.get("labels")
-    if ids is None:
-        return BatchCount()
-    flat = "position_ids" in inputs or "cu_seq_lens_q" in inputs  # concatenated samples
-    return BatchCount(
-        real=mask.sum() if mask is not None and mask.shape == ids.shape else ids.numel(),
-        padded=ids.numel(),
-        labels=(labels[..., 1:] != IGNORE).sum() if labels is not None else 0,
-        samples=None if flat else ids.shape[0],
-        longest=None if flat else ids.shape[-1],
-    )
 
 
 def mean_loss(evaluated: list[tuple[BatchCount, Any]], weighed_by: str) -> float | None:

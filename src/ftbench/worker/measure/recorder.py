@@ -100,7 +100,7 @@ class Recorder:
         if count is not None:
             self._count.add(count)
             self.batches, self.samples = self.batches + 1, self.samples + len(count.tokens)
-            self.shapes.add((count.samples and count.samples * count.sequences, count.longest, count.padded))
+            self.shapes.add((count.samples * count.sequences, count.longest, count.padded))
             for tokens in count.tokens:
                 self._order.update(tokens)
         if loss is not None:
