@@ -482,6 +482,23 @@ def test_settings_without_effect_are_noted(ftbench, tmp_path, section, said, mor
     assert json.loads(out)
 
 
+@pytest.mark.torch
+def test_dry_run_needs_no_gpu_and_the_advice_of_the_sweep_works(ftbench, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    spec = write_sweep(tmp_path, {"recipe": ["fastest", "fastest-fp8"]}, **dict(REAL))
+    arguments = ("sweep", spec, "--out", tmp_path / "out")
+    code, planned, note = ftbench(*arguments, "--dry-run")
+    assert (code, planned.count("skipped"), note.count("\n")) == (0, 2, 1)
+    assert note.startswith("ftbench: note: recipe=fastest, recipe=fastest-fp8: recipes are published with")
+    code, out, error = ftbench(*arguments)
+    assert (code, out, error) == (3, "", note.replace("note: ", ""))
+    advice = error.partition("add ")[2].split()
+    code, planned, note = ftbench(*arguments, *advice, "--dry-run")
+    assert (code, note, planned.count("optimizations.triton_kernels=off:")) == (0, "", 2)
+    code, _, error = ftbench(*arguments, *advice)
+    assert (code, "published" in error, "varlen needs a GPU" in error) == (3, False, True)
+
+
 def test_sweep_needs_a_valid_file_and_folder(ftbench, tmp_path):
     out = tmp_path / "out"
     (tmp_path / "bad.yaml").write_text("model: [")

@@ -119,6 +119,8 @@ def _run_plan(ready: Ready, dry_run: bool, log_every: str, as_json: bool) -> tup
     from ftbench.sweep import sweep as command
 
     if dry_run:
+        if ready.unpublished:
+            log(f"ftbench: note: {ready.unpublished}")
         lines = planned.dry_run(ready)
         emit([dataclasses.asdict(line) for line in lines] if as_json else planned.as_text(lines, ready))
         raise typer.Exit

@@ -85,8 +85,8 @@ def _train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) ->
         )
 
     def on_checked(resolved: Experiment, described: dict[str, Any]) -> None:
-        if word := compute.kernels_left_out(load(spec, sets), checks.capability(described)):
-            log(f"ftbench: note: {word}")
+        if why := compute.kernels_left_out(load(spec, sets), checks.capability(described)):
+            log(f"ftbench: note: optimizations.triton_kernels auto is off: {why}")
         _predict(resolved, described, out, yes)
         if resolved.launch.nodes > 1:
             ranks.node_number(resolved)  # raises before the message below

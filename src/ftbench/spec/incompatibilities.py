@@ -7,7 +7,6 @@ Rules of a single method, objective, strategy or optimization are in its own dec
 from operator import attrgetter
 from typing import Any
 
-from ftbench.errors import MissingError
 from ftbench.spec import frameworks, strategies
 from ftbench.spec.base import OFF, Capability, Experiment, Part
 from ftbench.spec.methods import reads_images
@@ -113,20 +112,17 @@ def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, 
         made["train.precision"] = "bf16" if half else "fp32", where
     if getattr(spec.method, "compute_dtype", None) == "auto":
         made["method.compute_dtype"] = dtype, where
-    why = compute.kernels_left_out(spec, capability)
-    why = why.partition("is off: ")[2] if why else "the model family and the GPU are supported"
+    why = compute.kernels_left_out(spec, capability) or "the model family and the GPU are supported"
     for name, value in compute.kernels_decided(spec, capability).items():
         if value != getattr(spec.optimizations, name):
             made[f"optimizations.{name}"] = value, why
     return made
 
 
-def require_published(spec: Experiment, capability: Capability) -> None:
-    """Raise MissingError for a spec whose recipe leaves its kernels to `auto` if this machine turns them off: the
-    recipe's published speed and verdict do not hold without them. A spec that sets the key itself passes."""
-    if why := compute.kernels_left_out(spec, capability):
-        reason = why.partition("is off: ")[2]
-        raise MissingError(
-            f"{spec.name}: the recipe is published with {KERNELS} on, and here it is off: {reason}. To run the recipe "
-            f"without the kernels, set {KERNELS}=off"
-        )
+def unpublished(spec: Experiment, capability: Capability) -> str | None:
+    """Return why this machine turns off kernels with which the recipe is published, or None.
+
+    Without them the recipe's published speed and verdict are not valid. A spec that sets the key itself returns None.
+    """
+    reason = compute.kernels_left_out(spec, capability)
+    return reason and f"recipes are published with {KERNELS} on, and it would be off here: {reason}"

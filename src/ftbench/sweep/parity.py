@@ -11,8 +11,9 @@ from ftbench.launch import checks, runner
 from ftbench.report.data.collect import Record
 from ftbench.report.document import Table
 from ftbench.spec.ablation import with_changes
+from ftbench.spec.base import Capability
 from ftbench.spec.experiment import CONTROLS, Experiment, resolve
-from ftbench.spec.incompatibilities import incompatibilities, require_published
+from ftbench.spec.incompatibilities import incompatibilities, unpublished
 from ftbench.spec.load import ImpossibleError, load
 from ftbench.spec.methods import Full, Lora, Method, Qlora
 from ftbench.spec.model_argument import spec_text
@@ -69,8 +70,20 @@ def prepare(request: ParityRequest) -> command.Ready:
     plan = ParityPlan(recipes, request.seeds, request.controls == "all", options)
     slots = [LocalSlot(f"run {at + 1}") for at in range(AT_A_TIME if spec.measure.share_gpu else 1)]
     return command.Ready(
-        request, spec_text(request.spec), plan, slots, first_gpu(described) or None, refused, ParityTables
-    )
+        request, spec_text(request.spec), plan, slots, first_gpu(described) or None, refused,
+        _unpublished(request, recipes, checks.capability(described)), ParityTables,
+    )  # fmt: skip
+
+
+def _unpublished(request: ParityRequest, recipes: Sequence[Contender], capability: Capability) -> str | None:
+    """Return which recipe would be judged without its kernels, the reason, and how to go on. None: all have them."""
+    for recipe in recipes:
+        if recipe.refused is None and (why := unpublished(load(request.spec, recipe.sets), capability)):
+            return (
+                f"{recipe.name}: {why}. To judge it without the kernels, write a file with `recipe: {recipe.name}` and "
+                f"`optimizations: {{triton_kernels: off}}`, and name it with --recipe"
+            )
+    return None
 
 
 def _check(spec: Experiment) -> None:
@@ -92,7 +105,7 @@ def _check(spec: Experiment) -> None:
 
 def _contender(request: ParityRequest, name: str, sets: Sequence[str], described: dict[str, Any]) -> Contender:
     """Return a recipe with its reference, and the reason if it cannot run on this machine. Raise SpecError for an
-    invalid spec. Raise MissingError if the recipe would lose its published settings or the reference cannot run."""
+    invalid spec. Raise MissingError if the reference cannot run."""
     own = [*sets, *([f"recipe={name}"] if name else [])]
     capability = checks.capability(described)
     made, reason = load(request.spec, request.sets), None
@@ -102,7 +115,6 @@ def _contender(request: ParityRequest, name: str, sets: Sequence[str], described
     except (ImpossibleError, MissingError) as error:
         reason = "; ".join(str(error).splitlines())
     else:
-        require_published(load(request.spec, own), capability)
         reason = "; ".join(incompatibilities(with_changes(made, {"measure.gradients": STEPS}))) or None
     reference = _reference(resolve(load(request.spec, [*sets, f"recipe={request.reference}"]), capability), made)
     if reason is None:

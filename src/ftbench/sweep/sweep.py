@@ -13,7 +13,7 @@ from ftbench.errors import MissingError, SpecError
 from ftbench.launch import checks, runner
 from ftbench.spec.ablation import settings
 from ftbench.spec.experiment import Experiment, resolve
-from ftbench.spec.incompatibilities import require_published
+from ftbench.spec.incompatibilities import KERNELS, unpublished
 from ftbench.spec.model_argument import spec_text
 from ftbench.spec.sweep import GridCell, cells
 from ftbench.store.rundir import first_gpu
@@ -51,6 +51,7 @@ class Ready:
         slots: The GPUs to use.
         device: The GPU, as in machine.json.
         impossible: Cells that no machine can run, with the reason.
+        unpublished: Why some recipes would run without their published settings. `run` then raises MissingError.
         tables: Class of the tables that are written after each run.
     """
 
@@ -60,6 +61,7 @@ class Ready:
     slots: Sequence[GpuSlot]
     device: dict[str, Any] | None
     impossible: Sequence[tuple[str, str]]
+    unpublished: str | None = None
     tables: Callable[..., Tables] = Tables
 
 
@@ -82,9 +84,23 @@ def prepare(request: SweepRequest, notify: Callable[[str], None] = lambda text: 
     planner = _Planner(request, grid, machine, folder)
     for note in planner.duplicates():
         notify(note)
-    impossible = [(" ".join(f"{key}={short(value)}" for key, value in cell.values.items()), cell.refused)
-                  for cell in grid if cell.refused]  # fmt: skip
-    return Ready(request, spec_text(request.spec), planner.plan(), slots, planner.device, impossible)
+    impossible = [(cell_name(cell), cell.refused) for cell in grid if cell.refused]
+    plan, without_kernels = planner.plan(), _unpublished(grid, checks.capability(machine))
+    return Ready(request, spec_text(request.spec), plan, slots, planner.device, impossible, without_kernels)
+
+
+def cell_name(cell: GridCell) -> str:
+    return " ".join(f"{key}={short(value)}" for key, value in cell.values.items())
+
+
+def _unpublished(grid: Sequence[GridCell], capability: tuple[int, int] | None) -> str | None:
+    """Return in one line which cells would run without the kernels of their recipe, the reason, and how to go on."""
+    specs = ((cell, cell.spec) for cell in grid if cell.spec is not None and cell.spec.launch.mock == "off")
+    found = [(cell_name(cell), why) for cell, spec in specs if (why := unpublished(spec, capability))]
+    if not found:
+        return None
+    names = units.listed([name for name, _ in found if name], 6)
+    return f"{names}{names and ': '}{found[0][1]}. To sweep without the kernels, add --axis {KERNELS}=off"
 
 
 def _experiment(grid: Sequence[GridCell]) -> str:
@@ -119,8 +135,6 @@ class _Planner:
     def __init__(self, request: SweepRequest, grid: Sequence[GridCell], machine: dict[str, Any], folder: Path) -> None:
         self.request, self.machine, self.cells = request, machine, len(grid)
         capability = checks.capability(machine)
-        for spec in (cell.spec for cell in grid if cell.spec is not None and cell.spec.launch.mock == "off"):
-            require_published(spec, capability)
         grid = [cell if cell.spec is None else replace(cell, spec=resolve(cell.spec, capability)) for cell in grid]
         self.device = first_gpu(machine) or None
         self.options = request.options(folder, runner.gpu_name(machine), request.sets)
@@ -157,8 +171,6 @@ class _Planner:
     def _grid(self) -> Grid:
         jobs = with_repeats(self.firsts)
         reasons = {job: reason for job in jobs if (reason := self._problem(job.spec)) is not None}
-        if len(reasons) == len(jobs):
-            raise MissingError("\n".join(dict.fromkeys(reasons.values())))
         return Grid(jobs, reasons, self.options)
 
     def _search(self) -> Search:
@@ -183,8 +195,15 @@ def _without_batch(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(ready: Ready, log_every_s: float | None = None) -> tuple[int, Tables]:
-    """Run one session and return its exit code and tables. Without a terminal, report every `log_every_s` seconds."""
+    """Run one session and return its exit code and tables. Without a terminal, report every `log_every_s` seconds.
+
+    Raises:
+        MissingError: A recipe would run without its published settings, or this machine can run no job.
+    """
     plan, folder, limit = ready.plan, ready.plan.options.folder, ready.request.limit_s
+    skipped = [standing.reason for standing in plan.standings.values() if standing.state == "skipped"]
+    if ready.unpublished or len(skipped) == len(plan.standings) > 0:
+        raise MissingError(ready.unpublished or "\n".join(dict.fromkeys(map(str, skipped))))
     deadline = None if limit is None else time.monotonic() + limit
     # Ray prints to stdout, which is reserved for the result.
     with locked(folder), live.LiveView(log_every_s) as view, redirect_stdout(sys.stderr):

@@ -123,7 +123,7 @@ def kernels_left_out(spec: Experiment, capability: Capability) -> str | None:
         why.append("liger and unsloth have their own kernels")
     if (kind := family(spec.model)) not in KERNEL_FAMILIES:
         why.append(f"they do not support the layers of {kind or spec.model.id}")
-    return f"optimizations.triton_kernels auto is off: {'; '.join(why)}" if why else None
+    return "; ".join(why) or None
 
 
 def kernel_ends(values: Mapping[str, Any]) -> list[dict[str, Any]]:
