@@ -108,8 +108,6 @@ def test_recipe_can_be_an_axis(write):
         if cell.spec:
             assert load(path, cell.sets) == cell.spec
     assert "with method unsloth" in found[3].refused
-    write(path.read_text().replace("sweep: {", "sweep: {exclude: [{recipe: fastest, method: unsloth}], "))
-    assert len(cells(path, ())) == 5
 
 
 @pytest.mark.parametrize(

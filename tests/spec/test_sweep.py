@@ -55,69 +55,12 @@ def test_cells_are_the_product_of_the_axes(points):
     ]  # fmt: skip
 
 
-def test_sweep_section_is_inherited(tmp_path):
-    (tmp_path / "base.yaml").write_text(f"{MODEL}sweep: {{axes: {{train.batch_size: [1, 2]}}}}\n")
-    (tmp_path / "mine.yaml").write_text("extends: base.yaml\nsweep: {exclude: [{train.batch_size: 1}]}\n")
-    assert [cell.values for cell in cells(tmp_path / "mine.yaml", ())] == [{"train.batch_size": 2}]
-
-
-# --- axes that advance together --------------------------------------------------------------------------------------
-
-
-def test_zipped_axes_advance_together(points):
-    text = "sweep: {axes: {train.batch_size: [1, 2, 4], train.gradient_accumulation_steps: [8, 4, 2]}, zip: [%s]}"
-    group = "[train.batch_size, train.gradient_accumulation_steps]"
-    assert points(text % group) == [(1, 8), (2, 4), (4, 2)]
-    assert points(text % "[train.gradient_accumulation_steps, train.batch_size]") == [(1, 8), (2, 4), (4, 2)]
-
-
-# --- exclude ---------------------------------------------------------------------------------------------------------
-
-METHODS_AND_BATCHES = "sweep:\n  axes: {method: [lora, qlora, full], train.batch_size: [1, 2, 4]}\n  exclude: "
-
-
-@pytest.mark.parametrize(
-    ("pattern", "left"),
-    [
-        ("[{method: full}]", "lora1 lora2 lora4 qlora1 qlora2 qlora4"),
-        ("[{method: full, train.batch_size: 4}]", "lora1 lora2 lora4 qlora1 qlora2 qlora4 full1 full2"),
-        ("[{method: full, train.batch_size: [2, 4]}]", "lora1 lora2 lora4 qlora1 qlora2 qlora4 full1"),
-        ("[{method: [full, qlora], train.batch_size: [1, 2]}]", "lora1 lora2 lora4 qlora4 full4"),
-        ("[{method: full}, {train.batch_size: 4}]", "lora1 lora2 qlora1 qlora2"),
-        ("[{method: unsloth}]", "lora1 lora2 lora4 qlora1 qlora2 qlora4 full1 full2 full4"),
-    ],
-)
-def test_exclude_removes_matching_cells(points, pattern, left):
-    assert " ".join(f"{method}{batch}" for method, batch in points(METHODS_AND_BATCHES + pattern)) == left
-
-
-@pytest.mark.parametrize(
-    ("key", "values", "excluded", "left"),
-    [
-        ("optimizations.compile", "[off, on]", "off", [True]),
-        ("optimizations.fp8", "[off, tensorwise]", "off", ["tensorwise"]),
-        ("measure.eval", "[off, end]", "off", ["end"]),
-        ("launch.no_step_s", "[off, 5]", "off", [5]),
-        ("train.learning_rate", "[1e-4, 2e-4]", "1e-4", [2e-4]),
-        ("train.learning_rate", "[1.0e-4, 2.0e-4]", "1e-4", [2e-4]),
-        ("method", "[{name: lora, rank: 4}, {name: qlora, rank: 4}]", "qlora", [{"name": "lora", "rank": 4}]),
-        ("method.targets", "[[q_proj], [q_proj, v_proj]]", "[[q_proj], all-linear]", [["q_proj", "v_proj"]]),
-    ],
-)
-def test_exclude_accepts_short_forms_and_lists(points, key, values, excluded, left):
-    text = f"sweep: {{axes: {{{key}: {values}}}, exclude: [{{{key}: {excluded}}}]}}"
-    assert [place for (place,) in points(text)] == left
-
-
-def test_exclude_matches_impossible_cells(grid):
-    text = "sweep: {axes: {method: [lora, full], optimizations.fp8: [off, tensorwise]}, exclude: [%s]}"
-    assert [cell.refused for cell in grid(text % "{method: full, optimizations.fp8: tensorwise}")] == [None] * 3
-
-
-def test_exclude_that_leaves_no_cell_is_an_error(problems):
-    assert problems("sweep: {axes: {method: [lora]}, exclude: [{method: lora}]}") == [
-        "spec.yaml: sweep.exclude leaves no cell"
-    ]
+def test_sweep_section_is_inherited_and_its_sections_can_be_axes(tmp_path):
+    axes = "sweep: {axes: {launch: [{gpus: 1}, {gpus: 2, strategy: fsdp}]}}"
+    (tmp_path / "base.yaml").write_text(f"{MODEL}{axes}\n")
+    (tmp_path / "mine.yaml").write_text("extends: base.yaml\ntrain: {batch_size: 2}\n")
+    launches = [cell.spec.launch for cell in cells(tmp_path / "mine.yaml", ())]
+    assert [(each.gpus, each.strategy) for each in launches] == [(1, "none"), (2, "fsdp")]
 
 
 # --- axes of the command line ----------------------------------------------------------------------------------------
@@ -209,9 +152,6 @@ MISTAKES = [
     ("sweep:\n  axes:\n    train.seed: []\n", None, "sweep.axes: train.seed: give it a list of values"),
     ("sweep:\n  axes:\n    train.seed:\n", None, "sweep.axes: train.seed: give it a list of values"),
     ("sweep:\n  axes:\n    method: lora\n", None, "sweep.axes: method: give it a list of values"),
-    ("sweep:\n  exclude: 5\n", 3, "sweep.exclude: 5: must be"),
-    ("sweep:\n  exclude: [5]\n", 3, "sweep.exclude: must be"),
-    ("sweep:\n  zip: [a, b]\n", 3, "sweep.zip: 'a': must be"),
     ("sweep:\n  axes:\n    name: [a, b]\n", 4, "'name' cannot be an axis"),
     ("sweep:\n  axes:\n    train.seed: [1]\n    trian.seed: [1]\n", 5, "did you mean train?"),
     ("sweep:\n  axes:\n    train..seed: [1]\n", 4, "'train..seed' cannot be an axis"),
@@ -221,19 +161,10 @@ MISTAKES = [
     ("sweep:\n  axes:\n    train.batch_size: [on]\n", 4, "sweep.axes: train.batch_size: True must be a number, not on"),
     ("sweep:\n  axes:\n    method: [lora, qlorra]\n", 4, "'qlorra' is not allowed; did you mean qlora?"),
     ("sweep:\n  axes:\n    train: [5]\n", 4, "sweep.axes: train: 5 is not a section"),
-    ("sweep:\n  axes: {train.seed: [1]}\n  exclude: [{train.sed: 1}]\n", 4,
-     "sweep.exclude: train.sed is not an axis of this sweep; did you mean train.seed?"),
     ("sweep:\n  axes:\n    method: [lora, qlora]\n    method.name: [lora]\n", 5,
      "method.name and method are axes that both set method.name: remove method.name, or remove method"),
     ("sweep:\n  axes:\n    method: [{name: lora, rank: 4}]\n    method.rank: [8]\n", 5,
      "method.rank and method are axes that both set method.rank: remove method.rank, or remove method"),
-    ("sweep:\n  axes: {train.seed: [1]}\n  zip: [[train.seed, train.sed]]\n", 4,
-     "sweep.zip: train.sed is not an axis of this sweep; did you mean train.seed?"),
-    ("sweep:\n  axes: {train.seed: [1, 2], train.batch_size: [1]}\n  zip: [[train.seed, train.batch_size]]\n", 4,
-     "sweep.zip: axes that advance together need the same number of values: train.seed has 2, train.batch_size has 1"),
-    ("sweep:\n  axes: {train.seed: [1]}\n  zip: [[train.seed], [train.seed]]\n", 4,
-     "sweep.zip: train.seed appears twice; an axis belongs to one group"),
-    ("sweep:\n  axes: {train.seed: [1]}\n  zip: [[train.seed, train.seed]]\n", 4, "train.seed appears twice"),
     ("sweep:\n  axes: {train.seed: [1]}\ntrain: {batch_size: 0}\n", 4, "train.batch_size: 0: must be greater"),
 ]  # fmt: skip
 
@@ -257,7 +188,7 @@ def test_mistake_is_reported_once(problems):
 
 def test_mistake_in_an_inherited_axis_names_its_file(tmp_path):
     (tmp_path / "base.yaml").write_text(f"{MODEL}sweep:\n  axes:\n    train.batch_size: [0]\n")
-    (tmp_path / "mine.yaml").write_text("extends: base.yaml\nsweep: {exclude: [{train.batch_size: 1}]}\n")
+    (tmp_path / "mine.yaml").write_text("extends: base.yaml\n")
     with pytest.raises(SpecError, match=r"base\.yaml:4: sweep\.axes: train\.batch_size: 0: must be"):
         cells(tmp_path / "mine.yaml", ())
 

@@ -29,7 +29,6 @@ def _incompatibilities(spec):
 OPTIMIZATIONS = {
     "toy": Optimization(
         description="mark the model",
-        verified="the model is marked",
         incompatibilities=_incompatibilities,
         after=("chunked_loss",),
     )

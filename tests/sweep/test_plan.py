@@ -105,13 +105,6 @@ def test_repeats_are_interleaved(jobs):
     assert names(jobs(TWO_METHODS)) == "lora1 lora2 qlora1 qlora2 lora1' lora2' qlora1' qlora2'"
 
 
-def test_repeats_may_differ_between_cells(jobs):
-    found = jobs(
-        "sweep: {axes: {method: [lora, full], measure.repeats: [1, 3]}, exclude: [{method: full, measure.repeats: 3}]}"
-    )
-    assert names(found) == "lora4 full4 lora4' lora4''"
-
-
 def test_equal_cells_are_one_job(jobs):
     assert names(jobs("", "train.precision=auto,fp32", "method=lora,full")) == "lora4 full4"
 

@@ -101,7 +101,6 @@ class Optimization:
 
     Args:
         description: Its effect and cost, in one line.
-        verified: How a run checks that it was applied.
         not_with_unsloth: Why method unsloth excludes it, and what to do instead. None: it works.
         not_with_dpo: Why objective dpo excludes it. None only if a test compares it with plain dpo.
         needs_images: Whether it only makes sense for a dataset with images.
@@ -116,7 +115,6 @@ class Optimization:
     type: Any = Switch
     default: Any = False
     description: str
-    verified: str
     not_with_unsloth: str | None = None
     not_with_dpo: str | None = "it was not compared with plain dpo: set it to off"
     needs_images: bool = False

@@ -16,7 +16,6 @@ class Strategy:
 
     Args:
         description: One line for tables and messages.
-        verified: How a run checks that it is active.
         shards: The parts that are split over GPUs: optimizer, gradients, weights, matrices, experts, sequence, layers.
         same_samples: Whether all GPUs work on the same samples.
         offloads: The supported values of `launch.offload`.
@@ -24,7 +23,6 @@ class Strategy:
     """
 
     description: str
-    verified: str
     shards: tuple[str, ...] = ()
     same_samples: bool = False
     offloads: tuple[str, ...] = ()
@@ -95,87 +93,72 @@ def _pp(spec: Experiment) -> Iterator[str]:
 
 
 _STAGES = "each GPU holds some of the layers, and micro-batches pass through them (torch)"
-_STAGED = "after the first step each GPU has only its own layers, and micro-batches have passed through all of them"
-_ZERO = "DeepSpeed's engine runs the stage, and a rank updates only its share of the parameters"
 STRATEGIES = {
     "ddp": Strategy(
         description="each GPU has a copy of the model and trains on its share of the batch; gradients are summed",
-        verified="the model is wrapped for the number of ranks, and all hold the same weights after the first step",
     ),
     "fsdp": Strategy(
         description="each GPU holds a share of each layer, gathered while the layer computes (PyTorch's FSDP2)",
-        verified="after the first step every layer is sharded, and every parameter is a DTensor over all ranks",
         shards=("optimizer", "gradients", "weights"),
         offloads=("params",),
         incompatibilities=_optimizers,
     ),
     "zero1": Strategy(
         description="each GPU has a copy of the model and a share of the optimizer state (DeepSpeed ZeRO)",
-        verified=_ZERO,
         shards=("optimizer",),
         offloads=("optimizer",),
     ),
     "zero2": Strategy(
         description="like zero1, and a share of the gradients",
-        verified=_ZERO,
         shards=("optimizer", "gradients"),
         offloads=("optimizer",),
     ),
     "zero3": Strategy(
         description="like zero2, and a share of the weights, gathered while a layer computes",
-        verified=f"{_ZERO}; it keeps only its share of the weights, and releases gathered weights layer by layer",
         shards=("optimizer", "gradients", "weights"),
         offloads=("optimizer", "params"),
     ),
     "tp": Strategy(
         description="each GPU holds a share of each matrix; all work on the same tokens (transformers)",
-        verified="after the first step the matrices of every layer are DTensors",
         shards=("matrices",),
         same_samples=True,
         incompatibilities=_tp,
     ),
     "tp+fsdp": Strategy(
         description="a mesh: `launch.tp` GPUs share each matrix and one batch, and layers are sharded over the others",
-        verified="like fsdp; after the first step matrices are DTensors over all ranks, other weights over the shares",
         shards=("optimizer", "gradients", "weights", "matrices"),
         incompatibilities=_tp,
     ),
     "ep": Strategy(
         description="each GPU holds a share of the experts; all work on the same tokens: saves memory (transformers)",
-        verified="after the first step parameters are DTensors",
         shards=("experts",),
         same_samples=True,
         incompatibilities=_ep,
     ),
     "cp": Strategy(
         description="each GPU has a part of each sequence and passes keys and values on; weights as with fsdp (torch)",
-        verified="like fsdp; after the first step keys and values were passed on in every layer",
         shards=("optimizer", "gradients", "weights", "sequence"),
         same_samples=True,
         incompatibilities=_cp,
     ),
-    "pp": Strategy(description=_STAGES, verified=_STAGED, shards=("layers",), same_samples=True, incompatibilities=_pp),
+    "pp": Strategy(description=_STAGES, shards=("layers",), same_samples=True, incompatibilities=_pp),
     "pp+ddp": Strategy(
         description="several copies of the pipeline; copies of a stage sum their gradients",
-        verified=f"{_STAGED}; equal stages hold the same weights",
         shards=("layers",),
         incompatibilities=_pp,
     ),
     "pp+fsdp": Strategy(
         description="pp, and each layer is sharded over several GPUs (FSDP2)",
-        verified=f"{_STAGED}; every parameter is a DTensor",
         shards=("optimizer", "gradients", "weights", "layers"),
         incompatibilities=_pp,
     ),
     "pp+tp": Strategy(
         description="pp, and `launch.tp` GPUs share each matrix of a stage",
-        verified=f"{_STAGED}; matrices are DTensors",
         shards=("matrices", "layers"),
         incompatibilities=_pp,
     ),
     "pp+tp+fsdp": Strategy(
         description="pp, and the GPUs of a stage form a mesh as with tp+fsdp",
-        verified=f"{_STAGED}; every parameter is a DTensor",
         shards=("optimizer", "gradients", "weights", "matrices", "layers"),
         incompatibilities=_pp,
     ),

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,6 @@ class SweepSection(Part):
     """The section `sweep:` of a spec file."""
 
     axes: dict[str, tuple[Any, ...]] = Field(default_factory=dict, description="key of the spec → values")
-    exclude: tuple[dict[str, Any], ...] = Field((), description="cells to leave out: axis → value, or a list of values")
-    zip: tuple[tuple[str, ...], ...] = Field((), description="axes that advance together instead of as a product")
 
     @field_validator("axes", mode="before")
     @classmethod
@@ -86,28 +84,22 @@ def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Gri
     """
     layers = read_layers(path, sets)
     base = merged(layers, path)
-    section = _section(base.get("sweep"), layers)
-    by_key = {
-        key: _axis(key, values, _origin(layers, key), _folder(layers, "axes")) for key, values in section.axes.items()
-    }
+    values = _section(base.get("sweep"), layers).axes
+    folder = _folder(layers)
+    by_key = {key: _axis(key, each, _origin(layers, key), folder) for key, each in values.items()}
     by_key |= {axis.key: axis for axis in map(_of_command_line, axes)}
-    for group in section.zip:
-        _check_group(group, by_key, section.zip, f"{_origin(layers, 'zip')}: sweep.zip")
     _check_overlap(by_key.values())
-    excluded = [_pattern(pattern, by_key, layers) for pattern in section.exclude]
+    if (size := math.prod(len(axis.values) for axis in by_key.values())) > MAX_CELLS:
+        raise SpecError(f"the sweep has {size:,} cells; at most {MAX_CELLS:,} are planned at once: split it")
     kept, problems = [], dict[str, None]()
-    for chosen in _choices(by_key, section.zip):
-        point = {axis.key: axis.values[index] for axis, index in chosen}
-        if any(all(_is_one_of(point[key], values) for key, values in pattern.items()) for pattern in excluded):
-            continue
+    for place in itertools.product(*(range(len(axis.values)) for axis in by_key.values())):
+        chosen = list(zip(by_key.values(), place, strict=True))
         try:
-            kept.append(_cell(base, layers, chosen, point))
+            kept.append(_cell(base, layers, chosen))
         except SpecError as error:
             problems |= dict.fromkeys(error.problems)
     if problems:
         raise SpecError(*problems)
-    if not kept:
-        raise SpecError(f"{path}: sweep.exclude leaves no cell")
     return kept
 
 
@@ -125,13 +117,13 @@ def _section(values: object, layers: Sequence[SpecLayer]) -> SweepSection:
 
 def _origin(layers: Sequence[SpecLayer], *keys: str) -> str:
     """Return `file:line` of a key in `sweep:`."""
-    return where_set(("sweep", *(keys if keys and keys[0] in SweepSection.model_fields else ("axes", *keys))), layers)
+    return where_set(("sweep", "axes", *keys) if keys[:1] != ("axes",) else ("sweep", *keys), layers)
 
 
-def _folder(layers: Sequence[SpecLayer], key: str) -> Path:
-    """Return the folder that the paths of a key in `sweep:` are relative to."""
+def _folder(layers: Sequence[SpecLayer]) -> Path:
+    """Return the folder that paths in `sweep:` are relative to: that of the last file with axes."""
     sections = ((layer.data.get("sweep"), layer.file) for layer in reversed(layers))
-    return next((file.parent for each, file in sections if file and isinstance(each, dict) and key in each), Path())
+    return next((file.parent for each, file in sections if file and isinstance(each, dict) and "axes" in each), Path())
 
 
 def _expanded(key: str, value: Any, folder: Path) -> Any:
@@ -172,18 +164,6 @@ def _of_command_line(text: str) -> Axis:
     return _axis(key.strip(), values, f"--axis {shortened(key.strip())}", Path())
 
 
-def _check_group(group: Sequence[str], axes: Mapping[str, Axis], groups: Sequence[Sequence[str]], where: str) -> None:
-    for key in group:
-        if key not in axes:
-            raise SpecError(f"{where}: {key} is not an axis of this sweep{nearest(key, axes)}")
-        if sum(other.count(key) for other in groups) > 1:
-            raise SpecError(f"{where}: {key} appears twice; an axis belongs to one group")
-    lengths = {key: len(axes[key].values) for key in group}
-    if len(set(lengths.values())) > 1:
-        counts = ", ".join(f"{key} has {n}" for key, n in lengths.items())
-        raise SpecError(f"{where}: axes that advance together need the same number of values: {counts}")
-
-
 def _check_overlap(axes: Iterable[Axis]) -> None:
     """Raise SpecError for two axes that set the same key, such as `method` and `method.name`. A recipe may be changed
     by the other axes."""
@@ -198,45 +178,9 @@ def _check_overlap(axes: Iterable[Axis]) -> None:
                 )
 
 
-def _pattern(
-    pattern: Mapping[str, Any], axes: Mapping[str, Axis], layers: Sequence[SpecLayer]
-) -> dict[str, tuple[Any, ...]]:
-    """Return the excluded values of each axis in one pattern of `sweep.exclude`."""
-    where = _origin(layers, "exclude")
-    for key in pattern:
-        if key not in axes:
-            raise SpecError(f"{where}: sweep.exclude: {key} is not an axis of this sweep{nearest(key, axes)}")
-    lists = {key: wanted if isinstance(wanted, (list, tuple)) else (wanted,) for key, wanted in pattern.items()}
-    return {key: _axis(key, wanted, where, _folder(layers, "exclude")).values for key, wanted in lists.items()}
-
-
-def _is_one_of(value: Any, excluded: Sequence[Any]) -> bool:
-    """Return whether a value of an axis is excluded, by itself or by its short form."""
-    short = next((value[key] for key in ("name", "id") if key in value), None) if isinstance(value, dict) else None
-    return value in excluded or (short is not None and short in excluded)
-
-
-Choice = tuple[Axis, int]  # an axis, and the index of one of its values
-
-
-def _choices(axes: Mapping[str, Axis], groups: Sequence[Sequence[str]]) -> Iterator[list[Choice]]:
-    """Yield the choices of each point of the grid, in the order of the axes. Raise SpecError if there are too many."""
-    leader = {key: group[0] for group in groups for key in group}
-    steps: list[list[tuple[Choice, ...]]] = []
-    for key, axis in axes.items():
-        if leader.get(key, key) == key:
-            together = [axes[k] for k in axes if leader.get(k, k) == key]
-            steps.append([tuple((part, i) for part in together) for i in range(len(axis.values))])
-    if (size := math.prod(map(len, steps))) > MAX_CELLS:
-        raise SpecError(f"the sweep has {size:,} cells; at most {MAX_CELLS:,} are planned at once: split it")
-    for point in itertools.product(*steps):
-        picked = {axis.key: (axis, i) for group in point for axis, i in group}
-        yield [picked[key] for key in axes]
-
-
-def _cell(
-    base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[Choice], point: dict[str, Any]
-) -> GridCell:
+def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[tuple[Axis, int]]) -> GridCell:
+    """Return the cell with one value of each axis, given as its index."""
+    point = {axis.key: axis.values[index] for axis, index in chosen}
     added = [axis.layers[index] for axis, index in chosen]
     for layer in added:
         base = merge(base, layer.data)

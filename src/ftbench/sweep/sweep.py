@@ -96,11 +96,11 @@ def cell_name(cell: GridCell) -> str:
 def _unpublished(grid: Sequence[GridCell], capability: tuple[int, int] | None) -> str | None:
     """Return in one line which cells would run without the kernels of their recipe, the reason, and how to go on."""
     specs = ((cell, cell.spec) for cell in grid if cell.spec is not None and cell.spec.launch.mock == "off")
-    found = [(cell_name(cell), why) for cell, spec in specs if (why := unpublished(spec, capability))]
-    if not found:
+    affected = [(cell_name(cell), why) for cell, spec in specs if (why := unpublished(spec, capability))]
+    if not affected:
         return None
-    names = units.listed([name for name, _ in found if name], 6)
-    return f"{names}{names and ': '}{found[0][1]}. To sweep without the kernels, add --axis {KERNELS}=off"
+    names = units.listed([name for name, _ in affected if name], 6)
+    return f"{names}{names and ': '}{affected[0][1]}. To sweep without the kernels, add --axis {KERNELS}=off"
 
 
 def _experiment(grid: Sequence[GridCell]) -> str:

@@ -156,7 +156,6 @@ OPTIMIZATIONS = {
         default="auto",
         description="attention implementation; auto: the library's choice for the model; varlen: torch's kernel "
         "for rows without padding",
-        verified="the model's own setting is read",
         not_with_dpo=None,
         not_with_unsloth="unsloth chooses the attention itself: set it to auto",
         incompatibilities=_attention,
@@ -170,7 +169,6 @@ OPTIMIZATIONS = {
         description="multiply with the frozen base layers in 8-bit floats: faster if compiled; tensorwise-fast also "
         "accumulates the backward pass in fewer bits; tensorwise-delayed is tensorwise-fast with scales from the "
         "previous step",
-        verified="no suitable frozen layer still multiplies in 16 bits",
         not_with_unsloth="unsloth's fused functions multiply in 16 bits: set it to off, or use method lora",
         incompatibilities=_fp8,
         machine_incompatibilities=_fp8_on_machine,
@@ -182,13 +180,11 @@ OPTIMIZATIONS = {
         type=Annotated[bool | int, or_number("the label tokens per chunk", 16, 1 << 20)],
         description="compute the loss and its gradient in chunks of label tokens, without trl's metrics and "
         "synchronizations; a number sets the tokens per chunk (on: 2048), fewer need less memory",
-        verified="the model's forward method is replaced by ours",
         not_with_dpo="it computes only the sft loss: set it to off",
         not_with_unsloth=OWN_LOSS,
     ),
     "liger": Optimization(
         description="Liger's Triton kernels: norms, rotary embedding, SwiGLU, fused loss",
-        verified="modules with a Liger function are counted",
         not_with_dpo="it computes only the sft loss: set it to off",
         not_with_unsloth=OWN_KERNELS,
         needs_gpu=True,
@@ -199,7 +195,6 @@ OPTIMIZATIONS = {
         description="torch.compile each decoder layer and the vision encoder: faster steps, a slow start, and a new "
         "compilation for each new shape; dynamic: compile once for all lengths; lean: recompute norms and MLP "
         "activations in the backward pass instead of keeping them",
-        verified="every layer is compiled, and compiled graphs were counted",
         not_with_dpo=None,
         not_with_unsloth="unsloth compiles its own code: set it to off",
         after=("liger", "triton_kernels"),  # compile the layer that they have changed
@@ -208,7 +203,6 @@ OPTIMIZATIONS = {
     "fused_lora": Optimization(
         description="compute the adapters' products together with the base product, for all layers that share an "
         "input: fewer passes over the activations",
-        verified="every layer with an adapter uses the fused product",
         not_with_dpo=None,
         not_with_unsloth="unsloth fuses adapters itself: set it to off",
         incompatibilities=_fused_lora,
@@ -218,7 +212,6 @@ OPTIMIZATIONS = {
     "cuda_graph": Optimization(
         description="record forward and backward pass as one CUDA graph and replay it in every step: no Python and no "
         "kernel launches, which limit small models and batches; the optimizer step stays outside",
-        verified="the first step was a replay; a batch of another shape ends the run",
         not_with_unsloth="unsloth's functions synchronize with the device: set it to off",
         excludes={
             "optimizations.gradient_checkpointing": "optimizations.cuda_graph: gradient_checkpointing reads the state "
@@ -236,7 +229,6 @@ OPTIMIZATIONS = {
         description="our own kernels for norms with the sums before them, for heads with their norms and rotary "
         "embedding, and for the gradient of the MLP's gate; auto: on for supported models on GPUs where they were "
         "measured to be faster, else off with fp8 tensorwise instead of tensorwise-delayed",
-        verified="every decoder layer uses them",
         not_with_unsloth=OWN_KERNELS,
         excludes={"optimizations.liger": "optimizations.triton_kernels and liger replace the same code: choose one"},
         incompatibilities=_triton_kernels,

@@ -76,8 +76,6 @@ OPTIMIZATIONS = {
         type=Annotated[bool | Literal["selective", "offload"], or_words("selective", "offload")],
         description="keep only the input of each layer and recompute the rest in the backward pass: less memory, "
         "slower; selective: every second layer; offload: keep the inputs in host memory",
-        verified="the switch of every layer is read after the first step (selective: half of them; offload: one input "
-        "per layer was moved to the host and back)",
         not_with_dpo=None,
         not_with_unsloth="set method.use_gradient_checkpointing instead",
         incompatibilities=_gradient_checkpointing,
@@ -85,7 +83,6 @@ OPTIMIZATIONS = {
     ),
     "activation_offload": Optimization(
         description="keep the activations for the backward pass in host memory (trl): less device memory, slower",
-        verified="the trainer has the offloading context",
         not_with_unsloth="use method.use_gradient_checkpointing: unsloth",
         excludes={
             "optimizations.gradient_checkpointing": "optimizations.activation_offload and gradient_checkpointing save "
@@ -97,7 +94,6 @@ OPTIMIZATIONS = {
         description="keep frozen weights in pinned host memory; the weights of a layer are copied to the GPU while the "
         "layer before it computes; only the needed rows of the embedding are read; with chunked_loss the head is "
         "copied for the loss",
-        verified="the matrices of all layers share two GPU buffers, and every layer was loaded in both passes",
         not_with_unsloth="unsloth manages its weights itself: set it to off",
         excludes={
             "optimizations.fp8": "optimizations.weight_offload copies weights as loaded, and fp8 casts them first: "
@@ -112,7 +108,6 @@ OPTIMIZATIONS = {
         type=Annotated[bool | Literal["offload"], or_words("offload")],
         description="update each parameter as soon as its gradient is complete, then free the gradient; offload: keep "
         "the optimizer state in host memory",
-        verified="every parameter was updated during the backward pass, and few gradients existed at the same time",
         not_with_unsloth="unsloth trains adapters, whose gradients are small: set it to off",
         excludes={
             "optimizations.cuda_graph": "optimizations.optimizer_in_backward needs a hook per gradient, which a "
@@ -125,7 +120,6 @@ OPTIMIZATIONS = {
     "packing": Optimization(
         description="fill rows of max_length with several samples; each sample attends only to itself; batch_size "
         "counts rows",
-        verified="no padded position was counted",
         not_with_dpo="the two answers of a pair need separate rows: set it to off",
         excludes={
             "optimizations.padding_free": "optimizations.packing already removes the padding: set padding_free to off",
@@ -135,12 +129,10 @@ OPTIMIZATIONS = {
     ),
     "padding_free": Optimization(
         description="concatenate the samples of a batch in one row instead of padding them",
-        verified="no padded position was counted",
         not_with_dpo="trl pads pairs (its padding_free is currently switched off): set it to off",
     ),
     "fixed_shape": Optimization(
         description="pad every batch to the longest sample of the dataset: one shape, one compiled graph",
-        verified="one batch shape was counted",
         not_with_dpo="an incomplete batch would be filled with pairs that do not exist: set it to off",
         excludes={
             "optimizations.padding_free": "optimizations.fixed_shape pads and padding_free does not: choose one, or "
@@ -150,7 +142,6 @@ OPTIMIZATIONS = {
     ),
     "length_grouping": Optimization(
         description="batch samples of similar length: less padding, another sample order",
-        verified="the token counts of the batches",
         not_with_dpo=None,
         excludes={
             **dict.fromkeys(
@@ -165,19 +156,16 @@ OPTIMIZATIONS = {
         type=Annotated[bool | int, or_number("a number of processes", 1, 64)],
         description="build batches and process images in worker processes, two batches ahead each; a number sets how "
         "many (on: 4)",
-        verified="the trainer's data loader has this many workers",
         not_with_dpo=None,
     ),
     "image_cache": Optimization(
         description="process images once before training and keep them on disk, so that no step waits for them",
-        verified="all images of a batch come from the disk cache",
         needs_images=True,
     ),
     "image_size": Optimization(
         type=Annotated[bool | int, or_number("the longest side of an image in pixels", 28, 8192, also="off")],
         description="scale images down until the longest side has this many pixels, and do not split larger ones into "
         "tiles: fewer tokens, less detail",
-        verified="the number of tiles per image; images are scaled in the processor",
         needs_images=True,
         not_ablated=(True,),
     ),
