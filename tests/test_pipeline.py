@@ -83,8 +83,8 @@ def run(folder: Path, launch: dict[str, Any], family: str, parts: dict[str, Any]
 FULL, LORA = {"method": {"name": "full"}}, {"method": {"name": "lora"}, **KEPT}
 SAVED = FULL | KEPT
 AGAIN = {"train": {"batch_size": 4, "gradient_accumulation_steps": 2}}
-PP, DDP, FSDP, TP = {"pp": 2}, {"gpus": 4, "pp": 2}, {"pp": 2, "fsdp": 2}, {"pp": 2, "tp": 2}
-ALL = {"pp": 2, "tp": 2, "fsdp": 2}
+PP, DDP, FSDP, TP = {"pp": 2}, {"gpus": 4, "pp": 2}, {"pp": 2, "strategy": "pp+fsdp"}, {"pp": 2, "tp": 2}
+ALL = {"pp": 2, "strategy": "pp+tp+fsdp"}
 exhaustive = partial(pytest.param, marks=pytest.mark.exhaustive)
 
 

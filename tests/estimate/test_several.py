@@ -444,7 +444,7 @@ def test_strategy_all_keeps_the_specs_offloading(tmp_path: Path) -> None:
     assert "\nzero2, optimizer offloaded " in answer.text
 
 
-MESH, OFFLOADED = "{tp: 2, fsdp: 4}", "{gpus: 4, strategy: fsdp, offload: params}"
+MESH, OFFLOADED = "{gpus: 8, strategy: tp+fsdp}", "{gpus: 4, strategy: fsdp, offload: params}"
 
 
 @pytest.mark.parametrize(("launch", "gpus", "strategy", "count"), [
@@ -536,7 +536,7 @@ def test_recommend_considers_strategies_and_numbers_of_gpus(tmp_path: Path) -> N
     path = tmp_path / "spec.yaml"
     path.write_text("model: {id: Qwen/Qwen3-32B, weights: random}\nmethod: lora\n"
                     "dataset: {name: synthetic, samples: 64, length: 512}\ntrain: {batch_size: 4}\n"
-                    "launch: {tp: 2, fsdp: 2}\n")  # fmt: skip
+                    "launch: {gpus: 4, strategy: tp+fsdp}\n")  # fmt: skip
     answer = recommend.answer(recommend.RecommendRequest(path, gpu="L40S", gpus=4, method="lora"))
     assert answer.options
     for option in answer.options:

@@ -150,25 +150,24 @@ def test_change_of_model_drops_revision_and_path(files):
         ("method: {name: qlora, rnak: 3}", ["method.rnak: ", "did you mean rank?", "double_quant"]),
         ("method: qlorra", ["method: 'qlorra'", "did you mean qlora?", "allowed: full, lora, qlora, unsloth"]),
         ("train: {optimizer: adam_torch}", ["train.optimizer: 'adam_torch'", "did you mean adamw_torch?", "sgd"]),
-        ("train: {batch_size: 0}", ["train.batch_size: 0: must be greater than or equal to 1"]),
+        ("train: {batch_size: 0}", ["train.batch_size: 0 must be greater than or equal to 1"]),
         ("train: {batch_size: many}", ["train.batch_size: 'many' must be a whole number, without a unit"]),
         ("train: {learning_rate: fast}", ["train.learning_rate: 'fast' must be a number, without a unit"]),
-        ("batch_size: 8", ["batch_size: no such key; did you mean train.batch_size?"]),
-        ("rank: 8", ["rank: no such key; did you mean method.rank?"]),
+        ("batch_size: 8", ["batch_size: no such key (allowed: extends, recipe, sweep, name, model"]),
         ("dataset: data/my.jsonl", ["is a file: write `dataset: {name: file, path: data/my.jsonl}`"]),
         ("train: {batch_size: yes}", ["train.batch_size: True must be a number, not on/yes/true"]),
-        ("train: {epochs: .nan}", ["train.epochs: nan: must be a finite number"]),
+        ("train: {epochs: .nan}", ["train.epochs: nan must be a finite number"]),
         ("train: {max_steps: 1.5}", ["train.max_steps: 1.5 must be a whole number"]),
-        ("train: {seed: 4294967296}", ["train.seed: 4294967296: must be less than 4294967296"]),
-        ("optimizations: {compile: 1}", ["optimizations.compile: 1 must be on, off, dynamic or lean"]),
+        ("train: {seed: 4294967296}", ["train.seed: 4294967296 must be less than 4294967296"]),
+        ("optimizations: {compile: 1}", ["optimizations.compile: 1 must be on or off, dynamic or lean"]),
         (
             "optimizations: {fp8: on}",
             ["optimizations.fp8: 'on' is not allowed", "off, tensorwise, tensorwise-fast, tensorwise-delayed"],
         ),
         ("measure: {warmup: some}", ["measure.warmup: 'some' must be auto or a whole number"]),
-        ("measure: {warmup: -1}", ["measure.warmup: -1 must be auto or a whole number, 0 or more"]),
-        ("method: {name: lora, targets: q_proj}", ["method.targets: 'q_proj' must be all-linear or a list of names"]),
-        ("method: {name: lora, targets: []}", ["method.targets: [] must be all-linear or a list of names"]),
+        ("measure: {warmup: -1}", ["measure.warmup: -1 must be auto or greater than or equal to 0"]),
+        ("method: {name: lora, targets: q_proj}", ["method.targets: 'q_proj' must be all-linear or a list"]),
+        ("method: {name: lora, targets: []}", ["method.targets: [] must be all-linear or have at least 1 item"]),
         ("dataset: japanese-alpca", ["dataset.name: 'japanese-alpca'", "did you mean japanese-alpaca?", "synthetic"]),
         ("dataset: {name: synthetic, samples: 1, like: alpca}", ["dataset.like: 'alpca'", "allowed: japanese-alpaca"]),
         ("name: ../../etc", ["name: '../../etc' may have up to 80 letters"]),
@@ -386,27 +385,26 @@ def test_model_path_gives_the_id(files, path):
         ("strategy: ddp", "launch.strategy: ddp needs several GPUs and launch.gpus is 1: raise it"),
         ("offload: optimizer", "launch.offload: optimizer needs several GPUs and launch.gpus is 1: raise it"),
         ("gpus: 2, offload: params", "launch.offload: ddp does not support params (fsdp: params"),
-        ("gpus: all", "launch.gpus: 'all' must be the number of GPUs of a run, for example 2. CUDA_VISIBLE_DEVICES"),
+        ("gpus: all", "launch.gpus: 'all' must be a whole number"),
         ("gpus: 3, nodes: 2", "launch.nodes: launch.gpus is 3, which 2 machines cannot share evenly"),
         ("nodes: 2", "launch.nodes: launch.gpus is 1, which 2 machines cannot share evenly: set launch.gpus to"),
         ("gpus: 2, nodes: 2, mock: ok", "launch.mock supports one machine: set launch.nodes to 1"),
-        ("gpus: 8, tp: 2, fsdp: 2", "`gpus` must be `tp` times `fsdp`, 4: leave it out"),
-        ("tp: 2, fsdp: 1", "a mesh needs `tp` and `fsdp`, each from 2 to 512"),
-        ("fsdp: 4", "a mesh needs `tp` and `fsdp`, each from 2 to 512"),
-        ("tp: 2, zero3: 2", "launch.zero3: no such key"),
+        ("tp: 2, fsdp: 2", "launch.fsdp: no such key"),
         ("gpus: 2, strategy: tp+fsdp", "launch.tp: 2 GPUs do not form a mesh of 2 times two or more"),
         ("gpus: 4, tp: 2", "launch.tp needs strategy tp+fsdp, and launch.strategy is ddp: change one"),
         ("tp: 2", "launch.tp needs strategy tp+fsdp, and launch.strategy is none"),
         ("gpus: 2, strategy: ddp, pp: 2", "launch.pp needs strategy pp, and launch.strategy is ddp: change one"),
         ("schedule: zbv", "launch.schedule needs strategy pp, and launch.strategy is none: change one"),
-        ("gpus: 6, pp: 4", "`gpus` is 6, and pp 4 is 4: set gpus to 4"),
-        ("gpus: 8, pp: 2, fsdp: 2", "`gpus` is 8, and pp 2 x fsdp 2 is 4: set gpus to 4"),
+        ("gpus: 6, pp: 4", "`gpus` is 6 and must be a multiple of pp 4: set gpus to 4"),
         ("pp: 64, micro_batches: 64", "launch.pp: tiny/qwen3 has 2 layers, too few for 64 stages: lower launch.pp"),
         ("pp: 2, micro_batches: 1", "1 micro-batches cannot fill 2 stages, and GPUs would wait for each other: set it"),
         ("pp: 2, micro_batches: 3", "rows cannot form 3 equal micro-batches: set it to "),
         ("pp: 2, split: [1, 2]", "launch.split: its sum is 3, and tiny/qwen3 has 2 layers: change it"),
         ("pp: 2, split: [2]", "launch.split has 1 numbers, and there are 2 stages: give one"),
-        ("pp: 2, fsdp: 2, schedule: zbv", "launch.schedule: zbv splits the backward pass, and other GPUs would get"),
+        (
+            "pp: 2, strategy: pp+fsdp, schedule: zbv",
+            "launch.schedule: zbv splits the backward pass, and",
+        ),
         ("framework: axolotl", "launch.framework axolotl needs launch.python, the interpreter of its environment"),
         ("python: /opt/axolotl/bin/python", "launch.python is the interpreter of another framework: leave it out"),
     ],
@@ -420,9 +418,9 @@ def test_unsupported_launch_is_an_error_with_a_fix(problems, section, fix):
     [
         ("gpus: 2, strategy: pp", "pp", (2, 2, None, 1)),
         ("gpus: 4, pp: 2, micro_batches: 2", "pp+ddp", (4, 2, None, 2)),
-        ("pp: 2, fsdp: 2", "pp+fsdp", (4, 2, None, 2)),
+        ("pp: 2, strategy: pp+fsdp", "pp+fsdp", (4, 2, None, 2)),
         ("pp: 2, tp: 2", "pp+tp", (4, 2, 2, 1)),
-        ("gpus: 8, pp: 2, tp: 2, fsdp: 2", "pp+tp+fsdp", (8, 2, 2, 2)),
+        ("gpus: 8, pp: 2, tp: 2", "pp+tp+fsdp", (8, 2, 2, 2)),
         ("gpus: 8, strategy: pp+tp+fsdp", "pp+tp+fsdp", (8, 2, 2, 2)),
     ],
 )
@@ -433,12 +431,12 @@ def test_numbers_of_a_pipeline_name_its_strategy(files, section, strategy, sizes
     assert type(launch).model_validate(launch.model_dump()) == launch
 
 
-def test_tp_and_fsdp_make_a_mesh(files):
-    own = files(own="model: {id: a/b}\nlaunch: {tp: 2, fsdp: 4}\n") / "own.yaml"
+def test_mesh_can_be_changed_by_set(files):
+    own = files(own="model: {id: a/b}\nlaunch: {gpus: 8, strategy: tp+fsdp}\n") / "own.yaml"
     launch = load(own).launch
     assert (launch.strategy, launch.gpus, launch.tp, launch.shares) == ("tp+fsdp", 8, 2, 4)
-    assert load(own, ["launch.fsdp=3"]).launch.gpus == 6
-    other = load(own, ["launch.gpus=2", 'launch.strategy="tp"', "launch.tp=off"]).launch  # as an estimate says it
+    assert load(own, ["launch.gpus=6"]).launch.shares == 3
+    other = load(own, ["launch.gpus=2", 'launch.strategy="tp"', "launch.tp=off"]).launch  # as an estimate prints it
     assert (other.strategy, other.gpus, other.tp) == ("tp", 2, None)
 
 

@@ -42,12 +42,6 @@ def test_read_yaml_returns_plain_values_with_text_keys(spec, content, expected):
     assert read_yaml(spec(content)) == expected
 
 
-def test_missing_file_suggests_a_similar_name(spec, tmp_path):
-    path = spec("model: a\n")
-    assert error_of(path.with_name("spce.yaml")).endswith("no such file; did you mean spec.yaml?")
-    assert f"the folder {tmp_path / 'gone'} does not exist" in error_of(tmp_path / "gone" / "spec.yaml")
-
-
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "---\n", "~"])
 def test_empty_file_is_refused_with_what_a_spec_needs(spec, text):
     assert "the file is empty; a spec needs at least `model:`" in error_of(spec(text))

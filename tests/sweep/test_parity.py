@@ -207,8 +207,8 @@ def test_held_out_losses_are_equivalent_within_the_margin(candidate, untrained, 
 PICTURES = {
     "model": {"id": "tiny/llava-next", "weights": "random"},
     "method": {"name": "lora", "projector": "lora"}, "train": {"batch_size": 4, "max_steps": 12, "learning_rate": 4e-3},
-    "dataset": {"name": "images", "structure": "tasks", "image_size": 56, "image_sizes": "photographs", "samples": 48,
-                "mean_length": 12, "max_length": 160, "eval_samples": 8},
+    "dataset": {"name": "images", "structure": "tasks", "image_size": [56, 56], "image_sizes": "photographs",
+                "samples": 48, "mean_length": 12, "max_length": 160, "eval_samples": 8},
 }  # fmt: skip
 
 

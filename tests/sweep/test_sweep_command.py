@@ -79,10 +79,9 @@ def impatient() -> None:
 
 
 def test_hanging_run_is_killed_and_the_sweep_continues(tmp_path):
-    axes = {"launch.mock": ["hang", "ok"], "train.max_steps": [5, 2]}  # two steps are too few for the watchdog
-                                         {"launch.mock": "ok", "train.max_steps": 5}]}  # fmt: skip
+    axes, train = {"launch.mock": ["hang", "ok"]}, {"max_steps": 5}  # two steps are too few for the watchdog
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as bystander:
-        night = sweep(write_sweep(tmp_path, sweep=section), tmp_path / "out", before=impatient)
+        night = sweep(write_sweep(tmp_path, axes, train=train), tmp_path / "out", before=impatient)
         assert bystander.poll() is None
         bystander.kill()
     assert night.code == 1, night.stderr

@@ -393,10 +393,10 @@ IMPOSSIBLE = [
     ({"fixed_shape": True, "padding_free": True}, "choose one"),
     ({"length_grouping": True, "packing": True}, "length_grouping"),
     ({"activation_offload": True, "gradient_checkpointing": True}, "choose one"),
-    ({"gradient_checkpointing": "some"}, "must be on, off, selective or offload"),
-    ({"chunked_loss": 3}, "label tokens per chunk"),
-    ({"chunked_loss": "big"}, "label tokens per chunk"),
-    ({"compile": "sometimes"}, "must be on, off, dynamic or lean"),
+    ({"gradient_checkpointing": "some"}, "'selective' or 'offload'"),
+    ({"chunked_loss": 3}, "greater than or equal to 16"),
+    ({"chunked_loss": "big"}, "valid integer"),
+    ({"compile": "sometimes"}, "'dynamic' or 'lean'"),
 ]
 
 
@@ -408,7 +408,7 @@ def test_incompatible_optimizations_are_errors_with_a_fix(optimizations, said):
 
 def test_offloaded_checkpoints_need_a_gpu():
     (told,) = machine_incompatibilities(spec_of(optimizations={"gradient_checkpointing": "offload"}), None)
-    assert told.endswith("set it to on")
+    assert told.endswith("offload needs a GPU: set it to off")
 
 
 def test_offloaded_layer_keeps_nothing_on_the_device(model):

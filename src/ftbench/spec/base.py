@@ -48,7 +48,7 @@ def _number(value: Any) -> Any:
 
 def _switch(value: Any) -> Any:
     if not isinstance(value, bool):
-        raise ValueError("must be on or off (true or false)")
+        raise ValueError("must be on or off")
     return value
 
 
@@ -125,36 +125,3 @@ class Optimization:
     after: tuple[str, ...] = ()
     ablate_with: Mapping[Any, Mapping[str, Any]] = field(default_factory=dict)
     not_ablated: tuple[Any, ...] = ()
-
-
-def offload_needs_gpu(name: str) -> Callable[[Experiment, Capability], Iterable[str]]:
-    """Return a check that rejects the value `offload` of an optimization on a machine without a GPU."""
-
-    def machine_incompatibilities(spec: Experiment, capability: Capability) -> Iterable[str]:
-        if getattr(spec.optimizations, name) == "offload" and capability is None:
-            yield f"optimizations.{name} offload saves GPU memory and needs a GPU: set it to on"
-
-    return machine_incompatibilities
-
-
-def or_words(*words: str) -> Any:
-    """Return a validator for a switch that also takes some words."""
-
-    def check(value: object) -> object:
-        if value not in words and not isinstance(value, bool):
-            raise ValueError(f"must be {', '.join(('on', 'off', *words)[:-1])} or {words[-1]}")
-        return value
-
-    return BeforeValidator(check)
-
-
-def or_number(what: str, lowest: int, highest: int, also: str = "on, off") -> Any:
-    """Return a validator for a switch that also takes a number. `also` lists the switch values that are allowed."""
-
-    def check(value: object) -> object:
-        switch, number = isinstance(value, bool), isinstance(value, int) and lowest <= value <= highest
-        if not (switch or number) or (value is True and "on" not in also.split(", ")):
-            raise ValueError(f"must be {also} or {what}, {lowest:,} to {highest:,}")
-        return value
-
-    return BeforeValidator(check)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ftbench.errors import DataError, MissingError
 from ftbench.spec.base import Float, Int, Part, Switch, known, nearest, shown
@@ -76,14 +76,6 @@ DATASETS: dict[str, Source] = {
 Side = Annotated[Int, Field(ge=8, le=16_384)]
 
 
-def _sides(value: object) -> object:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value, value
-    if value is not None and not (isinstance(value, (list, tuple)) and len(value) == 2):
-        raise ValueError("must be [width, height] in pixels, or one number for a square")
-    return value
-
-
 LIKE = tuple(name for name, source in DATASETS.items() if source.mean_tokens)
 
 
@@ -107,8 +99,8 @@ class Dataset(Part):
         {}, description="role → column, if the names differ: {prompt: question, completion: answer}"
     )
     prompt: str = Field("Describe", min_length=1, description="question about an image if no column has one")
-    image_size: Annotated[tuple[Side, Side] | None, BeforeValidator(_sides)] = Field(
-        None, description="images: width and height in pixels (one number: a square), or the mean size"
+    image_size: tuple[Side, Side] | None = Field(
+        None, description="images: width and height in pixels, or their mean size"
     )
     image_sizes: Literal["fixed", "photographs", "documents"] = Field(
         "fixed", description="images: one size, or sizes distributed like photographs or scanned pages"
@@ -119,7 +111,9 @@ class Dataset(Part):
     split: str = Field("train", min_length=1, description="split of a hub dataset")
     length: Int | None = Field(None, ge=2, description="synthetic: every sample has this many tokens")
     mean_length: Float | None = Field(None, ge=2, description="synthetic: mean of log-normal lengths")
-    like: str | None = Field(None, description="synthetic: lengths distributed like this dataset's")
+    like: Literal[*LIKE] | None = Field(  # type: ignore[valid-type]
+        None, description="synthetic: lengths distributed like this dataset's"
+    )
     structure: Literal["random", "tasks"] = Field(
         "random",
         description="synthetic: random tokens (not learnable), or tasks (copying, key-value recall, brackets; images: "
@@ -156,11 +150,6 @@ class Dataset(Part):
         if Path(value).suffix.lower() in FILES:
             raise ValueError(f"{shown(value)} is a file: write `dataset: {{name: file, path: {value}}}`")
         return value if re.fullmatch(r"[\w.-]+/[\w.-]+", value) else known(value, DATASETS, "dataset")
-
-    @field_validator("like")
-    @classmethod
-    def _known_profile(cls, value: str | None) -> str | None:
-        return None if value is None else known(value, LIKE, "length profile")
 
     def __hash__(self) -> int:
         return hash((self.name, self.path, self.samples, self.seed))  # `columns` is a dict, which is not hashable

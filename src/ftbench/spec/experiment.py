@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from ftbench.facts import architectures
 from ftbench.spec.base import Float, Int, OlderPart, Part, Switch, Word
@@ -96,12 +96,6 @@ class Train(OlderPart):
     seed: Int = Field(42, ge=0, lt=2**32, description="seed of adapters and dropout")
 
 
-def _warmup(value: object) -> object:
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise ValueError("must be auto or a whole number, 0 or more")
-    return value
-
-
 # The values of `measure.control`: each damages a training on purpose, to test that a check of learning detects it.
 # `worker/measure/controls.py` applies them.
 CONTROLS = {
@@ -140,7 +134,7 @@ class Measure(OlderPart):
     removed = ("generate",)
 
     repeats: Int = Field(1, ge=1, le=100, description="runs per cell of a sweep, each in a new process")
-    warmup: Annotated[Literal["auto"] | Int, BeforeValidator(_warmup)] = Field(
+    warmup: Literal["auto"] | Annotated[Int, Field(ge=0)] = Field(
         "auto", description="steps before the steady window; auto: detected"
     )
     eval: Annotated[Literal["off", "end", "epoch"], Word] = Field(

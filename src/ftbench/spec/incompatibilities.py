@@ -63,9 +63,9 @@ def machine_incompatibilities(spec: Experiment, capability: Capability) -> list[
         *spec.method.machine_incompatibilities(spec, capability),
         *strategies.machine_incompatibilities(spec, capability),
     ]
-    for name in switched_on(spec.optimizations):
-        if OPTIMIZATIONS[name].needs_gpu and capability is None:
-            problems.append(f"optimizations.{name} needs a GPU: set it to off")
+    for name, value in switched_on(spec.optimizations).items():
+        if (OPTIMIZATIONS[name].needs_gpu or value == "offload") and capability is None:
+            problems.append(f"optimizations.{name}{' offload' * (value == 'offload')} needs a GPU: set it to off")
         problems += OPTIMIZATIONS[name].machine_incompatibilities(spec, capability)
     if capability is not None:
         return problems

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from ftbench.core import pipeline
 from ftbench.spec.base import Float, Int, Part, Word
@@ -13,28 +13,10 @@ MOST_GPUS = 1024
 _OFF = ("tp", "pp", "micro_batches", "split")  # keys that may be `off`
 
 
-def _patience(value: object) -> object:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
-    if value not in ("auto", "off") and not number:
-        raise ValueError("must be auto, off, or a number of seconds above 0")
-    return value
-
-
-def _count(value: object) -> object:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(
-            "must be the number of GPUs of a run, for example 2. CUDA_VISIBLE_DEVICES=0,1 selects them, and "
-            "`ftbench sweep --gpu-ids 0,1` runs one cell on each"
-        )
-    return value
-
-
 class Launch(Part):
     """The processes of a run."""
 
-    gpus: Annotated[Int, BeforeValidator(_count)] = Field(
-        1, ge=1, le=MOST_GPUS, description="GPUs of one run, with one process each"
-    )
+    gpus: Int = Field(1, ge=1, le=MOST_GPUS, description="GPUs of one run, with one process each")
     nodes: Int = Field(1, ge=1, le=MOST_GPUS, description="machines; each has the same number of these GPUs")
     strategy: Literal[
         "none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "tp+fsdp", "ep", "cp",
@@ -64,7 +46,7 @@ class Launch(Part):
         "plain", description="settings of another framework: plain, or best (its kernels, fused loss and packing)"
     )
     timeout_s: Float | None = Field(None, gt=0, description="end the run after this many seconds")
-    no_step_s: Annotated[Literal["auto", "off"] | float, BeforeValidator(_patience), Word] = Field(
+    no_step_s: Annotated[Literal["auto", "off"] | Annotated[Float, Field(gt=0)], Word] = Field(
         "auto", description="end the run if nothing happens for this many seconds; auto: learned from the run's steps"
     )
     mock: Annotated[Literal["off", "ok", "oom", "crash", "hang", "slow", "flaky"], Word] = Field(
@@ -120,53 +102,36 @@ class Launch(Part):
 
 
 def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the section with the defaults that depend on other keys. Raise ValueError for an impossible mesh."""
+    """Return the section with the defaults that depend on other keys. Raise ValueError for an impossible number."""
     launch = {key: None if key in _OFF and value is False else value for key, value in launch.items()}
-    strategy = launch.get("strategy")
-    if str(strategy).startswith("pp") or (strategy is None and launch.get("pp") is not None):
-        return _stages(launch)
-    if "fsdp" in launch:
-        launch = _mesh(launch)
-    if launch.get("strategy") == "tp+fsdp":
-        return {**launch, "tp": launch.get("tp") or 2}
     several = type(gpus := launch.get("gpus")) is int and gpus > 1
-    return {"strategy": "ddp", **launch} if several else launch
+    strategy = launch.get("strategy")
+    if strategy is None:
+        strategy = "pp" if launch.get("pp") is not None else "ddp" if several else "none"
+    if str(strategy).startswith("pp"):
+        launch |= _stages(launch, str(strategy))
+    elif strategy == "tp+fsdp":
+        launch["tp"] = launch.get("tp") or 2
+    return {"strategy": strategy, **launch}
 
 
-def _mesh(launch: Mapping[str, object]) -> dict[str, object]:
-    """Convert `{tp: 2, fsdp: 4}` to gpus and strategy. If `--set` gives another strategy, the second number is
-    ignored."""
-    tp, fsdp = launch.get("tp"), launch["fsdp"]
-    others = {key: value for key, value in launch.items() if key != "fsdp"}
-    if launch.get("strategy", "tp+fsdp") != "tp+fsdp":
-        return others
-    if type(tp) is not int or type(fsdp) is not int or not 2 <= min(tp, fsdp) <= max(tp, fsdp) <= 512:
-        raise ValueError("a mesh needs `tp` and `fsdp`, each from 2 to 512; otherwise set `gpus` and `strategy`")
-    if launch.get("gpus", tp * fsdp) != tp * fsdp:
-        raise ValueError(f"`gpus` must be `tp` times `fsdp`, {tp * fsdp}: leave it out")
-    return {**others, "gpus": tp * fsdp, "strategy": "tp+fsdp"}
+def _stages(launch: Mapping[str, object], name: str) -> dict[str, object]:
+    """Return the numbers and the strategy of a launch with pp.
 
-
-def _stages(launch: Mapping[str, object]) -> dict[str, object]:
-    """Return a launch with pp and all its numbers. `fsdp` is the number of shards.
-
-    A strategy `pp` gets the parts that follow from the numbers: `pp+tp`, `pp+ddp`, ..."""
-    others = {key: value for key, value in launch.items() if key != "fsdp"}
-    name, gpus, fsdp = str(launch.get("strategy") or "pp"), launch.get("gpus"), launch.get("fsdp")
-    tp = launch.get("tp") or (2 if "tp" in name.split("+") else 1)
-    if gpus == 1 or not all(type(each) is int for each in (tp, gpus or 1, launch.get("pp") or 1, fsdp or 1)):
-        return others  # reported later
-    tp, gpus, fsdp = cast(int, tp), cast(int | None, gpus), cast(int | None, fsdp)
-    all_stages = gpus is not None and fsdp is None and name in ("pp", "pp+tp")
-    pp = cast(int | None, launch.get("pp")) or (cast(int, gpus) // tp if all_stages else 2)
-    gpus = pp * tp * (fsdp or 1) if gpus is None else gpus
-    shares = fsdp or max(1, gpus // (pp * tp))
-    if pp * tp * shares != gpus:
-        numbers = {"pp": pp, "tp": tp, "fsdp": shares}
-        product = " x ".join(f"{key} {number}" for key, number in numbers.items() if number > 1)
-        raise ValueError(f"`gpus` is {gpus}, and {product} is {pp * tp * shares}: set gpus to {pp * tp * shares}")
+    A strategy `pp` gets the parts that follow from the numbers: `pp+tp`, `pp+ddp` or `pp+tp+fsdp`.
+    """
+    given = {"gpus": launch.get("gpus"), "pp": launch.get("pp"), "tp": launch.get("tp")}
+    if given["gpus"] == 1 or not all(each is None or type(each) is int for each in given.values()):
+        return {"strategy": name}  # reported later
+    gpus, pp, tp = (cast(int | None, each) for each in given.values())
+    tp, one_copy = tp or (2 if "tp" in name.split("+") else 1), name in ("pp", "pp+tp")
+    pp = pp or (gpus // tp if gpus and one_copy else 2)
+    gpus = gpus or pp * tp * (1 if one_copy else 2)
+    copies = max(1, gpus // (pp * tp))
+    if pp * tp * copies != gpus:
+        product = f"pp {pp}" + (f" x tp {tp}" if tp > 1 else "")
+        raise ValueError(f"`gpus` is {gpus} and must be a multiple of {product}: set gpus to {pp * tp * copies}")
     if name == "pp":
-        sharded = fsdp or (tp > 1 and shares > 1)
-        name = "+".join(["pp", *["tp"] * (tp > 1), *["fsdp" if sharded else "ddp"] * (shares > 1)])
-    made = {"gpus": gpus, "strategy": name, "pp": pp, "tp": tp if tp > 1 else None}
-    return {**others, **made, "micro_batches": launch.get("micro_batches") or 2 * pp}
+        name = "+".join(["pp", *["tp"] * (tp > 1), *["fsdp" if tp > 1 else "ddp"] * (copies > 1)])
+    micro_batches = launch.get("micro_batches") or 2 * pp
+    return {"gpus": gpus, "strategy": name, "pp": pp, "tp": tp if tp > 1 else None, "micro_batches": micro_batches}

@@ -25,7 +25,6 @@ KINDS: dict[str, dict[str, Any]] = {"method": {"lora": METHODS["lora"], **METHOD
 PATHS = (("model", "path"), ("dataset", "path"))
 # Keys that are kept when a later layer names another dataset; they describe the training and not the dataset.
 _DATASET_KEEPS = ("samples", "max_length", "seed", "eval_samples", "loss_on")
-MAX_EXTENDS = 8
 RESOLVED = "spec.json"  # in the directory of a run
 # Shipped recipes. Each sets every optimization and the optimizer, so that it does not depend on the rest of a spec.
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
@@ -98,8 +97,6 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
     absolute = os.path.abspath(path)
     if absolute in seen:
         raise SpecError(f"{path}: extends: the files extend each other in a circle")
-    if len(seen) >= MAX_EXTENDS:
-        raise SpecError(f"{path}: extends: more than {MAX_EXTENDS} files deep")
     data = _read(path)
     base = data.pop("extends", None)
     if base is not None and (not isinstance(base, str) or not base):
@@ -242,15 +239,16 @@ def _surviving(section: str, old: dict[str, Any], new: dict[str, Any]) -> dict[s
 
 
 def _sentences(error: ValidationError, layers: Sequence[SpecLayer]) -> list[str]:
-    sentences: dict[str, str] = {}
+    by_key: dict[tuple[str, ...], list[Any]] = {}
     for problem in error.errors(include_url=False):
-        key = _key(problem["loc"])
-        what = sentence(problem, Experiment, ("extends", "recipe", "sweep"))
-        if len(key) == 1 and key != ("model",) and problem["type"].startswith("model_"):
+        by_key.setdefault(_key(problem["loc"]), []).append(problem)
+    sentences = []
+    for key, problems in by_key.items():
+        what = sentence(problems, Experiment, ("extends", "recipe", "sweep"))
+        if len(key) == 1 and key != ("model",) and problems[0]["type"].startswith("model_"):
             what += ", or leave it out"
-        text = f"{where_set(key, layers)}: {'.'.join(key) + ': ' if key else ''}{what}"
-        sentences.setdefault(".".join(key) + problem["type"].split("_")[0] * (not key), text)
-    return list(sentences.values())
+        sentences.append(f"{where_set(key, layers)}: {'.'.join(key) + ': ' if key else ''}{what}")
+    return sentences
 
 
 def _key(loc: tuple[int | str, ...]) -> tuple[str, ...]:

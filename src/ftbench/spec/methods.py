@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from ftbench.errors import SpecError
 from ftbench.facts import architectures
@@ -96,13 +96,6 @@ class Full(_Method):
             )
 
 
-def _targets(value: object) -> object:
-    names = isinstance(value, (list, tuple)) and value and all(isinstance(name, str) for name in value)
-    if value != "all-linear" and not names:
-        raise ValueError("must be all-linear or a list of names, for example [q_proj, v_proj]")
-    return value
-
-
 Trained = Literal["frozen", "lora", "full"]
 
 
@@ -113,7 +106,7 @@ class _Adapters(_Method):
     alpha: Float = Field(16, gt=0, description="scale of the adapters is alpha / rank")
     dropout: Float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
     bias: Literal["none", "all", "lora_only"] = Field("none", description="which biases are trained")
-    targets: Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_targets)] = Field(
+    targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         PROJECTIONS,
         description="names of the linear layers that get adapters, or all-linear; fused experts are not included",
     )

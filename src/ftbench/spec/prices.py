@@ -5,14 +5,13 @@ Amounts keep the currency of the file. Unknown values are None.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from ftbench.core import units
 from ftbench.core.hardware import canonical_name, gpus
@@ -23,13 +22,7 @@ from ftbench.spec.reading import in_file, location, read_yaml
 HOURS_PER_YEAR = 365.25 * 24
 
 
-def _currency(value: str) -> str:
-    if not re.fullmatch(r"[A-Z]{3}", value):
-        raise ValueError("must be the three capital letters of a currency, for example USD")
-    return value
-
-
-Currency = Annotated[str, AfterValidator(_currency)]
+Currency = Annotated[str, Field(pattern="^[A-Z]{3}$")]  # such as USD
 
 
 class Rent(Part):

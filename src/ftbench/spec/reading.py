@@ -150,7 +150,8 @@ def _text(path: Path, most: int) -> str:
         with open(path, "rb", opener=open_at_once) as file:
             raw = file.read(most + 1)
     except FileNotFoundError:
-        raise SpecError(f"{path}: no such file{_similar_file(path)}") from None
+        hint = "" if path.suffix in (".yaml", ".yml", ".json") else f", and not a model{_similar_model(path.name)}"
+        raise SpecError(f"{path}: no such file{hint}") from None
     except IsADirectoryError:
         raise SpecError(f"{path}: a folder, not a file (the folder of a model has a config.json)") from None
     except OSError as error:
@@ -166,17 +167,9 @@ def _text(path: Path, most: int) -> str:
         raise SpecError(f"{path}:{line}: byte {error.start} is not UTF-8: save the file as UTF-8 text") from None
 
 
-def _similar_file(path: Path) -> str:
-    """Return `; did you mean x?` for a similar file in the folder, or a model if the name has no suffix of a spec."""
-    try:
-        similar = nearest(path.name, [p.name for p in path.parent.iterdir() if p.suffix in (".yaml", ".yml")])
-    except OSError:
-        similar = f"; the folder {path.parent} does not exist"
-    if path.suffix in (".yaml", ".yml", ".json") or similar.endswith("?"):
-        return similar
-    called = [name for name in architectures() if name.rpartition("/")[2].casefold() == path.name.casefold()]
-    meant = f"; did you mean {called[0]}?" if called else nearest(str(path), architectures())
-    return f", and not a model (owner/name, or a folder with its config.json){meant}"
+def _similar_model(name: str) -> str:
+    models = [model for model in architectures() if model.rpartition("/")[2].casefold() == name.casefold()]
+    return f"; did you mean {models[0]}?" if models else " (owner/name, or a folder with its config.json)"
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -209,57 +202,62 @@ def as_text(value: Any) -> str:
 
 # --- mistakes that pydantic reports ----------------------------------------------------------------------------------
 
-_ALSO_ALLOWED: dict[tuple[Any, ...], tuple[str, ...]] = {("launch",): ("fsdp",)}  # converted while validating
-_TYPES = {"int": "a whole number, without a unit", "float": "a number, without a unit", "string": "a text"}
+_TYPES = {"int": "be a whole number, without a unit", "float": "be a number, without a unit", "string": "be a text",
+          "tuple": "be a list"}  # fmt: skip
+_WORDS = {"True": "on", "False": "off"}
 
 
 def in_file(error: ValidationError, path: Path, root: type[BaseModel], *above: str) -> Iterator[str]:
     """Yield `file:line: key: problem` for each mistake in a file, or in its section at the keys `above`."""
     for problem in error.errors(include_url=False):
         key = [*above, *map(str, problem["loc"])]
-        yield f"{location(path, key)}: {'.'.join(key)}: {sentence(problem, root)}"
+        yield f"{location(path, key)}: {'.'.join(key)}: {sentence([problem], root)}"
 
 
-def sentence(problem: Any, root: type[BaseModel], extra_keys: Sequence[str] = ()) -> str:
-    """Return a message for one of pydantic's problems, without the name of the key.
+def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequence[str] = ()) -> str:
+    """Return a message for what pydantic reports about one key, without the name of the key.
 
     Args:
-        problem: An item of `ValidationError.errors()`.
+        problems: Items of `ValidationError.errors()`: several if the key allows several types.
         root: The model that was validated.
         extra_keys: Keys that are allowed at the top level in addition to those of `root`.
     """
+    problem = problems[0]
     kind, value, where = problem["type"], problem["input"], problem["loc"]
+    if len(problems) > 1:
+        parts = [part.removeprefix("must ").removeprefix("be ") for each in problems for part in _expected(each)]
+        *others, last = dict.fromkeys(parts)
+        return f"{shown(value)} must be {', '.join(others)}{' or ' * bool(others)}{last}"
     if kind == "extra_forbidden":
-        extra = extra_keys if len(where) == 1 else _ALSO_ALLOWED.get(where[:-1], ())
-        allowed = [*extra, *keys_at(root, where[:-1])]
-        meant = _in_a_section(str(where[-1]), root, str(where[0]))
-        return f"no such key{meant or nearest(str(where[-1]), allowed)} (allowed: {', '.join(allowed)})"
+        allowed = [*(extra_keys if len(where) == 1 else ()), *keys_at(root, where[:-1])]
+        return f"no such key{nearest(str(where[-1]), allowed)} (allowed: {', '.join(allowed)})"
     if kind == "missing":
         return "is missing"
     if kind in ("model_type", "model_attributes_type"):
         what = "is empty" if value is None else f"{shown(value)} is not a section"
         return f"{what}: give it keys (allowed: {', '.join(keys_at(root, where))})"
+    allowed = _expected(problem)
     if kind in ("literal_error", "union_tag_invalid"):
-        expected = str(problem["ctx"].get("expected", problem["ctx"].get("expected_tags")))
-        allowed = [word.strip(" '\"") for word in expected.replace(" or ", ", ").split(",")]
         value = value.get("name", value) if isinstance(value, dict) else value
         return f"{shown(value)} is not allowed{nearest(str(value), allowed)} (allowed: {', '.join(allowed)})"
     if kind == "value_error":
         text = str(problem["ctx"]["error"])
         return text if isinstance(value, dict) or text.startswith(shown(value)) else f"{shown(value)} {text}"
-    for type_, must in _TYPES.items():
-        if kind in (f"{type_}_parsing", f"{type_}_type", f"{type_}_from_float"):
-            return f"{shown(value)} must be {must}"
-    message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{shown(value)}: {message.replace('input should be', 'must be')}"
+    return f"{shown(value)} must {allowed[0]}"
 
 
-def _in_a_section(key: str, root: type[BaseModel], section: str) -> str:
-    """Return `; did you mean train.batch_size?` for a key without its section, or of another section than
-    `section`."""
-    sections = ((name, model) for name, field in root.model_fields.items() if name != section
-                for model in _models(field.annotation))  # fmt: skip
-    return next((f"; did you mean {name}.{key}?" for name, model in sections if key in model.model_fields), "")
+def _expected(problem: Any) -> list[str]:
+    """Return the allowed words of one of pydantic's problems, or one phrase that goes after "must"."""
+    kind, context = problem["type"], problem.get("ctx", {})
+    if kind in ("literal_error", "union_tag_invalid"):
+        expected = str(context.get("expected", context.get("expected_tags"))).replace(" or ", ", ")
+        return [_WORDS.get(word, word) for word in (each.strip(" '\"") for each in expected.split(","))]
+    if kind == "value_error":
+        return [str(context["error"])]
+    type_, _, problem_kind = kind.partition("_")
+    if type_ in _TYPES and problem_kind in ("parsing", "type", "from_float"):
+        return [_TYPES[type_]]
+    return [problem["msg"].rpartition(" should ")[2]]
 
 
 def keys_at(root: type[BaseModel], where: Sequence[int | str]) -> list[str]:

@@ -92,8 +92,8 @@ def cells(path: Path, sets: Sequence[str], axes: Sequence[str] = ()) -> list[Gri
     if (size := math.prod(len(axis.values) for axis in by_key.values())) > MAX_CELLS:
         raise SpecError(f"the sweep has {size:,} cells; at most {MAX_CELLS:,} are planned at once: split it")
     kept, problems = [], dict[str, None]()
-    for place in itertools.product(*(range(len(axis.values)) for axis in by_key.values())):
-        chosen = list(zip(by_key.values(), place, strict=True))
+    for indices in itertools.product(*(range(len(axis.values)) for axis in by_key.values())):
+        chosen = list(zip(by_key.values(), indices, strict=True))
         try:
             kept.append(_cell(base, layers, chosen))
         except SpecError as error:
@@ -109,7 +109,7 @@ def _section(values: object, layers: Sequence[SpecLayer]) -> SweepSection:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         keys = [str(part) for part in problem["loc"] if isinstance(part, str)]
-        what = sentence(problem, SweepSection)
+        what = sentence([problem], SweepSection)
         if problem["type"] in ("model_type", "dict_type"):
             what = "must be a section of keys: {axes: {train.batch_size: [1, 2, 4]}}"
         raise SpecError(f"{_origin(layers, *keys[:1])}: {'.'.join(['sweep', *keys])}: {what}") from None

@@ -17,7 +17,6 @@ from typing import Any
 from ftbench.core import units
 from ftbench.core.rows import LARGEST, MOST_STEPS, StepRow
 from ftbench.errors import SpecError, file_problem, json_problem
-from ftbench.spec.base import known
 from ftbench.spec.experiment import experiment_name
 from ftbench.spec.identity import model_slug
 from ftbench.spec.methods import METHODS
@@ -104,10 +103,8 @@ def _check(about: About) -> None:
         experiment_name(about.name)
     except ValueError as error:
         raise SpecError(f"import: --name {about.name!r:.90} {error}") from None
-    try:
-        known(about.method, METHODS, "method")
-    except ValueError as error:
-        raise SpecError(f"import: {error}") from None
+    if about.method not in METHODS:
+        raise SpecError(f"import: {about.method!r} is not a method (allowed: {', '.join(METHODS)})")
     for option, value in (("--model", about.model), ("--gpu", "cpu" if about.gpu is None else about.gpu)):
         if not value.strip() or not value.isprintable():
             raise SpecError(f"import: {option} {value!r}: is not a valid name")

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from ftbench.errors import SpecError
-from ftbench.spec.experiment import Experiment, Launch
+from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import SHORT_FORMS, load, shipped_recipes
 from ftbench.spec.model_argument import options_of
 from ftbench.spec.optimizations import Optimizations
@@ -129,13 +129,5 @@ def changed_keys(spec: Experiment, other: Experiment) -> list[str]:
     for section in ("train", "optimizations", "launch", "measure"):
         old, new = (getattr(each, section).model_dump(mode="json") for each in (spec, other))
         changed = {key: value for key, value in new.items() if value != old[key]}
-        if section == "launch" and changed and spec.launch.tp and not other.launch.pp:
-            changed |= _mesh(other.launch)
         sets += [f"{section}.{key}={'off' if value is None else as_text(value)}" for key, value in changed.items()]
     return sets
-
-
-def _mesh(launch: Launch) -> dict[str, int]:
-    """Return the keys that replace those of a mesh, which may be written as two numbers."""
-    numbers = {"tp": launch.tp, "fsdp": launch.gpus // launch.tp} if launch.tp else {}
-    return {"gpus": launch.gpus, **numbers}

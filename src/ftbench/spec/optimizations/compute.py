@@ -3,16 +3,18 @@
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from ftbench.core.hardware import supports_fp8
 from ftbench.spec.base import (
     OWN_KERNELS,
     OWN_LOSS,
     Capability,
     Experiment,
+    Int,
     Optimization,
+    Switch,
     Word,
-    or_number,
-    or_words,
 )
 from ftbench.spec.methods import GPT_OSS, family
 
@@ -177,7 +179,7 @@ OPTIMIZATIONS = {
         not_ablated=(DELAYED,),
     ),
     "chunked_loss": Optimization(
-        type=Annotated[bool | int, or_number("the label tokens per chunk", 16, 1 << 20)],
+        type=Switch | Annotated[Int, Field(ge=16, le=1 << 20)],
         description="compute the loss and its gradient in chunks of label tokens, without trl's metrics and "
         "synchronizations; a number sets the tokens per chunk (on: 2048), fewer need less memory",
         not_with_dpo="it computes only the sft loss: set it to off",
@@ -191,7 +193,7 @@ OPTIMIZATIONS = {
         after=("chunked_loss",),  # if chunked_loss is on, Liger does not replace the loss
     ),
     "compile": Optimization(
-        type=Annotated[bool | Literal["dynamic", "lean"], or_words("dynamic", "lean")],
+        type=Switch | Literal["dynamic", "lean"],
         description="torch.compile each decoder layer and the vision encoder: faster steps, a slow start, and a new "
         "compilation for each new shape; dynamic: compile once for all lengths; lean: recompute norms and MLP "
         "activations in the backward pass instead of keeping them",
@@ -225,7 +227,7 @@ OPTIMIZATIONS = {
         not_ablated=(True,),  # needs several others; `recipe: fastest-small` has them all
     ),
     "triton_kernels": Optimization(
-        type=Annotated[bool | Literal["auto"], or_words("auto")],
+        type=Switch | Literal["auto"],
         description="our own kernels for norms with the sums before them, for heads with their norms and rotary "
         "embedding, and for the gradient of the MLP's gate; auto: on for supported models on GPUs where they were "
         "measured to be faster, else off with fp8 tensorwise instead of tensorwise-delayed",

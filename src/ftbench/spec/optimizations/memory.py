@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from ftbench.spec.base import (
     Experiment,
+    Int,
     Optimization,
-    offload_needs_gpu,
-    or_number,
-    or_words,
+    Switch,
 )
 from ftbench.spec.methods import Qlora
 
@@ -73,13 +74,12 @@ def _optimizer_in_backward(spec: Experiment) -> Iterator[str]:
 
 OPTIMIZATIONS = {
     "gradient_checkpointing": Optimization(
-        type=Annotated[bool | Literal["selective", "offload"], or_words("selective", "offload")],
+        type=Switch | Literal["selective", "offload"],
         description="keep only the input of each layer and recompute the rest in the backward pass: less memory, "
         "slower; selective: every second layer; offload: keep the inputs in host memory",
         not_with_dpo=None,
         not_with_unsloth="set method.use_gradient_checkpointing instead",
         incompatibilities=_gradient_checkpointing,
-        machine_incompatibilities=offload_needs_gpu("gradient_checkpointing"),
     ),
     "activation_offload": Optimization(
         description="keep the activations for the backward pass in host memory (trl): less device memory, slower",
@@ -105,7 +105,7 @@ OPTIMIZATIONS = {
         ablate_with={True: {"optimizations.gradient_checkpointing": True}},
     ),
     "optimizer_in_backward": Optimization(
-        type=Annotated[bool | Literal["offload"], or_words("offload")],
+        type=Switch | Literal["offload"],
         description="update each parameter as soon as its gradient is complete, then free the gradient; offload: keep "
         "the optimizer state in host memory",
         not_with_unsloth="unsloth trains adapters, whose gradients are small: set it to off",
@@ -114,7 +114,6 @@ OPTIMIZATIONS = {
             "replayed graph does not call: set it or cuda_graph to off"
         },
         incompatibilities=_optimizer_in_backward,
-        machine_incompatibilities=offload_needs_gpu("optimizer_in_backward"),
         not_ablated=(True, "offload"),  # needs a recipe that does not clip, such as `smallest-full`
     ),
     "packing": Optimization(
@@ -153,7 +152,7 @@ OPTIMIZATIONS = {
         },
     ),
     "loader_processes": Optimization(
-        type=Annotated[bool | int, or_number("a number of processes", 1, 64)],
+        type=Switch | Annotated[Int, Field(ge=1, le=64)],
         description="build batches and process images in worker processes, two batches ahead each; a number sets how "
         "many (on: 4)",
         not_with_dpo=None,
@@ -163,10 +162,9 @@ OPTIMIZATIONS = {
         needs_images=True,
     ),
     "image_size": Optimization(
-        type=Annotated[bool | int, or_number("the longest side of an image in pixels", 28, 8192, also="off")],
+        type=Literal[False] | Annotated[Int, Field(ge=28, le=8192)],
         description="scale images down until the longest side has this many pixels, and do not split larger ones into "
         "tiles: fewer tokens, less detail",
         needs_images=True,
-        not_ablated=(True,),
     ),
 }
