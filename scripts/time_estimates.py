@@ -45,17 +45,18 @@ GPUS = {gpu.name: gpu for gpu in gpus()}
 HEAD = """# How far the time of `ftbench estimate` is off
 
 Made by `scripts/time_estimates.py --write` from the committed runs in `results/h200` with at least five steady steps,
-or fewer that agree within 5 % (coefficient of variation). Each step is estimated with coefficients that exclude its
-runs. Runs on several GPUs have their own table and do not change the coefficients. Excluded are runs of older code
-(logits of the chunked loss computed twice, ZeRO-3 without prefetching), of other frameworks, and on shared GPUs.
-The excluded ZeRO-3 run (`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5 times the estimated time. Today's
-code prefetches weights, and no run of it is committed yet, so ZeRO has a wider range.
+or fewer that agree within 5 % (coefficient of variation). Each step is estimated with coefficients that were fitted
+without the runs of this step. Runs on several GPUs are in a separate table and do not change the coefficients. These
+runs are left out: runs of older code (which computed the logits of the chunked loss twice, or ran ZeRO-3 without
+prefetching), runs of other frameworks, and runs on shared GPUs. The ZeRO-3 run of older code
+(`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5 times the estimated time. The current code prefetches
+weights. It was not measured yet, so ZeRO has a wider range.
 
-A step takes as long as the slower of the GPU and the Python code that starts its kernels. The GPU's time is a sum of
-terms: FLOPs at the rate of large products, and bytes at the memory's bandwidth (from `ftbench probe`, else from
-publications, else from the data sheet), each multiplied with the coefficient below. Scaling an estimate by similar
-runs on the same GPU changed the mean error from 5.7 to 5.4 % on the H200, and from 16 to 32 % for the four steps of
-`results/h100`. Estimates are therefore not scaled.
+The GPU and the Python code that starts its kernels work at the same time, and the slower of the two determines the time
+of a step. The GPU's time is a sum of terms: FLOPs divided by the rate of large products, and bytes divided by the
+memory bandwidth, each multiplied by a coefficient of the table below. The rates come from `ftbench probe`, from
+publications or from the data sheet, in this order. Estimates are not scaled by similar runs on the same GPU: this would
+change the mean error from 5.7 to 5.4 % on the H200, and from 16 to 32 % for the four steps of `results/h100`.
 
 """
 FACTS_HEAD = """\
@@ -212,7 +213,7 @@ def coefficient_table(terms: Mapping[str, Term]) -> str:
 
 def as_text(rows: Sequence[LeftOut]) -> str:
     """Return the rows as a Markdown table, followed by their errors in a sentence."""
-    lines = ["| run | with | measured step | estimated | error | in its band |", "|---|---|--:|--:|--:|---|"]
+    lines = ["| run | with | measured step | estimated | error | inside its range |", "|---|---|--:|--:|--:|---|"]
     for row in rows:
         on = ", ".join(optimizations_on(row.run.spec.optimizations.model_dump())) or "none"
         times = " | ".join(units.seconds(step) for step in (row.run.step_s, row.estimate.step_s.expected))
@@ -223,7 +224,8 @@ def as_text(rows: Sequence[LeftOut]) -> str:
     steps, inside = len({same_step(row.run) for row in rows}), sum(row.is_inside for row in rows)
     return "\n".join([*lines, "", (
         f"{units.some(len(rows), 'run')} of {units.some(steps, 'different step')}, each estimated without the runs of "
-        f"its step: mean error {percent(mean)}, worst {percent(worst)}; {inside} of {len(rows)} within their band"
+        f"its step: the mean error is {percent(mean)}, the worst {percent(worst)}. {inside} of {len(rows)} runs are "
+        "inside their range."
     )]) + "\n"  # fmt: skip
 
 
@@ -247,12 +249,13 @@ def main() -> None:
     terms = fitted(history)
     (mean, worst), ranges = errors_of(unseen), spreads(models)
     several = several_gpus(history, {name: term.value for name, term in terms.items()})
-    factors = " and ".join(f"{value:.2f} if the {bound} sets the pace" for bound, value in ranges.items())
+    factors = " and ".join(f"{value:.2f} if the {bound} limits the speed" for bound, value in ranges.items())
     text = (
         f"{coefficient_table(terms)}\n{as_text(rows)}"
-        f"without every run of the same method and optimizations: mean error {percent(mean)}, worst {percent(worst)}\n"
-        f"without every run of the same model: mean error {percent(errors_of(models)[0])}. A range from other models "
-        f"only holds {percent(coverage(models))} of these runs. The shipped range is x/÷ {factors}\n"
+        f"Estimated without all runs of the same method and optimizations, the mean error is {percent(mean)}, the "
+        f"worst {percent(worst)}.\nEstimated without all runs of the same model, the mean error is "
+        f"{percent(errors_of(models)[0])}. Ranges that were fitted to other models contain {percent(coverage(models))} "
+        f"of these runs.\nThe shipped range is x/÷ {factors}.\n"
         f"\n## Several GPUs\n\n{as_text(several)}"
     )
     print(text, end="")

@@ -16,7 +16,7 @@ from ftbench.store.steps import StepsWriter
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "h200"
 REAL = RunDir(RESULTS / "plain" / "qwen3-8b-lora" / "qwen3-8b-lora-b4-78939b22-r1")
 H200, MAX_Q = "NVIDIA H200", "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition"
-OOM = {"state": "oom", "reason": "out of memory (allocator) in forward of step 2, 0.75 GiB asked for",
+OOM = {"state": "oom", "reason": "out of memory (allocator) in forward of step 2, 0.75 GiB requested",
        "oom": {"kind": "allocator", "bytes_requested": 805306368, "phase": "forward", "step": 2}}  # fmt: skip
 
 Changes = dict[str, Any]

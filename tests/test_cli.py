@@ -155,7 +155,7 @@ def test_every_error_has_its_exit_code(ftbench, tmp_path, monkeypatch, error, co
 
 ENDS = {
     "ok": {"state": "ok"},
-    "oom": {"state": "oom", "reason": "out of memory (allocator) in forward of step 1, 2.00 GiB asked for",
+    "oom": {"state": "oom", "reason": "out of memory (allocator) in forward of step 1, 2.00 GiB requested",
             "oom": {"kind": "allocator", "bytes_requested": 2**31, "phase": "forward", "step": 1}},
     "interrupted": {"state": "interrupted", "reason": "interrupted by a signal"},
 }  # fmt: skip
@@ -208,7 +208,7 @@ def test_table_shows_why_a_run_failed(ftbench, study, monkeypatch):
     code, out, _ = ftbench("report", study)
     assert code == 0
     assert "interrupted by a signal" in out
-    assert "2.00 GiB asked for" in " ".join(out.split())
+    assert "2.00 GiB requested" in " ".join(out.split())
 
 
 def test_unknown_format_names_the_known_ones(ftbench, study):

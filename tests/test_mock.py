@@ -78,7 +78,7 @@ def test_oom_is_out_of_memory_above_the_batch_that_fits(pretend, fits, batch, st
 def test_oom_contains_phase_and_size(pretend):
     summary = pretend("oom", batch=8, mock_fits=4).summary
     assert summary.oom == {"kind": "allocator", "bytes_requested": 2 * 2**30, "phase": "forward", "step": 1}
-    assert summary.reason == "out of memory (allocator) in forward of step 1, 2.00 GiB asked for"
+    assert summary.reason == "out of memory (allocator) in forward of step 1, 2.00 GiB requested"
     assert (summary.steps["total"], summary.step_time_s) == (0, {})
 
 

@@ -147,7 +147,7 @@ def test_why_was_my_run_slow(ftbench, slow, tmp_path):
     assert "64 % of the steady window was spent waiting for batches" in words(waited)
     assert "--set optimizations.loader_processes=on" in waited
     assert "launch-bound" in launched
-    assert "the GPU worked 35 % of the time and waited for the CPU in the rest" in words(launched)
+    assert "the GPU worked 35 % of the time and waited for the CPU the rest of the time" in words(launched)
     assert "--set optimizations.compile=on" in launched
 
     lines = waited.replace("\\\n", "").splitlines()
@@ -161,7 +161,7 @@ def test_why_was_my_run_slow(ftbench, slow, tmp_path):
 def test_why_was_my_run_slow_of_committed_runs(ftbench):
     code, out, _ = ftbench("show", "qwen3-0.6b-lora-b1-dcc2630c0176-r1", RESULTS / "launch-bound")
     assert code == 0
-    assert "launch-bound: the GPU worked 10 % of the time and waited for the CPU in the rest" in words(out)
+    assert "launch-bound: the GPU worked 10 % of the time and waited for the CPU the rest of the time" in words(out)
     assert "--set optimizations.compile=on" in out
 
 

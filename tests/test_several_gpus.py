@@ -167,10 +167,10 @@ def test_tp_is_refused_for_families_without_a_plan():
 
     plans = {name: CONFIG_MAPPING[name]().get_text_config().base_model_tp_plan for name in (*FAMILIES, *WITH_IMAGES)}
     assert {name for name, plan in plans.items() if not plan} == {*strategies._WITHOUT_PLAN}
-    with pytest.raises(ValueError, match="no plan by which tp divides tiny/qwen3-vl: use fsdp"):
+    with pytest.raises(ValueError, match="not have a tp sharding plan for tiny/qwen3-vl: use fsdp"):
         Experiment.model_validate({"name": "a", **QWEN3, "launch": {"gpus": 2, "strategy": "tp"}})
     config, spec = CONFIG_MAPPING["qwen3_vl"](), SimpleNamespace(model=SimpleNamespace(id="a/b"))
-    with pytest.raises(SpecError, match="no plan by which tp divides a/b: use fsdp"):
+    with pytest.raises(SpecError, match="not have a tp sharding plan for a/b: use fsdp"):
         tp.require_even(spec, config, "launch.gpus", 2)
 
 

@@ -62,10 +62,11 @@ def guide(cells: Sequence[Cell]) -> Section | None:
     if not records:
         return None
     published = published_study()
-    rules = "; ".join(f"{rule['take']} where {rule['where']}" for rule in published["guide"])
+    rules = "; ".join(f"{rule['take']} if {rule['where']}" for rule in published["guide"])
     words = (
-        "The combination that first finishes this many images, start-up included, among those whose tensors need at "
-        f"most {units.percent(_ROOM, 0)} of the memory. It also applies to larger memory, up to the next row.",
+        "Each row has the combination that trains this number of images in the shortest time, including start-up. Its "
+        f"tensors need at most {units.percent(_ROOM, 0)} of the memory. A row also applies to larger memory, up to the "
+        "next row.",
         f"The study's guide ({published['source']}): {rules}.",
     )
     table = table_of_rows(records, text=("model", "GPU", "data", "take"), shared=("model", "GPU", "data"))

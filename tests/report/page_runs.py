@@ -59,7 +59,7 @@ def study(out: Path) -> Path:
         made(out, "lora", 1, gpu=gpu, speed=0.2 * factor, peak=20)
         made(out, "lora", 4, gpu=gpu, speed=0.6 * factor, peak=60)
         made(out, "qlora", 4, gpu=gpu, speed=0.8 * factor, peak=15)
-    made(out, "full", 8, state="oom", reason="out of memory (allocator) in forward of step 2, 1.00 GiB asked for")
+    made(out, "full", 8, state="oom", reason="out of memory (allocator) in forward of step 2, 1.00 GiB requested")
     made(out, "lora", 8, state="error", reason=f"{HOSTILE} {JAPANESE} {REVERSED} token={SECRET}")
     made(out, "full", 1, speed=0.9, peak=75, name=JAPANESE, steps=3000)
     return out

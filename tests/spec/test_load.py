@@ -462,7 +462,7 @@ def test_mesh_can_be_changed_by_set(files):
         ("tp", "method: qlora", "launch.strategy: tp cannot shard 4-bit weights"),
         ("ep", "method: {name: lora, experts: on}", "ep does not support adapters of experts"),
         ("cp", "method: qlora", "launch.strategy: cp cannot shard 4-bit weights"),
-        ("cp", "optimizations: {packing: on}", "does not see the borders between the samples of a row: set it to off"),
+        ("cp", "optimizations: {packing: on}", "ignores the boundaries between the samples of a row: set it to off"),
         (
             "cp",
             "optimizations: {chunked_loss: on}",

@@ -110,7 +110,9 @@ def recommend(
     ] = None,
     output: Output = None,
     force: Overwrite = False,
-    every: Annotated[bool, of(ADVANCED, "list all ways, and the reasons against the others", "--all")] = False,
+    every: Annotated[
+        bool, of(ADVANCED, "list all candidates, with the reasons against rejected ones", "--all")
+    ] = False,
     prices: Prices = None,
     store: Store = Path("results"),
     as_json: Json = False,

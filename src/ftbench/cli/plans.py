@@ -45,8 +45,8 @@ def sweep(
     spec: Annotated[
         Path | None, typer.Argument(help="YAML file with a `sweep:` section; or a model or file with axes below")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="the axis method", metavar="lora,qlora")] = None,
-    batch_size: Annotated[str | None, typer.Option(help="the axis train.batch_size", metavar="1,2,4")] = None,
+    method: Annotated[str | None, typer.Option(help="values of the axis method", metavar="lora,qlora")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="values of the axis train.batch_size", metavar="1,2,4")] = None,
     until_oom: Annotated[bool, typer.Option("--until-oom", help="find the largest batch that fits")] = False,
     sets: Sets = None,
     dry_run: DryRun = False,

@@ -95,7 +95,7 @@ def _judge(bottleneck: Bottleneck, on_gpu: bool) -> tuple[str | None, str]:
     if idle > 1 - UTILIZED:
         return (
             "launch-bound",
-            f"the GPU worked {bottleneck.gpu_busy:.0%} of the time and waited for the CPU in the rest",
+            f"the GPU worked {bottleneck.gpu_busy:.0%} of the time and waited for the CPU the rest of the time",
         )
     if (bottleneck.thermally_limited or 0) > THROTTLED:
         return "thermally limited", f"heat held the clock down in {bottleneck.thermally_limited:.0%} of the time"

@@ -103,12 +103,27 @@ def difference(value: float) -> str:
     return f"{value * 100:+.2g} %" if abs(value) >= 1e-4 else "< 0.01 %" if value else "0 %"
 
 
-_RANKS = ("not there, so nothing is known by rank", "missing, so there are no figures per rank")
+_WORDINGS = {  # regular expressions of sentences in committed runs, with their current form
+    "not there, so nothing is known by rank": "missing, so there are no figures per rank",
+    r"graphs (came from the )compiler's cache on disk: where it is empty":
+        r"compiled graphs \1disk cache: with an empty cache",
+    r"steps took (\S+ %) at the end of the steady window against its beginning":
+        r"the step time changed by \1 during the steady window",
+    "its speed is no measurement: run it again alone": "its speed is not valid: stop them and repeat the run",
+    "for the CPU in the rest": "for the CPU the rest of the time",
+    r"single steps \((\d+)\) show up to (\d+) W where (\d+) may be drawn.*":
+        r"in \1 steps the power reads up to \2 W, above the limit of \3 W: only sums of the energy counter are exact",
+    "are nobody's": "are not valid",
+    "so it enters no answer": "so reports leave it out",
+    "GiB asked for": "GiB requested",
+}  # fmt: skip
 
 
 def reworded(text: str) -> str:
     """Return a sentence of an older run in its current form: singular for one, a space before the percent sign."""
-    text = _SHARE.sub(" %", text).replace(*_RANKS)
+    text = _SHARE.sub(" %", text)
+    for old, new in _WORDINGS.items():
+        text = re.sub(old, new, text)
     return _ONE.sub(lambda match: f"1 {match[1]}{' was' if match[2] else ''}", text)
 
 

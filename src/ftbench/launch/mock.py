@@ -118,7 +118,7 @@ def _oom(batch: int) -> dict[str, Any]:
     size = batch << 28
     return {
         "state": "oom",
-        "reason": f"out of memory (allocator) in forward of step 1, {size / 2**30:.2f} GiB asked for",
+        "reason": f"out of memory (allocator) in forward of step 1, {size / 2**30:.2f} GiB requested",
         "oom": {"kind": "allocator", "bytes_requested": size, "phase": "forward", "step": 1},
     }
 

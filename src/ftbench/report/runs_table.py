@@ -15,8 +15,8 @@ from ftbench.report.document import Column, Table, table_of
 
 CONTEXT = {"model": "model", "weights": "weights", "gpu": "GPU", "data": "data", "optimizations": "with"}
 FOOTNOTE = (
-    "Median step and real (non-padding) tokens of the steady window; samples/h are real tokens over the mean length of "
-    "the data; GiB of tensors at the peak (on a CPU: of the process)."
+    "step: the median of the steady window. tokens/s: tokens without padding. samples/h: tokens/s divided by the mean "
+    "sample length. peak GiB: the memory of tensors (on a CPU: of the process)."
 )
 _SHOWN = ("model", "dataset", "method", "train.batch_size", "train.gradient_accumulation_steps", "optimizations")
 MOST_NAMED = 4  # run numbers in a note

@@ -52,7 +52,7 @@ def _optimizers(spec: Experiment) -> Iterator[str]:
 def _tp(spec: Experiment) -> Iterator[str]:
     yield from _optimizers(spec)
     if family(spec.model) in _WITHOUT_PLAN:
-        yield f"launch.strategy: transformers has no plan by which tp divides {spec.model.id}: use fsdp"
+        yield f"launch.strategy: transformers does not have a tp sharding plan for {spec.model.id}: use fsdp"
 
 
 def _ep(spec: Experiment) -> Iterator[str]:
@@ -62,7 +62,7 @@ def _ep(spec: Experiment) -> Iterator[str]:
         yield from _optimizers(spec)
 
 
-_ONE_SAMPLE_PER_ROW = "ring attention does not see the borders between the samples of a row"
+_ONE_SAMPLE_PER_ROW = "ring attention ignores the boundaries between the samples of a row"
 _NOT_WITH_CP = {
     "packing": _ONE_SAMPLE_PER_ROW,
     "padding_free": _ONE_SAMPLE_PER_ROW,
@@ -109,12 +109,12 @@ STRATEGIES = {
         offloads=("optimizer",),
     ),
     "zero2": Strategy(
-        description="like zero1, and a share of the gradients",
+        description="like zero1; each GPU also has only a share of the gradients",
         shards=("optimizer", "gradients"),
         offloads=("optimizer",),
     ),
     "zero3": Strategy(
-        description="like zero2, and a share of the weights, gathered while a layer computes",
+        description="like zero2; each GPU also has only a share of the weights, gathered while a layer computes",
         shards=("optimizer", "gradients", "weights"),
         offloads=("optimizer", "params"),
     ),
@@ -148,17 +148,17 @@ STRATEGIES = {
         incompatibilities=_pp,
     ),
     "pp+fsdp": Strategy(
-        description="pp, and each layer is sharded over several GPUs (FSDP2)",
+        description="like pp; each layer is also sharded over several GPUs (FSDP2)",
         shards=("optimizer", "gradients", "weights", "layers"),
         incompatibilities=_pp,
     ),
     "pp+tp": Strategy(
-        description="pp, and `launch.tp` GPUs share each matrix of a stage",
+        description="like pp; `launch.tp` GPUs also share each matrix of a stage",
         shards=("matrices", "layers"),
         incompatibilities=_pp,
     ),
     "pp+tp+fsdp": Strategy(
-        description="pp, and the GPUs of a stage form a mesh as with tp+fsdp",
+        description="like pp; the GPUs of a stage form a mesh as with tp+fsdp",
         shards=("optimizer", "gradients", "weights", "matrices", "layers"),
         incompatibilities=_pp,
     ),

@@ -40,7 +40,7 @@ def warnings(
             f"only {len(steady)} steady steps: train at least {warm + stats.MINIMUM_STEADY} for a figure to rely on"
         )
     if abs(change := drift(steady) or 0.0) > DRIFT_TOLERANCE:
-        sentences.append(f"steps took {change:+.0%} at the end of the steady window against its beginning")
+        sentences.append(f"the step time changed by {change:+.0%} during the steady window")
     gap = None if machine.get("imported") else wall_gap(everything, train, warm)  # lines may be means of steps
     if gap is not None and not -WALL_TOLERANCE <= gap <= WALL_TOLERANCE + STEPS_AHEAD / len(steady):
         sentences.append(f"the sum of the steady steps and their wall clock differ by {gap:+.1%}")
@@ -218,7 +218,8 @@ def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any],
     what = {"host_cpu_by_others": "the host's CPUs", "gpu_by_others": "the GPU's time"}
     taken = [f"{share:.0%} of {what[name]} (more than {limits[name]:.0%})" for name, share in shares.items()
              if share is not None and share > limits[name]]  # fmt: skip
-    sentence = f"contended: other processes used {' and '.join(taken)}; its speed is no measurement: run it again alone"
+    used = " and ".join(taken)
+    sentence = f"contended: other processes used {used}; its speed is not valid: stop them and repeat the run"
     return {"contended": bool(taken), **shares}, [reworded(sentence)] if taken else []
 
 

@@ -17,7 +17,7 @@ from ftbench.store.ranks import merge, read_ranks, spread, stages
 from ftbench.store.rundir import KERNELS, RunDir, first_gpu, read_json, state_of
 from ftbench.store.steps import has_nan, read_steps
 
-SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are nobody's"
+SHARED = "the GPU was shared with other runs (measure.share_gpu): speed, power and device memory are not valid"
 _OF_IMAGES = ("images", "tiles", "image_tokens", "text_tokens")
 UNKNOWN = "unknown"  # the optimizations of an imported run
 PROFILED = "profiled: no speed is taken from this run, its steps were recorded (measure.profile)"

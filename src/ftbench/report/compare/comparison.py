@@ -45,7 +45,7 @@ _FIRST = ("speed", "peak GiB", "samples/h", "also differs", "state")  # the left
 TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "also differs", "state", "name")
 NOTE = (
     "Changes are relative to the baseline, with 95 % intervals. ≈: not distinguishable; likely: one run per side; "
-    "?: no interval. Energy is that of the GPU per sample. Whether a recipe learns the same is not judged here: use "
+    "?: no interval. Energy is that of the GPU per sample. Reports do not judge whether a recipe learns the same: use "
     "`ftbench parity`."
 )
 

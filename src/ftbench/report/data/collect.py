@@ -49,8 +49,8 @@ def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
 
 def _sentences(record: Record) -> Record:
     """Return the sentences of a run in today's wording. Redact secrets before calling this."""
-    sentences = {"warnings": list(map(reworded, record["warnings"]))}
-    return sentences | ({"bound.why": reworded(record["bound.why"])} if record.get("bound.why") else {})
+    sentences = {key: reworded(record[key]) for key in ("reason", "bound.why") if record.get(key)}
+    return {"warnings": list(map(reworded, record["warnings"])), **sentences}
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> Record:

@@ -168,7 +168,7 @@ OPTIMIZATIONS = {
     "fp8": Optimization(
         type=Annotated[Literal["off", *RECIPES], Word],
         default="off",
-        description="multiply with the frozen base layers in 8-bit floats: faster if compiled; tensorwise-fast also "
+        description="compute the products of frozen layers in 8-bit floats: faster if compiled; tensorwise-fast also "
         "accumulates the backward pass in fewer bits; tensorwise-delayed is tensorwise-fast with scales from the "
         "previous step",
         not_with_unsloth="unsloth's fused functions multiply in 16 bits: set it to off, or use method lora",
@@ -181,7 +181,7 @@ OPTIMIZATIONS = {
     "chunked_loss": Optimization(
         type=Switch | Annotated[Int, Field(ge=16, le=1 << 20)],
         description="compute the loss and its gradient in chunks of label tokens, without trl's metrics and "
-        "synchronizations; a number sets the tokens per chunk (on: 2048), fewer need less memory",
+        "synchronizations; a number sets the tokens per chunk (on: 2048), and smaller chunks need less memory",
         not_with_dpo="it computes only the sft loss: set it to off",
         not_with_unsloth=OWN_LOSS,
     ),
@@ -194,17 +194,17 @@ OPTIMIZATIONS = {
     ),
     "compile": Optimization(
         type=Switch | Literal["dynamic", "lean"],
-        description="torch.compile each decoder layer and the vision encoder: faster steps, a slow start, and a new "
-        "compilation for each new shape; dynamic: compile once for all lengths; lean: recompute norms and MLP "
-        "activations in the backward pass instead of keeping them",
+        description="compile each decoder layer and the vision encoder with torch.compile: faster steps, a slow "
+        "start, and a new compilation for each new shape; dynamic: compile once for all lengths; lean: recompute "
+        "norms and MLP activations in the backward pass instead of keeping them",
         not_with_dpo=None,
         not_with_unsloth="unsloth compiles its own code: set it to off",
         after=("liger", "triton_kernels"),  # compile the layer that they have changed
         not_ablated=("lean",),  # saves memory and is not faster
     ),
     "fused_lora": Optimization(
-        description="compute the adapters' products together with the base product, for all layers that share an "
-        "input: fewer passes over the activations",
+        description="compute the products of adapters and base weights together, for all layers with the same input: "
+        "activations are read less often",
         not_with_dpo=None,
         not_with_unsloth="unsloth fuses adapters itself: set it to off",
         incompatibilities=_fused_lora,
@@ -212,8 +212,8 @@ OPTIMIZATIONS = {
         ablate_with={True: {"optimizations.compile": True}},
     ),
     "cuda_graph": Optimization(
-        description="record forward and backward pass as one CUDA graph and replay it in every step: no Python and no "
-        "kernel launches, which limit small models and batches; the optimizer step stays outside",
+        description="record the forward and backward pass as one CUDA graph and replay it in every step, so that "
+        "Python and kernel launches do not limit small models and batches; the optimizer step is not in the graph",
         not_with_unsloth="unsloth's functions synchronize with the device: set it to off",
         excludes={
             "optimizations.gradient_checkpointing": "optimizations.cuda_graph: gradient_checkpointing reads the state "
@@ -228,9 +228,9 @@ OPTIMIZATIONS = {
     ),
     "triton_kernels": Optimization(
         type=Switch | Literal["auto"],
-        description="our own kernels for norms with the sums before them, for heads with their norms and rotary "
-        "embedding, and for the gradient of the MLP's gate; auto: on for supported models on GPUs where they were "
-        "measured to be faster, else off with fp8 tensorwise instead of tensorwise-delayed",
+        description="ftbench's Triton kernels: norms with the residual sums before them, attention heads with their "
+        "norms and rotary embedding, and the gradient of the MLP's gate; auto: on if the model is supported and the "
+        "kernels were measured to be faster on this GPU; if auto is off, fp8 tensorwise replaces tensorwise-delayed",
         not_with_unsloth=OWN_KERNELS,
         excludes={"optimizations.liger": "optimizations.triton_kernels and liger replace the same code: choose one"},
         incompatibilities=_triton_kernels,

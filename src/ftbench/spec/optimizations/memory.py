@@ -92,7 +92,7 @@ OPTIMIZATIONS = {
     ),
     "weight_offload": Optimization(
         description="keep frozen weights in pinned host memory; the weights of a layer are copied to the GPU while the "
-        "layer before it computes; only the needed rows of the embedding are read; with chunked_loss the head is "
+        "previous layer computes; only the needed rows of the embedding are copied; with chunked_loss the head is "
         "copied for the loss",
         not_with_unsloth="unsloth manages its weights itself: set it to off",
         excludes={
@@ -153,8 +153,8 @@ OPTIMIZATIONS = {
     ),
     "loader_processes": Optimization(
         type=Switch | Annotated[Int, Field(ge=1, le=64)],
-        description="build batches and process images in worker processes, two batches ahead each; a number sets how "
-        "many (on: 4)",
+        description="prepare batches and images in worker processes; each prepares two batches in advance; a number "
+        "sets how many processes (on: 4)",
         not_with_dpo=None,
     ),
     "image_cache": Optimization(

@@ -100,7 +100,7 @@ def frontier_table(search: Search) -> Table:
     keys = dict.fromkeys(key for family in search.families for key in family.values if key != "method")
     headings = [
         *(key.rpartition(".")[2] for key in keys), "method", "largest batch", "tokens/s", "reserved GiB",
-        "first that fails", "where it fails", "GiB asked for", "knee", "note",
+        "first that fails", "where it fails", "GiB requested", "knee", "note",
     ]  # fmt: skip
     rows = []
     for family, _, edge in search.edges():
