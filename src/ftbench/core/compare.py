@@ -6,16 +6,16 @@ An interval is based on the best available evidence:
 
 `runs` Several runs on at least one side, each a separate process. The ratio is the ratio of the geometric means. Its
 interval is the t interval of the difference of the mean logarithms. If the spread between repeated runs is known, it
-counts as one more run (moderated variance: G. K. Smyth, Stat. Appl. Genet. Mol. Biol. 3, 2004). It never reduces the
-observed variance, and the side with fewer runs gives the degrees of freedom. If the spread is unknown, the interval is
-Welch's (B. L. Welch, Biometrika 34, 1947). If only one side was repeated, both are assumed to have the same variance
+adds one degree of freedom (moderated variance: G. K. Smyth, Stat. Appl. Genet. Mol. Biol. 3, 2004). It never reduces
+the observed variance, and the side with fewer runs gives the degrees of freedom. If the spread is unknown, the interval
+is Welch's (B. L. Welch, Biometrika 34, 1947). If only one side was repeated, both are assumed to have the same variance
 (J. R. Crawford and D. C. Howell, The Clinical Neuropsychologist 12, 1998: one value and a sample), and the verdict is
 at most `likely`.
 
-`steps` One run per side. The order-statistic interval of each run's median step gives the standard
-error of its logarithm (R. M. Price and D. G. Bonett, J. Stat. Comput. Simul. 72, 2002: ratios of medians). Steps are
-paired if both runs trained on the same tokens in the same order. Repeated runs differ by more than their steps do, so
-the spread between runs is added, and the verdict is at most `likely`.
+`steps` One run per side. The order-statistic interval of each run's median step gives the standard error of its
+logarithm (R. M. Price and D. G. Bonett, J. Stat. Comput. Simul. 72, 2002: ratios of medians). Steps are paired if both
+runs trained on the same tokens in the same order. Repeated runs differ by more than their steps do, so the spread
+between runs is added, and the verdict is at most `likely`.
 
 A speed also differs from one sitting to the next: another card, host or day. A ratio of repeated runs of one sitting
 does not contain that spread, because it is the same for both sides. Every other interval does (`sitting`).
@@ -147,7 +147,7 @@ def ratio_of_runs(
 
 
 def _two_sided(comparisons: int) -> float:
-    """Return the probability below the upper end of each of several simultaneous intervals."""
+    """Return the quantile level of the upper end of an interval if several intervals are shown together."""
     return 1 - (1 - CONFIDENCE) / comparisons / 2
 
 
@@ -182,8 +182,8 @@ def _standard_error(sides: Sequence[Sequence[float]], spread: float | None) -> t
 
 
 def variance_of(logs: Sequence[float], spread: float | None) -> tuple[float, float]:
-    """Return the variance of the logarithms of two or more runs and its degrees of freedom. A known `spread` counts as
-    one more run, but does not reduce the variance."""
+    """Return the variance of the logarithms of two or more runs and its degrees of freedom. A known `spread` adds
+    one degree of freedom, but does not reduce the variance."""
     own, freedom = statistics.variance(logs), len(logs) - 1
     if spread is None:
         return own, float(freedom)
@@ -204,7 +204,7 @@ def ratio_of_steps(
     """Return `value`, the ratio of two runs, with an interval by the rule `steps` (see the module).
 
     The interval contains both `value` and the ratio of the medians with their uncertainty. It is wide if a few long
-    steps make the two differ. There is no interval with fewer than six steps per side.
+    steps make these two values differ. There is no interval with fewer than six steps per side.
 
     Args:
         value: Candidate over baseline.

@@ -96,7 +96,8 @@ def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
 
 
 def example(row: dict[str, Any], format_name: str, prompt: str = "") -> Example:
-    """Return the example in a row. `prompt` is the default question about an image. Raise BadRow."""
+    """Return the example in a row. `prompt` is the default question about an image. Raise BadRow if the row is
+    unusable."""
     if format_name == "image-text":
         return _image_text(row, prompt)
     return _FORMATS[format_name](row)

@@ -17,9 +17,9 @@ class MatmulShape:
 
     Attributes:
         base: Parameters of the layers' matrices that one token uses, without the output head.
-        base_trained: The trained ones of `base`.
+        base_trained: The parameters of `base` that are trained.
         head: Parameters of the output head.
-        head_trained: The trained ones of `head`.
+        head_trained: The parameters of `head` that are trained.
         adapters: Parameters of the adapter matrices that one token uses.
         attention_width: heads x head_dim of each layer; 0 for a layer without attention.
         windows: Sliding window of each layer in tokens, None for full attention.
@@ -40,10 +40,10 @@ class VisionMatmulShape:
 
     Attributes:
         encoder: Parameters of the encoder's matrices.
-        encoder_trained: The trained ones of `encoder`.
+        encoder_trained: The parameters of `encoder` that are trained.
         encoder_adapters: Parameters of the encoder's adapters.
         projector: Parameters of the projector, divided by the number of patches per token.
-        projector_trained: The trained ones of `projector`.
+        projector_trained: The parameters of `projector` that are trained.
         projector_adapters: Parameters of the projector's adapters, divided in the same way.
         width: heads x head_dim of an encoder layer.
         windows: Attention window of each layer in patches, None for the full image or tile.

@@ -8,12 +8,12 @@ from itertools import accumulate, pairwise
 
 
 def parts(schedule: str) -> int:
-    """Return the number of stages of one GPU."""
+    """Return the number of stages on each GPU."""
     return 2 if schedule in ("interleaved-1f1b", "zbv") else 1
 
 
 def of_rank(schedule: str, ranks: int, rank: int) -> list[int]:
-    """Return the stages of a rank of the pipeline. ZB-V returns to the first rank, so that it has both ends."""
+    """Return the stages of a rank. With ZB-V, the first rank has the first and the last stage."""
     if parts(schedule) == 1:
         return [rank]
     return [rank, 2 * ranks - 1 - rank if schedule == "zbv" else rank + ranks]
@@ -26,7 +26,7 @@ def bubble(schedule: str, ranks: int, micro_batches: int) -> float:
 
 
 def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int) -> float:
-    """Return how many micro-batches' activations a rank keeps at most, in all of its layers."""
+    """Return the largest number of micro-batches whose activations a rank keeps at the same time."""
     if schedule == "gpipe":
         return micro_batches
     if schedule == "1f1b":
@@ -39,8 +39,9 @@ def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int) -> float
 def balanced(costs: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[int, ...]:
     """Return the number of layers of each stage, so that the slowest stage is as fast as possible.
 
-    `costs` are the parameters that multiply a token: of each layer and, last, of the head. `sizes` are the stored
-    parameters: of the embedding, each layer and the head. Among equally fast splits the largest stage is smallest."""
+    `costs` are the parameters that multiply a token, for each layer and then for the head. `sizes` are the stored
+    parameters, for the embedding, each layer and the head. If several splits are equally fast, return the one whose
+    largest stage is smallest."""
     layers = len(sizes) - 2
     cost = [0, *accumulate(costs[:layers])]
     size = [0, *accumulate(sizes[1:-1])]
@@ -50,7 +51,8 @@ def balanced(costs: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[i
 
     @cache
     def best(start: int, left: int) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-        """Return the largest cost and size of stages from this layer on, the sum of squared costs, and the layers."""
+        """Return the best split from this layer on: its largest cost, largest size, sum of squared costs, and
+        layers."""
         if left == 1:
             last = cost[-1] - cost[start]
             return (last, size[-1] - size[start], last**2), (layers - start,)

@@ -49,7 +49,7 @@ def redact(text: str, environment: Mapping[str, str]) -> tuple[str, int]:
 
     Args:
         text: Any text.
-        environment: Variables. Values of those with secret names are replaced, also where they are quoted or escaped.
+        environment: Variables. The values of variables with secret names are replaced, also if quoted or escaped.
     """
     redacted = _redacted(text, _secrets_of(environment))
     return redacted, redacted.count(REDACTED) - text.count(REDACTED)

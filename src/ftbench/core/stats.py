@@ -77,7 +77,8 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     """Return a distribution-free confidence interval of the median.
 
     It consists of the k-th smallest and the k-th largest value, for the largest k that covers `confidence` (Conover,
-    Practical Nonparametric Statistics, ch. 3). None if the extremes do not reach it (fewer than six values for 95 %).
+    Practical Nonparametric Statistics, ch. 3). None if even the extremes do not cover it (fewer than six values for 95
+    %).
     """
     ordered, (k, _) = sorted(values), _order_statistic(len(values), confidence)
     return (ordered[k - 1], ordered[-k]) if k else None
@@ -98,7 +99,7 @@ def _order_statistic(n: int, confidence: float) -> tuple[int, float]:
 
 
 def drift(times: Sequence[float]) -> float | None:
-    """Return the median of the last third over that of the first third minus one (+0.05: 5 % slower)."""
+    """Return the median of the last third divided by that of the first third, minus 1 (+0.05: 5 % slower)."""
     third = len(times) // 3
     if third < 5:
         return None
@@ -108,8 +109,8 @@ def drift(times: Sequence[float]) -> float | None:
 def median_error(values: Sequence[float]) -> float | None:
     """Return the standard error of a median, None with fewer than six values.
 
-    It is the width of the order-statistic interval over twice the normal quantile of its coverage (Price and Bonett,
-    2002).
+    It is the width of the order-statistic interval, divided by twice the normal quantile of its coverage (Price and
+    Bonett, 2002).
     """
     interval = median_interval(values, CONFIDENCE)
     if interval is None:

@@ -1,1 +1,1 @@
-"""How a spec becomes processes."""
+"""Start the processes that train a spec, and watch them."""

@@ -89,7 +89,8 @@ def capability(described: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
-    """Raise SpecError for missing files (plus `others`), DataError for invalid data, MissingError for packages."""
+    """Raise SpecError for missing files (its message adds `others`), DataError for invalid data, MissingError for
+    packages."""
     if wrong := _file_problems(spec):
         raise SpecError(*wrong, *others)
     check_file(spec.dataset, spec.objective.pairs)
@@ -149,7 +150,7 @@ def check_hub(spec: Experiment) -> None:
 
 
 def missing(spec: Experiment, environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return (weights or data, sentence) for what is not in the cache and has to be downloaded."""
+    """Return the weights and data that must be downloaded: (`weights` or `data`, error message) for each."""
     hub, problems = cache(environment), list[tuple[str, str]]()
     model, kept = spec.model, hub / f"models--{spec.model.id.replace('/', '--')}"
     if model.weights == "pretrained" and not model.path and not kept.exists():

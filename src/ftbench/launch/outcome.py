@@ -45,7 +45,7 @@ def finish_killed(run: RunDir) -> None:
 
 
 def final_state(run: RunDir, ended: process.Exit) -> dict[str, Any]:
-    """Return the state that the worker wrote, or else the one that follows from its exit and its log."""
+    """Return the state that the worker wrote. If there is none, derive it from the worker's exit and log."""
     state = rundir.read_json(run.state)
     written = state.get("state")
     rank, behind = state.get("rank"), state.pop("behind", None)

@@ -159,7 +159,7 @@ def signals() -> Iterator[int]:
 
 
 def _kernel_oom_kills() -> int:
-    """Return the number of kills by the kernel's OOM killer on this machine, those of control groups included."""
+    """Return the number of kills by the kernel's OOM killer on this machine, including those in control groups."""
     with suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

@@ -68,7 +68,7 @@ class Progress:
 
     @property
     def planned(self) -> int | None:
-        """The total number of steps, if the last step has a progress ratio."""
+        """The total number of steps; None if the last step has no progress ratio."""
         ratio = self.last.progress_ratio if self.last else None
         return (
             round(self.last.step / ratio) if self.last and self.last.step and ratio and ratio > _LEAST_RATIO else None

@@ -104,7 +104,7 @@ def _of_other_nodes(run: RunDir, ranks: range, patience: float) -> Ended:
 
 
 def _lost(node: int) -> dict[str, Any]:
-    """Return the state of a rank that wrote none."""
+    """Return a state for a rank that did not write one."""
     return {"state": "error", "reason": f"its machine (node {node}) was lost"} if node else {}
 
 
@@ -138,7 +138,7 @@ def _send(number: int, children: Sequence[subprocess.Popen[bytes]]) -> None:
 def _start(
     command: Sequence[str], rank: int, count: int, nodes: int, listener: socket.socket | None
 ) -> subprocess.Popen[bytes]:
-    """Start a rank with torchrun's variables. Those of several nodes with the address are set already."""
+    """Start a rank with torchrun's variables. With several nodes, the address variables are set already."""
     threads = max(1, len(os.sched_getaffinity(0)) // count)
     numbers = map(str, (rank, rank % count, nodes * count, count, rank // count))
     env = {"OMP_NUM_THREADS": str(threads), **os.environ} | dict(zip(VARIABLES, numbers, strict=True))
@@ -153,7 +153,7 @@ def _start(
 def _verdict(ended: Ended, states: Mapping[int, dict[str, Any]]) -> tuple[int, int, dict[str, Any]]:
     """Return the rank whose state becomes the run's, its exit code, and additions to the state.
 
-    A rank that lost the connection to another one is not the cause, and neither is one that was told to end.
+    A rank that lost the connection to another rank is not the cause. Neither is a rank that ftbench ended.
     """
     stopped = [rank for rank, state in states.items() if ended[rank][1] and state.get("state") in (None, "interrupted")]
     failed = [rank for rank, (code, _) in ended.items() if code and rank not in stopped]
@@ -165,7 +165,7 @@ def _verdict(ended: Ended, states: Mapping[int, dict[str, Any]]) -> tuple[int, i
 
 
 def _behind(states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """Return the rank that is behind all others, by the step and phase that they wrote when they were told to end."""
+    """Return the rank that is behind all others. Each rank wrote its step and phase when ftbench ended it."""
     points = {rank: _point(state) for rank, state in states.items()}
     if len(points) < 2 or list(points.values()).count(lowest := min(points.values())) > 1:
         return {}
@@ -175,7 +175,7 @@ def _behind(states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _point(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the progress of a rank: its step, which starts with the data, and the position in it."""
+    """Return the progress of a rank: its step, and the position within the step. A step starts with its data."""
     phase = state.get("phase")
     return (state.get("step") or 0) + (phase == "data"), POSITIONS.index(phase) if phase in POSITIONS else -1
 

@@ -53,8 +53,8 @@ def command(spec: Experiment, run: RunDir) -> list[str]:
 def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
     """Return the child's environment.
 
-    Only the requested GPUs are visible; transformers would train on all visible ones with nn.DataParallel. They have
-    the driver's numbers. Telemetry and logging services are off.
+    Only the requested GPUs are visible, because transformers would train on all visible ones with nn.DataParallel. GPUs
+    are numbered as by the driver. Telemetry and logging services are off.
     """
     foreign = (*ranks.VARIABLES, *(ranks.MEETING if spec.launch.nodes == 1 else ()))
     env = {name: value for name, value in inherited.items() if name not in foreign}

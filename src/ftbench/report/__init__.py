@@ -1,1 +1,1 @@
-"""Run directories → tables and cards. Reads files only; a machine without torch or GPU can report."""
+"""Read run directories and make tables and cards. This needs neither torch nor a GPU."""

@@ -67,7 +67,8 @@ def _winner(ranking: Ranking) -> Point:
 
 
 def _rounds(ranking: Ranking) -> str:
-    """Return `: three rounds, one card, one commit` if several recipes ran that often, which a ranking shares."""
+    """Return `: three rounds, one card, one commit` if there are several recipes. The runs of a ranking share card
+    and commit."""
     least, *_, most = sorted([len(cell.runs) for cell in ranking.best] * 2)
     if len(ranking.best) == 1 or most == 1:
         return ""
@@ -125,7 +126,7 @@ def _few_steps(ranking: Ranking) -> Iterator[Point]:
 
 
 def _gpus(ranked: Sequence[Ranking]) -> Iterator[Point]:
-    """Yield a comparison for each pair of GPUs that ran the same recipe: the fastest such recipe."""
+    """Yield a comparison for each pair of GPUs, with the fastest recipe that both ran."""
     cells = [cell for each in ranked for cell in each.cells if cell.runs[0].spec]
     best: dict[tuple[str, str], tuple[Cell, Cell]] = {}
     for shared in grouped_by(cells, lambda cell: frozenset(cell.runs[0].spec.items())).values():

@@ -33,7 +33,7 @@ _BADGES = {"ok": "good", "oom": "bad", "error": "bad", "timeout": "bad"}
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of the chart: lengths in percent of the longest whisker, and the runs behind it."""
+    """A bar of the chart: lengths in percent of the longest whisker, and the runs that it shows."""
 
     name: str
     text: str
@@ -197,7 +197,8 @@ def _hourly(run: Run) -> float:
 
 
 def _path(points: Sequence[tuple[int, float]], first: int, last: int, low: float, high: float) -> str:
-    """Return the SVG path of a curve. Of a long curve, it has the lowest and the highest point of equal parts."""
+    """Return the SVG path of a curve. A long curve is divided into equal parts, and each part has its lowest and
+    highest point."""
     parts = min(len(points), MOST_POINTS // 2)
     kept = {*points[:1], *points[-1:]}
     for part in (points[len(points) * at // parts : len(points) * (at + 1) // parts] for at in range(parts)):

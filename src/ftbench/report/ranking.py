@@ -52,7 +52,7 @@ def _shared_facts(cell: Cell) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Comparable cells with their usable runs: the fastest one of each recipe, the fastest first."""
+    """Comparable cells with their usable runs. It has the fastest cell of each recipe, the fastest recipe first."""
 
     key: tuple[str, ...]
     cells: tuple[Cell, ...]

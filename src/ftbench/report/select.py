@@ -128,7 +128,8 @@ def _number(value: object) -> float | None:
 
 
 def _fitting(values: Values, sign: str, wanted: str) -> list[bool]:
-    """Return for each value whether it fits. `=` takes equal values or, without any, words that contain a value."""
+    """Return for each value whether it matches. `=` matches equal values or, if there are none, words that contain a
+    value."""
     numbers = list(map(_number, values))
     if sign in _ORDERED:
         limit = _number(wanted)

@@ -28,7 +28,8 @@ class Part(BaseModel):
 
 
 class OlderPart(Part):
-    """A section that had more keys in earlier versions. The spec.json of an older run has them, switched off."""
+    """A section that had more keys in earlier versions. The spec.json of an older run may contain them, switched
+    off."""
 
     removed: ClassVar[tuple[str, ...]] = ()
 

@@ -1,4 +1,5 @@
-"""Lengths of synthetic samples, sample order, and packing. The worker builds batches with it, and estimates count them.
+"""Lengths of synthetic samples, sample order, and packing. The worker builds batches with this module, and the
+estimator predicts them with it.
 
 All lengths are in tokens.
 """
@@ -39,7 +40,7 @@ def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
 
 
 def _scale(spread: npt.NDArray[np.float64], mean: float, sigma: float, longest: int) -> float:
-    """Return the smallest factor with which the truncated lengths of a `spread` have this mean."""
+    """Return the smallest scale such that lengths with this `spread` have this mean after truncation."""
     low, high = math.log(SHORTEST), math.log(longest) + 4 * sigma
     below, above = 0.0, math.inf
     for _ in range(60):  # bisection: the mean grows with the factor

@@ -167,8 +167,8 @@ def _of_trl(launch: Launch) -> list[str]:
 def packs(spec: Experiment) -> bool:
     """Return whether the framework's best settings include its packing.
 
-    Packing needs an attention kernel with sample borders. Masks of all pairs would be slower than no packing.
-    LLaMA-Factory packs while it tokenizes, and gets tokenized rows here.
+    Packing needs an attention kernel that separates the samples of a row. A mask over all pairs would be slower than no
+    packing. LLaMA-Factory packs only while it tokenizes, and here it gets tokenized rows.
     """
     launch = spec.launch
     flash = spec.optimizations.attention == "flash_attention_2"

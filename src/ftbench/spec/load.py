@@ -41,7 +41,7 @@ class SpecLayer:
 
 
 class ImpossibleError(SpecError):
-    """Every value is allowed, but they do not work together."""
+    """Each value is allowed, but the values do not work together."""
 
 
 def load(path: Path, sets: Sequence[str] = ()) -> Experiment:

@@ -137,7 +137,7 @@ class HourlyCost:
 def hourly_costs(
     price: Price, samples: float | None, tokens: float | None, watts: float | None, hours: float, gpus: int = 1
 ) -> list[HourlyCost]:
-    """Return the cost of training, rented and owned, as far as `price` has them.
+    """Return the cost of training on a rented and on an owned GPU, if `price` has them.
 
     Args:
         price: The price of one GPU.

@@ -144,7 +144,7 @@ def _content(path: Path) -> tuple[bytes, int]:
 
 
 def _clean_document(text: str) -> str | None:
-    """Return a JSON document without secrets, unchanged without any; None if it is not JSON."""
+    """Return a JSON document with its secrets removed, unchanged if it has none; None if it is not JSON."""
     try:
         document = json.loads(text)
         cleaned = redact_document(document)
@@ -171,7 +171,7 @@ def unpack(path: Path, folder: Path) -> dict[str, Any]:
     """Unpack a bundle into `folder` (new or empty) and return its manifest, with the hash of each file in `hashes`.
 
     Raises:
-        SpecError: The file is not a bundle or is damaged. `folder` may then have a part of it.
+        SpecError: The file is not a bundle or is damaged. `folder` may then contain some of its files.
     """
     if path.is_dir():
         raise SpecError(f"{path}: is a folder; pack it with `ftbench bundle {path}` first")

@@ -167,7 +167,7 @@ def open_plain_file(path: Path, most: int) -> BufferedReader:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a JSON file. Raises as `open_plain_file`."""
+    """Return the content of a JSON file. Raise the errors of `open_plain_file`."""
     with open_plain_file(path, MOST_JSON_BYTES) as file:
         return file.read()
 
@@ -237,7 +237,7 @@ def running() -> dict[str, Any]:
 
 
 def read_state(run: RunDir) -> dict[str, Any]:
-    """Return the state of a run, as `state_of`; with the reason if state.json cannot be read."""
+    """Return the state of a run like `state_of`, with the reason if state.json cannot be read."""
     state, problem = read_document(run.state)
     return state_of(state) if problem is None else {"state": "error", "reason": problem}
 

@@ -1,1 +1,1 @@
-"""Many runs, unattended: what to run next, where, and the table that is finished in the morning."""
+"""Run many specs unattended: choose the next run and its GPU, and write the tables."""

@@ -51,7 +51,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(file: int) -> bool:
-    """Take the lock. Retry for a moment, because `is_held` takes it for an instant."""
+    """Take the lock. Retry for a moment, because `is_held` also takes it for a moment."""
     for _ in range(5):
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The samples of parity's runs, and what two runs recorded at the same weights (`worker/measure/levels.py`)."""
+"""Compare what two runs of parity recorded at the same weights (`worker/measure/levels.py`), and make their samples."""
 
 import json
 import math
@@ -127,7 +127,8 @@ def layer_of(name: str) -> str:
 
 
 def _loaded(run: RunDir) -> dict[str, Any]:
-    """Return the arrays that `worker/measure/levels.py` wrote; nothing if the file is missing, cut short or foreign."""
+    """Return the arrays that `worker/measure/levels.py` wrote; nothing if the file is missing, incomplete or of
+    another kind."""
     import numpy as np
 
     try:
@@ -178,9 +179,10 @@ def _lengths(spec: Experiment) -> list[int]:
 
 
 def probe(spec: Experiment, batch: int) -> Dataset:
-    """Return the samples of a recording run: two batches of the reference and one more, so that the last is not full.
-    Files of images are the spec's own. Others are the built-in tasks: prompts, unequal lengths, samples that leak
-    without masks, and one sample as long as the longest of the spec."""
+    """Return the samples of a recording run: two batches of the reference and one more sample, so that the last
+    batch is not full. Image files come from the spec. Other samples are built-in tasks with prompts and unequal
+    lengths. They contradict each other if packed samples are not masked, and one is as long as the longest sample of
+    the spec."""
     count = max(9, 2 * batch + 1)
     if spec.dataset.has_images:
         structure = "tasks" if spec.dataset.is_made else "random"

@@ -1,1 +1,1 @@
-"""The training child: the only place that imports torch, transformers, trl and peft."""
+"""The training process. Only this package imports transformers, trl and peft; torch is also imported by `kernels`."""

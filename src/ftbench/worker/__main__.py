@@ -66,7 +66,7 @@ def _write_outcome(directory: RunDir, outcome: dict[str, Any]) -> None:
 
 
 def _join_ranks(run: Any) -> None:
-    """Join the other ranks. The first rank of each node has acquired its GPUs by then."""
+    """Join the other ranks. Before this, the first rank of each node has acquired its GPUs."""
     from ftbench.worker.parallel.rendezvous import exit_on_sigterm, join
 
     def answer() -> None:

@@ -53,7 +53,7 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
         return result
 
     def verify(self, spec: Experiment) -> list[str]:
-        """Return the settings of the reference that the live objects do not have."""
+        """Return the settings of the reference that were not applied."""
         wanted: Any = spec.objective
         problems = []
         if self.beta != wanted.beta:

@@ -86,7 +86,7 @@ class GrpoTrainer(TrainerMixin, GRPOTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def verify(self, spec: Experiment) -> list[str]:
-        """Return the settings of generation and reference that the live objects do not have."""
+        """Return the settings of generation and reference that were not applied."""
         wanted: Any = spec.objective
         live = {name: getattr(self, name) for name in ("beta", "num_generations", "loss_type")}
         live |= {"max_completion_length": self.generation_config.max_new_tokens,

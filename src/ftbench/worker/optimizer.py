@@ -68,7 +68,8 @@ class _SteppedByKernel(_RateOnHost):
     factor: torch.Tensor | None = None
 
     def is_by_kernel(self: Any) -> bool:
-        """Return whether the kernel supports every parameter: contiguous and on a GPU. FSDP's are shares of rows."""
+        """Return whether the kernel supports every parameter: contiguous and on a GPU. With FSDP, a parameter is a
+        share of rows."""
         plain = all(_is_plain(p) for group in self.param_groups for p in group["params"])
         return plain and self.bf16_stochastic_round and not any(group.get("amsgrad") for group in self.param_groups)
 
@@ -126,7 +127,7 @@ def attach(loop: Any, spec: Experiment) -> None:
 
 
 def verify(optimizer: Any, spec: Experiment) -> list[str]:
-    """Return the settings that the optimizer does not have after its first step."""
+    """Return the optimizer settings that were not applied, checked after the first step."""
     optimizer, setting, problems = innermost(optimizer), spec.train.optimizer, []
     name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     module, kind = OPTIMIZERS[setting]

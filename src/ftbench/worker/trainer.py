@@ -237,7 +237,7 @@ def dataset(rows: list[Row], pictures: list[Picture]) -> Dataset:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return the settings of optimizer, precision and batches that the live objects do not have."""
+    """Return the settings of optimizer, precision and batches that were not applied."""
     problems = [*trainer.verify(spec), *optimizer.verify(trainer.optimizer, spec)]
     if spec.optimizations.activation_offload and isinstance(trainer.maybe_activation_offload_context, nullcontext):
         problems.append("optimizations.activation_offload is on and the trainer does not offload")

@@ -44,7 +44,7 @@ Find = Callable[[Cell], tuple[Cell | None, str]]
 
 
 def along(axis: str, runs: Sequence[Run]) -> tuple[str, list[Cell]]:
-    """Return the key that `--compare axis` refers to, and the cells by it.
+    """Return the key that `--compare axis` refers to, and the cells of the runs.
 
     Raises:
         SpecError: the key is missing in all runs, or all runs have the same value.

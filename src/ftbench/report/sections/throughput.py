@@ -29,8 +29,8 @@ _WORDS = (
 def night(cells: Sequence[Cell], hours: float = 8.0) -> Section | None:
     """Return samples per hour at steady speed, and samples in `hours` from the start of the process.
 
-    The time before the first step and until the speed is steady counts, but not the samples trained in it. Samples are
-    real tokens divided by the mean sample length.
+    The time until the speed is steady counts, but the samples trained in this time do not. Samples are real tokens
+    divided by the mean sample length.
     """
     records = []
     for cell in cells:

@@ -113,7 +113,7 @@ MEASURED = (9, 0)  # compute capability of the GPUs where they were measured to 
 
 
 def kernels_left_out(spec: Experiment, capability: Capability) -> str | None:
-    """Return why `auto` is off; None if it is on, or if the setting is not auto."""
+    """Return why `triton_kernels: auto` is off; None if it is on, or if the setting is not auto."""
     if spec.optimizations.triton_kernels != "auto":
         return None
     why = [reason.partition(": ")[0] for reason in _triton_kernels(spec)]

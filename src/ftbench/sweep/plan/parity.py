@@ -126,7 +126,7 @@ class ParityPlan(Grid):
         return few + [(name, "any") for name in GRADED if name not in done and (adapters or name not in OF_ADAPTERS)]
 
     def plain(self, recipe: Contender) -> Experiment:
-        """Return the reference in the precision of a recipe: with the rounding that is allowed."""
+        """Return the plain recipe in the precision of a recipe. Its rounding errors set the limits."""
         spec = recipe.spec
         if not verdict.rounds(spec):
             return recipe.reference
@@ -253,8 +253,8 @@ class ParityPlan(Grid):
         return verdict.training(losses[0], losses[1], losses[2][0], recipe.spec.train.max_steps or 0)
 
     def _missing(self, yardsticks: Sequence[Job], judged: Sequence[Job]) -> tuple[str, str] | None:
-        """Return state and sentence of a level whose runs have not all ended well. Without its yardsticks, the
-        reference and plain bfloat16, a recipe cannot fail."""
+        """Return state and sentence of a level whose runs have not all ended well. If the reference or plain
+        bfloat16 is missing, the level is inconclusive."""
         for each in (*yardsticks, *judged):
             standing = self.standings[each]
             if not standing.done:
@@ -282,7 +282,7 @@ class ParityPlan(Grid):
 
 
 def _is_refused(result: LevelResult) -> bool:
-    """Return whether a recipe with these numbers gets no `pass`: beyond a limit, or too noisy to be within it."""
+    """Return whether a recipe with these numbers does not pass: beyond a limit, or too noisy to be within it."""
     if result.state != INCONCLUSIVE or result.number is None or result.limit is None:
         return result.state == FAIL
     return result.level == "training" and result.number > result.limit

@@ -207,8 +207,8 @@ def filled(rows: Sequence[Row], size: int) -> list[Row]:
 
 
 def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice = slice(None)) -> str:
-    """Return the hash that the recorder computes for `count` batches, or for a rank's slice `dealt` of them. The data
-    repeats after its last row."""
+    """Return the hash that the recorder computes for `count` batches, or for the slice `dealt` that a rank gets.
+    After its last row, the data starts again."""
     size = spec.train.batch_size
     full = filled(rows, size * spec.launch.shares)
     batches = [full[at : at + size] for at in range(0, len(full), size)]
@@ -223,7 +223,7 @@ def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice =
 
 
 def verify_order(rows: Sequence[Row], spec: Experiment, count: int, order_hash: str, rank: int) -> list[str]:
-    """Return a problem if the `count` batches of a rank were not its share of the rows in order. One rank has all."""
+    """Return a problem if the `count` batches of a rank were not its rows in order. A single rank has all rows."""
     shares = spec.launch.shares
     share = rank * shares // spec.launch.ranks
     if order_hash == token_hash(rows, spec, count, slice(share, None, shares)):

@@ -221,7 +221,7 @@ def _tokenised(
 def _describe(
     dataset: Dataset, train: Sequence[Tokens], evaluation: int, batch_size: int, sequences: int
 ) -> dict[str, Any]:
-    """Return the `dataset` section for the training sequences. Each sample has `sequences` of them."""
+    """Return the `dataset` section of the summary. Each sample has this number of training `sequences`."""
     real = [len(sample.ids) for sample in train]
     padding = stats.padding_efficiency(real, batch_size * sequences)
     packing = stats.packing_efficiency(real, max(dataset.max_length, max(real)))

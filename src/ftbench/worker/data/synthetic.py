@@ -69,8 +69,7 @@ def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, s
 
 
 def _roles(generator: np.random.Generator, vocabulary: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the markers and the symbols of a language. Its tokens are the same for each seed; a seed decides their
-    roles."""
+    """Return the markers and the symbols of the tasks. All seeds use the same tokens; the seed decides their roles."""
     if len(vocabulary) < SYMBOLS + 4:
         raise SpecError(f"dataset.structure tasks needs a vocabulary of {SYMBOLS + 4} tokens, not {len(vocabulary)}")
     tokens = generator.permutation(np.random.default_rng(0).choice(vocabulary, SYMBOLS + 4, replace=False))

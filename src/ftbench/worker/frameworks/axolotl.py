@@ -20,7 +20,7 @@ _NAMES = {
 
 
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
-    """Return the values of its YAML file. Its LoRA kernels are off, so that plain layers are compared."""
+    """Return the values of axolotl's YAML file. axolotl's LoRA kernels are off, so that plain layers are compared."""
     values = {word: value for name, value in trainer_arguments(spec).items() if (word := _NAMES.get(name, name))} | {
         "base_model": model,
         "datasets": [{"path": DATA, "split": "train", "type": None}],

@@ -9,7 +9,7 @@ ATTENTION = {"auto": "auto", "eager": "disabled", "sdpa": "sdpa", "flash_attenti
 
 
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
-    """Return the values of its YAML file."""
+    """Return the values of LLaMA-Factory's YAML file."""
     method: Any = spec.method
     values = trainer_arguments(spec) | {
         "stage": "sft",

@@ -29,7 +29,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 def supported(values: dict[str, Any], name: str) -> Any:
-    """Return the model's configuration. Raise SpecError for a model or a division that Megatron does not support."""
+    """Return the model's configuration. Raise SpecError for a model or a sharding that Megatron does not support."""
     config = AutoConfig.from_pretrained(values["load"])
     rope = config.rope_parameters
     kind, llama3 = rope.get("rope_type", "default"), {key: float(rope.get(key, 0)) for key in _LLAMA3}

@@ -13,7 +13,7 @@ TYPES = {"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama"}  # if several of 
 
 
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
-    """Return the options of its command line. Rows are tokenized already, so the template is not used."""
+    """Return the options of ms-swift's command line. Rows are tokenized already, so the template is not used."""
     method: Any = spec.method
     values = trainer_arguments(spec) | {
         "model": model,
@@ -65,8 +65,8 @@ def train(values: dict[str, Any]) -> None:
 
 
 def _keep_tokenized(encode: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a template's `encode` to return tokenized rows unchanged. It only reads dialogues, and replaces other rows
-    by random ones."""
+    """Wrap a template's `encode` to return tokenized rows unchanged. The original only reads dialogues, and replaces
+    other rows by random ones."""
 
     def encode_row(template: Any, row: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(row, dict) or "input_ids" not in row:

@@ -71,7 +71,7 @@ def share_of_rank(spec: Experiment) -> int:
 
 
 def require_group() -> None:
-    """Create a process group of one if this process is the only one. Several ranks have joined theirs."""
+    """Create a process group of one if this process is the only one. Several ranks have already joined a group."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     if torch.cuda.is_available():
@@ -82,7 +82,7 @@ def require_group() -> None:
 
 
 def step_facts(spec: Experiment, optimizer: Any, recomputes: bool, division: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a first step for applied.json. `division` is what several ranks divide."""
+    """Return the facts of a first step for applied.json. `division` describes how several ranks share the work."""
     launch = spec.launch
     facts = {"strategy": launch.strategy, "ranks": launch.ranks, "shares": launch.shares}
     return {

@@ -25,7 +25,7 @@ _NO_CLIPPING = 1e30  # verl always clips
 
 
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
-    """Return the changes to `sft_trainer_engine.yaml`. Padded batches are verl's only ones without flash-attn."""
+    """Return the changes to `sft_trainer_engine.yaml`. Without flash-attn, verl only supports padded batches."""
     method: Any = spec.method
     train, on = spec.train, spec.optimizations
     attention = "sdpa" if on.attention == "auto" else on.attention

@@ -43,6 +43,7 @@ class _Product(torch.autograd.Function):
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values in float32, rounded to an 8-bit type whose largest number is the largest of the values."""
+    """Return the values in float32, rounded to an 8-bit type. The scale maps the largest value to the type's largest
+    number."""
     scale = torch.finfo(dtype).max / values.detach().abs().amax().float().clamp(min=1e-12)
     return (values.detach().float() * scale).to(dtype).float() / scale

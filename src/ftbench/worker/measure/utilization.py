@@ -194,7 +194,8 @@ class GpuLoad:
 def own_processes(nvml: Any, handle: Any, before: Collection[int]) -> set[int]:
     """Return the ids under which NVML lists this run, once it has a context on the GPU.
 
-    NVML can list a process in a container under another id. Then they are the processes that are not in `before`.
+    NVML can list a process in a container under another id. In this case, return all processes that are not in
+    `before`.
     """
     try:
         pids = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}

@@ -114,11 +114,9 @@ def trains_in_32_bits(spec: Experiment) -> bool:
 
 
 def skeleton(kind: Any, config: Any, spec: Experiment) -> Any:
-    """Return a model without values, which it gets while it is sharded.
-
-    Only its buffers take memory, because the host allocates a page when it is written first. Weights that mixed
-    precision trains are in float32, as accelerate would convert them; pp converts them later.
-    """
+    """Return a model without values. It gets them while it is sharded. Only its buffers take memory, because the
+    host allocates a page of memory only when it is written. Weights that mixed precision trains are in float32, as
+    accelerate would convert them; pp converts them later."""
     wide = trains_in_32_bits(spec) and not spec.launch.pp
     dtype = torch.float32 if wide else getattr(torch, spec.model.dtype)
     with torch.device("meta"):

@@ -140,7 +140,8 @@ def declared(model: Any) -> Iterator[None]:
 
 
 class _Factory:
-    """Replaces the class GptOssExperts. The new experts are no instances, so transformers does not initialize them."""
+    """Replaces the class GptOssExperts. The new experts are not instances of it, so transformers does not initialize
+    them."""
 
     def __new__(cls, config: Any) -> Any:
         return Mxfp4Experts(config)

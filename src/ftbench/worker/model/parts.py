@@ -13,7 +13,7 @@ Part = Literal["language", "vision", "projector"]
 
 
 class Elsewhere(torch.nn.Module):
-    """A layer, embedding, norm or head that another rank has. It returns its input."""
+    """Placeholder for a layer, embedding, norm or head of another rank. It returns its input."""
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden

@@ -70,9 +70,9 @@ def _prefetch_one_layer(model: Any) -> dict[str, int]:
     """Return the settings with which DeepSpeed prefetches one layer and keeps no more.
 
     See partitioned_param_coordinator.py. With its defaults it prefetches nothing while 10^9 elements are gathered, and
-    a head, an embedding and a layer of a 14B model have that many (TRL's loss gathers the head first). It keeps the
-    same number of elements of layers between passes, and the embedding, because layers gathered at once count as empty.
-    Small weights stay unsharded, as in transformers.
+    a head, an embedding and a layer of a 14B model have that many (TRL's loss gathers the head first). Between passes
+    it keeps up to the same number of elements of gathered layers. It also keeps the embedding, because it counts layers
+    that are gathered at once as empty. Small weights stay unsharded, as in transformers.
     """
     small = 10 * base_model(model).config.get_text_config().hidden_size
     sizes = [[_elements(parameter) for parameter in layer.parameters()] for layer in decoder_layers(model)]
