@@ -64,7 +64,7 @@ def announce(count: int, path: Path, signals_pipe: int) -> socket.socket:
 
 
 def ask(node: int) -> Path:
-    """Return the run directory from node 0. Raise MissingError if it does not answer as node 0 does."""
+    """Return the run directory from node 0. Raise MissingError if there is no valid answer."""
     where, end = (os.environ[ADDRESS], int(os.environ[PORT])), time.monotonic() + MEETING_S
     while True:
         try:

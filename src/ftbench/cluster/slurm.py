@@ -161,7 +161,8 @@ class _StoppedError(Exception):
 
 @dataclass(slots=True)
 class SlurmSlot:
-    """One job at a time. All cells must train on the GPU `gpu`. `earlier` are runs before the plan, and tried ones."""
+    """One job at a time. All cells must train on the GPU `gpu`. `earlier` are the ids of runs that are not new
+    results."""
 
     name: str
     settings: SlurmSettings

@@ -59,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A GPU of the table, or one with so many GiB. `total` is the memory that its driver reports, if known."""
+    """A GPU of the table, or the GiB of an unknown GPU. `total` is the memory that its driver reports, if known."""
 
     name: str
     gpu: Gpu | float

@@ -39,7 +39,7 @@ class Capacity:
 
 
 def capacity(gpu: Gpu | float, total: float | None = None) -> Capacity:
-    """Return the capacity of a GPU of the table, or of one with so many GiB.
+    """Return the capacity of a GPU of the table, or of an unknown one given its GiB.
 
     `total` is the driver's number, if known. Otherwise it is the table's, or the data sheet's GB as 10**9 bytes, the
     lower reading."""
@@ -101,7 +101,8 @@ def gpu_named(name: str) -> Gpu:
 
 
 def _by_driver(name: str) -> Gpu | None:
-    """Return the GPU of a driver's full name. A part that other drivers' names share, such as A100, is not one."""
+    """Return the GPU with this full driver name. A part that several driver names share, such as A100, does not
+    match."""
     gpu = find_gpu(name)
     if gpu is None:
         return None
@@ -119,7 +120,7 @@ def gpus_called(text: str) -> list[Gpu]:
 
 
 def _same(word: str, own: str, or_memory: bool) -> bool:
-    """Return whether a word is one of a GPU's or short for it: `sxm` for `sxm4`, and `80` for `80gb`."""
+    """Return whether a word is a GPU's word or short for it: `sxm` for `sxm4`, and `80` for `80gb`."""
     return own == word or (word.isalpha() and own.rstrip("0123456789") == word) or (or_memory and own == f"{word}gb")
 
 

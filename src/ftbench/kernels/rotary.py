@@ -1,12 +1,9 @@
-"""Queries and keys in the layout that attention reads: each head normed (optional) and rotated, with the values, in one
-kernel per direction.
-
-Passes over a token's heads. Forward: everything is read and written once. Backward: the gradients and, if heads are
-normed, the original queries and keys are read; the gradients are written next to each other if the heads came from
-one product, which is the layout that its backward pass reads. The compiler reads each head twice (mean square,
-norm), writes queries and keys twice (the second time in attention's order), and joins the gradients in a separate
-pass.
-"""
+"""Write queries, keys and values in the layout that attention reads, with one kernel per direction. Heads of queries
+and keys are normed (optional) and rotated. Passes over a token's heads. Forward: everything is read and written
+once. Backward: the gradients are read, and also the original queries and keys if heads are normed. If the heads came
+from one product, the gradients are written next to each other, as its backward pass reads them. The compiler reads
+each head twice (mean square, norm), writes queries and keys twice (the second time in attention's order), and joins
+the gradients in a separate pass."""
 
 from __future__ import annotations
 

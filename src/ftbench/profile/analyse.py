@@ -55,8 +55,8 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
 def _host_waits(trace: Trace) -> float | None:
     """Return the time that threads with launches waited in the driver; None without a GPU.
 
-    A launch waits while the queue of the GPU is full. This time is left before the step is launch-bound. The profiler
-    slows launches, so more is left in an ordinary run.
+    A launch waits while the queue of the GPU is full. If this time is zero, the step is launch-bound. The profiler
+    slows launches, so launches wait longer in an ordinary run.
     """
     calls = [[span for span in spans if span.kind == "call"] for spans in trace.threads.values()]
     launching = [own for own in calls if any(LAUNCH.match(call.name) for call in own)]

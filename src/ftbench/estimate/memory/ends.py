@@ -34,7 +34,8 @@ def final_norm_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) ->
 
 
 def head_cast(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the copy of a frozen float32 head, which is cast for each use (autocast caches only trained weights)."""
+    """Return the bytes of the cast copy of a frozen float32 head. It is cast for each use, because autocast caches
+    only trained weights."""
     return model.vocab * model.hidden * plan.compute if plan.upcast > plan.compute and plan.autocast else 0.0
 
 
@@ -210,10 +211,10 @@ def projector(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> flo
 
 
 def encoder_moment(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the most that the encoder needs temporarily.
+    """Return the largest temporary memory of the encoder.
 
-    LLaVA requests the outputs of all layers (modeling_llava_next.py, output_hidden_states), and one MLP is active. Qwen
-    keeps the pixels in the weights' type, and rotates queries and keys in float32: eight tensors of that width."""
+    LLaVA requests the outputs of all layers (modeling_llava_next.py, output_hidden_states), and one MLP is active.
+    Qwen keeps the pixels in the weights' type, and rotates queries and keys in float32: eight tensors of that width."""
     h, c = vision.hidden, plan.compute
     if vision.tile:
         each = (vision.layers + 1) * stream(vision, plan) * h + c * vision.activations * vision.inner

@@ -276,8 +276,8 @@ SlackBasis = dict[str, float]  # GiB that each of `Constants` multiplies; 1 or 0
 def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
     """Return the blocks that the pool cannot reuse.
 
-    The blocks of our chunked loss have one size and are reused. The optimizer's temporary tensors reuse the blocks of
-    the backward pass, as far as these are enough."""
+    The blocks of our chunked loss have one size and are reused. The optimizer's temporary tensors reuse the blocks
+    of the backward pass, if these are large enough."""
     logits = 0.0 if case.plan.loss == "chunked" else ends.logits(case.model, case.plan, case.batch)
     transient = logits + ends.head_cast(case.model, case.plan)
     acts = named["loss"].get("activations", 0) + named["loss"].get("checkpoints", 0)
@@ -291,6 +291,6 @@ def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
 
 
 def slack_basis_of(spec: Experiment, gpu: Gpu | float, batch: Largest | None) -> SlackBasis:
-    """Return the basis of a run's slack, for the fit of the constants."""
+    """Return the block sizes of a run that the pool cannot reuse, to fit the constants."""
     case, _ = _case(spec, gpu, batch)
     return slack_basis(case, phases(case))

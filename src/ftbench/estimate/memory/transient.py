@@ -84,11 +84,10 @@ def experts_peak(layer: Layer, plan: TrainingPlan, backward: bool) -> float:
 
 
 def experts_again(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the same for a checkpointed layer.
-
-    During recomputation, memory holds the experts' ordered inputs (if they are not saved), their weighted outputs, the
-    residual stream, its norm, and the waiting gradient. That gradient is expanded already (torch recomputes a layer at
-    the first access to one of its tensors). In the backward pass each saved tensor is freed after its use."""
+    """Return the peak bytes of `experts_peak` for a checkpointed layer. During recomputation, memory holds the
+    experts' ordered inputs (if they are not saved), their weighted outputs, the residual stream, its norm, and the
+    waiting gradient. That gradient is expanded already (torch recomputes a layer at the first access to one of its
+    tensors). In the backward pass each saved tensor is freed after its use."""
     moe, c, h = layer.experts, plan.compute, layer.hidden
     assert moe is not None
     weighted = FLOAT if moe.float_weights else c

@@ -26,13 +26,14 @@ _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "u
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A spec with its own method and optimizations. `problems` are reasons why it cannot run on any machine."""
+    """A training variant: the spec with another method or other optimizations. `problems` are reasons why it cannot
+    run on any machine."""
 
     spec: Experiment
     problems: tuple[str, ...] = field(default=())
 
     def on(self, launch: Launch) -> Way:
-        """Return the same way on several GPUs, with the problems that this causes."""
+        """Return the same variant on several GPUs, with the problems that this causes."""
         if launch is self.spec.launch or launch == self.spec.launch:
             return self
         spec = self.spec.model_copy(update={"launch": launch})
@@ -139,7 +140,7 @@ def _without_losses(spec: Experiment) -> Experiment:
 
 
 def _for_images(spec: Experiment) -> dict[str, Any]:
-    """Return the optimizations that each way has for images: the spec's resolution and a cache."""
+    """Return the optimizations for images that all variants have: the spec's resolution and a cache."""
     return {"image_size": spec.optimizations.image_size, "image_cache": True} if spec.dataset.has_images else {}
 
 

@@ -1,4 +1,5 @@
-"""Find the best training variant of a spec within a time, a budget and the memory of a GPU, by estimating all ways."""
+"""Find the best training variant of a spec within a time, a budget and the memory of a GPU, by estimating all
+variants."""
 
 import math
 from collections import Counter
@@ -53,7 +54,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way on a GPU with its batch. `cost` is None without a price."""
+    """A variant on a GPU with its batch. `cost` is None without a price."""
 
     spec: Experiment
     gpu: Gpu
@@ -80,11 +81,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The ranked ways. `options` meet all limits by their expected values, best first.
-
-    Options that may miss the deadline come last. Without options, `closest` fits a GPU and misses a limit by the least,
-    and `missed` names the limit. `ruled_out` counts the other ways of `considered` by reason. `promising` are the ways
-    that may be best with other lengths, and whether they fit. `lengths` has the best way for a factor of the length."""
+    """The ranked variants. `options` meet all limits by their expected values, best first. Options that may miss the
+    deadline come last. If there are no options, `closest` is the variant that fits a GPU and misses a limit by the
+    least, and `missed` names the limit. `ruled_out` counts the rejected variants by reason; `considered` is the
+    number of all. `promising` are the variants that may be best with other lengths, and whether they fit. `lengths`
+    has the best variant for a factor of the length."""
 
     goal: Goal
     options: tuple[Option, ...]
@@ -106,8 +107,8 @@ class Recommendation:
 def recommend(
     goal: Goal, among: Sequence[Way] | None = None, memory_cache: MemoryCache | None = None
 ) -> Recommendation:
-    """Return all ways that meet the goal, ranked; `among` limits them. Raise SpecError if the model or all rates are
-    unknown."""
+    """Return all variants that meet the goal, ranked. `among` limits the variants. Raise SpecError if the model or
+    all rates are unknown."""
     unrated = {gpu: why for gpu in goal.gpus if (why := _unrated(gpu, goal))}
     if len(unrated) == len(goal.gpus):
         raise SpecError(*unrated.values())
@@ -135,8 +136,9 @@ def recommend(
 
 
 def _promising(tried: Sequence[tuple[Way, Option | str]], kept: Sequence[Option]) -> tuple[tuple[Way, bool], ...]:
-    """Return the ways that may be the best with other lengths or batches, and whether they fit: the best ones, the one
-    with the least memory of each method, recipes that do not fit, and ways that have no row for a step."""
+    """Return the variants that may be the best with other lengths or batches, and whether they fit. These are the
+    best ones, the one with the least memory of each method, recipes that do not fit, and variants without a row per
+    step."""
     leanest: dict[str, Option] = {}
     for option in sorted(kept, key=lambda option: option.memory.device.expected):
         leanest.setdefault(option.spec.method.name, option)
@@ -168,7 +170,7 @@ def _unrated(gpu: Gpu, goal: Goal) -> str | None:
 
 
 def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Option | str:
-    """Return a way with its best batch, or the reason why none fits."""
+    """Return a variant with its best batch, or the reason why no batch fits."""
     capability = capability_of(gpu)
     effective = _rows_per_step(way.sized(1, 1, capability), goal)
     if effective == 0:
@@ -197,7 +199,7 @@ def samples_per_step(spec: Experiment, history: RunHistory) -> float:
 
 
 def alternative(spec: Experiment, gpu: Gpu, history: RunHistory) -> Option | None:
-    """Return the fastest way with the samples per step of a spec that fits a GPU, or None."""
+    """Return the fastest variant that fits a GPU and has the samples per step of a spec, or None."""
     samples = max(1, round(samples_per_step(spec, history)))
     goal = Goal(spec, (gpu,), 1000 * samples, counts=(spec.launch.gpus,), effective_batch=samples, history=history)
     try:

@@ -82,7 +82,7 @@ def answer(request: RecommendRequest) -> Recommendation:
 
 
 def command_of(request: RecommendRequest, recommendation: Recommendation) -> str:
-    """Return the command that trains the best way: with the file that `-o` writes, or with `--set` values."""
+    """Return the command that trains the best variant: with the file that `-o` writes, or with `--set` values."""
     if not recommendation.options:
         return ""
     if request.output is not None:
@@ -172,7 +172,7 @@ def _samples(request: RecommendRequest, spec: Experiment, history: RunHistory) -
 
 
 def with_lengths(answer: Recommendation) -> Recommendation:
-    """Return the answer with what is best if the samples are half or twice as long."""
+    """Return the answer, and add which variant is best if the samples are half or twice as long."""
     goal, memory_cache = answer.goal, MemoryCache()
     if not answer.options or not _has_lengths(goal):
         return answer
@@ -191,7 +191,7 @@ def _has_lengths(goal: Goal) -> bool:
 def _at_length(
     goal: Goal, factor: float, promising: Sequence[tuple[Way, bool]], memory_cache: MemoryCache
 ) -> tuple[Option, ...]:
-    """Return the ranked ways for samples whose mean length is `factor` times as large."""
+    """Return the ranked variants for samples whose mean length is `factor` times as large."""
     data, lengths = goal.spec.dataset, goal.history.lengths(goal.spec)
     mean = max(2, round(factor * lengths.mean))
     equal = len(set(lengths.values)) == 1

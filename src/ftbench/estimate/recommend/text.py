@@ -24,7 +24,7 @@ FP8 = "fp8 multiplies in 8 bits: the loss may differ, so compare it with a bf16 
 def as_text(answer: Recommendation, command: str = "", every: bool = False) -> str:
     """Return the best per GPU, the answer in one sentence, the `command` that runs it, and notes.
 
-    With `every`, list all ways and the reasons against the others."""
+    With `every`, list all variants, and the reasons against the rejected ones."""
     goal = answer.goal
     lines = [folded(" · ".join(_question(goal))), ""]
     if answer.options:
@@ -145,7 +145,7 @@ def _notes(answer: Recommendation) -> list[str]:
 
 
 def _other_lengths(answer: Recommendation) -> list[str]:
-    """Return what is best if the samples are half or twice as long."""
+    """Return which variant is best if the samples are half or twice as long."""
     if not answer.lengths:
         return []
     best, mean = answer.options[0], answer.goal.history.lengths(answer.goal.spec).mean
@@ -176,7 +176,7 @@ def _gpus(answer: Recommendation) -> str:
 
 
 def as_yaml(answer: Recommendation) -> str:
-    """Return the spec of the best way with comments, and its estimate in the first lines."""
+    """Return the spec of the best variant with comments, and its estimate in the first lines."""
     best, goal = answer.options[0], answer.goal
     lines = [
         f"# The best by {goal.objective} for {units.some(round(goal.samples), 'sample')} on {best.location}, according "

@@ -212,13 +212,14 @@ def _whole_square(shape: TrainableShape, batch: Batch, again: float) -> float:
 
 
 def _elementwise(shape: TrainableShape, again: float) -> tuple[float, float]:
-    """Return bytes per position over all layers, with the backward pass: of the base model and of the adapters."""
+    """Return bytes per position over all layers, including the backward pass: for the base model and for the
+    adapters."""
     base, adapters = forward_bytes(shape)
     return base * (1 + _BACKWARD + again), adapters * (1 + _ADAPTER_BACKWARD + again)
 
 
 def forward_bytes(shape: TrainableShape) -> tuple[float, float]:
-    """Return bytes per position of a forward pass over all layers: of the base model and of the adapters."""
+    """Return bytes per position of a forward pass over all layers: for the base model and for the adapters."""
     hidden = shape.model.hidden * len(shape.model.layers)
     base = _HIDDEN * hidden + _HEADS * shape.query_key + _INNER * shape.inner
     return base, _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs

@@ -28,10 +28,10 @@ LaidOut: TypeAlias = tuple[int, int, int, int, bool, int]  # positions, samples,
 class Layout:
     """How samples become batches of `size` rows.
 
-    Rows are concatenated (`flat`), also until they are full (`packing`), or padded to one shape (`fixed`). Samples have
-    similar lengths (`grouping`) or are sorted by length, longest first (`ordered`). `seen` is the number of samples
-    that a limit on steps leaves. The attention kernel knows sample boundaries (`boundaries`), or gets no mask for
-    padding (`unmasked`). A sample has `sequences` rows."""
+    Rows are concatenated (`flat`), also until they are full (`packing`), or padded to one shape (`fixed`). Samples
+    have similar lengths (`grouping`) or are sorted by length, longest first (`ordered`). `seen` is the number of
+    samples that are trained if the number of steps is limited. The attention kernel knows sample boundaries
+    (`boundaries`), or gets no mask for padding (`unmasked`). A sample has `sequences` rows."""
 
     size: int
     max_length: int

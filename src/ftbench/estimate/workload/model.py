@@ -91,7 +91,7 @@ def _known(name: str) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """Linear layers of a model as one token uses them: their number and the sums of their widths."""
+    """The linear layers that one token uses: their number and the sums of their widths."""
 
     count: int
     inputs: int
@@ -100,11 +100,10 @@ class Linears:
 
 @dataclass(frozen=True, slots=True)
 class TrainableShape:
-    """A model with a method.
-
-    `linears` are all linear layers, `adapters` those with adapters. A token uses `expert_matmul` parameters of the
-    experts. `inner`, `heads` and `query_key` are sums over all layers: the widths of gated products per token,
-    attention heads, and queries and keys. `moe_layers` is the number of layers with experts."""
+    """A model with a method. `linears` are all linear layers, `adapters` are the layers with adapters. A token uses
+    `expert_matmul` parameters of the experts. Three fields are sums over all layers: `inner` of the widths of gated
+    products per token, `heads` of attention heads, `query_key` of the widths of queries and keys. `moe_layers` is
+    the number of layers with experts."""
 
     model: ModelShape
     matmul: MatmulShape

@@ -67,7 +67,8 @@ SINGLE = Sharding()
 
 
 def sharding_of(launch: Launch) -> Sharding:
-    """Return what a strategy shards: `tp`, `ep` and `cp` their own part, all others the batch."""
+    """Return how a strategy shares the work. `tp` splits matrices, `ep` experts and `cp` sequences; all others split
+    the batch."""
     gpus, strategy = launch.gpus, launch.strategy
     if gpus == 1:
         return SINGLE
