@@ -494,7 +494,6 @@ def test_the_range_of_unsloth_packing_contains_its_run() -> None:
 @pytest.mark.parametrize(
     ("sets", "nearest"),
     [
-        (["method.load_in_4bit=off", "method.load_in_fp8=on"], "--set method.load_in_fp8=off"),
         (["optimizations.packing=on"], "--set optimizations.packing=off"),
         (["method.load_in_4bit=off", "method.cuda_graphs=on"], "--set method.cuda_graphs=off"),
     ],

@@ -131,7 +131,6 @@ METHODS = {
     "unsloth-padded": ("method={name: unsloth, load_in_4bit: off, padded: on}", UNEQUAL),
     "lora-unequal": (UNEQUAL,),
     "unsloth-packing": ("method={name: unsloth, load_in_4bit: off}", "optimizations.packing=on"),
-    "unsloth-fp8": ("method={name: unsloth, load_in_4bit: off, load_in_fp8: on}",),
     "chunked-loss": ("optimizations.chunked_loss=on",),
     "liger": ("optimizations.liger=on",),
     "compile-dynamic": ("optimizations.compile=dynamic", "optimizations.chunked_loss=on"),

@@ -70,7 +70,7 @@ def test_model_is_the_only_required_key(files):
 
 def test_defaults_are_the_founding_study(spec):
     found = spec()
-    assert (found.method.rank, found.method.alpha, found.method.dropout, found.method.bias) == (8, 16, 0, "none")
+    assert (found.method.rank, found.method.alpha, found.method.dropout) == (8, 16, 0)
     assert found.method.targets == PROJECTIONS
     assert (found.train.max_grad_norm, found.train.optimizer, found.dataset.max_length) == (0.3, "adamw_torch", 2048)
 

@@ -9,67 +9,49 @@ import types
 
 import pytest
 
-from ftbench.worker.measure import utilization
+from ftbench.worker.measure import meters, utilization
 from ftbench.worker.measure.meters import Sampler
 from ftbench.worker.measure.utilization import GpuLoad, HostLoad, own_processes
 
-TICK = 1 / os.sysconf("SC_CLK_TCK")
-
 
 @pytest.fixture
-def host(tmp_path, monkeypatch):
-    """A HostLoad with a simulated clock and two CPUs. `host(busy, idle, own)` advances by seconds per CPU."""
+def host(monkeypatch):
+    """A sampler of a HostLoad with a simulated clock and two CPUs. `host(busy, idle, own)` advances by seconds per CPU
+    and returns the shares so far."""
     monkeypatch.setattr(utilization.os, "sched_getaffinity", lambda _: {0, 1})
     clock = types.SimpleNamespace(now=0.0, busy=0.0, idle=0.0, own=0.0)
-    monkeypatch.setattr(utilization.time, "perf_counter", lambda: clock.now)
-    path = tmp_path / "stat"
+    monkeypatch.setattr(meters.time, "perf_counter", lambda: clock.now)
 
-    def write():
-        fields = f"{clock.busy / TICK:.0f} 0 0 {clock.idle / TICK:.0f} 0 0 0 0 0 0"
-        away = f"{clock.now * 1000 / TICK:.0f} 0 0 0 0 0 0 0 0 0"  # a CPU outside the affinity mask
-        path.write_text(f"cpu  {fields}\ncpu0 {fields}\ncpu1 {fields}\ncpu2 {away}\nintr 5\n")
+    def times(percpu):
+        fields = (clock.busy, 0, 0, clock.idle, 0, 0, 0, 0, clock.busy, 0)
+        return [fields, fields, (clock.now * 1000, *fields[1:])]  # the third CPU is outside the affinity mask
 
-    write()
-    load = HostLoad(path, lambda: clock.own)
+    monkeypatch.setattr(utilization.psutil, "cpu_times", times)
+    sampler = Sampler(others=[HostLoad(lambda: clock.own)])
 
     def move(busy, idle, own):
         clock.now, clock.busy, clock.idle = clock.now + busy + idle, clock.busy + busy, clock.idle + idle
         clock.own += own
-        write()
-        return load.read()
+        sampler.take()
+        return lambda begin, end: sampler.over(begin, end).get("host_cpu_by_others")
 
     return move
 
 
 def test_own_cpu_time_is_not_load_of_others(host):
-    (interval,) = host(busy=0.5, idle=0.5, own=1.0)  # half of two CPUs
-    assert interval.shares["host_cpu_by_others"] == pytest.approx(0.0)
-    assert (interval.begin, interval.end) == (0.0, 1.0)
+    assert host(busy=0.5, idle=0.5, own=1.0)(0.0, 1.0) == pytest.approx(0.0)  # half of two CPUs
 
 
 def test_load_of_others_is_a_share_of_available_cpus(host):
-    (first,) = host(busy=0.9, idle=0.1, own=1.0)
-    (second,) = host(busy=1.0, idle=0.0, own=0.0)
-    assert first.shares["host_cpu_by_others"] == pytest.approx(0.4)
-    assert second.shares["host_cpu_by_others"] == pytest.approx(1.0)
+    host(busy=0.9, idle=0.1, own=1.0)
+    share = host(busy=1.0, idle=0.0, own=0.0)
+    assert (share(0.0, 1.0), share(1.0, 2.0)) == (pytest.approx(0.4), pytest.approx(1.0))
+    assert share(0.5, 1.5) == pytest.approx(0.7), "weighted by overlap"
 
 
 def test_short_interval_is_added_to_the_next(host):
-    assert host(busy=0.05, idle=0.0, own=0.0) == []
-    (interval,) = host(busy=0.15, idle=0.0, own=0.0)
-    assert (interval.begin, interval.end) == (0.0, pytest.approx(0.2))
-
-
-def test_unreadable_counters_leave_host_load_unknown(tmp_path):
-    assert HostLoad(tmp_path / "missing", lambda: 0.0).read() == []
-
-
-def test_share_of_a_step_is_weighted_by_overlap(host):
-    meter = types.SimpleNamespace(read=lambda: [*host(0.5, 0.5, 0.0), *host(0.0, 1.0, 0.0)])
-    sampler = Sampler(others=[meter])
-    sampler.take()
-    assert sampler.over(0.5, 1.5)["host_cpu_by_others"] == pytest.approx(0.25)
-    assert sampler.over(1.0, 2.0)["host_cpu_by_others"] == pytest.approx(0.0)
+    assert host(busy=0.05, idle=0.0, own=0.0)(0.0, 0.05) is None
+    assert host(busy=0.15, idle=0.0, own=0.2)(0.0, 0.05) == pytest.approx(0.5)
 
 
 def test_children_count_as_own_time(monkeypatch):
@@ -117,19 +99,18 @@ def sample(pid, share, later=1):
 
 def test_kernels_of_other_processes_are_a_share_of_time():
     load = GpuLoad(driver([sample(1, 90), sample(2, 20), sample(2, 40, later=2), sample(3, 5)]), None, own={1})
-    assert load.read()[0].shares == {"gpu_by_others": pytest.approx(0.35)}
-    assert load.read()[0].shares == {"gpu_by_others": 0.0}  # no samples since
+    assert load.read() == {"gpu_by_others": pytest.approx(0.35)}
+    assert load.read() == {"gpu_by_others": 0.0}  # no samples since
 
 
-def test_gpu_load_is_unknown_without_own_process_ids():
-    assert GpuLoad(driver([sample(2, 50)]), None, own=()).read() == []
-
-
-def test_failing_driver_is_not_read_again():
-    nvml = driver([])
-    nvml.nvmlDeviceGetProcessUtilization = lambda *_: (_ for _ in ()).throw(Failure(3))
-    load = GpuLoad(nvml, None, own={1})
-    assert load.read() == load.read() == []
+def test_failing_meter_is_not_read_again(monkeypatch):
+    monkeypatch.setattr(meters, "SHORTEST_S", 0.0)
+    nvml, calls = driver([]), []
+    nvml.nvmlDeviceGetProcessUtilization = lambda *_: calls.append(1) or (_ for _ in ()).throw(Failure(3))
+    sampler = Sampler(nvml, None, [GpuLoad(nvml, None, own={1})])
+    for _ in range(3):
+        sampler.take()
+    assert len(calls) == 1
 
 
 def test_own_process_is_found_by_its_id():

@@ -230,7 +230,6 @@ def test_run_learns_and_saves_the_same_adapter(train_here, method):
 
 REFUSED = [
     ({"method": {"dropout": 0.1}}, "set method.dropout to 0"),
-    ({"method": {"bias": "all"}}, "set method.bias to none"),
     ({"method": {"name": "full"}}, "method full has none"),
     ({"method": {"name": "unsloth"}}, "with method unsloth"),
     ({"train": {"precision": "fp16"}}, "train.precision bf16 or fp32"),

@@ -42,15 +42,6 @@ def test_method_selects_the_trained_parts(train_here, model):
     assert other["language"] == frozen["language"]
 
 
-def test_frozen_part_has_frozen_biases(train_here):
-    """Cached features would not include trained biases of the encoder."""
-    method = {"bias": "all", "projector": "lora"}
-    parts = kinds_of(train_here(model={"id": MODELS[0]}, method=method, **TEXT))
-    assert parts["vision"]["trainable"] == 0
-    no_bias = kinds_of(train_here(model={"id": MODELS[0]}, method=method | {"bias": "none"}, **TEXT))
-    assert parts["projector"]["trainable"] == no_bias["projector"]["trainable"] + 2 * 64  # biases of its two layers
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_full_trains_all_weights(train_here, model):
     kinds = kinds_of(train_here(model={"id": model}, method={"name": "full"}, **TEXT))
@@ -99,8 +90,6 @@ def test_saving_full_parts_is_rejected():
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"method": {"projector": "full"}}, "unsloth trains only adapters: set them to frozen or lora"),
-    ({"method": {"load_in_4bit": False, "load_in_fp8": True}},
-     "method.load_in_fp8 with method unsloth supports only text"),
     ({"optimizations": {"packing": True}}, "optimizations.packing with method unsloth supports only text"),
 ])  # fmt: skip
 def test_text_only_options_of_unsloth_are_rejected(changes, message):

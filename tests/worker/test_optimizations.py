@@ -460,13 +460,3 @@ def test_the_longest_samples_come_first_and_the_others_keep_their_order():
     found = [len(each.ids) for each in prepare.longest_first(made, 2)]
     assert found == [40, 30, 5, 7, 9, 8]
     assert all(a >= b for a, b in pairwise(found[:2]))
-
-
-def test_unsloths_8_bit_weights_exclude_its_4_bits_and_need_a_new_gpu():
-    with pytest.raises(ValueError, match="load_in_fp8 and load_in_4bit exclude each other"):
-        spec_of(method={"name": "unsloth", "load_in_fp8": True})
-    spec = spec_of(method={"name": "unsloth", "load_in_4bit": False, "load_in_fp8": True})
-    assert machine_incompatibilities(spec, (8, 9)) == [
-        "method.load_in_fp8 needs a GPU of compute capability 9.0 or higher: set it to off"
-    ]
-    assert machine_incompatibilities(spec, (9, 0)) == []

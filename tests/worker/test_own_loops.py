@@ -176,11 +176,6 @@ def test_weights_of_megatron_and_back(ranks):
     assert megatron_model.sources("output_layer.weight", tied=True) == ["model.embed_tokens.weight"]
 
 
-def test_uneven_division_is_an_error():
-    with pytest.raises(ValueError, match=r"3 GPUs cannot share mlp\.linear_fc2\.weight evenly: use fewer"):
-        megatron_model.share_of("mlp.linear_fc2.weight", [torch.zeros(4, 8)], 2, 0, 3)
-
-
 @pytest.mark.frameworks
 @pytest.mark.parametrize(
     ("model", "train", "launch"),

@@ -101,11 +101,11 @@ Trained = Literal["frozen", "lora", "full"]
 
 class _Adapters(_Method):
     adapters: ClassVar[bool] = True
+    removed = ("bias",)
 
     rank: Int = Field(8, ge=1, le=4096, description="rank of the adapter matrices")
     alpha: Float = Field(16, gt=0, description="scale of the adapters is alpha / rank")
     dropout: Float = Field(0.0, ge=0, lt=1, description="dropout before the adapters")
-    bias: Literal["none", "all", "lora_only"] = Field("none", description="which biases are trained")
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         PROJECTIONS,
         description="names of the linear layers that get adapters, or all-linear; fused experts are not included",
@@ -200,14 +200,13 @@ class Unsloth(_Adapters):
     """Train adapters with unsloth's kernels."""
 
     needs_gpu: ClassVar[bool] = True
-    removed = ("offload_layers", "offload_embedding", "tiled_mlp")
+    removed = ("bias", "load_in_fp8", "offload_layers", "offload_embedding", "tiled_mlp")
 
     name: Literal["unsloth"] = "unsloth"
     load_in_4bit: Switch = Field(True, description="quantise the frozen weights to 4 bits")
     use_gradient_checkpointing: Annotated[Literal["unsloth", "on", "off"], Word] = Field(
         "unsloth", description="unsloth: keep layer inputs in host memory; on: torch's checkpointing"
     )
-    load_in_fp8: Switch = Field(False, description="quantise the frozen weights to 8-bit floats with one scale per row")
     padded: Switch = Field(
         False, description="pad batches; off: unsloth's choice, for most text models one row without padding"
     )
@@ -226,8 +225,6 @@ class Unsloth(_Adapters):
         yield from super().incompatibilities(spec)
         if family(spec.model) in WITH_IMAGES:
             yield from self._of_images(spec)
-        if self.load_in_fp8 and self.load_in_4bit:
-            yield "method.load_in_fp8 and load_in_4bit exclude each other: set one to off"
         if self.padded and (spec.optimizations.packing or spec.optimizations.padding_free):
             yield "method.padded: optimizations.packing and padding_free remove the padding: set one to off"
         if self.cuda_graphs and not self.block_compile:
@@ -239,17 +236,10 @@ class Unsloth(_Adapters):
         """Yield the settings of unsloth that do not support images."""
         if "full" in (self.vision, self.projector):
             yield "method.vision and method.projector: unsloth trains only adapters: set them to frozen or lora"
-        keys = ["method.load_in_fp8"] if self.load_in_fp8 else []
-        keys += [f"optimizations.{name}" for name in ("packing", "padding_free") if getattr(spec.optimizations, name)]
         yield from (
-            f"{key} with method unsloth supports only text, and {spec.model.id} reads images: set it to off"
-            for key in keys
-        )
-
-    def machine_incompatibilities(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
-        yield from super().machine_incompatibilities(spec, capability)
-        if self.load_in_fp8 and capability is not None and capability < (9, 0):
-            yield "method.load_in_fp8 needs a GPU of compute capability 9.0 or higher: set it to off"
+            f"optimizations.{name} with method unsloth supports only text, and {spec.model.id} reads images: set it off"
+            for name in ("packing", "padding_free") if getattr(spec.optimizations, name)
+        )  # fmt: skip
 
 
 Method = Annotated[Full | Lora | Qlora | Unsloth, Field(discriminator="name")]

@@ -40,13 +40,11 @@ class Sft(Part):
             yield f"dataset.format {PROMPT} has no answers: set objective to grpo, or use another format"
 
 
-def _trl_only(spec: Experiment, trainer: str, with_reference: bool) -> Iterator[str]:
+def _trl_only(spec: Experiment, trainer: str) -> Iterator[str]:
     """Yield what trl's trainer of an objective does not support, or was not tested with."""
     objective, launch = f"objective {spec.objective.name}", spec.launch
     if spec.method.name == "unsloth":
         yield f"{objective} with method unsloth is not supported: use lora, qlora or full"
-    if with_reference and getattr(spec.method, "bias", "none") != "none":
-        yield f"{objective}: peft cannot add the reference adapter if biases are trained: set method.bias to none"
     if "torchao" in spec.train.optimizer:
         yield (
             f"train.optimizer {spec.train.optimizer} with {objective}: trl's {trainer} takes no optimizer class: use "
@@ -82,7 +80,7 @@ class Dpo(Part):
         data = spec.dataset
         if getattr(spec.method, "dropout", 0):
             yield "objective dpo: trl disables dropout so that model and reference agree: set method.dropout to 0"
-        yield from _trl_only(spec, "DPOTrainer", with_reference=True)
+        yield from _trl_only(spec, "DPOTrainer")
         if data.has_images:
             yield f"objective dpo supports only text, and {data.name} has images: use another dataset"
         elif format_name := data.format or data.source.format:
@@ -158,7 +156,7 @@ class Grpo(Part):
             yield "measure.profile with objective grpo: a profile does not cover generation: profile objective sft"
         if spec.train.precision == "fp16":
             yield "train.precision fp16 with objective grpo was not tested: set it to bf16 or fp32"
-        yield from _trl_only(spec, "GRPOTrainer", with_reference=bool(self.beta))
+        yield from _trl_only(spec, "GRPOTrainer")
 
     def _of_batches(self, spec: Experiment) -> Iterator[str]:
         size, group, samples = spec.global_batch, self.num_generations, spec.dataset.samples

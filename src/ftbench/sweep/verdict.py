@@ -72,7 +72,7 @@ class LevelResult:
 
 def kinds(spec: Experiment) -> tuple[str, ...]:
     """Return the names of the budgets that apply to a resolved spec, the one for products first."""
-    if spec.optimizations.fp8 != "off" or getattr(spec.method, "load_in_fp8", False):
+    if spec.optimizations.fp8 != "off":
         products = EIGHT_BIT
     elif spec.train.precision == "fp32" and spec.model.dtype == "float32":
         products = "float32"

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from safetensors import safe_open
-from transformers import TrainerCallback, set_seed
+from transformers import set_seed
 
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import RunDir, first_gpu, read_json
@@ -28,7 +28,7 @@ from ftbench.worker.model.parts import base_model, decoder
 from ftbench.worker.model.tokenizer import build_tokenizer
 from ftbench.worker.model.vision import reads_images
 from ftbench.worker.optimizations import cuda_graph
-from ftbench.worker.training_run import TrainingRun, recorder_of, require_complete, watch_memory
+from ftbench.worker.training_run import AfterFirstStep, TrainingRun, recorder_of, require_complete, watch_memory
 
 
 def train(run: TrainingRun) -> None:
@@ -77,7 +77,7 @@ def _write_final_facts(run: TrainingRun, loop: Any, data: Prepared, recorder: Re
     spec = run.spec
     run.write_facts(
         dataset=data.description | {"order_hash": _hash_of(run, data, recorder)}, padding=padding_of(recorder.shapes),
-        gpu_busy_method=recorder.busy_method, **cuda_graph.applied(loop.model, spec),
+        gpu_busy_method=recorder.sampler and recorder.sampler.busy_method, **cuda_graph.applied(loop.model, spec),
         **(parallel.applied(loop, spec) if spec.launch.pp else {}),  # with the time that stages waited
     )  # fmt: skip
 
@@ -162,7 +162,7 @@ def _attach(run: TrainingRun, loop: Any, recorder: Recorder) -> None:
         loop.add_callback(Levels(spec, directory, loop, recording))
     if spec.measure.keep_weights:
         loop.add_callback(Weights(directory))
-    loop.add_callback(_AfterFirstStep(run, loop))
+    loop.add_callback(AfterFirstStep(run, lambda: _verify(run, loop)))
     if spec.measure.profile != "off":
         from ftbench.worker.profile import Profiler
 
@@ -184,19 +184,9 @@ def _mark_forward_parts(model: Any, recorder: Recorder) -> None:
     base.register_forward_hook(lambda *_: recorder.mark_part("loss_s"))
 
 
-class _AfterFirstStep(TrainerCallback):
-    """Verifies the settings after the first step, when graphs are compiled and the optimizer has a state."""
-
-    def __init__(self, run: TrainingRun, loop: Any) -> None:
-        self._run, self._loop = run, loop
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step != 1:
-            return
-        run, spec = self._run, self._run.spec
-        run.write_facts(**effective_config.of_trainer(self._loop, spec))
-        if "warm" in (run.facts["compile_cache"] or ""):
-            run.warn("compiled graphs came from the disk cache: with an empty cache the first step takes longer")
-        run.require_applied(optimizations.verify(self._loop.model, spec) + trainer.verify(self._loop, spec))
-        if run.recorder:
-            run.recorder.restart()  # verification is not part of the second step
+def _verify(run: TrainingRun, loop: Any) -> None:
+    """Verify the settings after the first step."""
+    run.write_facts(**effective_config.of_trainer(loop, run.spec))
+    if "warm" in (run.facts["compile_cache"] or ""):
+        run.warn("compiled graphs came from the disk cache: with an empty cache the first step takes longer")
+    run.require_applied(optimizations.verify(loop.model, run.spec) + trainer.verify(loop, run.spec))

@@ -18,6 +18,7 @@ from ftbench.worker.data.images import Picture
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.data.tokens import Row
 from ftbench.worker.device import device
+from ftbench.worker.frameworks import trainer_arguments
 from ftbench.worker.measure import effective_config
 from ftbench.worker.measure.batch_count import COUNT
 from ftbench.worker.methods import unsloth
@@ -25,7 +26,6 @@ from ftbench.worker.model.vision import reads_images
 from ftbench.worker.optimizations import cuda_graph, gradient_checkpointing, optimizer_in_backward
 
 DEFAULT_PROCESSES = 4  # data loader processes for `loader_processes: on`
-PRECISION = {"bf16": {"bf16": True}, "fp16": {"bf16": False, "fp16": True}, "fp32": {"bf16": False}}
 COPY = "ref"  # trl's name for its copy of the adapters
 
 
@@ -175,46 +175,30 @@ def training_arguments(spec: Experiment, run: RunDir, model: Any) -> dict[str, A
     """Return the spec's settings as trl's arguments. Logging, saving and tokenizing are off: ftbench does them."""
     train, processes = spec.train, _loader_processes(spec)
     on_gpu = "cuda" in (next(model.parameters()).device.type, device().type)
-    return dict(
-        output_dir=str(run.path / "trainer"),
-        per_device_train_batch_size=train.batch_size,
-        per_device_eval_batch_size=train.batch_size,
-        gradient_accumulation_steps=train.gradient_accumulation_steps,
-        num_train_epochs=train.epochs,
-        max_steps=train.max_steps or -1,
-        learning_rate=train.learning_rate,
-        lr_scheduler_type=train.lr_scheduler,
-        warmup_steps=train.warmup_steps,
-        weight_decay=train.weight_decay,
-        optim="adamw_torch" if optimizer.arguments(spec) else train.optimizer,
-        max_grad_norm=train.max_grad_norm,
-        seed=train.seed,
-        data_seed=train.seed,
-        gradient_checkpointing=bool(gradient_checkpointing.asked_for(spec)),
-        activation_offloading=spec.optimizations.activation_offload,
-        eval_strategy="epoch" if spec.measure.eval == "epoch" else "no",
-        use_cpu=not on_gpu,
-        dataloader_pin_memory=on_gpu,
-        dataloader_num_workers=processes,
-        dataloader_persistent_workers=processes > 0,
-        accelerator_config={
+    return trainer_arguments(spec) | {
+        "output_dir": str(run.path / "trainer"),
+        "per_device_eval_batch_size": train.batch_size,
+        "optim": "adamw_torch" if optimizer.arguments(spec) else train.optimizer,
+        "gradient_checkpointing": bool(gradient_checkpointing.asked_for(spec)),
+        "activation_offloading": spec.optimizations.activation_offload,
+        "eval_strategy": "epoch" if spec.measure.eval == "epoch" else "no",
+        "use_cpu": not on_gpu,
+        "dataloader_pin_memory": on_gpu,
+        "dataloader_num_workers": processes,
+        "dataloader_persistent_workers": processes > 0,
+        "accelerator_config": {
             "non_blocking": on_gpu,  # otherwise each copy synchronizes with the device
             # Otherwise each GPU keeps unsharded gradients until the last micro-batch of a step.
             "gradient_accumulation_kwargs": {"sync_each_batch": spec.launch.sharded},
         },
-        train_sampling_strategy="sequential",
-        max_length=None,
-        remove_unused_columns=False,
-        logging_strategy="no",
-        logging_nan_inf_filter=False,  # it synchronizes with the device in every micro-batch
-        save_strategy="no",
-        report_to="none",
-        run_name=run.run_id,
-        project="ftbench",
-        router_aux_loss_coef=0.0,  # keeps the loss in nats per token
-        disable_tqdm=True,
-        **PRECISION[train.precision],
-    )
+        "train_sampling_strategy": "sequential",
+        "max_length": None,
+        "remove_unused_columns": False,
+        "logging_nan_inf_filter": False,  # it synchronizes with the device in every micro-batch
+        "run_name": run.run_id,
+        "project": "ftbench",
+        "router_aux_loss_coef": 0.0,  # keeps the loss in nats per token
+    }
 
 
 def _loader_processes(spec: Experiment) -> int:

@@ -5,13 +5,13 @@ This module must not import trl, because another framework's environment has a d
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 
 from ftbench.errors import MissingError, NotAppliedError
 from ftbench.spec.experiment import Experiment, Model
@@ -72,6 +72,19 @@ class TrainingRun:
         self.warn(*problems)
 
 
+class AfterFirstStep(TrainerCallback):
+    """Calls `check` after the first step, when graphs are compiled and the optimizer has a state."""
+
+    def __init__(self, run: TrainingRun, check: Callable[[], None]) -> None:
+        self._run, self._check = run, check
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self._check()
+            if self._run.recorder:
+                self._run.recorder.restart()  # the check is not part of the second step
+
+
 def watch_memory(phases: Phases) -> None:
     """Record the memory peak of each phase from now on."""
     _, memory = meters(device())
@@ -86,14 +99,14 @@ def watch_memory(phases: Phases) -> None:
 
 def recorder_of(spec: Experiment, directory: RunDir) -> Recorder:
     """Return the recorder of this process, with a sampler of the host and the training GPU."""
-    gpu, host = device(), HostLoad()
+    gpu, others = device(), list[HostLoad | GpuLoad]([HostLoad()])
     nvml = nvml_module() if gpu.type == "cuda" else None
     handle = nvml and handle_of(nvml, f"GPU-{torch.cuda.get_device_properties(gpu).uuid}")
-    if handle is None:
-        sampler = Sampler(others=[host])
-    else:
+    if handle is not None:
         before = gpus_of(read_json(directory.machine))[gpu.index].get("process_ids") or ()
-        sampler = Sampler(nvml, handle, [host, GpuLoad(nvml, handle, own_processes(nvml, handle, before))])
+        own = own_processes(nvml, handle, before)
+        others += [GpuLoad(nvml, handle, own)] if own else []  # otherwise the share of others is unknown
+    sampler = Sampler(nvml if handle is not None else None, handle, others)
     rank = parallel.rank()
     share = None if rank is None else rank * spec.launch.shares // spec.launch.ranks
     writer, count_graphs = StepsWriter(directory.steps), bool(spec.optimizations.compile)

@@ -20,7 +20,7 @@ from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.optimizations.compute import KERNEL_FAMILIES
 
 ADAPTERS = ("lora", "qlora", "unsloth")  # train the same matrices; full trains others
-_SHARED = {"rank", "alpha", "dropout", "bias", "targets", "experts", "vision", "projector"}
+_SHARED = {"rank", "alpha", "dropout", "targets", "experts", "vision", "projector"}
 _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "unsloth"))
 
 

@@ -40,7 +40,7 @@ def check_modelled(spec: Experiment) -> None:
         same = "qlora" if method.load_in_4bit else "lora"
         raise SpecError(f"unsloth with images was never measured: estimate with --set method={same}, or {measure}")
     unmeasured = {
-        "load_in_fp8=off": method.load_in_fp8, "block_compile=on": not method.block_compile,
+        "block_compile=on": not method.block_compile,
         "cuda_graphs=off": method.cuda_graphs, "compile_maximum=off": method.compile_maximum,
     }  # fmt: skip
     changes = [f"--set method.{change}" for change, given in unmeasured.items() if given]

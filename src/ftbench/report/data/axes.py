@@ -74,8 +74,7 @@ def shipped_recipe(name: str | None) -> bool:
 
 def _unsloth(facts: Mapping[str, str]) -> list[str]:
     """Return unsloth with the width of its weights, its checkpointing, and its other options."""
-    widths = {"4-bit": "method.load_in_4bit", "8-bit": "method.load_in_fp8"}
-    bits = next((name for name, key in widths.items() if facts.get(key) == "on"), "16-bit")
+    bits = "4-bit" if facts.get("method.load_in_4bit") == "on" else "16-bit"
     kept = facts.get("method.use_gradient_checkpointing", "unsloth")
     others = ("padded", "cuda_graphs", "compile_maximum")
     words = [name.replace("_", " ") for name in others if facts.get(f"method.{name}", "off") != "off"]
@@ -201,8 +200,8 @@ def varying_keys(specs: Sequence[Mapping[str, str]], labels: Mapping[str, Sequen
 
 
 # The most important keys in order, and the least important ones.
-_FIRST = ("launch.gpus", "launch.strategy", "method.load_in_4bit", "method.load_in_fp8", "method.rank",
-          "method.targets", "method.alpha", "dataset.max_length", "dataset.mean_length", "train.optimizer",
+_FIRST = ("launch.gpus", "launch.strategy", "method.load_in_4bit", "method.rank", "method.targets",
+          "method.alpha", "dataset.max_length", "dataset.mean_length", "train.optimizer",
           "train.learning_rate")  # fmt: skip
 _LAST = ("measure.", "model.revision", "model.path", "dataset.path", "launch.mock")
 

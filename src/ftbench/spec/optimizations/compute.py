@@ -95,8 +95,6 @@ def _fused_lora(spec: Experiment) -> Iterator[str]:
         return
     if method.dropout:
         yield f"{name} reads one input for all adapters, and dropout gives each its own: set method.dropout to 0"
-    if method.bias != "none":
-        yield f"{name} does not train biases: set method.bias to none"
     if spec.launch.sharded and strategy != "fsdp":
         yield f"{name} needs complete weight matrices, and {strategy} splits them: set it to off, or use ddp or fsdp"
     if spec.objective.name == "dpo" and spec.objective.in_step:

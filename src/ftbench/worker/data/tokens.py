@@ -76,9 +76,8 @@ def tokenise_pair(tokenizer: Any, example: Example, max_length: int) -> Tokens:
 
     Loss starts at the first token that differs from the rendered prompt in either sequence, as in trl's DPOTrainer.
     """
-    ids_of = _template if tokenizer.chat_template else _plain_ids
-    prompt, sides = ids_of(tokenizer, example.messages[:-1], True), (example.messages, example.rejected)
-    rendered = [ids_of(tokenizer, messages, False) for messages in sides]
+    prompt = _dialogue(tokenizer, example.messages[:-1], True)
+    rendered = [_dialogue(tokenizer, messages, False) for messages in (example.messages, example.rejected)]
     begin = min(_common(prompt, ids) for ids in rendered)
     labels = [[IGNORE] * begin + ids[begin:] for ids in rendered]
     chosen, rejected = (
@@ -91,7 +90,7 @@ def tokenise_prompt(tokenizer: Any, example: Example) -> Tokens:
     """Return the dialogue up to the last answer, with the generation prompt. Raise BadRow for plain text."""
     if not example.question:
         raise BadRow("it has no prompt: set dataset.format=prompt and dataset.columns={prompt: COLUMN}")
-    ids = (_template if tokenizer.chat_template else _plain_ids)(tokenizer, example.question, True)
+    ids = _dialogue(tokenizer, example.question, True)
     return Tokens(ids, [IGNORE] * len(ids), len(ids))
 
 
@@ -178,8 +177,9 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _plain_ids(tokenizer: Any, messages: Sequence[dict[str, str]], answer: bool) -> list[int]:
-    return _plain_turns(tokenizer, messages)[0]
+def _dialogue(tokenizer: Any, messages: Sequence[dict[str, str]], answer: bool) -> list[int]:
+    """Return the ids of a dialogue, with the generation prompt if `answer` and if the tokenizer has a template."""
+    return _template(tokenizer, messages, answer) if tokenizer.chat_template else _plain_turns(tokenizer, messages)[0]
 
 
 def _plain_turns(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:

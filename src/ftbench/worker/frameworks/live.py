@@ -19,32 +19,20 @@ PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 _PLAIN = {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "ftbench", *sys.stdlib_module_names}
 
 
-def of_trainer(trainer: Any, labels: int, divisor: Any) -> dict[str, Any]:
-    """Return the facts of a trainer after its first step.
-
-    Args:
-        trainer: The live trainer.
-        labels: Label tokens of the step.
-        divisor: What the trainer divided the loss of the step by, if known.
-    """
+def of_trainer(trainer: Any) -> dict[str, Any]:
+    """Return the facts of a live trainer after its first step."""
     optimizer = effective_config.innermost(trainer.optimizer)
     precision = trainer.accelerator.mixed_precision
     return {
         "autocast": precision,
         "product_precision": precision if precision in ("bf16", "fp16") else _dtype_of_most(trainer.model),
         "loss": f"{type(trainer).__module__}.{type(trainer).__name__}",
-        "loss_normalisation": effective_config.loss_normalisation(trainer) + _also_counted(labels, divisor),
+        "loss_normalisation": effective_config.loss_normalisation(trainer),
         "gradient_checkpointing": float(getattr(trainer.model, "is_gradient_checkpointing", False)),
         "optimizer": effective_config.optimizer_facts(optimizer),
         "fp8_layers": sum("float8" in type(module).__name__.lower() for module in trainer.model.modules()),
         "patched_by": ", ".join(sorted(patched_by(trainer.model))),
     }
-
-
-def _also_counted(labels: int, divisor: Any) -> str:
-    """Return a note if more than the label tokens were counted: transformers 4 also counts the first token of each row,
-    which has a label but no prediction."""
-    return "" if divisor is None or int(divisor) <= labels else ", and first tokens of rows"
 
 
 def patched_by(model: Any) -> set[str]:

@@ -220,21 +220,14 @@ def sources(name: str, first_layer: int = 0, tied: bool = False) -> list[str]:
 def share_of(name: str, parts: Sequence[Tensor], groups: int, rank: int, ranks: int) -> Tensor:
     """Return a tensor-parallel rank's share of a parameter, from its Hugging Face matrices.
 
-    `groups` is the number of key heads. Raise ValueError if the ranks cannot share the parameter evenly.
+    `groups` is the number of key heads. `supported` checks that the ranks can share the parameter evenly.
     """
     if name.endswith("norm.weight"):
         return parts[0]
     if name.endswith("linear_qkv.weight"):
-        _require(groups % ranks == 0, name, ranks)
         parts = [torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)]
     dim = 1 if name.endswith(_COLUMNS) else 0
-    _require(all(part.shape[dim] % ranks == 0 for part in parts), name, ranks)
     return torch.cat([part.chunk(ranks, dim)[rank] for part in parts], dim)
-
-
-def _require(even: bool, name: str, ranks: int) -> None:
-    if not even:
-        raise ValueError(f"{ranks} GPUs cannot share {name} evenly: use fewer, or strategy ddp")
 
 
 def joined(name: str, shares: Sequence[Tensor], groups: int, query_rows: int) -> list[Tensor]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 from datasets import load_from_disk
-from transformers import TrainerCallback, set_seed
+from transformers import set_seed
 
 from ftbench.errors import FtbenchError
 from ftbench.spec.experiment import Experiment
@@ -28,7 +28,7 @@ from ftbench.worker.measure import effective_config
 from ftbench.worker.measure.batch_count import COUNT, count_of, padding_of
 from ftbench.worker.measure.hf_adapter import HfRecording
 from ftbench.worker.measure.recorder import Recorder
-from ftbench.worker.training_run import TrainingRun, recorder_of, require_complete, watch_memory
+from ftbench.worker.training_run import AfterFirstStep, TrainingRun, recorder_of, require_complete, watch_memory
 
 
 class Trained(BaseException):
@@ -91,9 +91,8 @@ def _recorded(run: TrainingRun, plain: Callable[..., Any]) -> Callable[..., Any]
         recorder = run.recorder = recorder_of(spec, run.directory)
         trainer.data_collator = counted(trainer.data_collator)
         HfRecording(recorder, run.phases).attach(trainer)
-        check = _RecipeCheck(run, trainer)
-        trainer.compute_loss = _counting(trainer.compute_loss, check)
-        trainer.add_callback(check)
+        trainer.compute_loss = _without_counts(trainer.compute_loss)
+        trainer.add_callback(AfterFirstStep(run, lambda: _check_trainer(run, trainer)))
         run.write_facts(**effective_config.of_model(trainer.model, spec))
         run.require_applied(live.model_problems(trainer.model, spec))
         run.phases.enter("train")
@@ -124,26 +123,9 @@ def draw_adapters(model: Any, seed: int) -> None:
             b.weight.zero_()
 
 
-class _RecipeCheck(TrainerCallback):
-    """Check the training settings after the first step, when the optimizer has a state."""
-
-    def __init__(self, run: TrainingRun, trainer: Any) -> None:
-        self._run, self._trainer = run, trainer
-        self._labels, self._divisor = 0, None
-
-    def take(self, labels: int, divisor: Any) -> None:
-        """Add the label tokens of a micro-batch. `divisor` is what the trainer divides the loss of the step by."""
-        if self._trainer.state.global_step == 0:
-            self._labels, self._divisor = self._labels + labels, divisor
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step != 1:
-            return
-        run = self._run
-        run.write_facts(**live.of_trainer(self._trainer, self._labels, self._divisor))
-        run.require_applied(live.trainer_problems(self._trainer, run.spec))
-        if run.recorder:
-            run.recorder.restart()
+def _check_trainer(run: TrainingRun, trainer: Any) -> None:
+    run.write_facts(**live.of_trainer(trainer))
+    run.require_applied(live.trainer_problems(trainer, run.spec))
 
 
 def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -159,12 +141,11 @@ def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
     return count
 
 
-def _counting(compute: Callable[..., Any], check: _RecipeCheck) -> Callable[..., Any]:
+def _without_counts(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap compute_loss to remove the counts from a batch."""
 
     def compute_loss(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if (count := inputs.pop(COUNT, None)) is not None:
-            check.take(count.labels, kwargs.get("num_items_in_batch"))
+        inputs.pop(COUNT, None)
         return compute(model, inputs, *args, **kwargs)
 
     return compute_loss

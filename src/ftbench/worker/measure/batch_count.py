@@ -10,8 +10,6 @@ import numpy as np
 
 from ftbench.families.vision import NOTHING, ImageSize
 
-# columns with fractional values
-FLOATS = ("loss", "grad_norm", "reward_accuracy", "reward_margin", "reward", "generation_peak_gb")
 BEFORE_FORWARD = ("generation", "scoring")  # timed parts of a GRPO step
 Shape = tuple[int, int, int]  # sequences of a batch, longest sequence, padded tokens
 COUNT = "count"  # key of the counts in a batch
@@ -82,15 +80,3 @@ def padding_of(shapes: Collection[Shape]) -> str | None:
     multiples = (8, 16, 32, 64, 128, 256)
     fitting = (m for m in multiples if all(width == -(-longest // m) * m for longest, width in widths))
     return f"to a multiple of {multiple}" if (multiple := next(fitting, 0)) else "otherwise"
-
-
-def numbers(columns: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of columns in the types of steps.csv."""
-    return {name: number(name, value) for name, value in columns.items()}
-
-
-def number(name: str, value: Any) -> Any:
-    """Return a column's value in the type of steps.csv. None stays unknown."""
-    if value is None:
-        return None
-    return float(value) if name in FLOATS else int(value)

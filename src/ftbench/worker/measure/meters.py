@@ -6,8 +6,6 @@ power, energy, clock, temperature, throttling, memory and load, and the load of 
 A counter that the driver does not have is None in every sample.
 """
 
-import math
-import os
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -16,10 +14,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+import psutil
 import torch
 
 from ftbench.core.units import GIB
-from ftbench.worker.measure.utilization import COLUMNS, BusyMeter, GpuLoad, HostLoad, Interval
+from ftbench.worker.measure.utilization import COLUMNS, BusyMeter, GpuLoad, HostLoad, Shares
 
 
 class HostClock:
@@ -102,12 +101,10 @@ class CudaMemory:
 class HostMemory:
     """The process's resident set. Linux counts its peak and a process can reset it (proc(5), clear_refs)."""
 
-    def __init__(self) -> None:
-        self._status = os.open("/proc/self/status", os.O_RDONLY)
-
     def read(self) -> dict[str, Any]:
-        text = os.pread(self._status, 4096, 0)
-        now, peak = _kib(text, b"VmRSS:"), _kib(text, b"VmHWM:")
+        with open("/proc/self/status") as file:
+            (peak,) = (int(line.split()[1]) * 1024 / GIB for line in file if line.startswith("VmHWM:"))
+        now = resident_gb()
         return {"memory_allocated_gb": now, "memory_reserved_gb": now, "peak_memory_gb": peak}
 
     def peak_gb(self) -> float:
@@ -118,18 +115,12 @@ class HostMemory:
             file.write("5")
 
 
-def _kib(text: bytes, name: bytes) -> float:
-    start = text.index(name) + len(name)
-    return int(text[start : text.index(b"kB", start)]) * 1024 / GIB
-
-
 def resident_gb() -> float:
     """Return the process's resident set in GiB."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * _PAGE / GIB  # in pages
+    return float(_process.memory_info().rss / GIB)
 
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_process = psutil.Process()
 
 
 def meters(device: torch.device) -> tuple[Clock, CudaMemory | HostMemory]:
@@ -148,6 +139,9 @@ THROTTLE = {
 }  # fmt: skip
 
 
+SHORTEST_S = 0.1  # of an interval, because the kernel counts CPU time in ticks of 10 ms
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One reading at `time` (perf_counter seconds), in W, J since the driver was loaded, MHz, °C and GiB."""
@@ -161,50 +155,59 @@ class Sample:
     memory_gb: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Shares by column of steps.csv, between `begin` and `end` (perf_counter seconds)."""
+
+    begin: float
+    end: float
+    shares: Shares
+
+
 class Sampler:
     """Keeps the samples of a run. The recorder's thread calls `take`. Without `nvml` it only reads `others`."""
 
     def __init__(self, nvml: Any = None, handle: Any = None, others: Sequence[HostLoad | GpuLoad] = ()) -> None:
         self._times: list[float] = []
         self._samples: list[Sample] = []
-        self._busy = BusyMeter(nvml, handle) if nvml else None
-        self._meters = [*([self._busy] if self._busy else []), *others]
-        self._intervals: list[list[Interval]] = [[] for _ in self._meters]
+        busy = BusyMeter(nvml, handle) if nvml else None
+        self.busy_method = busy.method if busy else None  # source of `gpu_busy`
+        self._loads: dict[str, Callable[[], Shares]] = {type(m).__name__: m.read for m in (busy, *others) if m}
+        self._intervals: list[Interval] = []
+        self._begin = time.perf_counter()
         self._readers: dict[str, Callable[[], Any]] = {}
-        self._limit_w, self._carried_j = math.inf, 0.0
+        self._failures: tuple[type[Exception], ...] = (OSError,)
         if nvml is None:
             return
-        self._failures = (nvml.NVMLError, AttributeError)
-        memory = getattr(nvml, "nvmlDeviceGetMemoryInfo", None)
-        with suppress(*self._failures):
-            self._limit_w = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
+        self._failures = (nvml.NVMLError, AttributeError, TypeError, OSError)
         self._readers = {
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000,
             "sm_clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
             "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
             "throttle": lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
-            "memory_gb": lambda: memory(handle).used / GIB if memory else None,
+            "memory_gb": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB,
         }
 
     def take(self) -> None:
-        """Read every counter once. A counter that fails is not read again."""
-        values: dict[str, Any] = {}
-        for name, read in list(self._readers.items()):
+        """Read every counter once."""
+        sample = Sample(time.perf_counter(), **self._read(self._readers))
+        self._times.append(sample.time)
+        self._samples.append(sample)
+        if sample.time - self._begin >= SHORTEST_S:
+            shares = {name: share for load in self._read(self._loads).values() for name, share in load.items()}
+            self._intervals.append(Interval(self._begin, sample.time, shares))
+            self._begin = sample.time
+
+    def _read(self, readers: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+        """Return the values by name. A reader that fails is not called again."""
+        values = {}
+        for name, read in list(readers.items()):
             try:
                 values[name] = read()
             except self._failures:
-                del self._readers[name]
-        sample = Sample(time.perf_counter(), **values)
-        self._times.append(sample.time)
-        self._samples.append(sample)
-        for meter, intervals in zip(self._meters, self._intervals, strict=True):
-            intervals.extend(meter.read())
-
-    @property
-    def busy_method(self) -> str | None:
-        """Source of `gpu_busy`."""
-        return self._busy.method if self._busy else None
+                del readers[name]
+        return values
 
     @property
     def latest(self) -> float:
@@ -214,7 +217,7 @@ class Sampler:
     def over(self, begin: float, end: float) -> dict[str, Any]:
         """Return the columns of steps.csv for a step from `begin` to `end` (perf_counter seconds).
 
-        Steps must be passed in order. A step that is shorter than the sampling interval uses the samples around it.
+        A step that is shorter than the sampling interval uses the samples around it.
         """
         inside = self._samples[bisect_left(self._times, begin) : bisect_right(self._times, end)]
         if not inside:
@@ -236,26 +239,17 @@ class Sampler:
     def _shares(self, begin: float, end: float) -> dict[str, float | None]:
         """Return the shares of a step: the mean of the overlapping intervals, weighted by the overlap."""
         pairs: dict[str, list[tuple[float, float | None]]] = {name: [] for name in COLUMNS}
-        for intervals in self._intervals:
-            first = bisect_left(intervals, begin, key=lambda interval: interval.end)
-            for interval in takewhile(lambda interval: interval.begin < end, intervals[first:]):
-                overlap = min(end, interval.end) - max(begin, interval.begin)
-                for name, share in interval.shares.items():
-                    pairs.setdefault(name, []).append((overlap, share))
+        first = bisect_left(self._intervals, begin, key=lambda interval: interval.end)
+        for interval in takewhile(lambda interval: interval.begin < end, self._intervals[first:]):
+            overlap = min(end, interval.end) - max(begin, interval.begin)
+            for name, share in interval.shares.items():
+                pairs.setdefault(name, []).append((overlap, share))
         return {name: _mean(values) for name, values in pairs.items()}
 
     def _energy(self, begin: float, end: float) -> float | None:
-        """Return the joules of a step, limited by the board's power limit.
-
-        The counter has its own update interval. The excess is carried over to the next steps, so that sums are exact.
-        """
+        """Return the joules of a step. The counter has its own update interval, but sums over steps are exact."""
         first, last = self._counter(begin), self._counter(end)
-        if first is None or last is None:
-            return None
-        counted = self._carried_j + last - first
-        joules = min(counted, self._limit_w * (end - begin))
-        self._carried_j = counted - joules
-        return joules
+        return None if first is None or last is None else last - first
 
     def _counter(self, when: float) -> float | None:
         """Interpolate the energy counter linearly. Return None outside the samples."""

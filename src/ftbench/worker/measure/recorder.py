@@ -24,7 +24,7 @@ import torch
 
 from ftbench.core.rows import StepRow
 from ftbench.store.steps import StepsWriter
-from ftbench.worker.measure.batch_count import BEFORE_FORWARD, BatchCount, Shape, number, numbers
+from ftbench.worker.measure.batch_count import BEFORE_FORWARD, BatchCount, Shape
 from ftbench.worker.measure.meters import Sampler, meters, resident_gb
 
 TICK_S = 0.5  # each tick holds the GIL, which delays kernel launches of the training thread
@@ -51,7 +51,7 @@ class Recorder:
         rank: int = 0, data_rank: int | None = None,
     ) -> None:  # fmt: skip
         """Create a recorder. Ranks that process the same batch have the same `data_rank`."""
-        self._writer, self._device, self._sampler, self._count_graphs = writer, device, sampler, count_graphs
+        self._writer, self._device, self.sampler, self._count_graphs = writer, device, sampler, count_graphs
         self._rank, self._data_rank = rank, data_rank
         self.clock, self.memory = meters(device)
         self.position: str | None = None
@@ -77,8 +77,8 @@ class Recorder:
         self._planned = planned_steps
         if self._device.type == "cuda":
             self._slots = torch.empty((_IN_FLIGHT, 4), dtype=torch.float32, pin_memory=True)
-        if self._sampler:
-            self._sampler.take()
+        if self.sampler:
+            self.sampler.take()
         self.clock.wait()
         self.memory.reset()
         self._origin_mark = self._mark = self.clock.mark()
@@ -128,9 +128,10 @@ class Recorder:
         epoch: float | None = None,
     ) -> None:  # fmt: skip
         """Mark that the update is done. Raise the error that prevented earlier steps from being written, if any."""
-        columns = {"loss": self._loss, "grad_norm": grad_norm, **self._count.columns()}
-        tensors = {name: value for name, value in columns.items() if torch.is_tensor(value)}
-        on_device = {name: value for name, value in tensors.items() if value.device.type == self._device.type}
+        figures = {"loss": self._loss, "grad_norm": grad_norm}
+        on_device = {name: value for name, value in figures.items()
+                     if torch.is_tensor(value) and value.device.type == self._device.type}  # fmt: skip
+        on_host = {name: float(value) for name, value in figures.items() if name not in on_device and value is not None}
         values = self._copy_to_host(list(on_device.values()))
         end = self.clock.mark()  # after the copies
         if len(self._ends) == _AHEAD:
@@ -146,7 +147,8 @@ class Recorder:
             data_time_s=self._data_time,
             learning_rate=learning_rate,
             recompiles=self._new_graphs(),
-            **numbers({name: value for name, value in columns.items() if name not in on_device}),
+            **on_host,
+            **self._count.columns(),
             **self._state(),
         )
         self.memory.reset()
@@ -171,7 +173,7 @@ class Recorder:
         now = time.perf_counter()
         row = StepRow(
             step=self.step, epoch=epoch, elapsed_time_sec=now - self._origin, phase="evaluate",
-            step_time_s=now - self._evaluation_begin, loss=loss, **numbers(count.columns()), **self._state(),
+            step_time_s=now - self._evaluation_begin, loss=loss, **count.columns(), **self._state(),
         )  # fmt: skip
         self.memory.reset()
         self._pending.append(_Pending(row))
@@ -195,8 +197,8 @@ class Recorder:
         if self._thread:
             self._thread.join()
         if self._failure is None:
-            if self._sampler:
-                self._sampler.take()
+            if self.sampler:
+                self.sampler.take()
             self.drain(last=True)
         self._writer.close()
         self._raise_failure()
@@ -209,7 +211,7 @@ class Recorder:
         done = []
         with self._draining:
             while self._pending and (not (marks := self._pending[0].marks) or self.clock.done(marks[3])):
-                if not last and self._sampler and self._host_time(self._pending[0]) > self._sampler.latest:
+                if not last and self.sampler and self._host_time(self._pending[0]) > self.sampler.latest:
                     break
                 done.append(self._complete(self._pending.popleft()))
             if done:
@@ -219,11 +221,6 @@ class Recorder:
     def order_hash(self) -> str:
         """SHA-256 of the real tokens in training order, without padding and batch boundaries."""
         return self._order.hexdigest()
-
-    @property
-    def busy_method(self) -> str | None:
-        """Source of `gpu_busy`, or None."""
-        return self._sampler.busy_method if self._sampler else None
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -259,8 +256,8 @@ class Recorder:
                 return
 
     def _tick(self) -> None:
-        if self._sampler:
-            self._sampler.take()
+        if self.sampler:
+            self.sampler.take()
         self.drain()
 
     def _host_time(self, step: _Pending) -> float:
@@ -284,12 +281,12 @@ class Recorder:
             row.forward_backward_s -= sum(getattr(row, f"{part}_s") or 0.0 for part in BEFORE_FORWARD)
         if step.values is not None:
             for name, value in zip(step.names, step.values.tolist(), strict=True):
-                setattr(row, name, number(name, value))
+                setattr(row, name, value)
         finite = row.loss is None or math.isfinite(row.loss)
         self.without_loss = 0 if finite else self.without_loss + 1
-        if self._sampler and row.step_time_s is not None:
+        if self.sampler and row.step_time_s is not None:
             end_s = self._host_time(step)
-            for name, value in self._sampler.over(end_s - row.step_time_s, end_s).items():
+            for name, value in self.sampler.over(end_s - row.step_time_s, end_s).items():
                 setattr(row, name, value)
         return row
 

@@ -25,7 +25,6 @@ def adapt(model: Any, spec: Experiment) -> Any:
         r=method.rank,
         lora_alpha=method.alpha,
         lora_dropout=method.dropout,
-        bias=method.bias,
         target_modules=linear_targets(model, spec),
         target_parameters=expert_parameters(model) if method.experts else None,
         task_type="CAUSAL_LM",
@@ -35,8 +34,8 @@ def adapt(model: Any, spec: Experiment) -> Any:
     except ValueError as error:
         raise SpecError(f"method {method.name}: {str(error).strip().splitlines()[0]}") from None
     for name, parameter in model.named_parameters():
-        if (part := getattr(method, part_of(name), "")) in ("full", "frozen"):  # peft trains the biases of all parts
-            parameter.requires_grad_(part == "full")
+        if getattr(method, part_of(name), "") == "full":
+            parameter.requires_grad_(True)
     return model
 
 
@@ -99,7 +98,7 @@ def expert_parameters(model: Any) -> list[str]:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Check that only adapters of the spec's rank (and requested biases) are trained.
+    """Check that only adapters of the spec's rank are trained.
 
     Targets without a layer are only warnings: `unmatched_targets`.
     """
@@ -110,7 +109,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     if not adapters:
         problems.append(f"method {method.name}: adapters are not trained")
     full = [part for part in ("vision", "projector") if getattr(method, part) == "full"]
-    others = [n for n in trained if "lora_" not in n and not n.endswith("bias") and part_of(n) not in full]
+    others = [n for n in trained if "lora_" not in n and part_of(n) not in full]
     problems += [
         f"method.{part} is {getattr(method, part)} and its parameters are frozen"
         for part in ("vision", "projector")

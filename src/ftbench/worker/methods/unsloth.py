@@ -22,7 +22,7 @@ PACKED = "Mxfp4ExpertParam"  # unsloth's class for MXFP4 experts of gpt-oss
 
 
 def load(spec: Experiment, source: str) -> Any:
-    """Load the model with unsloth in 4, 8 or 16 bits."""
+    """Load the model with unsloth in 4 or 16 bits."""
     method: Any = spec.method
     loader = _loader(loading.load_config(spec.model, source))
     model, _ = loading.reach(
@@ -32,7 +32,6 @@ def load(spec: Experiment, source: str) -> Any:
             max_seq_length=spec.dataset.max_length,
             dtype=getattr(torch, spec.model.dtype),
             load_in_4bit=method.load_in_4bit,
-            load_in_fp8=method.load_in_fp8,
             use_gradient_checkpointing=_checkpointing(method),
             random_state=method.random_state,
             fix_tokenizer=False,
@@ -65,7 +64,6 @@ def adapt(model: Any, spec: Experiment) -> Any:
             r=method.rank,
             lora_alpha=method.alpha,
             lora_dropout=method.dropout,
-            bias=method.bias,
             target_modules=lora.linear_targets(model, spec),
             use_gradient_checkpointing=_checkpointing(method),
             random_state=method.random_state,
@@ -86,15 +84,9 @@ def verify(model: Any, spec: Experiment) -> list[str]:
         problems.append("method unsloth: load_in_4bit is on and the model lacks 4-bit layers")
     if not method.load_in_4bit and in_4_bits:
         problems.append("method unsloth: load_in_4bit is off and layers have 4-bit weights")
-    if method.load_in_fp8 and not any(map(_in_fp8, model.parameters())):
-        problems.append("method unsloth: load_in_fp8 is on and the model lacks 8-bit layers")
     if not any(_functions(model).values()):
         problems.append("method unsloth: no layer uses unsloth's functions")
     return problems
-
-
-def _in_fp8(parameter: Any) -> bool:
-    return parameter.dtype == torch.float8_e4m3fn or type(parameter).__name__ == "Float8Tensor"  # torch's or torchao's
 
 
 def batches_itself(spec: Experiment, pixels: Any) -> bool:
