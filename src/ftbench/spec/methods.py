@@ -101,7 +101,7 @@ Trained = Literal["frozen", "lora", "full"]
 
 class _Adapters(_Method):
     adapters: ClassVar[bool] = True
-    removed = ("bias",)
+    removed: ClassVar[tuple[str, ...]] = ("bias",)
 
     rank: Int = Field(8, ge=1, le=4096, description="rank of the adapter matrices")
     alpha: Float = Field(16, gt=0, description="scale of the adapters is alpha / rank")

@@ -128,10 +128,12 @@ class Recorder:
         epoch: float | None = None,
     ) -> None:  # fmt: skip
         """Mark that the update is done. Raise the error that prevented earlier steps from being written, if any."""
-        figures = {"loss": self._loss, "grad_norm": grad_norm}
+        figures: dict[str, Any] = {"loss": self._loss, "grad_norm": grad_norm}
         on_device = {name: value for name, value in figures.items()
                      if torch.is_tensor(value) and value.device.type == self._device.type}  # fmt: skip
-        on_host = {name: float(value) for name, value in figures.items() if name not in on_device and value is not None}
+        on_host: dict[str, Any] = {
+            name: float(value) for name, value in figures.items() if name not in on_device and value is not None
+        }
         values = self._copy_to_host(list(on_device.values()))
         end = self.clock.mark()  # after the copies
         if len(self._ends) == _AHEAD:
