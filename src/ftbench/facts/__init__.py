@@ -13,7 +13,8 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @cache
 def read_facts(name: str) -> Any:
-    """Return the content of a YAML file of this folder. It is cached and must not be changed."""
+    """Return the content of a YAML file that ships with ftbench, by its path from this folder. It is cached and must
+    not be changed."""
     return yaml.load((Path(__file__).parent / name).read_text("utf-8"), Loader=_LOADER)
 
 

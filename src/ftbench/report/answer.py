@@ -35,8 +35,8 @@ def sections(cells: Iterable[Cell], *, full: bool = False) -> list[Section]:
 
 
 def _section(key: str, ranking: Ranking, points: Sequence[Point]) -> Section:
-    texts = [point.text for point in points]
-    return Section(key, ranking.about, _table(ranking), texts, _records(ranking), points)
+    texts, records = [point.text for point in points], _records(ranking)
+    return Section(key, ranking.about, _table(records), texts, records, points)
 
 
 def _points(ranking: Ranking, full: bool) -> Iterator[Point]:
@@ -161,8 +161,7 @@ def rank_text(path: str, cells: Sequence[Cell]) -> str:
 # --- the ranking as a table ------------------------------------------------------------------------------------------
 
 
-def _table(ranking: Ranking) -> Table:
-    records = _records(ranking)
+def _table(records: Sequence[Mapping[str, Any]]) -> Table:
     headings = ["recipe", "tokens/s", "peak GiB", "×", "samples/h", "runs"]
     rows = [
         [record["recipe"], units.rate(record["tokens_per_s"]), units.gibibytes(record["peak_gb"]), _interval(record),

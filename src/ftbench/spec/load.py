@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ftbench.errors import SpecError
+from ftbench.facts import read_facts
 from ftbench.spec.base import nearest, shortened, shown
 from ftbench.spec.experiment import Experiment, experiment_name
 from ftbench.spec.methods import METHODS
@@ -115,7 +116,7 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
 
 def _read(path: Path) -> dict[str, Any]:
     """Return the keys of a file. The spec.json of a run is a spec with two more keys."""
-    data = read_yaml(path)
+    data = dict(read_facts(str(path))) if path.parent == FOLDER else read_yaml(path)
     resolved = path.name == RESOLVED and "schema" in data and "set" in data
     return {key: value for key, value in data.items() if not resolved or key not in ("schema", "set")}
 

@@ -5,7 +5,7 @@ from functools import cache
 from typing import Any
 
 from ftbench.report.data.facts import CARD, LIMIT, as_fact, flat
-from ftbench.spec.load import FOLDER, recipe, recipes
+from ftbench.spec.load import shipped_recipes
 from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import compute
 
@@ -85,7 +85,7 @@ def _unsloth(facts: Mapping[str, str]) -> list[str]:
 @cache
 def recipe_keys() -> dict[str, dict[str, str]]:
     """Return the keys of each shipped recipe, in the form of a run's facts."""
-    return {name: {key: as_fact(key, value) for key, value in flat(recipe(name, FOLDER))} for name in recipes()}
+    return {name: {key: as_fact(key, value) for key, value in flat(keys)} for name, keys in shipped_recipes().items()}
 
 
 def framework_words(facts: Mapping[str, str]) -> str:
@@ -98,8 +98,7 @@ def framework_words(facts: Mapping[str, str]) -> str:
 def _outcomes() -> tuple[tuple[str, dict[str, str]], ...]:
     """Return each shipped recipe with its keys. A recipe with `auto` is listed once per possible result."""
     made = []
-    for name in recipes():
-        given = recipe(name, FOLDER)
+    for name, given in shipped_recipes().items():
         ends = [given["optimizations"], *compute.kernel_ends(given["optimizations"])]
         made += [
             (name, {key: as_fact(key, value) for key, value in flat(given | {"optimizations": on})}) for on in ends

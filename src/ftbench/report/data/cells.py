@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import calendar
 import math
 import re
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from ftbench.core.stats import MINIMUM_STEADY
 from ftbench.report.data.axes import GPUS
 from ftbench.report.data.collect import Record, figure, known, state_of
 from ftbench.report.data.facts import CARD, COMMIT, CPU
-from ftbench.store.rundir import RunDir, read_json
+from ftbench.store.rundir import RunDir
 
 TOKENS, SAMPLES = "tokens_per_s.real", "samples_per_s"
 PEAK, FIRST, ENERGY = "memory_gb.allocated_peak", "first_step_s", "energy.joules_per_1k_samples"
@@ -66,15 +65,14 @@ class Run:
     @property
     def started_s(self) -> float | None:
         """The start by the clock of its machine, in seconds since 1970."""
-        started = read_json(self.dir.state).get("started_at")
         with suppress(ValueError):
-            return float(calendar.timegm(time.strptime(started or "", "%Y-%m-%dT%H:%M:%SZ")))
+            return datetime.fromisoformat(self.record.get("started_at") or "").timestamp()
         return None
 
     @property
     def cache(self) -> str:
         """The state of the compiler's cache before the first step: `cold`, `warm`, `partly warm`, or `none`."""
-        return cache_of(self.record)
+        return str(self.record["first_step_cache"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +199,6 @@ def _pace(record: Mapping[str, Any]) -> Pace | None:
     if start is None or warm is None or step is None or not rate:
         return None
     return Pace(start - warm * step, rate, rate * step)
-
-
-def cache_of(record: Record) -> str:
-    """Return the state of the compiler's cache before the first step. Older summaries keep it in applied.json."""
-    state = record.get("first_step_cache") or read_json(RunDir(Path(record["path"])).applied).get("compile_cache")
-    return state or "none"
 
 
 def gpu_of(record: Record) -> str:

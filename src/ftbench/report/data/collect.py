@@ -24,13 +24,15 @@ def collect(paths: Sequence[Path]) -> list[Record]:
     """Return the runs at or below `paths`.
 
     Returns:
-        A record per run: the fields of its summary with dotted names (`memory_gb.host_peak`), its `path`, and its
-        `number`, counted from 1.
+        A record per run: the fields of its summary with dotted names (`memory_gb.host_peak`), its `path`, when it
+        started and ended, and its `number`, counted from 1.
 
     Raises:
         SpecError: a path does not exist or contains no run.
     """
-    collected = records(read_summary(run) | {"path": str(run.path)} for run in _runs(paths))
+    collected = records(map(_summary, _runs(paths)))
+    # A copy, for example in a bundle, is not a second repeat.
+    collected = list({_copy_key(record): record for record in reversed(collected)}.values())[::-1]
     rank = {name: number for number, name in enumerate(METHODS)}
 
     def order(record: Record) -> tuple[Any, ...]:
@@ -38,6 +40,14 @@ def collect(paths: Sequence[Path]) -> list[Record]:
         return record["name"], record["model"], gpu, method, record["batch_size"], record["run_id"]
 
     return [record | {"number": number} for number, record in enumerate(sorted(collected, key=order), 1)]
+
+
+def _summary(run: RunDir) -> dict[str, Any]:
+    """Return the summary of a run with the facts that reports read from its other files."""
+    summary, state = read_summary(run), read_json(run.state)
+    cache = summary.get("first_step_cache") or read_json(run.applied).get("compile_cache")  # of older runs
+    times = {name: state.get(name) for name in ("started_at", "ended_at")}
+    return summary | {"path": str(run.path), "first_step_cache": cache or "none", **times}
 
 
 def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
@@ -100,17 +110,15 @@ def _runs(paths: Sequence[Path]) -> list[RunDir]:
         directories |= {run.path.resolve() if len(paths) > 1 else run.path: run for run in runs}
     if not directories:
         raise SpecError(f"{', '.join(map(str, paths))}: contains no run: name a run, a folder of runs or a bundle")
-    # A copy, for example in a bundle, is not a second repeat.
-    return list({_copy_key(run): run for run in reversed(directories.values())}.values())[::-1]
+    return list(directories.values())
 
 
-def _copy_key(run: RunDir) -> Any:
+def _copy_key(record: Record) -> Any:
     """Return a key that is equal for copies of a run: its id, end, and size of steps.csv."""
-    ended = read_json(run.state).get("ended_at")
     with suppress(OSError):
-        if ended:
-            return run.run_id, run.steps.stat().st_size, ended
-    return run.path.resolve()
+        if record["ended_at"]:
+            return record["run_id"], RunDir(Path(record["path"])).steps.stat().st_size, record["ended_at"]
+    return record["path"]
 
 
 def _unpacked(path: Path) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 from ftbench.core.compare import geometric_mean
 from ftbench.core.stats import grouped_by
 from ftbench.report.data.axes import FRAMEWORK, PREFIX, TRL, framework_words, varying_keys
-from ftbench.report.data.cells import ACCUMULATION, BATCH, Cell, Run, cache_of, gpu_of
+from ftbench.report.data.cells import ACCUMULATION, BATCH, Cell, Run, gpu_of
 from ftbench.report.data.collect import Record, data_labels, known
 from ftbench.report.data.facts import CARD, COMMIT, CPU, IMPORTED, LIMIT, REWARD, machine_facts, spec_facts
 from ftbench.report.data.names import cell_names, way_of, with_unique_names
@@ -135,7 +135,7 @@ def _merged(group: Sequence[Record]) -> Record:
     succeeded = [record for record in ended if not record.get("contention.contended")] or ended[:1]
     first = dict((succeeded or group)[0])
     figures = {name: geometric_mean(known(succeeded, name)) for name in _MERGED if name in first}
-    if len(group) > 1 and (cold := [record for record in succeeded if cache_of(record) == "cold"]):
+    if len(group) > 1 and (cold := [record for record in succeeded if record["first_step_cache"] == "cold"]):
         figures["first_step_s"] = geometric_mean(known(cold, "first_step_s"))
     failed = [record for record in group if record["state"] != "ok"]
     warnings = dict.fromkeys(warning for record in group for warning in record["warnings"])
