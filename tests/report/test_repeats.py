@@ -58,7 +58,6 @@ def test_different_power_limits_are_not_repeats(tmp_path, ftbench):
     code, out, _ = ftbench("report", tmp_path, "--answers", "--wide")
     assert code == 0
     assert f"{held[300]} on RTX PRO 6000 Blackwell Max-Q (a)" in out
-    assert "times as fast as on NVIDIA RTX PRO 6000" in " ".join(out.split())
 
 
 def test_edited_data_files_are_not_repeats(tmp_path, ftbench):

@@ -6,11 +6,9 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.compare import Ratio
-from ftbench.core.stats import grouped_by
-from ftbench.report.compare.pairs import pair_of
 from ftbench.report.data.cells import PEAK, TOKENS, Cell, number_of
-from ftbench.report.document import ANSWER, Point, Section, Table
-from ftbench.report.ranking import Ranking, left_out_text, rankings, rate_of, unusable
+from ftbench.report.document import ANSWER, Section, Table
+from ftbench.report.ranking import Ranking, left_out_text, rankings, unusable
 
 _NUMBERS = {1: "one", 2: "two", 3: "three"}
 _SMALLER = 0.95  # another recipe is named for its memory if it needs less than this share of the winner's
@@ -18,42 +16,26 @@ _MOST_NAMED, _MOST_GROUPS, _MOST_ROWS = 6, 6, 20
 
 
 def sections(cells: Iterable[Cell], *, full: bool = False) -> list[Section]:
-    """Return the answer, empty without runs. `full` adds first steps and the other comparable groups."""
+    """Return the answer, empty without runs. `full` adds the other comparable groups."""
     ranked, reasons = rankings(cells)
     text, counts = left_out_text(ranked, reasons)
-    others = [Point(text)] if text else []
     if not ranked:
-        points = [Point(f"No run has a valid speed. {text}")]
-        return [Section(ANSWER, "Answer", None, [points[0].text], points=points, left_out=counts)] if text else []
-    points = [*_points(ranked[0], full), *(_gpus(ranked) if full else ()), *others]
-    first = _section(ANSWER, ranked[0], points)
+        return [Section(ANSWER, "Answer", None, [f"No run has a valid speed. {text}"], left_out=counts)] if text else []
+    first = _section(ANSWER, ranked[0], [text] if text else [])
     more = [
-        _section(f"{ANSWER}_{number}", each, list(_points(each, full)))
-        for number, each in enumerate(ranked[1:_MOST_GROUPS] if full else (), 2)
+        _section(f"{ANSWER}_{number}", each) for number, each in enumerate(ranked[1:_MOST_GROUPS] if full else (), 2)
     ]
     return [replace(first, left_out=counts), *more]
 
 
-def _section(key: str, ranking: Ranking, points: Sequence[Point]) -> Section:
-    texts, records = [point.text for point in points], _records(ranking)
-    return Section(key, ranking.about, _table(records), texts, records, points)
+def _section(key: str, ranking: Ranking, more: Sequence[str] = ()) -> Section:
+    texts, records = [_winner(ranking)], _records(ranking)
+    if len(ranking.best) > 1:
+        texts += [_lead(ranking), *_memory(ranking)]
+    return Section(key, ranking.about, _table(records), [*texts, *more], records)
 
 
-def _points(ranking: Ranking, full: bool) -> Iterator[Point]:
-    best = ranking.best
-    yield _winner(ranking)
-    if len(best) > 1:
-        yield _lead(ranking)
-        yield from _memory(ranking)
-        if full:
-            yield from _few_steps(ranking)
-
-
-def _point(text: str, *cells: Cell) -> Point:
-    return Point(text, tuple(str(run.record["path"]) for cell in cells for run in cell.runs))
-
-
-def _winner(ranking: Ranking) -> Point:
+def _winner(ranking: Ranking) -> str:
     winner, count = ranking.winner, len(ranking.best)
     rank = f"is the fastest of {count} recipes" if count > 1 else "is the only recipe"
     figures = [f"{units.rate(winner.figure(TOKENS))} tokens/s" if winner.figure(TOKENS) else
@@ -63,7 +45,7 @@ def _winner(ranking: Ranking) -> Point:
     if peak := winner.figure(PEAK):
         figures.append(f"{units.gibibytes(peak)} GiB")
     figures.append(units.some(len(winner.runs), "run"))
-    return _point(f"{ranking.name(winner)} {rank}: {', '.join(figures)}. {ranking.about}{_rounds(ranking)}.", winner)
+    return f"{ranking.name(winner)} {rank}: {', '.join(figures)}. {ranking.about}{_rounds(ranking)}."
 
 
 def _rounds(ranking: Ranking) -> str:
@@ -76,7 +58,7 @@ def _rounds(ranking: Ranking) -> str:
     return f": {' to '.join(words)} rounds, one card, one commit"
 
 
-def _lead(ranking: Ranking) -> Point:
+def _lead(ranking: Ranking) -> str:
     """Compare the winner with the next recipe and with plain, and name the other differences once."""
     second, plain = ranking.best[1], ranking.plain
     pairs = [ranking.against(second)]
@@ -86,8 +68,7 @@ def _lead(ranking: Ranking) -> Point:
         words.append(times(pairs[1].speed, ranking.name(plain)))
     keys = dict.fromkeys(fact.key for pair in pairs for fact in pair.differences)
     also = f" They also differ in {units.listed(list(keys), _MOST_NAMED)}." if keys else ""
-    text = f"It is {'; '.join(words)}.{also}"
-    return _point(text, ranking.winner, *(pair.baseline for pair in pairs if pair.baseline))
+    return f"It is {'; '.join(words)}.{also}"
 
 
 def times(ratio: Ratio | None, name: str) -> str:
@@ -103,7 +84,7 @@ def times(ratio: Ratio | None, name: str) -> str:
     return f"{'likely ' if few else ''}{ratio.value:.2f} times as fast as {name} {ends}"
 
 
-def _memory(ranking: Ranking) -> Iterator[Point]:
+def _memory(ranking: Ranking) -> Iterator[str]:
     known = [cell for cell in ranking.best if cell.figure(PEAK)]
     least = min(known, key=lambda cell: cell.figure(PEAK) or 0.0, default=None)
     winner = ranking.winner
@@ -111,33 +92,7 @@ def _memory(ranking: Ranking) -> Iterator[Point]:
         return
     speed = ranking.against(winner, least).speed
     share = "" if speed is None else f", at {speed.value:.2f} times its speed"
-    yield _point(f"Least memory: {ranking.name(least)}, {units.gibibytes(needs)} GiB{share}.", least)
-
-
-def _few_steps(ranking: Ranking) -> Iterator[Point]:
-    """Yield the break-even of the winner and the recipe that starts fastest."""
-    paces = [(cell, pace) for cell in ranking.best if (pace := cell.pace()) is not None]
-    if not paces or paces[0][0] is not ranking.winner:
-        return
-    quick, _ = min(paces, key=lambda pair: pair[1].start_s)
-    even = ranking.against(quick).break_even if quick is not ranking.winner else None
-    if even and even.when == "after" and (steps := round(even.steps or 0)) >= 1:
-        yield _point(f"Few steps: {ranking.name(quick)} is ahead for the first {units.some(steps, 'step')}.", quick)
-
-
-def _gpus(ranked: Sequence[Ranking]) -> Iterator[Point]:
-    """Yield a comparison for each pair of GPUs, with the fastest recipe that both ran."""
-    cells = [cell for each in ranked for cell in each.cells if cell.runs[0].spec]
-    best: dict[tuple[str, str], tuple[Cell, Cell]] = {}
-    for shared in grouped_by(cells, lambda cell: frozenset(cell.runs[0].spec.items())).values():
-        ordered = sorted(shared, key=rate_of)
-        for slow, fast in ((a, b) for i, a in enumerate(ordered) for b in ordered[i + 1 :]):
-            names = (fast.facts["gpu"], slow.facts["gpu"])
-            if names[0] != names[1] and (names not in best or rate_of(fast) > rate_of(best[names][0])):
-                best[names] = fast, slow
-    for (faster, slower), (fast, slow) in best.items():
-        speed = pair_of("gpu", fast, slow, noise=ranked[0].noise).speed
-        yield _point(f"{faster}: {fast.name} is {times(speed, f'on {slower}')}.", fast, slow)
+    yield f"Least memory: {ranking.name(least)}, {units.gibibytes(needs)} GiB{share}."
 
 
 def rank_text(path: str, cells: Sequence[Cell]) -> str:

@@ -71,22 +71,11 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One conclusion from runs.
-
-    `runs` are the paths of the runs that support it.
-    """
-
-    text: str
-    runs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Section:
     """One part of a report.
 
-    `key` names it for programs. `records` hold the table's values as plain numbers (None if unknown). The page also
-    uses `points`, the paragraphs one by one. The answer counts the runs that it does not use, by reason, in `left_out`.
+    `key` names it for programs. `records` hold the table's values as plain numbers (None if unknown). The answer counts
+    the runs that it does not use, by reason, in `left_out`.
     """
 
     key: str
@@ -94,7 +83,6 @@ class Section:
     table: Table | None = None
     paragraphs: Sequence[str] = ()
     records: Sequence[dict[str, Any]] = ()
-    points: Sequence[Point] = ()
     left_out: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -66,7 +66,7 @@ class Curves:
 
 def page(report: Report) -> str:
     """Return the report as one self-contained HTML document."""
-    table, numbers = runs_table(report.records, report.axes), _numbers(report.records)
+    table = runs_table(report.records, report.axes)
     script = _asset("report.js")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["code"] = _code
@@ -74,7 +74,7 @@ def page(report: Report) -> str:
     groups = [section for section in report.sections if section.key.startswith(f"{ANSWER}_")]
     columns = [column for column in zip(table.headings, table.words, strict=True) if column[0] != NUMBER]
     text = environment.from_string(_asset("page.html")).render(
-        title=_title(answer, len(report.records)), answer=answer, evidence=_evidence(answer, report.records, numbers),
+        title=_title(answer, len(report.records)), answer=answer,
         bars=_bars(answer, report), groups=groups,
         sections=[each for each in report.sections if each is not answer and each not in groups],
         context=table.title, columns=columns, notes=table.notes, rows=_rows(report.records, table.headings, table.rows),
@@ -104,15 +104,9 @@ def _numbers(records: Sequence[Record]) -> list[str]:
 
 def _title(answer: Section | None, count: int) -> str:
     """Return the first sentence of the answer, or the number of runs."""
-    if answer and answer.points and answer.records:
-        return answer.points[0].text.partition(". ")[0].partition(" (95 %")[0]
+    if answer and answer.records:
+        return answer.paragraphs[0].partition(". ")[0].partition(" (95 %")[0]
     return f"{units.some(count, 'fine-tuning run')} without a valid speed"
-
-
-def _evidence(answer: Section | None, records: Sequence[Record], numbers: Sequence[str]) -> list[list[str]]:
-    """Return the numbers of the runs behind each point of the answer."""
-    by_path = dict(zip((str(record["path"]) for record in records), numbers, strict=True))
-    return [[by_path[path] for path in point.runs if path in by_path] for point in (answer.points if answer else ())]
 
 
 def _bars(answer: Section | None, report: Report) -> list[Bar]:

@@ -215,15 +215,3 @@ def per_1k_samples(per_hour: float, samples_per_s: float | None) -> float | None
 
 def per_1m_tokens(per_hour: float, tokens_per_s: float | None) -> float | None:
     return None if not tokens_per_s else per_hour / 3600 / tokens_per_s * 1e6
-
-
-def break_even_hours(price: float, running_per_hour: float, rent_per_hour: float) -> float | None:
-    """Return the hours of use after which buying is as cheap as renting; None if it never is.
-
-    Args:
-        price: Purchase price.
-        running_per_hour: Electricity per hour.
-        rent_per_hour: Rent per hour. All three are in the same currency.
-    """
-    saved = rent_per_hour - running_per_hour
-    return price / saved if saved > 1e-9 * rent_per_hour else None  # equal except for rounding counts as equal

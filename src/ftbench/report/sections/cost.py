@@ -16,14 +16,10 @@ from ftbench.report.data.collect import Record, figure
 from ftbench.report.document import Section, formatted, names_of, section
 from ftbench.spec.prices import (
     Owned,
-    Price,
     Prices,
     Rent,
-    break_even_hours,
     hourly_costs,
     joules_per_1m_tokens,
-    running,
-    use_hours,
 )
 
 WATTS, IDLE = "energy.mean_watts", "energy.idle_watts"
@@ -38,23 +34,6 @@ def _watts(figure: Figure) -> float | None:
     """
     joules, samples = figure(ENERGY), figure(SAMPLES)
     return joules / 1000 * samples if joules and samples else figure(WATTS)
-
-
-def break_even(price: Price, watts: float | None) -> tuple[float | None, str]:
-    """Return the hours of use after which buying is cheaper than renting, and a text."""
-    rent, owned = price.rent, price.owned
-    if rent is None or owned is None:
-        return None, ""
-    if rent.currency != owned.currency:
-        return None, f"not compared ({rent.currency}, {owned.currency})"
-    spent = running(owned, watts)
-    if spent is None:
-        return None, "unknown power"
-    hours = break_even_hours(owned.price, spent, rent.per_hour)
-    if hours is None:
-        return None, "never"
-    life = use_hours(owned.lifetime_years, owned.utilisation)
-    return hours, f"{units.count(hours)} h" + (" (beyond its life)" if hours > life else "")
 
 
 # --- the records -----------------------------------------------------------------------------------------------------
@@ -77,15 +56,10 @@ def _costs_of_run(record: Record, prices: Prices, hours: float) -> Record:
 
 def _costs(figure: Figure, gpu: str, gpus: int, prices: Prices, hours: float) -> Iterator[dict[str, Any]]:
     """Yield the cost of rent and of purchase, by the figures of a run or a cell."""
-    price, watts = prices.of(gpu), _watts(figure)
-    if price is None:
+    if (price := prices.of(gpu)) is None:
         return
-    even, text = break_even(price, watts and watts / gpus)
-    for cost in hourly_costs(price, figure(SAMPLES), figure(TOKENS), watts, hours, gpus):
-        owned = cost.way == "owned"
-        yield {name: getattr(cost, name) for name in ("way", *_AMOUNTS, "why")} | {
-            "break_even_hours": even if owned else None, "buying_pays_after": text if owned else "",
-        }  # fmt: skip
+    for cost in hourly_costs(price, figure(SAMPLES), figure(TOKENS), _watts(figure), hours, gpus):
+        yield {name: getattr(cost, name) for name in ("way", *_AMOUNTS, "why")}
 
 
 # --- the sections ----------------------------------------------------------------------------------------------------
@@ -117,7 +91,6 @@ def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None
     amounts = {"1 h": "per_hour", "1k samples": "per_1k_samples", "1M tokens": "per_1m_real_tokens",
                f"{hours:g} h": "per_night"}  # fmt: skip
     columns = {"way": formatted("way")} | {heading: _amount(name) for heading, name in amounts.items()}
-    columns |= {"buying pays after": formatted("buying_pays_after")}
     cheapest = _cheapest([record for cell in valid for record in _records(cell, prices, hours)])
     words = ("All GPUs of a run at its steady speed. Tokens are real tokens; samples are real tokens divided by the "
              "mean length of the data.", *cheapest)  # fmt: skip
