@@ -28,9 +28,7 @@ from ftbench.core import units
 @app.command()
 def report(
     paths: Runs,
-    answers: Annotated[
-        bool, typer.Option("--answers", help="add first steps, losses, other groups, samples per night")
-    ] = False,
+    answers: Annotated[bool, typer.Option("--answers", help="add other groups, energy, samples per night")] = False,
     compare: Annotated[str | None, typer.Option(help="compare runs along this axis", metavar="AXIS")] = None,
     where: Annotated[
         list[str] | None, typer.Option(help="only matching runs: method=lora, rank=8,16", metavar="KEY=VALUE")
