@@ -13,7 +13,7 @@ from ftbench.core.stats import median_error
 from ftbench.report import answer
 from ftbench.report.build import Request, report
 from ftbench.report.compare import pairs, partners
-from ftbench.report.data import names as naming
+from ftbench.report.data import groups as naming
 from ftbench.report.data.cells import Cell, Run
 from ftbench.report.data.groups import cells_of
 from ftbench.store import rundir

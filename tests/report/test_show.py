@@ -10,7 +10,7 @@ import shutil
 import pytest
 from rich.cells import cell_len
 
-from ftbench.report.data.names import row_names
+from ftbench.report.data.groups import row_names
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.methods import METHODS

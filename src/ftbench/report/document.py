@@ -7,7 +7,7 @@ from typing import Any
 from ftbench.report.data.axes import OPTIMIZATIONS, value_at
 from ftbench.report.data.cells import Cell, number_of
 from ftbench.report.data.collect import Record
-from ftbench.report.data.names import row_names
+from ftbench.report.data.groups import row_names
 
 _WORDS = ("name", "recipe", "model", "weights", "GPU", "data", "with", "method", "state", "where it fails", "note")
 _CONTENDED = "contended"

@@ -19,8 +19,7 @@ from ftbench.core.hardware import canonical_name
 from ftbench.report.compare.pairs import steps_of
 from ftbench.report.data.cells import TOKENS, Cell, Run, number_of
 from ftbench.report.data.collect import Record, figure
-from ftbench.report.data.groups import cells_of, runs_of
-from ftbench.report.data.names import cell_names
+from ftbench.report.data.groups import cell_names, cells_of, runs_of
 from ftbench.report.document import ANSWER, Report, Section
 from ftbench.report.runs_table import FIGURES, FOOTNOTE, NUMBER, runs_table
 

@@ -9,8 +9,7 @@ from ftbench.report.data.axes import MOST_AXES, headings
 from ftbench.report.data.cells import number_of, run_of
 from ftbench.report.data.collect import Record, data_labels, long_reason, state_of
 from ftbench.report.data.facts import CPU
-from ftbench.report.data.groups import RUNS
-from ftbench.report.data.names import short_value
+from ftbench.report.data.groups import RUNS, short_value
 from ftbench.report.document import Column, Table, table_of
 
 CONTEXT = {"model": "model", "weights": "weights", "gpu": "GPU", "data": "data", "optimizations": "with"}

@@ -30,7 +30,7 @@ from ftbench.report.data.axes import (
     varying_keys,
 )
 from ftbench.report.data.cells import ENERGY, PEAK, TOKENS, Cell, number_of, run_of
-from ftbench.report.data.names import cell_names
+from ftbench.report.data.groups import cell_names
 from ftbench.report.document import Section, Table, table_of
 from ftbench.report.runs_table import MOST_NAMED
 

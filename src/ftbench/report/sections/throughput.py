@@ -8,7 +8,7 @@ from ftbench.core import units
 from ftbench.report.data.axes import STRATEGY
 from ftbench.report.data.cells import SAMPLES, TOKENS, Cell, Run
 from ftbench.report.data.collect import Record, figure
-from ftbench.report.data.names import recipe_name
+from ftbench.report.data.groups import recipe_name
 from ftbench.report.document import Section, formatted, names_of, section
 from ftbench.spec.experiment import Launch
 
