@@ -6,7 +6,6 @@ import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import resources
 from itertools import pairwise
 
@@ -17,7 +16,7 @@ from ftbench import __version__
 from ftbench.core import units
 from ftbench.core.hardware import canonical_name
 from ftbench.report.compare.pairs import steps_of
-from ftbench.report.data.cells import TOKENS, Cell, Run, number_of
+from ftbench.report.data.cells import TOKENS, Run, number_of
 from ftbench.report.data.collect import Record, figure
 from ftbench.report.data.groups import cell_names, cells_of, runs_of
 from ftbench.report.document import ANSWER, Report, Section
@@ -28,39 +27,6 @@ _FEWEST_STEPS = 6  # with fewer steps, progress cannot be separated from noise
 # Characters that change the writing direction can make text misleading.
 _BIDI = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _BADGES = {"ok": "good", "oom": "bad", "error": "bad", "timeout": "bad"}
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A bar of the chart: lengths in percent of the longest whisker, and the runs that it shows."""
-
-    name: str
-    text: str
-    title: str
-    length: float
-    low: float | None
-    width: float
-    runs: str
-
-
-@dataclass(frozen=True, slots=True)
-class PageRow:
-    """A run in the table: its number and id, the class of its state, and text and sort key of each column."""
-
-    number: str
-    run_id: str
-    state: str
-    badge: str
-    cells: Sequence[tuple[str, str | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Curves:
-    """The losses of some runs: name and SVG path of each in a square of 100 by 100, and the ends of both axes."""
-
-    lines: Sequence[tuple[str, str]]
-    steps: tuple[int, int]
-    losses: tuple[float, float]
 
 
 def page(report: Report) -> str:
@@ -108,8 +74,11 @@ def _title(answer: Section | None, count: int) -> str:
     return f"{units.some(count, 'fine-tuning run')} without a valid speed"
 
 
-def _bars(answer: Section | None, report: Report) -> list[Bar]:
-    """Return a bar per recipe, or per recipe and GPU if these are compared: tokens per second, with the interval."""
+def _bars(answer: Section | None, report: Report) -> list[Record]:
+    """Return a bar per recipe, or per recipe and GPU if these are compared: tokens per second, with the interval.
+
+    Lengths are in percent of the longest whisker.
+    """
     compared = [record for section in report.sections for record in section.records if record.get("axis") == "gpu"]
     rows = [_by_gpu(record) for record in compared] or (answer.records if answer else [])
     records = [record for record in rows if record.get("tokens_per_s")]
@@ -119,10 +88,11 @@ def _bars(answer: Section | None, report: Report) -> list[Bar]:
         value, low, high = (record[name] for name in ("tokens_per_s", "tokens_per_s_low", "tokens_per_s_high"))
         known = low is not None and math.isfinite(high)
         title = f"95 %: {units.rate(low)} to {units.rate(high)}, " if known else ""
-        bars.append(Bar(
-            record["recipe"], units.rate(value), title + units.some(record["runs"], "run"), 100 * value / longest,
-            100 * low / longest if known else None, 100 * (high - low) / longest if known else 0.0, record["numbers"],
-        ))  # fmt: skip
+        bars.append({
+            "name": record["recipe"], "text": units.rate(value), "runs": record["numbers"],
+            "title": title + units.some(record["runs"], "run"), "length": 100 * value / longest,
+            "low": 100 * low / longest if known else None, "width": 100 * (high - low) / longest if known else 0.0,
+        })  # fmt: skip
     return bars
 
 
@@ -138,7 +108,9 @@ def _by_gpu(record: Record) -> Record:
 # --- the runs --------------------------------------------------------------------------------------------------------
 
 
-def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[PageRow]:
+def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Record]:
+    """Return a row of the table per run: its number and id, the class of its state, and text and sort key of each
+    column."""
     sources = {column.heading: column.source for column in FIGURES}
     shown = []
     for record, number, texts in zip(records, _numbers(records), rows, strict=True):
@@ -146,18 +118,20 @@ def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Seq
         cells = [(text, f"{values[heading]:.9g}" if text and values.get(heading) is not None else None)
                  for heading, text in zip(headings, texts, strict=True) if heading != NUMBER]  # fmt: skip
         state = str(record["state"])
-        shown.append(PageRow(number, str(record["run_id"]), state, _BADGES.get(state, "weak"), cells))
+        row = {"number": number, "run_id": str(record["run_id"]), "state": state, "cells": cells}
+        shown.append(row | {"badge": _BADGES.get(state, "weak")})
     return shown
 
 
-def _curves(records: Sequence[Record]) -> Curves | None:
-    """Return the losses of the fastest recipes, None if no model learned: the longest run of each recipe and GPU."""
-    longest: dict[tuple[str, str], tuple[Cell, Run]] = {}
-    for cell in cells_of(runs_of(records)):
-        key = cell.way, cell.facts["gpu"]
-        runs = [(cell, run) for run in cell.valid if figure(run.record, "loss.last") is not None]
-        for pair in [*runs, *([longest[key]] if key in longest else [])]:
-            longest[key] = max(pair, longest.get(key, pair), key=lambda each: (each[1].steady, _hourly(each[1])))
+def _curves(records: Sequence[Record]) -> Record | None:
+    """Return the losses of the fastest recipes, None if no model learned: the longest run of each recipe and GPU.
+
+    `lines` are name and SVG path of each in a square of 100 by 100, `steps` and `losses` the ends of both axes.
+    """
+    runs = [(cell, run) for cell in cells_of(runs_of(records)) for run in cell.valid
+            if figure(run.record, "loss.last") is not None]  # fmt: skip
+    runs.sort(key=lambda pair: (pair[1].steady, _hourly(pair[1])))
+    longest = {(cell.way, cell.facts["gpu"]): (cell, run) for cell, run in runs}  # the last one is kept
     chosen = sorted(longest.values(), key=lambda pair: -_hourly(pair[1]))[:MOST_CURVES]
     steps = [steps_of(run) for _, run in chosen]
     points = [[(step, loss) for step, loss in zip(run.numbers, run.columns["loss"], strict=True) if loss is not None]
@@ -168,7 +142,7 @@ def _curves(records: Sequence[Record]) -> Curves | None:
     (first, last), (low, high) = (int(ends[0][0]), int(ends[0][1])), ends[1]
     names = cell_names([cell for cell, _ in chosen])
     lines = [(name, _path(line, first, last, low, high)) for name, line in zip(names, points, strict=True)]
-    return Curves(lines, (first, last), (low, high))
+    return {"lines": lines, "steps": (first, last), "losses": (low, high)}
 
 
 def _learned(losses: Sequence[float]) -> bool:
