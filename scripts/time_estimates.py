@@ -32,9 +32,10 @@ from ftbench.core.units import change, percent  # noqa: E402
 from ftbench.errors import SpecError  # noqa: E402
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration  # noqa: E402
 from ftbench.estimate.time.history import RunHistory, TimedRun, timed_runs  # noqa: E402
-from ftbench.estimate.time.rates import Term, ideal, limits_of, shipped_coefficients, shipped_terms, step  # noqa: E402
+from ftbench.estimate.time.rates import ideal, limits_of, shipped_coefficients, step  # noqa: E402
 from ftbench.estimate.time.work import StepWork, step_work  # noqa: E402
 from ftbench.estimate.workload.model import is_rough, trainable_shape  # noqa: E402
+from ftbench.facts import read_facts  # noqa: E402
 from ftbench.store.summary import optimizations_on  # noqa: E402
 
 PAGE, FACTS = ROOT / "docs/evidence/time-estimates.md", ROOT / "src/ftbench/facts/durations.yaml"
@@ -66,6 +67,21 @@ FACTS_HEAD = """\
 # `error`: each step estimated without its own runs. `spread`: the factor around an estimate that holds 90 % of the runs
 # of unseen models, if the GPU or the host sets the pace.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A coefficient. `prior` is used if no run shows the term, for the reason `why`. `runs` counts those that do."""
+
+    value: float
+    prior: float
+    runs: int
+    why: str
+
+
+def shipped_terms() -> dict[str, Term]:
+    """Return the terms of facts/durations.yaml by name."""
+    return {name: Term(**values) for name, values in read_facts("durations.yaml")["coefficients"].items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,6 +267,9 @@ def test_casts_of_a_step_are_sharded() -> None:
         assert sum(states(strategy, 4, **wide)["forward"].values()) < 16 * 8.19e9 / 4 / GIB + 6
 
 
+MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [({"model_type": "mamba"}, "mamba"), ({"hidden_size": 0}, "hidden_size"), ({"vocab_size": None}, "vocab_size"),
@@ -275,9 +278,9 @@ def test_casts_of_a_step_are_sharded() -> None:
      ({"num_attention_heads": -1}, "num_attention_heads"),
      ({"head_dim": "128"}, "head_dim"), ({"head_dim": -3}, "head_dim"), ({"sliding_window": "x"}, "sliding_window"),
      ({"head_dim": None, "hidden_size": 16}, "num_attention_heads"), ({"layer_types": 3}, "layer_types"),
-     ({"layer_types": ["sliding_attention"]}, "layer_types"), ({"num_experts": "x"}, "num_experts"),
-     ({"num_experts": -4}, "num_experts"), ({"num_experts": 8, "num_experts_per_tok": 16}, "must be at most 8"),
-     ({"num_experts": 8, "moe_intermediate_size": "a", "num_experts_per_tok": 2}, "moe_intermediate_size"),
+     ({"layer_types": ["sliding_attention"]}, "layer_types"), (MOE | {"num_experts": "x"}, "num_experts"),
+     (MOE | {"num_experts": -4}, "num_experts"), (MOE | {"num_experts_per_tok": 16}, "must be at most 8"),
+     (MOE | {"moe_intermediate_size": "a"}, "moe_intermediate_size"),
      ({"vision_config": {"hidden_size": "b"}}, "hidden_size"),
      ({"vision_config": {"hidden_size": 8}}, "num_hidden_layers")],
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -15,8 +14,7 @@ from ftbench.errors import FtbenchError
 from ftbench.estimate.estimates import EstimateRequest, estimate
 from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.workload.largest import largest
-from ftbench.estimate.workload.lengths import file_lengths, lengths_of
-from ftbench.spec import datasets
+from ftbench.estimate.workload.lengths import lengths_of
 from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
 
@@ -80,30 +78,6 @@ def test_the_bound_covers_all_samples_of_a_file(tmp_path):
     samples = prepare.prepare(spec, tokenizer.build_tokenizer(4096), 4096).train
     longest = max(len(each.ids) for row in samples for each in row)
     assert longest <= largest(spec).most.length < 2048
-
-
-CHAT, ALPACA = ("messages", "note"), ("instruction", "input", "output", "note")
-
-
-@pytest.mark.parametrize("columns", [CHAT, ALPACA], ids=["chat", "alpaca"])
-def test_few_rows_are_rendered_to_find_the_longest(tmp_path, monkeypatch, columns):
-    """The longest row is found although its length is not counted, whatever other columns it has."""
-    dice = random.Random(0)
-
-    def text() -> str:
-        return "漢a" * round(dice.lognormvariate(4, 1))
-
-    rows = [{name: [{"role": "user", "content": text()}, {"role": "assistant", "content": text()}]
-             if name == "messages" else text() for name in columns} for _ in range(9001)]  # fmt: skip
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps(row, ensure_ascii=row["note"] < "漢a" * 9) + "\n" for row in rows))
-    spec, looked_at, original = spec_of(path), [], datasets.row_example
-    form = "messages" if columns is CHAT else "alpaca"
-    every = [original(spec.dataset, row, form, "").messages for row in rows]
-    most = max(sum(len(turn["content"].encode()) + 5 for turn in turns) for turns in every)
-    monkeypatch.setattr(datasets, "row_example", lambda *given: looked_at.append(1) or original(*given))
-    assert file_lengths(spec.dataset, spec.model).most == 100 + most
-    assert len(looked_at) < 3500
 
 
 @pytest.mark.parametrize("ending", [".json", ".csv", ".parquet"])

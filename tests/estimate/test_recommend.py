@@ -14,7 +14,7 @@ from commands import printed_command, typed_spec
 from counting import calls_of
 from ftbench.core.hardware import capability_of, gpus
 from ftbench.errors import SpecError
-from ftbench.estimate.memory.largest_batch import MemoryCache, largest_batch
+from ftbench.estimate.memory.largest_batch import MemoryCache, largest_batch, with_batch
 from ftbench.estimate.recommend import candidates
 from ftbench.estimate.recommend import request as requests
 from ftbench.estimate.recommend.ranking import Goal, Recommendation, as_runnable, recommend, samples_per_step
@@ -218,14 +218,6 @@ def test_options_that_may_miss_the_deadline_are_marked_and_come_last():
     assert set(late) == {False, True}
     assert [each["may_miss_deadline"] for each in as_json(some)["options"]] == late
     assert as_text(some, every=True).count(" may miss ") == sum(late)
-    assert "may miss" not in as_yaml(some).lower()
-
-
-def test_a_best_way_that_may_miss_the_deadline_is_marked_in_its_spec():
-    fastest = ask().options[0].seconds
-    found = ask(deadline_s=(fastest.expected + fastest.high) / 2)
-    assert "It may miss the deadline at the slow end" in " ".join(as_text(found).split())
-    assert "It may miss the deadline at the slow end" in " ".join(as_yaml(found).replace("\n#", " ").split())
 
 
 def test_without_a_deadline_the_text_does_not_mention_it():
@@ -254,7 +246,7 @@ def test_the_largest_batch_is_that_of_the_memory_estimate():
     tried = [way.spec for way in candidates.ways(spec, ("lora", "qlora", "unsloth"), False) if not way.problems][::9]
     for name in ("H200 SXM", "A100 40GB", "RTX 4090"):
         for way in tried:
-            one = candidates.with_batch(way, 1, 1)
+            one = with_batch(way, 1, 1)
             largest = memory_cache.largest_batch(one, GPUS[name])
             assert largest == largest_batch(one, GPUS[name])
             assert MemoryCache().largest_batch(one, GPUS[name], most=5) == (largest and min(largest, 5))
@@ -285,9 +277,10 @@ def test_the_best_way_is_written_as_a_valid_spec(ftbench, spec_file, tmp_path):
 
 
 def test_json_has_options_and_the_spec(ftbench, spec_file):
-    code, out, _ = ftbench("recommend", spec_file, "--gpu", "H200 SXM,L4", "--samples", 1000, "--json")
+    code, out, _ = ftbench("recommend", spec_file, "--gpu", "H200 SXM", "--gpu", "L40S", "--samples", 1000, "--json")
     found = json.loads(out)
     assert code == 0
+    assert {option["gpu"] for option in found["options"]} == {"H200 SXM", "L40S"}
     assert found["options"][0]["seconds"]["expected"] <= found["options"][1]["seconds"]["expected"]
     assert (
         Experiment.model_validate(found["spec"]).optimizations.model_dump(exclude_defaults=True)
@@ -404,7 +397,6 @@ def test_a_gpu_without_a_rate_in_the_precision_is_ruled_out_among_others(ftbench
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--gpu", "T4,V100 SXM2 32GB", "--samples", "9"], "the speed of V100 SXM2 32GB in bf16 is not known"),
     (["--gpu", "H300", "--samples", "9"], "--gpu H300: not in the table"),
-    (["--gpu", "M3 Max", "--samples", "9"], "trains with CUDA only"),
     (["--gpu", "h100", "--samples", "9"], "several GPUs: H100 NVL (94 GB), H100 PCIe (80 GB), H100 SXM5 (80 GB)"),
     (["--gpu", ",", "--samples", "9"], "--gpu: name GPUs"),
     (["--gpu", "H200 SXM"], "--samples: required, because"),
@@ -446,15 +438,12 @@ def test_estimate_reports_time_energy_and_cost(ftbench, spec_file):
     assert "kWh" in out
 
 
-def test_without_a_number_of_samples_prices_give_the_cost_of_1000(ftbench, spec_file):
-    """How many rows a set of the hub has is not known: the prices that were given are answered all the same."""
+def test_a_missing_price_is_named(ftbench, spec_file):
     asked = ("estimate", spec_file, "--prices", ROOT / "configs" / "prices-example.yaml")
     _, alone, _ = ftbench(*asked, "--gpu", "H200 SXM")
-    assert " USD (rent) for 1,000 samples" in alone
-    _, out, _ = ftbench(*asked, "--gpu", "H200 SXM,L40S")
-    table = out[out.rindex("\nGPU") :]
-    assert "cost of 1k samples" in table.splitlines()[1]
-    assert "prices-example.yaml has no price for L40S" in table
+    assert re.search(r"\ncost +not known: use --samples N\n", alone)  # how many rows the data set has is not known
+    _, out, _ = ftbench(*asked, "--gpu", "H200 SXM,L40S", "--samples", 1000)
+    assert re.search(r"\nL40S .* no price ", out)
     _, without, _ = ftbench("estimate", spec_file, "--gpu", "H200 SXM,L40S")
     heading = without[without.rindex("\nGPU") :].splitlines()[1].split("  ")
     assert [name.strip() for name in heading if name.strip()] == [
@@ -474,7 +463,6 @@ def test_very_many_samples_are_estimated(ftbench, spec_file, count):
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["--samples", "0"], "--samples 0"), (["--samples", "2.5"], "estimate --help"),
     (["--hours", "-1"], "--hours -1"),
-    (["--strategy", "zero3"], "add --gpus 2, or remove it"), (["--strategy", "zero3", "--gpus", "1"], "--gpus"),
     (["--hours", "inf"], "--hours inf"), (["--hours", "1e308"], "at most 1,000,000"),
     (["--prices", "/nowhere"], "/nowhere: no such file"),
 ], ids=" ".join)  # fmt: skip

@@ -38,8 +38,12 @@ if TYPE_CHECKING:
     from ftbench.estimate.recommend.request import RecommendRequest
 
 GpuNames = Annotated[
-    str | None, typer.Option("--gpu", help="4090, or several: 4090,L40S, or all (default: this machine's)")
+    list[str] | None, typer.Option("--gpu", help="4090, or several: 4090,L40S, or all (default: this machine's)")
 ]
+
+
+def _joined(names: list[str] | None) -> str | None:
+    return ",".join(names) if names else None
 
 
 @app.command()
@@ -52,7 +56,6 @@ def estimate(
     sets: Sets = None,
     samples: Annotated[int | None, of(INPUT, "number of samples to train on (default: the spec's)")] = None,
     hours: Annotated[float | None, of(INPUT, "length of a night in hours (default: 8)")] = None,
-    memory_gb: Annotated[float | None, of(ADVANCED, "GiB of a GPU that is not in the table")] = None,
     gpus: Annotated[
         int | None, of(CLUSTER, "number of GPUs (default: the spec's)", parser=gpu_count, metavar="N")
     ] = None,
@@ -74,7 +77,7 @@ def estimate(
     from ftbench.estimate import estimates
 
     answer = estimates.estimate(estimates.EstimateRequest(
-        spec, spec_sets(sets, recipe, dataset, length, samples), gpu, memory_gb, gpus, strategy, samples, hours, prices,
+        spec, spec_sets(sets, recipe, dataset, length, samples), _joined(gpu), gpus, strategy, samples, hours, prices,
         store,
     ))  # fmt: skip
     emit(answer.document if as_json else answer.text)
@@ -122,8 +125,8 @@ def recommend(
     from ftbench.estimate.recommend.request import RecommendRequest
 
     request = RecommendRequest(
-        spec, spec_sets(sets, None, dataset, length, samples), gpu, gpus, samples, deadline, max_cost, prices, goal,
-        method, effective_batch, store, output,
+        spec, spec_sets(sets, None, dataset, length, samples), _joined(gpu), gpus, samples, deadline, max_cost, prices,
+        goal, method, effective_batch, store, output,
     )  # fmt: skip
     _recommend(request, force, as_json, every)
 
@@ -160,11 +163,11 @@ def init(
     model = Path(model or _ask("MODEL", "Which model? owner/name, or a folder", "Qwen/Qwen3-8B"))
     dataset = dataset or _ask("--dataset", "Which data? A file, a data set, or mean tokens of a sample", "sample")
     own = (machine.gpu() or {}).get("name", "RTX 4090")
-    gpu = gpu or _ask("--gpu", "Which GPU? `ftbench list gpus` lists them", own)
+    asked = _joined(gpu) or _ask("--gpu", "Which GPU? `ftbench list gpus` lists them", own)
     samples = samples or int(_ask("--samples", "How many samples will it train on?", "1000"))
     of_length = dataset.isdecimal()
     sets = spec_sets(None, None, None if of_length else dataset, int(dataset) if of_length else None, samples)
-    _recommend(RecommendRequest(model, sets, gpu, samples=samples, output=output), force=True)
+    _recommend(RecommendRequest(model, sets, asked, samples=samples, output=output), force=True)
 
 
 def _ask(option: str, question: str, default: str) -> str:

@@ -2,7 +2,6 @@
 
 Callers import this module inside functions and work without it: they then report that predictions are missing."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.core.units import gibibytes, seconds
 from ftbench.errors import FtbenchError
 from ftbench.estimate.gpus import capacity, machine_gpu
-from ftbench.estimate.memory.estimate import MemoryEstimate, estimate_memory
+from ftbench.estimate.memory.estimate import MemoryEstimate
 from ftbench.estimate.memory.largest_batch import MemoryCache, largest_batch
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.history import RunHistory
@@ -18,38 +17,18 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import first_gpu
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """The prediction for a run. Unknown values are None.
-
-    `reserved_gb` is the peak of the allocator's pool in GiB, `seconds` the wall time with its `confidence`, and `watts`
-    the mean power of a GPU."""
-
-    verdict: str | None = None
-    reserved_gb: float | None = None
-    seconds: float | None = None
-    confidence: str | None = None
-    watts: float | None = None
-
-
 class Predictor:
     """Predicts many specs for the GPU of a machine.json, using the runs and probes of a results folder."""
 
-    def __init__(self, gpu: dict[str, Any] | None, folder: Path) -> None:
-        self._gpu, self._history = gpu, RunHistory.read(folder) if gpu else RunHistory()
-        self._cache = MemoryCache(gpu.get("memory_gb") if gpu else None)
+    def __init__(self, gpu: dict[str, Any], folder: Path) -> None:
+        self._gpu, self._history, self._cache = gpu, RunHistory.read(folder), MemoryCache(gpu.get("memory_gb"))
 
-    def predict(self, spec: Experiment) -> Prediction:
+    def predict(self, spec: Experiment) -> tuple[MemoryEstimate | None, DurationEstimate | None, float | None]:
+        """Return memory, step time and wall seconds of a run, each None if it is not known."""
         memory = memory_on_machine(spec, self._gpu, self._history.path, self._cache)
         time = time_on_machine(spec, self._gpu, self._history)
         samples = epochs_samples(spec, time.samples) if time else None
-        return Prediction(
-            memory.verdict if memory else None,
-            memory.reserved.expected if memory else None,
-            time.seconds_for(samples).expected if time and samples is not None else None,
-            time.confidence if time is not None and samples is not None else None,
-            time.watts.expected if time else None,
-        )
+        return memory, time, time.seconds_for(samples).expected if time and samples is not None else None
 
 
 def usable_gib(gpu: Gpu) -> float:
@@ -59,21 +38,7 @@ def usable_gib(gpu: Gpu) -> float:
 
 def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | None:
     """Return why a run will fail on the machine of a machine.json: too little memory."""
-    cpu = described.get("cpu") or {}
-    if gpu := first_gpu(described):
-        return memory_problem(spec, gpu, store, cpu.get("memory_gb"))
-    if spec.launch.mock != "off" or not cpu.get("memory_gb"):
-        return None
-    try:
-        memory = estimate_memory(spec, cpu["memory_gb"], total=cpu["memory_gb"])
-    except FtbenchError:
-        return None
-    if memory.allocated.low > cpu["memory_gb"]:
-        return (
-            f"this will run out of memory: it needs at least {gibibytes(memory.allocated.low)} GiB, and this machine "
-            f"has {gibibytes(cpu['memory_gb'])} GiB and no GPU; `ftbench estimate --gpu all` lists GPUs that fit"
-        )
-    return None
+    return memory_problem(spec, first_gpu(described) or None, store, (described.get("cpu") or {}).get("memory_gb"))
 
 
 def memory_on_machine(
@@ -140,7 +105,7 @@ def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Path) -> st
     """Return the prediction in one line: `expected: 77.9 GiB of 140.4, about 4 min 05 s (...)`, or None."""
     if gpu is None:
         return None
-    history = RunHistory.read(store)
+    history = RunHistory.read(store, spec, [gpu["name"]])
     spec = history.with_sample_count(spec)
     memory, time = memory_on_machine(spec, gpu, store), time_on_machine(spec, gpu, history)
     parts = [f"{gibibytes(memory.device.expected)} GiB of {gibibytes(memory.total)}"] if memory else []

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ftbench.core.hardware import Gpu
 from ftbench.core.table import folded_command
@@ -12,16 +12,14 @@ from ftbench.core.units import gibibytes
 from ftbench.errors import SpecError
 from ftbench.estimate import text
 from ftbench.estimate.gpus import ALL, gpus_named, machine_gpu, probed
-from ftbench.estimate.memory.estimate import VERDICTS, estimate_memory
-from ftbench.estimate.memory.largest_batch import largest_batch
+from ftbench.estimate.memory.estimate import VERDICTS
+from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.text import GpuEstimate, Scope, totals
 from ftbench.estimate.time.duration import estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.workload.model import shape_of
-from ftbench.estimate.workload.sharding import STRATEGIES, on_gpus, problem
-from ftbench.spec import strategies
+from ftbench.estimate.workload.sharding import problem
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.launch import MOST_GPUS
 from ftbench.spec.load import load
 from ftbench.spec.prices import load_prices
 from ftbench.store import machine
@@ -29,7 +27,7 @@ from ftbench.store import machine
 NIGHT_H = 8.0
 MOST_SAMPLES = 10**15
 _MOST_COMPARED, _USUAL_NODE = 64, 8  # GPUs of `--strategy all`
-_MOST_MEMORY_GB, _MOST_HOURS = 1_000_000, 1_000_000
+_MOST_HOURS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,6 @@ class EstimateRequest:
     spec: Path
     sets: Sequence[str] = ()
     gpu: str | None = None
-    memory_gb: float | None = None
     gpus: int | None = None
     strategy: str | None = None
     samples: int | None = None
@@ -57,8 +54,7 @@ class Answer:
     code: int
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """A GPU of the table, or the GiB of an unknown GPU. `total` is the memory that its driver reports, if known."""
 
     name: str
@@ -68,32 +64,35 @@ class Target:
 
 def estimate(request: EstimateRequest) -> Answer:
     """Return the answer. Raise SpecError if the request is wrong or something is not known."""
-    history = RunHistory.read(request.store)
-    if request.strategy == ALL:
-        return _compare_strategies(request, history)
-    spec = history.with_sample_count(launched(load(request.spec, request.sets), request.gpus, request.strategy))
-    scope = _scope(request)
+    every, launch = request.strategy == ALL, {"gpus": request.gpus, "strategy": request.strategy}
+    given = [f"launch.{key}={value}" for key, value in launch.items() if value is not None]
+    sets = [*request.sets, *([] if every else given)]
+    spec, targets = load(request.spec, sets), _targets(request)
+    history = RunHistory.read(request.store, spec, [target.name for target in targets])
+    spec = history.with_sample_count(spec)
+    if every:
+        return _compare_strategies(spec, targets, request, history)
+    scope, memory_cache = _scope(request), MemoryCache(targets[0].total)
     if why := problem(shape_of(spec.model), spec.launch):
         raise SpecError(f"launch.gpus: {why}: choose another number of GPUs or another strategy")
-    targets = _targets(request, history.path)
-    rows = [_estimated(spec, target, history) for target in targets]
+    rows = [_estimated(spec, target, history, memory_cache) for target in targets]
     best = min(VERDICTS.index(row.memory.verdict) for row in rows)
     document, nearest = as_document(spec, rows, scope), ""
     if best:
         closest = min(range(len(rows)), key=lambda at: rows[at].memory.device.high - rows[at].memory.usable)
-        nearest, document["gpus"][closest]["nearest"] = _alternative(spec, targets[closest], request, history)
+        nearest, document["gpus"][closest]["nearest"] = _alternative(spec, targets[closest], request, sets, history)
     return Answer(text.as_text(spec, rows, scope, nearest), json.dumps(document), best)
 
 
-def _estimated(spec: Experiment, target: Target, history: RunHistory) -> GpuEstimate:
+def _estimated(spec: Experiment, target: Target, history: RunHistory, memory_cache: MemoryCache) -> GpuEstimate:
     """Return memory and time on one GPU. If the time is not known, `reason` explains it."""
-    memory = estimate_memory(spec, target.gpu, total=target.total)
-    most = largest_batch(spec, target.gpu, total=target.total)
-    row = GpuEstimate(target.name, target.gpu if isinstance(target.gpu, Gpu) else None, memory, most)
-    if row.gpu is None:
-        return replace(row, reason="not known for --memory-gb: name a GPU of `ftbench list gpus` with --gpu")
+    memory = memory_cache.estimate(spec, target.gpu)
+    most = memory_cache.largest_batch(spec, target.gpu)
+    row = GpuEstimate(target.name, memory, most)
+    if not isinstance(target.gpu, Gpu):
+        return replace(row, reason="not known for this GPU: name a similar one of `ftbench list gpus` with --gpu")
     try:
-        return replace(row, time=estimate_duration(spec, row.gpu, history))
+        return replace(row, time=estimate_duration(spec, target.gpu, history))
     except SpecError as error:
         reason = str(error)
         fits = memory.verdict != VERDICTS[-1]
@@ -102,16 +101,24 @@ def _estimated(spec: Experiment, target: Target, history: RunHistory) -> GpuEsti
 
 def _scope(request: EstimateRequest) -> Scope:
     """Return the number of samples, the hours and the prices of a request. Raise SpecError for impossible amounts."""
-    samples, hours = request.samples, request.hours
+    hours = NIGHT_H if request.hours is None else request.hours
     prices = None if request.prices is None else load_prices(request.prices)
-    if samples is not None and not 1 <= samples <= MOST_SAMPLES:
-        raise SpecError(f"--samples {samples}: must be from 1 to 10^15, for example --samples 20000")
-    if hours is not None and not 0 < hours <= _MOST_HOURS:
+    if wrong := wrong_samples(request.samples):
+        raise SpecError(*wrong)
+    if not 0 < hours <= _MOST_HOURS:
         raise SpecError(f"--hours {hours:g}: must be above 0 and at most {_MOST_HOURS:,}")
-    return Scope(samples, NIGHT_H if hours is None else hours, prices)
+    return Scope(request.samples, hours, prices)
 
 
-def _compare_strategies(request: EstimateRequest, history: RunHistory) -> Answer:
+def wrong_samples(samples: int | None) -> list[str]:
+    """Return an error for an impossible number of samples."""
+    possible = samples is None or 1 <= samples <= MOST_SAMPLES
+    return [] if possible else [f"--samples {samples}: must be from 1 to 10^15, for example --samples 20000"]
+
+
+def _compare_strategies(
+    spec: Experiment, targets: Sequence[Target], request: EstimateRequest, history: RunHistory
+) -> Answer:
     """Return a table of strategies and numbers of GPUs of one kind."""
     from ftbench.estimate import strategies_table
 
@@ -120,8 +127,7 @@ def _compare_strategies(request: EstimateRequest, history: RunHistory) -> Answer
         raise SpecError(
             f"--strategy {ALL} compares memory and speed only: remove {' and '.join(unused)}, or name one strategy"
         )
-    spec = history.with_sample_count(load(request.spec, request.sets))
-    target, *others = _targets(request, history.path)
+    target, *others = targets
     if others:
         raise SpecError(f"--strategy {ALL} compares strategies on one kind of GPU: name one, such as {target.name}")
     most = request.gpus or (spec.launch.gpus if spec.launch.gpus > 1 else _USUAL_NODE)
@@ -135,7 +141,7 @@ def _compare_strategies(request: EstimateRequest, history: RunHistory) -> Answer
 
 
 def _alternative(
-    spec: Experiment, target: Target, request: EstimateRequest, history: RunHistory
+    spec: Experiment, target: Target, request: EstimateRequest, sets: Sequence[str], history: RunHistory
 ) -> tuple[str, dict[str, Any] | None]:
     """Return the fastest settings that fit with the same samples per step, as text and as a record."""
     from ftbench.estimate.recommend import ranking, spec_file  # most specs fit
@@ -145,50 +151,21 @@ def _alternative(
     best = ranking.alternative(spec, target.gpu, history)
     if best is None:
         return "No batch, optimization or method of `ftbench recommend` is sure to fit.", None
-    memory, command = best.memory, spec_file.run_command(request.spec, request.sets, best.spec)
+    memory, command = best.memory, spec_file.run_command(request.spec, sets, best.spec)
     where = "" if request.gpu is None or len(gpus_named(request.gpu)) == 1 else f" on {target.name}"
     needed = f"{gibibytes(memory.device.expected)} of {gibibytes(memory.total)} GiB{where}"
     record = {"command": command, "device_gb": asdict(memory.device)}
     return f"The fastest settings that fit take {needed}:\n{folded_command(command)}", record
 
 
-def launched(spec: Experiment, gpus: int | None, strategy: str | None) -> Experiment:
-    """Return the spec with this number of GPUs and this strategy. None keeps the spec's value."""
-    known = ", ".join([*strategies.STRATEGIES, ALL])
-    if gpus is not None and not 1 <= gpus <= MOST_GPUS:
-        raise SpecError(f"--gpus {gpus}: must be from 1 to {MOST_GPUS:,}")
-    if strategy is not None and strategy not in STRATEGIES:
-        raise SpecError(f"--strategy {strategy}: unknown; allowed: {known}")
-    count = spec.launch.gpus if gpus is None else gpus
-    how = strategy or ("none" if count == 1 else spec.launch.strategy)
-    if count > 1 and how == "none":
-        raise SpecError(f"--gpus {count}: add --strategy with one of {known}")
-    if how != "none" and count == 1:
-        raise SpecError(f"--strategy {how}: needs several GPUs: add --gpus 2, or remove it")
-    offload = spec.launch.offload if how == spec.launch.strategy else "none"
-    try:
-        shared = on_gpus(spec, count, how, offload)
-    except ValueError:
-        raise SpecError(f"--strategy {how}: {count} GPUs cannot be divided like this: give another --gpus") from None
-    if refused := strategies.incompatibilities(shared):
-        raise SpecError(*refused)
-    return shared
-
-
-def _targets(request: EstimateRequest, store: Path | None) -> list[Target]:
+def _targets(request: EstimateRequest) -> list[Target]:
     """Return the requested GPUs, or this machine's GPU, with what the store's probes and the driver report."""
-    if request.memory_gb is not None:
-        if request.gpu is not None:
-            raise SpecError("--memory-gb and --gpu exclude each other: give one")
-        if not 0 < request.memory_gb <= _MOST_MEMORY_GB:
-            raise SpecError(f"--memory-gb {request.memory_gb:g}: must be above 0 and at most {_MOST_MEMORY_GB:,} GiB")
-        return [Target(f"a GPU of {request.memory_gb:g} GiB", request.memory_gb)]
     if request.gpu is not None:
-        return [Target(gpu.name, probed(gpu, store)) for gpu in gpus_named(request.gpu)]
+        return [Target(gpu.name, probed(gpu, request.store)) for gpu in gpus_named(request.gpu)]
     described = machine.gpu()
     if described is None or not described.get("memory_gb"):
-        raise SpecError("this machine has no GPU: name one with --gpu (`ftbench list gpus`), or give --memory-gb")
-    return [Target(described["name"], machine_gpu(described, store), described["memory_gb"])]
+        raise SpecError("this machine has no GPU: name one with --gpu (`ftbench list gpus`)")
+    return [Target(described["name"], machine_gpu(described, request.store), described["memory_gb"])]
 
 
 def as_document(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> dict[str, Any]:
@@ -205,9 +182,9 @@ def as_document(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> 
 
 def _time_record(spec: Experiment, row: GpuEstimate, scope: Scope) -> dict[str, Any]:
     time = row.time
-    if row.gpu is None or time is None:
+    if time is None:
         return {"why": row.reason}
-    samples, seconds, cost = totals(spec, row.gpu, time, scope)
+    samples, seconds, cost = totals(spec, row.name, time, scope)
     return {
         "step_s": asdict(time.step_s), "samples_per_step": time.samples,
         "tokens_per_s": time.tokens_per_s, "mean_tokens": time.mean_tokens,

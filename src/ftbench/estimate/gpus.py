@@ -16,7 +16,6 @@ from ftbench.spec.base import nearest
 from ftbench.store import machine
 
 ALL = "all"
-_APPLE = re.compile(r"\b(apple|mps|metal|m[1-9]( (pro|max|ultra))?)\b")
 _MAKERS = ("nvidia", "geforce", "tesla", "amd", "instinct")
 RESERVE = 0.62  # GiB that the driver keeps, if unknown: the maximum of the GPU table, and an H200's
 DISPLAY = 0.5  # GiB left for a display on cards with display outputs
@@ -82,10 +81,6 @@ def gpu_named(name: str) -> Gpu:
     plain = name.casefold()
     if (exact := next((gpu for gpu in gpus() if plain == gpu.name.casefold()), None)) is not None:
         return exact
-    if _APPLE.search(plain):
-        raise SpecError(
-            f"--gpu {name}: ftbench trains with CUDA only; name a card that you could rent (`ftbench list gpus`)"
-        )
     similar, by_driver = gpus_called(name), _by_driver(name)
     if by_driver is not None and (not similar or plain.startswith(_MAKERS)):
         return by_driver
@@ -95,8 +90,7 @@ def gpu_named(name: str) -> Gpu:
         several = ", ".join(f"{gpu.name} ({gpu.memory_gb:g} GB)" for gpu in similar)
         raise SpecError(f'--gpu {name}: matches several GPUs: {several}; name one, such as --gpu "{similar[0].name}"')
     raise SpecError(
-        f"--gpu {name}: not in the table{nearest(name, [gpu.name for gpu in gpus()])} (see `ftbench list gpus`, or "
-        "give --memory-gb)"
+        f"--gpu {name}: not in the table{nearest(name, [gpu.name for gpu in gpus()])}; name one of `ftbench list gpus`"
     )
 
 

@@ -5,28 +5,25 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
-
-from rich.cells import chop_cells
 
 from ftbench.core import stats, units
 from ftbench.core.data_files import read_file
 from ftbench.core.data_formats import Example
 from ftbench.core.processes import run_program
-from ftbench.core.table import folded, terminal_width
+from ftbench.core.table import folded
 from ftbench.errors import DataError, MissingError, SpecError
 from ftbench.estimate.workload.images import KnownSamples, known_samples
 from ftbench.estimate.workload.lengths import MOST_SAMPLES, file_lengths, lengths_of
 from ftbench.estimate.workload.model import shape_of
 from ftbench.facts import SAMPLE
-from ftbench.families.vision import NOTHING
 from ftbench.spec.datasets import Dataset, check_file, row_example, row_format
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 
-_BAR, _LETTERS = 40, 600
+_LETTERS = 600  # of a sample that are shown
 _EXPORT_S = 3600.0  # enough for gigabytes over a slow connection
 
 
@@ -109,17 +106,12 @@ def _document(
         "truncated_tokens": 1 - sum(kept) / sum(values), "mean_kept": sum(kept) / len(kept),
         "batch_size": batch if prompts else spec.train.batch_size, "padding": 1 - padded,
         "packing_gain": None if prompts or spec.objective.pairs else packed / padded, "prompts": prompts,
-        "samples": samples,
-        "images": _of_images(images, longest) if images else None,
+        "samples": samples, "images": None if images is None else {
+            "tokens": fmean(each.images.tokens for each in images.samples),
+            "tiles": fmean(each.images.tiles for each in images.samples),
+            "left_out": fmean(each.images.tokens >= longest for each in images.samples),
+        },
     }  # fmt: skip
-
-
-def _of_images(known: KnownSamples, longest: int) -> dict[str, Any]:
-    """Return the mean tokens and tiles of a sample's images, and the share of samples with too many image tokens."""
-    count = len(known.samples)
-    total = sum((sample.images for sample in known.samples), NOTHING)
-    too_long = sum(sample.images.tokens >= longest for sample in known.samples)
-    return {"tokens": total.tokens / count, "tiles": total.tiles / count, "left_out": too_long / count}
 
 
 def _rendered(example: Example) -> str:
@@ -139,58 +131,32 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def as_text(document: Mapping[str, Any]) -> str:
-    """Return the preview as text: figures, a histogram of lengths, and samples."""
-    tokens, gain, prompts, packing = document["tokens"], document["packing_gain"], document["prompts"], ""
-    if gain:
-        fewer = f"computes {gain:.2f} times fewer (optimizations.packing)"
-        packing = f"; packing {fewer if gain > 1 else 'would compute more here'}"
+    """Return the preview as text: figures and samples."""
+    tokens, gain, prompts, images = (document[key] for key in ("tokens", "packing_gain", "prompts", "images"))
     what, size = "prompt" if prompts else "sample" if gain else "sequence", document["batch_size"]
-    above = [
+    longest, beyond = units.count(document["max_length"]), units.percent(document["truncated_samples"])
+    lines = [
         f"{document['dataset']}: {units.some(document['rows'], 'row')}, {document['format']}",
         f"tokens per {what}: mean {tokens['mean']:.0f}, half up to {tokens['p50']:.0f}, "
         f"90 % up to {tokens['p90']:.0f}, longest {units.count(tokens['max'])} ({document['source']})",
     ]
-    below = [
-        *_lines_of_images(document["images"]),
-        _beyond(document),
-        f"padding: {units.percent(document['padding'])} of the positions "
-        + (f"of a step's {units.some(size, 'prompt')}" if prompts else f"at batch {size}{packing}"),
-    ]
-    lines = [*map(folded, above), *_histogram(tokens["histogram"]), *map(folded, below)]
-    if document["samples"]:
-        lines += ["", "samples, without the model's chat template:"]
+    if images:
+        left = f": {units.percent(images['left_out'])} of the samples are removed" if images["left_out"] else ""
+        count = f"{images['tokens']:,.0f} tokens of images in {images['tiles']:,.3g} tiles a sample"
+        lines.append(f"{count}, on average; images are not truncated{left}")
+    padding = f"padding: {units.percent(document['padding'])} of the positions"
+    if prompts:
+        lines.append(f"longer than max_length {longest}: {beyond} of the prompts, which are removed")
+        lines.append(f"{padding} of a step's {units.some(size, 'prompt')}")
+    else:
+        mean = f"; the mean becomes {document['mean_kept']:.0f}" if document["truncated_samples"] else ""
+        cut = units.percent(document["truncated_tokens"])
+        lines.append(f"truncated at max_length {longest}: {beyond} of the samples, {cut} of the tokens{mean}")
+        packing = f"; packing computes {gain:.2f} times fewer (optimizations.packing)" if gain and gain > 1 else ""
+        lines.append(f"{padding} at batch {size}{packing}")
+    lines = [*map(folded, lines), *(["", "samples, without the model's chat template:"] if document["samples"] else [])]
     for sample in document["samples"]:
         text = sample["text"]
         more = f" … ({units.some(len(text) - _LETTERS, 'character')} more)" if len(text) > _LETTERS else ""
-        lines.append(f"--- row {sample['row']}")
-        for line in (text[:_LETTERS] + more).split("\n"):
-            lines += chop_cells(line, terminal_width() or len(line) * 2) or [""]
+        lines += [f"--- row {sample['row']}", *map(folded, (text[:_LETTERS] + more).split("\n"))]
     return "\n".join(lines)
-
-
-def _beyond(document: Mapping[str, Any]) -> str:
-    """Return the effect of max_length: it truncates samples, and removes prompts."""
-    longest, share = units.count(document["max_length"]), units.percent(document["truncated_samples"])
-    if document["prompts"]:
-        return f"longer than max_length {longest}: {share} of the prompts, which are removed"
-    tokens = units.percent(document["truncated_tokens"])
-    mean = f"; the mean becomes {document['mean_kept']:.0f}" if document["truncated_samples"] else ""
-    return f"truncated at max_length {longest}: {share} of the samples, {tokens} of the tokens{mean}"
-
-
-def _lines_of_images(images: Mapping[str, float] | None) -> list[str]:
-    if not images:
-        return []
-    left = f": {units.percent(images['left_out'])} of the samples are removed" if images["left_out"] else ""
-    what = f"{images['tokens']:,.0f} tokens of images in {images['tiles']:,.3g} tiles a sample, on average"
-    return [f"{what}; images are not truncated{left}"]
-
-
-def _histogram(histogram: Mapping[str, Sequence[int]]) -> list[str]:
-    edges, counts = histogram["edges"], histogram["counts"]
-    ranges = [f"{low:,} to {high - 1:,}" for low, high in pairwise(edges)]
-    wide = max(map(len, ranges))
-    return [
-        f"  {name:>{wide}}  {'█' * max(1, round(_BAR * count / max(counts)))} {count:,}"
-        for name, count in zip(ranges, counts, strict=True) if count
-    ]  # fmt: skip

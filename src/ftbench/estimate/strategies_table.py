@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from ftbench.core import units
@@ -29,61 +30,45 @@ class Row:
     time: DurationEstimate | None
     problems: tuple[str, ...]
 
-    @property
-    def strategy(self) -> str:
-        return self.launch.strategy
-
-    @property
-    def gpus(self) -> int:
-        return self.launch.gpus
-
 
 def rows(spec: Experiment, gpu: Gpu | float, most: int, store: RunHistory, total: float | None) -> list[Row]:
     """Return a row for one GPU, and for each strategy on 2, 4, ... and `most` GPUs.
 
     The spec's offloading is kept if the strategy supports it."""
-    mesh = {"tp+fsdp": 2 * (spec.launch.tp or 1)}
+    mesh, table = {"tp+fsdp": 2 * (spec.launch.tp or 1)}, list[Row]()
     pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts(most)[1:]
                             if count >= max(fewest(strategy), mesh.get(strategy, 2)))]  # fmt: skip
     single = Way(on_gpus(spec, 1, "none"))
-    ways = (single.on(on_gpus(spec, count, strategy, _offload(spec, strategy)).launch) for strategy, count in pairs)
-    return [_row(way, gpu, store, total) for way in ways]
-
-
-def _offload(spec: Experiment, strategy: str) -> str:
-    known = strategies.STRATEGIES.get(strategy)
-    return spec.launch.offload if known and spec.launch.offload in known.offloads else "none"
-
-
-def _row(way: Way, gpu: Gpu | float, store: RunHistory, total: float | None) -> Row:
-    spec, launch, time = way.spec, way.spec.launch, None
-    if why := problem(shape_of(spec.model), launch):
-        return Row(launch, None, None, (why,))
-    memory = estimate_memory(spec, gpu, total=total)
-    if isinstance(gpu, Gpu):
-        try:
-            time = estimate_duration(spec, gpu, store)
-        except SpecError:  # the memory is known
-            time = None
-    return Row(launch, memory, time, way.problems)
+    for strategy, count in pairs:
+        known = strategies.STRATEGIES.get(strategy)
+        offload = spec.launch.offload if known and spec.launch.offload in known.offloads else "none"
+        way, time = single.on(on_gpus(spec, count, strategy, offload).launch), None
+        if why := problem(shape_of(spec.model), way.spec.launch):
+            table.append(Row(way.spec.launch, None, None, (why,)))
+            continue
+        if isinstance(gpu, Gpu):
+            with suppress(SpecError):  # the memory is known
+                time = estimate_duration(way.spec, gpu, store)
+        table.append(Row(way.spec.launch, estimate_memory(way.spec, gpu, total=total), time, way.problems))
+    return table
 
 
 def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     """Return two tables, with one line per strategy and one column per number of GPUs."""
-    columns = sorted({row.gpus for row in table})
+    columns = sorted({row.launch.gpus for row in table})
     headings = ["strategy", *(f">{count} GPUs" if count > 1 else ">1 GPU" for count in columns)]
     memory, speeds = dict[str, dict[int, str]](), dict[str, dict[int, str]]()
     refused = dict[str, dict[str, None]]()
     for row in table:
         how = shared_how(row.launch)
         for why in row.problems:
-            refused.setdefault(why.removeprefix(f"{row.strategy}: "), {})[row.strategy] = None
+            refused.setdefault(why.removeprefix(f"{row.launch.strategy}: "), {})[row.launch.strategy] = None
         if row.memory and not row.problems:
             text = units.gibibytes(row.memory.device.expected) + _MARKS[row.memory.verdict]
-            memory.setdefault(how, {})[row.gpus] = text
+            memory.setdefault(how, {})[row.launch.gpus] = text
         if row.time and not row.problems:
             mark = "*" if row.time.basis == MEASURED else ""
-            speeds.setdefault(how, {})[row.gpus] = units.rate(row.time.tokens_per_s) + mark
+            speeds.setdefault(how, {})[row.launch.gpus] = units.rate(row.time.tokens_per_s) + mark
 
     def cells(texts: dict[str, dict[int, str]]) -> list[list[str]]:
         return [[how, *(known.get(count, "") for count in columns)] for how, known in texts.items()]
@@ -104,12 +89,12 @@ def as_document(spec: Experiment, name: str, table: Sequence[Row]) -> str:
     """Return the document for --json: sizes in GiB, times in seconds."""
     records = [
         {
-            "strategy": row.strategy, "gpus": row.gpus, "offload": row.launch.offload, "problems": list(row.problems),
+            **row.launch.model_dump(include={"strategy", "gpus", "offload"}), "problems": list(row.problems),
             "device": row.memory and asdict(row.memory.device), "verdict": row.memory and row.memory.verdict,
             "parts": row.memory and row.memory.parts, "step_s": row.time and asdict(row.time.step_s),
             "exposed_s": row.time and row.time.exposed_s, "tokens_per_s": row.time and row.time.tokens_per_s,
             "basis": row.time and row.time.basis,
-            "memory_measured": row.gpus == 1 or row.strategy in constants().strategies,
+            "memory_measured": row.launch.gpus == 1 or row.launch.strategy in constants().strategies,
         }
         for row in table
     ]  # fmt: skip

@@ -5,15 +5,12 @@ from dataclasses import astuple, dataclass
 from statistics import NormalDist
 
 from ftbench.core import units
-from ftbench.core.hardware import Gpu
 from ftbench.core.stats import grouped_by
 from ftbench.core.table import folded, text_table
 from ftbench.core.units import JOULES_PER_KWH, gibibytes
 from ftbench.estimate.gpus import RESERVE
 from ftbench.estimate.memory.estimate import HOST, VERDICTS, Band, MemoryEstimate
-from ftbench.estimate.time.communication import BUBBLE, COMMUNICATION, OFFLOADED
-from ftbench.estimate.time.duration import FLUSHES, MEASURED, DurationEstimate, epochs_samples
-from ftbench.estimate.time.rates import shipped_terms
+from ftbench.estimate.time.duration import MEASURED, DurationEstimate, epochs_samples
 from ftbench.estimate.workload.sharding import shared_how
 from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.prices import Amount, Prices, amount
@@ -22,7 +19,6 @@ _Z = 1.645  # of the ends of a 90 % range
 _BAR = 32  # characters of the longest bar
 LIMITS = {"host": "launch-bound", "images": "image loading"}  # other than the GPU
 LAUNCH_BOUND = "launch-bound: the CPU starts kernels too slowly, so a faster GPU gains little"
-_SHOWN = 4  # terms of a step, and GPUs without a price, that are named
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +36,6 @@ class GpuEstimate:
     """Memory, largest batch that fits, and time on a GPU; `reason` explains a missing time."""
 
     name: str
-    gpu: Gpu | None
     memory: MemoryEstimate
     largest: int | None
     time: DurationEstimate | None = None
@@ -48,32 +43,25 @@ class GpuEstimate:
 
 
 def totals(
-    spec: Experiment, gpu: Gpu, time: DurationEstimate, scope: Scope
+    spec: Experiment, name: str, time: DurationEstimate, scope: Scope
 ) -> tuple[float | None, Band | None, Amount | None]:
     """Return the requested samples (by default the samples of the spec), their time and their cost, as far as known."""
     if (samples := scope.samples or epochs_samples(spec, time.samples)) is None:
         return None, None, None
-    seconds = time.seconds_for(samples)
-    return samples, seconds, _cost(gpu, time, scope, seconds.expected)
-
-
-def cost_of_1k(gpu: Gpu, time: DurationEstimate, scope: Scope) -> Amount | None:
-    return _cost(gpu, time, scope, 3600 * 1000 / time.samples_per_hour)
-
-
-def _cost(gpu: Gpu, time: DurationEstimate, scope: Scope, seconds: float) -> Amount | None:
-    price = scope.prices.of(gpu.name) if scope.prices else None
-    return amount(price, time.gpus * seconds, time.watts.expected) if price else None
+    seconds, price = time.seconds_for(samples), scope.prices.of(name) if scope.prices else None
+    cost = amount(price, time.gpus * seconds.expected, time.watts.expected) if price else None
+    return samples, seconds, cost
 
 
 def as_text(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope, nearest: str = "") -> str:
     """Return one GPU with its details, or one line per GPU. `nearest` describes the most similar spec that fits."""
+    more = [nearest] if nearest else []
     if len(rows) > 1:
-        return "\n".join([_fitting(rows), "", _table(spec, rows, scope), *([nearest] if nearest else [])])
+        return "\n".join([_fitting(rows), "", _table(spec, rows, scope), *more])
     (row,) = rows
-    lines = [f"{_name(spec)} on {row.name}: {fit_words(row.memory)}", _summary(spec, row, scope)]
-    lines += [nearest] if nearest else []
-    return "\n".join([*lines, "", _memory_details(row.memory), *_time_details(row)])
+    title = f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}{_on_gpus(spec.launch)} on {row.name}"
+    details = ["", _memory_details(row.memory), *(_time_details(row.time) if row.time else [])]
+    return "\n".join([f"{title}: {fit_words(row.memory)}", _summary(spec, row, scope), *more, *details])
 
 
 def fit_words(memory: MemoryEstimate) -> str:
@@ -85,10 +73,6 @@ def fit_words(memory: MemoryEstimate) -> str:
     chance = NormalDist().cdf(_Z * (room - device.expected) / side) if side else 0.5
     percent = min(90, max(10, 10 * round(10 * chance)))
     return f"{'likely fits' if percent >= 50 else 'may fit'} (about {percent} %)"
-
-
-def _name(spec: Experiment) -> str:
-    return f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}{_on_gpus(spec.launch)}"
 
 
 def _fitting(rows: Sequence[GpuEstimate]) -> str:
@@ -112,12 +96,19 @@ def _summary(spec: Experiment, row: GpuEstimate, scope: Scope) -> str:
                    f"{memory.capacity.words}"),
         ("batch", f"largest that fits: {_largest(spec, row.largest) or 'none is sure to fit'}"),
     ]  # fmt: skip
-    if time is None or row.gpu is None:
+    if time is None:
         return text_table(["", ""], [*lines, ("time", row.reason)])
+    samples, seconds, cost = totals(spec, row.name, time, scope)
+    if samples is not None and seconds is not None:
+        kwh = time.joules_for(samples).expected / JOULES_PER_KWH
+        took = f"{units.some(round(samples), 'sample')} in {_band(seconds, units.seconds)}, {kwh:.3g} kWh"
+        lines.append(("training", took))
+    if scope.prices is not None:
+        unknown = f"{scope.prices.path} has no price for {row.name}" if samples else "not known: use --samples N"
+        lines.append(("cost", f"{cost} ({cost.way})" if cost else unknown))
     per_gpu = "" if time.gpus == 1 else f"; {units.rate(time.tokens_per_s / time.gpus)} tokens/s per GPU"
     limit = f"; {LIMITS[time.bound]}" if time.bound in LIMITS else ""
     lines += [
-        *_training(spec, row.gpu, time, scope),
         (f"{scope.hours:g} h", _band(time.samples_in(3600 * scope.hours), units.count, " samples")),
         ("speed", f"{units.rate(time.tokens_per_s)} tokens/s, {units.count(time.samples_per_hour)} samples/h of "
                   f"{units.rate(time.mean_tokens)} tokens{per_gpu}{limit}"),
@@ -162,10 +153,7 @@ def _band(band: Band, written: Callable[[float], str], unit: str = "") -> str:
     return f"{written(band.expected)}{unit} (90 %: {written(band.low)} to {written(band.high)})"
 
 
-def _time_details(row: GpuEstimate) -> list[str]:
-    time = row.time
-    if time is None:
-        return []
+def _time_details(time: DurationEstimate) -> list[str]:
     each = "the" if time.gpus == 1 else "each"
     return ["", text_table(["", ""], [
         ("step", _band(time.step_s, units.seconds)),
@@ -175,92 +163,50 @@ def _time_details(row: GpuEstimate) -> list[str]:
         ("start", f"{units.seconds(time.start_s)} to the first steady step; the first step takes "
                   f"{units.seconds(time.first_s)} longer than a steady one"),
         ("power", f"{time.watts.expected:.0f} W of {each} GPU ({time.watts_source})"),
-        ("spent on", _parts(time)),
     ])]  # fmt: skip
 
 
-def _training(spec: Experiment, gpu: Gpu, time: DurationEstimate, scope: Scope) -> list[tuple[str, str]]:
-    """Return the lines on the requested samples or the samples of the spec. If both are unknown, return the cost of
-    1,000 samples."""
-    samples, seconds, cost = totals(spec, gpu, time, scope)
-    lines, of_what = [], ""
-    if samples is None or seconds is None:
-        cost, of_what = cost_of_1k(gpu, time, scope), " for 1,000 samples; use --samples N for another number"
-    else:
-        kwh = time.joules_for(samples).expected / JOULES_PER_KWH
-        took = f"{units.some(round(samples), 'sample')} in {_band(seconds, units.seconds)}, {kwh:.3g} kWh"
-        lines.append(("training", took))
-    if cost is not None:
-        lines.append(("cost", f"{cost} ({cost.way}){of_what}"))
-    elif scope.prices is not None:
-        lines.append(("cost", f"{scope.prices.path} has no price for {gpu.name}"))
-    return lines
-
-
-def _parts(time: DurationEstimate) -> str:
-    if time.bound == "images":
-        return "images: the GPU waits for image processing; image_cache or loader_processes avoid that"
-    if time.bound == "host":
-        return "Python: the GPU waits for kernels to be started, so a larger batch costs little"
-    total = sum(time.parts.values())
-    terms = sorted(time.parts.items(), key=lambda pair: -pair[1])[:_SHOWN]
-    words = {name: term.word for name, term in shipped_terms().items()}
-    words |= {COMMUNICATION: "waiting for other GPUs", OFFLOADED: "waiting for the host's memory and optimizer"}
-    words |= {FLUSHES: "flushes of a full pool", BUBBLE: "waiting for other stages"}
-    return ", ".join(f"{words[name]} {units.percent(value / total, 0)}" for name, value in terms)
-
-
 def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
-    """Return one line per GPU, without empty columns, and notes on unknown times, prices and lengths."""
+    """Return one line per GPU, without empty columns, and notes on unknown times and on lengths."""
     known = [row.time for row in rows if row.time]
     samples = scope.samples or epochs_samples(spec, known[0].samples if known else 0.0)
-    training = "" if samples is None else f">{units.count(samples)} samples"
-    columns = [
-        "GPU", "fit", ">GiB", training, "known from", ">cost of 1k samples" if samples is None else ">cost",
-        ">largest batch", "limited by", ">GiB (90 %)", ">for a process", ">step", ">tokens/s", ">samples/h",
-        f">in {scope.hours:g} h",
-    ]  # fmt: skip
-    cells = [_cells(spec, row, scope) for row in rows]
-    kept = [at for at in range(len(columns)) if any(row[at] for row in cells)]
-    table = text_table([columns[at] for at in kept], [[row[at] for at in kept] for row in cells])
+    cells = [_cells(spec, row, scope, f">{units.count(samples)} samples" if samples else "") for row in rows]
+    columns = [name for name in cells[0] if any(row[name] for row in cells)]
+    table = text_table(columns, [[row[name] for name in columns] for row in cells])
     margin = max(row.memory.margin for row in rows)
-    notes = dict.fromkeys(
+    notes = [
         f"mean sample length: {units.rate(each.mean_tokens)} tokens ({each.lengths}), which decides samples/h and costs"
         for each in known
-    )
-    notes["GiB: of the device, as nvidia-smi counts. For a process: what CUDA gives one" + (
-        f", less {gibibytes(margin)} GiB for a display" if margin else "")] = None  # fmt: skip
+    ]
+    notes.append("GiB: of the device, as nvidia-smi counts. For a process: what CUDA gives one" + (
+        f", less {gibibytes(margin)} GiB for a display" if margin else ""))  # fmt: skip
     if MEASURED in (bases := {time.basis for time in known}) and len(bases) > 1:
-        notes["Measured rows come from your runs, the others from formulas: compare them within their ranges."] = None
+        notes.append("Measured rows come from your runs, the others from formulas: compare them within their ranges.")
     if any(time.bound == "host" for time in known):
-        notes[LAUNCH_BOUND] = None
+        notes.append(LAUNCH_BOUND)
     if any(row.memory.verdict == VERDICTS[-1] and row.time for row in rows):
-        notes["If the spec does not fit, the times are those of such a GPU with more memory."] = None
-    return "\n".join([table, *map(folded, (*_unknown(rows), *_unpriced(rows, scope), *notes))])
+        notes.append("If the spec does not fit, the times are those of such a GPU with more memory.")
+    return "\n".join([table, *map(folded, dict.fromkeys((*_unknown(rows), *notes)))])
 
 
-def _cells(spec: Experiment, row: GpuEstimate, scope: Scope) -> list[str]:
-    """Return the cells of a GPU: fit, memory, time, basis, cost, largest batch and speeds."""
-    memory, time, batch = row.memory, row.time, _largest(spec, row.largest) or "none"
-    first = [row.name, fit_words(memory), gibibytes(memory.device.expected)]
-    sizes = [f"{gibibytes(memory.device.low)} to {gibibytes(memory.device.high)}",
-             gibibytes(memory.usable - memory.margin)]  # fmt: skip
-    if row.gpu is None or time is None:
-        return [*first, "", "not known", "", batch, "", *sizes, "", "", "", ""]
-    _, seconds, cost = totals(spec, row.gpu, time, scope)
-    cost = cost_of_1k(row.gpu, time, scope) if seconds is None else cost
-    return [
-        *first, units.seconds(seconds.expected) if seconds else "", time.basis, str(cost or ""), batch,
-        LIMITS.get(time.bound, ""), *sizes, units.seconds(time.step_s.expected), units.rate(time.tokens_per_s),
-        units.count(time.samples_per_hour), units.count(time.samples_in(3600 * scope.hours).expected),
-    ]  # fmt: skip
-
-
-def _unpriced(rows: Sequence[GpuEstimate], scope: Scope) -> list[str]:
-    if scope.prices is None:
-        return []
-    names = [row.name for row in rows if row.gpu and row.time and scope.prices.of(row.gpu.name) is None]
-    return [f"{scope.prices.path} has no price for {units.listed(names, _SHOWN)}"] if names else []
+def _cells(spec: Experiment, row: GpuEstimate, scope: Scope, training: str) -> dict[str, str]:
+    """Return the cells of a GPU by heading: fit, memory, time, basis, cost, largest batch and speeds."""
+    memory, time = row.memory, row.time
+    _, seconds, cost = totals(spec, row.name, time, scope) if time else (None, None, None)
+    return {
+        "GPU": row.name, "fit": fit_words(memory), ">GiB": gibibytes(memory.device.expected),
+        training: units.seconds(seconds.expected) if seconds else "",
+        "known from": time.basis if time else "not known",
+        ">cost": str(cost or ("no price" if seconds and scope.prices else "")),
+        ">largest batch": _largest(spec, row.largest) or "none",
+        "limited by": LIMITS.get(time.bound, "") if time else "",
+        ">GiB (90 %)": f"{gibibytes(memory.device.low)} to {gibibytes(memory.device.high)}",
+        ">for a process": gibibytes(memory.usable - memory.margin),
+        ">step": units.seconds(time.step_s.expected) if time else "",
+        ">tokens/s": units.rate(time.tokens_per_s) if time else "",
+        ">samples/h": units.count(time.samples_per_hour) if time else "",
+        f">in {scope.hours:g} h": units.count(time.samples_in(3600 * scope.hours).expected) if time else "",
+    }  # fmt: skip
 
 
 def _unknown(rows: Sequence[GpuEstimate]) -> list[str]:

@@ -13,7 +13,6 @@ _FAMILIES: dict[str, tuple[dict[str, Any], Callable[[str, Config], tuple[Layer, 
     **{name: (defaults, moe.layers) for name, defaults in moe.DEFAULTS.items()},
 }
 FAMILIES = tuple(_FAMILIES)
-_WHOLE_IF_GIVEN = ("head_dim", "num_experts", "num_local_experts", "moe_intermediate_size", "sliding_window")
 
 
 class UnknownFamilyError(ValueError):
@@ -30,13 +29,6 @@ def describe(config: dict[str, Any]) -> ModelShape:
     family = vision.FAMILIES.get(str(config.get("model_type")), text.get("model_type"))
     if not isinstance(family, str) or family not in _FAMILIES:
         raise UnknownFamilyError(f"no formula describes model_type {family!r} (known: {', '.join(FAMILIES)})")
-    checked = Config(text, {})
-    for key in _WHOLE_IF_GIVEN:
-        if text.get(key):
-            checked.whole(key)
-    if text.get("num_experts"):
-        moe.visited(checked, checked.whole("num_experts"))
-    checked.kinds(None)
     defaults, layers = _FAMILIES[family]
     checked, sees = Config(text, defaults), isinstance(config.get("vision_config"), dict)
     return ModelShape(

@@ -25,10 +25,6 @@ class Config:
             raise ValueError(f"config.json: {key} is {value:,}, and must be at most {most:,}")
         return value
 
-    def count(self, key: str) -> int:
-        """Return an integer from 0; 0 for a missing key or null. Raise ValueError."""
-        return 0 if self.get(key) in (None, 0) else self.whole(key)
-
     @property
     def layers(self) -> int:
         return self.whole("num_hidden_layers")

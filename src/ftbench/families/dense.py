@@ -61,7 +61,13 @@ def layers(family: str, config: Config) -> tuple[Layer, ...]:
         *attention(hidden, query, key, bias, bias_out, fused=form.fused_qkv, copied=form.part_rotated),
         *mlp(hidden, inner, bool(config.get("mlp_bias")), form.fused_gate, parallel=form.norms == "parallel"),
     )
-    norms = (*stream_norms(form, hidden), *query_norms(form, heads, kv_heads, width))
+    before, after = Norm(hidden), Norm(hidden, position="after")
+    each = form.qk_norm == "head"
+    norms = (
+        *{"before": (before, before), "after": (after, after), "both": (before, before, after, after),
+          "parallel": (before,)}[form.norms],
+        *(Norm(of * width, of if each else 1, "head") for of in (heads, kv_heads) if form.qk_norm != "none"),
+    )  # fmt: skip
 
     def layer(window: int | None) -> Layer:
         return Layer(
@@ -96,20 +102,3 @@ def mlp(
     if fused:
         return Linear("gate_up_proj", hidden, 2 * inner, source, "mlp", bias), down
     return *(Linear(name, hidden, inner, source, "mlp", bias) for name in ("gate_proj", "up_proj")), down
-
-
-def stream_norms(form: Dense, hidden: int) -> tuple[Norm, ...]:
-    """Return the norms of a layer's hidden states."""
-    before, after = Norm(hidden), Norm(hidden, position="after")
-    return {
-        "before": (before, before), "after": (after, after), "both": (before, before, after, after),
-        "parallel": (before,),
-    }[form.norms]  # fmt: skip
-
-
-def query_norms(form: Dense, heads: int, kv_heads: int, width: int) -> tuple[Norm, ...]:
-    """Return the norms of queries and keys."""
-    if form.qk_norm == "none":
-        return ()
-    each = form.qk_norm == "head"
-    return tuple(Norm(of * width, of if each else 1, "head") for of in (heads, kv_heads))

@@ -129,15 +129,9 @@ class Layer:
         """Parameters of the experts' matrices, without biases."""
         return 3 * self.hidden * self.experts.inner * self.experts.count if self.experts else 0
 
-    @cached_property
-    def _reached(self) -> dict[frozenset[str], tuple[Linear, ...]]:
-        return {}
-
     def reached(self, targets: frozenset[str]) -> tuple[Linear, ...]:
         """Return the linear layers with a name in `targets`, which get adapters."""
-        if targets not in self._reached:
-            self._reached[targets] = tuple(each for each in self.linears if each.name in targets)
-        return self._reached[targets]
+        return tuple(each for each in self.linears if each.name in targets)
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,12 +56,12 @@ def _planned(ready: Ready, predictor: Any, job: Job, standing: Standing) -> Plan
     if not standing.done:
         expected = ready.plan.wall_times.at_most_s(job)
         if predictor is not None:
-            predicted = predictor.predict(job.spec)
-            verdict, peak = predicted.verdict, predicted.reserved_gb
-            if expected is None:
-                estimated, confidence = predicted.seconds, predicted.confidence
-            if predicted.watts and (lasts := expected or estimated):
-                joules = lasts * predicted.watts
+            memory, time, wall_s = predictor.predict(job.spec)
+            verdict, peak = (memory.verdict, memory.reserved.expected) if memory else (None, None)
+            if expected is None and wall_s is not None:
+                estimated, confidence = wall_s, time.confidence
+            if time and (lasts := expected or estimated):
+                joules = lasts * time.watts.expected
     state = "pending" if standing.state == "running" else standing.state
     return Planned(
         job.what, state, standing.reason, expected, peak, verdict, estimated, confidence, joules,

@@ -120,10 +120,7 @@ def encoder_saved(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) ->
     """Return the bytes saved for the backward pass if a gradient is needed. Checkpointed layers save their input."""
     encoder = 0.0
     if reached(vision, plan):
-        again, used = (
-            plan.checkpointing != "off",
-            vision.layers - bool(vision.tile),
-        )  # LLaVA skips the last one
+        again, used = plan.checkpointing != "off", vision.layers - bool(vision.tile)  # LLaVA skips the last one
         encoder = used * (stream(vision, plan) * vision.hidden if again else _layer(vision, plan))
         encoder += _ends(vision, plan)
     return batch.images.patches * encoder + projector(vision, plan, batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal
@@ -115,14 +114,9 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    spec: Experiment,
-    gpu: Gpu | float,
-    *,
-    total: float | None = None,
-    batch: Largest | None = None,
-    known: Constants | None = None,
-    rank: int | None = None,
-) -> MemoryEstimate:
+    spec: Experiment, gpu: Gpu | float, *, total: float | None = None, batch: Largest | None = None,
+    known: Constants | None = None, rank: int | None = None,
+) -> MemoryEstimate:  # fmt: skip
     """Return the memory of one GPU of a run; with pp the GPU that needs the most.
 
     Args:
@@ -137,7 +131,9 @@ def estimate_memory(
         SpecError: The shape of the model is not known."""
     if spec.launch.pp and rank is None:
         more: dict[str, Any] = {"total": total, "batch": batch, "known": known}
-        return _largest_stage([estimate_memory(spec, gpu, **more, rank=at) for at in range(spec.launch.pp)])
+        stages = [estimate_memory(spec, gpu, **more, rank=at) for at in range(spec.launch.pp)]
+        heaviest = max(stages, key=lambda stage: stage.device.expected)
+        return replace(heaviest, stages=tuple(stage.device.expected for stage in stages))
     case, batch = _case(spec, gpu, batch, rank)
     try:
         named = phases(case)
@@ -168,12 +164,6 @@ def _peak_of(case: MemoryCase, named: dict[str, Parts], batch: Largest, end: Bat
     if end is None or end == batch.expected:
         return peak(named)[1]
     return peak(phases(replace(case, batch=rank_shape(end, case.sharding))))[1]
-
-
-def _largest_stage(stages: Sequence[MemoryEstimate]) -> MemoryEstimate:
-    """Return the rank of a pipeline that needs the most, with the memory of all."""
-    largest = max(stages, key=lambda stage: stage.device.expected)
-    return replace(largest, stages=tuple(stage.device.expected for stage in stages))
 
 
 def _host(case: MemoryCase) -> float:

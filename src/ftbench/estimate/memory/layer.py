@@ -256,15 +256,10 @@ def unsaved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the bytes that the first layer does not save behind a frozen embedding: before its first adapter."""
     if plan.full or plan.checkpointing != "off" or plan.compiled:
         return 0.0
-    reached = layer.reached(plan.targets)
-    before = [linear for linear in reached if linear.part == "attention"]
+    before = [linear for linear in layer.reached(plan.targets) if linear.part == "attention"]
     ahead = [norm for norm in layer.norms[:1] if norm.position == "stream"]
     each = 0.0
     if all(linear.reads.startswith("attention") for linear in before):
         ahead += [norm for norm in layer.norms if norm.position == "head"]
         each += attention(layer, plan, batch)
-    if not before and "experts" not in plan.targets:
-        ahead += [norm for norm in layer.norms[1:] if norm.position in ("stream", "after")][:1]
-        each += experts(layer, plan) + router(layer, plan)
-        each += mlp(layer, plan) if all(linear.name == "down_proj" for linear in reached) else 0.0
     return (each + norms(layer, plan, ahead)) * batch.tokens

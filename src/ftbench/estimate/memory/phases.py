@@ -32,12 +32,8 @@ class MemoryCase:
     @property
     def keeps_gradients(self) -> bool:
         """Whether gradients exist before the backward pass."""
-        return (
-            self.accumulates
-            or self.sharding.micro > 1
-            or self.plan.graphed
-            or share.share(self.sharding).holds_gradients
-        )
+        several = self.accumulates or self.sharding.micro > 1
+        return several or self.plan.graphed or share.share(self.sharding).holds_gradients
 
 
 def resident(case: MemoryCase) -> Parts:
@@ -56,7 +52,7 @@ def resident(case: MemoryCase) -> Parts:
         "adapters": weights.adapters(model, plan) * part.weights,
         "optimizer state": share.optimizer_state(model, plan, part),
         "gradients": trained * part.gradients if case.keeps_gradients else 0.0,
-        "workspace": case.workspace + kept + share.ddp_buckets(part, trained),
+        "workspace": case.workspace + kept + trained * part.buckets,
         "pixels": ends.pixels(model.vision, case.batch) if model.vision else 0.0,
         "messages": _messages(case),
     }
@@ -171,8 +167,8 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
     left, step = share.update(model, kept, part)
     shown, encoded, read, remade = _of_images(case)
     whole = share.gathered(model, kept, part)
-    back, end = base | {GATHERED: whole.backward}, base | {GATHERED: whole.end}
     tensor = case.sharding.tensor > 1  # tensor parallelism reads full matrices before it splits them
+    back, end = base | {GATHERED: whole.backward}, base | {GATHERED: whole.end}
     head = {"head": weights.fetched_head(model, kept)}
     held, first = held | {"images": encoded}, first | {"images": encoded}
     named = {

@@ -21,7 +21,8 @@ SUB_GROUP = 10**9  # elements that ZeRO-3 updates at a time (DeepSpeed's default
 class Share:
     """The shares of weights, gradients and optimizer state on one GPU: 1 for all, 0 if they are in host memory.
 
-    `keeper` is the library that keeps copies of them. With `buckets` DDP also copies gradients. Between the
+    `keeper` is the library that keeps copies of them. With `buckets` DDP also keeps flat copies of the gradients
+    (gradient_as_bucket_view is off in accelerate). Between the
     micro-batches of a pipeline (`pipelined`) FSDP's weights and gradients are complete (torch,
     backward_maybe_with_nosync)."""
 
@@ -50,11 +51,8 @@ def share(sharding: Sharding) -> Share:
     Offloading moves the optimizer state with its gradients to host memory, and with `params` also the weights."""
     states, offload, part = sharding.states, sharding.offload, 1 / sharding.holders
     if states == "fsdp":
-        return (
-            Share(0.0, 0.0, 0.0, "fsdp")
-            if offload == "params"
-            else Share(part, part, part, "fsdp", pipelined=sharding.pipeline > 1)
-        )
+        part = 0.0 if offload == "params" else part
+        return Share(part, part, part, "fsdp", pipelined=sharding.pipeline > 1 and part > 0)
     if not states.startswith("zero"):
         return Share(1.0, 1.0, 1.0, buckets=states == "ddp" and sharding.gpus > 1)
     stage = int(states.removeprefix("zero"))
@@ -84,9 +82,8 @@ def computed_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
     DeepSpeed's weights and the weights that FSDP gathers have 16 bits, so adapters do not cast their input."""
     if part.keeper == "torch" or not plan.autocast:
         return plan
-    narrow = plan.compute
-    upcast = plan.upcast if plan.quantised else narrow
-    return replace(plan, weight=narrow, upcast=upcast, adapter=min(plan.adapter, narrow))
+    upcast = plan.upcast if plan.quantised else plan.compute
+    return replace(plan, weight=plan.compute, upcast=upcast, adapter=min(plan.adapter, plan.compute))
 
 
 def _has_masters(plan: TrainingPlan, part: Share) -> bool:
@@ -206,8 +203,3 @@ def whole_gradient(model: ModelShape, plan: TrainingPlan, part: Share) -> float:
     Gradient and weight together are the 4 bytes per element of the largest layer in DeepSpeed's estimator."""
     there = plan.full and part.gathered and part.keeper == "deepspeed"
     return float(plan.compute * model.parameters["embedding"]) if there else 0.0
-
-
-def ddp_buckets(part: Share, trained_bytes: float) -> float:
-    """Return DDP's flat copies of the gradients (gradient_as_bucket_view is off in accelerate)."""
-    return trained_bytes if part.buckets else 0.0

@@ -32,17 +32,22 @@ def weights(model: ModelShape, plan: TrainingPlan) -> float:
     experts as published: the founding study trained the 120b on 96 GB. fp8 keeps two 8-bit layouts of each linear layer
     instead of the 16-bit one (worker/optimizations/fp8.py). Weights in host memory do not count, but their buffers
     do."""
-    return _unstreamed(model, plan) - on_host(model, plan) + buffers(model, plan)
-
-
-def _unstreamed(model: ModelShape, plan: TrainingPlan) -> float:
-    if plan.packed_experts:
-        return model.weight_bytes(plan.weight, mxfp4=True)
     linear = model.linear_parameters
-    if not plan.quantised:
+    if plan.packed_experts:
+        total = model.weight_bytes(plan.weight, mxfp4=True)
+    elif plan.quantised:
+        total = four_bit(linear, plan.double_quant) + (model.total - linear) * plan.upcast + fused(model, plan)
+    else:
         eight = linear if plan.fp8 else 0
-        return (model.total - eight) * plan.weight + 2 * eight + fused(model, plan)
-    return four_bit(linear, plan.double_quant) + (model.total - linear) * plan.upcast + fused(model, plan)
+        total = (model.total - eight) * plan.weight + 2 * eight + fused(model, plan)
+    if not plan.streamed:
+        return total
+    return total - on_host(model, plan) + buffers(model, plan)
+
+
+def buffers(model: ModelShape, plan: TrainingPlan) -> float:
+    """Return the bytes of the two buffers for streamed layers, each as large as the largest layer."""
+    return 2 * max(matrices(layer, plan) for layer, _ in model.kinds)
 
 
 def matrices(layer: Layer, plan: TrainingPlan) -> float:
@@ -68,11 +73,6 @@ def on_host(model: ModelShape, plan: TrainingPlan) -> float:
     return sum(count * matrices(layer, plan) for layer, count in model.kinds) + embedding + head
 
 
-def buffers(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the bytes of the two buffers for streamed layers, each as large as the largest layer."""
-    return 2 * max(matrices(layer, plan) for layer, _ in model.kinds) if plan.streamed else 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class Group:
     """Adapted layers that fused_lora computes together.
@@ -91,15 +91,10 @@ def groups(plan: TrainingPlan, layer: Layer) -> list[Group]:
     """Return the groups of one layer (worker/optimizations/fused_lora.py)."""
     together = grouped_by(layer.reached(plan.targets), lambda linear: _SIBLINGS.get(linear.name, linear.name))
     return [
-        Group(
-            linears[0].reads,
-            linears[0].inputs,
-            sum(linear.outputs for linear in linears),
-            plan.rank * len(linears),
-            -(-plan.rank * len(linears) // ALIGNED) * ALIGNED,
-        )
+        Group(linears[0].reads, linears[0].inputs, sum(linear.outputs for linear in linears), plan.rank * len(linears),
+              -(-plan.rank * len(linears) // ALIGNED) * ALIGNED)
         for linears in together.values()
-    ]
+    ]  # fmt: skip
 
 
 def fused(model: ModelShape, plan: TrainingPlan) -> float:

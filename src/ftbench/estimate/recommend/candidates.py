@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftbench.core.hardware import Gpu, capability_of
-from ftbench.estimate.memory.largest_batch import MemoryCache
+from ftbench.estimate.memory.largest_batch import with_batch
 from ftbench.estimate.workload.model import shape_of
 from ftbench.estimate.workload.sharding import fewest, on_gpus, problem
 from ftbench.facts import read_facts
 from ftbench.spec import strategies
-from ftbench.spec.experiment import Experiment, Launch, resolve
+from ftbench.spec.experiment import Experiment, Launch
 from ftbench.spec.incompatibilities import incompatibilities
 from ftbench.spec.load import shipped_recipes
 from ftbench.spec.methods import METHODS
@@ -38,39 +37,8 @@ class Way:
             return self
         spec = self.spec.model_copy(update={"launch": launch})
         if launch.micro_batches:  # the batch is chosen later
-            spec = with_batch(spec, launch.micro_batches, spec.train.gradient_accumulation_steps)
+            spec = with_batch(spec, launch.micro_batches)
         return Way(spec, self.problems or tuple(incompatibilities(spec)))
-
-    def sized(self, batch: int, accumulation: int, capability: tuple[int, int] | None) -> Experiment:
-        """Return the spec with this batch, resolved for a GPU."""
-        return with_batch(resolve(self.spec, capability), batch, accumulation)
-
-    def largest_batches(
-        self, gpu: Gpu | float, effective: int | None, most: int, memory_cache: MemoryCache
-    ) -> list[tuple[int, int]]:
-        """Return the batch sizes that fit a GPU with their accumulation, largest first.
-
-        `effective` is the number of samples per step of each share of the batch, None for any. At most `most` samples
-        are in a batch."""
-        smallest = self.sized(1, 2 if (effective or 1) > 1 else 1, capability_of(gpu))
-        sizes = _divided(memory_cache.largest_batch(smallest, gpu, most=most) or 0, effective)
-        return [pair for pair in sizes if pair[0] % (self.spec.launch.micro_batches or 1) == 0]
-
-
-def _divided(largest: int, effective: int | None) -> list[tuple[int, int]]:
-    """Return batch sizes up to `largest` with their accumulation: divisors of `effective`, or powers of two."""
-    if not largest:
-        return []
-    if effective is None:
-        sizes = {largest, *(2**power for power in range(largest.bit_length()))}
-        return [(size, 1) for size in sorted(sizes, reverse=True)]
-    fitting = (size for size in range(min(largest, effective), 0, -1) if effective % size == 0)
-    return [(size, effective // size) for size in fitting]
-
-
-def with_batch(spec: Experiment, batch: int, accumulation: int) -> Experiment:
-    train = spec.train.model_copy(update={"batch_size": batch, "gradient_accumulation_steps": accumulation})
-    return spec.model_copy(update={"train": train})
 
 
 def same_kind(spec: Experiment) -> tuple[str, ...]:
@@ -97,8 +65,10 @@ def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Itera
     If `equal_lengths`, no batch has padding. ftbench's own kernels are included if they support the model."""
     seen, known = set(), shape_of(spec.model).family in KERNEL_FAMILIES
     own = [spec] if spec.method.name in methods else []
-    others = (*_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths))
-    for candidate in (*own, *map(_without_losses, others)):
+    for candidate in (*own, *_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths)):
+        if spec.objective.name != "sft":  # only supervised training uses these losses
+            on = candidate.optimizations.model_copy(update={"chunked_loss": False, "liger": False})
+            candidate = candidate.model_copy(update={"optimizations": on})
         key = (candidate.method, candidate.optimizations, candidate.train)
         if key not in seen and (known or candidate.optimizations.triton_kernels is not True):
             seen.add(key)
@@ -131,14 +101,6 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
         )
 
 
-def _without_losses(spec: Experiment) -> Experiment:
-    """Return the variant without `chunked_loss` and `liger`, whose losses only supervised training uses."""
-    if spec.objective.name == "sft":
-        return spec
-    on = spec.optimizations.model_copy(update={"chunked_loss": False, "liger": False})
-    return spec.model_copy(update={"optimizations": on})
-
-
 def _for_images(spec: Experiment) -> dict[str, Any]:
     """Return the optimizations for images that all variants have: the spec's resolution and a cache."""
     return {"image_size": spec.optimizations.image_size, "image_cache": True} if spec.dataset.has_images else {}
@@ -154,7 +116,10 @@ def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> 
                 layouts = combinations["compiled_layouts" if switches.get("compile") else "layouts"]
                 for layout in ({},) if equal_lengths else layouts[: 2 if method == "unsloth" else None]:
                     on = Optimizations.model_validate({**switches, **layout, **_for_images(spec)})
-                    yield from _with_optimizers(spec.model_copy(update={"method": chosen, "optimizations": on}))
+                    yield (made := spec.model_copy(update={"method": chosen, "optimizations": on}))
+                    if method == "full" and spec.train.optimizer == "adamw_torch":  # fused: the same in one pass
+                        fused = spec.train.model_copy(update={"optimizer": "adamw_torch_fused"})
+                        yield made.model_copy(update={"train": fused})
 
 
 def _variants(spec: Experiment, name: str) -> Iterator[Any]:
@@ -169,10 +134,3 @@ def _variants(spec: Experiment, name: str) -> Iterator[Any]:
     for bits, again in _UNSLOTH:
         more = {"name": name, "load_in_4bit": bits, "use_gradient_checkpointing": again}
         yield METHODS[name].model_validate({**own, **more})
-
-
-def _with_optimizers(spec: Experiment) -> Iterator[Experiment]:
-    """Yield the spec, and for full training also with fused AdamW, which computes the same in one pass."""
-    yield spec
-    if spec.method.name == "full" and spec.train.optimizer == "adamw_torch":
-        yield spec.model_copy(update={"train": spec.train.model_copy(update={"optimizer": "adamw_torch_fused"})})

@@ -2,18 +2,17 @@
 variants."""
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
-from ftbench.core import units
 from ftbench.core.hardware import Gpu, capability_of
-from ftbench.core.units import JOULES_PER_KWH
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
-from ftbench.estimate.memory.largest_batch import MemoryCache
-from ftbench.estimate.recommend.candidates import Way, launches, same_kind, ways, with_batch
+from ftbench.estimate.memory.largest_batch import MemoryCache, with_batch
+from ftbench.estimate.recommend.candidates import Way, launches, same_kind, ways
 from ftbench.estimate.recommend.spec_file import same_recipe
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.history import RunHistory
@@ -25,7 +24,7 @@ from ftbench.spec.incompatibilities import incompatibilities, machine_incompatib
 from ftbench.spec.prices import Amount, Prices, amount
 
 Objective = Literal["speed", "cost", "energy", "memory"]
-OBJECTIVES = ("speed", "cost", "energy", "memory")
+OBJECTIVES = get_args(Objective)
 PACKED = 0.1  # relative difference allowed between the samples of a packed step and the effective batch
 NO_ROWS = "no number of packed rows holds as many samples as a step has (--effective-batch)"
 _PROMISING = 4  # best ways that are estimated with other lengths
@@ -65,15 +64,6 @@ class Option:
     cost: Amount | None
 
     @property
-    def headroom(self) -> float:
-        """GiB of the GPU minus the expected device memory."""
-        return self.memory.total - self.memory.device.expected
-
-    @property
-    def kwh(self) -> float:
-        return self.joules.expected / JOULES_PER_KWH
-
-    @property
     def location(self) -> str:
         """`H200 SXM`, `4 x H200 SXM (fsdp)`, or `4 x H200 SXM (fsdp, params offloaded)`."""
         return _location(self.spec, self.gpu)
@@ -109,7 +99,12 @@ def recommend(
 ) -> Recommendation:
     """Return all variants that meet the goal, ranked. `among` limits the variants. Raise SpecError if the model or
     all rates are unknown."""
-    unrated = {gpu: why for gpu in goal.gpus if (why := _unrated(gpu, goal))}
+    unrated = dict[Gpu, str]()  # why the speed of a GPU in the spec's precision is not known
+    for gpu in goal.gpus:
+        try:
+            limits_of(gpu, resolve(goal.spec, capability_of(gpu)).train.precision, False, goal.history.path)
+        except SpecError as error:
+            unrated[gpu] = str(error)
     if len(unrated) == len(goal.gpus):
         raise SpecError(*unrated.values())
     methods = goal.methods or same_kind(goal.spec)
@@ -122,10 +117,10 @@ def recommend(
     for single, way in ((single, single.on(launch)) for single in singles for launch in shared):
         for gpu in goal.gpus:
             known, considered = len(seen), considered + 1
-            on = way.sized(1, 1, capability_of(gpu))
+            on = resolve(with_batch(way.spec, 1, 1), capability_of(gpu))
             seen.add((gpu.name, on.method, on.optimizations, on.train, on.launch))
             if len(seen) > known:  # otherwise resolving `auto` made it equal to another way
-                tried.append((single, _refused(way, gpu, unrated) or _best_batch(way, gpu, goal, memory_cache)))
+                tried.append((single, _refused(way, gpu, unrated) or _best_batch(way, on, gpu, goal, memory_cache)))
     reasons.update(outcome for _, outcome in tried if isinstance(outcome, str))
     fitting = [outcome for _, outcome in tried if isinstance(outcome, Option)]
     reasons.update(limit[0] for option in fitting if (limit := _missed(option, goal)))
@@ -160,37 +155,48 @@ def _refused(way: Way, gpu: Gpu, unrated: Mapping[Gpu, str]) -> str | None:
     return f"not on {gpu.name}: {unrated[gpu]}" if gpu in unrated else None
 
 
-def _unrated(gpu: Gpu, goal: Goal) -> str | None:
-    """Return why the speed of a GPU in the spec's precision is not known."""
-    try:
-        limits_of(gpu, resolve(goal.spec, capability_of(gpu)).train.precision, False, goal.history.path)
-    except SpecError as error:
-        return str(error)
-    return None
-
-
-def _best_batch(way: Way, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Option | str:
-    """Return a variant with its best batch, or the reason why no batch fits."""
-    capability = capability_of(gpu)
-    effective = _rows_per_step(way.sized(1, 1, capability), goal)
+def _best_batch(way: Way, resolved: Experiment, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Option | str:
+    """Return a variant with its best batch, or the reason why no batch fits. `resolved` is the variant at batch 1."""
+    effective = _rows_per_step(resolved, goal)
     if effective == 0:
         if not way.spec.optimizations.packing:
             return f"the samples of a step do not divide by {way.spec.launch.gpus} GPUs (--effective-batch)"
         return NO_ROWS
-    most = max(1, math.ceil(goal.samples / sharding_of(way.spec.launch).data))  # the first step has a full batch
-    pairs = way.largest_batches(gpu, effective, min(most, effective or most), memory_cache)
-    if refused := [] if len(pairs) == 0 or pairs[0][1] == 1 else incompatibilities(with_batch(way.spec, *pairs[0])):
-        return f"cannot work: {refused[0]}"  # such as a CUDA graph with accumulated batches
-    if not pairs:
-        smallest = way.sized(1, 2 if (effective or 1) > 1 else 1, capability)
+    smallest = with_batch(resolved, 1, 2 if (effective or 1) > 1 else 1)
+    sizes = _fitting_batches(smallest, gpu, effective, goal, memory_cache)
+    if not sizes:
         uncertain = memory_cache.estimate(smallest, gpu).verdict == "uncertain"
         return f"{'may not' if uncertain else 'does not'} fit at batch 1 on {_location(way.spec, gpu)}"
-    pairs = pairs if goal.objective == "memory" else pairs[:2]  # a larger batch is rarely slower
-    options = [_option(way.sized(*pair, capability), gpu, goal, memory_cache) for pair in pairs]
+    sizes = sizes if goal.objective == "memory" else sizes[:2]  # a larger batch is rarely slower
+    pairs = [(size, effective // size if effective else 1) for size in sizes]
+    if pairs[0][1] > 1 and (refused := incompatibilities(with_batch(way.spec, *pairs[0]))):
+        return f"cannot work: {refused[0]}"  # such as a CUDA graph with accumulated batches
+    options = [_option(with_batch(resolved, *pair), gpu, goal, memory_cache) for pair in pairs]
     within = [option for option in options if not _missed(option, goal)]
     best = min(within or options, key=lambda option: rank(option, goal))
     train = best.spec.train
     return replace(best, spec=with_batch(way.spec, train.batch_size, train.gradient_accumulation_steps))
+
+
+def _fitting_batches(
+    smallest: Experiment, gpu: Gpu, effective: int | None, goal: Goal, memory_cache: MemoryCache
+) -> list[int]:
+    """Return the batch sizes that fit a GPU, largest first: divisors of `effective`, or the largest and powers of two.
+
+    `effective` is the number of samples per step of each share of the batch, None for any."""
+    most = max(1, math.ceil(goal.samples / sharding_of(smallest.launch).data))  # the first step has a full batch
+    unit = smallest.launch.micro_batches or 1
+    if effective is None:
+        largest = memory_cache.largest_batch(smallest, gpu, most=most) or 0
+        sizes = {largest, *(2**power for power in range(largest.bit_length()))}
+        return sorted((size for size in sizes if size and size % unit == 0), reverse=True)
+    most = min(most, effective, smallest.dataset.samples or most)
+    sizes = [size for size in range(unit, most + 1, unit) if effective % size == 0]
+
+    def fails(size: int) -> bool:
+        return memory_cache.estimate(with_batch(smallest, size), gpu).verdict != "fits"
+
+    return sizes[: bisect_left(sizes, True, key=fails)][::-1]
 
 
 def samples_per_step(spec: Experiment, history: RunHistory) -> float:
@@ -266,12 +272,7 @@ def _closest(fitting: Sequence[Option], goal: Goal) -> tuple[Option | None, str]
     """Return the option that misses its limit by the least, and the limit."""
     misses = [(missed, option) for option in fitting if (missed := _missed(option, goal))]
     (limit, factor), option = min(misses, key=lambda pair: pair[0][1])
-    if limit.startswith("later"):
-        compared = f"{units.seconds(option.seconds.expected)} instead of {units.seconds(goal.deadline_s)}"
-    else:
-        assert option.cost is not None
-        compared = f"{option.cost} instead of {units.money(goal.max_cost, option.cost.currency)}"
-    return option, f"{limit}: {compared}, {factor:,.2f} times"
+    return option, f"{limit} ({factor:,.2f} times)"
 
 
 def as_runnable(option: Option, goal: Goal) -> Experiment:

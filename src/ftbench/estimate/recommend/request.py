@@ -10,7 +10,7 @@ from typing import cast
 from ftbench.core.hardware import Gpu, limited_gpu
 from ftbench.core.units import parse_seconds
 from ftbench.errors import SpecError
-from ftbench.estimate.estimates import MOST_SAMPLES
+from ftbench.estimate.estimates import wrong_samples
 from ftbench.estimate.gpus import gpus_named, probed
 from ftbench.estimate.memory.largest_batch import MemoryCache
 from ftbench.estimate.recommend.candidates import Way
@@ -71,7 +71,7 @@ def answer(request: RecommendRequest) -> Recommendation:
     if problems:
         raise SpecError(*problems)
     deadline = parse_seconds(request.deadline) if request.deadline is not None else None
-    history = RunHistory.read(request.store)
+    history = RunHistory.read(request.store, spec, [gpu.name for gpu in gpus])
     spec = history.with_sample_count(spec)
     most = spec.launch.gpus if request.gpus is None else request.gpus
     recommendation = recommend(Goal(
@@ -90,15 +90,13 @@ def command_of(request: RecommendRequest, recommendation: Recommendation) -> str
     return run_command(request.spec, request.sets, as_runnable(recommendation.options[0], recommendation.goal))
 
 
-def _gpus(text: str | None) -> tuple[Gpu, ...]:
+def _gpus(text: str | None) -> list[Gpu]:
     """Return the GPUs of `--gpu`, or this machine's. Raise SpecError for one that is not in the table."""
-    if text is None:
-        described = machine.gpu()
-        gpu = limited_gpu(described)
-        if gpu is None:
-            raise SpecError("this machine has no known GPU: name one with --gpu (`ftbench list gpus`), or --gpu all")
-        return (gpu,)
-    return tuple(gpus_named(text))
+    if text is not None:
+        return gpus_named(text)
+    if (gpu := limited_gpu(machine.gpu())) is None:
+        raise SpecError("this machine has no known GPU: name one with --gpu (`ftbench list gpus`), or --gpu all")
+    return [gpu]
 
 
 def _limits(request: RecommendRequest) -> list[str]:
@@ -107,8 +105,7 @@ def _limits(request: RecommendRequest) -> list[str]:
         problems.append(f"--deadline {request.deadline}: write it as 8h, 90m or 1h30m")
     if request.gpus is not None and not 1 <= request.gpus <= MOST_GPUS:
         problems.append(f"--gpus {request.gpus}: must be from 1 to {MOST_GPUS}")
-    if request.samples is not None and not 1 <= request.samples <= MOST_SAMPLES:
-        problems.append(f"--samples {request.samples}: must be from 1 to 10^15, for example --samples 20000")
+    problems += wrong_samples(request.samples)
     if request.max_cost is not None and not (0 < request.max_cost < math.inf):
         problems.append(f"--max-cost {request.max_cost:g}: must be above 0, in the currency of --prices")
     batch = request.effective_batch
@@ -128,9 +125,8 @@ def _prices(request: RecommendRequest, gpus: Sequence[Gpu], prices: Prices | Non
     lacking = [gpu.name for gpu in gpus if prices.of(gpu.name) is None]
     if lacking:
         return [f"{prices.path} has no price for {', '.join(lacking)}: add one, or remove the GPU from --gpu"]
-    terms = [prices.by_gpu[gpu.name] for gpu in gpus]
-    ways = [price.rent or price.owned for price in terms]
-    currencies = sorted({way.currency for way in ways if way is not None})
+    currencies = sorted({way.currency for gpu in gpus if (price := prices.by_gpu[gpu.name])
+                         and (way := price.rent or price.owned)})  # fmt: skip
     if len(currencies) > 1:
         return [f"{prices.path} has prices in {' and '.join(currencies)}: choose GPUs with prices in one currency"]
     return []
@@ -172,20 +168,15 @@ def _samples(request: RecommendRequest, spec: Experiment, history: RunHistory) -
 
 
 def with_lengths(answer: Recommendation) -> Recommendation:
-    """Return the answer, and add which variant is best if the samples are half or twice as long."""
+    """Return the answer, and add which variant is best if the samples are half or twice as long.
+
+    It stays as it is if the lengths are not known, or do not decide the time, as for images."""
     goal, memory_cache = answer.goal, MemoryCache()
-    if not answer.options or not _has_lengths(goal):
+    if not answer.options or goal.spec.dataset.has_images or goal.history.lengths(goal.spec).upper_bound:
         return answer
     few = goal if len(goal.gpus) <= _FEW_GPUS else replace(goal, gpus=(answer.options[0].gpu,))
-    first = [(factor, next(iter(_at_length(few, factor, answer.promising, memory_cache)), None))
-             for factor in (0.5, 2.0)]  # fmt: skip
-    return replace(answer, lengths=tuple(first))
-
-
-def _has_lengths(goal: Goal) -> bool:
-    """Return whether the lengths of the samples are known and decide the time, unlike those of images."""
-    spec = goal.spec
-    return not (spec.dataset.has_images or goal.history.lengths(spec).upper_bound)
+    best = {factor: next(iter(_at_length(few, factor, answer.promising, memory_cache)), None) for factor in (0.5, 2.0)}
+    return replace(answer, lengths=tuple(best.items()))
 
 
 def _at_length(

@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +61,24 @@ def spec_values(spec: Experiment) -> dict[str, Any]:
     return {key: values[key] for key in dict.fromkeys((*order, *values)) if values.get(key, {}) != {}}
 
 
+@cache
+def _shipped() -> dict[str, Optimizations]:
+    """Return the optimizations of each shipped recipe."""
+    return {name: Optimizations.model_validate(keys["optimizations"]) for name, keys in shipped_recipes().items()}
+
+
 def same_recipe(spec: Experiment) -> str | None:
     """Return the shipped recipe with exactly the optimizations of a spec, or None."""
-    for name, keys in shipped_recipes().items():
-        fields = type(spec.method).model_fields
-        if keys.get("method", {}).keys() <= fields.keys() and name != "plain" and (
-            Optimizations.model_validate(keys["optimizations"]) == spec.optimizations
-        ):  # fmt: skip
-            return name
-    return None
+    known, fields = shipped_recipes(), type(spec.method).model_fields.keys()
+    same = (name for name, on in _shipped().items() if name != "plain" and on == spec.optimizations)
+    return next((name for name in same if known[name].get("method", {}).keys() <= fields), None)
 
 
 def way_words(spec: Experiment) -> str:
     """Return the method and the recipe: `lora: fastest`, `lora: fastest without packing`, or its optimizations."""
-    on = shipped_words(spec) or ", ".join(_switches(spec)) or "plain"
+    name, differing = _nearest_recipe(spec)
+    near = name and len(differing) <= 2
+    on = " ".join([name, *differing]) if near else ", ".join(_switches(spec.optimizations, spec)) or "plain"
     if spec.method.name != "unsloth":
         return f"{spec.method.name}: {on}"
     own = getattr(spec.method, "use_gradient_checkpointing", "off")
@@ -81,37 +86,31 @@ def way_words(spec: Experiment) -> str:
     return bits if on == "plain" else f"{bits}: {on}"
 
 
-def _switches(spec: Experiment) -> list[str]:
-    on = optimizations_on(spec.optimizations.model_dump())
-    on += ["fused AdamW"] if spec.train.optimizer == "adamw_torch_fused" else []
+def _switches(optimizations: Optimizations, spec: Experiment, optimizer: str = "") -> list[str]:
+    on = optimizations_on(optimizations.model_dump())
+    on += ["fused AdamW"] if (optimizer or spec.train.optimizer) == "adamw_torch_fused" else []
     return [word.replace("gradient_checkpointing", "checkpointing").replace("_", " ") for word in on]
 
 
-def shipped_words(spec: Experiment) -> str:
-    """Return the shipped recipe whose optimizations differ by at most two. Return an empty text without such a recipe.
+def _nearest_recipe(spec: Experiment) -> tuple[str, list[str]]:
+    """Return the shipped recipe with the most similar optimizations, and the differences; without one empty values.
 
     Fused AdamW counts for full training only: adapters are small."""
-    own, similar = set(_switches(spec)), []
+    own, similar = set(_switches(spec.optimizations, spec)), list[tuple[str, list[str]]]()
     for name, keys in shipped_recipes().items() if spec.method.name != "unsloth" else ():
-        optimizer = keys["train"]["optimizer"] if spec.method.name == "full" else spec.train.optimizer
-        made = spec.model_copy(
-            update={
-                "optimizations": Optimizations.model_validate(keys["optimizations"]),
-                "train": spec.train.model_copy(update={"optimizer": optimizer}),
-            }
-        )
-        of_recipe = set(_switches(made))
-        if keys.get("method", {}).get("name") in (spec.method.name, None) and len(own ^ of_recipe) <= 2 and of_recipe:
-            more = [f"with {word}" for word in sorted(own - of_recipe)]
-            more += [f"without {word}" for word in sorted(of_recipe - own)]
-            similar.append((len(more), " ".join([name, *more])))
-    return min(similar, default=(0, ""))[1]
+        optimizer = keys["train"]["optimizer"] if spec.method.name == "full" else ""
+        of_recipe = set(_switches(_shipped()[name], spec, optimizer))
+        if of_recipe and keys.get("method", {}).get("name") in (spec.method.name, None):
+            differing = [f"with {word}" for word in sorted(own - of_recipe)]
+            similar.append((name, differing + [f"without {word}" for word in sorted(of_recipe - own)]))
+    return min(similar, key=lambda pair: (len(pair[1]), pair), default=("", []))
 
 
 def run_command(path: Path, sets: Sequence[str], best: Experiment) -> str:
     """Return the shortest `ftbench run` that trains `best`: the user's spec and `--set` values, and changed keys."""
-    has_recipe, commands = any(text.startswith("recipe=") for text in sets), list[list[str]]()
-    for first in ([], *([f"recipe={name}"] for name in (() if has_recipe else shipped_recipes()))):
+    (name, _), commands = _nearest_recipe(best), list[list[str]]()
+    has_recipe = any(text.startswith("recipe=") for text in sets)
+    for first in ([], *([[f"recipe={name}"]] if name and not has_recipe else [])):
         given = [*first, *sets]
         with suppress(SpecError):  # a recipe and the spec may exclude each other
             commands.append([*given, *changed_keys(load(path, given), best)])

@@ -10,14 +10,8 @@ from ftbench.core.table import folded, folded_command, text_table
 from ftbench.estimate.recommend.ranking import Goal, Option, Recommendation, as_runnable, may_miss
 from ftbench.estimate.recommend.spec_file import spec_file, spec_values, way_words
 from ftbench.estimate.text import LAUNCH_BOUND, LIMITS
-from ftbench.estimate.time.duration import FORMULA, SHEET
 from ftbench.spec.experiment import Experiment
 
-_REASONS = 10  # reasons for ruled-out ways that are listed
-_UNMEASURED = {
-    FORMULA: "no run had this step, so the range is wider",
-    SHEET: "ftbench has no runs of such steps on this GPU, so the range is widest",
-}
 FP8 = "fp8 multiplies in 8 bits: the loss may differ, so compare it with a bf16 run first"
 
 
@@ -30,19 +24,20 @@ def as_text(answer: Recommendation, command: str = "", every: bool = False) -> s
     if answer.options:
         per_gpu = answer.best_per_gpu()
         lines += [
-            _table(answer.options if every else per_gpu, goal, every),
-            "",
-            folded(_answer(answer.options[0], goal)),
-        ]
+            _table(answer.options if every else per_gpu, goal), "", folded(_answer(answer.options[0])),
+        ]  # fmt: skip
         lines += [folded_command(command)] if command else []
         lines += ["", *map(folded, _notes(answer))]
         if not every and (more := len(answer.options) - len(per_gpu)):
             lines.append(folded(f"{units.some(more, 'more way')} fit and meet the limits: --all lists them"))
     else:
-        lines += map(folded, _nothing(answer))
+        names = units.listed([gpu.name for gpu in goal.gpus], 3)
+        missed = f"no way meets these limits. The closest is {answer.missed}:"
+        lines.append(folded(missed if answer.closest else f"no training variant fits {names}"))
         lines += ["", _table([answer.closest], goal)] if answer.closest else []
     if answer.ruled_out and (every or not answer.options):
-        lines += ["", f"ruled out, of {units.some(answer.considered, 'way')}:", _reasons(answer)]
+        rows = [("", units.count(count), reason) for reason, count in answer.ruled_out.items()]
+        lines += ["", f"ruled out, of {units.some(answer.considered, 'way')}:", text_table(["", ">", ""], rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -56,31 +51,17 @@ def _question(goal: Goal) -> list[str]:
     return [*parts, f"best by {goal.objective}"]
 
 
-def _answer(best: Option, goal: Goal) -> str:
+def _answer(best: Option) -> str:
     cost = "" if best.cost is None else f", {best.cost} ({best.cost.way})"
     return (
         f"Best: {way_words(best.spec)}, batch {_batch(best.spec)}, on {best.location}: {_range(best)}{cost}, "
         f"{units.gibibytes(best.memory.device.expected)} of {units.gibibytes(best.memory.total)} GiB."
-        f"{_late(best, goal)}"
     )
 
 
-def _late(best: Option, goal: Goal) -> str:
-    return " It may miss the deadline at the slow end of its range." if may_miss(best, goal) else ""
-
-
-def _reasons(answer: Recommendation) -> str:
-    reasons = list(answer.ruled_out.items())
-    rows = [("", units.count(count), reason) for reason, count in reasons[:_REASONS]]
-    if left := sum(count for _, count in reasons[_REASONS:]):
-        rows.append(("", units.count(left), "for other reasons (--json lists them)"))
-    return text_table(["", ">", ""], rows)
-
-
-def _table(options: Sequence[Option], goal: Goal, every: bool = False) -> str:
+def _table(options: Sequence[Option], goal: Goal) -> str:
     """Return one line per option, without empty columns. A narrow terminal hides the last columns."""
     headings = ["GPU", "recipe", ">batch", ">time", ">cost", ">GiB", "deadline", ">range", "limited by", "known from"]
-    headings += [">free GiB", ">kWh"] if every else []
     rows = [_row(option, goal) for option in options]
     kept = [at for at in range(len(headings)) if any(row[at] for row in rows)]
     return text_table([headings[at] for at in kept], [[row[at] for at in kept] for row in rows])
@@ -92,7 +73,7 @@ def _row(option: Option, goal: Goal) -> list[str]:
         option.location, way_words(option.spec), _batch(option.spec), units.seconds(seconds.expected),
         str(option.cost or ""), units.gibibytes(option.memory.device.expected), _deadline(option, goal),
         f"{units.seconds(seconds.low)} to {units.seconds(seconds.high)}", LIMITS.get(option.duration.bound, ""),
-        option.duration.basis, units.gibibytes(option.headroom), f"{option.kwh:.3g}",
+        option.duration.basis,
     ]  # fmt: skip
 
 
@@ -122,8 +103,6 @@ def _notes(answer: Recommendation) -> list[str]:
     lines = [f"basis of the time: {best.duration.confidence}", *_other_lengths(answer)]
     lines += [LAUNCH_BOUND] if any(option.duration.bound == "host" for option in per_gpu) else []
     own = goal.spec.dataset.samples
-    if own is not None and goal.samples > own:
-        lines.append(f"passes over the {units.some(own, 'sample')} of the data set: {goal.samples / own:,.1f}")
     if goal.deadline_s:
         most = best.duration.samples_in(goal.deadline_s)
         passes = f", {most.expected / own:,.0f} passes over the data set" if own else ""
@@ -133,8 +112,6 @@ def _notes(answer: Recommendation) -> list[str]:
         )
     if best.duration.upper_bound:
         lines.append("times are upper bounds: run a few steps on this data, and repeat this command")
-    known = {option.duration.basis for option in per_gpu}
-    lines += [f"known from {basis}: {sentence}" for basis, sentence in _UNMEASURED.items() if basis in known]
     if any(option.spec.optimizations.fp8 != "off" for option in per_gpu):
         lines.append(FP8)
     if len({option.spec.method.quantised for option in per_gpu} | {goal.spec.method.quantised}) > 1:
@@ -164,17 +141,6 @@ def _identity(option: Option) -> tuple[object, ...]:
     return option.location, way_words(option.spec), _batch(option.spec)
 
 
-def _nothing(answer: Recommendation) -> list[str]:
-    if answer.closest is None:
-        return [f"no training variant fits {_gpus(answer)}"]
-    return [f"no way meets these limits. The closest is {answer.missed}:"]
-
-
-def _gpus(answer: Recommendation) -> str:
-    names = [gpu.name for gpu in answer.goal.gpus]
-    return ", ".join(names) if len(names) <= 3 else f"{len(names)} GPUs"
-
-
 def as_yaml(answer: Recommendation) -> str:
     """Return the spec of the best variant with comments, and its estimate in the first lines."""
     best, goal = answer.options[0], answer.goal
@@ -183,7 +149,7 @@ def as_yaml(answer: Recommendation) -> str:
         "to ftbench recommend.",
         f"# Expected: {_range(best)}, {units.gibibytes(best.memory.device.expected)} of "
         f"{units.gibibytes(best.memory.total)} GiB.",
-        textwrap.fill(f"# Known from: {best.duration.confidence}.{_late(best, goal)}", 110, subsequent_indent="# "),
+        textwrap.fill(f"# Known from: {best.duration.confidence}.", 110, subsequent_indent="# "),
     ]  # fmt: skip
     return "\n".join(lines) + "\n" + spec_file(as_runnable(best, goal))
 
@@ -211,7 +177,8 @@ def _record(option: Option, goal: Goal) -> dict[str, Any]:
         "batch_size": train.batch_size, "gradient_accumulation_steps": train.gradient_accumulation_steps,
         "seconds": asdict(seconds), "samples_per_hour": option.duration.samples_per_hour,
         "may_miss_deadline": None if goal.deadline_s is None else may_miss(option, goal),
-        "memory_gb": asdict(memory.device), "total_gb": memory.total, "headroom_gb": option.headroom,
+        "memory_gb": asdict(memory.device), "total_gb": memory.total,
+        "headroom_gb": memory.total - memory.device.expected,
         "cost": None if option.cost is None else option.cost.value,
         "currency": None if option.cost is None else option.cost.currency,
         "way": None if option.cost is None else option.cost.way, "joules": asdict(option.joules),

@@ -60,10 +60,11 @@ def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -
     plan, passes = plan_of(spec, shape.model), spec.train.gradient_accumulation_steps
     positions = passes * sum(batch.weight * batch.positions for batch in batches)
     sent = _of_states(sharding, plan, shape, passes)
-    if sharding.tensor > 1:
-        sent += _of_layers(sharding.tensor, 2 * len(shape.model.layers), plan, shape, positions, passes)
-    if sharding.experts > 1:
-        sent += _of_layers(sharding.experts, shape.moe_layers, plan, shape, positions, passes)
+    # all-reduces of hidden states: forward, backward, and again for recomputed layers
+    times = 2 + {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)
+    for parts, calls in ((sharding.tensor, 2 * len(shape.model.layers)), (sharding.experts, shape.moe_layers)):
+        each = 2 * (parts - 1) / parts * positions * shape.model.hidden * HALF
+        sent += Traffic(waited=times * calls * each, calls=times * calls * passes) if parts > 1 else Traffic()
     if sharding.pipeline > 1:
         sent += _of_stages(sharding, shape, positions, passes)
     if (parts := sharding.sequence) > 1:  # a ring passes keys and values on, in the backward pass with their gradients
@@ -108,15 +109,6 @@ def _offloaded(sharding: Sharding, shape: TrainableShape, passes: int) -> Traffi
     part = shape.trained / sharding.gpus
     weights = shape.model.weight_bytes(HALF) / sharding.gpus if sharding.offload == "params" else 0.0
     return Traffic(to_host=2 * HALF * part + 2 * passes * weights, on_host=_HOST_BYTES * shape.trained)
-
-
-def _of_layers(
-    parts: int, calls: int, plan: TrainingPlan, shape: TrainableShape, positions: float, passes: int
-) -> Traffic:
-    """Return the all-reduces of hidden states: forward, backward, and again for recomputed layers."""
-    times = 2 + {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)
-    each = 2 * (parts - 1) / parts * positions * shape.model.hidden * HALF
-    return Traffic(waited=times * calls * each, calls=times * calls * passes)
 
 
 def _of_stages(sharding: Sharding, shape: TrainableShape, positions: float, passes: int) -> Traffic:

@@ -151,7 +151,9 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     waits = {COMMUNICATION: exposed, OFFLOADED: offloaded, FLUSHES: flushes, BUBBLE: bubble}
     if basis != MEASURED:
         seconds += sum(waits.values())
-        confidence += _links(spec)
+        nodes = spec.launch.nodes
+        between = f", taking links between {nodes} machines to be as fast as within one" if nodes > 1 else ""
+        confidence += f"; communication of {sharding.gpus} GPUs from their links{between}" if sharding.gpus > 1 else ""
         confidence += "; its memory is full, so the allocator flushes its cache" if flushes else ""
     if left_out := [units.some(count, why) for (name, why), count in history.invalid.items() if name == gpu.name]:
         confidence += f"; without {' and '.join(left_out)}"
@@ -172,22 +174,13 @@ def _spread(spec: Experiment, basis: str, host_bound: bool, unlike: bool) -> flo
     """Return the factor between the expected time and the ends of its range."""
     if basis == MEASURED:
         return MEASURED_SPREAD
-    spread, sharding = (
-        float(read_facts("durations.yaml")["spread"]["host" if host_bound else "GPU"]),
-        sharding_of(spec.launch),
-    )
+    spread = float(read_facts("durations.yaml")["spread"]["host" if host_bound else "GPU"])
+    sharding = sharding_of(spec.launch)
     spread *= (SHEET_SPREAD if basis == SHEET else 1.0) * (EXPERTS_SPREAD if unlike else 1.0)
     spread *= ROUGH_SPREAD if is_rough(spec) or spec.launch.nodes > 1 else 1.0
     spread *= SEVERAL_SPREAD if sharding.gpus > 1 else 1.0
     spread *= JOINED_SPREAD if concatenates(spec) and spec.train.batch_size > 1 else 1.0
     return spread * (ZERO_SPREAD if sharding.states.startswith("zero") else 1.0)
-
-
-def _links(spec: Experiment) -> str:
-    """Return how the links between GPUs were estimated."""
-    gpus, nodes = spec.launch.gpus, spec.launch.nodes
-    between = f", taking links between {nodes} machines to be as fast as within one" if nodes > 1 else ""
-    return f"; communication of {gpus} GPUs from their links{between}" if gpus > 1 else ""
 
 
 def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape) -> float:
@@ -235,16 +228,15 @@ def _watts(gpu: Gpu, same: Sequence[TimedRun], step: Step, offloaded: float) -> 
     """Return the mean watts of steady steps and their source.
 
     `offloaded` are the seconds per step in which the GPU waits for the host's memory."""
-    if measured := [run.watts for run in same if run.watts]:
-        return _watts_band(statistics.median(measured), _WATTS_MEASURED, gpu), "measured"
     share = _WAITING + _WORKING * min(1.0, step.device / (step.seconds + offloaded))
-    basis = f"{units.percent(share, 0)} of the board's {gpu.watts:.0f} W"
-    return _watts_band(gpu.watts * share, _WATTS_SPREAD, gpu), basis
-
-
-def _watts_band(expected: float, spread: float, gpu: Gpu) -> Band:
-    expected = min(expected, gpu.watts)
-    return Band(expected / spread, expected, min(expected * spread, gpu.watts))
+    expected, spread, basis = (
+        gpu.watts * share,
+        _WATTS_SPREAD,
+        f"{units.percent(share, 0)} of the board's {gpu.watts:.0f} W",
+    )
+    if measured := [run.watts for run in same if run.watts]:
+        expected, spread, basis = min(statistics.median(measured), gpu.watts), _WATTS_MEASURED, "measured"
+    return Band(expected / spread, expected, min(expected * spread, gpu.watts)), basis
 
 
 def epochs_samples(spec: Experiment, per_step: float) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +71,20 @@ class RunHistory:
         self._lengths: dict[Any, Lengths] = {}
 
     @classmethod
-    def read(cls, path: Path) -> RunHistory:
-        """Return the history of a folder, empty if it does not exist. Raise SpecError for a file."""
+    def read(cls, path: Path, spec: Experiment | None = None, gpus: Iterable[str] = ()) -> RunHistory:
+        """Return the history of a folder, empty if it does not exist. Raise SpecError for a file.
+
+        With `spec`, read only what its estimate on these `gpus` may need: runs of its model there, and of its data."""
         if path.exists() and not path.is_dir():
             raise SpecError(f"--store {path}: not a folder; give the folder that holds the runs")
-        return cls(path, timed_runs([path]) if path.is_dir() else ())
+        names = frozenset(map(canonical_name, gpus))
+
+        def wanted(summary: dict[str, Any]) -> bool:
+            if spec is None or (summary["model"] == spec.model.id and canonical_name(summary["gpu"]) in names):
+                return True
+            return not spec.dataset.is_made and bool(summary["dataset"]["name"] == spec.dataset.name)
+
+        return cls(path, timed_runs([path], wanted) if path.is_dir() else ())
 
     def same_step(self, spec: Experiment, gpu: Gpu) -> list[TimedRun]:
         """Return the runs of exactly the step of `spec` (resolved) on such a GPU."""
@@ -88,9 +97,14 @@ class RunHistory:
         if key not in self._lengths:
             recorded = ((run.spec.dataset, run.described) for run in self.runs
                         if run.spec.objective.name == spec.objective.name)  # fmt: skip
-            self._lengths[key] = _lengths_with_images(spec) or lengths_of(
-                spec.dataset, recorded, spec.model, spec.objective.pairs
-            )
+            known = None
+            with suppress(SpecError):  # the shape of the model is not known
+                if (vision := shape_of(spec.model).vision) is not None:
+                    from ftbench.estimate.workload.images import lengths_with_images
+
+                    known = lengths_with_images(spec, vision)
+            known = known or lengths_of(spec.dataset, recorded, spec.model, spec.objective.pairs)
+            self._lengths[key] = known
         return self._lengths[key]
 
     def with_sample_count(self, spec: Experiment) -> Experiment:
@@ -109,15 +123,6 @@ class RunHistory:
             shape = trainable_shape(spec)
             self._work[key] = shape, step_work(spec, shape, batches)
         return self._work[key]
-
-
-def _lengths_with_images(spec: Experiment) -> Lengths | None:
-    with suppress(SpecError):  # the shape of the model is not known
-        if (vision := shape_of(spec.model).vision) is not None:
-            from ftbench.estimate.workload.images import lengths_with_images
-
-            return lengths_with_images(spec, vision)
-    return None
 
 
 def step_key(spec: Experiment) -> StepKey:
@@ -159,10 +164,9 @@ def recorded_spec(run: RunDir) -> Experiment | None:
 
 def _applied(run: RunDir) -> bytes:
     """Return the text of applied.json. Parsing it takes ten times as long."""
-    try:
+    with suppress(OSError, ValueError):
         return rundir.read_bytes(run.applied)
-    except (OSError, ValueError):
-        return b""
+    return b""
 
 
 def logits_twice(run: RunDir) -> bool:
@@ -176,26 +180,29 @@ def is_outdated(run: RunDir, spec: Experiment) -> bool:
     return bool(late) and b'"fetched_ahead"' not in _applied(run)
 
 
-def timed_runs(paths: Iterable[Path]) -> list[TimedRun]:
-    """Return the timed runs among the newest MOST_RUNS at or below `paths`, each run ID once."""
+def timed_runs(
+    paths: Iterable[Path], wanted: Callable[[dict[str, Any]], bool] = lambda summary: True
+) -> list[TimedRun]:
+    """Return the timed runs with a `wanted` summary among the newest MOST_RUNS below `paths`, each run ID once."""
     runs = [run for path in paths for run in rundir.find_runs(path)]
     if len(runs) > MOST_RUNS:
         runs = sorted(runs, key=lambda run: rundir.modified(run.state))[-MOST_RUNS:]
     by_id: dict[str, TimedRun] = {}
     for run in runs:
-        if (timed := timed_run(run)) is not None:
+        if (timed := timed_run(run, wanted)) is not None:
             by_id.setdefault(timed.run_id, timed)
     return list(by_id.values())
 
 
-def timed_run(run: RunDir) -> TimedRun | None:
-    """Return the step time of a run, or None if it has no valid one: failed, too short, no GPU, a mock, older code."""
+def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun | None:
+    """Return the step time of a run with a `wanted` summary, or None if it has no valid one: failed, too short, no GPU,
+    a mock, older code."""
     summary = rundir.read_json(run.summary)  # read first, because it rejects most runs
     try:
         seconds = summary["step_time_s"].get("mean") or 0.0
         if summary["state"] != "ok" or not summary["gpu"] or not 0 < seconds < math.inf or not is_steady(summary):
             return None
-        if (spec := recorded_spec(run)) is None or is_outdated(run, spec):
+        if not wanted(summary) or (spec := recorded_spec(run)) is None or is_outdated(run, spec):
             return None
         phases, limited = summary["phases_s"], limited_gpu(rundir.first_gpu(rundir.read_json(run.machine)))
         watts = summary["energy"].get("mean_watts")  # of all GPUs
@@ -213,15 +220,12 @@ def timed_run(run: RunDir) -> TimedRun | None:
 def _invalid(run: RunDir, summary: dict[str, Any]) -> str:
     """Return why the speed of a run is not valid: other processes used the machine, or its numbers diverged."""
     from ftbench.store.steps import has_nan
+    from ftbench.store.summary import read_summary
 
     if summary.get("contention", {}).get("contended"):
         return "contended run"
     suspect = has_nan(run.steps) or summary.get("learning", {}).get("state") == rundir.NOT_FINITE
-    if not suspect:
-        return ""
-    from ftbench.store.summary import read_summary  # rarely needed
-
-    return "diverged run" if read_summary(run)["state"] != "ok" else ""
+    return "diverged run" if suspect and read_summary(run)["state"] != "ok" else ""
 
 
 def is_steady(summary: dict[str, Any]) -> bool:

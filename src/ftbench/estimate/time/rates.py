@@ -45,32 +45,18 @@ HOST_OPERATIONS_S = 1e5  # Python operations and kernel launches per second; the
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Highest rates of a GPU in FLOP/s and bytes/s; None if no source is known.
+    """Highest rates of a GPU in FLOP/s and bytes/s; None without products in 8 bits.
 
     `link` goes to the host and `from_host` back. `network` connects GPUs of this kind, 0 if unknown. `source` names the
     origin of `products`."""
 
-    products: float | None
+    products: float
     products_fp8: float | None
     memory: float
     link: float
     from_host: float
     source: str
     network: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Term:
-    """A coefficient: seconds at the ceilings times `value` are seconds.
-
-    `prior` is used if no run shows the term, for the reason `why`. `runs` counts the runs that show it, and `word` is
-    its name in a sentence."""
-
-    value: float
-    prior: float
-    runs: int
-    why: str
-    word: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,43 +75,40 @@ class Step:
     by_images: bool = False
 
 
-def ceilings(gpu: Gpu, precision: str, store: Path | None = None) -> Ceilings:
-    """Return the highest rates of a GPU; `precision` is bf16, fp16 or fp32, as in `train.precision`."""
+@lru_cache(maxsize=256)
+def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilings:
+    """Return the highest rates of a GPU; `precision` is bf16, fp16 or fp32, as in `train.precision`.
+
+    Raise SpecError if the rate of the precision, or with `fp8` that of 8 bits, is not known."""
     probed = machine.ceilings(store, gpu.name) if store else {}
     rates = probed.get("tflops", {})
-    fp8, sheet, board = rates.get("fp8"), gpu.peak_tflops(precision), _unlimited(gpu)
+    board = next((row for row in gpus() if row.name == gpu.name), gpu)  # with its full power
+    products_fp8, sheet = rates.get("fp8"), gpu.peak_tflops(precision)
     rate, source = rates.get(precision), "ceilings measured by `ftbench probe`"
     if rate is None and sheet is not None:
         rate, source = gpu.gemm_bf16, "ceilings published for this GPU"
         if rate is None:
             rate, source = sheet * _share_of_sheet(board), "ceilings from the data sheet and the board's power"
         rate *= _slowed(gpu.watts / board.watts)
-    if fp8 is None and gpu.fp8 is not None:
-        fp8 = gpu.fp8 * (rate / sheet if rate and sheet else _PRODUCTS)
+    if rate is None:
+        raise SpecError(
+            f"the speed of {gpu.name} in {precision} is not known: run `ftbench probe` on it, and pass the folder with "
+            "--store"
+        )
+    if products_fp8 is None and gpu.fp8 is not None:
+        products_fp8 = gpu.fp8 * (rate / sheet if sheet else _PRODUCTS)
+    if fp8 and products_fp8 is None:
+        raise SpecError(f"{gpu.name} has no fp8 products: set optimizations.fp8 to off")
     older = (gpu.compute_capability or (0, 0)) < _PCIE_5
     return Ceilings(
-        None if rate is None else rate * 1e12,
-        None if fp8 is None else fp8 * 1e12,
+        rate * 1e12,
+        None if products_fp8 is None else products_fp8 * 1e12,
         probed.get("memory_gbs", gpu.bandwidth * _MEMORY * _slowed(gpu.watts / gpu.bandwidth / _WATTS_PER_GBS)) * 1e9,
         probed.get("to_host_gbs", _LINK_GBS) * 1e9,
         probed.get("to_device_gbs", _OLDER_LINK_GBS if older else _LINK_GBS) * 1e9,
         source,
         _network(gpu) * 1e9,
     )
-
-
-@lru_cache(maxsize=256)
-def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilings:
-    """Return the ceilings that a spec needs. Raise SpecError if they are not known."""
-    limits = ceilings(gpu, precision, store)
-    if limits.products is None:
-        raise SpecError(
-            f"the speed of {gpu.name} in {precision} is not known: run `ftbench probe` on it, and pass the folder with "
-            "--store"
-        )
-    if fp8 and limits.products_fp8 is None:
-        raise SpecError(f"{gpu.name} has no fp8 products: set optimizations.fp8 to off")
-    return limits
 
 
 def _network(gpu: Gpu) -> float:
@@ -143,10 +126,9 @@ def _share_of_sheet(gpu: Gpu) -> float:
     kind = [other for other in measured if other.compute_capability == gpu.compute_capability] or measured
     if not kind:
         return _PRODUCTS
-    nearest = min(kind, key=lambda other: abs(math.log(_watts_per_tflops(other) / _watts_per_tflops(gpu))))
-    assert nearest.gemm_bf16 is not None
-    assert nearest.bf16 is not None
-    return nearest.gemm_bf16 / nearest.bf16 * _slowed(_watts_per_tflops(gpu) / _watts_per_tflops(nearest))
+    power = {other: other.watts / other.bf16 for other in (*kind, gpu) if other.bf16}
+    nearest = min(kind, key=lambda other: abs(math.log(power[other] / power[gpu])))
+    return (nearest.gemm_bf16 or 0.0) / (nearest.bf16 or 1.0) * _slowed(power[gpu] / power[nearest])
 
 
 def _slowed(power: float) -> float:
@@ -154,25 +136,10 @@ def _slowed(power: float) -> float:
     return float(min(1.0, power) ** _POWER_EXPONENT)
 
 
-def _unlimited(gpu: Gpu) -> Gpu:
-    """Return the GPU with the full power of its board."""
-    return next((row for row in gpus() if row.name == gpu.name), gpu)
-
-
-def _watts_per_tflops(gpu: Gpu) -> float:
-    assert gpu.bf16 is not None
-    return gpu.watts / gpu.bf16
-
-
-@cache
-def shipped_terms() -> dict[str, Term]:
-    """Return the terms of facts/durations.yaml by name."""
-    return {name: Term(**values) for name, values in read_facts("durations.yaml")["coefficients"].items()}
-
-
 @cache
 def shipped_coefficients() -> dict[str, float]:
-    return {name: term.value for name, term in shipped_terms().items()}
+    """Return the coefficients of facts/durations.yaml by term: seconds at the ceilings times them are seconds."""
+    return {name: term["value"] for name, term in read_facts("durations.yaml")["coefficients"].items()}
 
 
 def ideal(work: StepWork, limits: Ceilings) -> StepWork:
@@ -189,7 +156,7 @@ def ideal(work: StepWork, limits: Ceilings) -> StepWork:
 @lru_cache(maxsize=256)
 def _rates(limits: Ceilings) -> dict[str, float]:
     """Return the highest rate per second of each term, if it is known."""
-    rates: dict[str, float | None] = dict.fromkeys(shipped_terms(), limits.memory)
+    rates: dict[str, float | None] = dict.fromkeys(shipped_coefficients(), limits.memory)
     for name in rates:
         if name.startswith(("products", "attention")):  # FLOPs
             rates[name] = limits.products_fp8 if name == "products.fp8" else limits.products

@@ -97,9 +97,10 @@ def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, bat
     again += plan.reference != "none"  # a forward pass of the reference
     work = _products(spec, plan, shape, batch, again)
     if plan.attention == "eager":  # products over all pairs
-        work["products"] += _whole_square(shape, batch, again)
+        work["products"] += _attention(shape, batch, again, True)
     else:
-        work[f"attention.{'masked' if batch.masked else 'causal'}"] = _attention(shape, batch, again)
+        name = f"attention.{'masked' if batch.masked else 'causal'}"
+        work[name] = _attention(shape, batch, again, batch.masked)
     work = {name: value for name, value in work.items() if value}
     work |= _moved(spec, plan, shape, batch, again)
     if plan.offload:
@@ -198,31 +199,21 @@ def _logits(spec: Experiment, plan: TrainingPlan, batch: Batch) -> tuple[str, fl
     return f"logits.{'trl' if plan.loss == 'trl' else 'chunked'}", batch.labels * bytes_
 
 
-def _attention(shape: TrainableShape, batch: Batch, again: float) -> float:
-    """Return the FLOPs of attention: causal, or the full square with a mask.
+def _attention(shape: TrainableShape, batch: Batch, again: float, whole: bool) -> float:
+    """Return the FLOPs of attention: causal, or the `whole` square.
 
     They are `4 width` per pair in the forward pass, and twice that in the backward pass."""
-    if batch.masked:
-        return _whole_square(shape, batch, again)
+    if whole:
+        return (3 + again) * 4 * batch.square * sum(shape.matmul.attention_width)
     return batch.positions * (3 + again) / 3 * flops.attention_per_token(shape.matmul, batch.square / batch.positions)
-
-
-def _whole_square(shape: TrainableShape, batch: Batch, again: float) -> float:
-    return (3 + again) * 4 * batch.square * sum(shape.matmul.attention_width)
 
 
 def _elementwise(shape: TrainableShape, again: float) -> tuple[float, float]:
     """Return bytes per position over all layers, including the backward pass: for the base model and for the
     adapters."""
-    base, adapters = forward_bytes(shape)
+    base = _HIDDEN * shape.model.hidden * len(shape.model.layers) + _HEADS * shape.query_key + _INNER * shape.inner
+    adapters = _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs
     return base * (1 + _BACKWARD + again), adapters * (1 + _ADAPTER_BACKWARD + again)
-
-
-def forward_bytes(shape: TrainableShape) -> tuple[float, float]:
-    """Return bytes per position of a forward pass over all layers: for the base model and for the adapters."""
-    hidden = shape.model.hidden * len(shape.model.layers)
-    base = _HIDDEN * hidden + _HEADS * shape.query_key + _INNER * shape.inner
-    return base, _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs
 
 
 def expert_bytes(layer: Layer) -> int:

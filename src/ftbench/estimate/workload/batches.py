@@ -4,8 +4,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import itemgetter
-from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from ftbench.estimate.workload.lengths import Lengths
 from ftbench.spec.batches import length_windows, packed
@@ -13,15 +14,8 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth, family
 
 CLASSES = 8  # groups of micro-batches of similar size, because time is not proportional to size
-BOUNDARIES = (
-    "varlen",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flex_attention",
-)  # kernels that know sample ends
-
-Column: TypeAlias = tuple[int, ...]  # one value per row
-LaidOut: TypeAlias = tuple[int, int, int, int, bool, int]  # positions, samples, real tokens, pairs, masked, joined
+# Attention kernels that know where samples end.
+BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,52 +117,51 @@ def mean_batch(
 
 @lru_cache(maxsize=4096)
 def _batches(lengths: Lengths, layout: Layout) -> tuple[Batch, ...]:
-    totals, squares, counts = _rows(lengths, layout.packing, layout.size if layout.grouping else 0, layout.max_length)
-    size, more = layout.size, -(-layout.size // len(totals))
-    if more > 1:  # too few samples for a batch: repeat them
-        totals, squares, counts = totals * more, squares * more, counts * more
-    count = len(totals) // size
-    longest = max(totals)
-    starts = range(0, count * size, size)
-    laid = [
-        _laid_out(layout, totals[at : at + size], squares[at : at + size], counts[at : at + size], longest)
-        for at in starts
-    ]
-    laid.sort(key=itemgetter(0))
-    classes = 1 if laid[0][0] == laid[-1][0] else min(CLASSES, count)
-    edges = [-(-count * index // classes) for index in range(classes + 1)]
-    return tuple(_mean(laid[a:b], (b - a) / count, lengths.labels) for a, b in itertools.pairwise(edges))
+    rows, size = _rows(lengths, layout.packing, layout.size if layout.grouping else 0, layout.max_length), layout.size
+    rows = np.tile(rows, -(-size // rows.shape[1]))  # repeat the samples if they are too few for a batch
+    count = rows.shape[1] // size
+    columns = _laid_out(layout, rows[:, : count * size].reshape(3, count, size), rows[0].max())
+    columns = columns[:, np.argsort(columns[0], kind="stable")]
+    classes = 1 if columns[0, 0] == columns[0, -1] else min(CLASSES, count)
+    groups = itertools.pairwise(-(-count * index // classes) for index in range(classes + 1))
+    return tuple(_mean(columns[:, a:b], (b - a) / count, lengths.labels) for a, b in groups)
 
 
-def _mean(laid: Sequence[LaidOut], weight: float, labels: float) -> Batch:
-    positions, samples, real, square, masked, joined = (sum(column) / len(laid) for column in zip(*laid, strict=True))
+def _mean(columns: npt.NDArray[np.float64], weight: float, labels: float) -> Batch:
+    positions, samples, real, square, masked, joined = (columns.sum(axis=1) / columns.shape[1]).tolist()
     return Batch(weight, samples, positions, real, real * labels, square, masked > 0.5, joined)
 
 
 @lru_cache(maxsize=64)
-def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> tuple[Column, Column, Column]:
+def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> npt.NDArray[np.float64]:
     """Return for each row its tokens, the sum of squared sample lengths, and its samples, in batch order.
 
     `grouping` is the size of batches with samples of similar length, or 0."""
-    values = lengths.values
+    values = np.asarray(lengths.values, dtype=float)
     if packing:
-        rows = [[values[index] for index in row] for row in packed(values, max_length)]
-        squares = tuple(sum([length * length for length in row]) for row in rows)
-        return tuple(map(sum, rows)), squares, tuple(map(len, rows))
+        rows = packed(lengths.values, max_length)
+        counts = [len(row) for row in rows]
+        starts, values = np.cumsum([0, *counts[:-1]]), values[list(itertools.chain(*rows))]
+        return np.stack([np.add.reduceat(values, starts), np.add.reduceat(values**2, starts), np.asarray(counts)])
     if grouping:
-        windows = length_windows(values, grouping)
-        values = tuple([values[index] for window in windows for batch in window for index in batch])
-    return values, tuple([length * length for length in values]), (1,) * len(values)
+        windows = length_windows(lengths.values, grouping)
+        values = values[[index for window in windows for batch in window for index in batch]]
+    return np.stack([values, values**2, np.ones_like(values)])
 
 
-def _laid_out(layout: Layout, totals: Column, squares: Column, counts: Column, longest: int) -> LaidOut:
-    """Return the layout of a batch, as in `worker/data/collate.py`."""
-    real, samples, wide = sum(totals), sum(counts), longest if layout.fixed else max(totals)
-    positions = real if layout.flat and not layout.fixed else max(real, wide * layout.size)
-    joined = samples if layout.flat else 0
+def _laid_out(layout: Layout, rows: npt.NDArray[np.float64], longest: float) -> npt.NDArray[np.float64]:
+    """Return positions, samples, real tokens, pairs, masked and joined samples of each batch, as in
+    `worker/data/collate.py`.
+
+    `rows` are tokens, squares and samples by batch and row."""
+    real, squares, samples = rows.sum(axis=2)
+    wide = np.full_like(real, longest) if layout.fixed else rows[0].max(axis=1)
+    positions = real if layout.flat and not layout.fixed else np.maximum(real, wide * layout.size)
+    padded, nothing = positions > real, np.zeros_like(real)
+    joined = samples if layout.flat else nothing
     if layout.boundaries:
-        return positions, samples, real, sum(squares), False, joined
+        return np.stack([positions, samples, real, squares, nothing, joined])
     if layout.flat:
-        return positions, samples, real, positions * positions, samples > 1 or positions > real, joined
-    masked = positions > real and not layout.unmasked
-    return positions, samples // layout.sequences, real, layout.size * wide * wide, masked, 0
+        return np.stack([positions, samples, real, positions**2, (samples > 1) | padded, joined])
+    masked = nothing if layout.unmasked else padded
+    return np.stack([positions, samples // layout.sequences, real, layout.size * wide**2, masked, joined])

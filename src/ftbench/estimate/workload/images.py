@@ -97,11 +97,13 @@ def _samples(dataset: Dataset, model: Any, vision: VisionShape, longest: int) ->
         texts = synthetic_lengths(dataset, count)
         groups = [sizes[at : at + shown] for at in range(0, len(sizes), shown)]
         made = [_sample(vision, group, text, longest, shown) for group, text in zip(groups, texts, strict=True)]
-        return _known(made[: dataset.samples], f"synthetic pictures of {_pixels(sizes)} pixels", True)
-    if dataset.source.image_size:
-        sample = _sample(vision, [dataset.source.image_size], round(CAPTION), longest)
+        about = "about " if len(set(sizes)) > 1 else ""
+        pixels = f"{about}{sizes[0][0]} x {sizes[0][1]}"
+        return _known(made[: dataset.samples], f"synthetic pictures of {pixels} pixels", True)
+    if size := dataset.source.image_size:
+        sample = _sample(vision, [size], round(CAPTION), longest)
         count = min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES)
-        return _known([sample] * count, f"photographs of {_pixels([dataset.source.image_size])} pixels", False)
+        return _known([sample] * count, f"photographs of {size[0]} x {size[1]} pixels", False)
     if dataset.path is None:
         raise SpecError(
             f"dataset: the image sizes of {dataset.name} are not known: estimate with --set 'dataset={{name: images, "
@@ -114,39 +116,31 @@ def _known(samples: Sequence[SampleWithImages], basis: str, exact: bool) -> Know
     return KnownSamples(tuple(samples), f"{basis}, the longest sample {max(each.length for each in samples):,}", exact)
 
 
-def _pixels(sizes: Sequence[Sides]) -> str:
-    return f"{sizes[0][0]} x {sizes[0][1]}" if len(set(sizes)) == 1 else f"about {sizes[0][0]} x {sizes[0][1]}"
-
-
 def _sample(vision: VisionShape, sizes: Sequence[Sides], text: int, longest: int, heads: int = 0) -> SampleWithImages:
     """Return a sample with images of these sizes, `text` tokens with labels, and `heads` tokens without.
 
     worker/data/synthetic.py puts one such token after each image."""
-    images = sum((vision.size(*_scaled(size, longest)) for size in sizes), NOTHING)
+    images = NOTHING
+    for width, height in sizes:  # the longest side is scaled to at most `longest` pixels (0: no limit)
+        scale = min(1.0, (longest or max(width, height)) / max(width, height))
+        images += vision.size(max(1, round(height * scale)), max(1, round(width * scale)))
     return SampleWithImages(images.tokens + heads + text, text, images)
-
-
-def _scaled(size: Sides, longest: int) -> tuple[int, int]:
-    """Return height and width after scaling the longest side to at most `longest` pixels (0: no limit)."""
-    scale = min(1.0, (longest or max(size)) / max(size))
-    return max(1, round(size[1] * scale)), max(1, round(size[0] * scale))
 
 
 def _of_file(dataset: Dataset, model: Any, vision: VisionShape, longest: int) -> KnownSamples | None:
     """Return the rows that `file_lengths` reads; None for a file without images."""
-    assert dataset.path is not None
-    counted = file_lengths(dataset, model)
+    counted, path = file_lengths(dataset, model), Path(dataset.path or "")
     if isinstance(counted, str):
         return None
     from ftbench.core.data_files import read_file
 
-    rows = read_file(Path(dataset.path))
+    rows = read_file(path)
     positions = range(0, len(rows), -(-len(rows) // MOST_SAMPLES))
     pairs = [(at, _images(rows[at], dataset), text) for at, text in zip(positions, counted.values, strict=True)]
     if not any(images for _, images, _ in pairs):
         return None
     samples = [_shown(rows, at, images, vision, text, longest) for at, images, text in pairs]
-    return _known(samples, f"images of {Path(dataset.path).name}; text {counted.source}", False)
+    return _known(samples, f"images of {path.name}; text {counted.source}", False)
 
 
 def _shown(

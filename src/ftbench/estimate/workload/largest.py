@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from ftbench.estimate.workload.batches import Layout, layout_of
-from ftbench.estimate.workload.lengths import FileLengths, expected_longest, file_basis, file_lengths, sample_lengths
+from ftbench.estimate.workload.lengths import FileLengths, expected_longest, file_lengths, sample_lengths
 from ftbench.families.vision import NOTHING, ImageSize, VisionShape
 from ftbench.spec.batches import DEFAULT_SIGMA, SHORTEST, packed
 from ftbench.spec.datasets import DATASETS, Dataset
@@ -19,6 +22,7 @@ from ftbench.spec.experiment import Experiment
 if TYPE_CHECKING:
     from ftbench.estimate.workload.images import KnownSamples
 
+Lengths = npt.NDArray[np.int64]
 _UNLIKELY = 0.05  # probability that the longest sample is shorter than at the low end of the range
 
 
@@ -55,7 +59,11 @@ class Largest:
 
 def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
     """Return the largest batch of a spec by positions; `vision` describes the model's image encoder."""
-    file = _file(spec)
+    file = None
+    if spec.dataset.name in ("file", "sample"):
+        counted = file_lengths(spec.dataset, spec.model, spec.objective.pairs)
+        if not isinstance(counted, str) and max(counted.values) > SHORTEST:  # it has known text
+            file = counted
     if vision is not None:
         from ftbench.estimate.workload.images import known_samples
 
@@ -64,28 +72,21 @@ def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
     return _largest(spec.dataset, layout_of(spec), file)
 
 
-def _file(spec: Experiment) -> FileLengths | None:
-    """Return the lengths of the spec's file, or None if there is no readable file."""
-    if spec.dataset.name not in ("file", "sample"):
-        return None
-    counted = file_lengths(spec.dataset, spec.model, spec.objective.pairs)
-    return None if isinstance(counted, str) or max(counted.values) == SHORTEST else counted  # no known text
-
-
 @lru_cache(maxsize=1024)
 def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
     """Return the largest batch of samples with images. If not all are known, each may be as long as the longest."""
     samples = known.samples * (1 if known.exact else -(-layout.size // len(known.samples)))
     lengths = [sample.length for sample in samples]
     rows = packed(lengths, layout.max_length) if layout.packing else [[index] for index in range(len(samples))]
-    sizes = [sum(lengths[index] for index in row) for row in rows]
+    sizes, tried = [sum(lengths[index] for index in row) for row in rows], list[BatchShape]()
+    order, longest = range(len(rows)), max(sizes)
+    trained: Sequence[int] = order[: layout.seen]
     if layout.ordered:
-        rows.sort(key=lambda row: -sum(lengths[index] for index in row))
-    longest, tried = max(sizes), list[BatchShape]()
-    for batch in _trained(layout, range(len(rows))):
+        trained = sorted(order, key=lambda row: -sizes[row])[: layout.size]
+    for batch in (trained[at : at + layout.size] for at in range(0, len(trained), layout.size)):
         shown = [samples[index] for row in batch for index in rows[row]]
         tokens, labels = sum(each.length for each in shown), sum(each.labels for each in shown)
-        widest = longest if layout.fixed else max(sum(lengths[index] for index in rows[row]) for row in batch)
+        widest = longest if layout.fixed else max(sizes[row] for row in batch)
         shape = (1, len(batch) * longest if layout.fixed else tokens) if layout.flat else (len(batch), widest)
         tried.append(BatchShape(*shape, labels, sum((each.images for each in shown), NOTHING)))
     expected = most = max(tried, key=lambda batch: batch.tokens)
@@ -95,89 +96,70 @@ def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
         width = (1, layout.size * longest) if layout.flat else (layout.size, longest)
         most = BatchShape(*width, layout.size * heaviest.labels, images)
     padded = (len(set(lengths)) > 1 or layout.flat) and (expected.rows > 1 or layout.flat or layout.fixed)
-    return Largest(expected, most, padded, _whole(layout, lengths), known.basis)
+    return Largest(expected, most, padded, _whole(layout, np.asarray(lengths)), known.basis)
 
 
-def _whole(layout: Layout, lengths: Sequence[int]) -> bool:
+def _whole(layout: Layout, lengths: Lengths) -> bool:
     """Return whether attention sees rows of one length with one sample each.
 
     This is true if every sample has max_length tokens. It is also true if each row has one sample (packing is off, or
     no two samples fit) and is padded to a fixed length (worker/data/collate.py, `_concatenated`)."""
-    if min(lengths) == layout.max_length or not (layout.flat and layout.fixed):
-        return min(lengths) == layout.max_length
-    return not layout.packing or len(lengths) < 2 or sum(sorted(lengths)[:2]) > layout.max_length
+    if lengths.min() == layout.max_length or not (layout.flat and layout.fixed):
+        return bool(lengths.min() == layout.max_length)
+    return not layout.packing or len(lengths) < 2 or bool(np.sort(lengths)[:2].sum() > layout.max_length)
 
 
 @lru_cache(maxsize=1024)
 def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) -> Largest:
     lengths, basis = sample_lengths(dataset, layout.sequences)
-    if lengths is not None and dataset.length is not None and not layout.packing:
-        lengths = lengths[: max(2, layout.size)]  # all are equal
-    least = None
     if file is not None:
-        basis = file_basis(dataset, file)
-    flat = layout.flat
+        longest, most = (min(dataset.max_length, length) for length in (max(file.values), file.most))
+        basis = f"the longest sample {longest:,} tokens, at most {most:,}: {file.source}"
     if layout.packing:
         expected = _packed(dataset, layout, lengths)
     elif lengths is None:
         expected = _unknown(dataset, layout, file)
-        least = _unknown(dataset, layout, file, _UNLIKELY)
     else:
-        longest = max(lengths)
-        in_order = _longest_first(dataset, layout.sequences) if layout.ordered else lengths
-        expected = _shape(layout, _heaviest(layout, in_order), longest)
-    most = expected
-    if lengths is None:
-        rows, longest = layout.size, dataset.max_length
-        if file is not None and not layout.packing:
-            longest = min(longest, file.most)
-        most = BatchShape(1 if flat else rows, rows * longest if flat else longest, rows * (longest - 1))
-    even = lengths is not None and min(lengths) == max(lengths)
-    single = expected.rows == 1 and not flat and not layout.fixed
-    whole = lengths is not None and _whole(layout, lengths)
-    return Largest(expected, most, not (even and not flat) and not single, whole, basis, least)
+        batch = _heaviest(layout, np.sort(lengths)[::-1] if layout.ordered else lengths)
+        expected = _shape(layout, batch, int(lengths.max()))
+    single = expected.rows == 1 and not layout.flat and not layout.fixed
+    if lengths is not None:
+        padded = not (lengths.min() == lengths.max() and not layout.flat) and not single
+        return Largest(expected, expected, padded, _whole(layout, lengths), basis)
+    rows, longest = layout.size, dataset.max_length
+    if file is not None and not layout.packing:
+        longest = min(longest, file.most)
+    heaviest = BatchShape(*((1, rows * longest) if layout.flat else (rows, longest)), rows * (longest - 1))
+    least = None if layout.packing else _unknown(dataset, layout, file, _UNLIKELY)
+    return Largest(expected, heaviest, not single, False, basis, least)
 
 
-@lru_cache(maxsize=32)
-def _longest_first(dataset: Dataset, sequences: int) -> list[int]:
-    return sorted(sample_lengths(dataset, sequences)[0] or (), reverse=True)
-
-
-def _trained(layout: Layout, lengths: Sequence[int]) -> list[Sequence[int]]:
-    """Return the batches of a training as lengths; only the first if samples are sorted by length."""
-    if layout.ordered:
-        return [lengths[: layout.size]]
-    seen = len(lengths) if layout.seen is None else min(len(lengths), layout.seen)
-    return [lengths[at : at + layout.size] for at in range(0, seen, layout.size)]
-
-
-def _heaviest(layout: Layout, lengths: Sequence[int]) -> Sequence[int]:
-    """Return the batch with the most positions: of padded ones that with the longest sample, or the last, incomplete
-    one."""
-    if layout.flat or layout.fixed or layout.ordered:
-        return max(_trained(layout, lengths), key=sum if layout.flat else len)
-    seen = len(lengths) if layout.seen is None else min(len(lengths), layout.seen)
-    size, complete = layout.size, seen // layout.size * layout.size
-    batches = [lengths[complete:seen]] if complete < seen else []
-    if complete:
-        at = lengths.index(max(lengths[:complete])) // size * size
-        batches.insert(0, lengths[at : at + size])
-    return max(batches, key=lambda batch: len(batch) * max(batch))
-
-
-def _shape(layout: Layout, batch: Sequence[int], longest: int) -> BatchShape:
-    labels = sum(batch) - len(batch)
+def _heaviest(layout: Layout, lengths: Lengths) -> Lengths:
+    """Return the first batch with the most positions. Padded batches are as wide as their longest sample."""
+    size, trained = layout.size, lengths[: layout.size if layout.ordered else layout.seen]
+    starts = np.arange(0, len(trained), size)
     if layout.flat:
-        return BatchShape(1, sum(batch), labels)
-    return BatchShape(len(batch), longest if layout.fixed else max(batch), labels)
+        positions = np.add.reduceat(trained, starts)
+    else:
+        rows = np.minimum(size, len(trained) - starts)
+        positions = rows if layout.fixed else rows * np.maximum.reduceat(trained, starts)
+    at = starts[np.argmax(positions)]
+    return trained[at : at + size]
 
 
-def _packed(dataset: Dataset, layout: Layout, lengths: Sequence[int] | None) -> BatchShape:
+def _shape(layout: Layout, batch: Lengths, longest: int) -> BatchShape:
+    tokens = int(batch.sum())
+    if layout.flat:
+        return BatchShape(1, tokens, tokens - len(batch))
+    return BatchShape(len(batch), longest if layout.fixed else int(batch.max()), tokens - len(batch))
+
+
+def _packed(dataset: Dataset, layout: Layout, lengths: Lengths | None) -> BatchShape:
     """Return concatenated rows of max_length.
 
     A small data set may not fill them; a fixed shape pads the rest."""
     room = layout.size * dataset.max_length
-    tokens = min(room, sum(lengths)) if lengths else room
+    tokens = room if lengths is None else min(room, int(lengths.sum()))
     laid = layout.size * min(dataset.max_length, tokens) if layout.fixed else tokens
     return BatchShape(1, laid, tokens - layout.size)
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ftbench.errors import FtbenchError
 from ftbench.facts import SAMPLE
@@ -24,7 +27,6 @@ from ftbench.spec.experiment import Model
 from ftbench.store.machine import cache_dir
 
 if TYPE_CHECKING:
-    from ftbench.core.data_files import FileRows
     from ftbench.core.data_formats import Example
 
 MOST_SAMPLES = 4096  # samples of an estimate; more change the mean of a batch by about 1 %
@@ -63,8 +65,8 @@ class Lengths:
 class FileLengths:
     """Tokens of at most MOST_SAMPLES of a file's `rows` rows before truncation, and how they were counted.
 
-    `most` is the largest number that any row may have: a token has at least one byte. Compared by identity, like
-    `Lengths`."""
+    `most` is the largest number that any row may have: a token has at least one byte of its columns. Compared by
+    identity, like `Lengths`."""
 
     values: tuple[int, ...]
     rows: int
@@ -99,19 +101,15 @@ def lengths_of(
         return Lengths(drawn, 1.0, f"random, with the mean of {dataset.name}{answers}", upper_bound=prompts)
     why = f"the lengths of {dataset.name} are not known"
     if dataset.name in ("file", "sample") and model is not None:
-        counted = file_lengths(dataset, model, pairs, prompts)
-        if not isinstance(counted, str):
-            return _of_file(dataset, sequences, counted)
-        why += f" ({counted})"
+        file = file_lengths(dataset, model, pairs, prompts)
+        if not isinstance(file, str):  # in random order, as in training
+            trained = max(1, min((dataset.samples or file.rows) * sequences, len(file.values)))
+            shuffled = random.Random(dataset.seed).sample(file.values, trained)
+            cut = tuple(min(length, dataset.max_length) for length in shuffled)
+            return Lengths(cut, 1.0, file.source, rows=file.rows)
+        why += f" ({file})"
     why += f": every sample counts as max_length {dataset.max_length:,}"
     return Lengths((dataset.max_length,) * 64, 1.0, why, upper_bound=True)
-
-
-def _of_file(dataset: Dataset, sequences: int, file: FileLengths) -> Lengths:
-    """Return the lengths of a file in random order, as in training."""
-    trained = max(1, min((dataset.samples or file.rows) * sequences, len(file.values)))
-    shuffled = random.Random(dataset.seed).sample(file.values, trained)
-    return Lengths(tuple(min(length, dataset.max_length) for length in shuffled), 1.0, file.source, rows=file.rows)
 
 
 @lru_cache(maxsize=64)
@@ -119,23 +117,18 @@ def _drawn(dataset: Dataset, count: int) -> tuple[int, ...]:
     return tuple(synthetic_lengths(dataset, min(count, 1024) if dataset.length is not None else count))
 
 
-def file_basis(dataset: Dataset, file: FileLengths) -> str:
-    """Return the expected and largest possible sample of a file as text."""
-    expected, most = (min(dataset.max_length, length) for length in (max(file.values), file.most))
-    return f"the longest sample {expected:,} tokens, at most {most:,}: {file.source}"
-
-
-def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[tuple[int, ...] | None, str]:
+@lru_cache(maxsize=64)
+def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[npt.NDArray[np.int64] | None, str]:
     """Return the lengths of all samples (for pairs, of both sequences) or None, and their source."""
     if dataset.name != "synthetic":
         return None, f"at most max_length {dataset.max_length:,} per sample"
     count = ((dataset.samples or 0) + dataset.eval_samples) * sequences
     if dataset.length is not None:
-        return (dataset.length,) * min(count, DRAWN), f"every sample has {dataset.length:,} tokens"
+        return np.full(min(count, DRAWN), dataset.length), f"every sample has {dataset.length:,} tokens"
     if count > DRAWN:
         return None, f"lengths drawn, at most max_length {dataset.max_length:,}"
-    lengths = _drawn(dataset, count)
-    return lengths[: (dataset.samples or 0) * sequences], f"synthetic lengths, the longest {max(lengths):,}"
+    lengths = np.asarray(_drawn(dataset, count))
+    return lengths[: (dataset.samples or 0) * sequences], f"synthetic lengths, the longest {lengths.max():,}"
 
 
 def expected_longest(mean: float, sigma: float, count: int, longest: int, chance: float = 0.5) -> int:
@@ -173,21 +166,17 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
     from ftbench.spec.datasets import row_example, row_format  # rarely needed
 
     path = Path(dataset.path or SAMPLE)
-
-    def turns_of(at: int) -> list[list[str]]:
-        row = row_example(dataset, rows[at], form, rows.where(at))
-        return [list(map(_text, sequence)) for sequence in _sequences(row, prompts)]
-
     try:
         rows = read_file(path)
         form = row_format(dataset, rows[0], rows.where(0), pairs)
-        shown = {at: turns_of(at) for at in range(0, len(rows), -(-len(rows) // MOST_SAMPLES))}
-        most_bytes = _most_bytes(rows, turns_of, shown)
+        counted = range(0, len(rows), -(-len(rows) // MOST_SAMPLES))
+        examples = [row_example(dataset, rows[at], form, rows.where(at)) for at in counted]
+        most_bytes = max(_bytes_held(rows[at]) for at in range(len(rows)))
     except FtbenchError as error:
         if path.exists():
             raise
         return str(error)
-    texts = [turns for row in shown.values() for turns in row]
+    texts = [list(map(_text, sequence)) for example in examples for sequence in _sequences(example, prompts)]
     tokenizer = _local_tokenizer(model)
     if tokenizer is not None:
         counts: Sequence[float] = [
@@ -205,27 +194,6 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
     values = tuple(max(2, length) for length in lengths)
     whole = tokenizer is not None and len(rows) <= MOST_SAMPLES
     return FileLengths(values, len(rows), _TEMPLATE + (max(values) if whole else most_bytes), how)
-
-
-def _most_bytes(
-    rows: FileRows, turns_of: Callable[[int], list[list[str]]], shown: Mapping[int, list[list[str]]]
-) -> int:
-    """Return the maximum number of bytes of a sequence over all rows, including the template.
-
-    Rows are rendered by decreasing size until no other row can be longer. `shown` rows show what a format adds."""
-    held = [_bytes_held(rows[at]) for at in range(len(rows))]
-    most = {at: max(map(_bytes_of, sequences)) for at, sequences in shown.items()}
-    added, best = max(0, *(most[at] - held[at] for at in most)), max(most.values())
-    for at in sorted(range(len(rows)), key=held.__getitem__, reverse=True):
-        if held[at] + added <= best:
-            break
-        if at not in most:
-            best = max(best, *map(_bytes_of, turns_of(at)))
-    return best
-
-
-def _bytes_of(turns: Iterable[str]) -> int:
-    return sum(len(turn.encode()) + _TURN for turn in turns)
 
 
 def _bytes_held(value: Any) -> int:

@@ -40,13 +40,11 @@ def check_modelled(spec: Experiment) -> None:
         same = "qlora" if method.load_in_4bit else "lora"
         raise SpecError(f"unsloth with images was never measured: estimate with --set method={same}, or {measure}")
     unmeasured = {
-        "block_compile=on": not method.block_compile,
-        "cuda_graphs=off": method.cuda_graphs, "compile_maximum=off": method.compile_maximum,
+        "method.block_compile=on": not method.block_compile,
+        "method.cuda_graphs=off": method.cuda_graphs, "method.compile_maximum=off": method.compile_maximum,
+        "optimizations.packing=off": on.packing and method.load_in_4bit,
     }  # fmt: skip
-    changes = [f"--set method.{change}" for change, given in unmeasured.items() if given]
-    if on.packing and method.load_in_4bit:
-        changes.append("--set optimizations.packing=off")
-    if changes:
+    if changes := [f"--set {change}" for change, given in unmeasured.items() if given]:
         raise SpecError(f"unsloth like this was never measured: estimate with {' '.join(changes)}, or {measure}")
 
 

@@ -15,10 +15,7 @@ Checkpointing = Literal["off", "full", "selective", "offload", "unsloth"]
 Fused = Literal["off", "augmented", "separate"]
 
 CHUNK = 2048  # label tokens (worker/optimizations/chunked_loss.py)
-_MLP, _MOST_COLUMNS = (
-    {"gate_proj", "up_proj", "down_proj"},
-    32,
-)  # matrices of an MLP; largest rank of gate and up
+_MLP, _MOST_COLUMNS = {"gate_proj", "up_proj", "down_proj"}, 32  # matrices of an MLP; largest rank of gate and up
 DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 
@@ -131,7 +128,8 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         padded: Whether a batch has padding, or rows with several samples.
         whole: Whether all rows have one length and one sample."""
     method, on = spec.method, spec.optimizations
-    _check(spec, model)
+    if on.triton_kernels and model.family not in KERNEL_FAMILIES:
+        raise SpecError(f"optimizations.triton_kernels does not support {model.family}: set it to off")
     weight, autocast = DTYPE_BYTES[spec.model.dtype], spec.train.precision != "fp32"
     compute = 2 if autocast or weight == 2 else 4
     return TrainingPlan(
@@ -143,7 +141,8 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         upcast=4 if is_upcast(method, model) else weight,
         compute=DTYPE_BYTES[method.compute_dtype] if isinstance(method, Qlora) else compute,
         autocast=autocast,
-        adapter=_adapter(method),
+        # peft uses float32, trl bfloat16 on a bitsandbytes model
+        adapter=0 if isinstance(method, Full) else 2 if isinstance(method, Qlora) and not method.mxfp4 else 4,
         rank=getattr(method, "rank", 0),
         targets=targets(method, model),
         looped_experts=isinstance(method, EarlierUnsloth) and model.has_experts,
@@ -171,22 +170,11 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
     )
 
 
-def _check(spec: Experiment, model: ModelShape) -> None:
-    """Raise SpecError for a model that an optimization or objective does not support."""
-    if spec.optimizations.triton_kernels and model.family not in KERNEL_FAMILIES:
-        raise SpecError(f"optimizations.triton_kernels does not support {model.family}: set it to off")
-
-
 def _whole_mlp(spec: Experiment, model: ModelShape) -> bool:
     """Return whether an MLP is one function (worker/optimizations/fused_lora.py, BesideGroup.gated)."""
     on, method = spec.optimizations, spec.method
     delayed = on.triton_kernels and on.fp8 == DELAYED and fused(spec) == "separate"
     return delayed and targets(method, model) >= _MLP and 2 * getattr(method, "rank", 0) <= _MOST_COLUMNS
-
-
-def _adapter(method: Full | Lora | Qlora | Unsloth) -> int:
-    """Return the bytes of an adapter parameter: peft uses float32, trl bfloat16 on a bitsandbytes model."""
-    return 0 if isinstance(method, Full) else 2 if isinstance(method, Qlora) and not method.mxfp4 else 4
 
 
 def is_upcast(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
@@ -234,17 +222,10 @@ def _checkpointing(spec: Experiment) -> Checkpointing:
     return words.get(setting, cast(Checkpointing, setting))
 
 
-def is_eager(spec: Experiment, model: ModelShape) -> bool:
-    """Return whether attention stores a weight per pair of positions. transformers has no sdpa for sinks."""
-    attention = spec.optimizations.attention
-    if spec.method.name == "unsloth":  # FlexAttention for sinks
-        return False
-    return attention == "eager" or (attention == "auto" and model.has_sinks)
-
-
 def _attention(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -> Attention:
     attention = spec.optimizations.attention
-    if is_eager(spec, model):
+    stored = attention == "eager" or (attention == "auto" and model.has_sinks)  # transformers has no sdpa for sinks
+    if stored and spec.method.name != "unsloth":  # which has FlexAttention for sinks
         return "eager"
     if attention == "varlen":
         return "sdpa" if whole and not model.has_sinks else attention  # worker/optimizations/attention.py, `_by_rows`
