@@ -191,12 +191,12 @@ def _fitting_batches(
         sizes = {largest, *(2**power for power in range(largest.bit_length()))}
         return sorted((size for size in sizes if size and size % unit == 0), reverse=True)
     most = min(most, effective, smallest.dataset.samples or most)
-    sizes = [size for size in range(unit, most + 1, unit) if effective % size == 0]
+    divisors = [size for size in range(unit, most + 1, unit) if effective % size == 0]
 
     def fails(size: int) -> bool:
         return memory_cache.estimate(with_batch(smallest, size), gpu).verdict != "fits"
 
-    return sizes[: bisect_left(sizes, True, key=fails)][::-1]
+    return divisors[: bisect_left(divisors, True, key=fails)][::-1]
 
 
 def samples_per_step(spec: Experiment, history: RunHistory) -> float:
