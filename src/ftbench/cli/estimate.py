@@ -163,11 +163,11 @@ def init(
     model = Path(model or _ask("MODEL", "Which model? owner/name, or a folder", "Qwen/Qwen3-8B"))
     dataset = dataset or _ask("--dataset", "Which data? A file, a data set, or mean tokens of a sample", "sample")
     own = (machine.gpu() or {}).get("name", "RTX 4090")
-    asked = _joined(gpu) or _ask("--gpu", "Which GPU? `ftbench list gpus` lists them", own)
+    names = _joined(gpu) or _ask("--gpu", "Which GPU? `ftbench list gpus` lists them", own)
     samples = samples or int(_ask("--samples", "How many samples will it train on?", "1000"))
     of_length = dataset.isdecimal()
     sets = spec_sets(None, None, None if of_length else dataset, int(dataset) if of_length else None, samples)
-    _recommend(RecommendRequest(model, sets, asked, samples=samples, output=output), force=True)
+    _recommend(RecommendRequest(model, sets, names, samples=samples, output=output), force=True)
 
 
 def _ask(option: str, question: str, default: str) -> str:
