@@ -186,7 +186,7 @@ def _lead(ranking: Ranking) -> str:
     """Compare the winner with the next recipe and with plain, and name the other differences once."""
     second, plain = ranking.best[1], ranking.plain
     pairs = [ranking.against(second)]
-    words = [times(pairs[0].speed, f"{ranking.name(second)}, the next")]
+    words = [times(pairs[0].speed, f"the next recipe, {ranking.name(second)}")]
     if plain and plain not in (second, ranking.winner):
         pairs.append(ranking.against(plain))
         words.append(times(pairs[1].speed, ranking.name(plain)))
@@ -215,7 +215,7 @@ def _memory(ranking: Ranking) -> Iterator[str]:
     if least is None or not (needs := least.figure(PEAK)) or needs >= _SMALLER * (winner.figure(PEAK) or 0.0):
         return
     speed = ranking.against(winner, least).speed
-    share = "" if speed is None else f", at {speed.value:.2f} times its speed"
+    share = "" if speed is None else f", {speed.value:.2f} times the speed of the fastest"
     yield f"Least memory: {ranking.name(least)}, {units.gibibytes(needs)} GiB{share}."
 
 
@@ -257,7 +257,8 @@ def _interval(record: Mapping[str, Any]) -> str:
 
 
 def _records(ranking: Ranking) -> list[dict[str, Any]]:
-    """Return a flat record for each of the fastest recipes, compared with plain, or with the slowest recipe."""
+    """Return a flat record for each of the fastest recipes, compared with plain, or without it with the slowest
+    recipe."""
     baseline, listed = ranking.plain or ranking.best[-1], ranking.best[:_MOST_ROWS]
     records = []
     for cell in listed if baseline in listed else [*listed, baseline]:

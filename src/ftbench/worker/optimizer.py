@@ -1,4 +1,4 @@
-"""The optimizer of a run: one of transformers, or torchao's, and its verification."""
+"""Set up and verify the optimizer of a run. transformers provides most optimizers; those of torchao are added here."""
 
 from typing import Any
 

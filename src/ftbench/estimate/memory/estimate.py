@@ -160,7 +160,7 @@ def estimate_memory(
 
 
 def _peak_of(case: MemoryCase, named: dict[str, Parts], batch: Largest, end: BatchShape | None) -> float:
-    """Return the peak bytes with another batch; `named` are the phases of the expected one."""
+    """Return the peak bytes with another batch; `named` are the phases of the expected batch."""
     if end is None or end == batch.expected:
         return peak(named)[1]
     return peak(phases(replace(case, batch=rank_shape(end, case.sharding))))[1]
@@ -199,7 +199,7 @@ def _tiers(
 ) -> list[Band]:
     """Return the allocated, reserved and device memory in GiB, with their ranges.
 
-    `ends` are the bytes that a step of the lightest likely and of the heaviest batch allocates.
+    `ends` are the bytes that a step allocates with the lightest likely batch and with the heaviest batch.
     """
     phase, size = peak(named)
     lowest, at_peak, highest = (each * known.allocated_factor / GIB for each in (ends[0], size, ends[1]))

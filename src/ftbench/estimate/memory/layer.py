@@ -253,7 +253,8 @@ def saved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def unsaved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that the first layer does not save behind a frozen embedding: before its first adapter."""
+    """Return the bytes that the first layer does not save if the embedding is frozen, because no adapter comes
+    before them."""
     if plan.full or plan.checkpointing != "off" or plan.compiled:
         return 0.0
     before = [linear for linear in layer.reached(plan.targets) if linear.part == "attention"]

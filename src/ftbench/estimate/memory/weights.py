@@ -115,10 +115,9 @@ def fused(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def loading(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the most bytes during loading: the weights.
-
-    For 4 bits these are the quantized weights, the rest in 16 bits, and one matrix before it is quantized. Later, the
-    embedding or the head exists in both types while peft casts it."""
+    """Return the peak bytes during loading. In 16 bits these are the weights. In 4 bits these are the quantized
+    weights, the rest in 16 bits, and one matrix before it is quantized. Later, the embedding or the head exists in
+    both types while peft casts it."""
     resident = weights(model, plan)
     if not plan.quantised or plan.mxfp4 or plan.streamed:
         return resident
@@ -177,7 +176,8 @@ def optimizer_state(name: str, count: float, width: float, embedding: float = 0)
 
 
 def paged_state(name: str, count: float, width: float, embedding: float = 0) -> float:
-    """Return the bytes that a paged optimizer keeps outside torch's allocator, on the device while there is room."""
+    """Return the bytes that a paged optimizer keeps outside torch's allocator. They are on the device while there is
+    room."""
     return 8 * embedding + 2 * (count - embedding) if name.startswith("paged") else 0.0
 
 

@@ -37,9 +37,9 @@ _STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_st
 class TimedRun:
     """A run that succeeded. `gpu` is the table's name and `limit_w` the power limit of its machine in watts.
 
-    `step_s` is the mean steady step in seconds, with so many real `tokens`. `start_s` are the seconds before the first
-    steady step, `watts` the mean power of one GPU, `described` the `dataset` section of the summary. `invalid` is the
-    reason why its speed is not valid, for example `contended run`."""
+    `step_s` is the mean steady step in seconds, and `tokens` are its real tokens. `start_s` are the seconds before
+    the first steady step, `watts` the mean power of one GPU, `described` the `dataset` section of the summary.
+    `invalid` is the reason why its speed is not valid, for example `contended run`."""
 
     run_id: str
     spec: Experiment

@@ -165,7 +165,7 @@ def _packed(dataset: Dataset, layout: Layout, lengths: Lengths | None) -> BatchS
 
 
 def _unknown(dataset: Dataset, layout: Layout, file: FileLengths | None, chance: float = 0.5) -> BatchShape:
-    """Return the largest batch of real data, which is larger with probability 1 - `chance`.
+    """Return an upper bound of the largest batch of real data. The batch is larger with probability 1 - `chance`.
 
     The longest sample comes from the file, otherwise from the data set's known mean, otherwise it is max_length."""
     source, size = DATASETS[dataset.like] if dataset.like else dataset.source, layout.size

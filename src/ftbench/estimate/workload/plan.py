@@ -28,15 +28,15 @@ class TrainingPlan:
     """How a model is trained, as far as memory and time depend on it. Bytes are per element.
 
     weight: of the weights as loaded; upcast: of embedding, head and norms after peft prepared a quantized model
-    (float32); compute: of products' operands; autocast: whether products cast their inputs. adapter: of the adapters, 0
-    without. targets: last parts of the names of adapted linear layers, and `experts` for fused experts. mxfp4: experts
-    stay in 4 bits as gpt-oss is published; packed_experts: by unsloth, too; looped_experts: each is a separate module.
-    checkpointing: `offload` and `unsloth` keep layer inputs in host memory.
-    chunk: label tokens per chunk of our loss. graphed: forward and backward pass are a CUDA graph, and gradients stay
-    in place. fused: how fused_lora multiplies adapters. lean: compiled layers recompute everything except products.
-    triton: our kernels run between the products. whole_mlp: they keep no product of the gate. streamed: frozen weights
-    are in host memory. attention: `masked` is sdpa with a mask, for padding or several samples per row. reference: the
-    reference of a dpo step."""
+    (float32); compute: of products' operands; autocast: whether products cast their inputs. adapter: of the
+    adapters, 0 without. targets: last parts of the names of adapted linear layers, and `experts` for fused experts.
+    mxfp4: experts stay in 4 bits as gpt-oss is published; packed_experts: the same, also with unsloth;
+    looped_experts: each is a separate module. checkpointing: `offload` and `unsloth` keep layer inputs in host
+    memory. chunk: label tokens per chunk of our loss. graphed: forward and backward pass are a CUDA graph, and
+    gradients stay in place. fused: how fused_lora multiplies adapters. lean: compiled layers recompute everything
+    except products. triton: our kernels run between the products. whole_mlp: they keep no product of the gate.
+    streamed: frozen weights are in host memory. attention: `masked` is sdpa with a mask, for padding or several
+    samples per row. reference: the reference of a dpo step."""
 
     full: bool = False
     quantised: bool = False

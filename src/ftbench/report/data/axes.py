@@ -155,7 +155,7 @@ def _highest(limit: str | None) -> bool:
 
 
 def in_order(values: Iterable[str]) -> list[str]:
-    """Return the distinct values of an axis, sorted: numbers by size, methods and optimizations from plain to rich."""
+    """Return the distinct values of an axis, sorted: numbers by size, methods as in METHODS, plain ones first."""
     methods = list(METHODS)
 
     def rank(value: str) -> tuple[Any, ...]:

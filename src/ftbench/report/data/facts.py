@@ -52,8 +52,8 @@ def parse_json(data: bytes, name: str) -> Mapping[str, Any]:
 def spec_facts(run: RunDir) -> Mapping[str, str]:
     """Return the flat resolved spec: the keys that change the result (see spec/identity.py), and the framework.
 
-    Paths are reduced to file names. Keys that an older ftbench did not have get today's default, because that
-    version behaved the same. Only unsloth padded its batches.
+    Paths are reduced to file names. Keys that an older ftbench did not have get today's default, because that version
+    behaved the same. The exception is unsloth, which padded its batches.
     """
     return _facts_of(json_bytes(run.spec_json))
 

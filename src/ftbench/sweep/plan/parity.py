@@ -72,8 +72,8 @@ class ControlResult:
 
 
 class ParityPlan(Grid):
-    """The runs of `recipes` with their references over `seeds` seeds, with 0 seeds without the training level.
-    `every_control` adds all graded controls."""
+    """The runs of `recipes` with their references. The training level needs `seeds` trainings; with 0 it is left
+    out. `every_control` adds all graded controls."""
 
     has_commands = False  # references and controls change keys that the spec file does not have
 
@@ -112,7 +112,8 @@ class ParityPlan(Grid):
                     yield self.train(recipe.reference, seed, None, name)
 
     def controls_of(self, recipe: Contender) -> list[tuple[str, str]]:
-        """Return (control, level at which it must fail); the first three are one subtle control per level."""
+        """Return pairs of a control and the level at which it must fail. The first three are one subtle control per
+        level."""
         adapters, coarse = recipe.spec.method.adapters, verdict.kinds(recipe.spec)[0] == EIGHT_BIT
         forward = ("lora_scale_x1.5" if coarse else "lora_scale_x1.05") if adapters else "loss_over_padding"
         backward = "layer_gradient_reversed" if coarse else "gradient_entries_lost"

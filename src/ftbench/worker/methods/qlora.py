@@ -54,8 +54,8 @@ def _load_mxfp4(spec: Experiment, source: str) -> Any:
 def adapt(model: Any, spec: Experiment) -> Any:
     """Return the quantised model with adapters.
 
-    peft's preparation casts all unquantised weights to float32. It would double the memory of fused experts, so a
-    model that has some is only frozen, as is every model with `upcast` off.
+    peft's preparation casts all unquantised weights to float32. This would double the memory of fused experts.
+    Therefore a model with fused experts, or with `upcast` off, is only frozen.
     """
     method: Any = spec.method
     if method.mxfp4:

@@ -90,10 +90,8 @@ def verify(model: Any, spec: Experiment) -> list[str]:
 
 
 def batches_itself(spec: Experiment, pixels: Any) -> bool:
-    """Return whether unsloth makes the batches: of text, unless the spec requests one shape for all of them.
-
-    It disables its padding-free batches and its packing if it gets a collator.
-    """
+    """Return whether unsloth makes the batches. It makes batches of text unless the spec requests one shape for all
+    batches. If unsloth gets a collator, it disables its padding-free batches and its packing."""
     return spec.method.name == "unsloth" and pixels is None and not spec.optimizations.fixed_shape
 
 
@@ -173,7 +171,7 @@ def _graph_shapes(layer: Any) -> int:
 
 
 def _functions(model: Any) -> dict[str, int]:
-    """Return the numbers of layers with unsloth's functions, and of its modules."""
+    """Return the number of layers with unsloth's functions, and the number of unsloth's modules."""
     layers = decoder_layers(model)
     return {
         "fused_attention": sum(_function(layer, "self_attn", "apply_qkv") == "apply_lora_qkv" for layer in layers),

@@ -28,7 +28,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def suits(spec: Experiment, config: Any) -> bool:
-    """Return whether the files of random weights can be in NF4: text, no experts, and the usual settings of 4 bits."""
+    """Return whether the files of random weights can be in NF4. This needs a text model without experts and the
+    usual 4-bit settings."""
     method: Any = spec.method
     usual = (getattr(method, "quant_type", "nf4"), getattr(method, "double_quant", True)) == ("nf4", True)
     compute = getattr(method, "compute_dtype", "bfloat16") == spec.model.dtype == "bfloat16"
@@ -38,7 +39,7 @@ def suits(spec: Experiment, config: Any) -> bool:
 
 
 def quantised_names(skeleton: Any) -> set[str]:
-    """Return the names of the weights that bitsandbytes quantises: of all linear layers except the head."""
+    """Return the names of the weights that bitsandbytes quantises: those of all linear layers except the head."""
     linear = (name for name, module in skeleton.named_modules() if isinstance(module, torch.nn.Linear))
     return {f"{name}.weight" for name in linear if name != HEAD}
 

@@ -134,7 +134,7 @@ def _save(trainer: Any, folder: str) -> None:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return the problems after a step: foreign layers, missing passes, or copies with different weights."""
+    """Return the problems after a step: layers of other ranks, missing passes, or copies with different weights."""
     stages: Pipeline = Pipeline.of(trainer.model)
     problems, launch = [], spec.launch
     wanted = sum(stages.split[index] for index in stages.indices)
