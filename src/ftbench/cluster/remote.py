@@ -36,7 +36,7 @@ def train(
 
 
 def record(run: RunDir, state: str, reason: str, **more: Any) -> FinishedRun:
-    """Write the state of a run whose node wrote none, unless its result has arrived."""
+    """Write the state of a run if its node did not write one and its result has not arrived."""
     with suppress(FileExistsError):
         rundir.create_at(run.path)
     if not rundir.read_json(run.state).get("ended_at"):

@@ -106,7 +106,7 @@ def differences(
     Args:
         baseline: Settings of one run.
         candidate: Settings of the other run.
-        implied: Returns whether a setting belongs to the compared ones.
+        implied: Returns whether a setting belongs to the compared settings.
     """
     keys = dict.fromkeys([*baseline, *candidate, *UNPROVEN])
     every = ((key, baseline.get(key), candidate.get(key)) for key in keys)

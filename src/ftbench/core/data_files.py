@@ -60,7 +60,7 @@ def read_file(path: Path, most: int | None = None) -> FileRows:
 
     Args:
         path: A file or a folder.
-        most: Read only so many rows from the start.
+        most: Largest number of rows to read, from the start.
 
     Raises:
         DataError: Names the file and the row that cannot be read.

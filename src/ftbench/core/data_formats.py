@@ -208,7 +208,7 @@ def _parts(content: Any, marked: bool) -> list[dict[str, Any]]:
 
 
 def _with_images(messages: list[dict[str, Any]], images: list[Any] | None) -> Example:
-    """Return the example with one image per image part: its own or the next one of the row."""
+    """Return the example with one image per image part: the image of the part, or the next image of the row."""
     shown = [part for message in messages for part in message["content"] if part["type"] == "image"]
     own = [next((part[key] for key in ("image", "path", "url") if part.get(key)), None) for part in shown]
     given, missing = list(images or ()), sum(image is None for image in own)

@@ -125,8 +125,8 @@ def _text(value: Any) -> Any:
 
 
 def parse(values: dict[str, str]) -> StepRow:
-    """Return the row of one CSV record. Ignore unknown columns, leave missing ones empty. Raise ValueError for a
-    value of the wrong type."""
+    """Return the row of one CSV record. Ignore unknown columns, and leave missing columns empty. Raise ValueError
+    for a value of the wrong type."""
     return StepRow(**{name: value_of(name, values[name]) for name in COLUMNS if values.get(name)})
 
 

@@ -23,7 +23,7 @@ _MARKS = {"fits": "", "uncertain": " ?", "does not fit": " no"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A strategy on a number of GPUs: memory and time as far as known, and problems that prevent it."""
+    """A strategy on a number of GPUs: memory and time if known, and problems that prevent it."""
 
     launch: Launch
     memory: MemoryEstimate | None

@@ -45,7 +45,7 @@ class GpuEstimate:
 def totals(
     spec: Experiment, name: str, time: DurationEstimate, scope: Scope
 ) -> tuple[float | None, Band | None, Amount | None]:
-    """Return the requested samples (by default the samples of the spec), their time and their cost, as far as known."""
+    """Return the requested samples (by default the samples of the spec), their time and their cost, if known."""
     if (samples := scope.samples or epochs_samples(spec, time.samples)) is None:
         return None, None, None
     seconds, price = time.seconds_for(samples), scope.prices.of(name) if scope.prices else None

@@ -209,7 +209,7 @@ class ModelShape:
 
     @cached_property
     def costs(self) -> list[int]:
-        """The parameters that multiply a token: of each layer and, last, of the head."""
+        """The parameters that multiply a token, for each layer and then for the head."""
         sizes = (sum(layer.parameters.values()) for layer in self.layers)
         idle = (layer.expert_matrices * (each.count - each.active) // each.count if (each := layer.experts) else 0
                 for layer in self.layers)  # fmt: skip

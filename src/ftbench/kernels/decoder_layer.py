@@ -113,7 +113,7 @@ class _Mlp:
 
 @lru_cache
 def _with_kernels(kind: Any, ours: Any) -> Any:
-    """Return one class for the modules of all layers: a compiled layer is reused by the others only if types agree."""
+    """Return one class for the modules of all layers, because layers share compiled code only if their types agree."""
     return type(kind.__name__, (ours, kind), {"__module__": kind.__module__})
 
 

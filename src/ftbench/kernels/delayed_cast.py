@@ -1,7 +1,7 @@
 """Casts to 8 bits in one pass, scaled by the largest value of the previous step.
 
 A cast that is scaled by the current maximum reads all values twice and writes half as many bytes: 2.5 passes. This one
-reads once and writes half: 1.5. The scale leaves room for values twice as large as the previous maximum; larger ones
+reads once and writes half: 1.5. The scale leaves room for values twice as large as the previous maximum. Larger values
 are clamped to the largest 8-bit number. In the first step no maximum is known, so the kernel runs again with the
 maximum that it found. Later this second launch returns at once, so nothing waits for the device.
 """

@@ -30,7 +30,8 @@ class Kept:
 
 
 class HostTensors:
-    """Move saved tensors to the host and back. Counts `moved` tensors of `moved_bytes`, and `fetched` ones."""
+    """Move saved tensors to the host and back. `moved`, `moved_bytes` and `fetched` count the copied tensors and
+    bytes."""
 
     def __init__(self) -> None:
         self.moved = self.moved_bytes = self.fetched = 0

@@ -81,7 +81,7 @@ class AdaptedProduct(torch.autograd.Function):
 
     It is used if custom kernels read the result, so that the sum needs no separate pass. `given` are the arguments of
     `Product`, A of all layers ((layers r) x in), s B of all layers (block diagonal, out x (layers r)), the scales, and
-    A and B of each layer in turn. The last ones only receive gradients, as in `Beside`.
+    A and B of each layer in turn. A and B only receive gradients, as in `Beside`.
     """
 
     @staticmethod
@@ -107,7 +107,8 @@ class AdaptedProduct(torch.autograd.Function):
 class GatedMlp(torch.autograd.Function):
     """Compute an MLP: `AdaptedProduct` of gate and up, silu(gate) * up, and `AdaptedProduct` of that. The
     intermediate values are written in 8 bits only, by kernels that also compute the adapters' products
-    (`kernels/adapted_swiglu.py`). `given` are the arguments of both products, `count` those of the first."""
+    (`kernels/adapted_swiglu.py`). `given` are the arguments of both products; the first `count` of them belong to
+    the first product."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, count: int, *given: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ _MAPPED = 2  # cudaHostRegisterMapped: the device may read it in place
 
 
 class Weight(NamedTuple):
-    """A tensor in host memory, and the function that puts another tensor in its place."""
+    """A tensor in host memory, and the function that replaces the model's tensor."""
 
     tensor: torch.Tensor
     put: Callable[[torch.Tensor], None]

@@ -72,7 +72,8 @@ def check(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> N
 
 
 def problems(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> list[str]:
-    """Return the reasons why a resolved spec cannot run on this machine. `load` has reported the static ones."""
+    """Return the reasons why a resolved spec cannot run on this machine. `load` has already reported problems of any
+    machine."""
     others = launcher_of(spec).refusals(spec, capability(described)) + too_many(spec, described)
     if spec.launch.nodes > most_nodes:
         others.append(

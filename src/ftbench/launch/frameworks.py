@@ -35,7 +35,7 @@ def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
 
 
 def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
-    """Return the child's environment: that of our own worker, without the frameworks' telemetry."""
+    """Return the child's environment: the same as for trl, and the frameworks' telemetry is off."""
     return trl.environment(inherited, spec) | _SWITCHES
 
 

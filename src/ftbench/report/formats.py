@@ -61,7 +61,7 @@ def terminal(table: Table, footnote: str = "") -> str:
 
 
 def shown_notes(notes: Sequence[str]) -> list[str]:
-    """Return the first notes, and the number of further ones."""
+    """Return the first notes, and the number of the remaining notes."""
     left = len(notes) - MOST_NOTES
     more = [f"{left} more note{'s' if left > 1 else ''}: use --format json"] if left > 0 else []
     return [*notes[:MOST_NOTES], *more]

@@ -26,7 +26,7 @@ WINDOW = 50  # batches that are sorted by length together (transformers' LengthG
 
 
 def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
-    """Return fixed or log-normal lengths. The mean is that of the lengths after truncation at `max_length`."""
+    """Return fixed or log-normal lengths. Their mean after truncation at `max_length` is the requested mean."""
     if dataset.length is not None:
         return [dataset.length] * count
     source = DATASETS[dataset.like] if dataset.like else None
@@ -102,7 +102,7 @@ def length_windows(lengths: Sequence[int], batch_size: int) -> Iterator[list[lis
 def grouped(lengths: Sequence[int], batch_size: int, seed: int) -> list[int]:
     """Return an order of the samples in which batches have similar lengths.
 
-    Batches are shuffled within each window, so that length does not depend on the step. Incomplete ones come last.
+    Batches are shuffled within each window, so that length does not depend on the step. Incomplete batches come last.
     """
     random = np.random.default_rng(seed)
     result: list[int] = []

@@ -169,8 +169,8 @@ class Measure(OlderPart):
 
     @property
     def steps_to_profile(self) -> int:
-        """The steps of a profiled run: until speed is steady, one to warm up the profiler, the profiled ones, and one
-        to record memory."""
+        """The number of steps of a profiled run: steps until speed is steady, one step to warm up the profiler, the
+        profiled steps, and one step to record memory."""
         return STEPS_BEFORE_PROFILE + 1 + self.profile_steps + 1
 
 

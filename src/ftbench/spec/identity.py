@@ -54,7 +54,7 @@ def _relevant(spec: Experiment) -> dict[str, Any]:
 
 
 def _content(path: Path) -> list[str | int]:
-    """Return name, size and hash of a file; of a directory its name and those of its config.json."""
+    """Return name, size and hash of a file. For a directory, return its name, and size and hash of its config.json."""
     file = path / "config.json" if path.is_dir() else path
     try:
         if file.is_file():

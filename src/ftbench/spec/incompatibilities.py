@@ -1,7 +1,7 @@
 """Settings that do not work, on any machine or on this machine, and what each `auto` becomes on a machine.
 
-Each message says how to fix the problem.
-Rules of a single method, objective, strategy or optimization are in its own declaration.
+Each message says how to fix the problem. The rules of a method, objective, strategy or optimization are in its
+declaration.
 """
 
 from operator import attrgetter

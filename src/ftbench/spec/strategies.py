@@ -35,7 +35,7 @@ class Strategy:
 
 
 def _optimizers(spec: Experiment) -> Iterator[str]:
-    """Yield which optimizers cannot update sharded matrices, or sharded and unsharded ones together."""
+    """Yield why the optimizer cannot update sharded matrices, or sharded and unsharded matrices together."""
     name, optimizer = spec.launch.strategy, spec.train.optimizer
     if "bnb" in optimizer or optimizer.startswith("paged"):
         yield (

@@ -151,7 +151,7 @@ def _axis(key: str, values: Sequence[Any], origin: str, folder: Path) -> Axis:
 
 
 def _file_or_name(value: Any, folder: Path) -> Any:
-    """Return the name of a shipped recipe, or the absolute path of another."""
+    """Return the name of a shipped recipe, or the absolute path of a recipe file."""
     path = recipe_file(value, folder).absolute()
     return path.stem if path.parent == FOLDER else str(path)
 

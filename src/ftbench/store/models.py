@@ -1,6 +1,6 @@
 """The JSON files of a run, a sweep, a probe and a bundle, one pydantic model per file.
 
-Files may come from other people and other versions: a reader checks the known keys and keeps unknown ones.
+Files may come from other people and other versions: a reader checks the known keys and keeps unknown keys.
 `scripts/reference` writes docs/reference/schemas from these models.
 """
 

@@ -193,7 +193,7 @@ def diverged(summary: dict[str, Any], with_nan: bool) -> str:
     """Return which numbers of a run became NaN or infinite, or an empty string.
 
     Args:
-        summary: Its summary. Older ones contain only a warning.
+        summary: Its summary. Older summaries contain only a warning.
         with_nan: Whether its steps.csv contains NaN. Its summary was then computed again.
     """
     starts = ("the loss is not a number", *(["steps.csv: line"] if with_nan else []))

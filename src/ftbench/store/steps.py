@@ -47,7 +47,7 @@ class StepsTail:
         self._path, self._offset, self._header = path, 0, ""
 
     def read(self) -> list[rows.StepRow]:
-        """Return the rows that were completed since the last call, without damaged ones."""
+        """Return the undamaged rows that were completed since the last call."""
         with suppress(OSError, ValueError), open_plain_file(self._path, MOST_CSV_BYTES) as file:
             file.seek(self._offset)
             return self._rows_of(file.read())
@@ -76,7 +76,7 @@ def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
 
 
 def has_nan(path: Path) -> bool:
-    """Return whether a field of a steps.csv is NaN or infinite. A file that cannot be read has none."""
+    """Return whether a field of a steps.csv is NaN or infinite. Return False for a file that cannot be read."""
     with suppress(OSError, ValueError), open_plain_file(path, MOST_CSV_BYTES) as file:
         return bool(_NAN.search(file.read()))
     return False

@@ -39,7 +39,7 @@ class RunControl:
     show: Callable[[str], None]
 
     def stops_within(self, wait_s: float) -> bool:
-        """Wait, and return whether the run must end. The byte stays in the pipe."""
+        """Wait, and return whether the run must end. The byte in the pipe is not read, so later calls see it too."""
         return bool(select.select([self.stop_pipe], [], [], wait_s)[0])
 
 

@@ -167,7 +167,8 @@ def same_samples(spec: Experiment) -> dict[str, Any]:
 
 
 def _lengths(spec: Experiment) -> list[int]:
-    """Return the tokens of each generated sample, held-out ones too, with its images and a token after each of them."""
+    """Return the tokens of each generated sample, including held-out samples. Images count with one token after each
+    image."""
     dataset = spec.dataset
     texts = synthetic_lengths(dataset, (dataset.samples or 1) + dataset.eval_samples)
     vision = families.describe(dict(configuration(spec.model))).vision if dataset.has_images else None

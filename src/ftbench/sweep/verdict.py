@@ -104,7 +104,7 @@ def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], sp
 
 
 def gradient(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> LevelResult:
-    """Return the differences of gradients and weight changes; missing ones come first and fail."""
+    """Judge the differences of gradients and weight changes. A missing gradient fails."""
     if not record["losses"]:
         return LevelResult("gradient", INCONCLUSIVE, "; ".join(record["problems"]) or "nothing was recorded")
     if record["problems"]:

@@ -99,7 +99,7 @@ class _SteppedByKernel(_RateOnHost):
 
 
 def own_share(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's share of a sharded tensor, or another tensor itself."""
+    """Return this rank's share of a sharded tensor. An unsharded tensor is returned unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

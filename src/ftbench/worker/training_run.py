@@ -155,6 +155,6 @@ def _require(model: Model, loaded: Any, report: dict[str, Any]) -> None:
 
 
 def _first(names: Collection[str]) -> str:
-    """Return the first names and the number of the others."""
+    """Return the first names and the number of the remaining names."""
     first = ", ".join(sorted(names)[:_SHOWN])
     return f"{first} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else first

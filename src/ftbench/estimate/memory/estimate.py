@@ -117,14 +117,14 @@ def estimate_memory(
     spec: Experiment, gpu: Gpu | float, *, total: float | None = None, batch: Largest | None = None,
     known: Constants | None = None, rank: int | None = None,
 ) -> MemoryEstimate:  # fmt: skip
-    """Return the memory of one GPU of a run; with pp the GPU that needs the most.
+    """Return the memory of one GPU of a run. With pp, this is the GPU that needs the most.
 
     Args:
         spec: The experiment; `launch` gives the number of GPUs.
         gpu: A GPU of the table, or GiB.
         total: GiB by the GPU's driver, if known.
         batch: The largest batch that a run had on one GPU.
-        known: Constants, by default the shipped ones.
+        known: Constants, by default those of `facts/estimator.yaml`.
         rank: A rank of the pipeline.
 
     Raises:
@@ -227,8 +227,8 @@ def _tiers(
 def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float:
     """Return the most GiB in blocks that the peak in `phase` cannot reuse.
 
-    These are half of the activations if batches vary in shape, the loss's logits if the peak is in another phase, and
-    the optimizer's temporary tensors if the backward pass leaves little room for them. Gathered weights use a separate
+    These are half of the activations if batches vary in shape, the loss's logits if the peak is in another phase,
+    and the optimizer's temporary tensors if the backward pass leaves little memory. Gathered weights use a separate
     stream, whose blocks no other tensor can use."""
     loss_only = named["loss"]["logits"] / GIB if phase != "loss" else 0.0
     temporary = named["optimizer step"]["one step"] / GIB if basis["optimizer_share"] else 0.0

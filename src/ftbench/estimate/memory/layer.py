@@ -69,10 +69,10 @@ def distinct(linears: Sequence[Linear]) -> int:
 def linear_inputs(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes that the layer's matrices save of their inputs.
 
-    Trained matrices save the input in the product's type. Matrices that read the same input share it, unless autocast
-    casts a float32 input for each. Frozen matrices save only what adapters save. unsloth saves one input for q, k, v
-    and one for gate, up (LoRA_QKV, LoRA_MLP), and so does fused_lora. Products in 8 bits save none, because their
-    backward pass reads only the transposed weight."""
+    Trained matrices save the input in the product's type. Matrices that read the same input share it, unless
+    autocast casts a float32 input for each. Frozen matrices save only what adapters save. unsloth saves one input
+    for q, k, v and one for gate, up (LoRA_QKV, LoRA_MLP), and so does fused_lora. Products in 8 bits do not save
+    their inputs, because their backward pass reads only the transposed weight."""
     reached = layer.reached(plan.targets)
     if plan.unsloth:
         return plan.compute * (2 * layer.hidden + plan.rank * plan.adapted(layer))
@@ -186,9 +186,9 @@ def experts(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def router(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes that the router saves: float32 probabilities of all experts and indices of the chosen ones.
-
-    gpt_oss normalizes only the chosen ones. A trained router also saves its input, if no other operation does."""
+    """Return the bytes that the router saves: float32 probabilities of all experts and indices of the chosen
+    experts. gpt_oss normalizes only the chosen experts. A trained router also saves its input, if no other operation
+    does."""
     moe = layer.experts
     if moe is None:
         return 0.0
@@ -203,7 +203,7 @@ def inside(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def expert_copies(layer: Layer, plan: TrainingPlan) -> float:
-    """Return bytes per layer, not per position: copies of the experts' weights.
+    """Return the bytes of copies of the experts' weights. They are per layer, not per position.
 
     peft adds the adapters' product to a copy of the weights in each forward pass (ParamWrapper). autograd saves the
     copy and the cast adapters."""

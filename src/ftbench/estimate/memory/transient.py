@@ -28,12 +28,12 @@ def checkpoint_buffers(hidden: int, plan: TrainingPlan, batch: BatchShape) -> fl
 def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
     """Return the peak bytes of one layer's MLP beyond the saved tensors.
 
-    Full training holds the gradients of the product, of the activation and of up, and the stream; the product is freed.
-    Float32 adapters hold the product, its float32 copy for down, and five times the stream. bfloat16 adapters on a
-    float32 stream hold the gradients through the base and through the adapters, and their sum; the input is freed.
-    Their forward pass holds the product and three times the stream, one of them cast. Compiled layers hold only the
-    gradients (with fused adapters without the product's, which is finished before). Their forward pass holds the output
-    of down, because the rest is saved. unsloth holds two gradients, in place."""
+    Full training holds the gradients of the product, of the activation and of up, and the stream; the product is
+    freed. Float32 adapters hold the product, its float32 copy for down, and five times the stream. bfloat16 adapters
+    on a float32 stream hold the gradients through the base and through the adapters, and their sum; the input is
+    freed. Their forward pass holds the product and three times the stream, one of them cast. Compiled layers hold
+    only the gradients (with fused adapters without the product's, which is finished before). Their forward pass
+    holds only the output of down, because everything else is saved. unsloth holds two gradients, in place."""
     h, i, p, c = layer.hidden, layer.inner, plan.product, plan.compute
     if plan.unsloth:
         return c * (2 * i + 2 * h)
@@ -53,14 +53,14 @@ def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
 
 
 def unkept(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that the forward pass of a checkpointed layer needs at once, besides its input.
+    """Return the peak bytes of the forward pass of a checkpointed layer, besides its input.
 
     A compiled layer needs everything that it would save, because its graph returns it at the end, plus the adapters'
     outputs of gate and up, or the layer's output. Other layers need the residual stream, its norm and the largest
-    moment of the MLP. With peft this moment has gate, up's base output, its adapters' output and their sum (peft adds
-    out of place). With `separate` it has base outputs, adapter outputs and both sums. With `augmented` it has one
-    buffer for both and two tensors of the gate function. Without adapters, and with unsloth, it has gate, up and their
-    product."""
+    moment of the MLP. With peft this moment has gate, up's base output, its adapters' output and their sum (peft
+    adds out of place). With `separate` it has base outputs, adapter outputs and both sums. With `augmented` it has
+    one buffer for both and two tensors of the gate function. Without adapters, and with unsloth, it has gate, up and
+    their product."""
     h, i = plan.stream * layer.hidden, plan.product * layer.inner
     adapted = "up_proj" in plan.targets and not plan.unsloth
     if plan.compiled:

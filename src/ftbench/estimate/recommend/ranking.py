@@ -132,8 +132,8 @@ def recommend(
 
 def _promising(tried: Sequence[tuple[Way, Option | str]], kept: Sequence[Option]) -> tuple[tuple[Way, bool], ...]:
     """Return the variants that may be the best with other lengths or batches, and whether they fit. These are the
-    best ones, the one with the least memory of each method, recipes that do not fit, and variants without a row per
-    step."""
+    best variants, the variant with the least memory of each method, recipes that do not fit, and variants without a
+    row per step."""
     leanest: dict[str, Option] = {}
     for option in sorted(kept, key=lambda option: option.memory.device.expected):
         leanest.setdefault(option.spec.method.name, option)

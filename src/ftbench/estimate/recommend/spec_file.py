@@ -118,7 +118,8 @@ def run_command(path: Path, sets: Sequence[str], best: Experiment) -> str:
 
 
 def changed_keys(spec: Experiment, other: Experiment) -> list[str]:
-    """Return the `--set` values that turn one spec into another, as far as a recommendation changes it."""
+    """Return the `--set` values that turn one spec into another. Only keys that a recommendation changes are
+    compared."""
     sets = []
     if other.method != spec.method:
         options = other.method.model_dump(mode="json", exclude_defaults=True)

@@ -35,9 +35,9 @@ _HOST_BYTES, _HOST_RATE = 28, 40e9  # AdamW on the host: bytes per parameter, an
 class Traffic:
     """Bytes that one GPU sends per optimizer step.
 
-    `hidden` bytes overlap with computation as far as possible; the step waits for `waited` bytes and `calls`
-    collectives. `to_host` are bytes of offloading, `on_host` bytes of the optimizer on the host. `copied` are bytes
-    that the GPU reads and writes to move data in and out of communication buffers."""
+    `hidden` bytes overlap with computation if possible; the step waits for `waited` bytes and `calls` collectives.
+    `to_host` are bytes of offloading, `on_host` bytes of the optimizer on the host. `copied` are bytes that the GPU
+    reads and writes to move data in and out of communication buffers."""
 
     hidden: float = 0.0
     waited: float = 0.0

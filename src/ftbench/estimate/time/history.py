@@ -56,9 +56,9 @@ class TimedRun:
 
 
 class RunHistory:
-    """The runs of a results folder at `path`, without invalid ones, which are only counted per GPU.
+    """The valid runs of a results folder at `path`. Invalid runs are only counted per GPU.
 
-    The folder also holds probes. `coefficients` of the time model are the shipped ones unless given."""
+    The folder also holds probes. `coefficients` of the time model are by default those of facts/durations.yaml."""
 
     def __init__(
         self, path: Path | None = None, runs: Sequence[TimedRun] = (), coefficients: Mapping[str, float] | None = None

@@ -75,9 +75,9 @@ _OPTIMIZER_TERM = {"adamw_torch": "optimizer", "adamw_bnb_8bit": "optimizer.8bit
 class StepWork:
     """The work of an optimizer step.
 
-    It has `passes` micro-batches. Each group of similar size has a weight and amounts by term. `update` happens once.
-    Amounts are FLOPs for `products` and `attention` (8-bit ones in `products.fp8`), bytes over the link to the host for
-    `offload`, operations of the host for `host`, and bytes of GPU memory for the others."""
+    It has `passes` micro-batches. Each group of similar size has a weight and amounts by term. `update` happens
+    once. Amounts are FLOPs for `products` and `attention` (8-bit products are in `products.fp8`), bytes over the
+    link to the host for `offload`, operations of the host for `host`, and bytes of GPU memory for the others."""
 
     groups: tuple[tuple[float, Mapping[str, float]], ...]
     passes: int

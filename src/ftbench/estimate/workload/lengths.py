@@ -45,8 +45,8 @@ class Lengths:
     """Lengths of samples in tokens, the share of tokens with labels, and their source.
 
     With `upper_bound`, only the maximum length is known. `rows` is the number of samples in the data set, if it was
-    read. `patches` and `tiles` are those of the images per sample. Objects are compared by identity, which is the key
-    of the batch cache."""
+    read. `patches` and `tiles` count the images of a sample. Objects are compared by identity, which is the key of
+    the batch cache."""
 
     values: tuple[int, ...]
     labels: float
@@ -221,7 +221,7 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def tokenizer_file(model: Model) -> Path | None:
-    """Return the tokenizer.json of the model's directory, of the hub's cache, or that of random weights."""
+    """Return the tokenizer.json in the model's directory, in the hub's cache, or of random weights."""
     if model.weights == "random":
         kept = (cache_dir() / "models").glob(f"{model.id.replace('/', '-')}-*/tokenizer.json")
         return next(kept, None) if not model.path else None

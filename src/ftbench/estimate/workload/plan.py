@@ -1,4 +1,4 @@
-"""How a spec trains its model, as far as memory and time depend on it."""
+"""How a spec trains its model: everything that memory and time depend on."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -25,7 +25,7 @@ class EarlierUnsloth(Unsloth):
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """How a model is trained, as far as memory and time depend on it. Bytes are per element.
+    """How a model is trained: everything that memory and time depend on. Bytes are per element.
 
     weight: of the weights as loaded; upcast: of embedding, head and norms after peft prepared a quantized model
     (float32); compute: of products' operands; autocast: whether products cast their inputs. adapter: of the

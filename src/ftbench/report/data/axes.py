@@ -56,7 +56,8 @@ def _recipe(facts: Mapping[str, str]) -> str:
 
 
 def _shipped(facts: Mapping[str, str]) -> str | None:
-    """Return the matching recipe with the fewest further optimizations, and these. `plain` takes no further ones."""
+    """Return the matching recipe with the fewest further optimizations, and these optimizations. `plain` matches
+    only if there are none."""
     fitting, on = {}, _on(facts)
     for name, keys in _outcomes():
         extra = {key: text for key, text in on.items() if keys.get(key, "off") == "off" and name not in PLAIN}
@@ -155,7 +156,8 @@ def _highest(limit: str | None) -> bool:
 
 
 def in_order(values: Iterable[str]) -> list[str]:
-    """Return the distinct values of an axis, sorted: numbers by size, methods as in METHODS, plain ones first."""
+    """Return the distinct values of an axis, sorted: numbers by size, plain values first, methods in the order of
+    METHODS."""
     methods = list(METHODS)
 
     def rank(value: str) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """The plan of a parity check: the runs that a verdict needs, and the verdict from their files.
 
-Each recipe has a reference: the plain recipe in float32 that trains the same tensors. Three kinds of runs are
-compared: short ones that record losses, gradients and weight changes at the weights of the reference's first run;
-trainings over several seeds; and controls: runs that are damaged on purpose and must fail."""
+Each recipe has a reference: the plain recipe in float32 that trains the same tensors. There are three kinds of runs.
+Short runs record losses, gradients and weight changes at the weights of the reference's first run. Trainings run
+with several seeds. Controls are damaged on purpose and must fail."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

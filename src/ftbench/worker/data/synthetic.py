@@ -130,7 +130,7 @@ def _recall(generator: np.random.Generator, count: int, symbols: np.ndarray) -> 
 
 
 def _brackets(generator: np.random.Generator, count: int, symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return opening brackets of several kinds, some closed; the answer closes the others from the inside out.
+    """Return brackets of several kinds, of which some are still open. The answer closes these from the inside out.
     `count` brackets are opened, so question and answer have 2 * `count` tokens."""
     opening, closing = symbols[: SYMBOLS // 2], symbols[SYMBOLS // 2 :]
     open_kinds: list[int] = []

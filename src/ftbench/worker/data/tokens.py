@@ -147,7 +147,7 @@ def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int]
 
     An answer starts where the dialogue before it, rendered with the generation prompt, stops being a prefix. It ends
     before the tokens that stay the same when the answer is replaced, plus the tokens that close the last answer.
-    Templates render a turn differently once another turn follows, so a shorter dialogue is not always a prefix.
+    Templates may render the last turn in another way than earlier turns, so a shorter dialogue is not always a prefix.
     """
     ids = _template(tokenizer, messages, answer=False)
     labels = [IGNORE] * len(ids)

@@ -1,6 +1,6 @@
 """Second part of a run in another framework: `PYTHON entry.py RUN_DIRECTORY` in the framework's environment.
 
-ftbench is not installed there, so this file is run by its path and imports the package from its own location.
+ftbench is not installed there, so this file is run by its path and imports the package from the folder above it.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """Megatron-core with its local layers, which need no Transformer Engine, in the training loop of its examples.
 
-Its schedule, optimizer and gradient buffers are used as they are.
+ftbench does not change its schedule, optimizer and gradient buffers.
 """
 
 from collections import Counter

@@ -47,10 +47,8 @@ def total_steps(spec: Experiment, rows: int) -> int:
 
 
 def steps_of(spec: Experiment, rows: int) -> Iterator[list[list[range]]]:
-    """Yield each step: for each micro-batch, the row numbers of each share. They are trl's batches.
-
-    The last ones of an epoch are shorter or empty.
-    """
+    """Yield each step: for each micro-batch, the row numbers of each share. The batches are the same as trl's. The
+    last batches of an epoch are shorter or empty."""
 
     def endless() -> Iterator[list[list[range]]]:
         size, shares, several = spec.train.batch_size, spec.launch.shares, spec.train.gradient_accumulation_steps

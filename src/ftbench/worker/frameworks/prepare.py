@@ -86,8 +86,8 @@ def write_model(folder: Path, source: Path) -> None:
 
 
 def for_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration that also has the names of transformers 4. Without `rope_theta` it would silently use its
-    own default."""
+    """Return a configuration that also has the names of transformers 4. Without `rope_theta`, transformers 4 would
+    silently use its default."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return config

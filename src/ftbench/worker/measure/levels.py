@@ -162,7 +162,7 @@ def _only(row: dict[str, Any], sample: int | None) -> dict[str, Any]:
 
 
 def _moment(state: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
-    """Return the root of Adam's second moment; zeros if an optimizer has none in 16 or 32 bits."""
+    """Return the root of Adam's second moment; zeros if the optimizer does not have it in 16 or 32 bits."""
     kept: Any = state.get("exp_avg_sq")
     return (
         kept.float().sqrt() if type(kept) is torch.Tensor and kept.is_floating_point() else torch.zeros_like(parameter)

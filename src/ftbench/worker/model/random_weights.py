@@ -205,7 +205,7 @@ def _write(folder: Path, config: Any, model: Model, layout: str | None) -> None:
 
 
 def _save(shard: dict[str, torch.Tensor], file: Path, packed: Collection[str]) -> dict[str, str]:
-    """Write a file, with the weights `packed` in NF4. Return the file of each of its tensors."""
+    """Write a file, with the weights `packed` in NF4. Return the file name for each tensor."""
     tensors = nf4.quantise(shard, packed) if packed else shard
     save_file(tensors, file, {"format": "pt"})
     return dict.fromkeys(tensors, file.name)

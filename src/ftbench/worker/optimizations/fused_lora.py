@@ -199,7 +199,7 @@ class _Fused:
 
 @lru_cache
 def _fused(kind: Any) -> Any:
-    """Return one class for all layers of a kind: a compiled layer is reused by the others only if their types agree."""
+    """Return one class for all layers of a kind, because layers share compiled code only if their types agree."""
     return type(f"Fused{kind.__name__}", (_Fused, kind), {})
 
 

@@ -59,7 +59,8 @@ def split_groups(trainer: Any) -> None:
 
 
 def save_gathered(trainer: Any) -> None:
-    """Gather the weights on all ranks before rank 0 saves them. Otherwise it would wait for the others without end."""
+    """Gather the weights on all ranks before rank 0 saves them. Otherwise rank 0 would wait for the other ranks
+    forever."""
 
     def save_model(folder: str) -> None:
         model, saves = trainer.model, trainer.args.should_save

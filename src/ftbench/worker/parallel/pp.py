@@ -59,7 +59,7 @@ def _without_values(model: Any) -> Any:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of the trainer. accelerate gives the ranks of a batch the same rows, as those of tp."""
+    """Return the arguments of the trainer. accelerate gives all ranks of a batch the same rows, as with tp."""
     same = spec.launch.ranks // spec.launch.shares
     sizes = {"dp_shard_size": spec.launch.shares} if spec.launch.shares > 1 else {}
     return ep.arguments(spec) | {"parallelism_config": ParallelismConfig(tp_size=same, **sizes)}

@@ -128,7 +128,7 @@ class Pipeline:
         self.ends = self._ends() if self.config.tie_word_embeddings else None
 
     def _shared(self, layers: Layers, narrow: torch.dtype | None) -> nn.Module:
-        """Return the module of a stage whose gradients are summed over the other copies of the stage."""
+        """Return the module of a stage whose gradients are summed over all copies of the stage."""
         strategy = self.launch.strategy.split("+")
         if "ddp" in strategy:
             return DistributedDataParallel(layers, process_group=self.mesh["dp"].get_group(), broadcast_buffers=False)
@@ -203,8 +203,8 @@ class Pipeline:
         return loss
 
     def _schedule(self, shape: Sequence[int]) -> tuple[Any, list[Any]]:
-        """Return torch's schedule and the marks of its stages. Their buffers have one shape, so another shape of
-        micro-batches gets another schedule."""
+        """Return torch's schedule and the marks of its stages. The buffers of a schedule have one shape, so each
+        shape of micro-batches gets a separate schedule."""
         if self._made[0] != shape:
             marks: list[Any] = []
             stages = [self._stage(*pair, shape, marks) for pair in zip(self.indices, self.modules, strict=True)]

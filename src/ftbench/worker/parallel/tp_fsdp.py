@@ -39,9 +39,9 @@ def _mesh(tensor: int, shares: int) -> ParallelismConfig:
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
     """Return the arguments of from_pretrained. Raise SpecError for heads that cannot be shared evenly.
 
-    With 16-bit products, trained weights are loaded in 32 bits, because accelerate only casts unsharded ones. Adapters
-    get the full shape: on a mesh with named dimensions, peft treats shares of matrices as full matrices and would draw
-    equal halves.
+    With 16-bit products, trained weights are loaded in 32 bits, because accelerate only casts unsharded weights.
+    Adapters get the full shape: on a mesh with named dimensions, peft treats shares of matrices as full matrices and
+    would draw equal halves.
     """
     tensor, shares = _mesh_shape(spec)
     tp.require_even(spec, config, "launch.tp", tensor)
