@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ftbench.sweep.sweep import Ready
 
 EffectiveBatch = Annotated[
-    int | None, of(ADVANCED, "with --until-oom: samples per step, kept by accumulation", min=1, max=65_536)
+    int | None, of(ADVANCED, "with --until-oom: samples per step, kept constant by accumulation", min=1, max=65_536)
 ]
 Gpus = Annotated[str | None, of(CLUSTER, "run one cell at a time on each of these GPUs", "--gpu-ids", metavar="0,1")]
 On = Annotated[str | None, of(CLUSTER, "a cluster: slurm (with slurm.yaml), ray or ray://host:port", metavar="slurm")]

@@ -271,8 +271,8 @@ class BreakEven:
 
 
 def break_even(baseline: Pace, candidate: Pace) -> BreakEven:
-    """Return when both sides need the same time, start + samples / rate, for the same samples. A crossing within the
-    candidate's first step does not count."""
+    """Return from which step of the candidate one side is ahead for the same samples. The time of a side is its
+    start plus samples / rate. A crossing within the candidate's first step does not count."""
     later = candidate.start_s - baseline.start_s
     gain = 1 / baseline.samples_per_s - 1 / candidate.samples_per_s
     if later <= 0 <= gain:

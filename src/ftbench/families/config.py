@@ -45,8 +45,9 @@ class Config:
     def kinds(self, sliding: int | None) -> list[str]:
         """Return the kind of attention of each layer, from `layer_types` or `sliding`.
 
-        Without `layer_types`, each layer slides except every `sliding`-th. 0 makes all layers slide. With None, all
-        layers have full attention. Raise ValueError."""
+        Without `layer_types`, every `sliding`-th layer has full attention, and the other layers have a sliding
+        window. If `sliding` is 0, all layers have a sliding window; if it is None, no layer has one. Raise
+        ValueError for an invalid value."""
         kinds, layers = self.get("layer_types"), self.layers
         if kinds is None:
             full = range(layers) if sliding is None else range(sliding - 1, layers, sliding) if sliding else ()

@@ -1,8 +1,8 @@
 """The gate of an MLP, a = silu(gate) * up, with a fused backward kernel.
 
-Passes over the activations (tokens x inner), backward: gate, up and the gradient are read, two gradients are
-written: 5. The compiler writes both gradients into one buffer column by column and reads all three for each: 8. The
-forward pass is left to the compiler, which already needs the minimum of 3.
+The backward kernel needs 5 passes over the activations (tokens x inner): it reads gate, up and the gradient, and writes
+two gradients. The compiler needs 8, because it writes the two gradients into one buffer separately and reads all three
+inputs for each of them. The compiler computes the forward pass, because it already needs the minimum of 3 passes.
 """
 
 from __future__ import annotations

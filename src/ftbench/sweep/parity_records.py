@@ -149,8 +149,9 @@ def _loaded(run: RunDir) -> dict[str, Any]:
 
 
 def same_samples(spec: Experiment) -> dict[str, Any]:
-    """Return changes for packing, so that a step trains about as many samples as a padded one: other rows per step and
-    a shorter maximum length. Only generated data have known lengths."""
+    """Return changes to a packed spec, so that a packed step trains about as many samples as a padded step. They
+    change the rows per step and shorten the maximum length. This needs generated data, because only their lengths
+    are known."""
     if not spec.optimizations.packing or not spec.dataset.is_made:
         return {}
     every = _lengths(spec)

@@ -152,8 +152,8 @@ def _ends(vision: VisionShape, plan: TrainingPlan) -> float:
     """Return the bytes saved per patch outside the layers.
 
     Qwen's rotation keeps sines and cosines per head. If the encoder is trained fully, the input pixels of the first
-    product and CLIP's first norm are saved too. With adapters, the first layer's norm saves nothing. With checkpoints,
-    CLIP keeps the output of its first product and the norm of it."""
+    product and CLIP's first norm are saved too. With adapters, the first layer's norm saves nothing. With
+    checkpoints, CLIP keeps the output of its first product, and this output after the norm."""
     rotation = 0 if vision.tile else 2 * FLOAT * (vision.hidden // vision.heads)
     norm = FLOAT * vision.hidden + 2 * FLOAT
     if plan.vision == "full":

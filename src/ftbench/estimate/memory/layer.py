@@ -99,12 +99,13 @@ def fused_inputs(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fused_outputs(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that stay because the outputs of a group are parts of one buffer, besides the saved outputs.
+    """Return the bytes that stay in addition to the saved outputs, because the outputs of a group are parts of one
+    buffer.
 
     For gate and up, the unused columns stay. For queries, keys and values, the unused columns stay, and also queries
-    and keys before rotation if attention saves the values. If values are repeated for each query head, the buffer stays
-    only if a compiled head norm saves queries and keys before rotation; then its values count too. Our kernel copies
-    the values and always saves the buffer (kernels/rotary.py)."""
+    and keys before rotation if attention saves the values. If values are repeated for each query head, the buffer
+    stays only if a compiled head norm saves queries and keys before rotation; then its values count too. Our kernel
+    copies the values and always saves the buffer (kernels/rotary.py)."""
     if plan.fused != "augmented":
         return 0.0
     copied = plan.triton or layer.sinks or repeats(layer, plan, batch)
@@ -133,11 +134,12 @@ def repeats(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> bool:
 def attention(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the bytes that attention saves: queries, keys, values, output, and a float32 number per head.
 
-    With a mask, sdpa repeats keys and values for each query head (transformers, use_gqa_in_sdpa) and saves the mask in
-    the product's type, rows x length^2 per layer. varlen of torch 2.11 repeats them too. Eager attention keeps its
-    weights in float32 and cast, per head and pair of positions; gpt_oss keeps them once, with a sink, in the product's
-    type. unsloth rotates queries and keys into new tensors and keeps both. If values are part of a wider product, the
-    product stays, unless the values are repeated."""
+    With a mask, sdpa repeats keys and values for each query head (transformers, use_gqa_in_sdpa) and saves the mask
+    in the product's type, rows x length^2 per layer. varlen of torch 2.11 also repeats keys and values. Eager
+    attention saves one attention weight per head and pair of positions, once in float32 and once in the product's
+    type. gpt_oss saves it only in the product's type, including the sink. unsloth rotates queries and keys into new
+    tensors and keeps both versions. If values are part of a wider product, the product stays, unless the values are
+    repeated."""
     c, scores, by = plan.compute, float(layer.heads * batch.length), kernel(layer, plan, batch)
     if by == "eager":
         output = layer.query if plan.full or plan.adapter == c else 0  # only if o reads it without a cast
@@ -173,9 +175,9 @@ def mlp(layer: Layer, plan: TrainingPlan) -> float:
 def experts(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes that fused experts save through grouped products (transformers, grouped_mm_experts_forward).
 
-    For each of the `active` experts per token, gate and up (2 i), the gate function's operands (i of silu; 4 i of
-    gpt_oss's clamped one; none in compiled layers, which recompute them), the output (h) that the routing weight
-    multiplies, and indices. Trained experts also save their inputs, h and i."""
+    For each of the `active` experts per token, these are gate and up (2 i), the operands of the gate function, the
+    output (h) that the routing weight multiplies, and indices. The operands are i for silu and 4 i for gpt_oss's
+    clamped function; compiled layers recompute them. Trained experts also save their inputs, h and i."""
     moe = layer.experts
     if moe is None:
         return 0.0

@@ -20,8 +20,8 @@ def checkpoint(hidden: int, plan: TrainingPlan, batch: BatchShape) -> float:
 def checkpoint_buffers(hidden: int, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the bytes of unsloth's checkpointing for all layers together.
 
-    It copies inputs back into one of two buffers on the GPU, which stay, and leaves the last layer's input on the GPU
-    (unsloth_zoo, gradient_checkpointing.py: GPU_BUFFERS, GPU_BUFFERS_B, LAST_GC_INDEX)."""
+    unsloth copies inputs back into one of two permanent buffers on the GPU, and leaves the last layer's input on the
+    GPU (unsloth_zoo, gradient_checkpointing.py: GPU_BUFFERS, GPU_BUFFERS_B, LAST_GC_INDEX)."""
     return 3.0 * plan.stream * hidden * batch.tokens if plan.checkpointing == "unsloth" else 0.0
 
 
