@@ -44,7 +44,8 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int
     Columns are never hidden if a heading is empty.
 
     Args:
-        columns: Headings. One that starts with `>` marks numbers: right-aligned and never wrapped. The header row is
+        columns: Headings. A heading that starts with `>` marks numbers, which are right-aligned and never wrapped. The
+            header row is
             omitted if all are empty.
         rows: Cells. Control characters are removed.
         width: Maximum line length, by default the terminal's.

@@ -65,7 +65,8 @@ def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, history: RunHi
 
 
 def first_trial(spec: Experiment, gpu: dict[str, Any] | None, store: Path, most: int) -> int | None:
-    """Return the batch size at which a search starts: the largest one that is expected to fit, at most `most`.
+    """Return the batch size at which a search starts. It is the largest batch that is expected to fit, and at most
+    `most`.
 
     Trials put the longest samples first. Synthetic data gets enough samples for the batch."""
     if gpu is None or memory_on_machine(spec, gpu, store) is None:

@@ -110,8 +110,8 @@ class VisionShape:
         return ImageSize(side**2 + rows * (columns + 1), tiles, tiles * (side**2 + 1))
 
     def pinpoint(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size that keeps most pixels of an image. If several keep equally many, return the one with the
-        least padding."""
+        """Return the size that keeps most pixels of an image. If several sizes keep equally many pixels, return the
+        size with the least padding."""
 
         def kept(size: tuple[int, int]) -> tuple[int, int]:
             scale = min(size[0] / height, size[1] / width)

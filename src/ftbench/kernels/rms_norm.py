@@ -135,8 +135,8 @@ def _(
 
 
 class RmsNorm(torch.autograd.Function):
-    """Return the norm of x (tokens x width → tokens x (width + room)) and x itself for its other readers, so that
-    the kernel adds both gradients. The weight is frozen and gets no gradient."""
+    """Return the norm of x (tokens x width → tokens x (width + room)), and x for the operations that read it, so
+    that the kernel adds both gradients. The weight is frozen and gets no gradient."""
 
     @staticmethod
     def forward(

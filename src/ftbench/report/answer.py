@@ -104,7 +104,8 @@ class Ranking:
 
 
 def rankings(cells: Iterable[Cell]) -> tuple[list[Ranking], Counter[str]]:
-    """Return the comparable groups, the one with the most recipes and runs first; and the unusable runs by reason."""
+    """Return the comparable groups and the unusable runs by reason. The group with the most recipes and runs comes
+    first."""
     left_out: Counter[str] = Counter()
     used = []
     for cell in cells:

@@ -124,7 +124,7 @@ def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Seq
 
 
 def _curves(records: Sequence[Record]) -> Record | None:
-    """Return the losses of the fastest recipes, None if no model learned: the longest run of each recipe and GPU.
+    """Return the losses of the fastest recipes, from the longest run of each recipe and GPU. None if no model learned.
 
     `lines` are name and SVG path of each in a square of 100 by 100, `steps` and `losses` the ends of both axes.
     """

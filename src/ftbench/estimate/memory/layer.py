@@ -157,7 +157,7 @@ def attention(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 def before_rotation(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes of queries and keys before rotation, outside the buffers that `fused_outputs` counts.
 
-    A compiled head norm recomputes itself from them. Our kernel always saves them, and also the values if the
+    A compiled head norm recomputes its result from them. Our kernel always saves them, and also the values if the
     projections are one product."""
     together = plan.fused == "augmented" and plan.targets >= _PROJECTIONS
     if together or not (layer.head_norms or plan.triton):

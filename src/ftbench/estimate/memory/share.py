@@ -22,9 +22,8 @@ class Share:
     """The shares of weights, gradients and optimizer state on one GPU: 1 for all, 0 if they are in host memory.
 
     `keeper` is the library that keeps copies of them. With `buckets` DDP also keeps flat copies of the gradients
-    (gradient_as_bucket_view is off in accelerate). Between the
-    micro-batches of a pipeline (`pipelined`) FSDP's weights and gradients are complete (torch,
-    backward_maybe_with_nosync)."""
+    (gradient_as_bucket_view is off in accelerate). Between the micro-batches of a pipeline (`pipelined`), FSDP's
+    weights and gradients are complete (torch, backward_maybe_with_nosync)."""
 
     weights: float
     gradients: float

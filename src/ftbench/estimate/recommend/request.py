@@ -91,7 +91,7 @@ def command_of(request: RecommendRequest, recommendation: Recommendation) -> str
 
 
 def _gpus(text: str | None) -> list[Gpu]:
-    """Return the GPUs of `--gpu`, or this machine's. Raise SpecError for one that is not in the table."""
+    """Return the GPUs of `--gpu`, or this machine's. Raise SpecError for a GPU that is not in the table."""
     if text is not None:
         return gpus_named(text)
     if (gpu := limited_gpu(machine.gpu())) is None:
@@ -170,7 +170,7 @@ def _samples(request: RecommendRequest, spec: Experiment, history: RunHistory) -
 def with_lengths(answer: Recommendation) -> Recommendation:
     """Return the answer, and add which variant is best if the samples are half or twice as long.
 
-    It stays as it is if the lengths are not known, or do not decide the time, as for images."""
+    It does not change if the lengths are not known or do not determine the time, as for images."""
     goal, memory_cache = answer.goal, MemoryCache()
     if not answer.options or goal.spec.dataset.has_images or goal.history.lengths(goal.spec).upper_bound:
         return answer

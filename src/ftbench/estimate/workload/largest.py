@@ -74,7 +74,8 @@ def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
 
 @lru_cache(maxsize=1024)
 def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
-    """Return the largest batch of samples with images. If not all are known, each may be as long as the longest."""
+    """Return the largest batch of samples with images. If only a part of the samples is known, the longest known
+    sample stands for all."""
     samples = known.samples * (1 if known.exact else -(-layout.size // len(known.samples)))
     lengths = [sample.length for sample in samples]
     rows = packed(lengths, layout.max_length) if layout.packing else [[index] for index in range(len(samples))]

@@ -253,7 +253,8 @@ def fill(
     parameters: Mapping[str, Tensor], get: Callable[[str], Tensor], first_layer: int, tied: bool, groups: int,
     rank: int, ranks: int,
 ) -> None:  # fmt: skip
-    """Fill Megatron's parameters. `get` returns a Hugging Face tensor. Raise ValueError for another shape."""
+    """Fill Megatron's parameters. `get` returns a Hugging Face tensor. Raise ValueError for a tensor of another
+    shape."""
     for name, parameter in parameters.items():
         values = share_of(name, [get(each) for each in sources(name, first_layer, tied)], groups, rank, ranks)
         if values.shape != parameter.shape:

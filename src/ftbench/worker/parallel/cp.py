@@ -97,7 +97,7 @@ def _as_shards(results: Any, mesh: Any) -> Any:
 def verify(trainer: Any, spec: Experiment) -> list[str]:
     """Return the problems of the weights, as with fsdp, and a problem if attention did not see the keys of all parts.
 
-    Nothing else would fail if the ring is not active: each part would attend only to itself.
+    Otherwise an inactive ring would not be noticed: each part would attend only to itself.
     """
     problems = fsdp.verify(trainer, spec)
     if applied(trainer)["rounds"] < len(list(decoder_layers(trainer.model_wrapped))):
