@@ -2,6 +2,7 @@
 
 Callers import this module inside functions and work without it: they then report that predictions are missing."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,23 +46,18 @@ def memory_on_machine(
     spec: Experiment, gpu: dict[str, Any] | None, store: Path | None, cache: MemoryCache | None = None
 ) -> MemoryEstimate | None:
     """Return the memory on the GPU of a machine.json; None without a GPU, for a mock, and for an unknown model."""
-    if gpu is None or not gpu.get("memory_gb") or spec.launch.mock != "off":
-        return None
-    try:
-        return (cache or MemoryCache(gpu["memory_gb"])).estimate(spec, machine_gpu(gpu, store))
-    except FtbenchError:
-        return None
+    with suppress(FtbenchError):
+        if gpu is not None and gpu.get("memory_gb") and spec.launch.mock == "off":
+            return (cache or MemoryCache(gpu["memory_gb"])).estimate(spec, machine_gpu(gpu, store))
+    return None
 
 
 def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, history: RunHistory) -> DurationEstimate | None:
     """Return the time on the GPU of a machine.json; None without a known GPU, for a mock, and if it is not known."""
-    known = limited_gpu(gpu)
-    if known is None or spec.launch.mock != "off":
-        return None
-    try:
-        return estimate_duration(spec, known, history)
-    except FtbenchError:
-        return None
+    with suppress(FtbenchError):
+        if (known := limited_gpu(gpu)) is not None and spec.launch.mock == "off":
+            return estimate_duration(spec, known, history)
+    return None
 
 
 def first_trial(spec: Experiment, gpu: dict[str, Any] | None, store: Path, most: int) -> int | None:

@@ -12,7 +12,7 @@ from ftbench.estimate.gpus import RESERVE
 from ftbench.estimate.memory.estimate import HOST, VERDICTS, Band, MemoryEstimate
 from ftbench.estimate.time.duration import MEASURED, DurationEstimate, epochs_samples
 from ftbench.estimate.workload.sharding import shared_how
-from ftbench.spec.experiment import Experiment, Launch
+from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Amount, Prices, amount
 
 _Z = 1.645  # of the ends of a 90 % range
@@ -58,8 +58,10 @@ def as_text(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope, nearest
     more = [nearest] if nearest else []
     if len(rows) > 1:
         return "\n".join([_fitting(rows), "", _table(spec, rows, scope), *more])
-    (row,) = rows
-    title = f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}{_on_gpus(spec.launch)} on {row.name}"
+    (row,), launch = rows, spec.launch
+    machines = f" of {launch.nodes} machines" if launch.nodes > 1 else ""
+    on = "" if launch.gpus == 1 else f" per GPU, on {launch.gpus} GPUs{machines} ({shared_how(launch)})"
+    title = f"{spec.model.id}, {spec.method.name}, batch {spec.train.batch_size}{on} on {row.name}"
     details = ["", _memory_details(row.memory), *(_time_details(row.time) if row.time else [])]
     return "\n".join([f"{title}: {fit_words(row.memory)}", _summary(spec, row, scope), *more, *details])
 
@@ -128,11 +130,6 @@ def _memory_details(memory: MemoryEstimate) -> str:
         *([f"host memory: about {gibibytes(memory.host)} GiB"] if memory.host > HOST else []),
     ]  # fmt: skip
     return "\n".join(lines)
-
-
-def _on_gpus(launch: Launch) -> str:
-    machines = f" of {launch.nodes} machines" if launch.nodes > 1 else ""
-    return "" if launch.gpus == 1 else f" per GPU, on {launch.gpus} GPUs{machines} ({shared_how(launch)})"
 
 
 def _largest(spec: Experiment, largest: int | None) -> str:

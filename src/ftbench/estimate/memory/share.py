@@ -85,15 +85,12 @@ def computed_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
     return replace(plan, weight=plan.compute, upcast=upcast, adapter=min(plan.adapter, plan.compute))
 
 
-def _has_masters(plan: TrainingPlan, part: Share) -> bool:
-    """Return whether DeepSpeed trains float32 copies of 16-bit weights."""
-    return part.keeper == "deepspeed" and plan.autocast
-
-
 def optimizer_state(model: ModelShape, plan: TrainingPlan, part: Share) -> float:
-    """Return the optimizer state on one GPU, including float32 copies. `plan` comes from `kept_as`."""
+    """Return the optimizer state on one GPU, and the float32 copies of 16-bit weights that DeepSpeed trains.
+
+    `plan` comes from `kept_as`."""
     name, count, width, embedding = weights.kept_by(model, plan)
-    if not _has_masters(plan, part):
+    if part.keeper != "deepspeed" or not plan.autocast:
         return weights.optimizer_state(name, count, width, embedding) * part.optimizer
     return (FLOAT * count + weights.optimizer_state(name, count, FLOAT, embedding)) * part.optimizer
 
@@ -105,7 +102,7 @@ def update(model: ModelShape, plan: TrainingPlan, part: Share) -> tuple[float, f
     keeps the 16-bit gradients."""
     count, width = weights.trained(model, plan)
     gradients = count * width * part.gradients
-    if not _has_masters(plan, part):
+    if part.keeper != "deepspeed" or not plan.autocast:
         return gradients, weights.optimizer_step(plan.optimizer, count, width) * part.optimizer
     if not part.optimizer:
         return gradients, 0.0

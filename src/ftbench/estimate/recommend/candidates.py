@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ftbench.estimate.memory.largest_batch import with_batch
@@ -29,7 +29,7 @@ class Way:
     run on any machine."""
 
     spec: Experiment
-    problems: tuple[str, ...] = field(default=())
+    problems: tuple[str, ...] = ()
 
     def on(self, launch: Launch) -> Way:
         """Return the same variant on several GPUs, with the problems that this causes."""
@@ -39,11 +39,6 @@ class Way:
         if launch.micro_batches:  # the batch is chosen later
             spec = with_batch(spec, launch.micro_batches)
         return Way(spec, self.problems or tuple(incompatibilities(spec)))
-
-
-def same_kind(spec: Experiment) -> tuple[str, ...]:
-    """Return the methods that train the same matrices as the spec's. Other methods train other weights."""
-    return ("full",) if spec.method.name == "full" else ADAPTERS
 
 
 def launches(spec: Experiment, gpus: int) -> list[Launch]:

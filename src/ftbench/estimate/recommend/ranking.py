@@ -12,7 +12,7 @@ from ftbench.core.hardware import Gpu, capability_of
 from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.estimate.memory.largest_batch import MemoryCache, with_batch
-from ftbench.estimate.recommend.candidates import Way, launches, same_kind, ways
+from ftbench.estimate.recommend.candidates import ADAPTERS, Way, launches, ways
 from ftbench.estimate.recommend.spec_file import same_recipe
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.history import RunHistory
@@ -107,7 +107,7 @@ def recommend(
             unrated[gpu] = str(error)
     if len(unrated) == len(goal.gpus):
         raise SpecError(*unrated.values())
-    methods = goal.methods or same_kind(goal.spec)
+    methods = goal.methods or (("full",) if goal.spec.method.name == "full" else ADAPTERS)
     equal = len(set(goal.history.lengths(goal.spec).values)) == 1
     memory_cache, reasons = memory_cache or MemoryCache(), Counter[str]()
     tried, considered = list[tuple[Way, Option | str]](), 0

@@ -220,12 +220,15 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
 def _invalid(run: RunDir, summary: dict[str, Any]) -> str:
     """Return why the speed of a run is not valid: other processes used the machine, or its numbers diverged."""
     from ftbench.store.steps import has_nan
-    from ftbench.store.summary import read_summary
 
     if summary.get("contention", {}).get("contended"):
         return "contended run"
     suspect = has_nan(run.steps) or summary.get("learning", {}).get("state") == rundir.NOT_FINITE
-    return "diverged run" if suspect and read_summary(run)["state"] != "ok" else ""
+    if not suspect:
+        return ""
+    from ftbench.store.summary import read_summary  # rarely needed
+
+    return "diverged run" if read_summary(run)["state"] != "ok" else ""
 
 
 def is_steady(summary: dict[str, Any]) -> bool:
