@@ -229,8 +229,11 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
         *others, last = dict.fromkeys(parts)
         return f"{shown(value)} must be {', '.join(others)}{' or ' * bool(others)}{last}"
     if kind == "extra_forbidden":
-        allowed = [*(extra_keys if len(where) == 1 else ()), *keys_at(root, where[:-1])]
-        return f"no such key{nearest(str(where[-1]), allowed)} (allowed: {', '.join(allowed)})"
+        key, allowed = str(where[-1]), [*(extra_keys if len(where) == 1 else ()), *keys_at(root, where[:-1])]
+        others = {name: _models(field.annotation) for name, field in root.model_fields.items() if name != where[0]}
+        of = next((name for name, models in others.items() if any(key in each.model_fields for each in models)), None)
+        meant = f"; did you mean {of}.{key}?" if of else nearest(key, allowed)
+        return f"no such key{meant} (allowed: {', '.join(allowed)})"
     if kind == "missing":
         return "is missing"
     if kind in ("model_type", "model_attributes_type"):
