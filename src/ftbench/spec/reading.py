@@ -230,8 +230,8 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
         return f"{shown(value)} must be {', '.join(others)}{' or ' * bool(others)}{last}"
     if kind == "extra_forbidden":
         key, allowed = str(where[-1]), [*(extra_keys if len(where) == 1 else ()), *keys_at(root, where[:-1])]
-        others = {name: _models(field.annotation) for name, field in root.model_fields.items() if name != where[0]}
-        of = next((name for name, models in others.items() if any(key in each.model_fields for each in models)), None)
+        sections = {name: _models(field.annotation) for name, field in root.model_fields.items() if name != where[0]}
+        of = next((name for name, models in sections.items() if any(key in each.model_fields for each in models)), None)
         meant = f"; did you mean {of}.{key}?" if of else nearest(key, allowed)
         return f"no such key{meant} (allowed: {', '.join(allowed)})"
     if kind == "missing":
