@@ -119,9 +119,8 @@ def _network(gpu: Gpu) -> float:
 
 
 def _share_of_sheet(gpu: Gpu) -> float:
-    """Return the share of its data sheet that a GPU reaches in large products.
-
-    It is the share of the measured GPU of its kind with the most similar watts per TFLOP/s, corrected for power."""
+    """Return the share of the data sheet's rate that a GPU reaches in large products. The share is taken from a
+    measured GPU of the same kind, the one with the most similar watts per TFLOP/s. It is corrected for power."""
     measured = [other for other in gpus() if other.gemm_bf16 and other.bf16 and other.arch == gpu.arch]
     kind = [other for other in measured if other.compute_capability == gpu.compute_capability] or measured
     if not kind:

@@ -22,10 +22,11 @@ BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attentio
 class Layout:
     """How samples become batches of `size` rows.
 
-    Rows are concatenated (`flat`), also until they are full (`packing`), or padded to one shape (`fixed`). Samples
-    have similar lengths (`grouping`) or are sorted by length, longest first (`ordered`). `seen` is the number of
-    samples that are trained if the number of steps is limited. The attention kernel knows sample boundaries
-    (`boundaries`), or gets no mask for padding (`unmasked`). A sample has `sequences` rows."""
+    `flat`: the samples of a batch are concatenated. `packing`: rows are filled with samples. `fixed`: rows are
+    padded to one shape. `grouping`: the samples of a batch have similar lengths. `ordered`: samples are sorted by
+    length, longest first. `seen`: the number of samples that are trained if the number of steps is limited.
+    `boundaries`: the attention kernel separates the samples of a row. `unmasked`: attention gets no mask for
+    padding. `sequences`: the number of rows per sample."""
 
     size: int
     max_length: int

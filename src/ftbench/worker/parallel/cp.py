@@ -95,7 +95,7 @@ def _as_shards(results: Any, mesh: Any) -> Any:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return the problems of the weights, as with fsdp, and a problem if attention did not see the keys of all parts.
+    """Return the problems with the weights, as with fsdp, and a problem if attention did not see the keys of all parts.
 
     Otherwise an inactive ring would not be noticed: each part would attend only to itself.
     """
