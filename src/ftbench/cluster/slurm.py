@@ -2,8 +2,8 @@
 
 A job is `python -m ftbench.cluster.slurm FOLDER`, where FOLDER is `.slurm/<run>/` in the experiment's folder. It trains
 there and moves the run to its final path at the end. A job that Slurm requeues (preemption, a lost node) starts the run
-again. The jobs of a cell have one name and run one after the other (`--dependency=singleton`): a sweep that was killed
-submits its unfinished cells again, and a job whose run is finished ends at once.
+again. A sweep that was killed submits its unfinished cells again. The jobs of a cell have the same name, so they run
+one after the other (`--dependency=singleton`). A job whose run is finished ends immediately.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Causal attention within each sample of a row, with sinks: one extra logit per head that takes part in the softmax and
 has no value (gpt-oss).
 
-Flash attention does not support sinks, but its result can be corrected. With L the logarithm of the sum of a query's
-exponentials and L' = log(exp L + exp sink), each probability, and so the output, is exp(L - L') times the one
-without sinks. The backward kernel recomputes probabilities from L, and the softmax term from the output and its
+Flash attention does not support sinks, but its result can be corrected. Let L be the logarithm of the sum of a query's
+exponentials, and L' = log(exp L + exp sink). Then each probability is exp(L - L') times the probability without sinks,
+and so is the output. The backward kernel recomputes probabilities from L, and the softmax term from the output and its
 gradient: given L' and the output with sinks, its gradients are those with sinks. The gradient of a sink is -exp(sink
 - L') (output · its gradient), summed over the queries. This needs two more passes over the output.
 """

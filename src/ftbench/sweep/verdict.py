@@ -26,10 +26,10 @@ LEARNED = 0.05  # share of what learning rate 0 loses that held-out losses may d
 
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
-    """Largest errors allowed: `loss` in nats (root mean square over samples), `direction` of the unit vectors and
-    `norm` as the log of the ratio, for one tensor's gradient, and `update` for the direction of its weight change. The
-    limits for medians over tensors are half as large. None compares with plain bfloat16. `source` is the origin of the
-    numbers."""
+    """The largest errors that are allowed. `loss` is in nats (root mean square over samples). `direction` and `norm`
+    are for the gradient of one tensor: the distance of the unit vectors, and the log of the ratio. `update` is for
+    the direction of its weight change. The limits for medians over tensors are half as large. None compares with
+    plain bfloat16. `source` is the origin of the numbers."""
 
     source: str
     loss: float | None = None
@@ -164,8 +164,8 @@ def _result(level: str, checks: Sequence[_Check], unit: str) -> LevelResult:
 def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> list[_Check]:
     """Return a check for each tensor, and for the median over each layer, each module and all tensors.
 
-    A weight change that plain bfloat16 loses to rounding has no error to compare with, so only its gradient is checked:
-    a norm's weight near 1 does not move by less than 0.004, unless rounding is stochastic.
+    If plain bfloat16 loses a weight change to rounding, only the gradient is checked. For example, a norm's weight near
+    1 does not change by less than 0.004 unless rounding is stochastic.
     """
     names = kinds(spec)
     errors, allowed = _errors(record), [_errors(other) for other in rounding]

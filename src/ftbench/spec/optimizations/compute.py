@@ -192,9 +192,9 @@ OPTIMIZATIONS = {
     ),
     "compile": Optimization(
         type=Switch | Literal["dynamic", "lean"],
-        description="compile each decoder layer and the vision encoder with torch.compile: faster steps, a slow "
-        "start, and a new compilation for each new shape; dynamic: compile once for all lengths; lean: recompute "
-        "norms and MLP activations in the backward pass instead of keeping them",
+        description="compile each decoder layer and the vision encoder: faster steps, but a slow start and a new "
+        "compilation for each new shape; dynamic: compile once for all lengths; lean: recompute norms and MLP "
+        "activations to save memory",
         not_with_dpo=None,
         not_with_unsloth="unsloth compiles its own code: set it to off",
         after=("liger", "triton_kernels"),  # compile the layer that they have changed
@@ -210,8 +210,8 @@ OPTIMIZATIONS = {
         ablate_with={True: {"optimizations.compile": True}},
     ),
     "cuda_graph": Optimization(
-        description="record the forward and backward pass as one CUDA graph and replay it in every step, so that "
-        "Python and kernel launches do not limit small models and batches; the optimizer step is not in the graph",
+        description="record the forward and backward pass as one CUDA graph and replay it in every step: faster for "
+        "small models and batches, which wait for Python and kernel launches",
         not_with_unsloth="unsloth's functions synchronize with the device: set it to off",
         excludes={
             "optimizations.gradient_checkpointing": "optimizations.cuda_graph: gradient_checkpointing reads the state "
@@ -226,9 +226,8 @@ OPTIMIZATIONS = {
     ),
     "triton_kernels": Optimization(
         type=Switch | Literal["auto"],
-        description="ftbench's Triton kernels: norms with the residual sums before them, attention heads with their "
-        "norms and rotary embedding, and the gradient of the MLP's gate; auto: on if the model is supported and the "
-        "kernels were measured to be faster on this GPU; if auto is off, fp8 tensorwise replaces tensorwise-delayed",
+        description="ftbench's Triton kernels for norms, rotary embedding and the MLP's gate; auto: on if the model is "
+        "supported and the kernels were measured to be faster on this GPU",
         not_with_unsloth=OWN_KERNELS,
         excludes={"optimizations.liger": "optimizations.triton_kernels and liger replace the same code: choose one"},
         incompatibilities=_triton_kernels,

@@ -92,8 +92,7 @@ OPTIMIZATIONS = {
     ),
     "weight_offload": Optimization(
         description="keep frozen weights in pinned host memory; the weights of a layer are copied to the GPU while the "
-        "previous layer computes; only the needed rows of the embedding are copied; with chunked_loss the head is "
-        "copied for the loss",
+        "previous layer computes",
         not_with_unsloth="unsloth manages its weights itself: set it to off",
         excludes={
             "optimizations.fp8": "optimizations.weight_offload copies weights as loaded, and fp8 casts them first: "
