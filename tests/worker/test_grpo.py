@@ -245,7 +245,7 @@ def test_different_live_settings_are_reported():
     )  # fmt: skip
     problems = grpo.GrpoTrainer.verify(live, wanted)
     assert problems == [
-        "objective.num_generations is 4 and the trainer's is 2",
+        "objective.num_generations is 4, but it trains with 2",
         "objective.fixed_length is on and completions may end earlier",
     ]
 

@@ -336,7 +336,7 @@ def orders_of(run):
 
 def test_batches_that_no_other_process_makes_are_not_taken_for_it(train_here, monkeypatch):
     monkeypatch.setattr(trainer.Trainer, "loaders", lambda self: [])
-    with pytest.raises(NotAppliedError, match="loader_processes is on and the loader has 0 processes"):
+    with pytest.raises(NotAppliedError, match="loader_processes is 4, but it trains with 0"):
         rows_of(train_here, QWEN3, optimizations={"loader_processes": True}, train={"max_steps": 1})
 
 

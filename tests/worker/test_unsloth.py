@@ -106,7 +106,7 @@ def live(monkeypatch, batches="padding-free", compiled=False, shapes=0, maximum=
         ({"method": {"block_compile": False}}, {"compiled": True}, "block_compile is off and unsloth compiled 2"),
         ({"method": {"cuda_graphs": True}}, {}, "cuda_graphs is on and unsloth recorded no graph: 0 layers"),
         ({"method": {"cuda_graphs": True}}, {"batches": "padded", "compiled": True, "shapes": 1}, None),
-        ({"method": {"compile_maximum": True}}, {}, "compile_maximum is True and"),
+        ({"method": {"compile_maximum": True}}, {}, "compile_maximum is on, but"),
         ({"method": {"compile_maximum": True}}, {"maximum": True}, None),
     ],
 )

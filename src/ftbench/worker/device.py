@@ -37,34 +37,20 @@ def check_device(gpu: dict[str, Any] | None) -> None:
         )
 
 
-def main() -> int:
-    """Print the versions as JSON."""
-    warnings.simplefilter("ignore")
-    print(json.dumps(versions()))
-    return 0
-
-
 def versions() -> dict[str, Any]:
     """Return torch's versions and GPUs.
 
     `cuda` is null in a CPU or ROCm build, and `rocm` is whether torch sees an AMD GPU. `works` is whether a kernel ran
     on the first GPU (null without a GPU), otherwise `error` has the reason.
     """
-    result: dict[str, Any] = {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "rocm": sees_amd(),
-        "devices": [],
-        "works": None,
-        "error": None,
-    }
+    result: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "rocm": sees_amd()}
+    result |= {"devices": [], "works": None, "error": None}
     if torch.version.cuda is None:
         return result
     try:
         torch.cuda.init()
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            result["devices"].append({"name": properties.name, "capability": [properties.major, properties.minor]})
+        every = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        result["devices"] = [{"name": each.name, "capability": [each.major, each.minor]} for each in every]
         result["works"] = False
         result["works"] = float(torch.ones(2, device="cuda").sum()) == 2
     except Exception as error:  # noqa: BLE001 - the result reports it
@@ -73,4 +59,6 @@ def versions() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    exit_now(main())
+    warnings.simplefilter("ignore")
+    print(json.dumps(versions()))
+    exit_now(0)

@@ -16,6 +16,7 @@ from ftbench.worker.data.collate import Collator, samples_of
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.batch_count import COUNT
+from ftbench.worker.measure.effective_config import mismatches
 from ftbench.worker.trainer import TrainerMixin, dataset, training_arguments
 
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # columns of a data set with a precomputed reference
@@ -55,16 +56,12 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
     def verify(self, spec: Experiment) -> list[str]:
         """Return the settings of the reference that were not applied."""
         wanted: Any = spec.objective
-        problems = []
-        if self.beta != wanted.beta:
-            problems.append(f"objective.beta is {wanted.beta} and the trainer's is {self.beta}")
         computed = set(REFERENCE) <= set(self.train_dataset.column_names)
-        if computed != wanted.precompute_ref_log_probs:
-            setting = "on" if wanted.precompute_ref_log_probs else "off"
-            verb = "have" if computed else "lack"
-            problems.append(f"objective.precompute_ref_log_probs is {setting} and the data {verb} its columns")
-        if (self.ref_model is not None) != spec.second_model:
-            problems.append(f"objective dpo: the reference is {'not a' if spec.second_model else 'a'} second model")
+        problems = mismatches({
+            "objective.beta": (wanted.beta, self.beta),
+            "objective.precompute_ref_log_probs": (wanted.precompute_ref_log_probs, computed),
+            "the second model of objective dpo": (spec.second_model, self.ref_model is not None),
+        })  # fmt: skip
         if self.has_copy():
             problems.append("objective dpo: the reference is a copy of the adapters, not the base weights")
         return problems

@@ -24,6 +24,7 @@ from ftbench.spec.objectives import reward_parts
 from ftbench.store.rundir import RunDir
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.measure.batch_count import COUNT, BatchCount, count_of
+from ftbench.worker.measure.effective_config import mismatches
 from ftbench.worker.model.parts import base_model
 from ftbench.worker.model.vision import reads_images
 from ftbench.worker.trainer import TrainerMixin, dataset, training_arguments
@@ -91,10 +92,7 @@ class GrpoTrainer(TrainerMixin, GRPOTrainer):
         live = {name: getattr(self, name) for name in ("beta", "num_generations", "loss_type")}
         live |= {"max_completion_length": self.generation_config.max_new_tokens,
                  "temperature": self.generation_config.temperature}  # fmt: skip
-        problems = [
-            f"objective.{name} is {getattr(wanted, name)} and the trainer's is {value}"
-            for name, value in live.items() if getattr(wanted, name) != value
-        ]  # fmt: skip
+        problems = mismatches({f"objective.{name}": (getattr(wanted, name), value) for name, value in live.items()})
         if wanted.fixed_length and self.generation_config.min_new_tokens != wanted.max_completion_length:
             problems.append("objective.fixed_length is on and completions may end earlier")
         if self.has_copy() or self.ref_model is not None:

@@ -223,16 +223,16 @@ def dataset(rows: list[Row], pictures: list[Picture]) -> Dataset:
 def verify(trainer: Any, spec: Experiment) -> list[str]:
     """Return the settings of optimizer, precision and batches that were not applied."""
     problems = [*trainer.verify(spec), *optimizer.verify(trainer.optimizer, spec)]
-    if spec.optimizations.activation_offload and isinstance(trainer.maybe_activation_offload_context, nullcontext):
-        problems.append("optimizations.activation_offload is on and the trainer does not offload")
     problems += collate.verify(spec, trainer.batches)
     problems += unsloth.verify_choices(trainer, spec) if spec.method.name == "unsloth" else []
     processes = sum(len(loader._workers) for loader in trainer.loaders()[:1])
-    if processes != _loader_processes(spec):
-        problems.append(f"optimizations.loader_processes is on and the loader has {processes} processes")
-    autocast = effective_config.autocast(trainer)
-    if autocast != {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}[spec.train.precision]:
-        problems.append(f"train.precision is {spec.train.precision} and the trainer computes in {autocast}")
+    offload = bool(spec.optimizations.activation_offload)
+    offloads = offload and not isinstance(trainer.maybe_activation_offload_context, nullcontext)
+    problems += effective_config.mismatches({
+        "optimizations.activation_offload": (offload, offloads),
+        "optimizations.loader_processes": (_loader_processes(spec), processes),
+        "train.precision": (effective_config.AUTOCAST[spec.train.precision], effective_config.autocast(trainer)),
+    })  # fmt: skip
     if spec.launch.ranks > 1:
         problems += parallel.load(spec.launch.strategy).verify(trainer, spec) + _verify_mean(trainer)
     return problems

@@ -94,7 +94,7 @@ def read(reference: Any, folder: Path | None) -> Picture:
     if not isinstance(source, (Path, bytes)):
         raise BadRow(f"an image must be a path or bytes, not {type(source).__name__}")
     name = f"image {source}" if isinstance(source, Path) else "an image"
-    data = _read_file(source, name) if isinstance(source, Path) else source
+    data = source if isinstance(source, bytes) else _read_file(source)
     try:
         image = _decode(data)
     except Exception as error:  # noqa: BLE001 - decoders of broken files raise anything
@@ -102,14 +102,12 @@ def read(reference: Any, folder: Path | None) -> Picture:
     return Picture(*image.size, source, hashlib.sha256(data).hexdigest())
 
 
-def _read_file(path: Path, name: str) -> bytes:
+def _read_file(path: Path) -> bytes:
     try:
         with open_plain_file(path, MAX_BYTES) as file:
             return file.read()
-    except OSError as error:
-        raise BadRow(f"{name} cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise BadRow(f"{name} cannot be read ({error})") from None
+    except (OSError, ValueError) as error:
+        raise BadRow(f"image {path} cannot be read ({getattr(error, 'strerror', error)})") from None
 
 
 def _decode(data: bytes) -> Image:

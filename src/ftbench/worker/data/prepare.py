@@ -66,7 +66,7 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | 
 
     Synthetic ids stay below `vocab_size`. A vision model needs `pixels`. Raise DataError for an unusable row.
     """
-    dataset, batch_size = spec.dataset, spec.train.batch_size
+    dataset = spec.dataset
     count, warnings = (dataset.samples or 0) + dataset.eval_samples, list[str]()
     if dataset.name == "synthetic":
         draw = synthetic.draw_pairs if spec.objective.pairs else synthetic.draw
@@ -85,7 +85,7 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | 
     train = _ordered(spec, train, pixels)
     rows = packed(train, dataset.max_length) if spec.optimizations.packing else [each.sequences for each in train]
     flat = [each for row in rows for each in row]
-    description = _describe(dataset, flat, len(evaluation), batch_size, spec.objective.sequences)
+    description = _describe(dataset, flat, len(evaluation), spec.objective.sequences)
     if pixels and any(sample.pictures for sample in samples):
         description["images"] = _describe_images(train, pixels)
         pixels.fill_cache([picture for sample in samples for picture in sample.pictures])
@@ -218,25 +218,17 @@ def _tokenised(
         return tokens.tokenise(tokenizer, parsed, dataset.max_length, dataset.loss_on, images)
 
 
-def _describe(
-    dataset: Dataset, train: Sequence[Tokens], evaluation: int, batch_size: int, sequences: int
-) -> dict[str, Any]:
+def _describe(dataset: Dataset, train: Sequence[Tokens], evaluation: int, sequences: int) -> dict[str, Any]:
     """Return the `dataset` section of the summary. Each sample has this number of training `sequences`."""
-    real = [len(sample.ids) for sample in train]
-    padding = stats.padding_efficiency(real, batch_size * sequences)
-    packing = stats.packing_efficiency(real, max(dataset.max_length, max(real)))
     return {
         "name": dataset.name,
         "samples": len(train) // sequences,
         "eval_samples": evaluation,
         "max_length": dataset.max_length,
         "truncated": sum(len(sample.ids) < sample.full_length for sample in train),
-        "tokens": stats.describe(real),
+        "tokens": stats.describe([len(sample.ids) for sample in train]),
         "tokens_before_truncation": stats.describe([sample.full_length for sample in train]),
         "label_tokens": sum(label != IGNORE for sample in train for label in sample.labels[1:]),
-        "padding_efficiency": padding,
-        "packing_efficiency": packing,
-        "packing_gain": packing / padding,
         "hash": _hash(train),
     }
 

@@ -7,29 +7,19 @@ cannot import `datasets`.
 import json
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from ftbench.core.data_files import read_file
+from ftbench.core.data_files import FileRows, read_file
 from ftbench.core.data_formats import Example
 from ftbench.errors import DataError, FtbenchError, MissingError
 from ftbench.facts import SAMPLE
 from ftbench.spec.datasets import Dataset, row_example, row_format
 
 
-class Rows(Protocol):
-    """A sequence of rows. `where` describes a row for error messages. `folder` is the base of relative paths."""
-
-    @property
-    def folder(self) -> Path | None: ...
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    def where(self, index: int) -> str: ...
-
-
 class HubRows:
     """Rows of a hub data set, read on demand, with undecoded images and the names of classes."""
 
-    folder: Path | None = None
+    folder = None  # base of relative paths
 
     def __init__(self, name: str, data: Any) -> None:
         import datasets
@@ -53,7 +43,11 @@ class HubRows:
         return row | {key: names[row[key]] for key, names in self._classes.items() if row[key] is not None}
 
     def where(self, index: int) -> str:
+        """Return the name of a row for messages."""
         return f"{self._name}, row {index + 1}"
+
+
+Rows = FileRows | HubRows
 
 
 def open_rows(dataset: Dataset) -> Rows:

@@ -15,7 +15,6 @@ from ftbench.core.units import listed
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.measure import effective_config
 
-PRECISION = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}
 _PLAIN = {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "ftbench", *sys.stdlib_module_names}
 
 
@@ -108,17 +107,15 @@ def trainer_problems(trainer: Any, spec: Experiment) -> list[str]:
         "train.warmup_steps": (train.warmup_steps, args.warmup_steps),
         "train.max_steps": (train.max_steps or -1, args.max_steps),
         "train.seed": (train.seed, args.seed),
-        "train.precision": (PRECISION[train.precision], str(trainer.accelerator.mixed_precision)),
+        "train.precision": (effective_config.AUTOCAST[train.precision], str(trainer.accelerator.mixed_precision)),
     }  # fmt: skip
     if spec.optimizations.attention != "auto":
         attention = trainer.model.config.get_text_config()._attn_implementation
         recipe["optimizations.attention"] = (spec.optimizations.attention, attention)
-    problems = [f"{who}{key} is {want}, but it trains with {got}" for key, (want, got) in recipe.items() if want != got]
     wanted = bool(spec.optimizations.gradient_checkpointing)
-    if bool(getattr(trainer.model, "is_gradient_checkpointing", wanted)) != wanted:
-        problems.append(
-            f"{who}optimizations.gradient_checkpointing is {'on' if wanted else 'off'}, but the model has the opposite"
-        )
+    checkpointing = bool(getattr(trainer.model, "is_gradient_checkpointing", wanted))
+    recipe["optimizations.gradient_checkpointing"] = (wanted, checkpointing)
+    problems = effective_config.mismatches(recipe, who)
     patches, best = patched_by(trainer.model), spec.launch.settings == "best"
     if (best or spec.optimizations.liger) and "liger_kernel" not in patches:
         key = "launch.settings is best" if best else "optimizations.liger is on"

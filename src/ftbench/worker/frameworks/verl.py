@@ -229,4 +229,4 @@ def _problems(engine: Any, spec: Experiment) -> list[str]:
             bool(on.gradient_checkpointing), bool(engine.module.is_gradient_checkpointing),
         ),
     }  # fmt: skip
-    return [f"verl: {key} is {want}, but it trains with {got}" for key, (want, got) in settings.items() if want != got]
+    return effective_config.mismatches(settings, "verl: ")

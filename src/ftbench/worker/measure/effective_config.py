@@ -3,8 +3,9 @@
 Optimizations and methods are imported lazily, because another framework's environment has other libraries.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -14,12 +15,20 @@ from ftbench.core.flops import MatmulShape, VisionMatmulShape
 from ftbench.core.units import GIB, percent
 from ftbench.families import vision as families
 from ftbench.spec.experiment import DAMAGED, RECORDED, Experiment
+from ftbench.spec.reading import as_text
 from ftbench.worker import parallel
 from ftbench.worker.device import device as own_device
 from ftbench.worker.model.parts import base_model, decoder_layers, part_of, plain_tensors
 from ftbench.worker.model.vision import reads_images
 
 SCHEMA = 1
+AUTOCAST = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}  # accelerate's names of train.precision
+# The first pattern that a name contains decides its kind.
+_KINDS = (
+    ("head", r"\blm_head\b"), ("embedding", "embed"), ("experts", r"\bexperts\b"),
+    ("router", r"\brouter\b|\.mlp\.gate\."), ("attention", r"\b[qk]_norm\b"), ("norm", r"norm\b"),
+    ("attention", r"\b(self_attn|attn|attention|linear_attn)\b"), ("mlp", r"\b(mlp|feed_forward)\b"),
+)  # fmt: skip
 KINDS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head", "other")
 
 
@@ -98,6 +107,14 @@ def optimizer_facts(optimizer: Any) -> dict[str, Any]:
     }
 
 
+def mismatches(settings: Mapping[str, tuple[Any, Any]], who: str = "") -> list[str]:
+    """Return a sentence for each setting whose requested value, the first of its pair, is not the live value."""
+    return [
+        f"{who}{key} is {as_text(wanted)}, but it trains with {as_text(live)}"
+        for key, (wanted, live) in settings.items() if wanted != live
+    ]  # fmt: skip
+
+
 def loss_normalisation(trainer: Any) -> str:
     """Return the divisor of the summed token losses in a transformers.Trainer."""
     return "label tokens of the step" if trainer.model_accepts_loss_kwargs else "label tokens of a micro-batch"
@@ -155,20 +172,8 @@ def module_kind(name: str) -> str:
     """
     if (part := part_of(name)) != "language":
         return part
-    parts = [part for part in name.split(".") if not part.startswith("lora_")]
-    if "lm_head" in parts:
-        return "head"
-    if any("embed" in part for part in parts):
-        return "embedding"
-    if "experts" in parts:
-        return "experts"
-    if "router" in parts or ".mlp.gate." in name:
-        return "router"
-    if any(part.endswith("norm") for part in parts) or parts[-1].endswith("norm"):
-        return "attention" if {"q_norm", "k_norm"} & set(parts) else "norm"
-    if any(part in ("self_attn", "attn", "attention", "linear_attn") for part in parts):
-        return "attention"
-    return "mlp" if any(part in ("mlp", "feed_forward") for part in parts) else "other"
+    adapted = re.sub(r"\.lora_\w+", "", name)
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, adapted)), "other")
 
 
 def numel(name: str, parameter: Any) -> int:

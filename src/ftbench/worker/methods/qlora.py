@@ -10,6 +10,7 @@ from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import GPT_OSS
 from ftbench.worker.device import device
+from ftbench.worker.measure.effective_config import mismatches
 from ftbench.worker.methods import lora
 from ftbench.worker.model import loading, mxfp4, random_weights
 from ftbench.worker.model.parts import VISION_MODULES
@@ -90,10 +91,9 @@ def verify(model: Any, spec: Experiment) -> list[str]:
             return [*problems, f"method qlora: {name} was not quantised"]
         live = {"quant_type": state.quant_type, "double_quant": bool(state.nested),
                 "compute_dtype": str(layer.compute_dtype).removeprefix("torch.")}  # fmt: skip
-        wrong = {key: value for key, value in live.items() if value != getattr(method, key)}
-        problems += [
-            f"method qlora: {name} has {key} {value}, not {getattr(method, key)}" for key, value in wrong.items()
-        ]
+        problems += mismatches(
+            {f"method.{key}": (getattr(method, key), value) for key, value in live.items()}, f"{name}: "
+        )
         if problems:
             break
     return problems

@@ -11,6 +11,7 @@ import torch
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
+from ftbench.worker.measure.effective_config import mismatches
 from ftbench.worker.methods import lora
 from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers
@@ -80,10 +81,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     problems = lora.verify(model, spec)
     kinds = {type(module).__name__ for module in model.modules()}
     in_4_bits = "Linear4bit" in kinds or any(type(p).__name__ == PACKED for p in model.parameters())
-    if method.load_in_4bit and not in_4_bits:
-        problems.append("method unsloth: load_in_4bit is on and the model lacks 4-bit layers")
-    if not method.load_in_4bit and in_4_bits:
-        problems.append("method unsloth: load_in_4bit is off and layers have 4-bit weights")
+    problems += mismatches({"method.load_in_4bit": (method.load_in_4bit, in_4_bits)})
     if not any(_functions(model).values()):
         problems.append("method unsloth: no layer uses unsloth's functions")
     return problems
@@ -129,9 +127,7 @@ def verify_choices(trainer: Any, spec: Experiment) -> list[str]:
             f"method.cuda_graphs is on and unsloth recorded no graph: {compiled} layers are compiled, and batches are "
             f"{batches}. Set method.padded to on, because padding-free batches are not compiled"
         )
-    if facts["compile_maximum"] != method.compile_maximum:
-        problems.append(f"method.compile_maximum is {method.compile_maximum} and unsloth's is the opposite")
-    return problems
+    return problems + mismatches({"method.compile_maximum": (method.compile_maximum, facts["compile_maximum"])})
 
 
 def applied(trainer: Any) -> dict[str, Any]:
