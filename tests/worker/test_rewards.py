@@ -13,7 +13,6 @@ from ftbench.report.data.collect import collect
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.spec.identity import fingerprint
 from ftbench.spec.load import load
-from ftbench.spec.objectives import reward_problem
 from ftbench.store.rundir import read_json
 from ftbench.store.steps import read_steps
 from ftbench.worker.grpo import load_reward
@@ -65,8 +64,8 @@ def test_several_rewards_add_up(train_here, reward_of):
 
 
 def test_reward_gets_texts_and_columns(train_here, reward_of, tmp_path):
-    """Missing values are None. Columns with the names of trl's arguments are dropped."""
-    rows = [{"prompt": f"Say {n}.", "solution": n, "completions": "x"} | ({"hint": "h"} if n else {}) for n in range(4)]
+    """Missing values are None."""
+    rows = [{"prompt": f"Say {n}.", "solution": n} | ({"hint": "h"} if n else {}) for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     judge = reward_of(
         "import json\nfrom pathlib import Path\n"
@@ -128,6 +127,7 @@ def test_out_of_memory_in_a_reward_is_raised_unchanged(reward_of, error):
     ("text", "message"),
     [
         ("import no_such_module\n", "ModuleNotFoundError"),
+        ("x = (", "SyntaxError"),
         ("judge = 3", "does not define judge"),
         ("if False:\n    def judge(**columns): pass", "does not define judge"),
     ],
@@ -161,11 +161,6 @@ def test_runs_with_different_rewards_are_not_repeats(train_here, reward_of, tmp_
     assert sorted(len(cell.runs) for cell in cells) == [1, 2]
 
 
-def test_folder_is_not_reported_as_missing(tmp_path):
-    (tmp_path / "judge.py").mkdir()
-    assert reward_problem(f"{tmp_path}/judge.py:judge") == f"{tmp_path}/judge.py: cannot be read (Is a directory)"
-
-
 def spec_with(folder, reward):
     folder.mkdir(exist_ok=True)
     path = folder / "spec.yaml"
@@ -187,9 +182,7 @@ def test_path_is_relative_to_the_spec(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reward", "message"),
     [
-        ("", "nowhere.py:judge", "nowhere.py: cannot be read (No such file or directory)"),
-        ("def juge(**columns): pass", "judge.py:judge", "has no function judge; did you mean juge?"),
-        ("x = (", "judge.py:judge", "judge.py: not valid Python"),
+        ("", "nowhere.py:judge", "nowhere.py: no such file"),
         ("", "judge.py", "'judge.py' does not name a function: write path/to/file.py:function"),
         ("", "[]", "must be path/to/file.py:function"),
         ("def judge(**columns):\n    return 1 / 0", "judge.py:judge", "judge.py:judge: ZeroDivisionError"),

@@ -14,7 +14,7 @@ from ftbench.spec.datasets import check_file
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.frameworks import FRAMEWORKS
 from ftbench.spec.incompatibilities import incompatibilities
-from ftbench.spec.objectives import reward_problem
+from ftbench.spec.objectives import reward_parts
 from ftbench.store.rundir import RunDir, first_gpu
 
 MINIMUM_FREE_BYTES = 32 * 2**20
@@ -110,8 +110,8 @@ def _file_problems(spec: Experiment) -> list[str]:
         file = Path(spec.model.path)
         if not (file / "config.json" if file.is_dir() else file).is_file():
             wrong.append(f"model.path: {spec.model.path}: no such config.json")
-    sentences = map(reward_problem, getattr(spec.objective, "reward", None) or ())
-    return wrong + [f"objective.reward: {sentence}" for sentence in sentences if sentence]
+    rewards = [reward_parts(each)[0] for each in getattr(spec.objective, "reward", None) or ()]
+    return wrong + [f"objective.reward: {file}: no such file" for file in rewards if not file.is_file()]
 
 
 def check_disk(out: Path) -> None:

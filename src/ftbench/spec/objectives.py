@@ -1,6 +1,5 @@
 """Training objectives: one class each, listed in OBJECTIVES. Their trainers are in `worker/`."""
 
-import ast
 import os
 import re
 from collections.abc import Iterator
@@ -9,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ftbench.errors import file_problem
-from ftbench.spec.base import Experiment, Float, Int, Part, Switch, nearest
+from ftbench.spec.base import Experiment, Float, Int, Part, Switch
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
 
 PREFERENCE = "preference"  # dataset format: pairs
@@ -203,18 +201,3 @@ def absolute_reward(value: Any, folder: Path) -> Any:
         return value
     file, function = reward_parts(value)
     return f"{os.path.abspath(folder / os.path.expanduser(file))}:{function}"
-
-
-def reward_problem(reward: str) -> str | None:
-    """Return why a reward function cannot be loaded. The file is parsed but not executed."""
-    file, function = reward_parts(reward)
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    except OSError as error:
-        return f"{file}: {file_problem(error)}"
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return f"{file}: not valid Python: {error}"
-    names = {name for node in nodes for key in ("name", "asname", "id") if (name := getattr(node, key, ""))}
-    if function in names or "*" in names:
-        return None
-    return f"{file} has no function {function}{nearest(function, sorted(names))}"

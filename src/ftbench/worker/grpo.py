@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ftbench.core import oom
 from ftbench.core.rows import FLOAT32
 from ftbench.core.units import some
-from ftbench.errors import FtbenchError, SpecError, file_problem
+from ftbench.errors import FtbenchError, SpecError
 from ftbench.spec.base import shortened, shown
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.objectives import reward_parts
@@ -34,10 +34,6 @@ NORMALISATION = {  # divisor of the summed token losses, by trl's loss type
     "bnpo": "label tokens of a micro-batch", "grpo": "tokens of each completion",
 }  # fmt: skip
 EVEN = "share of even token ids"
-_RESERVED = {
-    "prompt", "prompts", "completion", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
-    "environments",
-}  # fmt: skip
 
 
 class GrpoTrainer(TrainerMixin, GRPOTrainer):
@@ -101,16 +97,13 @@ class GrpoTrainer(TrainerMixin, GRPOTrainer):
 
     def facts(self) -> dict[str, Any]:
         kind = "weights under the adapters" if self.beta else "none"
+        own = [each for each in self.reward_funcs if isinstance(each, Reward)]
         return {
             "loss_normalisation": NORMALISATION[self.loss_type],
-            "generation": {"by": "transformers generate"} | self._rewards(),
+            "generation": {"by": "transformers generate", "reward": " + ".join(each.name for each in own) or EVEN}
+            | ({"reward_sha256": ", ".join(each.sha256 for each in own)} if own else {}),
             "reference": {"kind": kind, "in_step": bool(self.beta)},
         }
-
-    def _rewards(self) -> dict[str, str]:
-        own = [each for each in self.reward_funcs if isinstance(each, Reward)]
-        named = {"reward": " + ".join(each.name for each in own) or EVEN}
-        return named | ({"reward_sha256": ", ".join(each.sha256 for each in own)} if own else {})
 
 
 def _collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -154,7 +147,9 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         processing_class=tokenizer,
         train_dataset=dataset(data.train, []).add_column("number", list(range(len(data.train)))),
     )  # fmt: skip
-    loop.columns = row_columns([row[0].row for row in data.train])
+    rows = [row[0].row or {} for row in data.train]
+    names = dict.fromkeys(name for row in rows for name in row)
+    loop.columns = [{name: row.get(name) for name in names} for row in rows]
     loop.batches = set()
     return loop
 
@@ -190,10 +185,7 @@ def load_reward(reward: str) -> Reward:
     """Execute a file and return its reward function. Raise SpecError if the file or the function is unusable."""
     file, function = reward_parts(reward)
     name = f"{file.name}:{function}"
-    try:
-        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError as error:
-        raise SpecError(f"objective.reward: {file}: {file_problem(error)}") from None
+    sha256 = hashlib.sha256(_call(name, file.read_bytes)).hexdigest()
     spec: Any = importlib.util.spec_from_file_location(f"reward_{sha256}", file)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     _call(name, lambda: spec.loader.exec_module(module))
@@ -213,10 +205,3 @@ def _call(name: str, call: Callable[[], Any]) -> Any:
         if oom.recognise(text):
             raise
         raise SpecError(f"objective.reward: {name}: {shortened(text)} (see log.txt)") from error
-
-
-def row_columns(rows: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return each row's columns for the reward functions, except those with names of trl's own arguments."""
-    names = dict.fromkeys(str(name) for row in rows for name in row or {})
-    free = [name for name in names if name not in _RESERVED]
-    return [{name: (row or {}).get(name) for name in free} for row in rows]

@@ -46,8 +46,13 @@ def train(run: TrainingRun) -> None:
     watch_memory(run.phases)
     run.write_facts(framework=_framework_facts(spec))
     with require_complete(spec.model) as weights_left_out:
-        loop = _own_loop if FRAMEWORKS[spec.launch.framework].own_loop else _through_trainer
-        loop(run, read_json(directory.framework))
+        values = read_json(directory.framework)
+        if FRAMEWORKS[spec.launch.framework].own_loop:
+            frameworks.load(spec.launch.framework).record(run, values)
+            if spec.launch.ranks > 1:
+                torch.distributed.barrier()  # the other ranks read the same files
+        else:
+            _through_trainer(run, values)
     run.warn(*weights_left_out)
     _check_order(run)
     if parallel.is_first():
@@ -60,13 +65,6 @@ def _framework_facts(spec: Experiment) -> dict[str, Any]:
     best = frameworks.load(name).best(spec) if settings == "best" else {}
     version = importlib.metadata.version(FRAMEWORKS[name].package)
     return {"name": name, "version": version, "settings": settings, "switched_on": best}
-
-
-def _own_loop(run: TrainingRun, values: dict[str, Any]) -> None:
-    """Train in the framework's own loop and wait for the other ranks, which read the same files."""
-    frameworks.load(run.spec.launch.framework).record(run, values)
-    if run.spec.launch.ranks > 1:
-        torch.distributed.barrier()
 
 
 def _through_trainer(run: TrainingRun, values: dict[str, Any]) -> None:

@@ -252,15 +252,12 @@ class Recorder:
             torch.cuda.set_device(self._device)
         while not self._stop.wait(TICK_S):
             try:
-                self._tick()
+                if self.sampler:
+                    self.sampler.take()
+                self.drain()
             except Exception as error:  # noqa: BLE001 - the training thread raises it
                 self._failure = error
                 return
-
-    def _tick(self) -> None:
-        if self.sampler:
-            self.sampler.take()
-        self.drain()
 
     def _host_time(self, step: _Pending) -> float:
         """Return the end of a step on the host's clock, from the device's time since the start."""
