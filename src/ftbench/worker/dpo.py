@@ -3,30 +3,31 @@
 The reference is computed once before training, or is the base weights under the adapters, or a second model.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from trl import DPOConfig, DPOTrainer
 
 from ftbench.spec.experiment import Experiment
-from ftbench.store.rundir import RunDir
+from ftbench.spec.objectives import Dpo
 from ftbench.worker.data.collate import Collator, samples_of
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.batch_count import COUNT
 from ftbench.worker.measure.effective_config import mismatches
+from ftbench.worker.outcome import Phases
 from ftbench.worker.trainer import TrainerMixin, dataset, training_arguments
+from ftbench.worker.training_run import TrainingRun
 
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # columns of a data set with a precomputed reference
 
 
 class DpoTrainer(TrainerMixin, DPOTrainer):
-    """DPOTrainer on tokenized pairs. `within` enters a phase of the run."""
+    """DPOTrainer on tokenized pairs."""
 
-    def __init__(self, within: Callable[[str], AbstractContextManager[None]], **options: Any) -> None:
-        self._within = within
+    def __init__(self, phases: Phases, **options: Any) -> None:
+        self._phases = phases
         super().__init__(**options)
         self.forget_copy()
 
@@ -36,7 +37,7 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         self.forget_copy()
         self.model.train()  # on a CPU bitsandbytes repacks weights for inference in eval mode
-        with self._within("reference"):
+        with self._phases.within("reference"):
             return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
@@ -89,15 +90,12 @@ class PairCollator(Collator):
         return batch | {name: torch.tensor([float(row[name]) for row in rows]) for name in REFERENCE if name in rows[0]}
 
 
-def build(
-    spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared, reference: Any,
-    within: Callable[[str], AbstractContextManager[None]],
-) -> DpoTrainer:  # fmt: skip
+def build(run: TrainingRun, model: Any, tokenizer: Any, data: Prepared, reference: Any) -> DpoTrainer:
     """Return the trainer for the spec. It keeps the order of the pairs. `reference` is the optional second model."""
-    objective: Any = spec.objective
-    options = training_arguments(spec, run, model) | {"disable_dropout": True, "beta": objective.beta}
+    spec, objective = run.spec, cast(Dpo, run.spec.objective)
+    options = training_arguments(spec, run.directory, model) | {"disable_dropout": True, "beta": objective.beta}
     loop = DpoTrainer(
-        within,
+        run.phases,
         model=model,
         ref_model=reference,
         args=DPOConfig(**options, precompute_ref_log_probs=objective.precompute_ref_log_probs),

@@ -5,15 +5,13 @@
 
 import math
 import shutil
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from safetensors import safe_open
 from transformers import set_seed
 
 from ftbench.spec.experiment import Experiment
-from ftbench.store.rundir import RunDir, first_gpu, read_json
+from ftbench.store.rundir import first_gpu, read_json
 from ftbench.worker import methods, optimizations, parallel, trainer
 from ftbench.worker.data.collate import token_hash, verify_order
 from ftbench.worker.data.prepare import Prepared, prepare
@@ -50,7 +48,7 @@ def train(run: TrainingRun) -> None:
 
     phases.enter("setup")
     recorder = run.recorder = recorder_of(spec, run.directory)
-    loop = build_trainer(spec, run.directory, model, tokenizer, data, reference, phases.within)
+    loop = build_trainer(run, model, tokenizer, data, reference)
     _attach(run, loop, recorder)
     facts = effective_config.of_model(model := parallel.complete(loop.model), spec)
     warnings = [*checkpoint_warnings, *data.warnings, *effective_config.warnings(model, spec, facts)]
@@ -116,14 +114,12 @@ def prepared(spec: Experiment, source: str) -> tuple[Any, Prepared]:
     return tokenizer, prepare(spec, tokenizer, vocabulary, pixels)
 
 
-def build_trainer(
-    spec: Experiment, directory: RunDir, model: Any, tokenizer: Any, data: Prepared, reference: Any = None,
-    within: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
-) -> Any:  # fmt: skip
+def build_trainer(run: TrainingRun, model: Any, tokenizer: Any, data: Prepared, reference: Any) -> Any:
     """Return the trainer for a loaded model, after applying the method and the optimizations.
 
-    `reference` is the second model of DPO and gets the same optimizations. `within` enters a phase for a block.
+    `reference` is the second model of DPO, if any. It gets the same optimizations.
     """
+    spec, directory = run.spec, run.directory
     set_seed(spec.train.seed)
     model.config.use_cache = False
     model = methods.load(spec.method.name).adapt(model, spec)
@@ -135,7 +131,7 @@ def build_trainer(
     if spec.objective.pairs:
         from ftbench.worker import dpo
 
-        loop = dpo.build(spec, directory, model, tokenizer, data, reference, within)
+        loop = dpo.build(run, model, tokenizer, data, reference)
     elif spec.objective.prompts:
         from ftbench.worker import grpo
 
