@@ -5,7 +5,6 @@ It only uses torch, because the versions of the other libraries differ.
 
 import inspect
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from ftbench.core.units import listed
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.measure import effective_config
 
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _PLAIN = {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "ftbench", *sys.stdlib_module_names}
 
 
@@ -24,7 +24,7 @@ def of_trainer(trainer: Any) -> dict[str, Any]:
     precision = trainer.accelerator.mixed_precision
     return {
         "autocast": precision,
-        "product_precision": precision if precision in ("bf16", "fp16") else _dtype_of_most(trainer.model),
+        "product_precision": precision if precision in ("bf16", "fp16") else _DTYPES.get(trainer.model.dtype, "fp32"),
         "loss": f"{type(trainer).__module__}.{type(trainer).__name__}",
         "loss_normalisation": effective_config.loss_normalisation(trainer),
         "gradient_checkpointing": float(getattr(trainer.model, "is_gradient_checkpointing", False)),
@@ -46,13 +46,6 @@ def patched_by(model: Any) -> set[str]:
 def _methods(module: Any) -> Iterator[Any]:
     yield type(module).forward
     yield from (value for value in vars(module).values() if inspect.isroutine(value))
-
-
-def _dtype_of_most(model: Any) -> str:
-    sizes = Counter[torch.dtype]()
-    for parameter in model.parameters():
-        sizes[parameter.dtype] += parameter.numel()
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(sizes.most_common(1)[0][0], "fp32")
 
 
 def model_problems(model: Any, spec: Experiment) -> list[str]:

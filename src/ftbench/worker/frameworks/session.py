@@ -134,7 +134,8 @@ def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
         ids = [np.asarray(sample["input_ids"], dtype=np.int64) for sample in samples]
         batch = collate(rows, *args, **kwargs)
         labels = int((batch["labels"][..., 1:] != IGNORE).sum())
-        return batch | {COUNT: count_of(ids, batch["input_ids"].numel(), labels)}
+        batch[COUNT] = count_of(ids, batch["input_ids"].numel(), labels)  # also in transformers' BatchEncoding
+        return batch
 
     return count
 
