@@ -15,7 +15,7 @@ from ftbench.worker.data.collate import Collator, samples_of
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.batch_count import COUNT
-from ftbench.worker.measure.effective_config import mismatches
+from ftbench.worker.methods import mismatches
 from ftbench.worker.outcome import Phases
 from ftbench.worker.trainer import TrainerMixin, dataset, training_arguments
 from ftbench.worker.training_run import TrainingRun

@@ -24,7 +24,7 @@ from ftbench.spec.objectives import reward_parts
 from ftbench.store.rundir import RunDir
 from ftbench.worker.data.prepare import Prepared
 from ftbench.worker.measure.batch_count import COUNT, BatchCount, count_of
-from ftbench.worker.measure.effective_config import mismatches
+from ftbench.worker.methods import mismatches
 from ftbench.worker.model.parts import base_model
 from ftbench.worker.model.vision import reads_images
 from ftbench.worker.trainer import TrainerMixin, dataset, training_arguments

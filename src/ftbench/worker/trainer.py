@@ -21,7 +21,7 @@ from ftbench.worker.device import device
 from ftbench.worker.frameworks import trainer_arguments
 from ftbench.worker.measure import effective_config
 from ftbench.worker.measure.batch_count import COUNT
-from ftbench.worker.methods import unsloth
+from ftbench.worker.methods import mismatches, unsloth
 from ftbench.worker.model.vision import reads_images
 from ftbench.worker.optimizations import cuda_graph, gradient_checkpointing, optimizer_in_backward
 
@@ -228,7 +228,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
     processes = sum(len(loader._workers) for loader in trainer.loaders()[:1])
     offload = bool(spec.optimizations.activation_offload)
     offloads = offload and not isinstance(trainer.maybe_activation_offload_context, nullcontext)
-    problems += effective_config.mismatches({
+    problems += mismatches({
         "optimizations.activation_offload": (offload, offloads),
         "optimizations.loader_processes": (_loader_processes(spec), processes),
         "train.precision": (effective_config.AUTOCAST[spec.train.precision], effective_config.autocast(trainer)),

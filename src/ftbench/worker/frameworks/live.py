@@ -13,6 +13,7 @@ import torch
 from ftbench.core.units import listed
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.measure import effective_config
+from ftbench.worker.methods import mismatches
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _PLAIN = {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "ftbench", *sys.stdlib_module_names}
@@ -108,7 +109,7 @@ def trainer_problems(trainer: Any, spec: Experiment) -> list[str]:
     wanted = bool(spec.optimizations.gradient_checkpointing)
     checkpointing = bool(getattr(trainer.model, "is_gradient_checkpointing", wanted))
     recipe["optimizations.gradient_checkpointing"] = (wanted, checkpointing)
-    problems = effective_config.mismatches(recipe, who)
+    problems = mismatches(recipe, who)
     patches, best = patched_by(trainer.model), spec.launch.settings == "best"
     if (best or spec.optimizations.liger) and "liger_kernel" not in patches:
         key = "launch.settings is best" if best else "optimizations.liger is on"

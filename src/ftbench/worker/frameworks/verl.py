@@ -18,6 +18,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.frameworks import DATA, OUTPUT, live, own_loop
 from ftbench.worker.measure import effective_config
+from ftbench.worker.methods import mismatches
 from ftbench.worker.training_run import TrainingRun, recorder_of
 
 _OPTIMIZERS = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "sgd": "SGD"}
@@ -229,4 +230,4 @@ def _problems(engine: Any, spec: Experiment) -> list[str]:
             bool(on.gradient_checkpointing), bool(engine.module.is_gradient_checkpointing),
         ),
     }  # fmt: skip
-    return effective_config.mismatches(settings, "verl: ")
+    return mismatches(settings, "verl: ")

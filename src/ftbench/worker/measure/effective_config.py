@@ -5,7 +5,7 @@ Optimizations and methods are imported lazily, because another framework's envir
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -15,7 +15,6 @@ from ftbench.core.flops import MatmulShape, VisionMatmulShape
 from ftbench.core.units import GIB, percent
 from ftbench.families import vision as families
 from ftbench.spec.experiment import DAMAGED, RECORDED, Experiment
-from ftbench.spec.reading import as_text
 from ftbench.worker import parallel
 from ftbench.worker.device import device as own_device
 from ftbench.worker.model.parts import base_model, decoder_layers, part_of, plain_tensors
@@ -105,14 +104,6 @@ def optimizer_facts(optimizer: Any) -> dict[str, Any]:
         "fused": None if optimizer is None else bool(optimizer.defaults.get("fused")),
         "state": dict(state),
     }
-
-
-def mismatches(settings: Mapping[str, tuple[Any, Any]], who: str = "") -> list[str]:
-    """Return a sentence for each setting whose requested value, the first of its pair, is not the live value."""
-    return [
-        f"{who}{key} is {as_text(wanted)}, but it trains with {as_text(live)}"
-        for key, (wanted, live) in settings.items() if wanted != live
-    ]  # fmt: skip
 
 
 def loss_normalisation(trainer: Any) -> str:

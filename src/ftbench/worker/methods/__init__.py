@@ -6,9 +6,21 @@ verify(model, spec)    Return messages about settings that were not applied.
 """
 
 import importlib
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
+
+from ftbench.spec.reading import as_text
 
 
 def load(name: str) -> ModuleType:
     """Return the module of a method in `spec.methods.METHODS`."""
     return importlib.import_module(f"ftbench.worker.methods.{name}")
+
+
+def mismatches(settings: Mapping[str, tuple[Any, Any]], who: str = "") -> list[str]:
+    """Return a sentence for each setting whose requested value, the first of its pair, is not the live value."""
+    return [
+        f"{who}{key} is {as_text(wanted)}, but it trains with {as_text(live)}"
+        for key, (wanted, live) in settings.items() if wanted != live
+    ]  # fmt: skip

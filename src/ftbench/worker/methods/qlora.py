@@ -10,8 +10,7 @@ from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import GPT_OSS
 from ftbench.worker.device import device
-from ftbench.worker.measure.effective_config import mismatches
-from ftbench.worker.methods import lora
+from ftbench.worker.methods import lora, mismatches
 from ftbench.worker.model import loading, mxfp4, random_weights
 from ftbench.worker.model.parts import VISION_MODULES
 from ftbench.worker.model.vision import reads_images

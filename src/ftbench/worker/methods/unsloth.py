@@ -11,8 +11,7 @@ import torch
 
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
-from ftbench.worker.measure.effective_config import mismatches
-from ftbench.worker.methods import lora
+from ftbench.worker.methods import lora, mismatches
 from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.model.vision import reads_images
