@@ -53,7 +53,8 @@ def memory_on_machine(
 
 
 def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, history: RunHistory) -> DurationEstimate | None:
-    """Return the time on the GPU of a machine.json; None without a known GPU, for a mock, and if it is not known."""
+    """Return the time on the GPU of a machine.json; None without a known GPU, for a mock, and if the time is not
+    known."""
     with suppress(FtbenchError):
         if (known := limited_gpu(gpu)) is not None and spec.launch.mock == "off":
             return estimate_duration(spec, known, history)

@@ -159,7 +159,8 @@ def _alternative(
 
 
 def _targets(request: EstimateRequest) -> list[Target]:
-    """Return the requested GPUs, or this machine's GPU, with what the store's probes and the driver report."""
+    """Return the requested GPUs, or this machine's GPU, with the memory that the store's probes and the driver
+    report."""
     if request.gpu is not None:
         return [Target(gpu.name, probed(gpu, request.store)) for gpu in gpus_named(request.gpu)]
     described = machine.gpu()

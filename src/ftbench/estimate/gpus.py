@@ -60,7 +60,7 @@ def probed(gpu: Gpu, store: Path | None) -> Gpu:
 
 
 def machine_gpu(described: Mapping[str, Any], store: Path | None) -> Gpu | float:
-    """Return the GPU of a machine.json from the table and the store's probes, or its GiB."""
+    """Return the GPU of a machine.json from the table and the store's probes, or its GiB if it is not in the table."""
     gpu = limited_gpu(described)
     return probed(gpu, store) if gpu else float(described["memory_gb"])
 
@@ -120,7 +120,7 @@ def _same(word: str, own: str, or_memory: bool) -> bool:
 
 @cache
 def _names(gpu: Gpu) -> frozenset[str]:
-    """Return the words of a GPU's names, also joined with those that follow, and its memory."""
+    """Return the words of a GPU's names and memory. Words that follow each other are also returned as one word."""
     names = [_words(name) for name in (gpu.name, *gpu.match)]
     runs = ("".join(name[start:end]) for name in names for start in range(len(name))
             for end in range(start + 1, len(name) + 1))  # fmt: skip

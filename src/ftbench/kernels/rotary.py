@@ -72,7 +72,7 @@ def _rotate_back(
     c2: tensor, s1: tensor, s2: tensor, eps: tensor, NORM: constexpr, HALF: constexpr, BLOCK_HEADS: constexpr,
     BLOCK_HALF: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of a token's heads before they were normed and rotated."""
+    """Write the gradients with respect to a token's heads before norm and rotation."""
     head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     there = (head < count) & (half < HALF)
     d1, d2 = _halves(dout, head_stride, head, half, there, HALF)

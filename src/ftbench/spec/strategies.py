@@ -136,7 +136,7 @@ STRATEGIES = {
         incompatibilities=_ep,
     ),
     "cp": Strategy(
-        description="each GPU has a part of each sequence and passes keys and values on; weights as with fsdp (torch)",
+        description="each GPU has a part of each sequence and passes keys and values on; fsdp shards the weights (torch)",
         shards=("optimizer", "gradients", "weights", "sequence"),
         same_samples=True,
         incompatibilities=_cp,

@@ -186,10 +186,10 @@ def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any
 class _Limits:
     """Limits of one kind of error: half of the stated budget for medians, or plain bfloat16's own errors if larger.
 
-    A direction error sums over all elements, so medians of a few tensors are stable. A norm's error scatters around 0:
-    its median over a few tensors can be small by chance, so the root mean square over all tensors counts too. An error
-    d at right angles to the gradient makes it longer by d² / 2, so a norm may differ by this amount for the limit of
-    `direction`."""
+    A direction error sums over all elements, so medians of a few tensors are stable. A norm's error scatters around
+    0: its median over a few tensors can be small by chance, so the root mean square over all tensors counts too. An
+    error d at right angles to the gradient makes it longer by d² / 2. Norms may differ by this amount, where d is
+    the limit of `direction`."""
 
     budget: float | None
     rounding: Sequence[Mapping[str, float]]

@@ -210,7 +210,7 @@ def projector(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> flo
 def encoder_moment(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the largest temporary memory of the encoder.
 
-    LLaVA requests the outputs of all layers (modeling_llava_next.py, output_hidden_states), and one MLP is active.
+    LLaVA keeps the outputs of all layers (modeling_llava_next.py, output_hidden_states) while one MLP is computed.
     Qwen keeps the pixels in the weights' type, and rotates queries and keys in float32: eight tensors of that width."""
     h, c = vision.hidden, plan.compute
     if vision.tile:

@@ -59,8 +59,8 @@ def resident(case: MemoryCase) -> Parts:
 
 
 def _messages(case: MemoryCase) -> float:
-    """Return the buffers of a stage: hidden states of all micro-batches from the stage before, and their gradients from
-    the stage behind (torch, PipelineStage)."""
+    """Return the buffers of a stage: hidden states of all micro-batches from the previous stage, and their gradients
+    from the next stage (torch, PipelineStage)."""
     sharding, model = case.sharding, case.model
     if sharding.pipeline == 1:
         return 0.0

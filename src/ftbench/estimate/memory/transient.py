@@ -134,9 +134,9 @@ def fp8_casts(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 def peak(layer: Layer, plan: TrainingPlan, batch: BatchShape, backward: bool, again: bool = False) -> float:
     """Return the bytes that one layer needs at its largest moment, beyond its saved or (`again`) recomputed tensors.
 
-    The moment is one of three. In the MLP, a norm after it has saved nothing yet. In the backward pass of that norm
-    there are five float32 copies of its input, minus its output. In attention, the tensors that the MLP saves do not
-    exist yet, or they are freed already."""
+    There are three candidates for this moment. The first is in the MLP, before the norm after it saves tensors. The
+    second is in the backward pass of that norm: five float32 copies of its input exist, and its output is freed. The
+    third is in attention, where the tensors that the MLP saves do not exist."""
     if layer.experts:
         second = experts_again(layer, plan) if again else experts_peak(layer, plan, backward)
     else:

@@ -45,10 +45,11 @@ HOST_OPERATIONS_S = 1e5  # Python operations and kernel launches per second; the
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Highest rates of a GPU in FLOP/s and bytes/s; None without products in 8 bits.
+    """Highest rates of a GPU in FLOP/s and bytes/s. The rate of 8-bit products is None if the GPU does not support
+    them.
 
-    `link` goes to the host and `from_host` back. `network` connects GPUs of this kind, 0 if unknown. `source` names the
-    origin of `products`."""
+    `link` goes to the host and `from_host` back. `network` connects GPUs of this kind, 0 if unknown. `source` names
+    the origin of `products`."""
 
     products: float
     products_fp8: float | None
@@ -63,9 +64,9 @@ class Ceilings:
 class Step:
     """Seconds of one optimizer step.
 
-    `device` and `host` are the times of each by itself. `parts` by term add up to `seconds`. Each micro-batch counts
-    the terms of its slower side. If `host_bound`, the GPU waits for Python for most of the step, and if `by_images`,
-    Python spends this time on images."""
+    `device` and `host` are the times of the GPU and of Python. `parts` are the times by term; they add up to
+    `seconds`, because each micro-batch counts only the terms of its slower side. With `host_bound`, the GPU waits
+    for Python for most of the step. With `by_images`, Python spends this time on images."""
 
     seconds: float
     device: float

@@ -30,7 +30,7 @@ Figure = Callable[[str], float | None]
 def _watts(figure: Figure) -> float | None:
     """Return the mean power of training in watts: joules per 1,000 samples times samples per second.
 
-    The driver's power reading lags by a second or more. It is used without an energy counter.
+    The driver's power reading lags by a second or more, so it is used only if there is no energy counter.
     """
     joules, samples = figure(ENERGY), figure(SAMPLES)
     return joules / 1000 * samples if joules and samples else figure(WATTS)

@@ -190,10 +190,10 @@ class WallTimes:
     def at_most_s(self, job: Job) -> float | None:
         """Return an upper bound of the job's wall time in seconds; None before a run has finished.
 
-        The bound comes from the closest finished runs: repeats of the same cell, else the same settings at another
-        batch size, else the slowest run overall and the slowest at the nearest batch size. With a fixed number of steps
-        time grows at most in proportion to the samples of all steps. With a fixed number of epochs a smaller batch
-        needs proportionally more steps.
+        The bound comes from the closest finished runs. These are repeats of the same cell. If there are none, they are
+        runs with the same settings at another batch size, or else the slowest run overall and the slowest run at the
+        nearest batch size. With a fixed number of steps time grows at most in proportion to the samples of all steps.
+        With a fixed number of epochs a smaller batch needs proportionally more steps.
         """
         if repeats := self._cells.get(job.cell):
             return MARGIN * max(repeats)

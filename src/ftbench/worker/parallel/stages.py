@@ -35,7 +35,7 @@ Batch = dict[str, Any]
 class Layers(nn.Module):
     """The layers of one stage, with the embedding before the first and the head and the loss after the last.
 
-    Its input and output are hidden states. The last stage returns its loss, of one element."""
+    Its input and output are hidden states. The last stage returns its loss as one element."""
 
     def __init__(self, model: Any, layers: range, stages: tuple[int, int], autocast: torch.dtype | None) -> None:
         super().__init__()
