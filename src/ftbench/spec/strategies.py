@@ -136,7 +136,7 @@ STRATEGIES = {
         incompatibilities=_ep,
     ),
     "cp": Strategy(
-        description="each GPU has a part of each sequence and passes keys and values on; fsdp shards the weights (torch)",
+        description="each GPU has a part of each sequence and passes keys and values on; FSDP2 shards the weights",
         shards=("optimizer", "gradients", "weights", "sequence"),
         same_samples=True,
         incompatibilities=_cp,

@@ -166,9 +166,10 @@ def _ends(vision: VisionShape, plan: TrainingPlan) -> float:
 def _layer(vision: VisionShape, plan: TrainingPlan) -> float:
     """Return the bytes that a layer saves per patch.
 
-    Two norms: the float32 input, which in CLIP is the stream itself. Attention: queries, keys, values, output, and a
-    float32 number per head; Qwen's rotation also keeps the fused product of queries and keys. MLP: `activations`
-    tensors, including the input of its last matrix. The inputs of the other matrices count separately."""
+    The two norms save their float32 input, which in CLIP is the residual stream. Attention saves queries, keys,
+    values, output, and a float32 number per head. Qwen's rotation also keeps the fused product of queries and keys.
+    The MLP saves `activations` tensors, including the input of its last matrix. `_inputs` counts the inputs of the
+    other matrices."""
     h, c = vision.hidden, plan.compute
     norms = 2 * (FLOAT * h + 2 * FLOAT)
     attention = c * (4 if vision.tile else 6) * h + FLOAT * vision.heads

@@ -131,7 +131,7 @@ def _template(tokenizer: Any, messages: Sequence[dict[str, str]], answer: bool) 
 
 
 def _expand_images(ids: list[int], labels: list[int], images: SampleImages) -> tuple[list[int], list[int]]:
-    """Repeat each image token as often as its image has tokens, without loss."""
+    """Repeat each image token as often as its image has tokens. Image tokens have no label."""
     places = np.flatnonzero(np.array(ids) == images.token)
     if len(places) != len(images.counts):
         raise BadRow(

@@ -33,7 +33,7 @@ Batch = dict[str, Any]
 
 
 class Layers(nn.Module):
-    """The layers of one stage, with the embedding before the first and the head and the loss after the last.
+    """The layers of one stage. The first stage also has the embedding, and the last stage the head and the loss.
 
     Its input and output are hidden states. The last stage returns its loss as one element."""
 
