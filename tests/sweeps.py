@@ -17,7 +17,6 @@ import psutil
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.store.steps import read_steps
-from ftbench.sweep.journal import JOURNAL
 from waiting import eventually, processes_about, without_supervisors
 from warm import Warm
 
@@ -41,25 +40,8 @@ def write_sweep(folder: Path, axes: dict[str, Any] | None = None, **parts: Any) 
     return path
 
 
-def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a journal without unreadable lines."""
-    try:
-        lines = path.read_text("utf-8", errors="replace").split("\n")
-    except OSError:
-        return []
-    events = []
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(event, dict) and "event" in event:
-            events.append(event)
-    return events
-
-
 class Folder:
-    """The runs, journal and tables of the experiment in `out`."""
+    """The runs and tables of the experiment in `out`."""
 
     def __init__(self, out: Path, experiment: str = "night-mock") -> None:
         self.out, self.path = out, out / experiment
@@ -78,13 +60,11 @@ class Folder:
     def superseded(self) -> list[RunDir]:
         return [RunDir(path) for path in sorted(self.path.glob(".superseded/*"))]
 
-    def events(self, *names: str) -> list[dict[str, Any]]:
-        found = read_journal(self.path / JOURNAL)
-        return [event for event in found if not names or event["event"] in names]
-
     def started(self) -> list[str]:
-        """Return the started runs in order."""
-        return [event["run"] for event in self.events("start")]
+        """Return the started runs in order, earlier ones of the same name too."""
+        made = {RunDir(path): path.name for path in (run.path for run in self.runs())}
+        made |= {run: run.run_id.rpartition(".")[0] for run in self.superseded()}
+        return [made[run] for run in sorted(made, key=lambda run: run.spec_yaml.stat().st_mtime_ns)]
 
     def table(self) -> str:
         return (self.path / "summary.md").read_text()

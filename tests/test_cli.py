@@ -16,7 +16,6 @@ import pytest
 import typer
 
 from commands import TINY, write_spec
-from ftbench import __version__
 from ftbench.cli import app
 from ftbench.core import rows
 from ftbench.errors import DataError, MissingError
@@ -401,10 +400,11 @@ def test_gate_refuses_options_without_effect(ftbench, study, option):
 def test_progress_lines_without_a_terminal(tmp_path, ftbench):
     path = write_spec(tmp_path, launch={"mock": "slow"}, train={"max_steps": 3})
     code, _, err = ftbench("run", path, "--out", tmp_path / "out", "--log-every", "1s")
-    lines = [line for line in err.splitlines() if line.startswith("  step ")]
+    lines = [line for line in err.splitlines() if "  step " in line]
     assert code == 0
     assert lines
-    assert all(re.fullmatch(r"  step \d of 3 · .* tokens/s · loss .* GiB · .* so far", line) for line in lines)
+    told = re.compile(r"\d\d:\d\d:\d\d  step \d of 3 · .* tokens/s · loss .* GiB · .* so far")
+    assert all(map(told.fullmatch, lines))
     assert "step" not in ftbench("run", path, "--set", "train.max_steps=1", "--out", tmp_path, "--log-every", "off")[2]
 
 
@@ -418,17 +418,6 @@ def test_run_notes_that_it_ignores_the_sweep_section(tmp_path, ftbench):
     code, _, err = ftbench("run", path, "--out", tmp_path / "out")
     assert code == 0
     assert f"`ftbench sweep {path}` runs every cell" in err
-
-
-def test_version_as_json(ftbench):
-    code, out, _ = ftbench("--version", "--json")
-    document = json.loads(out)
-    assert code == 0
-    assert document["ftbench"] == __version__
-    assert set(document) == {"ftbench", "commit", "python", "schema"}
-    code, _, err = ftbench("--json")
-    assert code == 2
-    assert "--json: put it after a command" in err
 
 
 @pytest.mark.parametrize("command", typer.main.get_command(app).commands)

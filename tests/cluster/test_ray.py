@@ -56,7 +56,7 @@ def test_results_of_a_cluster_equal_local_ones(cluster, tmp_path):
     assert here.stdout == done.stdout
     again = sweep(spec, tmp_path / "out", "--on", cluster.on, env=cluster.environment)
     assert again.code == 0
-    assert len(folder.events("start")) == 4
+    assert len(folder.started()) == 4
 
 
 def test_ctrl_c_ends_the_jobs_and_the_sweep_resumes(held, tmp_path):

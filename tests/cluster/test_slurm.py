@@ -17,7 +17,7 @@ from ftbench.launch import runner
 from ftbench.spec.load import load
 from ftbench.store import rundir
 from ftbench.store.steps import read_steps
-from ftbench.sweep.output.live import status
+from ftbench.sweep.output.status import status
 from slurms import Cluster
 from sweeps import ENVIRONMENT, Folder, Night, sweep, write_sweep
 from waiting import eventually
@@ -65,7 +65,7 @@ def written(folder: Path, settings: str = "partition: debug\n", cluster: Cluster
 
 @pytest.mark.parametrize(("settings", "message"), [
     ("partitoin: debug", ":1: partitoin: no such key; did you mean partition?"),
-    ("tasks: 0", ":1: tasks: 0: must be greater than or equal to 1"),
+    ("tasks: 0", ":1: tasks: 0 must be greater than or equal to 1"),
     ("partition: {", "slurm.yaml"),
 ], ids=str)  # fmt: skip
 def test_invalid_settings_are_reported_with_line_and_key(ftbench, tmp_path, settings, message):
@@ -116,8 +116,6 @@ def test_sweep_on_slurm_gives_the_same_results(ftbench, tmp_path, monkeypatch):
 
 class Control:
     deadline = None
-
-    def notify(self, text: str) -> None: ...
 
     def show(self, text: str) -> None: ...
 
@@ -225,7 +223,8 @@ def test_killed_sweep_continues_with_its_jobs(held, tmp_path):
         night.process.communicate()
         assert {process.pid for process in held.runs()} == running
         with Night(spec, tmp_path / "out", "--on", "slurm", env=held.environment) as again:
-            again.until(lambda: len(night.events("begin")) == 2)
+            begun = (night.path / ".lock").stat().st_mtime_ns
+            again.until(lambda: (night.path / ".lock").stat().st_mtime_ns > begun)
             assert {process.pid for process in held.runs()} == running
             held.release()
             assert again.finish().code == 0, again.stderr

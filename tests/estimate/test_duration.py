@@ -468,8 +468,8 @@ def test_a_run_starts_with_its_prediction(store):
 
 
 def test_a_plan_marks_estimates():
-    measured = dry_run.Planned("batch 1", "pending", None, 60.0, 70.0, "fits")
-    estimated = dry_run.Planned("batch 2", "pending", None, None, 70.0, "fits", 90.0, "data sheet")
+    measured = dry_run.Planned("batch 1", "pending", None, 60.0, None, 70.0, "fits")
+    estimated = dry_run.Planned("batch 2", "pending", None, 90.0, "data sheet", 70.0, "fits")
     assert dry_run.as_text([measured, estimated]).splitlines() == [
         "pending    batch 1: at most 60.0 s, 70.0 GiB",
         "pending    batch 2: about 90.0 s (data sheet), 70.0 GiB",

@@ -145,7 +145,7 @@ def test_with_yes_it_runs(ftbench: Any, spec: Path, tmp_path: Path, monkeypatch:
 
 def test_a_dry_run_ends_with_runs_time_and_energy(spec: Path, tmp_path: Path) -> None:
     lines = [Planned("a", "pending", None, seconds=3600.0, joules=1.8e6), Planned("b", "ok", None, seconds=99.0),
-             Planned("c", "pending", None, estimated_s=1800.0, joules=0.9e6),
+             Planned("c", "pending", None, seconds=1800.0, joules=0.9e6),
              Planned("d", "pending", None)]  # fmt: skip
     asked = command.SweepRequest(spec, ["launch.mock=ok"], tmp_path)
     ready = dataclasses.replace(command.prepare(asked), device=H200)

@@ -1,7 +1,6 @@
 """gradients.npz of a run is input like any other: broken files and other tensors become sentences, not tracebacks."""
 
 import json
-import os
 
 import pytest
 
@@ -59,8 +58,6 @@ def without(array, *places, value=0.0):
         ({"initial": np.array([1.1, 0.0, 0.5])}, "layers.1.mlp.up_proj.lora_B initialised differently"),
         ({"losses": None}, "the run recorded no gradients"),
         ({"names": np.array([{}, {}, {}], dtype=object)}, "the run recorded no gradients"),
-        ({"steps": np.ones((2, 2, 5))}, "the run recorded no gradients"),
-        ({"settings": np.array("{")}, "the run recorded no gradients"),
     ],
 )  # fmt: skip
 def test_differences_become_sentences(tmp_path, changes, said):
@@ -82,18 +79,14 @@ def test_direction_and_norm_are_those_of_the_tensors(tmp_path):
     assert errors["steps"] == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "text", "fifo", "folder", "missing", "huge"])
-def test_unreadable_files_are_reported(tmp_path, monkeypatch, damage):
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "folder", "missing"])
+def test_unreadable_files_are_reported(tmp_path, damage):
     good, other = kept(tmp_path / "good"), kept(tmp_path / "other")
     content = other.gradients.read_bytes()
-    if damage == "huge":
-        monkeypatch.setattr(parity_records, "_MOST_BYTES", 600)
     other.gradients.unlink()
-    if damage == "fifo":
-        os.mkfifo(other.gradients)
-    elif damage == "folder":
+    if damage == "folder":
         other.gradients.mkdir()
     elif damage != "missing":
-        damaged = {"cut": content[:-40], "empty": b"", "text": b"x" * 1000, "huge": content}[damage]
+        damaged = {"cut": content[:-40], "empty": b"", "text": b"x" * 1000}[damage]
         other.gradients.write_bytes(damaged)
     assert agreement(good, other)["problems"] == ["the run recorded no gradients"]

@@ -397,7 +397,7 @@ def test_trial_without_time_is_not_started(search):
 def test_data_set_limits_the_batch(search):
     plan = search(dataset={"name": "sample"})
     assert names(drain(plan, samples=20)) == "lora1 lora2 lora4 lora8 lora16 lora20"
-    assert edges(plan) == {"lora": (20, None, "not reached: the data set has 20 samples")}
+    assert edges(plan) == {"lora": (20, None, "not reached up to batch 20")}
     again = search(dataset={"name": "sample"})
     assert drain(again) == []
     assert edges(again) == edges(plan)
@@ -414,7 +414,7 @@ def test_search_ends_at_the_largest_batch_size(search):
     plan = search(dataset={"name": "synthetic", "samples": 3, "length": 64})
     started = drain(plan)
     assert started[-1].spec.train.batch_size == 4096
-    assert edges(plan) == {"lora": (4096, None, "not reached: 4,096 is the largest batch tried")}
+    assert edges(plan) == {"lora": (4096, None, "not reached up to batch 4,096")}
 
 
 def test_effective_batch_uses_its_divisors(search):
@@ -424,7 +424,7 @@ def test_effective_batch_uses_its_divisors(search):
     assert edges(plan) == {"lora": (6, 8, "")}
     whole = search(effective=24, train={"learning_rate": 0.5})
     assert names(drain(whole)) == "lora1 lora2 lora4 lora8 lora24"
-    assert edges(whole) == {"lora": (24, None, "not reached: 24 is the largest batch tried")}
+    assert edges(whole) == {"lora": (24, None, "not reached up to batch 24")}
 
 
 def test_steps_contain_complete_groups(search):

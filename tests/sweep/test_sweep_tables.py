@@ -59,11 +59,11 @@ def test_uncontended_run_is_not_marked(table):
 
 # --- sweep.json ------------------------------------------------------------------------------------------------------
 
-BOARD = {"at": "now", "left_s": None, "running": [], "jobs": [{"run": "a-r1", "what": "a", "state": "ok"}]}
+BOARD = {"at": "now", "ends_at": None, "running": [], "jobs": [{"run": "a-r1", "what": "a", "state": "ok"}]}
 
 
 @pytest.mark.parametrize(
-    "change", [{"jobs": [1]}, {"jobs": [{}]}, {"running": [{}]}, {"at": {}}, {"left_s": "soon"}], ids=repr
+    "change", [{"jobs": [1]}, {"jobs": [{}]}, {"running": [{}]}, {"at": {}}, {"ends_at": "soon"}], ids=repr
 )
 def test_invalid_sweep_json_is_reported(ftbench, tmp_path, change):
     (tmp_path / "sweep.json").write_text(json.dumps(BOARD | change))
@@ -74,7 +74,7 @@ def test_invalid_sweep_json_is_reported(ftbench, tmp_path, change):
 
 
 def test_unknown_running_job_is_ignored(ftbench, tmp_path, monkeypatch):
-    monkeypatch.setattr("ftbench.sweep.output.live.is_held", lambda folder: True)
+    monkeypatch.setattr("ftbench.sweep.output.status.is_held", lambda folder: True)
     (tmp_path / "sweep.json").write_text(json.dumps(BOARD | {"running": ["../../elsewhere"]}))
     code, out, _ = ftbench("sweep", "--status", tmp_path, "--json")
     assert (code, json.loads(out)["running"]) == (0, {})
@@ -82,11 +82,11 @@ def test_unknown_running_job_is_ignored(ftbench, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("seconds_ago", "left"), [(0, "about 10 min 00 s"), (540, "about 60 s"), (900, None)])
 def test_status_subtracts_the_time_since_sweep_json_was_written(ftbench, tmp_path, monkeypatch, seconds_ago, left):
-    monkeypatch.setattr("ftbench.sweep.output.live.is_held", lambda folder: True)
-    monkeypatch.setattr("ftbench.sweep.output.live.time.time", lambda: 1_800_000_000.0 + seconds_ago)
+    monkeypatch.setattr("ftbench.sweep.output.status.is_held", lambda folder: True)
+    monkeypatch.setattr("ftbench.sweep.output.status.time.time", lambda: 1_800_000_000.0 + seconds_ago)
     jobs = [{"run": "a-r1", "what": "a", "state": "running"}]
     (tmp_path / "sweep.json").write_text(
-        json.dumps(BOARD | {"at": "2027-01-15T08:00:00Z", "left_s": 600.0, "jobs": jobs})
+        json.dumps(BOARD | {"at": "2027-01-15T08:00:00Z", "ends_at": 1_800_000_600.0, "jobs": jobs})
     )
     first = ftbench("sweep", "--status", tmp_path)[1].splitlines()[0]
     assert first.endswith(left) if left else "about" not in first

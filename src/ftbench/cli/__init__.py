@@ -8,8 +8,6 @@ import gc
 import importlib
 import io
 import os
-import platform
-import signal
 import sys
 from typing import Annotated
 
@@ -18,7 +16,7 @@ import typer
 from ftbench import __version__
 from ftbench.cli.shared import app, current_options, emit, log
 from ftbench.core.units import some
-from ftbench.errors import INTERRUPTED, FtbenchError, MissingError, SpecError
+from ftbench.errors import INTERRUPTED, FtbenchError, MissingError
 
 MODULES = ("train", "plans", "report", "estimate", "machine")  # in the order of --help
 _MAX_ERROR_LINES = 20
@@ -28,22 +26,10 @@ for _name in MODULES:
 
 
 @app.callback(invoke_without_command=True)
-def _version(
-    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="with --version: print one JSON document")] = False,
-) -> None:
-    if as_json and not version:
-        raise SpecError("--json: put it after a command, or use it with --version")
-    if not version:
-        return
-    if as_json:
-        from ftbench.core.rows import SCHEMA
-        from ftbench.store.machine import commit
-
-        emit({"ftbench": __version__, "commit": commit(), "python": platform.python_version(), "schema": SCHEMA})
-    else:
+def _version(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    if version:
         emit(f"ftbench {__version__}")
-    raise typer.Exit
+        raise typer.Exit
 
 
 def main() -> None:
@@ -53,10 +39,6 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 cannot show every character
     try:
         app(args=current_options(sys.argv[1:]))
-    except SystemExit as end:
-        if end.code == INTERRUPTED:  # another Ctrl-C while the interpreter shuts down prints no traceback
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-        raise
     except FtbenchError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:

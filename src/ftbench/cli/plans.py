@@ -30,7 +30,6 @@ from ftbench.cli.shared import (
 from ftbench.errors import SpecError
 
 if TYPE_CHECKING:
-    from ftbench.sweep.output.table import Tables
     from ftbench.sweep.sweep import Ready
 
 EffectiveBatch = Annotated[
@@ -74,15 +73,14 @@ def sweep(
         spec, sets=[*(sets or []), *([f"measure.repeats={repeats}"] if repeats is not None else [])], out=out,
         axes=_axes({"method": method, "train.batch_size": batch_size}, axis or []), time_budget=time_budget,
         retry_failed=retry_failed, force=force, until_oom=until_oom,
-        effective_batch=effective_batch, gpus=_gpus(gpus), on=on,
+        effective_batch=effective_batch, gpus=_names(gpus), on=on,
     )  # fmt: skip
     ready = command.prepare(request, lambda text: log(f"ftbench: note: {text}"))
-    code, _ = _run_plan(ready, dry_run, log_every, as_json)
-    raise typer.Exit(code)
+    _run_plan(ready, dry_run, log_every, as_json)
 
 
 def _show_status(folder: Path | None, spec: Path | None, as_json: bool) -> None:
-    from ftbench.sweep.output import live as view
+    from ftbench.sweep.output import status as view
 
     if folder is None:
         raise SpecError("sweep: name a spec file, or use --status DIR to show a running sweep")
@@ -105,16 +103,8 @@ def _names(text: str | None) -> list[str]:
     return [name.strip() for name in text.split(",")] if text is not None else []
 
 
-def _gpus(text: str | None) -> list[str]:
-    gpus = [gpu for gpu in _names(text) if gpu]
-    if text is not None and not gpus:
-        raise SpecError(f"--gpu-ids {text}: name GPUs by number, for example --gpu-ids 0,1")
-    return gpus
-
-
-def _run_plan(ready: Ready, dry_run: bool, log_every: str, as_json: bool) -> tuple[int, Tables]:
-    """Run a plan and print its tables. Return the exit code and the tables. With `dry_run`, list the runs and exit."""
-    from ftbench.core.units import parse_seconds
+def _run_plan(ready: Ready, dry_run: bool, log_every: float, as_json: bool) -> None:
+    """Run a plan, print its tables and exit. With `dry_run`, list the runs."""
     from ftbench.sweep import dry_run as planned
     from ftbench.sweep import sweep as command
 
@@ -126,13 +116,13 @@ def _run_plan(ready: Ready, dry_run: bool, log_every: str, as_json: bool) -> tup
         raise typer.Exit
     if total := planned.known_total(ready):
         log(total)
-    code, tables = command.run(ready, parse_seconds(log_every))
+    code, tables = command.run(ready, log_every)
     emit(tables.document() if as_json else tables.terminal(), end="\n" * as_json)
-    return code, tables
+    raise typer.Exit(code)
 
 
 def _plan(
-    sets: list[str] | None, out: Path, time_budget: str | None, retry_failed: bool, force: bool
+    sets: list[str] | None, out: Path, time_budget: float | None, retry_failed: bool, force: bool
 ) -> dict[str, Any]:
     """Return the options that the requests of `ablate` and `parity` share."""
     return {"sets": sets or [], "out": out, "time_budget": time_budget, "retry_failed": retry_failed, "force": force}
@@ -161,8 +151,7 @@ def ablate(
         spec, steps=steps, repeats=repeats, only=_names(only),
         **_plan(sets, out, time_budget, retry_failed, force),
     )  # fmt: skip
-    code, _ = _run_plan(command.prepare(request), dry_run, log_every, as_json)
-    raise typer.Exit(code)
+    _run_plan(command.prepare(request), dry_run, log_every, as_json)
 
 
 @app.command()
@@ -173,7 +162,6 @@ def parity(
     steps: Annotated[int | None, typer.Option(min=6, help="optimizer steps per run: train.max_steps")] = None,
     sets: Sets = None,
     dry_run: DryRun = False,
-    reference: Annotated[str, of(ADVANCED, "recipe to compare with, computed in float32")] = "plain",
     controls: Annotated[str, of(ADVANCED, "damaged runs that must fail: few (one per level), or all")] = "few",
     time_budget: TimeBudget = None,
     out: Out = Path("results"),
@@ -187,8 +175,7 @@ def parity(
     from ftbench.sweep import parity as command
 
     request = command.ParityRequest(
-        spec=spec, reference=reference, recipes=_names(recipe), seeds=seeds, steps=steps, controls=controls,
+        spec=spec, recipes=_names(recipe), seeds=seeds, steps=steps, controls=controls,
         **_plan(sets, out, time_budget, retry_failed, force),
     )  # fmt: skip
-    code, _ = _run_plan(command.prepare(request), dry_run, log_every, as_json)
-    raise typer.Exit(code)
+    _run_plan(command.prepare(request), dry_run, log_every, as_json)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,14 +15,10 @@ from ftbench.core.table import printable
 from ftbench.core.units import some
 from ftbench.errors import BROKEN_PIPE, MissingError, SpecError
 
-if TYPE_CHECKING:
-    from ftbench.launch.progress import Progress
-
 _MAX_LINE = 2000  # characters of a line on stderr; a longer one repeats a long input
 # Former names of options, by command. They still work, with a notice on stderr.
 RENAMED_OPTIONS = {
     "recommend": {"--objective": "--goal"},
-    "parity": {"--against": "--reference"},
     "sweep": {"--gpus": "--gpu-ids"},
     "report": {"--repeats": "--rows"},
 }
@@ -60,12 +54,20 @@ def gpu_count(text: str) -> int:
     return int(text)
 
 
-def _check_interval(text: str) -> str:
+def _budget(text: str) -> float:
+    from ftbench.core.units import parse_seconds
+
+    if (seconds := parse_seconds(text)) is None:
+        raise SpecError(f"--time-budget {text}: write it as 8h, 90m or 1h30m")
+    return seconds
+
+
+def _interval(text: str) -> float:
     from ftbench.core.units import parse_seconds
 
     if text != "off" and parse_seconds(text) is None:
         raise SpecError(f"--log-every {text}: write it as 60s, 5m or 1h, or off")
-    return text
+    return parse_seconds(text) or 0.0
 
 
 Spec = Annotated[
@@ -89,14 +91,13 @@ Wide = Annotated[
     of(OUTPUT, "print all columns, whatever the terminal's width", "--wide", callback=_set_width, is_eager=True),
 ]  # fmt: skip
 LogEvery = Annotated[
-    str,
-    of(OUTPUT, "interval of progress lines without a terminal, or off", metavar="60s", callback=_check_interval),
+    Any, of(OUTPUT, "interval of progress lines without a terminal, or off", metavar="60s", parser=_interval)
 ]  # fmt: skip
 Yes = Annotated[bool, of(OUTPUT, "start without asking, even if the run is likely to fail", "--yes")]
 Json = Annotated[bool, of(OUTPUT, "print one JSON document", "--json")]
 # Of every command that runs a plan.
 TimeBudget = Annotated[
-    str | None, of(ADVANCED, "start no run that would end later than this", "--time-budget", metavar="8h")
+    Any, of(ADVANCED, "start no run that would end later than this", "--time-budget", metavar="8h", parser=_budget)
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="list the runs, their commands and durations; run nothing")]
 RetryFailed = Annotated[bool, of(ADVANCED, "repeat runs that failed or timed out", "--retry-failed")]
@@ -119,8 +120,10 @@ def current_options(arguments: list[str]) -> list[str]:
 
 
 def check_output(output: Path | None, force: bool) -> None:
-    """Ask before the file of `-o` is overwritten. Raise SpecError without a terminal or a yes."""
-    if output is None or force or not output.is_file():
+    """Ask before the file of `-o` is overwritten. Raise SpecError without a yes, MissingError for a missing folder."""
+    from ftbench.store.output import output_file
+
+    if output is None or not output_file(output).is_file() or force:
         return
     can_ask = sys.stdin.isatty() and sys.stderr.isatty()
     if not (can_ask and typer.confirm(f"{output} exists. Overwrite it?", err=True)):
@@ -161,29 +164,3 @@ def log(text: str) -> None:
         line = f"{line[: _MAX_LINE // 2]}… ({some(more, 'character')} more) …{line[-_MAX_LINE // 2 :]}"
     with processes.optional_stderr():
         print(line, file=sys.stderr, flush=True)
-
-
-class ProgressLine:
-    """Shows the progress of a run: one line on a terminal, otherwise a new line every `log_every_s` seconds."""
-
-    def __init__(self, log_every_s: float | None = None) -> None:
-        self._live, self._log_every_s = sys.stderr.isatty(), log_every_s
-        self._started = self._logged = time.monotonic()
-
-    def show(self, progress: Progress) -> None:
-        from ftbench.core.units import seconds
-
-        now = time.monotonic()
-        text = f"  {progress.text()} · {seconds(now - self._started)} so far"
-        if self._live:
-            visible = printable(text)[: shutil.get_terminal_size().columns - 1]
-            with processes.optional_stderr():
-                print(f"\r\033[K{visible}", end="", file=sys.stderr, flush=True)
-        elif self._log_every_s and now - self._logged >= self._log_every_s:
-            self._logged = now
-            log(text)
-
-    def clear(self) -> None:
-        if self._live:
-            with processes.optional_stderr():
-                print("\r\033[K", end="", file=sys.stderr, flush=True)

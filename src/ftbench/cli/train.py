@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,6 @@ from ftbench.cli.shared import (
     Length,
     LogEvery,
     Out,
-    ProgressLine,
     Recipe,
     Sets,
     Spec,
@@ -28,6 +28,7 @@ from ftbench.spec.model_argument import spec_sets
 from ftbench.store.rundir import first_gpu
 
 if TYPE_CHECKING:
+    from ftbench.launch.progress import Progress
     from ftbench.launch.runner import FinishedRun
     from ftbench.spec.experiment import Experiment
 
@@ -71,10 +72,11 @@ def profile(
     raise typer.Exit(result.exit_code)
 
 
-def _train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) -> FinishedRun:
+def _train(spec: Path, sets: list[str], out: Path, log_every: float, yes: bool) -> FinishedRun:
     """Train a spec once and show the progress on stderr. Ask before starting a run that is likely to fail."""
-    from ftbench.core.units import parse_seconds
+    from ftbench.core.units import seconds
     from ftbench.launch import checks, ranks, runner
+    from ftbench.launch.live import LiveView
     from ftbench.spec.load import has_axes, load
     from ftbench.spec.optimizations import compute
 
@@ -92,10 +94,12 @@ def _train(spec: Path, sets: list[str], out: Path, log_every: str, yes: bool) ->
             ranks.node_number(resolved)  # raises before the message below
             log("waiting up to 10 minutes for the other machines of the run")
 
-    line = ProgressLine(parse_seconds(log_every))
-    result = runner.run(spec, sets, out, lambda run: log(f"run {run.path}"), line.show, on_checked)
-    line.clear()
-    return result
+    with LiveView(log_every) as view:
+
+        def show(progress: Progress) -> None:
+            view.show([f"{progress.text()} · {seconds(time.monotonic() - progress.begun)} so far"])
+
+        return runner.run(spec, sets, out, lambda run: log(f"run {run.path}"), show, on_checked)
 
 
 def _predict(spec: Experiment, described: dict[str, Any], out: Path, yes: bool) -> None:
@@ -105,18 +109,11 @@ def _predict(spec: Experiment, described: dict[str, Any], out: Path, yes: bool) 
     except ImportError:
         log("ftbench: note: no prediction: the package ftbench.estimate is not installed")
         return
-    if (problem := api.problem(spec, described, out)) is not None:
-        _confirm(problem, yes)
-    elif (expected := api.expectation(spec, first_gpu(described) or None, out)) is not None:
-        log(expected)
-
-
-def _confirm(doubt: str, yes: bool) -> None:
-    """Print why a run may fail and ask for confirmation. Raise MissingError if the user does not confirm."""
-    log(f"ftbench: {doubt}")
-    if yes:
+    if (problem := api.problem(spec, described, out)) is None:
+        if (expected := api.expectation(spec, first_gpu(described) or None, out)) is not None:
+            log(expected)
         return
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    log(f"ftbench: {problem}")
+    can_ask = sys.stdin.isatty() and sys.stderr.isatty()
+    if not yes and not (can_ask and typer.confirm("Run it anyway?", err=True)):
         raise MissingError("nothing was started; use --yes to start it anyway")
-    if not typer.confirm("Run it anyway?", err=True):
-        raise MissingError("nothing was started")

@@ -107,13 +107,11 @@ class RaySlot:
                 ray.cancel(ref, force=True)
                 return remote.record(created, "interrupted", "interrupted, or the sweep's time budget ran out")
         try:
-            files, notes = ray.get(ref)
+            files = ray.get(ref)
         except ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, FtbenchError) else error) from None
         except ray.exceptions.RayError as error:
             return remote.record(created, "error", f"Ray lost the task {RETRIES + 1} times: {_reason(error)}")
-        for note in notes:
-            control.notify(f"{self.name}: {note}")
         with rundir.writing(created.path):
             for name, content in files.items():
                 path = created.path / name
@@ -126,12 +124,12 @@ class RaySlot:
 def train(
     name: str, values: dict[str, Any], source: bytes, sets: list[str], gpu: str | None, shared: bool,
     threads: str | None,
-) -> tuple[dict[str, bytes], list[str]]:  # fmt: skip
-    """Train on this node. Return the run's files, state.json last (so it exists only in complete runs), and notes."""
+) -> dict[str, bytes]:  # fmt: skip
+    """Train on this node. Return the run's files, state.json last, so that it exists only in complete runs."""
     os.environ.pop(_THREADS, None)  # Ray sets it to 1; `threads` is the user's setting
     os.environ |= {} if threads is None else {_THREADS: threads}
-    order, notes = Order(Experiment.model_validate(values), source, sets), list[str]()
+    order = Order(Experiment.model_validate(values), source, sets)
     with tempfile.TemporaryDirectory(prefix="ftbench-") as folder:
-        result = remote.train(lambda: rundir.create_at(Path(folder) / name), order, gpu, shared, notes.append)
+        result = remote.train(Path(folder) / name, order, gpu, shared)
         paths = sorted(result.run.path.rglob("*"), key=lambda path: path == result.run.state)
-        return {str(path.relative_to(result.run.path)): path.read_bytes() for path in paths if path.is_file()}, notes
+        return {str(path.relative_to(result.run.path)): path.read_bytes() for path in paths if path.is_file()}

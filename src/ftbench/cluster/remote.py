@@ -1,7 +1,7 @@
 """Functions that Slurm and Ray share: describe a node, train on it, and record a run without a result."""
 
-from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ftbench.errors import FtbenchError, MissingError
@@ -18,10 +18,8 @@ def describe(values: dict[str, Any]) -> dict[str, Any]:
     return runner.describe(Experiment.model_validate(values))
 
 
-def train(
-    create_run: Callable[[], RunDir], order: Order, gpu: str | None, shared: bool, notify: Callable[[str], None]
-) -> FinishedRun:
-    """Train on this node in the directory that `create_run` makes. SIGTERM ends the run.
+def train(path: Path, order: Order, gpu: str | None, shared: bool) -> FinishedRun:
+    """Train on this node in the new directory `path`. SIGTERM ends the run.
 
     Raise MissingError if the node has another GPU than `gpu`: the runs of a sweep must be comparable.
     """
@@ -31,8 +29,8 @@ def train(
             "gres, or options: [--constraint=…])"
         )
     with process.signals() as stop_pipe:
-        control = RunControl(stop_pipe, None, notify, lambda text: None)
-        return LocalSlot("GPU", shared=shared).train(create_run, order, control)
+        control = RunControl(stop_pipe, None, lambda text: None)
+        return LocalSlot("GPU", shared=shared).train(rundir.create_at(path), order, control)
 
 
 def record(run: RunDir, state: str, reason: str, **more: Any) -> FinishedRun:

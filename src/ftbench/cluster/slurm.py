@@ -26,6 +26,7 @@ from ftbench.cluster import SETTINGS, SlurmSettings, load_settings, remote
 from ftbench.core.processes import run_program
 from ftbench.errors import FtbenchError, MissingError, SpecError
 from ftbench.launch import runner
+from ftbench.launch.process import last_line
 from ftbench.launch.process_tree import die_with_parent
 from ftbench.launch.progress import Progress
 from ftbench.launch.runner import FinishedRun, Order
@@ -33,7 +34,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 from ftbench.sweep.gpu_slots import RunControl
-from ftbench.sweep.output.live import UNFINISHED, unfinished
+from ftbench.sweep.output.status import UNFINISHED, unfinished
 from ftbench.sweep.plan.base import Job, read_standing
 
 ORDER, OUTCOME, SCRIPT, LOG, ERRORS = "order.json", "outcome.json", "job.sh", "log.txt", "sbatch.txt"
@@ -78,7 +79,7 @@ def _describe_node(
     if "described" in outcome:
         rundir.write_json(file, {"key": key, "described": outcome["described"]})
         return dict(outcome["described"])
-    if reason := outcome.get("error") or _last_line(job / LOG):
+    if reason := outcome.get("error") or last_line(job / LOG):
         raise MissingError(f"--on slurm: a node cannot run ftbench: {reason}")
     raise MissingError(
         f"--on slurm: the job that describes a node wrote nothing to {folder}: --out must be on a disk that this "
@@ -128,7 +129,7 @@ def _require_accepted(folder: Path, sbatch: subprocess.Popen[str]) -> str:
     assert sbatch.stdout is not None
     if number := sbatch.stdout.read().strip().partition(";")[0]:
         return number
-    reason = _last_line(folder / ERRORS).removeprefix("sbatch: error: ")
+    reason = last_line(folder / ERRORS).removeprefix("sbatch: error: ")
     if any(text in reason for text in _AWAY):
         raise _AwayError(f"--on slurm: {reason}")
     raise SpecError(f"--on slurm: sbatch refuses the job: {reason}")
@@ -140,15 +141,6 @@ def _eventually(read: Callable[[], Any]) -> Any:
     while not (value := read()) and time.monotonic() < end:
         time.sleep(_POLL_S)
     return value
-
-
-def _last_line(path: Path) -> str:
-    """Return the last line of a log, or an empty text."""
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
 
 
 class _AwayError(MissingError):
@@ -228,7 +220,7 @@ def _without_result(run: RunDir, folder: Path, number: str) -> FinishedRun:
     if state == "OUT_OF_MEMORY":
         reason = f"{name}: out of host memory; raise --mem in the options of {SETTINGS}"
         return remote.record(run, "oom", reason, oom={"kind": "kernel"})
-    line = _last_line(folder / LOG)
+    line = last_line(folder / LOG)
     reason = f"{name} ended without a result ({state}){f': {line}' if line else ''}"
     return remote.record(run, "error", reason, signal=int(SIGTERM))  # the plan retries it
 
@@ -259,7 +251,7 @@ def _train(folder: Path, order: dict[str, Any]) -> int:
         rundir.archive(own, destination)
     spec = Experiment.model_validate(order["spec"])
     request = Order(spec, order["source"].encode(), order["sets"], folder.parents[2])
-    result = remote.train(lambda: rundir.create_at(own.path), request, order["gpu"], order["shared"], print)
+    result = remote.train(own.path, request, order["gpu"], order["shared"])
     if read_standing(own).done and not read_standing(own).killed:
         with suppress(OSError):  # not empty: the run is there already
             os.rename(own.path, destination.path)

@@ -5,11 +5,13 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ftbench.core.stats import grouped_by
 from ftbench.core.table import text_table
 from ftbench.doctor import checks
 from ftbench.doctor.checks import Facts, Finding
@@ -46,11 +48,13 @@ class Diagnosis:
 
     def as_text(self) -> str:
         """Return the findings by area, then a summary."""
-        count = {verdict: sum(finding.verdict == verdict for finding in self.findings) for verdict in ("warn", "fail")}
-        ends = [f"{count['fail']} fail, {count['warn']} warn"]
-        if self.can_run is not None:
-            ends.append(f"the spec {'can' if self.can_run else 'cannot'} run here")
-        return f"{as_text(self.findings)}\n\n{'; '.join(ends)}"
+        areas = grouped_by(self.findings, lambda finding: finding.area)
+        tables = (text_table(["", "", ""], [(f"  {each.verdict}", each.name, each.text) for each in part])
+                  for part in areas.values())  # fmt: skip
+        fail, warn = (sum(finding.verdict == verdict for finding in self.findings) for verdict in ("fail", "warn"))
+        can = "" if self.can_run is None else f"; the spec {'can' if self.can_run else 'cannot'} run here"
+        parts = (f"{area}\n{table}" for area, table in zip(areas, tables, strict=True))
+        return "\n\n".join([*parts, f"{fail} fail, {warn} warn{can}"])
 
 
 def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis:
@@ -62,64 +66,33 @@ def examine(spec_path: Path | None, sets: Sequence[str], out: Path) -> Diagnosis
     ]  # fmt: skip
     if spec is None:
         return Diagnosis(findings, None, facts.described)
-    failures = [Finding(AREA, name, "fail", text) for name, text in obstacles(spec, facts, findings)]
-    predicted, problem = _prediction(resolve(spec, facts.capability), facts.described, out)
-    if problem:
-        failures.append(Finding(AREA, "memory and time", "fail", problem))
-    works = [Finding(AREA, spec.name, "ok", f"{spec.method.name} of {spec.model.id} can run on this machine")]
-    if predicted:
-        works.append(Finding(AREA, "memory and time", "ok", predicted))
-    return Diagnosis([*findings, *(failures or works)], not failures, facts.described)
+    findings += _of_spec(resolve(spec, facts.capability), facts.described, out)
+    return Diagnosis(findings, not any(finding.verdict == "fail" for finding in findings), facts.described)
 
 
-def _prediction(spec: Experiment, described: dict[str, Any], out: Path) -> tuple[str | None, str | None]:
-    """Return the prediction for a run here, and the reason why it would fail."""
+def _of_spec(spec: Experiment, described: dict[str, Any], out: Path) -> list[Finding]:
+    """Check a spec as `run` does. Return its problems on this machine, or one finding with the expected cost."""
+    problems, expected = list[str](), None
     try:
-        from ftbench.estimate import api
-    except ImportError:
-        return None, None
-    return api.expectation(spec, first_gpu(described) or None, out), api.problem(spec, described, out)
-
-
-def obstacles(spec: Experiment, facts: Facts, findings: Sequence[Finding]) -> list[tuple[str, str]]:
-    """Return (name, sentence) for everything that prevents a run: what `run` refuses, failed checks of things that the
-    spec needs, and weights or data that cannot be loaded."""
-    pairs = [(spec.name, sentence) for sentence in _refused(spec, facts)]
-    needed = {"disk for runs": ("fail",)}
-    if spec.launch.mock == "off":
-        needed |= {"torch build": ("fail",)}
-        needed |= {"compiler": ("n/a",)} if spec.optimizations.compile else {}
-        if next(each for each in findings if each.name == "hub").verdict != "ok":
-            pairs += launch_checks.missing(spec, facts.environment)
-    pairs += [(each.name, each.text) for each in findings if each.verdict in needed.get(each.name, ())]
-    names: dict[str, str] = {}
-    for name, sentence in pairs:
-        names.setdefault(sentence, name)
-    return [(name, sentence) for sentence, name in names.items()]
-
-
-def _refused(spec: Experiment, facts: Facts) -> list[str]:
-    try:
-        launch_checks.check(resolve(spec, facts.capability), facts.described)
+        launch_checks.check(spec, described)
+        launch_checks.check_hub(spec)
     except FtbenchError as error:
-        return str(error).splitlines()
-    return []
+        problems += str(error).splitlines()
+    with suppress(ImportError):
+        from ftbench.estimate import api
 
-
-def as_text(findings: Iterable[Finding], width: int | None = None) -> str:
-    """Return findings grouped by area, wrapped at `width` characters (by default the terminal's width)."""
-    areas: dict[str, list[tuple[str, str, str]]] = {}
-    for finding in findings:
-        areas.setdefault(finding.area, []).append((f"  {finding.verdict}", finding.name, finding.text))
-    return "\n\n".join(f"{area}\n{text_table(['', '', ''], rows, width)}" for area, rows in areas.items())
+        problems += filter(None, [api.problem(spec, described, out)])
+        expected = api.expectation(spec, first_gpu(described) or None, out)
+    if problems:
+        return [Finding(AREA, spec.name, "fail", problem) for problem in problems]
+    works = f"{spec.method.name} of {spec.model.id} can run on this machine"
+    return [Finding(AREA, spec.name, "ok", "; ".join(filter(None, [works, expected])))]
 
 
 def gather() -> Facts:
     """Return the facts about this machine. Read the GPU before torch uses it."""
-    environment = dict(os.environ)
-    described = machine.describe()
-    torch, why = inspect_torch(environment)
-    return Facts(described, torch, why, environment)
+    described, environment = machine.describe(), dict(os.environ)
+    return Facts(described, *inspect_torch(environment), environment)
 
 
 def inspect_torch(environment: Mapping[str, str], limit_s: float = CHILD_S) -> tuple[dict[str, Any], str | None]:

@@ -54,10 +54,6 @@ def launcher_of(spec: Experiment) -> Launcher:
     return cast(Launcher, launcher)
 
 
-def command_of(spec: Experiment, run: RunDir) -> list[str]:
-    return launcher_of(spec).command(spec, run)
-
-
 def check(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> None:
     """Check that a resolved spec can run on this machine with at most `most_nodes` nodes.
 
@@ -147,19 +143,19 @@ def check_hub(spec: Experiment) -> None:
         return
     verdict, why = reach(os.environ)
     if verdict != "ok":
-        raise MissingError("\n".join([*(sentence for _, sentence in problems), f"the Hub is {why}"]))
+        raise MissingError("\n".join([*problems, f"the Hub is {why}"]))
 
 
-def missing(spec: Experiment, environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the weights and data that must be downloaded: (`weights` or `data`, error message) for each."""
-    hub, problems = cache(environment), list[tuple[str, str]]()
-    model, kept = spec.model, hub / f"models--{spec.model.id.replace('/', '--')}"
+def missing(spec: Experiment, environment: Mapping[str, str]) -> list[str]:
+    """Return an error message for each of model and data set that must be downloaded."""
+    problems = list[str]()
+    model, kept = spec.model, cache(environment) / f"models--{spec.model.id.replace('/', '--')}"
     if model.weights == "pretrained" and not model.path and not kept.exists():
         fix = "set model.path or model.weights=random"
-        problems.append(("weights", f"{model.id} {_UNREACHABLE}: {fix}, or download it while online"))
+        problems.append(f"{model.id} {_UNREACHABLE}: {fix}, or download it while online")
     if (source := spec.dataset.source.hub) and not _has_data(source, environment):
         fix = "use dataset=sample or a file"
-        problems.append(("data", f"{source} {_UNREACHABLE}: {fix}, or download it while online"))
+        problems.append(f"{source} {_UNREACHABLE}: {fix}, or download it while online")
     return problems
 
 

@@ -19,7 +19,18 @@ _LOG_TAIL, _PART = 64 * 2**10, 2**24  # bytes
 
 def finish(run: RunDir, ended: process.Exit) -> tuple[dict[str, Any], RunSummary]:
     """Write and return the state and the summary of a run. Raise MissingError if the disk is full."""
-    state = final_state(run, ended)
+    return _complete(run, final_state(run, ended))
+
+
+def finish_killed(run: RunDir) -> None:
+    """Write the missing files of a run that ended after its parent was killed."""
+    state = rundir.read_json(run.state)
+    if run.reserve.exists() and state.get("state") in ("ok", "oom", "timeout", "error"):
+        _complete(run, {key: value for key, value in state.items() if key != "owner"})
+
+
+def _complete(run: RunDir, state: dict[str, Any]) -> tuple[dict[str, Any], RunSummary]:
+    """Write the merged steps, the profile, the state and the summary, and clean the logs."""
     try:
         ranks.write_merged(run)
         state |= _finish_profile(run)
@@ -30,18 +41,6 @@ def finish(run: RunDir, ended: process.Exit) -> tuple[dict[str, Any], RunSummary
         raise MissingError(f"{error}{kept}") from None
     run.reserve.unlink(missing_ok=True)
     return state, summarised
-
-
-def finish_killed(run: RunDir) -> None:
-    """Write the missing files of a run that ended after its parent was killed."""
-    if not run.reserve.exists():
-        return
-    _redact_logs(run)
-    state = rundir.read_json(run.state)
-    if state.get("state") in ("ok", "oom", "timeout", "error"):
-        ranks.write_merged(run)
-        _write_results(run, {key: value for key, value in state.items() if key != "owner"})
-        run.reserve.unlink(missing_ok=True)
 
 
 def final_state(run: RunDir, ended: process.Exit) -> dict[str, Any]:

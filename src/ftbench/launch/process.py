@@ -101,8 +101,15 @@ def run_module(
         raise KeyboardInterrupt
     if ended.stop or ended.code == 0:
         return ended, ended.stop.reason if ended.stop else None
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return ended, f"ended with exit code {ended.code}: {(lines or ['no output'])[-1][:300]}"
+    return ended, f"ended with exit code {ended.code}: {last_line(log) or 'no output'}"
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a log, or an empty text."""
+    with suppress(OSError):
+        lines = (line.strip() for line in reversed(log.read_text(errors="replace").splitlines()))
+        return next(filter(None, lines), "")[:300]
+    return ""
 
 
 def _wait(line: int, signals_pipe: int, watch: Callable[[], Stop | None]) -> Stop | None:

@@ -15,7 +15,6 @@ from ftbench.store.steps import StepsTail
 START_S = 1800.0  # without progress before the third step: weights are downloaded, kernels compiled and tuned
 STEP_S = 300.0  # minimum for later steps: a new shape, a slow disk
 COMPILE_S = 900.0  # minimum if a new shape is compiled again
-_LEAST_RATIO = 1e-9
 _RECENT = 20  # steps used for the remaining time
 PATIENCE = 20  # times the slowest step so far
 
@@ -69,19 +68,15 @@ class Progress:
     @property
     def planned(self) -> int | None:
         """The total number of steps; None if the last step has no progress ratio."""
-        ratio = self.last.progress_ratio if self.last else None
-        return (
-            round(self.last.step / ratio) if self.last and self.last.step and ratio and ratio > _LEAST_RATIO else None
-        )
+        step, ratio = (self.last.step, self.last.progress_ratio) if self.last else (None, None)
+        return round(step / ratio) if step and ratio else None
 
     def left_s(self) -> float | None:
         """Return the seconds until the last step, from the pace of recent steps; None before the second step."""
         if self.planned is None or len(self._pace) < 2:
             return None
         (first, begun), (last, ended) = self._pace[0], self._pace[-1]
-        if last <= first or ended < begun:
-            return None
-        left = (self.planned - last) * (ended - begun) / (last - first)
+        left = (self.planned - last) * (ended - begun) / max(1, last - first)
         return max(0.0, left - (time.monotonic() - self._stepped))
 
     def text(self) -> str:

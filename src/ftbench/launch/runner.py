@@ -10,7 +10,7 @@ from typing import Any
 from ftbench.core.rows import RunSummary
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import checks, outcome, process, ranks
-from ftbench.launch.checks import command_of, launcher_of
+from ftbench.launch.checks import launcher_of
 from ftbench.launch.progress import Progress, Watchdog
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment, resolve
@@ -101,9 +101,9 @@ def _join(spec: Experiment, node: int, described: dict[str, Any], on_start: Call
         raise SpecError("node 0 trains another spec: give all nodes the same ftbench, the same file and the same --set")
     rundir.write_json(run.path / f"machine.node{node}.json", described)
     on_start(run)
-    variables, log = launcher_of(spec).environment(os.environ, spec), run.path / f"log.node{node}.txt"
+    launcher, log = launcher_of(spec), run.path / f"log.node{node}.txt"
     with process.signals() as signals_pipe:
-        process.run_child(command_of(spec, run), variables, log, signals_pipe)
+        process.run_child(launcher.command(spec, run), launcher.environment(os.environ, spec), log, signals_pipe)
     end = time.monotonic() + SUMMARY_S
     while not run.summary.exists() and time.monotonic() < end:
         time.sleep(0.2)
@@ -165,7 +165,7 @@ def execute(
             return watchdog.check()
 
         variables = launcher_of(spec).environment({**os.environ, **(environment or {})}, spec)
-        ended = process.run_child(command_of(spec, created), variables, created.log, signals_pipe, watch)
+        ended = process.run_child(launcher_of(spec).command(spec, created), variables, created.log, signals_pipe, watch)
         state, summarised = outcome.finish(created, ended)
         return FinishedRun(created, summarised, outcome.exit_code(state))
     except OSError as error:

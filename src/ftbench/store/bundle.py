@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -224,38 +223,28 @@ def problems(manifest: dict[str, Any]) -> list[str]:
     return sentences
 
 
+_OPENED: dict[Path, tempfile.TemporaryDirectory[str]] = {}
+
+
 def opened(path: Path) -> Path:
     """Return the folder with the runs of a bundle. It is unpacked once and kept until this process ends.
 
     Raises:
         SpecError: The file is not a bundle, or its files differ from its manifest.
     """
-    try:
-        modified = path.stat().st_mtime_ns
-    except OSError as error:
-        raise SpecError(f"{path}: {file_problem(error)}") from None
-    folder = Path(_unpacked(path.resolve(), modified).name) / "runs"
-    _OPENED[f"{folder}/"] = path
-    return folder
-
-
-@cache
-def _unpacked(path: Path, modified: int) -> tempfile.TemporaryDirectory[str]:
-    folder = tempfile.TemporaryDirectory(prefix="ftbench-bundle-")
-    try:
-        if damages := problems(unpack(path, Path(folder.name))):
-            raise SpecError(f"{path}: damaged: {damages[0]}; `ftbench verify {path}` lists all problems")
-    except SpecError:
-        folder.cleanup()
-        raise
-    return folder
-
-
-_OPENED: dict[str, Path] = {}
+    if path not in _OPENED:
+        folder = tempfile.TemporaryDirectory(prefix="ftbench-bundle-")
+        try:
+            if damages := problems(unpack(path, Path(folder.name))):
+                raise SpecError(f"{path}: damaged: {damages[0]}; `ftbench verify {path}` lists all problems")
+        except SpecError:
+            folder.cleanup()
+            raise
+        _OPENED[path] = folder
+    return Path(_OPENED[path].name, "runs")
 
 
 def shown(path: str) -> str:
     """Return the path of a run for display. A run of a bundle has the path of the bundle."""
-    return next(
-        (f"{bundle}:{path[len(folder) :]}" for folder, bundle in _OPENED.items() if path.startswith(folder)), path
-    )
+    folders = {f"{folder.name}/runs/": bundle for bundle, folder in _OPENED.items()}
+    return next((f"{folders[each]}:{path[len(each) :]}" for each in folders if path.startswith(each)), path)

@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ftbench.core import units
 from ftbench.core.rows import LARGEST, MOST_STEPS, StepRow
 from ftbench.errors import SpecError, file_problem, json_problem
 from ftbench.spec.experiment import experiment_name
@@ -27,7 +26,6 @@ from ftbench.store.steps import StepsWriter, read_steps
 COLUMNS = ("step", "epoch", "elapsed_time_sec", "progress_ratio", "memory_allocated_gb", "memory_reserved_gb",
            "peak_memory_gb")  # fmt: skip
 _NEEDED = ("step", "elapsed_time_sec")
-MAX_BYTES = 128 * 2**20
 # Keys of trainer_state.json → the column. axolotl reports GiB.
 _FIELDS = {
     "epoch": "epoch", "loss": "loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate",
@@ -51,17 +49,8 @@ class About:
 
 @dataclass(slots=True)
 class ForeignLog:
-    """The content of a log.
-
-    Attributes:
-        kind: The tool and the file.
-        rows: A row per logged step.
-        lacks: The fields that the tool does not log, for a warning.
-        notes: Further warnings.
-        batch_size: Samples per forward pass, if logged.
-        train_s: Seconds of the training, if logged.
-        samples_per_s: The tool's own rate, if logged.
-    """
+    """The content of a log: a row per logged step, the fields that it lacks, and warnings. If they are logged, also the
+    batch size, the seconds of the training and the tool's own rate."""
 
     kind: str
     rows: list[StepRow]
@@ -78,8 +67,16 @@ def import_run(file: Path, about: About, out: Path) -> RunDir:
     Raises:
         SpecError: The file is not a known log or is broken, or it was imported before.
     """
-    _check(about)
-    data = _read(file)
+    try:
+        experiment_name(about.name)
+    except ValueError as error:
+        raise SpecError(f"import: --name {about.name!r:.90} {error}") from None
+    if about.method not in METHODS:
+        raise SpecError(f"import: {about.method!r} is not a method (allowed: {', '.join(METHODS)})")
+    try:
+        data = rundir.read_bytes(file)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{file}: {file_problem(error) if isinstance(error, OSError) else error}") from None
     digest = hashlib.sha256(data).hexdigest()
     log = _trainer_state(file, data) if data.lstrip().startswith(b"{") else _seven_columns(file, data, about)
     batch = about.batch_size or log.batch_size
@@ -96,28 +93,6 @@ def import_run(file: Path, about: About, out: Path) -> RunDir:
     finally:
         run.reserve.unlink(missing_ok=True)
     return run
-
-
-def _check(about: About) -> None:
-    try:
-        experiment_name(about.name)
-    except ValueError as error:
-        raise SpecError(f"import: --name {about.name!r:.90} {error}") from None
-    if about.method not in METHODS:
-        raise SpecError(f"import: {about.method!r} is not a method (allowed: {', '.join(METHODS)})")
-    for option, value in (("--model", about.model), ("--gpu", "cpu" if about.gpu is None else about.gpu)):
-        if not value.strip() or not value.isprintable():
-            raise SpecError(f"import: {option} {value!r}: is not a valid name")
-
-
-def _read(file: Path) -> bytes:
-    try:
-        with rundir.open_plain_file(file, MAX_BYTES) as opened:
-            return opened.read()
-    except OSError as error:
-        raise SpecError(f"{file}: {file_problem(error)}") from None
-    except ValueError as error:
-        raise SpecError(f"{file}: {error}") from None
 
 
 def _write(run: RunDir, source: str, digest: str, about: About, log: ForeignLog, batch: int) -> None:
@@ -167,8 +142,6 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
         notes.append(f"a line is the mean of up to {every} steps: single steps are not known")
     if step_samples:
         notes.append("each step counts as a full batch, also the last one of an epoch")
-    if (progress := rows[-1].progress_ratio) is not None and progress < 0.999:
-        notes.append(f"the file ends at {units.percent(progress, 0)} of the planned steps")
     lacks = "tokens, losses, energy and the recipe"
     return ForeignLog("the founding study's seven-column CSV", rows, lacks, notes)
 

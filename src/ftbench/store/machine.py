@@ -99,20 +99,10 @@ def handle_of(nvml: Any, visible: str | None) -> Any | None:
     first = (visible if visible is not None else "0").split(",")[0].strip()
     try:
         if first.startswith(("GPU-", "MIG-")):
-            return _by_uuid(nvml, first)
+            return nvml.nvmlDeviceGetHandleByUUID(first)
         return nvml.nvmlDeviceGetHandleByIndex(int(first)) if first else None
     except (nvml.NVMLError, ValueError):
         return None
-
-
-def _by_uuid(nvml: Any, uuid: str) -> Any | None:
-    """Return the GPU with this UUID or prefix of one. CUDA accepts prefixes, NVML does not."""
-    for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        own = nvml.nvmlDeviceGetUUID(handle)
-        if (own.decode() if isinstance(own, bytes) else own).startswith(uuid):
-            return handle
-    return nvml.nvmlDeviceGetHandleByUUID(uuid)
 
 
 def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:

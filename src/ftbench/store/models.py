@@ -166,7 +166,7 @@ MODELS: dict[str, type[FileModel]] = {
     "machine.json": _Machine, "state.json": _State, "phases.json": _Phases, "applied.json": _Applied,
     "spec.json": _Spec, "summary.json": _Summary, "kernels.json": _Kernels,
     "manifest.json": _model("manifest.json", files=_need(_map(_Hash))),
-    "sweep.json": _model("sweep.json", at=_need(str), left_s=Figure, running=_need(list[str]),
+    "sweep.json": _model("sweep.json", at=_need(str), ends_at=Figure, running=_need(list[str]),
                          jobs=_need(_list(_Job))),
     ".lock": _model(".lock", pid=_need(Integer), start=Count, boot=Text, host=_need(str)),
     "probe/*.json": _model(

@@ -30,13 +30,9 @@ def of_steps(steady: Sequence[StepRow], config: dict[str, Any], dataset: dict[st
     seeing = _of_images(steady, config, dataset)
     if (config.get("reference") or {}).get("in_step"):
         model += flops.forward_flops(shape, real, labels, length)
-        computed += sum(_of_reference(shape, row) for row in steady)
+        positions = [(row.padded_tokens or 0, row.longest_sequence or 0) for row in steady]
+        computed += sum(flops.forward_flops(shape, count, count, longest) for count, longest in positions)
     return (model + seeing[0]) / window / 1e12, (computed + seeing[1]) / window / 1e12
-
-
-def _of_reference(shape: flops.MatmulShape, row: StepRow) -> float:
-    positions = row.padded_tokens or 0
-    return flops.forward_flops(shape, positions, positions, row.longest_sequence or 0)
 
 
 def _of_images(steady: Sequence[StepRow], config: dict[str, Any], dataset: dict[str, Any]) -> tuple[float, float]:

@@ -23,21 +23,17 @@ UNKNOWN = "unknown"  # the optimizations of an imported run
 PROFILED = "profiled: no speed is taken from this run, its steps were recorded (measure.profile)"
 
 
-def read_summary(run: RunDir, state: str | None = None) -> dict[str, Any]:
+def read_summary(run: RunDir) -> dict[str, Any]:
     """Return the stored summary of a run, or compute it if it is missing, outdated or from another schema.
 
     A run with NaN or infinite numbers has the state `not finite`. If a file of the run cannot be read, the summary has
     the state `error` and the reason.
-
-    Args:
-        run: The run directory.
-        state: The state of the run, if the caller has read it.
     """
     documents, problem = read_documents(run)
     if problem:
         return as_dict(_described(run, documents, {"state": "error", "reason": f"cannot be read: {problem}"}))
     written = documents["summary"]
-    state = state or state_of(documents["state"])["state"]
+    state = state_of(documents["state"])["state"]
     if written.get("schema") == SCHEMA and written.keys() >= FIELDS and written["state"] == state:
         return _judged(run, written)
     return _judged(run, as_dict(summarise(run)))
@@ -209,8 +205,8 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], documents: dict[str, 
     precision = config.get("product_precision", "")
     gpu = hardware.find_gpu(summary.gpu) if summary.gpu else None
     count = summary.ranks.get("count") or documents["spec_json"].get("launch", {}).get("gpus", 1)  # without rank files
-    peak = _times(gpu.peak_tflops(precision) if gpu else None, count)
-    measured = _times((machine.get("ceilings") or {}).get("tflops", {}).get(precision), count)
+    probed = (machine.get("ceilings") or {}).get("tflops", {}).get(precision)
+    peak, measured = (rate and rate * count for rate in (gpu.peak_tflops(precision) if gpu else None, probed))
     if tflops:
         summary.model_tflops = tflops[0]
         for name, rate, best, word in (
@@ -229,11 +225,6 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], documents: dict[str, 
     products = tflops[1] / ceiling if tflops and ceiling and tflops[1] <= ceiling else None
     bottleneck = classify_bottleneck(steady, summary.gpu is not None, products, config.get("gpu_busy_method"))
     summary.bound = dataclasses.asdict(bottleneck)
-
-
-def _times(rate: float | None, count: int) -> float | None:
-    """Return the combined rate of `count` GPUs."""
-    return None if rate is None else rate * count
 
 
 def _losses(everything: Sequence[StepRow]) -> dict[str, float | None]:

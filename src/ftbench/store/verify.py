@@ -103,15 +103,11 @@ def _missing_from(sentences: Sequence[str], others: Sequence[str]) -> list[str]:
 
 
 def _same(written: Any, computed: Any) -> bool:
-    if _is_number(written) and _is_number(computed):
+    if isinstance(written, float | int) and isinstance(computed, float | int):
         return math.isclose(written, computed, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     if isinstance(written, str) and isinstance(computed, str):
         return reworded(written) == reworded(computed)
     return bool(written == computed)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _text(value: Any) -> str:

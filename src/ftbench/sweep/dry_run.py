@@ -3,7 +3,7 @@
 import shlex
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ftbench.core.table import folded_command, terminal_width
@@ -17,16 +17,15 @@ NO_ESTIMATOR = "no predictions: the package ftbench.estimate is not installed"
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One job. `seconds` is an upper bound from earlier runs, `estimated_s` an estimate without them."""
+    """One job. `seconds` is an upper bound from finished runs or, with a `confidence`, an estimate."""
 
     what: str
     state: str
     reason: str | None
     seconds: float | None = None
+    confidence: str | None = None
     peak_gb: float | None = None
     verdict: str | None = None
-    estimated_s: float | None = None
-    confidence: str | None = None
     joules: float | None = None
     command: list[str] = field(default_factory=list)
 
@@ -52,30 +51,28 @@ def _estimator() -> Any | None:
 
 
 def _planned(ready: Ready, predictor: Any, job: Job, standing: Standing) -> Planned:
-    expected = peak = verdict = estimated = confidence = joules = None
-    if not standing.done:
-        expected = ready.plan.wall_times.at_most_s(job)
-        if predictor is not None:
-            memory, time, wall_s = predictor.predict(job.spec)
-            verdict, peak = (memory.verdict, memory.reserved.expected) if memory else (None, None)
-            if expected is None and wall_s is not None:
-                estimated, confidence = wall_s, time.confidence
-            if time and (lasts := expected or estimated):
-                joules = lasts * time.watts.expected
     state = "pending" if standing.state == "running" else standing.state
-    return Planned(
-        job.what, state, standing.reason, expected, peak, verdict, estimated, confidence, joules,
-        run_command(ready.request.spec, job, ready.request.out) if ready.plan.has_commands else [],
-    )  # fmt: skip
+    command = run_command(ready.request.spec, job, ready.request.out) if ready.plan.has_commands else []
+    planned = Planned(job.what, state, standing.reason, command=command)
+    if standing.done:
+        return planned
+    planned = replace(planned, seconds=ready.plan.wall_times.at_most_s(job))
+    if predictor is None:
+        return planned
+    memory, time, wall_s = predictor.predict(job.spec)
+    if planned.seconds is None and wall_s is not None:
+        planned = replace(planned, seconds=wall_s, confidence=time.confidence)
+    if time and planned.seconds:
+        planned = replace(planned, joules=planned.seconds * time.watts.expected)
+    return replace(planned, peak_gb=memory.reserved.expected, verdict=memory.verdict) if memory else planned
 
 
 def as_text(lines: Sequence[Planned], ready: Ready | None = None) -> str:
     """Return the jobs as text, with the totals of all pending runs."""
     text = []
     for line in lines:
-        duration = f"at most {seconds(line.seconds)}" if line.seconds else ""
-        if line.estimated_s:
-            duration = f"about {seconds(line.estimated_s)} ({line.confidence})"
+        sure = ("at most", "") if line.confidence is None else ("about", f" ({line.confidence})")
+        duration = f"{sure[0]} {seconds(line.seconds)}{sure[1]}" if line.seconds else ""
         memory = f"{gibibytes(line.peak_gb)} GiB" if line.peak_gb else ""
         verdict = line.verdict if line.verdict != "fits" else None
         details = ", ".join(part for part in (line.reason, duration, memory, verdict) if part)
@@ -96,12 +93,12 @@ def known_total(ready: Ready) -> str | None:
     if isinstance(ready.plan, Search):
         return None
     pending = [line for line in dry_run(ready) if line.state == "pending"]
-    return _totals(pending, ready)[0].strip() if any(line.seconds or line.estimated_s for line in pending) else None
+    return _totals(pending, ready)[0].strip() if any(line.seconds for line in pending) else None
 
 
 def _totals(pending: Sequence[Planned], ready: Ready | None) -> list[str]:
     """Return one line with the runs, time and GPU energy, and the number of runs with known times."""
-    lasting = [time for line in pending if (time := line.seconds or line.estimated_s)]
+    lasting = [line.seconds for line in pending if line.seconds]
     energies = [line.joules for line in pending if line.joules is not None]
     if not lasting:
         why = "no formula and no run of these cells" if ready and ready.device else "this machine has no GPU"

@@ -4,11 +4,10 @@ One thread per run waits for its child process. Only the loop in the main thread
 """
 
 import os
-import queue
 import select
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +16,11 @@ from typing import Any
 from ftbench.core.units import seconds
 from ftbench.errors import INTERRUPTED, FtbenchError
 from ftbench.launch import outcome, process
+from ftbench.launch.live import LiveView
 from ftbench.launch.runner import FinishedRun
 from ftbench.store import rundir
 from ftbench.sweep.gpu_slots import GpuSlot, RunControl
-from ftbench.sweep.journal import write_event
-from ftbench.sweep.output import live
+from ftbench.sweep.output import status
 from ftbench.sweep.output.table import BOARD, Tables
 from ftbench.sweep.plan.base import FAILED, Job, Plan
 from ftbench.sweep.plan.search import Search
@@ -33,14 +32,14 @@ _SPACING = 20  # times the duration of writing the tables, between two times: hu
 
 @dataclass(slots=True)
 class RunningJob:
-    """A job in a slot, with its thread, the pipe that ends it, and its progress as text."""
+    """A job in a slot, with the pipe that ends it, its progress as text, and its result."""
 
     job: Job
     slot: GpuSlot
-    thread: threading.Thread
-    pipe: int
+    pipe: tuple[int, int]
     begun: float
     text: str = "starting"
+    result: Future[FinishedRun] = field(default_factory=Future)
 
 
 @dataclass(slots=True)
@@ -51,11 +50,10 @@ class Session:
     plan: Plan
     slots: Sequence[GpuSlot]
     tables: Tables
-    view: live.LiveView
+    view: LiveView
     deadline: float | None = None
-    about: dict[str, Any] = field(default_factory=dict)
     _running: list[RunningJob] = field(default_factory=list)
-    _inbox: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    _pool: ThreadPoolExecutor = field(init=False)
     _stopping: str | None = None
     _error: FtbenchError | None = None
     _wake: tuple[int, int] = (-1, -1)
@@ -71,17 +69,13 @@ class Session:
         Return the exit code: 0, 1 if a run failed, 130 after a signal. Raise MissingError if the disk is full.
         """
         self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        write_event(self.folder, "begin", **self.about)
-        try:
-            with process.signals() as signals:
-                self._loop(signals)
-        finally:
-            self._end_runs()
-            for running in self._running:
-                running.thread.join()
-            for pipe in self._wake:
-                os.close(pipe)
-        self._note("end")
+        with ThreadPoolExecutor(len(self.slots)) as self._pool:
+            try:
+                with process.signals() as signals:
+                    self._loop(signals)
+            finally:
+                self._end_runs()
+        self._write(last=True)
         if self._error is not None:
             raise self._error
         if self._stopping == "signal":
@@ -104,8 +98,8 @@ class Session:
             if self._wake[0] in ready:
                 with suppress(BlockingIOError):
                     os.read(self._wake[0], 4096)
-            while not self._inbox.empty():
-                self._take(self._inbox.get())
+            for running in [each for each in self._running if each.result.done()]:
+                self._take(running)
             self._show()
 
     def _fill(self) -> None:
@@ -126,59 +120,36 @@ class Session:
         return left > 0 if needed is None else needed <= left
 
     def _start(self, job: Job, slot: GpuSlot) -> None:
-        reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        running = RunningJob(job, slot, threading.Thread(), writer, time.monotonic())
-
-        def notify(text: str) -> None:
-            self._inbox.put(text)
-            _send_byte(self._wake[1])
+        running = RunningJob(job, slot, os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK), time.monotonic())
 
         def show(text: str) -> None:
             running.text = text
             if not slot.trains:
                 running.begun = time.monotonic()
 
-        def work() -> None:
-            result: FinishedRun | BaseException
-            try:
-                result = slot.run(job, self.source, RunControl(reader, self.deadline, notify, show))
-            except BaseException as error:  # noqa: BLE001 - handled by the main thread
-                result = error
-            self._inbox.put((running, result))
-            os.close(reader)
-            _send_byte(self._wake[1])
-
-        running.thread = threading.Thread(target=work, name=job.run.run_id)
         self._running.append(running)
-        write_event(self.folder, "start", run=job.run.run_id, what=job.what, slot=slot.name)
         self._write_board()
-        running.thread.start()
+        control = RunControl(running.pipe[0], self.deadline, show)
+        running.result = self._pool.submit(slot.run, job, self.source, control)
+        running.result.add_done_callback(lambda _: _send_byte(self._wake[1]))
 
-    def _take(self, message: Any) -> None:
-        """Handle a message of a thread: an event for people, or the result of its run."""
-        if isinstance(message, str):
-            write_event(self.folder, "note", text=message)
-            self.view.event(message)
-            return
-        running, result = message
-        running.thread.join()
-        os.close(running.pipe)
+    def _take(self, running: RunningJob) -> None:
+        """Handle the result of a job."""
         self._running.remove(running)
-        if isinstance(result, FtbenchError):
-            self._fail(result)
-            return
-        if isinstance(result, BaseException):
-            self._stop("error")
-            raise result
-        self._ended(running.job, result)
+        for pipe in running.pipe:
+            os.close(pipe)
+        try:
+            self._ended(running.job, running.result.result())
+        except FtbenchError as error:
+            self._fail(error)
 
     def _ended(self, job: Job, result: FinishedRun) -> None:
         self.plan.ended(job)
         wall = rundir.read_json(job.run.state).get("wall_s")
         if result.summary.state == "interrupted" and self._stopping is None and self.deadline is not None:
             self._stop("time budget")
-        self.view.event(live.ended(job.what, result.summary, wall))
-        self._note("ended", run=job.run.run_id, state=result.summary.state, reason=result.summary.reason, wall_s=wall)
+        self.view.event(status.ended(job.what, result.summary, wall))
+        self._write()
 
     def _stop(self, why: str) -> None:
         """Start no more jobs. A signal or an error also ends the running jobs."""
@@ -188,36 +159,29 @@ class Session:
 
     def _end_runs(self) -> None:
         for running in self._running:
-            _send_byte(running.pipe)
+            _send_byte(running.pipe[1])
 
     def _fail(self, error: FtbenchError) -> None:
         self._error = self._error or error
         self._stop("error")
 
-    def _note(self, event: str, **more: Any) -> None:
-        """Write the journal, the tables and sweep.json. A full disk stops the sweep; finished runs are safe."""
-        try:
-            write_event(self.folder, event, **more)
-            self._write(last=event == "end")
-        except FtbenchError as error:
-            self._fail(error)
-        except FileNotFoundError as error:
-            self._fail(rundir.disk_error(self.folder, error))
-
-    def _write(self, last: bool) -> None:
-        """Write sweep.json, and the tables if they are due."""
+    def _write(self, last: bool = False) -> None:
+        """Write sweep.json, and the tables if they are due. A full disk stops the sweep; finished runs are safe."""
         self._write_board()
-        if last or (begin := time.monotonic()) >= self._tables_due:
-            self.tables.write()
-            self._tables_due = time.monotonic() + _SPACING * (time.monotonic() - begin) if not last else 0.0
+        begin = time.monotonic()
+        if last or begin >= self._tables_due:
+            try:
+                self.tables.write()
+            except FtbenchError as error:
+                self._fail(error)
+            self._tables_due = time.monotonic() + _SPACING * (time.monotonic() - begin)
 
     def _write_board(self) -> None:
         """Write sweep.json, the status of all jobs."""
         board: dict[str, Any] = {
             "schema": SCHEMA,
-            **self.about,
             "at": rundir.now(),
-            "left_s": self.left_s(),
+            "ends_at": None if (left := self.left_s()) is None else time.time() + left,
             "running": [running.job.run.run_id for running in self._running],
             "jobs": [
                 {"run": job.run.run_id, "what": job.what, "state": standing.state, "reason": standing.reason,
@@ -247,7 +211,7 @@ class Session:
             + f"{each.job.what}: {each.text} · {seconds(now - each.begun)} so far"
             for each in self._running
         ]
-        self.view.show(live.counted(self.plan.standings.values(), self.left_s()), lines)
+        self.view.show([*lines, status.counted(self.plan.standings.values(), self.left_s())])
 
 
 def _send_byte(pipe: int) -> None:

@@ -39,10 +39,9 @@ WORST = 8  # tensors shown for each recipe
 
 @dataclass(frozen=True, kw_only=True)
 class ParityRequest(PlanRequest):
-    """The command line. `reference` names the recipe to compare with. `recipes` names the recipes to judge, by default
-    the spec itself. `steps` is the length of each training; `controls` is one of `WHICH`."""
+    """The command line. `recipes` names the recipes to judge, by default the spec itself. `steps` is the length of each
+    training; `controls` is one of `WHICH`."""
 
-    reference: str = "plain"
     recipes: Sequence[str] = ()
     seeds: int = 3
     steps: int | None = None
@@ -116,7 +115,7 @@ def _contender(request: ParityRequest, name: str, sets: Sequence[str], described
         reason = "; ".join(str(error).splitlines())
     else:
         reason = "; ".join(incompatibilities(with_changes(made, {"measure.gradients": STEPS}))) or None
-    reference = _reference(resolve(load(request.spec, [*sets, f"recipe={request.reference}"]), capability), made)
+    reference = _reference(resolve(load(request.spec, [*sets, "recipe=plain"]), capability), made)
     if reason is None:
         checks.check(reference, described)
     return Contender(Path(name).stem if name else made.name, made, reference, tuple(own), reason)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 from ftbench.core import units
 from ftbench.errors import MissingError, SpecError
 from ftbench.launch import checks, runner
+from ftbench.launch.live import LiveView
 from ftbench.spec.ablation import settings
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import KERNELS, unpublished
@@ -18,9 +19,9 @@ from ftbench.spec.model_argument import spec_text
 from ftbench.spec.sweep import GridCell, cells
 from ftbench.store.rundir import first_gpu
 from ftbench.sweep.gpu_slots import GpuSlot, local_slots
-from ftbench.sweep.journal import locked
+from ftbench.sweep.lock import locked
 from ftbench.sweep.loop import Session
-from ftbench.sweep.output import live
+from ftbench.sweep.output import status
 from ftbench.sweep.output.table import Tables
 from ftbench.sweep.plan.base import Plan, PlanRequest, short
 from ftbench.sweep.plan.grid import Grid, first_jobs, with_repeats
@@ -82,8 +83,8 @@ def prepare(request: SweepRequest, notify: Callable[[str], None] = lambda text: 
     widest = max((cell.spec for cell in grid if cell.spec is not None), key=lambda spec: spec.launch.gpus)
     slots, machine = _slots(request, widest, folder, notify)
     planner = _Planner(request, grid, machine, folder)
-    for note in planner.duplicates():
-        notify(note)
+    if equal := len(planner.firsts) - len({(job.cell, job.spec.measure.repeats) for job in planner.firsts}):
+        notify(f"{equal} of {len(grid)} cells differ from another one only in settings without effect: they run once")
     impossible = [(cell_name(cell), cell.refused) for cell in grid if cell.refused]
     plan, without_kernels = planner.plan(), _unpublished(grid, checks.capability(machine))
     return Ready(request, spec_text(request.spec), plan, slots, planner.device, impossible, without_kernels)
@@ -133,7 +134,7 @@ class _Planner:
     """Turn the cells of a sweep into a plan for one machine."""
 
     def __init__(self, request: SweepRequest, grid: Sequence[GridCell], machine: dict[str, Any], folder: Path) -> None:
-        self.request, self.machine, self.cells = request, machine, len(grid)
+        self.request, self.machine = request, machine
         capability = checks.capability(machine)
         grid = [cell if cell.spec is None else replace(cell, spec=resolve(cell.spec, capability)) for cell in grid]
         self.device = first_gpu(machine) or None
@@ -151,22 +152,6 @@ class _Planner:
             if self.request.on is None:
                 checks.check_hub(spec)
         return "; ".join(problems) or None
-
-    def duplicates(self) -> Iterator[str]:
-        """Yield notes about cells that are equal, or differ only in settings that change no result."""
-        first: dict[str, dict[str, Any]] = {}
-        keys, count, same = dict[str, None](), 0, 0
-        for job in self.firsts:
-            values = _without_batch(job.values) if self.request.until_oom else job.values
-            others = first.setdefault(job.family if self.request.until_oom else job.cell, values)
-            differing = [key for key, value in values.items() if value != others[key]]
-            count += differing not in ([], ["measure.repeats"])
-            same += not (differing or values is others or self.request.until_oom)
-            keys |= dict.fromkeys(differing)
-        if count:
-            yield f"{count} of {self.cells} cells differ only in {', '.join(keys)}, without effect: they run once"
-        if same:
-            yield f"{same} of {self.cells} cells are duplicates: they run once"
 
     def _grid(self) -> Grid:
         jobs = with_repeats(self.firsts)
@@ -200,19 +185,18 @@ def run(ready: Ready, log_every_s: float | None = None) -> tuple[int, Tables]:
     Raises:
         MissingError: A recipe would run without its published settings, or this machine can run no job.
     """
-    plan, folder, limit = ready.plan, ready.plan.options.folder, ready.request.limit_s
+    plan, folder, budget = ready.plan, ready.plan.options.folder, ready.request.time_budget
     skipped = [standing.reason for standing in plan.standings.values() if standing.state == "skipped"]
     if ready.unpublished or len(skipped) == len(plan.standings) > 0:
         raise MissingError(ready.unpublished or "\n".join(dict.fromkeys(map(str, skipped))))
-    deadline = None if limit is None else time.monotonic() + limit
+    deadline = None if budget is None else time.monotonic() + budget
     # Ray prints to stdout, which is reserved for the result.
-    with locked(folder), live.LiveView(log_every_s) as view, redirect_stdout(sys.stderr):
+    with locked(folder), LiveView(log_every_s) as view, redirect_stdout(sys.stderr):
         tables = ready.tables(plan, ready.impossible)
-        about = {"spec": ready.request.spec.name, "gpu": plan.options.gpu, "until_oom": isinstance(plan, Search)}
-        view.event(f"{folder}: {live.counted(plan.standings.values(), None) or 'searching'}")
+        view.event(f"{folder}: {status.counted(plan.standings.values(), None) or 'searching'}")
         for cell, reason in ready.impossible:
             view.event(f"impossible  {cell}: {reason}")
-        session = Session(ready.source, plan, ready.slots, tables, view, deadline, about)
+        session = Session(ready.source, plan, ready.slots, tables, view, deadline)
         try:
             return tables.exit_code(session.run()), tables
         finally:

@@ -8,7 +8,7 @@ stated budget.
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,16 +232,10 @@ def _errors(record: Mapping[str, Any]) -> _Errors:
 def _groups(names: Iterable[str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for name in names:
-        for group in _places(name):
+        layer = layer_of(name)
+        for group in (EVERY, module_of(name), *([f"layer {layer}"] if layer else ())):
             groups.setdefault(group, []).append(name)
     return {group: members for group, members in groups.items() if len(members) > 2 or group == EVERY}
-
-
-def _places(name: str) -> Iterator[str]:
-    yield EVERY
-    yield module_of(name)
-    if layer := layer_of(name):
-        yield f"layer {layer}"
 
 
 def _median(values: Iterable[float]) -> float:

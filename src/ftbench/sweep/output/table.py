@@ -9,7 +9,7 @@ from ftbench.core.table import printable
 from ftbench.report import formats, select
 from ftbench.report.data import groups
 from ftbench.report.data.collect import Record, collect
-from ftbench.report.document import Report, Table
+from ftbench.report.document import Report, Table, table_of_rows
 from ftbench.store import rundir
 from ftbench.sweep.plan.base import Plan, short
 from ftbench.sweep.plan.search import Search
@@ -98,29 +98,23 @@ def _report(runs: Sequence[Record]) -> Report:
 def frontier_table(search: Search) -> Table:
     """Return a row per family: the largest batch that fits and the first that does not."""
     keys = dict.fromkeys(key for family in search.families for key in family.values if key != "method")
-    headings = [
-        *(key.rpartition(".")[2] for key in keys), "method", "largest batch", "tokens/s", "reserved GiB",
-        "first that fails", "where it fails", "GiB requested", "knee", "note",
-    ]  # fmt: skip
     rows = []
     for family, _, edge in search.edges():
         largest, failing = edge.largest, edge.first_failing
-        oom = failing.oom if failing else None
-        requested = (oom or {}).get("bytes_requested")
-        rows.append([
-            *(short(family.values.get(key, "")) for key in keys),
-            family.spec.method.name,
-            str(largest.batch) if largest else "none" if failing else "",
-            units.rate(largest.speed) if largest else "",
-            units.gibibytes(largest.peak_gb) if largest else "",
-            str(failing.batch) if failing else "",
-            f"{oom['phase']}, step {oom['step']}" if oom and oom.get("phase") else "",
-            units.gibibytes(units.gib(requested)) if requested else "",
-            str(edge.knee or ""),
-            edge.note,
-        ])  # fmt: skip
+        oom = (failing.oom if failing else None) or {}
+        row: dict[str, Any] = {key.rpartition(".")[2]: short(family.values.get(key, "")) for key in keys}
+        rows.append(row | {
+            "method": family.spec.method.name,
+            "largest batch": largest.batch if largest else "none" if failing else "",
+            "tokens/s": units.rate(largest.speed) if largest else "",
+            "reserved GiB": units.gibibytes(largest.peak_gb) if largest else "",
+            "first that fails": failing.batch if failing else "",
+            "where it fails": f"{oom['phase']}, step {oom['step']}" if oom.get("phase") else "",
+            "GiB asked for": units.gibibytes(units.gib(size)) if (size := oom.get("bytes_requested")) else "",
+            "knee": edge.knee or "", "note": edge.note,
+        })  # fmt: skip
     note = (
         "knee: no larger batch is 5 % faster. A trial starts with the longest samples of the data set, so step 1 shows "
         "the peak. Reserved GiB is the allocator's pool."
     )
-    return Table({}, headings, rows, [note])
+    return table_of_rows(rows, [note])

@@ -3,15 +3,13 @@
 The run directories are the only record of progress, so a sweep can be resumed after any interruption.
 """
 
-import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.units import parse_seconds
-from ftbench.errors import MissingError, SpecError
+from ftbench.errors import MissingError
 from ftbench.spec import identity
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.reading import as_text
@@ -129,14 +127,6 @@ def is_batch_too_large(run: RunDir) -> bool:
     return not gpu.get("foreign_processes") and (gpu.get("memory_used_before_gb") or 0.0) <= FOREIGN_MEMORY_GB
 
 
-def duration(text: str) -> float:
-    """Return the seconds of `8h`, `90m`, `1h30m` or `45s`. Raise SpecError for any other text."""
-    total = parse_seconds(text)
-    if total is None:
-        raise SpecError(f"--time-budget {text}: write it as 8h, 90m or 1h30m")
-    return total
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
     """Options of a plan: the experiment's folder, the GPU's name, and the `--set` changes shared by all cells."""
@@ -150,21 +140,14 @@ class Options:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Command-line options shared by all commands that run a plan. `time_budget` is text such as `8h`."""
+    """Command-line options shared by all commands that run a plan. `time_budget` is in seconds."""
 
     spec: Path
     sets: Sequence[str] = ()
     out: Path = Path("results")
-    time_budget: str | None = None
+    time_budget: float | None = None
     retry_failed: bool = False
     force: bool = False
-
-    def __post_init__(self) -> None:
-        _ = self.limit_s  # raises SpecError for an invalid time budget
-
-    @property
-    def limit_s(self) -> float | None:
-        return None if self.time_budget is None else duration(self.time_budget)
 
     def options(self, folder: Path, gpu: str | None, sets: Sequence[str]) -> Options:
         """Return the options of a plan in an experiment's folder on the named GPU."""
@@ -207,22 +190,12 @@ class WallTimes:
     def remaining_s(
         self, pending: Collection[Job], slots: int, running: Collection[tuple[Job, float]] = ()
     ) -> float | None:
-        """Return a rough estimate of the seconds until all jobs are done; None before a run has finished.
+        """Return an upper bound of the seconds until all jobs are done; None before a run has finished.
 
-        Each job counts with the median of its family, else of all runs. `running` holds jobs with the seconds they have
-        run so far.
+        `running` holds jobs with the seconds they have run so far.
         """
-        if not self._cells:
-            return None
-        overall = statistics.median(wall for walls in self._cells.values() for wall in walls)
-        medians: dict[str, float] = {}
-        left = 0.0
-        for job, spent in (*((job, 0.0) for job in pending), *running):
-            if job.family not in medians:
-                walls = [wall for _, wall in self._families.get(job.family, ())]
-                medians[job.family] = statistics.median(walls) if walls else overall
-            left += max(0.0, medians[job.family] - spent)
-        return left / slots
+        bounds = [(self.at_most_s(job), spent) for job, spent in (*((job, 0.0) for job in pending), *running)]
+        return sum(max(0.0, bound - spent) for bound, spent in bounds if bound) / slots if self._cells else None
 
 
 def _batch(spec: Experiment) -> int:
@@ -256,9 +229,9 @@ class Plan:
         """Record the result of a job that has ended."""
         raise NotImplementedError
 
-    def pending(self) -> Collection[Job]:
+    def pending(self) -> list[Job]:
         """Return the known jobs that have not started."""
-        return ()
+        return [job for job, standing in self.standings.items() if standing == PENDING]
 
     def left(self) -> int:
         """Return the number of jobs that are not done."""

@@ -1,8 +1,6 @@
 """The plan of a grid: all cells in order, except those that are done already."""
 
-import os
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ftbench.spec.sweep import GridCell
@@ -24,49 +22,29 @@ class Grid(Plan):
     """Run a fixed list of jobs in order. If a batch runs out of memory, larger batches of its family are skipped."""
 
     def __init__(self, jobs: Iterable[Job], refused: dict[Job, str], options: Options) -> None:
+        """Read the results of earlier sessions. `refused` has the reasons of jobs that cannot run."""
         super().__init__(options)
         self._limits: dict[str, int] = {}
-        self._waiting: deque[Job] = deque()
-        self.add(jobs, refused)
-
-    def add(self, jobs: Iterable[Job], refused: dict[Job, str]) -> None:
-        """Append jobs that the plan does not have yet. `refused` gives the reason for jobs that cannot run."""
-        existing = set(os.listdir(self.options.folder)) if self.options.folder.is_dir() else set()
-        for each in jobs:
-            if each in self.standings:
-                continue
+        for each in dict.fromkeys(jobs):
             if each in refused:
                 self.standings[each] = Standing("skipped", refused[each])
                 continue
-            now = read_standing(each.run) if each.run.run_id in existing else PENDING
-            again = self.options.force and now.state != "running"
-            self.record(each, PENDING if again else on_resume(now, self.options.retry_failed))
-            if self.standings[each] == PENDING:
-                self._waiting.append(each)
+            now = read_standing(each.run)
+            again = options.force and now.state != "running"
+            self.record(each, PENDING if again else on_resume(now, options.retry_failed))
         self._skip_larger_batches()
 
     def next(self, has_time: Callable[[Job], bool]) -> Job | None:
-        for _ in range(len(self._waiting)):
-            each = self._waiting.popleft()
-            if self.standings[each] != PENDING:
-                continue
-            if has_time(each):
-                self.standings[each] = Standing("running")
-                return each
-            self._waiting.append(each)
-        return None
+        each = next(filter(has_time, self.pending()), None)
+        if each is not None:
+            self.standings[each] = Standing("running")
+        return each
 
     def ended(self, job: Job) -> None:
         now = read_standing(job.run)
-        if self.is_retried(job, now):
-            self._waiting.appendleft(job)
-            return
-        self.record(job, now)
-        if now.state == "oom":
+        if not self.is_retried(job, now):
+            self.record(job, now)
             self._skip_larger_batches()
-
-    def pending(self) -> Collection[Job]:
-        return [each for each in self._waiting if self.standings[each] == PENDING]
 
     def record(self, job: Job, standing: Standing) -> None:
         super().record(job, standing)

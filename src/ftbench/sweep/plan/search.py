@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ftbench.core.units import some
 from ftbench.errors import SpecError
 from ftbench.spec import identity
+from ftbench.spec.ablation import with_changes
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import NOT_FINITE, read_json
 from ftbench.store.summary import read_summary
@@ -83,8 +83,8 @@ class Edge:
     note: str
 
 
-def edge(trials: Sequence[Trial], candidates: Sequence[int], limited_by: str, seed: int | None = None) -> Edge:
-    """Return the limit that trials show. `limited_by` names the limit of the candidates, as a sentence."""
+def edge(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = None) -> Edge:
+    """Return the limit found by the trials."""
     fitting = sorted((trial for trial in trials if trial.fits), key=lambda trial: trial.batch)
     failing = sorted((trial for trial in trials if trial.fits is False), key=lambda trial: trial.batch)
     note = ""
@@ -93,7 +93,7 @@ def edge(trials: Sequence[Trial], candidates: Sequence[int], limited_by: str, se
     elif next_batch(trials, candidates, seed) is not None:
         note = "not finished"
     elif fitting and not failing:
-        note = f"not reached: {limited_by}"
+        note = f"not reached up to batch {candidates[-1]:,}"
     return Edge(fitting[-1] if fitting else None, failing[0] if failing else None, knee(fitting), note)
 
 
@@ -184,13 +184,6 @@ class Search(Plan):
         limit = self._samples(family)
         return [batch for batch in allowed if limit is None or batch <= limit] or allowed[:1]
 
-    def limited_by(self, family: Family) -> str:
-        """Return the reason for the largest candidate, as a sentence."""
-        samples = self._samples(family)
-        if samples is not None and samples < (self._effective or LARGEST_BATCH):
-            return f"the data set has {some(samples, 'sample')}"
-        return f"{self._effective or LARGEST_BATCH:,} is the largest batch tried"
-
     def _samples(self, family: Family) -> int | None:
         """Return the number of samples, from a trial or the spec; None for synthetic data."""
         if family.spec.dataset.is_made:
@@ -203,7 +196,7 @@ class Search(Plan):
         edges = []
         for family in self.families:
             trials = [family.trials[batch] for batch in sorted(family.trials)]
-            limit = edge(trials, self.candidates(family), self.limited_by(family), family.seed)
+            limit = edge(trials, self.candidates(family), family.seed)
             edges.append((family, trials, replace(limit, note=family.refused) if family.refused else limit))
         return edges
 
@@ -217,18 +210,16 @@ class Search(Plan):
     def _job(self, family: Family, batch: int) -> Job:
         spec = family.spec
         accumulation = self._effective // batch if self._effective else spec.train.gradient_accumulation_steps
-        changes: dict[str, dict[str, Any]] = {
-            "train": {"batch_size": batch, "gradient_accumulation_steps": accumulation, "max_steps": STEPS},
-            "dataset": {"longest_first": True},
-            "measure": {"eval": "off", "profile": "off", "repeats": 1},
-        }
+        changes: dict[str, Any] = {
+            "train.batch_size": batch, "train.gradient_accumulation_steps": accumulation, "train.max_steps": STEPS,
+            "dataset.longest_first": True, "measure.eval": "off", "measure.profile": "off",
+        }  # fmt: skip
         if spec.dataset.is_made:
-            changes["dataset"]["samples"] = max(spec.dataset.samples or 0, batch)
-        sections = {name: getattr(spec, name).model_copy(update=values) for name, values in changes.items()}
-        made = job(
-            spec.model_copy(update=sections), (*family.sets, *_settings(spec, changes)),
-            family.values | {"train.batch_size": batch}, 1, self.options.folder, self.options.gpu,
-        )  # fmt: skip
+            changes["dataset.samples"] = max(spec.dataset.samples or 0, batch)
+        trial = with_changes(spec, changes | {"measure.repeats": 1})
+        sets = (f"{key}={'on' if value is True else value}" for key, value in changes.items())
+        values = family.values | {"train.batch_size": batch}
+        made = job(trial, (*family.sets, *sets), values, 1, self.options.folder, self.options.gpu)
         return replace(made, family=identity.fingerprint_without_batch(spec, self.options.gpu))
 
 
@@ -239,17 +230,6 @@ def _first_trial(spec: Experiment, gpu: dict[str, Any] | None, folder: Path) -> 
 
         return api.first_trial(spec, gpu, folder, LARGEST_BATCH)
     return None
-
-
-def _settings(spec: Experiment, changes: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the effective changes as `--set` arguments."""
-    unchanged = {"measure.repeats"}  # a single run ignores it
-    unchanged |= {"measure.profile"} if spec.measure.profile == "off" else set()
-    flat = {f"{section}.{key}": value for section, values in changes.items() for key, value in values.items()}
-    return [
-        f"{key}={'on' if value is True else value}"
-        for key, value in flat.items() if key not in unchanged
-    ]  # fmt: skip
 
 
 def trial_of(job: Job, now: Standing) -> Trial:

@@ -1,7 +1,4 @@
-"""The journal of a sweep, and the lock that allows one sweep per folder.
-
-The journal is for people: losing a line loses no result. The kernel releases the lock (flock) when its owner ends.
-"""
+"""The lock that allows one sweep per folder. The kernel releases it (flock) when its owner ends."""
 
 import fcntl
 import json
@@ -16,15 +13,7 @@ from ftbench.core import processes
 from ftbench.errors import FtbenchError
 from ftbench.store import rundir
 
-LOCK, JOURNAL = ".lock", "journal.jsonl"
-
-
-def write_event(folder: Path, event: str, **more: Any) -> None:
-    """Append an event to the journal, one JSON object per line. Raise MissingError if the disk is full."""
-    path = folder / JOURNAL
-    line = json.dumps({"at": rundir.now(), "event": event, **more}, ensure_ascii=False) + "\n"
-    with rundir.writing(path), path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(line)
+LOCK = ".lock"
 
 
 @contextmanager
@@ -51,8 +40,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(file: int) -> bool:
-    """Take the lock. Retry for a moment, because `is_held` also takes it for a moment."""
-    for _ in range(5):
+    """Take the lock. Retry shortly: `is_held` locks the file for a moment, and a killed process ends slowly."""
+    for _ in range(10):
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True

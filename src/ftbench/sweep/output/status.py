@@ -1,83 +1,21 @@
-"""Progress of a sweep: the live view on stderr, and `sweep --status` from another shell."""
+"""Describe the progress of a sweep, also for `sweep --status` in another shell."""
 
-from __future__ import annotations
-
-import calendar
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.text import Text
-
-from ftbench.core import processes
 from ftbench.core.rows import RunSummary
 from ftbench.core.units import gibibytes, rate, seconds, some
 from ftbench.errors import SpecError
 from ftbench.launch.progress import Progress
 from ftbench.store.rundir import RunDir, read_document
-from ftbench.sweep.journal import is_held
+from ftbench.sweep.lock import is_held
 from ftbench.sweep.output.table import BOARD
 from ftbench.sweep.plan.base import FAILED, Standing
 
-REFRESH_S = 1.0  # the view uses the CPU of the measured run
 UNFINISHED = ".slurm"  # folder with the unfinished runs of Slurm jobs, each in a folder of its name
-
-
-class _Console(Console):
-    """A console on stderr that continues without a reader; rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        processes.discard_stderr()
-
-
-class LiveView:
-    """Context manager that shows progress: live on a terminal, else a report every `log_every_s` seconds."""
-
-    def __init__(self, log_every_s: float | None = None) -> None:
-        self._log_every_s, self._logged = log_every_s, time.monotonic()
-        self._console = _Console(stderr=True, highlight=False, soft_wrap=True)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True) if sys.stderr.isatty() else None
-        self._shown = 0.0
-
-    def __enter__(self) -> LiveView:
-        if self._live:
-            with processes.optional_stderr():
-                self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live:
-            with processes.optional_stderr():
-                self._live.stop()
-
-    def event(self, text: str) -> None:
-        """Print a line with the time."""
-        with processes.optional_stderr():
-            self._console.print(Text(f"{time.strftime('%H:%M:%S')}  {text}"))
-
-    def show(self, counted: str, running: Sequence[str]) -> None:
-        """Show the running jobs and the counts."""
-        if self._live and time.monotonic() - self._shown >= REFRESH_S:
-            self._shown = time.monotonic()
-            lines = [fitting(f"  {line}", self._console.width) for line in (*running, counted)]
-            with processes.optional_stderr():
-                self._live.update(Group(*map(Text, lines)), refresh=True)
-        elif not self._live and self._log_every_s and time.monotonic() - self._logged >= self._log_every_s:
-            self._logged = time.monotonic()
-            for line in (*running, counted):
-                self.event(line)
-
-
-def fitting(line: str, width: int) -> str:
-    """Drop the last parts of `… · 52 % · 149 tokens/s` until the line fits the width."""
-    while len(line) > width and " · " in line:
-        line = line.rpartition(" · ")[0]
-    return line
 
 
 def counted(standings: Iterable[Standing], left_s: float | None) -> str:
@@ -137,7 +75,8 @@ def as_text(board: dict[str, Any]) -> str:
     jobs = {job["run"]: job for job in board["jobs"]}
     stopped = {} if board["alive"] else {"running": "pending"}
     standings = [Standing(stopped.get(job["state"], job["state"])) for job in jobs.values()]
-    lines = [f"{board['folder']}: {counted(standings, _left_s(board) if board['alive'] else None)}"]
+    ends_at = board.get("ends_at") if board["alive"] else None
+    lines = [f"{board['folder']}: {counted(standings, ends_at and max(0.0, ends_at - time.time()))}"]
     lines += [f"  running  {jobs[run]['what']}: {text}" for run, text in board["running"].items()]
     lines += [
         f"  {job['state']:<8} {job['what']}: {job.get('reason')}"
@@ -148,12 +87,3 @@ def as_text(board: dict[str, Any]) -> str:
         lines.append(f"  stopped at {board['at']}: run the same command to continue")
     lines.append(f"  table    {Path(board['folder']) / 'summary.md'}")
     return "\n".join(lines)
-
-
-def _left_s(board: dict[str, Any]) -> float | None:
-    """Return the remaining seconds in sweep.json less the time since it was written."""
-    try:
-        since = time.time() - calendar.timegm(time.strptime(board["at"], "%Y-%m-%dT%H:%M:%SZ"))
-    except ValueError:
-        return None
-    return None if board["left_s"] is None else max(0.0, board["left_s"] - max(0.0, since))

@@ -6,27 +6,13 @@ import sys
 import pytest
 
 from ftbench.core import processes
-from ftbench.errors import FtbenchError, MissingError
-from ftbench.sweep.journal import JOURNAL, holder_of, is_held, locked, write_event
-from sweeps import read_journal
-
-
-def test_events_are_appended_with_their_time(tmp_path):
-    name = os.fsdecode("データ".encode("shift-jis"))  # not UTF-8
-    write_event(tmp_path, "start", what="日本語 \n two lines", wall_s=1.5, reason=None)
-    write_event(tmp_path, "note", text=name)
-    first, second = read_journal(tmp_path / JOURNAL)
-    assert first.pop("at").endswith("Z")
-    assert first == {"event": "start", "what": "日本語 \n two lines", "wall_s": 1.5, "reason": None}
-    assert (second["event"], second["text"]) == ("note", name)
-    with pytest.raises(MissingError, match="the folder was deleted"):
-        write_event(tmp_path / "nowhere", "start")
-
+from ftbench.errors import FtbenchError
+from ftbench.sweep.lock import holder_of, is_held, locked
 
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
-from ftbench.sweep.journal import locked
+from ftbench.sweep.lock import locked
 with locked(Path(sys.argv[1])):
     child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL)
     print(child.pid, flush=True)

@@ -1,0 +1,66 @@
+"""Show the progress of running trainings on stderr."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from ftbench.core import processes
+
+REFRESH_S = 1.0  # the view uses the CPU of the measured run
+
+
+class _Console(Console):
+    """A console on stderr that continues without a reader; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        processes.discard_stderr()
+
+
+class LiveView:
+    """Context manager that shows progress: live on a terminal, else a report every `log_every_s` seconds."""
+
+    def __init__(self, log_every_s: float | None = None) -> None:
+        self._log_every_s, self._shown = log_every_s, time.monotonic()
+        self._console = _Console(stderr=True, highlight=False, soft_wrap=True)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True) if sys.stderr.isatty() else None
+
+    def __enter__(self) -> LiveView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            with processes.optional_stderr():
+                self._live.stop()
+
+    def event(self, text: str) -> None:
+        """Print a line with the time."""
+        with processes.optional_stderr():
+            self._console.print(Text(f"{time.strftime('%H:%M:%S')}  {text}"))
+
+    def show(self, lines: Sequence[str]) -> None:
+        """Show the lines, at most once per interval. Before the first call, the terminal is free for questions."""
+        every = REFRESH_S if self._live else self._log_every_s
+        if not every or time.monotonic() - self._shown < every:
+            return
+        self._shown = time.monotonic()
+        if self._live:
+            fitted = [Text(fitting(f"  {line}", self._console.width)) for line in lines]
+            with processes.optional_stderr():
+                self._live.start()
+                self._live.update(Group(*fitted), refresh=True)
+        else:
+            for line in lines:
+                self.event(line)
+
+
+def fitting(line: str, width: int) -> str:
+    """Drop the last parts of `… · 52 % · 149 tokens/s` until the line fits the width."""
+    while len(line) > width and " · " in line:
+        line = line.rpartition(" · ")[0]
+    return line
