@@ -22,10 +22,10 @@ RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is
 
 
 def rows(folder: Folder) -> list[dict[str, str]]:
-    """Return the rows of summary.csv without wall times and paths."""
+    """Return the rows of summary.csv without times and paths."""
     with (folder.path / "summary.csv").open(newline="") as file:
         return [
-            {key: value for key, value in row.items() if key != "path" and not key.startswith("phases_s.")}
+            {key: value for key, value in row.items() if not key.startswith(("path", "phases_s.", "started", "ended"))}
             for row in csv.DictReader(file)
         ]
 
