@@ -70,7 +70,8 @@ class VisionShape:
         return self.encoder + self.projector
 
     def size(self, height: int, width: int) -> ImageSize:
-        """Return the size of an image in pixels for the model. Raise ValueError if no processor accepts it."""
+        """Return the tokens, patches and tiles of an image, given its size in pixels. Raise ValueError if no
+        processor accepts it."""
         if self.tile:
             return self._tiled(height, width)
         if max(height, width) > MOST_ELONGATED * min(height, width):

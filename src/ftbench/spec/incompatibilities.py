@@ -120,9 +120,7 @@ def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, 
 
 
 def unpublished(spec: Experiment, capability: Capability) -> str | None:
-    """Return why this machine turns off kernels with which the recipe is published, or None.
-
-    Without them the recipe's published speed and verdict are not valid. A spec that sets the key itself returns None.
-    """
+    """Return why kernels of a published recipe are off on this machine; None if they are on. Without these kernels,
+    the published speed and verdict of the recipe are not valid. If the spec sets the key itself, return None."""
     reason = compute.kernels_left_out(spec, capability)
     return reason and f"recipes are published with {KERNELS} on, and it would be off here: {reason}"

@@ -158,8 +158,8 @@ def recipe_file(name: object, folder: Path) -> Path:
 
 
 def recipe(name: object, folder: Path, seen: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the keys of a shipped recipe or a file in `folder`. Raise SpecError if it is missing or has other
-    sections than a recipe."""
+    """Return the keys of a shipped recipe or a file in `folder`. Raise SpecError if it is missing, or if it has a
+    section that recipes do not have."""
     path, keys = recipe_file(name, folder), dict[str, Any]()
     for layer in _chain(path, seen):
         keys = merge(keys, layer.data)

@@ -125,7 +125,7 @@ STRATEGIES = {
         incompatibilities=_tp,
     ),
     "tp+fsdp": Strategy(
-        description="a mesh: `launch.tp` GPUs share each matrix and one batch, and layers are sharded over the others",
+        description="groups of `launch.tp` GPUs share each matrix and one batch, and the groups shard the layers (FSDP2)",
         shards=("optimizer", "gradients", "weights", "matrices"),
         incompatibilities=_tp,
     ),

@@ -200,7 +200,7 @@ def _part(count: int, parts: int) -> int:
 
 
 def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
-    """Return what one GPU computes of a batch: its part of each sequence, padded to two equal halves per GPU."""
+    """Return the part of a batch that one GPU computes: a part of each sequence, padded to two equal halves per GPU."""
     if (micro := sharding.micro) > 1:  # a packed batch is one row of samples
         rows, length = (batch.rows // micro, batch.length) if batch.rows >= micro else (1, ceil(batch.length / micro))
         return BatchShape(rows, length, ceil(batch.labels / micro))

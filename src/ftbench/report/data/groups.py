@@ -130,8 +130,8 @@ def with_axes(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
     """Add a unique `label` and the varying spec keys to records.
 
     Returns:
-        The records, with a field `spec.<key>` for each varying key that no other column of the table shows. And the
-        names of these fields, the most important first.
+        The records, with a field `spec.<key>` for each varying key that no other column of the table shows. The second
+            value has the names of these fields, the most important first.
     """
     runs = runs_of(records)
     specs = [run.spec for run in runs]

@@ -22,7 +22,7 @@ from ftbench.worker.measure.utilization import COLUMNS, BusyMeter, GpuLoad, Host
 
 
 class HostClock:
-    """The host's clock. On a CPU the work is done when the call returns."""
+    """The host's clock. On a CPU, the work of a call is complete when the call returns."""
 
     def mark(self) -> Any:
         return time.perf_counter()

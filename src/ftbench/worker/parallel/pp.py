@@ -108,7 +108,8 @@ def attach(trainer: Any, spec: Experiment) -> None:
 
 
 def _sum_over_tensor_ranks(trainer: Any, stages: Pipeline) -> None:
-    """Sum the gradients of norms within heads once a step. transformers' hook would sum earlier micro-batches again."""
+    """Sum the gradients of norms within heads once per step. transformers' hook would sum earlier micro-batches
+    again."""
     for module in trainer.model.modules():
         for key, hook in [*module._backward_hooks.items()]:
             if getattr(hook, "__name__", "") == "_all_reduce_grads":
