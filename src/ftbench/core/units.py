@@ -33,7 +33,7 @@ def seconds(value: float | None) -> str:
 
 
 def parse_seconds(text: str) -> float | None:
-    """Convert `8h`, `90m`, `1h30m` or `45s` to seconds; None for anything else and for zero."""
+    """Convert `8h`, `90m`, `1h30m` or `45s` to seconds; None for any other text and for zero."""
     match = _DURATION.fullmatch(text.replace(" ", "").lower())
     total = sum(float(n) * unit for n, unit in zip(match.groups(), (3600, 60, 1), strict=True) if n) if match else 0.0
     return total if 0 < total < float("inf") else None
@@ -104,18 +104,18 @@ def difference(value: float) -> str:
 
 
 _WORDINGS = {  # regular expressions of sentences in committed runs, with their current form
-    "not there, so nothing is known by rank": "missing, so there are no figures per rank",
+    "not there, so .* by rank": "missing, so there are no figures per rank",
     r"graphs (came from the )compiler's cache on disk: where it is empty":
         r"compiled graphs \1disk cache: with an empty cache",
     r"steps took (\S+ %) at the end of the steady window against its beginning":
         r"the step time changed by \1 during the steady window",
-    "its speed is no measurement: run it again alone": "its speed is not valid: stop them and repeat the run",
+    r"its speed is (?!not).*": "its speed is not valid: stop them and repeat the run",
     "for the CPU in the rest": "for the CPU the rest of the time",
     r"single steps \((\d+)\) show up to (\d+) W where (\d+) may be drawn.*":
         r"in \1 steps the power reads up to \2 W, above the limit of \3 W: only sums of the energy counter are exact",
-    "are nobody's": "are not valid",
+    r"are (?!not)\w+'s$": "are not valid",
     "so it enters no answer": "so reports leave it out",
-    "GiB asked for": "GiB requested",
+    r"GiB ask\w+ for": "GiB requested",
 }  # fmt: skip
 
 

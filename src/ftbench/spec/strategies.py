@@ -125,7 +125,7 @@ STRATEGIES = {
         incompatibilities=_tp,
     ),
     "tp+fsdp": Strategy(
-        description="groups of `launch.tp` GPUs share each matrix and one batch, and the groups shard the layers (FSDP2)",
+        description="groups of `launch.tp` GPUs share matrices and a batch, and the groups shard the layers (FSDP2)",
         shards=("optimizer", "gradients", "weights", "matrices"),
         incompatibilities=_tp,
     ),

@@ -38,7 +38,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
 
 
 def best(spec: Experiment) -> dict[str, Any]:
-    """Return Liger's kernels and loss. Its other accelerator is unsloth, which is a method in ftbench."""
+    """Return Liger's kernels and loss. unsloth, its other accelerator, is a method of ftbench."""
     return {"enable_liger_kernel": True}
 
 
