@@ -78,6 +78,39 @@ def test_all_mistakes_are_reported_at_once(refused):
     assert "did you mean sample?" in err
 
 
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (
+            {
+                "method": "unsloth",
+                "objective": "dpo",
+                "train": {"batch_size": 3},
+                "launch": {"pp": 4, "micro_batches": 2},
+            },
+            (
+                "launch.pp: tiny/qwen3 has 2 layers, too few for 4 stages: lower launch.pp, or use fsdp",
+                "launch.micro_batches: 2 micro-batches cannot fill 4 stages, and GPUs would wait for each other: set",
+                "train.batch_size: 3 rows cannot form 2 equal micro-batches: set it to 4, or set launch.micro_batches",
+                "objective dpo supports one GPU and launch.gpus is 4: set it to 1",
+                "method unsloth trains on one GPU: set launch.gpus to 1, or use method lora or qlora",
+            ),
+        ),
+        (
+            {"model": "tiny/gpt-oss", "method": "qlora", "launch": {"gpus": 4, "pp": 2}},
+            (
+                "launch.strategy: pp supports llama, qwen2, qwen3, mistral, gemma2, gemma3_text, qwen3_moe, and",
+                "pp+ddp does not support 4-bit weights, because the copies of a stage would get different gradients",
+            ),
+        ),
+    ],
+    ids=["layers and batch", "model and method"],
+)
+def test_impossible_stages_are_refused(refused, parts, said):
+    message = refused(**parts)
+    assert [each for each in said if each not in message] == [], message
+
+
 def test_wrong_set_is_shown_as_typed(refused):
     assert "--set train.batch_size=many" in refused("--set", "train.batch_size=many")
     assert "write it as key.sub=value" in refused("--set", "train.batch_size")

@@ -152,7 +152,7 @@ def test_shown_specs_load(text, tmp_path):
     [
         "reference",
         "studies/two-gpus",
-        "studies/frameworks-table",
+        "studies/frameworks",
         "studies/founding-text",
         "studies/founding-images",
     ],

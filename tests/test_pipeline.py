@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
+import os
 import time
 from dataclasses import replace
 from functools import partial
@@ -14,14 +17,20 @@ import pytest
 pytest.importorskip("torch", reason="training libraries are not installed")
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from commands import ENDLESS, Command, write_spec
 from ftbench.core import pipeline
+from ftbench.core.units import GIB
+from ftbench.estimate.memory.estimate import estimate_memory
 from ftbench.estimate.workload.model import shape_of
 from ftbench.estimate.workload.sharding import rank_model, sharding_of
 from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
+from ftbench.store.rundir import RunDir
+from ftbench.store.steps import read_steps
 from ftbench.worker.parallel import stages
+from sweeps import Night, write_sweep
 from test_several_gpus import (
     KEPT,
     SGD,
@@ -67,17 +76,22 @@ def trained(tmp_path_factory):
     return train
 
 
-def run(folder: Path, launch: dict[str, Any], family: str, parts: dict[str, Any]) -> Command:
+def run(folder: Path, launch: dict[str, Any], family: str, parts: dict[str, Any], before: Any = None) -> Command:
     shape = folder / f"{family}.json"
     shape.write_text(json.dumps(SHAPE | MODELS[family]))
-    shares = launch.get("fsdp") or (2 if launch.get("gpus") == 4 else 1)
+    shares = 2 if launch.get("gpus") == 4 or "fsdp" in launch.get("strategy", "") else 1
     train = {"batch_size": 8 // shares, "precision": "fp32", **SGD, **parts.get("train", {})}
     model = {"id": family, "path": str(shape), "weights": "random", "dtype": "float32"}
     spec = write_spec(folder, **{"dataset": DATA, "model": model, **parts, "train": train, "launch": launch})
-    with Command(spec, folder / "out") as command:
+    with Command(spec, folder / "out", before=before) as command:
         command.finish()
     assert command.code == 0, command.stderr
     return command
+
+
+def spec_of(command: Command) -> Experiment:
+    values = rundir.read_json(command.run.spec_json)
+    return Experiment.model_validate({key: values[key] for key in Experiment.model_fields})
 
 
 FULL, LORA = {"method": {"name": "full"}}, {"method": {"name": "lora"}, **KEPT}
@@ -129,8 +143,7 @@ def test_stages_learn_the_same_as_one_process(trained, launch, family, parts):
 
 def assert_stages_are_as_estimated(command: Command) -> None:
     """Check the layers and the number of weights of each rank, of which all states are multiples."""
-    values = rundir.read_json(command.run.spec_json)
-    spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields})
+    spec = spec_of(command)
     sharding, ranks = sharding_of(spec.launch), range(spec.launch.gpus)
     facts = [rundir.read_json(command.run.of_rank(rank).applied)["parallel"] for rank in ranks]
     assert all(0 < each["busy_s"] < each["pass_s"] for each in facts)
@@ -145,13 +158,76 @@ def assert_stages_are_as_estimated(command: Command) -> None:
         )
 
 
+def count_bytes(folder: Path) -> None:
+    """Let each rank write the bytes of all its weights, gradients and optimizer states after an optimizer step."""
+
+    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        weights = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Parameter) and not each.is_meta]
+        tensors = {
+            "weights": weights, "gradients": [each.grad for each in weights if each.grad is not None],
+            "states": [each for state in optimizer.state.values() for each in state.values() if torch.is_tensor(each)],
+        }  # fmt: skip
+        blocks = {name: {each.untyped_storage() for each in kind} for name, kind in tensors.items()}
+        sizes = {name: sum({each.data_ptr(): each.nbytes() for each in kind}.values()) for name, kind in blocks.items()}
+        (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(sizes))
+
+    register_optimizer_step_post_hook(count)
+
+
+@pytest.mark.parametrize(
+    ("stages", "method", "family"),
+    [
+        (4, "full", "qwen3"),
+        *[
+            exhaustive(count, method, family)
+            for count, method, family in itertools.product((2, 4), ("full", "lora"), ("qwen3", "llama"))
+            if (count, method, family) != (4, "full", "qwen3")
+        ],
+    ],
+)
+def test_ranks_keep_the_estimated_bytes(tmp_path, stages, method, family):
+    """The embedding is tied in qwen3, and not in llama."""
+    parts = {"method": {"name": method}, "train": {"optimizer": "adamw_torch", "max_steps": 1}}
+    launch = {"pp": stages, "micro_batches": 4}
+    spec = spec_of(run(tmp_path, launch, family, parts, before=partial(count_bytes, tmp_path)))
+    for rank in range(stages):
+        parts = estimate_memory(spec, 80.0, rank=rank).parts
+        assert rundir.read_json(tmp_path / f"{rank}.json") == pytest.approx({
+            "weights": (parts["weights"] + parts.get("adapters", 0)) * GIB, "gradients": parts["gradients"] * GIB,
+            "states": parts["optimizer state"] * GIB,
+        }, rel=0.05)  # fmt: skip
+
+
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_killed_stage_is_named(tmp_path, rank):
     with Command(write_spec(tmp_path, **{**ENDLESS, "launch": PP | {"micro_batches": 2}}), tmp_path / "out") as command:
         wait_for_ranks(command)
         ranks_of(command)[rank].kill()
-        command.finish()
+        command.finish(within=30)
     assert_over(command, "error", f"rank {rank}: killed by SIGKILL from outside")
+
+
+@pytest.mark.exhaustive
+def test_killed_sweep_of_pipelines_is_resumed(tmp_path):
+    """A sweep names a killed stage and repeats the cell. If it is killed itself, its ranks end, and it resumes."""
+    launch = {"mock": "off", "pp": 2, "micro_batches": 2}
+    spec = write_sweep(tmp_path, {"train.seed": [1, 2]}, launch=launch, train={"max_steps": 60})
+
+    def training(night: Night) -> list[RunDir]:
+        """Return the running runs of which both ranks have written a step."""
+        runs = [run for run in night.runs() if rundir.read_json(run.state).get("state") == "running"]
+        return [run for run in runs if all(read_steps(run.of_rank(rank).steps)[0] for rank in (0, 1))]
+
+    with Night(spec, tmp_path / "out", experiment="night") as night:
+        night.until(lambda: training(night))
+        ranks_of(night)[1].kill()
+        night.until(lambda: night.superseded() and training(night))
+        state = rundir.read_json(night.superseded()[0].state)
+        assert (state["state"], state["rank"], len(night.runs())) == ("error", 1, 1)
+        night.kill()
+    with Night(spec, tmp_path / "out", experiment="night") as night:
+        night.finish()
+    assert (night.code, night.told()) == (0, ["ok", "ok"]), night.stderr
 
 
 def slow() -> None:
@@ -173,11 +249,11 @@ def slow() -> None:
 
 
 @pytest.mark.exhaustive
-def test_equal_stages_wait_as_their_schedule_says(tmp_path):
-    parts = {"dataset": DATA | {"samples": 48}, "train": {"batch_size": 8, **SGD}, "launch": PP, **FULL}
-    with Command(write_spec(tmp_path, **parts), tmp_path / "out", before=slow) as command:
-        command.finish()
-    assert command.summary()["ranks"]["bubble"] == pytest.approx(pipeline.bubble("1f1b", 2, 4), rel=0.1)
+@pytest.mark.parametrize(("schedule", "count", "micro"), [("gpipe", 2, 4), ("1f1b", 2, 4), ("1f1b", 4, 8)])
+def test_equal_stages_wait_as_their_schedule_says(tmp_path, schedule, count, micro):
+    launch = {"pp": count, "micro_batches": micro, "schedule": schedule}
+    command = run(tmp_path, launch, "llama", FULL | {"dataset": DATA | {"samples": 48}}, before=slow)
+    assert command.summary()["ranks"]["bubble"] == pytest.approx((count - 1) / (micro + count - 1), rel=0.1)
 
 
 def test_waiting_follows_from_the_schedule():

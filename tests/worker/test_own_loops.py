@@ -11,6 +11,7 @@ import types
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from test_frameworks import run_both
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -22,18 +23,20 @@ from ftbench.store.steps import read_steps
 from ftbench.worker import frameworks
 from ftbench.worker.data.collate import token_hash
 from ftbench.worker.data.tokens import IGNORE, Tokens
-from ftbench.worker.frameworks import megatron_model, own_loop, prepare, session, verl
+from ftbench.worker.frameworks import live, megatron_model, own_loop, prepare, session, verl
+from ftbench.worker.measure import effective_config
 from ftbench.worker.outcome import Phases
 from ftbench.worker.training_run import TrainingRun
 
 VERL = {"framework": "verl", "python": "/nowhere/bin/python"}
+LORA = {"name": "lora", "rank": 4, "alpha": 8}
 
 
-def spec_with(shares=1, accumulate=1, framework="verl", **train):
+def spec_with(shares=1, accumulate=1, framework="verl", method="full", **train):
     several = {"gpus": shares, "strategy": "fsdp" if framework == "verl" else "ddp"} if shares > 1 else {}
     settings = {"batch_size": 2, "gradient_accumulation_steps": accumulate, "optimizer": "adamw_torch"} | train
     launch, data = VERL | {"framework": framework} | several, {"samples": 16}
-    return spec_of(method={"name": "full"}, train=settings, launch=launch, dataset=data)
+    return spec_of(method=method, train=settings, launch=launch, dataset=data)
 
 
 def tokens_of(count):
@@ -82,9 +85,12 @@ def test_verl_s_settings():
     assert values["optim"]["clip_grad"] == 1e30  # verl cannot turn clipping off
     assert values["data"]["custom_cls"] == {"path": "pkg://ftbench.worker.frameworks.verl", "name": "VerlRows"}
     assert "lora_rank" not in values["model"]
-    method = {"name": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj"]}
-    model = verl.configuration(spec_of(method=method, launch=VERL), "data/model")["model"]
-    assert (model["lora_rank"], model["lora_alpha"], model["target_modules"]) == (4, 8, ["q_proj"])
+    for targets in ("all-linear", ["q_proj"]):
+        adapted = verl.configuration(spec_with(accumulate=4, method=LORA | {"targets": targets}), "data/model")
+        assert adapted["data"] == values["data"]
+        adapters = {"lora_rank": 4, "lora_alpha": 8, "target_modules": targets}
+        assert adapted["model"] == values["model"] | adapters
+        assert type(adapted["model"]["lora_alpha"]) is int
 
 
 class Engine:
@@ -116,15 +122,23 @@ class Engine:
         self.lr_scheduler.step()
 
 
-def test_recording_of_verl_s_engine(tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", ["full", LORA], ids=["full", "lora"])
+def test_recording_of_verl_s_engine(tmp_path, monkeypatch, method):
     monkeypatch.chdir(tmp_path)
     prepare.write_rows(tmp_path / frameworks.DATA, tokens_of(16))
-    spec = spec_with(accumulate=2, max_steps=3, learning_rate=1e-3)
+    spec = spec_with(accumulate=2, max_steps=3, learning_rate=1e-3, method=method)
     directory = rundir.create(tmp_path, "tests", "verl")
     rundir.write_json(directory.machine, {"gpus": []})
     run = TrainingRun(spec, directory, Phases(directory, "train"))
     shape = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
-    engine = Engine(Qwen3ForCausalLM(Qwen3Config(**shape, num_attention_heads=2, num_key_value_heads=1)))
+    model = Qwen3ForCausalLM(Qwen3Config(**shape, num_attention_heads=2, num_key_value_heads=1))
+    if method is LORA:
+        adapters = LoraConfig(r=4, lora_alpha=8, target_modules=[*spec.method.targets], task_type="CAUSAL_LM")
+        build = verl._with_trl_adapters(lambda _, module: get_peft_model(module, adapters), spec.train.seed)
+        model = build(None, model)
+    engine = Engine(model)
+    run.write_facts(**effective_config.of_model(model, spec))
+    assert live.model_problems(model, spec) == []
     recording = verl._Recording(run, engine, padded=True)
     recording.recorder.start(3)
     verl.VerlRows.spec = spec
@@ -151,6 +165,9 @@ def test_recording_of_verl_s_engine(tmp_path, monkeypatch):
     assert steps[0].loss == pytest.approx(np.log(128), rel=0.05)
     assert run.facts["optimizer"]["class"] == "torch.optim.adamw.AdamW"
     assert run.facts["loss"] == "verl.workers.utils.losses.sft_loss"
+    sides = 2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 32)  # q and o, k and v, gate, up and down
+    trained = {"full": run.facts["parameters"]["total"], "lora": 4 * sides}
+    assert run.facts["parameters"]["trainable"] == trained[spec.method.name]
     assert "warnings" not in run.facts
 
 

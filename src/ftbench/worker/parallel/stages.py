@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -232,13 +233,15 @@ class Pipeline:
                 module.reshard()
 
     def seconds(self) -> dict[str, float | None]:
-        """Return the mean time of the latest passes, and the part in which this rank computed."""
-        if not (count := len(self.passes)):
+        """Return the median time of the latest passes, and of the part in which this rank computed.
+
+        The first passes of a run connect the ranks and compile."""
+        if not self.passes:
             return {"pass_s": None, "busy_s": None}
         self.clock.wait(self.passes[-1][2])
-        busy = sum(self.clock.seconds(*pair) for _, marks, _ in self.passes for pair in marks)
-        total = sum(self.clock.seconds(begin, end) for begin, _, end in self.passes)
-        return {"pass_s": total / count, "busy_s": busy / count}
+        busy = [sum(self.clock.seconds(*pair) for pair in marks) for _, marks, _ in self.passes]
+        total = [self.clock.seconds(begin, end) for begin, _, end in self.passes]
+        return {"pass_s": median(total), "busy_s": median(busy)}
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
