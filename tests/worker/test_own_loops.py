@@ -29,10 +29,10 @@ from ftbench.worker.outcome import Phases
 from ftbench.worker.training_run import TrainingRun
 
 VERL = {"framework": "verl", "python": "/nowhere/bin/python"}
-LORA = {"name": "lora", "rank": 4, "alpha": 8}
+FULL, LORA = {"name": "full"}, {"name": "lora", "rank": 4, "alpha": 8}
 
 
-def spec_with(shares=1, accumulate=1, framework="verl", method="full", **train):
+def spec_with(shares=1, accumulate=1, framework="verl", method=FULL, **train):
     several = {"gpus": shares, "strategy": "fsdp" if framework == "verl" else "ddp"} if shares > 1 else {}
     settings = {"batch_size": 2, "gradient_accumulation_steps": accumulate, "optimizer": "adamw_torch"} | train
     launch, data = VERL | {"framework": framework} | several, {"samples": 16}
@@ -122,7 +122,7 @@ class Engine:
         self.lr_scheduler.step()
 
 
-@pytest.mark.parametrize("method", ["full", LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("method", [FULL, LORA], ids=["full", "lora"])
 def test_recording_of_verl_s_engine(tmp_path, monkeypatch, method):
     monkeypatch.chdir(tmp_path)
     prepare.write_rows(tmp_path / frameworks.DATA, tokens_of(16))
