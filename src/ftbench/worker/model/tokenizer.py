@@ -15,7 +15,7 @@ CHAT_TEMPLATE = (
 )
 
 IMAGE = "<image>"
-_PARTS = (
+_PARTS = (  # the content of a message: a text, or a list of images and texts
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}" + IMAGE + "\n{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
 )
