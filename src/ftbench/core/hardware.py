@@ -124,7 +124,7 @@ def cublas_workspace(capability: tuple[int, int]) -> int:
 
 
 def rocm_refusal(torch: str) -> str:
-    """Return why this build of torch for AMD GPUs cannot be used, and what to do."""
+    """Return why this build of torch for AMD GPUs cannot be used, and how to fix it."""
     return (
         f"torch {torch} is built for ROCm, but ftbench trains on NVIDIA GPUs and on CPUs. Estimates for AMD GPUs work "
         "(`ftbench estimate SPEC --gpu MI300X`). Set HIP_VISIBLE_DEVICES= (empty) to measure the CPU"

@@ -96,7 +96,7 @@ def gather() -> Facts:
 
 
 def inspect_torch(environment: Mapping[str, str], limit_s: float = CHILD_S) -> tuple[dict[str, Any], str | None]:
-    """Import torch in a child process and return what `worker.device` prints, or nothing and the reason."""
+    """Import torch in a child process, and return the output of `worker.device`. If this fails, return the reason."""
     if importlib.util.find_spec("torch") is None:
         return {}, "torch is not installed"
     with tempfile.TemporaryDirectory() as folder:

@@ -21,8 +21,8 @@ _QWEN_DEFAULTS = {"temporal_patch_size": 2, "spatial_merge_size": 2}
 class ImageSize:
     """The tokens and patches of an image.
 
-    There are `tokens` in the language model, and `patches` (with class tokens) in the encoder. Patches attend only
-    within their tile; there are `tiles` of them."""
+    The language model sees `tokens`, and the encoder sees `patches` (with class tokens). The image has `tiles`, and
+    patches attend only within their tile."""
 
     tokens: int
     tiles: int

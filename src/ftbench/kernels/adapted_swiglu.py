@@ -139,8 +139,8 @@ def constants_of(rank: int, dtype: torch.dtype, small: torch.dtype, interpreted:
 def gate_and_cast(
     base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, a: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return silu(gate) * up (tokens x inner, 8 bits), its factor, and its product with a' (tokens x rank of down),
-    for [gate up] = base + mid b' (tokens x 2 inner, contiguous). `cast_by_last` describes the maxima."""
+    """Return three tensors: silu(gate) * up in 8 bits (tokens x inner), its factor, and its product with a' (tokens
+    x rank of down). [gate up] = base + mid b' (tokens x 2 inner) is contiguous. `cast_by_last` describes the maxima."""
     tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
     constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
     parts = min(PARTS, triton.cdiv(columns, TILE["COLUMNS"]))
@@ -168,10 +168,10 @@ def gate_gradients(
     dout: torch.Tensor, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, thin: torch.Tensor, a: torch.Tensor,
     maxima: torch.Tensor, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return five tensors: the gradients of gate and up side by side (tokens x 2 inner, 8 bits), their factor, their
-    product with b (tokens x rank), the gradient of b (2 inner x rank), and the gradient of a (rank of down x inner).
-    [gate up] is base + mid b', and the gradient of silu(gate) * up is dout + thin a. base is contiguous. Rows of mid,
-    b, thin and a may have any stride."""
+    """Return five tensors: the gradients of gate and up side by side in 8 bits (tokens x 2 inner), their factor,
+    their product with b (tokens x rank), the gradient of b (2 inner x rank), and the gradient of a (rank of down x
+    inner). [gate up] is base + mid b'. The gradient of silu(gate) * up is dout + thin a. base is contiguous. Rows of
+    mid, b, thin and a may have any stride."""
     tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
     constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
     tiles, wide = triton.cdiv(columns, TILE["COLUMNS"]), constants["RANK"]

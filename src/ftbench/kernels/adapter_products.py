@@ -102,7 +102,7 @@ def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: A
 
 
 class Beside(torch.autograd.Function):
-    """Compute, for tokens x in, what the adapters of each layer add to its product.
+    """Compute, from tokens x in, the values that the adapters of each layer add to its product.
 
     `a` is A of all layers, (layers r) x in; `b` is s B of all, out x r; `sizes` are their output widths. The next
     arguments are the scales, then A and B of each layer in turn. A and B only receive gradients.

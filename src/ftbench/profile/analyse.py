@@ -77,7 +77,7 @@ def _groups(work: Iterable[DeviceWork], total: float) -> list[dict[str, Any]]:
 
 
 def _sums(work: Iterable[DeviceWork], key: Callable[[DeviceWork], Any]) -> dict[Any, tuple[float, int]]:
-    """Return the time in ms and the calls by a key of the work."""
+    """Return the time in ms and the number of calls for each key of the work."""
     sums: dict[Any, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     for each in work:
         time, calls = sums[key(each)]

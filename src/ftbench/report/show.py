@@ -72,7 +72,7 @@ class Shown:
                           *(each.text for each in self.suggestions[:1])])  # fmt: skip
 
     def document(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
+        """Return the document for `--json`."""
         return {
             "run_dir": str(self.run.path), "summary": self.summary, "verdict": self.verdict, "rank": self.rank or None,
             "what_to_try": [dataclasses.asdict(each) for each in self.suggestions],
@@ -101,7 +101,7 @@ def shown(run: RunDir, records: Sequence[Record] = ()) -> Shown:
 
 
 def _verdict(summary: Mapping[str, Any]) -> str:
-    """Return what limits a run, or why it has no valid speed."""
+    """Return the bottleneck of a run, or why it has no valid speed."""
     state, bound = summary["state"], summary.get("bound") or {}
     if state != "ok":
         return f"{'out of memory' if state == 'oom' else state}: {summary.get('reason') or 'no reason is recorded'}"
@@ -117,7 +117,7 @@ def _verdict(summary: Mapping[str, Any]) -> str:
 
 
 def _profile_verdict(document: Mapping[str, Any]) -> tuple[str, dict[str, str] | None]:
-    """Return what takes the time of a profiled step, and `bound` of a summary if the GPU waits for kernels."""
+    """Return the largest group of kernels of a profiled step, and `bound` of a summary if the GPU waits for kernels."""
     listed, on_gpu = document["groups"], document["device"] == "cuda"
     busy = document["busy_share_unprofiled"] or document["busy_share"]
     work, share = ("kernels" if on_gpu else "operators"), units.percent(listed[0]["share"], 0) if listed else ""

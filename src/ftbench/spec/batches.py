@@ -1,5 +1,5 @@
 """Lengths of synthetic samples, sample order, and packing. The worker builds batches with this module, and the
-estimator predicts them with it.
+estimator predicts batches with it.
 
 All lengths are in tokens.
 """

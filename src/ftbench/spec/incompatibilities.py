@@ -1,4 +1,4 @@
-"""Settings that do not work, on any machine or on this machine, and what each `auto` becomes on a machine.
+"""Find settings that do not work on any machine or on this machine, and replace each `auto`.
 
 Each message says how to fix the problem. The rules of a method, objective, strategy or optimization are in its
 declaration.

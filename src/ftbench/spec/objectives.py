@@ -39,7 +39,7 @@ class Sft(Part):
 
 
 def _trl_only(spec: Experiment, trainer: str) -> Iterator[str]:
-    """Yield what trl's trainer of an objective does not support, or was not tested with."""
+    """Yield the settings that trl's trainer of an objective does not support, or that were not tested."""
     objective, launch = f"objective {spec.objective.name}", spec.launch
     if spec.method.name == "unsloth":
         yield f"{objective} with method unsloth is not supported: use lora, qlora or full"

@@ -215,7 +215,7 @@ def in_file(error: ValidationError, path: Path, root: type[BaseModel], *above: s
 
 
 def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequence[str] = ()) -> str:
-    """Return a message for what pydantic reports about one key, without the name of the key.
+    """Return a message for pydantic's problems with one key, without the name of the key.
 
     Args:
         problems: Items of `ValidationError.errors()`: several if the key allows several types.

@@ -83,7 +83,7 @@ def has_nan(path: Path) -> bool:
 
 
 def _text(path: Path) -> tuple[str, str | None]:
-    """Return the text of a file and the problem with it. A missing file is empty."""
+    """Return the text of a file, and the problem if it cannot be read. A missing file is empty."""
     try:
         with open_plain_file(path, MOST_CSV_BYTES) as file:
             return file.read().decode("utf-8", errors="replace"), None

@@ -1,4 +1,4 @@
-"""What a worker process reports: its phases, its result, and its exit."""
+"""Report the phases, the result and the exit of a worker process."""
 
 import os
 import re

@@ -9,8 +9,8 @@ down a step, so neither is on in the timed steps. With compiled layers, the time
 that compile nothing.
 
 The parts of a step are ranges in the trace, contiguous on the training thread: data → forward ⇄ loss → metrics →
-backward for each micro-batch, then clip → optimizer. `metrics` is what the trainer computes from the logits in addition
-to the loss.
+backward for each micro-batch, then clip → optimizer. `metrics` are the values that the trainer computes from the logits
+in addition to the loss.
 """
 
 import sys

@@ -1,9 +1,9 @@
 """What one decoder layer saves for the backward pass.
 
-Bytes per position of the batch, unless noted otherwise. Notation: h hidden, q and k widths of queries and keys, i width
-of the MLP; s, p, c bytes of an element of the residual stream, of a product, and of the compute type. Source, unless
-another is given: what autograd saves in the modules of transformers 5.17 under peft 0.21 and autocast, read with
-torch.autograd.graph.saved_tensors_hooks."""
+Bytes per position of the batch, unless noted otherwise. Notation: h hidden, q and k widths of queries and keys, i
+width of the MLP; s, p, c bytes of an element of the residual stream, of a product, and of the compute type. The
+default source is the tensors that autograd saves in the modules of transformers 5.17 under peft 0.21 and autocast,
+read with torch.autograd.graph.saved_tensors_hooks."""
 
 from collections.abc import Sequence
 
@@ -70,9 +70,9 @@ def linear_inputs(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes that the layer's matrices save of their inputs.
 
     Trained matrices save the input in the product's type. Matrices that read the same input share it, unless
-    autocast casts a float32 input for each. Frozen matrices save only what adapters save. unsloth saves one input
-    for q, k, v and one for gate, up (LoRA_QKV, LoRA_MLP), and so does fused_lora. Products in 8 bits do not save
-    their inputs, because their backward pass reads only the transposed weight."""
+    autocast casts a float32 input for each. Frozen matrices save only the inputs of their adapters. unsloth saves
+    one input for q, k, v and one for gate, up (LoRA_QKV, LoRA_MLP), and so does fused_lora. Products in 8 bits do
+    not save their inputs, because their backward pass reads only the transposed weight."""
     reached = layer.reached(plan.targets)
     if plan.unsloth:
         return plan.compute * (2 * layer.hidden + plan.rank * plan.adapted(layer))

@@ -219,8 +219,8 @@ def _stepped_in_backward(case: MemoryCase, named: dict[str, Parts], held: Parts)
 
 
 def _of_images(case: MemoryCase) -> tuple[float, float, float, float]:
-    """Return four sizes for images: what stays until the forward pass ends, what encoder and projector save, and what
-    an encoder layer needs temporarily in the forward and in the backward pass."""
+    """Return four sizes for images: the tensors that stay until the forward pass ends, the tensors that encoder and
+    projector save, and the temporary memory of an encoder layer in the forward and in the backward pass."""
     vision, batch, plan = case.model.vision, case.batch, case.plan
     if vision is None or not batch.images.patches:
         return 0.0, 0.0, 0.0, 0.0

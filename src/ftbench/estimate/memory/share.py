@@ -144,10 +144,10 @@ def gathered(model: ModelShape, plan: TrainingPlan, part: Share) -> Gathered:
 
     FSDP2 as accelerate sets it up (fsdp2_prepare_model): the embedding, each layer, and the head with the last norm are
     units. In the forward pass a unit exists twice: in its place and in the receive buffer. The buffer is freed when the
-    next unit arrives or the pass ends. In the backward pass the next unit arrives during computation. So during the
-    loss there are the last layer's buffer and a head that our loss gathers separately, or the head exists twice. A head
-    that shares the embedding's weight stays until the end. Trained units also exist as gradients and as the buffers
-    that are reduced.
+    next unit arrives or the pass ends. In the backward pass the next unit arrives during computation. During the loss,
+    either the last layer's buffer exists next to a head that our loss gathers separately, or the head exists twice. A
+    head that shares the embedding's weight stays until the end. Trained units also exist as gradients and as the
+    buffers that are reduced.
     """
     if not part.gathered:
         return Gathered(0.0, 0.0, 0.0, 0.0)
@@ -170,10 +170,10 @@ def gathered(model: ModelShape, plan: TrainingPlan, part: Share) -> Gathered:
 def _gathered_by_zero(model: ModelShape, plan: TrainingPlan) -> Gathered:
     """Return the gathered weights of ZeRO-3.
 
-    Source: DeepSpeed 0.19, partitioned_param_coordinator.py, and traces of its fetches on the CPU. The head is gathered
-    at the start, because TRL's loss uses it without its forward pass. It stays until the end, because its output has no
-    gradient. If layers are gathered at once (worker/parallel/zero.py), the current layer, the next one and finally the
-    embedding are added. Otherwise the amount is what DeepSpeed prefetches."""
+    Source: DeepSpeed 0.19, partitioned_param_coordinator.py, and traces of its fetches on the CPU. The head is
+    gathered at the start, because TRL's loss uses it without its forward pass. It stays until the end, because its
+    output has no gradient. If layers are gathered at once (worker/parallel/zero.py), the current layer, the next one
+    and finally the embedding are added. Otherwise DeepSpeed's prefetch limit is added."""
     largest, head = model.largest_layer, model.parameters["head"] or model.parameters["embedding"]
     embedding, c = 0 if model.tied else model.parameters["embedding"], float(plan.compute)
     there = head + 2 * largest if plan.checkpointing != "off" else max(head, min(LIVE, model.total))

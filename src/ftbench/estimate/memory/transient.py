@@ -31,8 +31,8 @@ def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
     Full training holds the gradients of the product, of the activation and of up, and the stream; the product is
     freed. Float32 adapters hold the product, its float32 copy for down, and five times the stream. bfloat16 adapters
     on a float32 stream hold the gradients through the base and through the adapters, and their sum; the input is
-    freed. Their forward pass holds the product and three times the stream, one of them cast. Compiled layers hold
-    only the gradients (with fused adapters without the product's, which is finished before). Their forward pass
+    freed. Their forward pass holds the product and three copies of the stream, of which one is cast. Compiled layers
+    hold only the gradients (with fused adapters without the product's, which is finished before). Their forward pass
     holds only the output of down, because everything else is saved. unsloth holds two gradients, in place."""
     h, i, p, c = layer.hidden, layer.inner, plan.product, plan.compute
     if plan.unsloth:

@@ -32,7 +32,7 @@ _PROMISING = 4  # best ways that are estimated with other lengths
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The question: `samples` to train on, limits, and what to optimize.
+    """The question: the number of `samples`, the limits, and the quantity to optimize.
 
     `deadline_s` and `max_cost` (in the currency of the prices) are optional limits. `counts` are the numbers of GPUs
     that may share the work. `effective_batch` is the number of samples per step, reached by accumulation; None for any.

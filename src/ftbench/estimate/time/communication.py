@@ -1,7 +1,7 @@
-"""Communication between the GPUs of a run, and how much of it they wait for.
+"""Communication between the GPUs of a run, and the time that they wait for it.
 
-Bytes are counted as they leave one GPU in rings of n: an all-reduce sends each byte 2 (n - 1) / n times, an all-gather
-or a reduce-scatter (n - 1) / n times (nccl-tests, PERFORMANCE.md)."""
+Bytes are counted as they leave one GPU in rings of n: an all-reduce sends each byte 2 (n - 1) / n times, an
+all-gather or a reduce-scatter (n - 1) / n times (nccl-tests, PERFORMANCE.md)."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ class RunHistory:
     def read(cls, path: Path, spec: Experiment | None = None, gpus: Iterable[str] = ()) -> RunHistory:
         """Return the history of a folder, empty if it does not exist. Raise SpecError for a file.
 
-        With `spec`, read only what its estimate on these `gpus` may need: runs of its model there, and of its data."""
+        With `spec`, read only the runs that its estimate on these `gpus` may need: runs of its model on them, and
+        runs on its data."""
         if path.exists() and not path.is_dir():
             raise SpecError(f"--store {path}: not a folder; give the folder that holds the runs")
         names = frozenset(map(canonical_name, gpus))

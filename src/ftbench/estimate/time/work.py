@@ -76,8 +76,8 @@ class StepWork:
     """The work of an optimizer step.
 
     It has `passes` micro-batches. Each group of similar size has a weight and amounts by term. `update` happens
-    once. Amounts are FLOPs for `products` and `attention` (8-bit products are in `products.fp8`), bytes over the
-    link to the host for `offload`, operations of the host for `host`, and bytes of GPU memory for the others."""
+    once. `products`, `products.fp8` and `attention` are in FLOPs. `offload` is in bytes over the link to the host.
+    `host` is in operations of the host. All other amounts are bytes of GPU memory."""
 
     groups: tuple[tuple[float, Mapping[str, float]], ...]
     passes: int

@@ -62,7 +62,8 @@ class BatchCount:
 
 
 def count_of(rows: Sequence[np.ndarray], padded: int, labels: int) -> BatchCount:
-    """Count a batch of samples: `rows` of token ids, computed as `padded` positions, `labels` of them with loss."""
+    """Count a batch of samples. `rows` are token ids, `padded` is the number of computed positions, and `labels` the
+    number of positions with loss."""
     longest = max(map(len, rows), default=0)
     tokens = [row.tobytes() for row in rows]
     return BatchCount(sum(map(len, rows)), padded, labels, len(rows), longest, tokens=tokens)

@@ -16,7 +16,7 @@ LOST, NOISE = 0.01, 0.05  # shares of the entries and of the weights' standard d
 
 
 def apply(loop: Any, spec: Experiment) -> dict[str, Any]:
-    """Damage the live trainer and return what applied.json records. Raise NotAppliedError if nothing is damaged."""
+    """Damage the live trainer, and return the entry of applied.json. Raise NotAppliedError if nothing is damaged."""
     name, _, factor = spec.measure.control.partition("_x")
     makers = {
         "learning_rate_0": partial(_rate, factor=0.0),

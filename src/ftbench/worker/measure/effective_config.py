@@ -1,4 +1,4 @@
-"""Facts about what really runs, read from the live objects for applied.json.
+"""The settings in effect, read from the live objects for applied.json.
 
 Optimizations and methods are imported lazily, because another framework's environment has other libraries.
 """

@@ -1,4 +1,4 @@
-"""How busy the GPU is, and how much of it and of the CPUs other processes use.
+"""Measure how busy the GPU is, and the share of the GPU and of the CPUs that other processes use.
 
 All values are shares (0 to 1) of the time since the previous read, by column of steps.csv. The recorder's thread reads
 them twice a second, outside the training thread. The sampler stops reading a meter that fails.

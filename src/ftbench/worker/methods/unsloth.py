@@ -130,7 +130,7 @@ def verify_choices(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return what unsloth chose for applied.json: batches, compiled layers, functions and attention.
+    """Return the choices of unsloth for applied.json: batches, compiled layers, functions and attention.
 
     On Blackwell published wheels of xformers may lack kernels, and unsloth falls back to SDPA.
     """

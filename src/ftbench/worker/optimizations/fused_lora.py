@@ -22,8 +22,8 @@ MOST = 32  # maximum adapter columns of the fused MLP kernels (`kernels/adapted_
 
 
 class AdapterGroup(torch.nn.Module):
-    """Adapted layers that read the same input. All are computed when the first of them is called. The group has no
-    parameters: `refresh` copies the adapters' values from peft's modules."""
+    """Adapted layers that read the same input. The first layer that is called computes all layers of the group. The
+    group has no parameters: `refresh` copies the adapters' values from peft's modules."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__()

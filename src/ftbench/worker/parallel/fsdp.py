@@ -60,7 +60,7 @@ def shard(accelerator: Any, model: Any, spec: Experiment) -> Any:
 
 
 def _checkpoint_every_second(accelerator: Any, model: Any) -> Any:
-    """Wrap every second layer, as accelerate wraps all of them."""
+    """Wrap every second layer in the same way as accelerate wraps all layers."""
     layers = decoder(model).layers
     for at in range(0, len(layers), 2):
         layers[at] = checkpoint_wrapper(layers[at], preserve_rng_state=False)
@@ -79,8 +79,8 @@ def correct_plugin(trainer: Any, spec: Experiment) -> None:
 
 
 def _set_layer_classes(trainer: Any) -> None:
-    """Set the layer classes to shard to those in the model. For CLIP, transformers also names layers of a text model
-    that is missing here, and accelerate fails without them."""
+    """Shard only layer classes that the model has. For CLIP, transformers also lists classes of a text model that is
+    missing here, and accelerate would fail."""
     there = {type(module).__name__ for module in trainer.model.modules()}
     plugin = trainer.accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = sorted(there.intersection(trainer.model._no_split_modules or ()))
