@@ -358,7 +358,7 @@ depends on the order of the requested sizes. Its range includes free blocks that
 (`_not_reused` in estimate/memory/estimate.py), the smallest segments of the allocator, and kernels that are loaded
 late.
 
-These runs ran out of memory. {len(wrong)} of their estimates are wrong and say *fits*:
+These runs ran out of memory. For {len(wrong)} of them, the estimate was *fits*:
 
 | run | verdict |
 |---|---|

@@ -74,9 +74,9 @@ class Experts:
 class Layer:
     """One decoder layer.
 
-    `inner` is the width of its gated MLP, 0 without one. `fused_values` are the elements per token of a fused product
-    that stays in memory because attention saves a part of it, the values. `others` counts parameters of attention
-    outside linear layers (sinks)."""
+    `inner` is the width of its gated MLP, 0 without one. `fused_values` are the elements per token of a fused
+    product. It stays in memory because attention saves the values, which are a part of it. `others` counts
+    parameters of attention outside linear layers (sinks)."""
 
     hidden: int
     heads: int

@@ -95,7 +95,7 @@ def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
 
 
 def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
-    """Return the sum of a field over all micro-batches of an optimizer step, on average."""
+    """Return the mean, over the steps, of the sum of a field over all micro-batches of a step."""
     passes = spec.train.gradient_accumulation_steps
     return passes * sum(batch.weight * float(getattr(batch, name)) for batch in batches)
 
