@@ -32,7 +32,6 @@ from ftbench.cli.shared import (
     write_result,
 )
 from ftbench.errors import SpecError
-from ftbench.spec.model_argument import spec_sets
 
 if TYPE_CHECKING:
     from ftbench.estimate.recommend.request import RecommendRequest
@@ -75,6 +74,7 @@ def estimate(
 ) -> None:
     """Estimate the memory and time of a training, and whether it fits. Nothing is trained."""
     from ftbench.estimate import estimates
+    from ftbench.spec.model_argument import spec_sets
 
     answer = estimates.estimate(estimates.EstimateRequest(
         spec, spec_sets(sets, recipe, dataset, length, samples), _joined(gpu), gpus, strategy, samples, hours, prices,
@@ -88,6 +88,7 @@ def estimate(
 def data(spec: Spec, dataset: Data = None, sets: Sets = None, as_json: Json = False) -> None:
     """Show a data set: lengths, truncation, padding, packing gain, three samples."""
     from ftbench.estimate import preview
+    from ftbench.spec.model_argument import spec_sets
 
     document = preview.preview(spec, spec_sets(sets, None, dataset, None))
     emit(document if as_json else preview.as_text(document))
@@ -123,6 +124,7 @@ def recommend(
 ) -> None:
     """Find the best method, recipe, batch and GPU within a time and a budget. Exits with 1 if nothing fits."""
     from ftbench.estimate.recommend.request import RecommendRequest
+    from ftbench.spec.model_argument import spec_sets
 
     request = RecommendRequest(
         spec, spec_sets(sets, None, dataset, length, samples), _joined(gpu), gpus, samples, deadline, max_cost, prices,
@@ -157,6 +159,7 @@ def init(
 ) -> None:
     """Write a commented spec with the best recipe and batch. It asks four questions, or takes them as options."""
     from ftbench.estimate.recommend.request import RecommendRequest
+    from ftbench.spec.model_argument import spec_sets
     from ftbench.store import machine
 
     check_output(output, force)

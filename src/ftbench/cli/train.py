@@ -24,8 +24,6 @@ from ftbench.cli.shared import (
     log,
 )
 from ftbench.errors import MissingError
-from ftbench.spec.model_argument import spec_sets
-from ftbench.store.rundir import first_gpu
 
 if TYPE_CHECKING:
     from ftbench.launch.progress import Progress
@@ -40,6 +38,7 @@ def run(
 ) -> None:  # fmt: skip
     """Train once, record every step, print the result."""
     from ftbench.report.show import shown
+    from ftbench.spec.model_argument import spec_sets
 
     result = _train(spec, spec_sets(sets, recipe, dataset, length), out, log_every, yes)
     emit(result.document() if as_json else shown(result.run).text())
@@ -61,6 +60,7 @@ def profile(
     """Record a few steady steps, kernel by kernel. Shows kernels by group, phases and idle time."""
     from ftbench.profile import profile_table
     from ftbench.report import show
+    from ftbench.spec.model_argument import spec_sets
 
     count = [f"measure.profile_steps={steps}"] if steps is not None else []
     changes = spec_sets(["measure.profile=on", *count, *(sets or [])], recipe, dataset, None)
@@ -106,6 +106,7 @@ def _predict(spec: Experiment, described: dict[str, Any], out: Path, yes: bool) 
     """Show the prediction for a run. Ask before a run that is likely to fail."""
     try:
         from ftbench.estimate import api
+        from ftbench.store.rundir import first_gpu
     except ImportError:
         log("ftbench: note: no prediction: the package ftbench.estimate is not installed")
         return
