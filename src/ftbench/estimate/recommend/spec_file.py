@@ -93,7 +93,8 @@ def _switches(optimizations: Optimizations, spec: Experiment, optimizer: str = "
 
 
 def _nearest_recipe(spec: Experiment) -> tuple[str, list[str]]:
-    """Return the shipped recipe with the most similar optimizations, and the differences; without one empty values.
+    """Return the shipped recipe with the most similar optimizations, and the differences. If there is no similar
+    recipe, both are empty.
 
     Fused AdamW counts for full training only: adapters are small."""
     own, similar = set(_switches(spec.optimizations, spec)), list[tuple[str, list[str]]]()

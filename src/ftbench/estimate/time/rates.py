@@ -80,7 +80,7 @@ class Step:
 def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilings:
     """Return the highest rates of a GPU; `precision` is bf16, fp16 or fp32, as in `train.precision`.
 
-    Raise SpecError if the rate of the precision, or with `fp8` that of 8 bits, is not known."""
+    Raise SpecError if the rate of the precision is not known, or with `fp8` the rate of 8-bit products."""
     probed = machine.ceilings(store, gpu.name) if store else {}
     rates = probed.get("tflops", {})
     board = next((row for row in gpus() if row.name == gpu.name), gpu)  # with its full power

@@ -99,7 +99,7 @@ class GraphedStep:
         self._graph = graph
 
     def _fill(self, given: dict[str, Any]) -> None:
-        """Copy a batch into the tensors of the recorded one."""
+        """Copy a batch into the tensors of the recorded batch."""
         shapes, recorded = _shapes(given), _shapes(self._batch)
         if shapes != recorded:
             name = next(name for name in {**recorded, **shapes} if shapes.get(name) != recorded.get(name))
