@@ -395,7 +395,8 @@ def test_model_path_gives_the_id(files, path):
         ("tp: 2", "launch.tp needs strategy tp+fsdp, and launch.strategy is none"),
         ("gpus: 2, strategy: ddp, pp: 2", "launch.pp needs strategy pp, and launch.strategy is ddp: change one"),
         ("schedule: zbv", "launch.schedule needs strategy pp, and launch.strategy is none: change one"),
-        ("gpus: 6, pp: 4", "`gpus` is 6 and must be a multiple of pp 4: set gpus to 4"),
+        ("gpus: 6, pp: 4", "`gpus` is 6, which pp 4 does not fill: set gpus to 4"),
+        ("gpus: 8, pp: 2, fsdp: 2", "`gpus` is 8, which pp 2 x fsdp 2 does not fill: set gpus to 4"),
         ("pp: 2, split: [1, 2]", "launch.split: its sum is 3, and tiny/qwen3 has 2 layers: change it"),
         ("pp: 2, split: [2]", "launch.split has 1 numbers, and there are 2 stages: give one"),
         (
@@ -416,6 +417,8 @@ def test_unsupported_launch_is_an_error_with_a_fix(problems, section, fix):
         ("gpus: 2, strategy: pp", "pp", (2, 2, None, 1)),
         ("gpus: 4, pp: 2, micro_batches: 2", "pp+ddp", (4, 2, None, 2)),
         ("pp: 2, strategy: pp+fsdp", "pp+fsdp", (4, 2, None, 2)),
+        ("gpus: 8, pp: 2, tp: 2, fsdp: 2, micro_batches: 4", "pp+tp+fsdp", (8, 2, 2, 2)),
+        ("pp: 2, fsdp: 4", "pp+fsdp", (8, 2, None, 4)),
         ("pp: 2, tp: 2", "pp+tp", (4, 2, 2, 1)),
         ("gpus: 8, pp: 2, tp: 2", "pp+tp+fsdp", (8, 2, 2, 2)),
         ("gpus: 8, strategy: pp+tp+fsdp", "pp+tp+fsdp", (8, 2, 2, 2)),

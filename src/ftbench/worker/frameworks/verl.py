@@ -56,13 +56,10 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
         "n_gpus_per_node": spec.launch.gpus_of_node, "nnodes": spec.launch.nodes, "default_local_dir": OUTPUT,
         "resume_mode": "disable", "save_freq": -1, "test_freq": -1, "logger": ["console"],
     }  # fmt: skip
-    model_settings |= _adapters(method) if method.adapters else {}
+    if method.adapters:
+        targets = method.targets if method.targets == "all-linear" else list(method.targets)
+        model_settings |= {"lora_rank": method.rank, "lora_alpha": int(method.alpha), "target_modules": targets}
     return {"model": model_settings, "engine": engine, "optim": optimizer, "data": data, "trainer": trainer}
-
-
-def _adapters(method: Any) -> dict[str, Any]:
-    targets = method.targets if method.targets == "all-linear" else list(method.targets)
-    return {"lora_rank": method.rank, "lora_alpha": int(method.alpha), "target_modules": targets}
 
 
 class VerlRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -192,7 +192,9 @@ class Pipeline:
         return next(rank for rank in range(ranks) if index in pipeline.of_rank(self.launch.schedule, ranks, rank))
 
     def _begin(self, batch: Batch, items: Any) -> list[Batch]:
-        batches = micro_batches(batch, self.launch.micro_batches or 1)
+        count = self.launch.micro_batches or 1
+        parts = {key: value.chunk(count) for key, value in batch.items() if torch.is_tensor(value)}
+        batches = [{key: value[at] for key, value in parts.items()} for at in range(count)]
         for layers in self.layers:
             layers.begin(batches, items)
         return batches
@@ -290,9 +292,3 @@ def _sum(weight: Any, group: Any) -> None:
     if isinstance(weight.grad, DTensor) and weight.grad.placements != weight.placements:
         weight.grad = weight.grad.redistribute(weight.device_mesh, weight.placements)
     dist.all_reduce(weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad, group=group)
-
-
-def micro_batches(batch: Batch, count: int) -> list[Batch]:
-    """Return equal parts of a batch's rows."""
-    parts = {key: value.chunk(count) for key, value in batch.items() if torch.is_tensor(value)}
-    return [{key: value[at] for key, value in parts.items()} for at in range(count)]
