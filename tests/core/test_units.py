@@ -11,15 +11,6 @@ def test_unknown_is_an_empty_text(function):
 
 
 @pytest.mark.parametrize(
-    ("share", "text"),
-    [(1.6e-8, "< 0.01 %"), (-9e-5, "< 0.01 %"), (0, "0 %"), (-4.83e-4, "-0.048 %"), (0.0754, "+7.5 %"), (1.6, "+160 %"),
-     (0.097, "+9.7 %"), (0.0999, "+10 %")],
-)  # fmt: skip
-def test_a_difference_has_two_digits_and_no_exponent(share, text):
-    assert units.difference(share) == text
-
-
-@pytest.mark.parametrize(
     ("value", "text"),
     [
         (0.0081, "8.1 ms"),

@@ -96,13 +96,6 @@ def change(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{value * 100:+,.{digits if abs(value) < 10 else 0}f} %"
 
 
-def difference(value: float) -> str:
-    """Return a relative difference with two digits: `+0.048 %`, `-7.5 %`, `+120 %`, `< 0.01 %`."""
-    if abs(value) >= 0.0995:
-        return change(value, 0)
-    return f"{value * 100:+.2g} %" if abs(value) >= 1e-4 else "< 0.01 %" if value else "0 %"
-
-
 _WORDINGS = {  # regular expressions of sentences in committed runs, with their current form
     "not there, so .* by rank": "missing, so there are no figures per rank",
     r"graphs (came from the )compiler's cache on disk: where it is empty":

@@ -47,7 +47,7 @@ def runs_table(records: Sequence[Record], axes: Sequence[str] = ()) -> Table:
         records: the runs.
         axes: record fields of varying spec keys, which get a column if no other column shows them.
     """
-    texts = [_context(record, label) for record, label in zip(records, data_labels(records), strict=True)]
+    texts = [context_of(record, label) for record, label in zip(records, data_labels(records), strict=True)]
     differing = [name for name in CONTEXT if len({text[name] for text in texts}) > 1]
     context = {CONTEXT[name]: texts[0][name] for name in CONTEXT if texts and name not in differing}
     axes = [key for key in axes if key not in _SHOWN and not key.startswith("optimizations.")]
@@ -96,7 +96,7 @@ def _batches(records: Sequence[Record]) -> list[str]:
             for record in records]  # fmt: skip
 
 
-def _context(record: Record, label: str) -> dict[str, str]:
+def context_of(record: Record, label: str) -> dict[str, str]:
     on = ", ".join(record["optimizations"]).replace("_", " ")
     return {
         "model": str(record["model"]).rsplit("/", 1)[-1], "weights": str(record["weights"]),

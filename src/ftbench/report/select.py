@@ -11,8 +11,8 @@ from ftbench.core import units
 from ftbench.errors import SpecError
 from ftbench.report.data.axes import headings
 from ftbench.report.data.collect import Record, data_labels, state_of
-from ftbench.report.data.facts import CPU, spec_facts
-from ftbench.report.runs_table import FIGURES
+from ftbench.report.data.facts import spec_facts
+from ftbench.report.runs_table import CONTEXT, FIGURES, context_of
 from ftbench.spec.base import nearest, shortened
 from ftbench.store.rundir import RunDir
 
@@ -97,11 +97,9 @@ def _of(records: Sequence[Record], name: str) -> Values:
 
 def _shown(record: Record, data: str) -> Mapping[str, Any]:
     """Return the texts of a record by the headings of the table of runs."""
-    return {
-        "model": str(record["model"]).rsplit("/", 1)[-1], "gpu": record["gpu"] or CPU, "data": data,
-        "with": ", ".join(record["optimizations"]).replace("_", " ") or "none", "method": record["method"],
-        "batch": record["batch_size"], "state": state_of(record), "#": record.get("number"),
-    }  # fmt: skip
+    texts = {CONTEXT[name].casefold(): text for name, text in context_of(record, data).items()}
+    more = {"method": record["method"], "batch": record["batch_size"], "state": state_of(record)}
+    return texts | more | {"#": record.get("number")}
 
 
 def _plain(name: object) -> str:
