@@ -177,7 +177,7 @@ def test_merged_repeats_are_one_row(tmp_path, ftbench):
     for i in range(3):
         make_run(tmp_path, f"a{i}", steps(seconds=1 + 0.1 * i, seed=i), state=OOM if i == 2 else None)
     records = collect([tmp_path])
-    (merged,) = merge_repeats(records)
+    merged = merge_repeats(runs_of(records))[0].record
     good = [record["tokens_per_s.real"] for record in records if record["state"] == "ok"]
     assert merged["runs"] == "2 of 3"
     assert merged["tokens_per_s.real"] == pytest.approx(statistics.geometric_mean(good))
@@ -496,7 +496,7 @@ def test_output_files_contain_no_control_characters(tmp_path, ftbench):
 def test_table_gets_columns_for_varying_keys(tmp_path):
     make_run(tmp_path, "a", spec={"train.seed": 1, "train.learning_rate": 1e-4})
     make_run(tmp_path, "b", spec={"train.seed": 2, "dataset.seed": 7})
-    _, keys = with_axes(collect([tmp_path]))
+    _, keys = with_axes(runs_of(collect([tmp_path])))
     assert keys == ["spec.train.learning_rate", "spec.dataset.seed", "spec.train.seed"]
     assert axes.headings(keys) == ["learning rate", "dataset.seed", "train.seed"]
 
@@ -504,7 +504,7 @@ def test_table_gets_columns_for_varying_keys(tmp_path):
 def test_equal_runs_have_no_axes(tmp_path):
     make_run(tmp_path, "a")
     make_run(tmp_path, "b", spec=method("qlora"))
-    (record, _), keys = with_axes(collect([tmp_path]))
+    (record, _), keys = with_axes(runs_of(collect([tmp_path])))
     assert keys == []
     assert not [name for name in record if name.startswith("spec.")]
 

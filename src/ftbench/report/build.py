@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ftbench.errors import SpecError
 from ftbench.report import answer, formats, select
 from ftbench.report.data import groups
-from ftbench.report.data.cells import Cell
+from ftbench.report.data.cells import Cell, Run
 from ftbench.report.data.collect import Record, collect
 from ftbench.report.data.groups import cells_of, runs_of
 from ftbench.report.document import Report, Section
@@ -68,15 +68,15 @@ def report(request: Request) -> Rendered:
     if request.against is not None:
         return _gate(request, records, request.against)
     prices = _prices(request, records)
-    sections = _sections(request, records, prices)
+    runs = runs_of(records)
+    sections = _sections(request, runs, prices)
     if request.compare is not None and request.format != "html":
         return Rendered(formats.render(Report((), sections=sections, runs=False), request.format))
-    shown = groups.merge_repeats(records) if _merges(request) else records
+    shown, axes = groups.with_axes(groups.merge_repeats(runs) if _merges(request) else runs)
     if prices:
         from ftbench.report.sections import cost
 
         shown = cost.with_costs(shown, prices, request.hours or NIGHT_H)
-    shown, axes = groups.with_axes(shown)
     shown = select.arranged(shown, request.sort)
     return Rendered(formats.render(Report(shown, axes, sections, request.compare is None), request.format))
 
@@ -105,13 +105,12 @@ def _gate(request: Request, records: Sequence[Record], earlier: Path) -> Rendere
     return Rendered(text, bool(regressed))
 
 
-def _sections(request: Request, records: Sequence[Record], prices: Prices | None) -> list[Section]:
+def _sections(request: Request, runs: Sequence[Run], prices: Prices | None) -> list[Section]:
     """Return the answer and the requested sections."""
-    cells = cells_of(runs_of(records))
-    parts = answer.sections(cells, full=request.every_answer)
+    parts = answer.sections(cells_of(runs), full=request.every_answer)
     if not request.any_measured:
         return parts
-    measured = runs_of([each for each in records if not any(text.startswith(_NOT_TIMED) for text in each["warnings"])])
+    measured = [run for run in runs if not any(text.startswith(_NOT_TIMED) for text in run.record["warnings"])]
     if request.compare is not None:
         from ftbench.report.compare import comparison, pairs
 

@@ -218,7 +218,7 @@ def _record(name: str, paths: Sequence[Path]) -> tuple[Record, Sequence[Record]]
     elif not any(path.exists() for path in paths):
         where = ", ".join(map(str, paths))
         raise SpecError(f"show {shortened(name)}: {where} does not exist: name the folder, `ftbench show RUN FOLDER`")
-    records, _ = groups.with_axes(collect(paths))
+    records, _ = groups.with_axes(groups.runs_of(collect(paths)))
     plain = name.casefold()
     if folder.is_dir():
         matches = records

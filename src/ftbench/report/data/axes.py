@@ -189,7 +189,7 @@ def varying_keys(specs: Sequence[Mapping[str, str]], labels: Mapping[str, Sequen
         labels: section → the label of each run.
     """
     seen: dict[str, dict[str, None]] = {}
-    for spec in {id(spec): spec for spec in specs}.values():  # repeats share one object
+    for spec in specs:
         for key, text in spec.items():
             seen.setdefault(key, {})[text] = None
     varying = [key for key, texts in seen.items() if len(texts) > 1 and key not in _SHOWN]

@@ -5,8 +5,8 @@ Keys are spec keys (`train.batch_size`) and others such as `gpu`, `driver`, `pow
 """
 
 from collections.abc import Iterator, Mapping
-from functools import cache, lru_cache
-from pathlib import Path, PurePosixPath
+from functools import cache
+from pathlib import PurePosixPath
 from typing import Any
 
 from pydantic_core import PydanticUndefined
@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import METHODS
 from ftbench.spec.reading import as_text
-from ftbench.store.rundir import RunDir, first_gpu, gpus_of, parse_document, read_bytes
+from ftbench.store.rundir import RunDir, first_gpu, gpus_of, read_json
 
 CPU = "none (CPU)"
 _KEPT_OF_LAUNCH = ("framework", "settings", "mock", "mock_fits", "gpus", "nodes", "strategy", "tp", "offload", "pp",
@@ -33,35 +33,13 @@ _APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_ch
             "trained_dtype", "loss_normalisation", "padding", "patched_by")  # fmt: skip
 
 
-def json_bytes(path: Path) -> bytes:
-    """Return the bytes of a JSON file of a run, or empty bytes if it cannot be read."""
-    try:
-        return read_bytes(path)
-    except (OSError, ValueError):
-        return b""
-
-
-def parse_json(data: bytes, name: str) -> Mapping[str, Any]:
-    """Return the JSON object in the bytes of a file, or an empty dict."""
-    try:
-        return parse_document(data, Path(name))
-    except ValueError:
-        return {}
-
-
 def spec_facts(run: RunDir) -> Mapping[str, str]:
     """Return the flat resolved spec: the keys that change the result (see spec/identity.py), and the framework.
 
     Paths are reduced to file names. Keys that an older ftbench did not have get today's default, because that version
     behaved the same. The exception is unsloth, which padded its batches.
     """
-    return _facts_of(json_bytes(run.spec_json))
-
-
-@lru_cache(maxsize=8192)
-def _facts_of(data: bytes) -> Mapping[str, str]:
-    """Return the facts of a spec.json. Repeats share one object."""
-    written = parse_json(data, "spec.json")
+    written = read_json(run.spec_json)
     facts = {key: as_fact(key, value) for key, value in flat(written) if _matters(key)}
     if facts.get("launch.mock", "off") == "off":
         facts.pop("launch.mock", None)
@@ -77,13 +55,7 @@ def _facts_of(data: bytes) -> Mapping[str, str]:
 
 def machine_facts(run: RunDir) -> Mapping[str, str]:
     """Return the facts of the machine and of the applied configuration. Unknown keys are absent."""
-    return _ran(json_bytes(run.machine), json_bytes(run.applied))
-
-
-@lru_cache(maxsize=8192)
-def _ran(machine: bytes, applied: bytes) -> Mapping[str, str]:
-    documents = parse_json(machine, "machine.json"), parse_json(applied, "applied.json")
-    return dict(_known(_machine(documents[0]) | _applied(documents[1])))
+    return dict(_known(_machine(read_json(run.machine)) | _applied(read_json(run.applied))))
 
 
 def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:

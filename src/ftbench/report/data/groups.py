@@ -97,10 +97,9 @@ def _facts(group: Sequence[Run]) -> dict[str, str]:
         names = {"method.name": "method", "model.id": "model", BATCH: "batch_size",
                  ACCUMULATION: "gradient_accumulation_steps"}  # fmt: skip
         facts |= {key: str(first.record[name]) for key, name in names.items() if first.record[name]}
-    # Failed runs record less, so prefer the successful ones. Repeats may share one facts object.
-    complete = {id(run.ran): run.ran for run in [run for run in group if run.ok] or group}.values()
-    for key in dict.fromkeys(key for ran in {id(run.ran): run.ran for run in group}.values() for key in ran):
-        texts = dict.fromkeys(ran.get(key, "unknown") for ran in complete)
+    complete = [run for run in group if run.ok] or group  # failed runs record less
+    for key in dict.fromkeys(key for run in group for key in run.ran):
+        texts = dict.fromkeys(run.ran.get(key, "unknown") for run in complete)
         if texts.keys() != {"unknown"}:
             facts[key] = " / ".join(texts)
     return facts
@@ -126,29 +125,27 @@ def _repeat_names(cell: Cell) -> list[str]:
 # --- records for the table of runs -----------------------------------------------------------------------------------
 
 
-def with_axes(records: Sequence[Record]) -> tuple[list[Record], list[str]]:
-    """Add a unique `label` and the varying spec keys to records.
+def with_axes(runs: Sequence[Run]) -> tuple[list[Record], list[str]]:
+    """Return the records with a unique `label` and the varying spec keys.
 
     Returns:
         The records, with a field `spec.<key>` for each varying key that no other column of the table shows. The second
             value has the names of these fields, the most important first.
     """
-    runs = runs_of(records)
-    specs = [run.spec for run in runs]
-    labels = {"model": [str(record["model"]) for record in records], "dataset": [run.data for run in runs]}
-    keys = varying_keys(specs, labels)
-    wider = [record | {"label": name} | {PREFIX + key: spec.get(key, "") for key in keys}
-             for record, spec, name in zip(records, specs, run_names(runs), strict=True)]  # fmt: skip
+    labels = {"model": [str(run.record["model"]) for run in runs], "dataset": [run.data for run in runs]}
+    keys = varying_keys([run.spec for run in runs], labels)
+    wider = [run.record | {"label": name} | {PREFIX + key: run.spec.get(key, "") for key in keys}
+             for run, name in zip(runs, run_names(runs), strict=True)]  # fmt: skip
     return wider, [PREFIX + key for key in keys]
 
 
-def merge_repeats(records: Sequence[Record]) -> list[Record]:
-    """Return one record per group of repeats, in the order of their first run.
+def merge_repeats(runs: Sequence[Run]) -> list[Run]:
+    """Return the first run of each group of repeats, with merged figures.
 
     Figures are geometric means over the successful runs that were not contended. The first step uses the runs with a
-    cold cache, if any. Other fields are those of the first run. `runs` counts the runs in the means.
+    cold cache, if any. `runs` counts the runs in the means.
     """
-    return [_merged([run.record for run in group]) for group in repeats(runs_of(records))]
+    return [replace(group[0], record=_merged([run.record for run in group])) for group in repeats(runs)]
 
 
 def _merged(group: Sequence[Record]) -> Record:

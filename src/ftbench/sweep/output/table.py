@@ -91,7 +91,7 @@ class Tables:
 
 def _report(runs: Sequence[Record]) -> Report:
     """Return the runs with merged repeats, the fastest first."""
-    named, axes = groups.with_axes(groups.merge_repeats(runs))
+    named, axes = groups.with_axes(groups.merge_repeats(groups.runs_of(runs)))
     return Report(select.arranged(named, "tokens/s"), axes)
 
 
