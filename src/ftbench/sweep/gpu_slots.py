@@ -87,6 +87,8 @@ def local_slots(gpus: Sequence[str], mock: bool) -> list[LocalSlot]:
         raise SpecError(f"--gpu-ids: GPU {twice[0]} is listed twice; a GPU takes one run at a time")
     names = {}
     for gpu in gpus:
+        if not gpu.isdecimal() and not gpu.startswith(("GPU-", "MIG-")):
+            raise SpecError(f"--gpu-ids {gpu}: name GPUs by number, for example --gpu-ids 0,1 (`nvidia-smi -L`)")
         described = None if mock else machine.gpu(gpu)
         if described is None and not mock:
             raise MissingError(f"--gpu-ids {gpu}: this machine has no such GPU; `nvidia-smi -L` lists their numbers")
