@@ -153,7 +153,7 @@ def test_change_of_model_drops_revision_and_path(files):
         ("train: {batch_size: 0}", ["train.batch_size: 0 must be greater than or equal to 1"]),
         ("train: {batch_size: many}", ["train.batch_size: 'many' must be a whole number, without a unit"]),
         ("train: {learning_rate: fast}", ["train.learning_rate: 'fast' must be a number, without a unit"]),
-        ("batch_size: 8", ["batch_size: no such key (allowed: extends, recipe, sweep, name, model"]),
+        ("batch_size: 8", ["batch_size: no such key; did you mean train.batch_size? (allowed: extends, recipe, sweep"]),
         ("dataset: data/my.jsonl", ["is a file: write `dataset: {name: file, path: data/my.jsonl}`"]),
         ("train: {batch_size: yes}", ["train.batch_size: True must be a number, not on/yes/true"]),
         ("train: {epochs: .nan}", ["train.epochs: nan must be a finite number"]),
