@@ -59,7 +59,7 @@ def test_first_rows_of_a_large_file_are_checked(tmp_path):
 @pytest.mark.parametrize("key", [{"subset": "main"}, {"split": "test"}])
 def test_subset_and_split_need_a_hub_dataset(key):
     assert Dataset(name="openai/gsm8k", **key)
-    with pytest.raises(ValueError, match="goes with a dataset on the hub"):
+    with pytest.raises(ValueError, match="goes with `name: owner/name`, not with alpaca"):
         Dataset(name="alpaca", **key)
 
 

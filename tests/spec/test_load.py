@@ -223,15 +223,13 @@ def test_remote_code_needs_a_commit(problems, revision):
 @pytest.mark.parametrize(
     ("dataset", "sentence"),
     [
-        ("{name: file}", "needs `path: FILE`"),
+        ("{name: file}", "needs `path`"),
         ("{name: sample, path: x.jsonl}", "`path` goes with `name: file`, not with sample"),
-        ("{name: sample, format: alpaca}", "`format` goes with `name: file`: sample has its own"),
-        ("{name: wikipedia-ja, format: text}", "`format` goes with `name: file`: wikipedia-ja has its own"),
-        ("{name: synthetic, samples: 4, length: 8, format: text}", "`format` goes with `name: file`: synthetic has"),
+        ("{name: sample, format: alpaca}", "`format` goes with `name: file or owner/name`, not with sample"),
         ("{name: synthetic, samples: 4}", "needs one of `length`, `mean_length` and `like`"),
         ("{name: synthetic, samples: 4, length: 8, mean_length: 9}", "needs one of"),
         ("{name: synthetic, length: 8}", "needs `samples`"),
-        ("{name: sample, length: 8}", "`length` goes with `name: synthetic`, not with sample"),
+        ("{name: sample, length: 8}", "`length` goes with `name: synthetic or images`, not with sample"),
         ("{name: synthetic, samples: 4, length: 64, max_length: 32}", "`length` 64 is larger than `max_length` 32"),
     ],
 )

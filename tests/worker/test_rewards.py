@@ -183,7 +183,7 @@ def test_path_is_relative_to_the_spec(tmp_path):
     ("text", "reward", "message"),
     [
         ("", "nowhere.py:judge", "nowhere.py: no such file"),
-        ("", "judge.py", "'judge.py' does not name a function: write path/to/file.py:function"),
+        ("", "judge.py", "'judge.py' must be path/to/file.py:function"),
         ("", "[]", "must be path/to/file.py:function"),
         ("def judge(**columns):\n    return 1 / 0", "judge.py:judge", "judge.py:judge: ZeroDivisionError"),
     ],

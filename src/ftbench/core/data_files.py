@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
 
-from ftbench.core.units import some
 from ftbench.errors import DataError, MissingError, file_problem, json_problem, open_at_once
 
 _ROWS = 1024  # rows of a Parquet file that are converted at once
@@ -152,18 +151,15 @@ def _object(path: Path, where: str, row: Any) -> dict[str, Any]:
 def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     csv.field_size_limit(2**31 - 1)  # the default is 128 KiB
     with _open_text(path) as file:
-        reader = csv.reader(file)
+        reader = csv.DictReader(file)
         try:
-            names = next(reader, None)
-            if not names:
+            if not reader.fieldnames:
                 raise DataError(f"{path}: is empty; the first line must name the columns")
-            for values in reader:
-                if not values:
-                    continue
-                if len(values) != len(names):
-                    fields, expected = some(len(values), "field"), len(names)
-                    raise DataError(f"{path}, line {reader.line_num}: {fields}, but the header names {expected}")
-                yield reader.line_num, dict(zip(names, values, strict=True))
+            for row in reader:
+                if None in row or None in row.values():
+                    count = len(reader.fieldnames)
+                    raise DataError(f"{path}, line {reader.line_num}: must have {count} fields, as the header names")
+                yield reader.line_num, row
         except csv.Error as error:
             raise DataError(f"{path}, line {reader.line_num}: not CSV ({error})") from None
 
@@ -173,20 +169,17 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         import pyarrow.parquet
     except ImportError:
         raise MissingError(f"{path}: Parquet files need pyarrow: pip install pyarrow") from None
+    number = 1
     try:
         with open(path, "rb", opener=open_at_once) as file:
-            table = pyarrow.parquet.read_table(file)
-    except (pyarrow.ArrowException, OSError) as error:
+            for batch in pyarrow.parquet.ParquetFile(file).iter_batches(_ROWS):
+                yield from enumerate(batch.to_pylist(), start=number)
+                number += batch.num_rows
+    except Exception as error:  # broken files raise anything
         if isinstance(error, OSError) and error.filename is not None:
             raise
-        raise DataError(f"{path}: not Parquet ({(str(error).splitlines() or [type(error).__name__])[0]})") from None
-    for number in range(1, table.num_rows + 1, _ROWS):
-        part = table.slice(number - 1, _ROWS)
-        try:
-            rows = part.to_pylist()
-        except Exception as error:  # noqa: BLE001 - values of broken files raise anything
-            raise DataError(f"{path}, row {number} or later: cannot be read ({error})") from None
-        yield from enumerate(rows, start=number)
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{path}, row {number} or later: not Parquet ({reason})") from None
 
 
 _READERS: dict[str, tuple[Callable[[Path], Iterator[tuple[int, dict[str, Any]]]], str]] = {

@@ -104,10 +104,8 @@ def example(row: dict[str, Any], format_name: str, prompt: str = "") -> Example:
 
 
 def _alpaca(row: dict[str, Any]) -> Example:
-    instruction, extra = _text(row, "instruction"), row.get("input")
-    if extra is not None and not isinstance(extra, str):
-        raise BadRow(f"`input` is {type(extra).__name__}, not text")
-    question = f"{instruction}\n\n{extra.strip()}" if extra and extra.strip() else instruction
+    extra = _text(row, "input").strip() if str(row.get("input") or "").strip() else ""
+    question = f"{_text(row, 'instruction')}\n\n{extra}" if extra else _text(row, "instruction")
     return _pair(question, _text(row, "output"), _images(row))
 
 

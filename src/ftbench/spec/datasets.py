@@ -76,6 +76,12 @@ DATASETS: dict[str, Source] = {
 Side = Annotated[Int, Field(ge=8, le=16_384)]
 
 
+HUB, _MADE = "owner/name", ("synthetic", "images")
+_ONLY_FOR = {  # key → the datasets that have it
+    **dict.fromkeys(("format", "columns"), ("file", HUB)), **dict.fromkeys(("subset", "split"), (HUB,)),
+    **dict.fromkeys(("length", "mean_length", "like", "structure"), _MADE), "path": ("file",),
+    **dict.fromkeys(("image_size", "image_sizes", "images_per_sample"), ("images",)),
+}  # fmt: skip
 LIKE = tuple(name for name, source in DATASETS.items() if source.mean_tokens)
 
 
@@ -123,7 +129,7 @@ class Dataset(Part):
     @property
     def is_made(self) -> bool:
         """Whether its samples are generated."""
-        return self.name in ("synthetic", "images")
+        return self.name in _MADE
 
     @property
     def has_images(self) -> bool:
@@ -156,31 +162,16 @@ class Dataset(Part):
 
     @model_validator(mode="after")
     def _check(self) -> Dataset:
-        if self.name == "file" and not self.path:
-            raise ValueError("`name: file` needs `path: FILE` (JSON, JSONL, CSV or Parquet)")
-        if self.name != "file" and self.path:
-            raise ValueError(f"`path` goes with `name: file`, not with {self.name}")
-        if self.name in DATASETS and self.name != "file" and (self.format or self.columns):
-            key = "format" if self.format else "columns"
-            raise ValueError(f"`{key}` goes with `name: file`: {self.name} has its own")
-        if self.name in DATASETS and (self.subset or self.split != "train"):
-            key = "subset" if self.subset else "split"
-            raise ValueError(f"`{key}` goes with a dataset on the hub (owner/name), not with {self.name}")
-        shape = [key for key in ("length", "mean_length", "like") if getattr(self, key) is not None]
-        if self.name == "synthetic" and len(shape) != 1:
-            raise ValueError("`name: synthetic` needs one of `length`, `mean_length` and `like`")
-        if len(shape) > 1:
-            raise ValueError(f"`{shape[0]}` and `{shape[1]}` exclude each other")
-        if self.is_made and self.samples is None:
-            raise ValueError(f"`name: {self.name}` needs `samples`")
-        if not self.is_made and self.structure != "random":
-            raise ValueError(f"`structure` goes with `name: synthetic`, not with {self.name}")
-        if not self.is_made and shape:
-            raise ValueError(f"`{shape[0]}` goes with `name: synthetic`, not with {self.name}")
-        if (self.name == "images") != (self.image_size is not None):
-            raise ValueError("`image_size: [width, height]` goes with `name: images`, which needs it")
-        if self.name != "images" and (self.image_sizes != "fixed" or self.images_per_sample != 1):
-            raise ValueError(f"`image_sizes` and `images_per_sample` go with `name: images`, not with {self.name}")
+        kind = self.name if self.name in DATASETS else HUB
+        for key, kinds in _ONLY_FOR.items():
+            if kind not in kinds and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"`{key}` goes with `name: {' or '.join(kinds)}`, not with {self.name}")
+        needed = {"file": ["path"], "images": ["image_size", "samples"], "synthetic": ["samples"]}.get(self.name, ())
+        if missing := [key for key in needed if getattr(self, key) is None]:
+            raise ValueError(f"`name: {self.name}` needs `{missing[0]}`")
+        lengths = [key for key in ("length", "mean_length", "like") if getattr(self, key) is not None]
+        if len(lengths) > 1 or (self.name == "synthetic" and not lengths):
+            raise ValueError(f"`name: {self.name}` needs one of `length`, `mean_length` and `like`")
         if self.length is not None and self.length > self.max_length:
             raise ValueError(f"`length` {self.length} is larger than `max_length` {self.max_length}")
         return self

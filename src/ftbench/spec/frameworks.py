@@ -3,21 +3,22 @@
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ftbench.spec.base import OFF, Experiment, Launch
+from ftbench.spec.base import Experiment, Launch
 from ftbench.spec.methods import family
 from ftbench.spec.optimizations import switched_on
+from ftbench.spec.reading import as_text
 
 _VERSIONS = Path(__file__).resolve().parents[1] / "facts" / "environments"
 
 
 @dataclass(frozen=True)
 class Framework:
-    """A value of `launch.framework`: its package, and the module of its trainer.
+    """A value of `launch.framework`: its package, the module of its trainer, and the supported settings.
 
     `own_loop` is set if it does not train through transformers.Trainer.
     """
@@ -25,6 +26,10 @@ class Framework:
     package: str
     entry: str
     own_loop: bool = False
+    methods: tuple[str, ...] = ("lora", "qlora", "full")
+    optimizers: tuple[str, ...] = ("adamw_torch", "adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit", "sgd")
+    strategies: tuple[str, ...] = ()
+    attention: tuple[str, ...] = ("auto", "eager", "sdpa", "flash_attention_2")
 
     @property
     def file(self) -> Path:
@@ -53,12 +58,17 @@ FRAMEWORKS = {
     "axolotl": Framework("axolotl", "axolotl.train"),
     "llamafactory": Framework("llamafactory", "llamafactory.train.tuner"),
     "ms-swift": Framework("ms-swift", "swift.pipelines.train.sft"),
-    "megatron": Framework("megatron-core", "megatron.core.models.gpt", own_loop=True),
-    "verl": Framework("verl", "verl.trainer.sft_trainer", own_loop=True),
-}
+    "megatron": Framework(
+        "megatron-core", "megatron.core.models.gpt", True, ("full",), ("adamw_torch", "sgd"),
+        ("ddp", "tp", "pp", "pp+tp", "pp+ddp"), ("auto", "sdpa"),
+    ),
+    "verl": Framework(
+        "verl", "verl.trainer.sft_trainer", True, ("lora", "full"), ("adamw_torch", "adamw_torch_fused", "sgd"),
+        ("fsdp",),
+    ),
+}  # fmt: skip
 MEGATRON_FAMILIES = ("llama", "qwen3")
 SUPPORTED = {"attention", "gradient_checkpointing", "liger"}
-ATTENTION = ("auto", "eager", "sdpa", "flash_attention_2")
 
 
 def interpreter(launch: Launch) -> str:
@@ -68,33 +78,28 @@ def interpreter(launch: Launch) -> str:
 
 def incompatibilities(spec: Experiment) -> list[str]:
     """Return the settings that the framework does not support, and how to fix each."""
-    launch, on = spec.launch, spec.optimizations
+    launch, on, train = spec.launch, spec.optimizations, spec.train
     if launch.framework == "trl":
         return _of_trl(launch)
-    who = f"launch.framework {launch.framework}"
+    who, framework = f"launch.framework {launch.framework}", FRAMEWORKS[launch.framework]
     problems = []
     if not launch.python and launch.mock == "off":
-        problems.append(
-            f"{who} needs launch.python, the interpreter of its environment: {FRAMEWORKS[launch.framework].way}"
-        )
-    own_loop = FRAMEWORKS[launch.framework].own_loop
-    if own_loop:
-        problems += _OF[launch.framework](spec)
-    elif spec.method.name == "unsloth" or (spec.method.quantised and spec.method.mxfp4):
-        problems.append(f"{who} trains lora, qlora (nf4 or fp4) or full: change the method, or use trl")
-    if "torchao" in spec.train.optimizer:
-        problems.append(f"train.optimizer {spec.train.optimizer}: {who} takes torch's and bitsandbytes', or use trl")
+        problems.append(f"{who} needs launch.python, the interpreter of its environment: {framework.way}")
+    for key, value, supported in (
+        ("method", spec.method.name, framework.methods),
+        ("train.optimizer", train.optimizer, framework.optimizers),
+        ("optimizations.attention", on.attention, framework.attention),
+        ("launch.strategy", launch.strategy, ("none", *framework.strategies)),
+        ("optimizations.gradient_checkpointing", as_text(on.gradient_checkpointing), ("on", "off")),
+    ):
+        if value not in supported:
+            problems.append(f"{key} {value}: {who} supports {', '.join(supported)}: set one of them, or use trl")
+    if spec.method.mxfp4:
+        problems.append(f"method.quant_type mxfp4 is not supported by {who}: use nf4, or use trl")
     if spec.dataset.has_images:
         problems.append(f"{who} supports only text: use another dataset, or use trl")
-    if launch.gpus > 1 and launch.strategy not in (strategies := _STRATEGIES.get(launch.framework, ())):
-        ways = f"launch.strategy {' or '.join(strategies)}" if strategies else "one GPU"
-        problems.append(f"{who} supports {ways}: set launch.gpus to 1, or use trl")
-    others = [name for name in switched_on(on) if name not in SUPPORTED - ({"liger"} if own_loop else set())]
+    others = [name for name in switched_on(on) if name not in SUPPORTED - ({"liger"} if framework.own_loop else set())]
     problems += [f"optimizations.{name} is not supported by {who}: set it to off, or use trl" for name in others]
-    if on.attention not in ATTENTION:
-        problems.append(f"optimizations.attention {on.attention}: {who} supports {', '.join(ATTENTION)}")
-    if on.gradient_checkpointing not in (*OFF, True):
-        problems.append(f"optimizations.gradient_checkpointing: {who} supports on and off")
     measured = {
         "eval": spec.dataset.eval_samples and spec.measure.eval != "off",
         "profile": spec.measure.profile != "off", "gradients": spec.measure.gradients,
@@ -102,59 +107,35 @@ def incompatibilities(spec: Experiment) -> list[str]:
         "save_adapter": spec.measure.save_adapter and launch.framework != "megatron",
     }  # fmt: skip
     problems += [f"measure.{name} needs trl: leave it out, or use trl" for name, on in measured.items() if on]
-    return problems
+    if framework.own_loop and launch.settings != "plain":
+        problems.append(f"launch.settings {launch.settings}: {who} has no other settings here: leave it out")
+    if framework.own_loop and "float16" in (spec.model.dtype, {"fp16": "float16"}.get(train.precision)):
+        problems.append(f"float16: {who} trains in bfloat16 or float32 here: set model.dtype and train.precision")
+    return [*problems, *_OF.get(launch.framework, lambda spec, who: ())(spec, who)]
 
 
-_STRATEGIES = {"megatron": ("ddp", "tp", "pp", "pp+tp", "pp+ddp"), "verl": ("fsdp",)}  # for several GPUs
-
-
-def _of_megatron(spec: Experiment) -> list[str]:
-    who, launch = "launch.framework megatron", spec.launch
-    problems = _of_own_loop(spec, who, ("adamw_torch", "sgd"))
-    if spec.method.name != "full":
-        problems.append(
-            f"method {spec.method.name}: {who} trains full only. Megatron's LoRA is in Megatron-Bridge, which needs "
-            "Transformer Engine: set method to full, or use trl"
-        )
+def _of_megatron(spec: Experiment, who: str) -> Iterator[str]:
+    launch = spec.launch
     if (name := family(spec.model)) not in (None, *MEGATRON_FAMILIES):
-        problems.append(f"model {spec.model.id}: {who} converts {' and '.join(MEGATRON_FAMILIES)}, not {name}: use trl")
-    if spec.optimizations.attention not in ("auto", "sdpa"):
-        problems.append(f"optimizations.attention {spec.optimizations.attention}: {who} runs torch's: set it to sdpa")
+        yield f"model {spec.model.id}: {who} converts {' and '.join(MEGATRON_FAMILIES)}, not {name}: use trl"
     if spec.measure.save_adapter and launch.pp:
-        problems.append(f"measure.save_adapter: {who} saves models in one pipeline stage: set it to off")
+        yield f"measure.save_adapter: {who} saves models in one pipeline stage: set it to off"
     if launch.schedule != "1f1b" or launch.split:
-        problems.append(f"launch.schedule and split: {who} has equal stages and 1f1b here: leave them out")
-    return problems
+        yield f"launch.schedule and split: {who} has equal stages and 1f1b here: leave them out"
 
 
-def _of_verl(spec: Experiment) -> list[str]:
-    who, train, method = "launch.framework verl", spec.train, spec.method
-    problems = _of_own_loop(spec, who, ("adamw_torch", "adamw_torch_fused", "sgd"))
-    if method.name not in ("lora", "full"):
-        problems.append(f"method {method.name}: {who} trains lora and full: change the method, or use trl")
-    elif method.name == "lora" and (method.dropout or method.alpha != int(method.alpha)):
-        problems.append(f"method.alpha must be whole and method.dropout 0: {who} has no setting for others")
-    samples = spec.dataset.samples
-    if samples and samples % spec.global_batch and (train.max_steps or math.inf) * spec.global_batch > samples:
-        problems.append(
+def _of_verl(spec: Experiment, who: str) -> Iterator[str]:
+    method, samples = spec.method, spec.dataset.samples
+    if method.name == "lora" and (method.dropout or method.alpha != int(method.alpha)):
+        yield f"method.alpha must be whole and method.dropout 0: {who} has no setting for others"
+    if samples and samples % spec.global_batch and (spec.train.max_steps or math.inf) * spec.global_batch > samples:
+        yield (
             f"dataset.samples {samples:,}: {who} drops the last batch of an epoch unless it is complete: set it to a "
             f"multiple of {spec.global_batch:,}"
         )
-    return problems
 
 
-def _of_own_loop(spec: Experiment, who: str, optimizers: tuple[str, ...]) -> list[str]:
-    train, problems = spec.train, list[str]()
-    if spec.launch.settings != "plain":
-        problems.append(f"launch.settings {spec.launch.settings}: {who} has no other settings here: leave it out")
-    if train.optimizer not in optimizers:
-        problems.append(f"train.optimizer {train.optimizer}: {who} takes {', '.join(optimizers)}: set one of them")
-    if "float16" in (spec.model.dtype, {"fp16": "float16"}.get(train.precision)):
-        problems.append(f"float16: {who} trains in bfloat16 or float32 here: set model.dtype and train.precision")
-    return problems
-
-
-_OF: dict[str, Callable[[Experiment], list[str]]] = {"megatron": _of_megatron, "verl": _of_verl}
+_OF: dict[str, Callable[[Experiment, str], Iterable[str]]] = {"megatron": _of_megatron, "verl": _of_verl}
 
 
 def _of_trl(launch: Launch) -> list[str]:

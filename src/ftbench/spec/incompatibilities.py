@@ -21,9 +21,8 @@ def incompatibilities(spec: Experiment) -> list[str]:
     for name in switched_on(spec.optimizations):
         problems += _of_optimization(spec, name)
     launch, optimizer = spec.launch, spec.train.optimizer
-    if "torchao" in optimizer and (launch.framework != "trl" or launch.strategy.startswith("zero")):
-        who = launch.strategy if launch.framework == "trl" else launch.framework
-        problems.append(f"train.optimizer {optimizer} is not supported by {who}: set it to adamw_torch_fused")
+    if "torchao" in optimizer and launch.strategy.startswith("zero"):
+        problems.append(f"train.optimizer {optimizer} is not supported by {launch.strategy}: use adamw_torch_fused")
     if spec.measure.eval == "epoch" and not spec.dataset.eval_samples:
         problems.append("measure.eval: epoch needs dataset.eval_samples")
     if spec.dataset.has_images and not reads_images(spec.model):

@@ -1,6 +1,6 @@
 """Training methods: one class each, listed in METHODS. Their code is in `worker/methods/<name>.py`.
 
-Defaults are the founding study's: rank 8, alpha 16, no dropout, no bias, the seven projections of each layer.
+Defaults are the founding study's: rank 8, alpha 16, no dropout, no biases, the seven projections of each layer.
 """
 
 from collections.abc import Iterator, Mapping

@@ -97,13 +97,11 @@ class Dpo(Part):
 
 def _reward_names(value: object) -> object:
     """Return the reward functions as a tuple."""
-    if value is None:
-        return None
     rewards = [value] if isinstance(value, str) else value
-    if not (isinstance(rewards, (list, tuple)) and rewards):
+    if rewards is None:
+        return None
+    if not (isinstance(rewards, (list, tuple)) and rewards and all(_REWARD.fullmatch(str(each)) for each in rewards)):
         raise ValueError("must be path/to/file.py:function, or a list of them")
-    if wrong := [each for each in rewards if not (isinstance(each, str) and _REWARD.fullmatch(each))]:
-        raise ValueError(f"{wrong[0]!r:.80} does not name a function: write path/to/file.py:function")
     return tuple(rewards)
 
 
