@@ -223,10 +223,10 @@ HEADER = b"instruction,input,output\n"
         ("a.jsonl", FINE + b'{"instruction": "Say yes.", "output": 3}\n', ", line 2: `output` is int, not text"),
         ("a.jsonl", b'{"riddle": "?", "way": "!"}\n', ", line 1: columns riddle, way fit no format"),
         ("a.json", b"[" + FINE + b",]", ", line 2: not JSON"),
-        ("a.csv", HEADER + b"Say yes.,,Yes.\nSay no.,No.\n", ", line 3: 2 fields, but the header names 3"),
+        ("a.csv", HEADER + b"Say yes.,,Yes.\nSay no.,No.\n", ", line 3: must have 3 fields, as the header names"),
         ("a.csv", HEADER + b'"Two\nlines",,Yes.\nSay no.,,\n', ", line 4: `output` is empty"),
         ("a.csv", b"", ": is empty"),
-        ("a.parquet", b"PAR1 but not really", ": not Parquet"),
+        ("a.parquet", b"PAR1 but not really", ", row 1 or later: cannot be read"),
         ("a.txt", b"Say yes.", ": .txt is not supported"),
     ],
 )

@@ -16,14 +16,7 @@ MESSAGES = [
         "allocator",
         20 << 20,
     ),
-    ("torch.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB.", "allocator", 2 << 30),
     ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 512 bytes.", "allocator", 512),
-    (
-        "RuntimeError: MPS backend out of memory (MPS allocated: 8.99 GB, other allocations: 1.02 MB, max allowed: "
-        "9.07 GB). Tried to allocate 2.00 GB on private pool.",
-        "allocator",
-        2 << 30,
-    ),
     ("torch.OutOfMemoryError: CUDA out of memory.\nTried to allocate\n", "allocator", None),
     ("RuntimeError: CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", "driver", None),
     ("RuntimeError: CUDA driver error: out of memory", "driver", None),

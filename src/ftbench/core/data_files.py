@@ -179,7 +179,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if isinstance(error, OSError) and error.filename is not None:
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise DataError(f"{path}, row {number} or later: not Parquet ({reason})") from None
+        raise DataError(f"{path}, row {number} or later: cannot be read ({reason})") from None
 
 
 _READERS: dict[str, tuple[Callable[[Path], Iterator[tuple[int, dict[str, Any]]]], str]] = {

@@ -93,7 +93,9 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 def change(value: float | None, digits: int = 1) -> str:
     """Return a relative change: `+4.2 %`, `-12.0 %`, `+50,367 %`."""
-    return "" if value is None else f"{value * 100:+,.{digits if abs(value) < 10 else 0}f} %"
+    if value is None:
+        return ""
+    return f"{value * 100:+,.0f} %" if abs(value) >= 10 else f"{value * 100:+,.{digits}f} %"
 
 
 _WORDINGS = {  # regular expressions of sentences in committed runs, with their current form
@@ -117,7 +119,7 @@ def reworded(text: str) -> str:
     text = _SHARE.sub(" %", text)
     for old, new in _WORDINGS.items():
         text = re.sub(old, new, text)
-    return _ONE.sub(lambda match: f"1 {match[1]}{' was' if match[2] else ''}", text)
+    return _ONE.sub(lambda match: f"1 {match[1]}" + " was" * bool(match[2]), text)
 
 
 def parameters(value: int | None) -> str:

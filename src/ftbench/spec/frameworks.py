@@ -111,7 +111,7 @@ def incompatibilities(spec: Experiment) -> list[str]:
         problems.append(f"launch.settings {launch.settings}: {who} has no other settings here: leave it out")
     if framework.own_loop and "float16" in (spec.model.dtype, {"fp16": "float16"}.get(train.precision)):
         problems.append(f"float16: {who} trains in bfloat16 or float32 here: set model.dtype and train.precision")
-    return [*problems, *_OF.get(launch.framework, lambda spec, who: ())(spec, who)]
+    return [*problems, *(_OF[launch.framework](spec, who) if framework.own_loop else ())]
 
 
 def _of_megatron(spec: Experiment, who: str) -> Iterator[str]:

@@ -224,22 +224,17 @@ class Unsloth(_Adapters):
     def incompatibilities(self, spec: Experiment) -> Iterator[str]:
         yield from super().incompatibilities(spec)
         if family(spec.model) in WITH_IMAGES:
-            yield from self._of_images(spec)
+            for name in ("packing", "padding_free"):
+                if getattr(spec.optimizations, name):
+                    yield f"optimizations.{name} with method unsloth supports only text: set it to off"
+            if "full" in (self.vision, self.projector):
+                yield "method.vision and method.projector: unsloth trains only adapters: set them to frozen or lora"
         if self.padded and (spec.optimizations.packing or spec.optimizations.padding_free):
             yield "method.padded: optimizations.packing and padding_free remove the padding: set one to off"
         if self.cuda_graphs and not self.block_compile:
             yield "method.cuda_graphs needs method.block_compile: set it to on"
         if spec.optimizations.packing and spec.optimizations.fixed_shape:
             yield "optimizations.fixed_shape with method unsloth needs one sample per row: set packing to off"
-
-    def _of_images(self, spec: Experiment) -> Iterator[str]:
-        """Yield the settings of unsloth that do not support images."""
-        if "full" in (self.vision, self.projector):
-            yield "method.vision and method.projector: unsloth trains only adapters: set them to frozen or lora"
-        yield from (
-            f"optimizations.{name} with method unsloth supports only text, and {spec.model.id} reads images: set it off"
-            for name in ("packing", "padding_free") if getattr(spec.optimizations, name)
-        )  # fmt: skip
 
 
 Method = Annotated[Full | Lora | Qlora | Unsloth, Field(discriminator="name")]

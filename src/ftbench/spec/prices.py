@@ -108,9 +108,7 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
         try:
             by_gpu[gpu] = Price.model_validate(values)
         except ValidationError as error:
-            fix = ": add it, such as `currency: USD` (see configs/prices.yaml)"
-            sentences = in_file(error, path, Price, name)
-            problems += [text + fix * text.endswith("currency: is missing") for text in sentences]
+            problems += in_file(error, path, Price, name)
     if problems:
         raise SpecError(*problems)
     return Prices(path, by_gpu)

@@ -45,6 +45,7 @@ def build_tokenizer(vocab_size: int, reads_images: bool = False) -> Any:
 
 @cache
 def _trained(vocab_size: int, special: tuple[str, ...]) -> Any:
+    """Return the tokenizer, trained on the shipped sample."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -14,7 +14,7 @@ from ftbench.core import pipeline
 from ftbench.errors import SpecError
 from ftbench.families import describe
 from ftbench.spec.experiment import Experiment
-from ftbench.spec.pipelines import PIPELINED, split_problems
+from ftbench.spec.strategies import PIPELINED, split_problems
 from ftbench.worker.device import device
 from ftbench.worker.model.loading import skeleton
 from ftbench.worker.model.parts import decoder
