@@ -75,7 +75,8 @@ def prepare(request: ParityRequest) -> command.Ready:
 
 
 def _unpublished(request: ParityRequest, recipes: Sequence[Contender], capability: Capability) -> str | None:
-    """Return which recipe would be judged without its kernels, the reason, and how to go on. None: all have them."""
+    """Return an error message if a recipe would be judged without its published kernels. None if all recipes have
+    them."""
     for recipe in recipes:
         if recipe.refused is None and (why := unpublished(load(request.spec, recipe.sets), capability)):
             return (

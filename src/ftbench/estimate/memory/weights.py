@@ -18,8 +18,8 @@ BLOCK_8BIT = 256  # elements that share a scale in an 8-bit state (bitsandbytes,
 def four_bit(count: float, double_quant: bool) -> float:
     """Return the bytes of 4-bit weights with their block constants.
 
-    These are n/2, plus n/64 constants of 4 bytes, or with double quantization of 1 byte and 4 bytes per 256 (Dettmers
-    et al. 2023; 0.5 and 0.127 bits per parameter)."""
+    n weights take n/2 bytes and have n/64 constants. A constant takes 4 bytes. With double quantization it takes 1
+    byte, plus 4 bytes for each 256 constants (Dettmers et al. 2023; 0.5 and 0.127 bits per parameter)."""
     constants = count / BLOCK
     return count / 2 + (constants * (1 + 4 / OUTER) if double_quant else constants * 4)
 
