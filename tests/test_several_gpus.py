@@ -252,7 +252,6 @@ def test_zero_shards_the_states_of_its_stage(pair):
         assert parallel["optimizer_elements_of_rank"] * 2 == parallel["trained_elements"]
         assert parallel["elements_of_rank"] * kept == parallel["elements"] == two.summary()["parameters"]["total"]
     assert parallel["sharded"] == 52
-    assert parallel["released"] > 14  # seven matrices per layer
 
 
 @NO_DEEPSPEED

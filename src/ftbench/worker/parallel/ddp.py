@@ -29,18 +29,16 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
         return [f"launch.strategy is ddp, but the trainer has a {type(wrapped).__name__}, which does not sum gradients"]
     if (ranks := wrapped.process_group.size()) != spec.launch.ranks:
         return [f"launch.gpus is {spec.launch.gpus}, but gradients are summed over {ranks} ranks"]
-    sums = _sums(wrapped)
-    gathered = [torch.empty_like(sums) for _ in range(ranks)]
-    dist.all_gather(gathered, sums)
-    different = [rank for rank, others in enumerate(gathered) if not torch.equal(others, gathered[0])]
+    different = different_copies(wrapped, wrapped.process_group)
     return [f"launch.strategy is ddp, but the weights of rank {different[0]} differ after step 1"] if different else []
 
 
-def _sums(model: Any) -> torch.Tensor:
-    """Return the sum of each trained parameter."""
-    return torch.stack(
-        [parameter.detach().double().sum() for parameter in model.parameters() if parameter.requires_grad]
-    )
+def different_copies(model: Any, group: Any) -> list[int]:
+    """Return the ranks of a group whose trained weights have other sums than those of its first rank."""
+    sums = torch.stack([each.detach().double().sum() for each in model.parameters() if each.requires_grad])
+    gathered = [torch.empty_like(sums) for _ in range(group.size())]
+    dist.all_gather(gathered, sums, group)
+    return [rank for rank, each in enumerate(gathered) if not torch.equal(each, gathered[0])]
 
 
 def applied(trainer: Any) -> dict[str, Any]:

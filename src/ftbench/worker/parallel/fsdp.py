@@ -25,6 +25,9 @@ from ftbench.worker import parallel
 from ftbench.worker.model.loading import trains_in_32_bits
 from ftbench.worker.model.parts import base_model, decoder, decoder_layers, unwrapped
 from ftbench.worker.model.random_weights import Drawn
+from ftbench.worker.parallel import ep
+
+applied = ep.applied
 
 
 def reads(spec: Experiment) -> bool:
@@ -159,13 +162,3 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
     if launch.offload == "params" and any(parameter.device.type != "cpu" for parameter in parameters.values()):
         return ["launch.offload is params, but shares stay on the GPU"]
     return []
-
-
-def applied(trainer: Any) -> dict[str, Any]:
-    """Return the numbers of sharded parameters, of all elements, and of the elements of this rank."""
-    parameters = list(trainer.model_wrapped.parameters())
-    return {
-        "sharded": sum(isinstance(parameter, DTensor) for parameter in parameters),
-        "elements": sum(parameter.numel() for parameter in parameters),
-        "elements_of_rank": sum(getattr(parameter, "_local_tensor", parameter).numel() for parameter in parameters),
-    }

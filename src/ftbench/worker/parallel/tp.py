@@ -3,11 +3,13 @@
 Each GPU holds a share of every large matrix and computes its share of each product. All see the same tokens.
 """
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import peft
 import torch.distributed as dist
 from peft.tuners.lora import model as peft_model
+from peft.tuners.lora.layer import LoraLayer
 from transformers.distributed import DistributedConfig
 
 from ftbench.errors import SpecError
@@ -52,6 +54,20 @@ def require_even(spec: Experiment, config: Any, key: str, parts: int) -> None:
         )
 
 
+def on_mesh(spec: Experiment, config: Any, tensor: int, mesh: Callable[[], Any]) -> dict[str, Any]:
+    """Return the arguments of from_pretrained for a mesh on which `tensor` ranks share a matrix. Raise SpecError for
+    heads that they cannot share evenly, before `mesh` makes the mesh.
+
+    Adapters get the full shape: on a mesh with named dimensions, peft treats shares of matrices as full matrices and
+    would draw equal halves.
+    """
+    require_even(spec, config, "launch.tp", tensor)
+    require_shared_adapters(spec)
+    LoraLayer._get_in_out_features = lambda self, module: (module.in_features, module.out_features)
+    return {"distributed_config": DistributedConfig(tp_size=tensor, fsdp_size=spec.launch.ranks // tensor),
+            "device_mesh": mesh()}  # fmt: skip
+
+
 def attach(trainer: Any, spec: Experiment) -> None:
     """Sum the gradients of norms within heads in each backward pass, and split the optimizer's groups.
 
@@ -59,13 +75,17 @@ def attach(trainer: Any, spec: Experiment) -> None:
     gradient instead, so that earlier batches would be summed again.
     """
     ep.attach(trainer, spec)
-    for module in trainer.model.modules():
+    for parameter in norms_within_heads(trainer.model):
+        parameter.register_hook(_summed)
+
+
+def norms_within_heads(model: Any) -> Iterator[Any]:
+    """Yield the trained weights of norms within heads. Remove the hook with which transformers sums their gradients."""
+    for module in model.modules():
         for key, hook in [*module._backward_hooks.items()]:
             if getattr(hook, "__name__", "") == "_all_reduce_grads":
                 del module._backward_hooks[key]
-                for parameter in module.parameters(recurse=False):
-                    if parameter.requires_grad:
-                        parameter.register_hook(_summed)
+                yield from (each for each in module.parameters(recurse=False) if each.requires_grad)
 
 
 def _summed(gradient: Any) -> Any:

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
-from peft.tuners.lora.layer import LoraLayer
-from transformers.distributed import DistributedConfig
 
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.device import device
@@ -37,19 +35,11 @@ def _mesh(tensor: int, shares: int) -> ParallelismConfig:
 
 
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
-    """Return the arguments of from_pretrained. Raise SpecError for heads that cannot be shared evenly.
-
-    With 16-bit products, trained weights are loaded in 32 bits, because accelerate only casts unsharded weights.
-    Adapters get the full shape: on a mesh with named dimensions, peft treats shares of matrices as full matrices and
-    would draw equal halves.
-    """
+    """Return the arguments of from_pretrained. With 16-bit products, trained weights are loaded in 32 bits, because
+    accelerate only casts unsharded weights."""
     tensor, shares = _mesh_shape(spec)
-    tp.require_even(spec, config, "launch.tp", tensor)
-    tp.require_shared_adapters(spec)
-    LoraLayer._get_in_out_features = lambda self, module: (module.in_features, module.out_features)
-    distributed = DistributedConfig(tp_size=tensor, fsdp_size=shares)
     more = {"dtype": torch.float32} if trains_in_32_bits(spec) else {}
-    return {"distributed_config": distributed, "device_mesh": _mesh(tensor, shares).device_mesh, **more}
+    return tp.on_mesh(spec, config, tensor, lambda: _mesh(tensor, shares).device_mesh) | more
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:

@@ -34,20 +34,10 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def prepare(made: Any) -> None:
-    """Use gloo on a CPU, because DeepSpeed's own sums would have to be compiled. Count the weights that are still
-    gathered at the end of a backward pass, before DeepSpeed releases them."""
+    """Use gloo on a CPU, because DeepSpeed's own sums would have to be compiled."""
     from deepspeed import ops
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload as Gathering
 
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    release = Gathering.release_backward_leftovers
-
-    def count_and_release(gathering: Any) -> None:
-        parameters = (parameter for parameter in gathering.module.parameters() if not parameter.ds_persist)
-        gathering.kept = sum(bool(parameter.numel()) for parameter in parameters)
-        release(gathering)
-
-    Gathering.release_backward_leftovers = count_and_release
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
@@ -96,17 +86,13 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
         problems.append(f"launch.strategy is {name}, but each rank has the optimizer state of all trained parameters")
     if name == "zero3" and facts["elements_of_rank"] > facts["elements"] * share + 4096:
         problems.append("launch.strategy is zero3, but each rank has more than its share of the weights")
-    if facts["kept"] * 2 > facts["released"] > 0:
-        problems.append(f"launch.strategy is zero3, but {facts['kept']} of {facts['released']} weights stay gathered "
-                        f"until the backward pass ends")  # fmt: skip
     return problems
 
 
 def applied(trainer: Any) -> dict[str, Any]:
     """Return element counts of the weights and of the 32-bit copy that the optimizer updates.
 
-    `released` weights hold no elements between steps. `kept` of them were gathered until the end of the backward pass.
-    `gathered_whole` layers are gathered at once, `fetched_ahead` elements in advance (read by the estimator).
+    DeepSpeed gathers `fetched_ahead` elements in advance (the estimator reads this).
     """
     engine = trainer.deepspeed
     if engine is None:  # before training begins
@@ -115,9 +101,6 @@ def applied(trainer: Any) -> dict[str, Any]:
     updated = next(filter(None, (getattr(engine.optimizer, name, None) for name in _UPDATED)), ())
     return {
         "sharded": sum(hasattr(parameter, "ds_tensor") for parameter in parameters),
-        "released": sum(hasattr(parameter, "ds_tensor") and not parameter.numel() for parameter in parameters),
-        "kept": getattr(getattr(engine.optimizer, "parameter_offload", None), "kept", 0),
-        "gathered_whole": sum(getattr(module, "_z3_leaf", False) for module in engine.module.modules()),
         "fetched_ahead": engine.zero_prefetch_bucket_size() if engine.zero_optimization_stage() == 3 else 0,
         "elements": sum(_elements(parameter) for parameter in parameters),
         "trained_elements": sum(_elements(parameter) for parameter in parameters if parameter.requires_grad),
