@@ -154,13 +154,12 @@ def gate_and_cast(
     return small, factor, of_rows.sum(0)[:, :down].to(base.dtype).contiguous()
 
 
-@gate_and_cast.register_fake
-def _(
-    base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, a: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    tokens = base.shape[0]
-    small = base.new_empty(tokens, base.shape[1] // 2, dtype=dtype)
-    return small, maxima.new_empty(()), base.new_empty(tokens, a.shape[0])
+gate_and_cast.register_fake(
+    lambda base, mid, b, a, maxima, dtype: (
+        base.new_empty(base.shape[0], base.shape[1] // 2, dtype=dtype), maxima.new_empty(()),
+        base.new_empty(base.shape[0], a.shape[0]),
+    )
+)  # fmt: skip
 
 
 @torch.library.custom_op("ftbench::gate_gradients", mutates_args=())
@@ -187,9 +186,8 @@ def gate_gradients(
     return small, factor, dmid.contiguous(), db[:, :rank].clone(), da[:, :down].t().contiguous()
 
 
-@gate_gradients.register_fake
-def _(
-    dout: torch.Tensor, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, thin: torch.Tensor, a: torch.Tensor,
-    maxima: torch.Tensor, dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return torch.empty_like(base, dtype=dtype), maxima.new_empty(()), *map(torch.empty_like, (mid, b, a))
+gate_gradients.register_fake(
+    lambda dout, base, mid, b, thin, a, maxima, dtype: (
+        torch.empty_like(base, dtype=dtype), maxima.new_empty(()), *map(torch.empty_like, (mid, b, a))
+    )
+)  # fmt: skip

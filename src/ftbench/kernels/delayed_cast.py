@@ -69,9 +69,7 @@ def cast_by_last(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> t
     return small, factor
 
 
-@cast_by_last.register_fake
-def _(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape, dtype=dtype), maxima.new_empty(())
+cast_by_last.register_fake(lambda x, maxima, dtype: (x.new_empty(x.shape, dtype=dtype), maxima.new_empty(())))
 
 
 class Maxima:
@@ -85,9 +83,8 @@ class Maxima:
     def next_pass(self, model: torch.nn.Module, *_: Any) -> None:
         """Start a forward pass with the maxima of the last training pass. Values seen in evaluation are discarded.
         Recomputed layers and the backward pass use the same scales."""
-        known, seen = self.values.data.unbind(
-            -1
-        )  # no version counter: a pass may be open, for example of the policy while its reference runs
+        # `data` has no version counter: a pass may be open, for example of the policy while its reference runs.
+        known, seen = self.values.data.unbind(-1)
         if self.trained:
             known.copy_(torch.where((seen > 0) & seen.isfinite(), seen, known))
         seen.zero_()

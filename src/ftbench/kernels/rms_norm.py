@@ -76,9 +76,9 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, width: int, room: int) -> tor
 
 
 def _total(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    return (
-        x.new_empty(0) if residual is None else residual.new_empty(residual.shape, dtype=torch.result_type(x, residual))
-    )
+    if residual is None:
+        return x.new_empty(0)
+    return residual.new_empty(residual.shape, dtype=torch.result_type(x, residual))
 
 
 @torch.library.custom_op("ftbench::rms_norm_forward", mutates_args=())
@@ -97,9 +97,7 @@ def rms_norm_forward(
 
 
 @rms_norm_forward.register_fake
-def _(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, room: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(x: torch.Tensor, residual: Any, weight: torch.Tensor, eps: float, room: int) -> Any:
     total = _total(x, residual)
     return _normed(x if residual is None else total, weight, len(weight), room), total
 
@@ -126,12 +124,9 @@ def rms_norm_backward(
     return dx, wide
 
 
-@rms_norm_backward.register_fake
-def _(
-    dnormed: torch.Tensor, dtotal: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor, eps: float,
-    room: int, dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return _gradients(total, room, dtype)
+rms_norm_backward.register_fake(
+    lambda dnormed, dtotal, total, weight, eps, room, dtype: _gradients(total, room, dtype)
+)  # fmt: skip
 
 
 class RmsNorm(torch.autograd.Function):

@@ -145,6 +145,12 @@ def _blocks(heads: int, pairs: int, width: int) -> dict[str, int]:
             "num_warps": 4 if most * half <= 2048 else 8}  # fmt: skip
 
 
+def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor) -> Any:
+    """Return new tensors for queries, keys and values, tokens x heads x width."""
+    width = cos.shape[1]
+    return tuple(part.new_empty(part.shape[0], part.shape[1] // width, width) for part in (query, key, value))
+
+
 @torch.library.custom_op("ftbench::rotary_forward", mutates_args=())
 def rotary_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_weight: torch.Tensor | None,
@@ -153,8 +159,7 @@ def rotary_forward(
     """Return queries, keys and values, tokens x heads x width, from the outputs of the projections, tokens x (heads
     width) each with rows of any stride. cos and sin are positions x width, repeated for each sequence. Without
     weights the heads are only rotated."""
-    width = cos.shape[1]
-    made = tuple(part.new_empty(len(part), part.shape[1] // width, width) for part in (query, key, value))
+    width, made = cos.shape[1], _heads(query, key, value, cos)
     heads, pairs = made[0].shape[1], made[1].shape[1]
     weights = (cos, cos) if query_weight is None else (query_weight, key_weight)
     rows = (query.stride(0), key.stride(0), value.stride(0), len(cos), heads, pairs, eps)
@@ -163,13 +168,9 @@ def rotary_forward(
     return made
 
 
-@rotary_forward.register_fake
-def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_weight: torch.Tensor | None,
-    key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    width = cos.shape[1]
-    return tuple(part.new_empty(part.shape[0], part.shape[1] // width, width) for part in (query, key, value))
+rotary_forward.register_fake(
+    lambda query, key, value, query_weight, key_weight, cos, sin, eps: _heads(query, key, value, cos)
+)  # fmt: skip
 
 
 @torch.library.custom_op("ftbench::rotary_backward", mutates_args=())
@@ -194,13 +195,11 @@ def rotary_backward(
     return out
 
 
-@rotary_backward.register_fake
-def _(
-    dquery: torch.Tensor, dkey: torch.Tensor, dvalue: torch.Tensor, query: torch.Tensor, key: torch.Tensor,
-    query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
-    eps: float, room: int,
-) -> torch.Tensor:  # fmt: skip
-    return query.new_empty(dquery.shape[0], (dquery.shape[1] + 2 * dkey.shape[1]) * dquery.shape[2] + room)
+rotary_backward.register_fake(
+    lambda dquery, dkey, dvalue, query, key, query_weight, key_weight, cos, sin, eps, room: query.new_empty(
+        dquery.shape[0], (dquery.shape[1] + 2 * dkey.shape[1]) * dquery.shape[2] + room
+    )
+)  # fmt: skip
 
 
 class RotaryHeads(torch.autograd.Function):
