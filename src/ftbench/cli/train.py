@@ -117,4 +117,4 @@ def _predict(spec: Experiment, described: dict[str, Any], out: Path, yes: bool) 
     log(f"ftbench: {problem}")
     can_ask = sys.stdin.isatty() and sys.stderr.isatty()
     if not yes and not (can_ask and typer.confirm("Run it anyway?", err=True)):
-        raise MissingError("nothing was started; use --yes to start it anyway")
+        raise MissingError("nothing was started" + "; use --yes to start it anyway" * (not can_ask))
