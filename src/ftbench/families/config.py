@@ -26,10 +26,6 @@ class Config:
         return value
 
     @property
-    def layers(self) -> int:
-        return self.whole("num_hidden_layers")
-
-    @property
     def head_dim(self) -> int:
         """Width of one head. Raise ValueError if the hidden size does not divide into heads."""
         hidden, heads = self.whole("hidden_size"), self.whole("num_attention_heads")
@@ -48,7 +44,7 @@ class Config:
         Without `layer_types`, every `sliding`-th layer has full attention, and the other layers have a sliding
         window. If `sliding` is 0, all layers have a sliding window; if it is None, no layer has one. Raise
         ValueError for an invalid value."""
-        kinds, layers = self.get("layer_types"), self.layers
+        kinds, layers = self.get("layer_types"), self.whole("num_hidden_layers")
         if kinds is None:
             full = range(layers) if sliding is None else range(sliding - 1, layers, sliding) if sliding else ()
             return ["full_attention" if index in full else "sliding_attention" for index in range(layers)]

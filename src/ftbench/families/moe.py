@@ -61,4 +61,4 @@ def dense_layers(config: Config) -> set[int]:
     named = config.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):
         raise ValueError("config.json: mlp_only_layers must be a list of layer indices")
-    return set(named) | {index for index in range(config.layers) if (index + 1) % step}
+    return set(named) | {index for index in range(config.whole("num_hidden_layers")) if (index + 1) % step}

@@ -130,7 +130,7 @@ def describe(family: str, config: dict[str, Any]) -> VisionShape:
 def _clip(family: str, config: dict[str, Any]) -> VisionShape:
     """Describe transformers' CLIPVisionModel and LlavaNextMultiModalProjector of two layers."""
     vision = Config(config["vision_config"], _CLIP_DEFAULTS)
-    hidden, layers, inner = vision.whole("hidden_size"), vision.layers, vision.whole("intermediate_size")
+    hidden, layers, inner = (vision.whole(key) for key in ("hidden_size", "num_hidden_layers", "intermediate_size"))
     patch, tile = vision.whole("patch_size"), vision.whole("image_size")
     positions = (tile // patch) ** 2 + 1
     layer = 4 * hidden * (hidden + 1) + 2 * hidden * inner + inner + hidden + 4 * hidden
