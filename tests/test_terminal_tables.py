@@ -75,7 +75,7 @@ def test_the_end_of_a_sweep_is_ranked_and_has_a_row_for_all_repeats(ftbench, tmp
     spec = tmp_path / "sweep.yaml"
     spec.write_text(SWEEP)
     code, out, _ = ftbench("sweep", spec, "--out", tmp_path / "out")
-    lines = [line.split() for line in out.splitlines() if "at batch" in line]
+    lines = [line.split() for line in out.splitlines() if " at batch" in line and not line.startswith("skipped")]
     assert code == 0
     names = [" ".join(line[1 : line.index("batch") + 2]) for line in lines]
     assert names[:2] == ["plain at batch 1", "plain qlora at batch 1"]
