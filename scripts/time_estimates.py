@@ -271,7 +271,7 @@ def main() -> None:
         f"Estimated without all runs of the same method and optimizations, the mean error is {percent(mean)}, the "
         f"worst {percent(worst)}.\nEstimated without all runs of the same model, the mean error is "
         f"{percent(errors_of(models)[0])}. Ranges that were fitted to other models contain {percent(coverage(models))} "
-        f"of these runs.\nThe shipped range is x/÷ {factors}.\n"
+        f"of these runs.\nThe shipped range is the expected time divided and multiplied by {factors}.\n"
         f"\n## Several GPUs\n\n{as_text(several)}"
     )
     print(text, end="")

@@ -48,7 +48,7 @@ class NotAppliedError(FtbenchError):
 
 
 def open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting for the writer of a pipe, which then reads as empty. For `open(opener=...)`."""
+    """Open a file for `open(opener=...)`. A pipe without a writer reads as empty instead of waiting for one."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -117,14 +117,14 @@ def _arithmetic_or_memory(bottleneck: Bottleneck) -> tuple[str | None, str]:
 
 
 def _in_kernels(row: StepRow) -> float | None:
-    """Return the busy share of a step without kernel launches, or unchanged if their number is unknown."""
+    """Return the busy share of a step, minus LAUNCH_S for each kernel if their number is known."""
     if row.gpu_busy is None or not row.allocations or not row.step_time_s:
         return row.gpu_busy
     return max(0.0, row.gpu_busy - LAUNCH_S * row.allocations / row.step_time_s)
 
 
 def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_time: bool = False) -> float | None:
-    """Return the time-weighted mean of shares or, with `of_time`, the share of the time of values in seconds."""
+    """Return the time-weighted mean of shares. With `of_time`, return the share of values in seconds."""
     known = ((row, value) for row, value in zip(steady, values, strict=True) if value is not None)
     pairs = [(row.step_time_s or 0.0, value) for row, value in known if math.isfinite(value)]
     seconds = sum(time for time, _ in pairs)

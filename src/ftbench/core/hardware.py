@@ -112,7 +112,7 @@ MODERN = (8, 0)  # assumed for unknown GPUs: they have fast bfloat16
 
 
 def capability_of(gpu: Gpu | float) -> tuple[int, int] | None:
-    """Return the compute capability of a GPU. An unknown GPU is a number of GiB; it gets the default."""
+    """Return the compute capability of a GPU. An unknown GPU, given by its GiB, gets the default."""
     return gpu.compute_capability or _ROCM.get(gpu.arch) if isinstance(gpu, Gpu) else MODERN
 
 

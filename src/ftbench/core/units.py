@@ -107,7 +107,7 @@ _WORDINGS = {  # regular expressions of sentences in committed runs, with their 
     r"its speed is (?!not).*": "its speed is not valid: stop them and repeat the run",
     "for the CPU in the rest": "for the CPU the rest of the time",
     r"single steps \((\d+)\) show up to (\d+) W where (\d+) may be drawn.*":
-        r"in \1 steps the power reads up to \2 W, above the limit of \3 W: only sums of the energy counter are exact",
+        r"in \1 steps the power reads up to \2 W, above the limit of \3 W. Only the energy of several steps is exact",
     r"are (?!not)\w+'s$": "are not valid",
     "so it enters no answer": "so reports leave it out",
     r"GiB ask\w+ for": "GiB requested",

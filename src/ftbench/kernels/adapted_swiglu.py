@@ -1,13 +1,16 @@
-"""Fuse the gate of an MLP, silu(gate) * up, with the adapter products around it, forward and backward. It is used
-between 8-bit products. Between 16-bit products, its backward pass was slower on an H200 than the compiler's gate with
-`swiglu`'s gradient and separate adapter products.
+"""Fuse the gate of an MLP, silu(gate) * up, with the adapter products around it, forward and backward.
 
-Passes over the activations (tokens x inner). Forward, 2.5: gate and up are read (2), and the 8-bit result is written
-(0.5). The product with down's adapter (tokens x rank) is summed over the tiles. Backward, 4: gate, up and the gradient
-are read (3), and the 8-bit gradients of gate and up are written (1). Separate adapter products would add five passes:
-the gradients of B of gate and up (2), the gradient of A of down (1), and the gradients of A and of the input (2). Sums
-over rows are kept in registers. Sums over columns are written per tile (tokens x rank) and added later, which takes
-half a pass per 16 of rank.
+The kernels are used between 8-bit products. Between 16-bit products, their backward pass was slower on an H200 than
+the compiled gate with the gradient of `swiglu` and separate adapter products.
+
+A pass reads or writes 16-bit activations once (tokens x inner).
+
+- Forward, 2.5 passes: read gate and up (2), write the 8-bit result (0.5).
+- Backward, 4 passes: read gate, up and the gradient (3), write the 8-bit gradients of gate and up (1).
+- Separate adapter products would add 5 passes: for the gradients of B of gate and up (2), of A of down (1), and of A
+  and the input (2).
+- Sums over rows stay in registers. Sums over columns (tokens x rank) are written per tile and added by another kernel.
+  This takes half a pass for rank 16, and one pass for rank 32.
 """
 
 from __future__ import annotations

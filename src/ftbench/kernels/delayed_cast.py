@@ -29,7 +29,7 @@ def scale_to(known: tensor, seen: tensor, LIMIT: constexpr) -> tensor:
 
 @triton.jit
 def shortened(values: tensor, scale: tensor, LIMIT: constexpr) -> tensor:
-    """Return scaled values within LIMIT, ready to be stored in 8 bits."""
+    """Return scaled values, clipped to LIMIT, to store them in 8 bits."""
     return tl.minimum(tl.maximum(values * scale, -LIMIT), LIMIT)
 
 

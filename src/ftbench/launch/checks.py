@@ -29,7 +29,7 @@ class Launcher(Protocol):
     """A module of this package that turns a spec into the command that trains it."""
 
     def refusals(self, spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
-        """Return why the spec cannot run on a GPU of this compute capability (None: no GPU)."""
+        """Return why the spec cannot run on a GPU of this compute capability (None without a GPU)."""
 
     def check_installed(self, spec: Experiment) -> None:
         """Raise MissingError with the command to type if a package is missing. Import nothing."""

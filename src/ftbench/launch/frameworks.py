@@ -22,7 +22,7 @@ _SWITCHES = {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1", "DISABLE_VERSION_
 
 
 def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
-    """Return why the spec cannot run on a GPU of this compute capability (None: no GPU)."""
+    """Return why the spec cannot run on a GPU of this compute capability (None without a GPU)."""
     sentences = machine_incompatibilities(spec, capability)
     if spec.launch.settings == "best" and capability is None:
         sentences.append("launch.settings best: its kernels need a GPU, and this machine has none: use plain")

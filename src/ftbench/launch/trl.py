@@ -24,7 +24,7 @@ _FLASH = {
 
 
 def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
-    """Return why the spec cannot run on a GPU of this compute capability (None: no GPU)."""
+    """Return why the spec cannot run on a GPU of this compute capability (None without a GPU)."""
     problems = machine_incompatibilities(spec, capability)
     attention = spec.optimizations.attention
     module, package = _FLASH.get(attention, ("", ""))

@@ -59,7 +59,7 @@ def _sent(document: dict[str, Any], folder: Path) -> str:
 
 
 def _rank(rank: int, folder: Path) -> str:
-    """Return the number of a rank, with its stages of a pipeline."""
+    """Return the number of a rank, with its pipeline stages if it has any."""
     stages = read_json(RunDir(folder.parent).of_rank(rank).applied).get("parallel", {}).get("stages", [])
     return f"{rank}, stage {' and '.join(map(str, stages))}" if stages else str(rank)
 

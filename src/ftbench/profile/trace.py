@@ -131,7 +131,7 @@ def _keep(trace: Trace, event: dict[str, Any]) -> None:
 
 
 def _settle(trace: Trace) -> None:
-    """Shift times to the first step, sort, and set parents."""
+    """Count times from the first step, sort the events, and set the parent of each."""
     trace.steps.sort()
     origin = trace.steps[0][0]
     trace.steps = [(begin - origin, end - origin) for begin, end in trace.steps]

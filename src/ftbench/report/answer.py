@@ -258,7 +258,7 @@ def _interval(record: Mapping[str, Any]) -> str:
 
 
 def _records(ranking: Ranking) -> list[dict[str, Any]]:
-    """Return a flat record for each of the fastest recipes, compared with plain, or without it with the slowest
+    """Return a flat record for each of the fastest recipes, compared with plain or, if it is missing, with the slowest
     recipe."""
     baseline, listed = ranking.plain or ranking.best[-1], ranking.best[:_MOST_ROWS]
     records = []

@@ -58,7 +58,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def _resolved(run: RunDir) -> list[tuple[str, str]]:
-    """Return a line per reason for the values of `auto` settings."""
+    """Return the values of `auto` settings, one line per reason."""
     reasons: dict[str, list[str]] = {}
     for key, made in (read_json(run.applied).get("resolved") or {}).items():
         reasons.setdefault(str(made["reason"]), []).append(f"{key} {as_text(made['value'])}")

@@ -89,7 +89,7 @@ def _columns(records: Sequence[Record]) -> dict[str, tuple[Values, bool]]:
 
 
 def _of(records: Sequence[Record], name: str) -> Values:
-    """Return the values of a field. Failed runs have figures of None."""
+    """Return the values of a field. The figures of failed runs are None."""
     values = [record.get(name) for record in records]
     return [None if isinstance(value, float) and record["state"] != "ok" else value
             for record, value in zip(records, values, strict=True)]  # fmt: skip

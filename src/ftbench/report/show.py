@@ -66,7 +66,7 @@ class Shown:
         return "\n".join(parts)
 
     def ending(self) -> str:
-        """Return the verdict, the rank, and one thing to try."""
+        """Return the verdict, the place of the run among comparable runs, and one thing to try."""
         lines = [folded(f"verdict: {self.verdict}")]
         return "\n".join([*lines, *([folded(f"rank:    {self.rank}")] if self.rank else []),
                           *(each.text for each in self.suggestions[:1])])  # fmt: skip

@@ -91,7 +91,7 @@ def shortened(text: str, most: int = 200) -> str:
 
 OFF = (False, "off", "auto")
 
-Capability = tuple[int, int] | None  # compute capability of the GPU; None: no GPU
+Capability = tuple[int, int] | None  # compute capability of the GPU; None without a GPU
 OWN_KERNELS = "unsloth has its own kernels: set it to off"
 OWN_LOSS = "unsloth has its own fused loss: set it to off"
 
@@ -102,7 +102,7 @@ class Optimization:
 
     Args:
         description: Its effect and cost, in one line.
-        not_with_unsloth: Why method unsloth excludes it, and what to do instead. None: it works.
+        not_with_unsloth: Why method unsloth excludes it, and what to do instead; None if it works.
         not_with_dpo: Why objective dpo excludes it. None only if a test compares it with plain dpo.
         needs_images: Whether it only makes sense for a dataset with images.
         excludes: Key of the spec → why it cannot be on at the same time.

@@ -57,7 +57,7 @@ def _of_profile(spec: Experiment) -> list[str]:
 
 
 def machine_incompatibilities(spec: Experiment, capability: Capability) -> list[str]:
-    """Return why a spec cannot work on a machine whose GPU has this compute capability. None: no GPU."""
+    """Return why a spec cannot work on a machine whose GPU has this compute capability, None without a GPU."""
     problems = [
         *spec.method.machine_incompatibilities(spec, capability),
         *strategies.machine_incompatibilities(spec, capability),
@@ -79,7 +79,7 @@ def machine_incompatibilities(spec: Experiment, capability: Capability) -> list[
 
 
 def resolve(spec: Experiment, capability: Capability) -> Experiment:
-    """Return the spec with every `auto` that depends on the machine decided; None is a machine without a GPU."""
+    """Return the spec with a value for every `auto` that depends on the machine. `capability` is None without a GPU."""
     changes = decisions(spec, capability)
     if not changes:
         return spec

@@ -66,7 +66,7 @@ class Launch(Part):
 
     @property
     def is_mesh(self) -> bool:
-        """Whether the GPUs form a mesh of `tp` times two or more."""
+        """Whether the GPUs form a mesh: several groups of `tp` GPUs each."""
         return self.tp is not None and self.gpus % self.tp == 0 and self.gpus > self.tp
 
     @property

@@ -45,18 +45,18 @@ class _Method(OlderPart):
             )
 
     def machine_incompatibilities(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield why it cannot train on a GPU of this compute capability. None: no GPU."""
+        """Yield why it cannot train on a GPU of this compute capability. `capability` is None without a GPU."""
         if self.needs_gpu and capability is None:
             yield f"method {spec.method.name} needs a GPU for its kernels: use lora or qlora"
 
 
 def family(model: Model) -> str | None:
-    """Return the model_type of a model. None: its configuration is not available."""
+    """Return the model_type of a model, or None if its configuration is not available."""
     return configuration(model).get("model_type")
 
 
 def number_of_layers(model: Model) -> int | None:
-    """Return the number of layers of a text model. None: its configuration is not available."""
+    """Return the number of layers of a text model, or None if its configuration is not available."""
     return configuration(model).get("num_hidden_layers")
 
 

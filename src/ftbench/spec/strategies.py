@@ -283,7 +283,7 @@ def _of_strategy(spec: Experiment, strategy: Strategy) -> Iterator[str]:
 
 
 def machine_incompatibilities(spec: Experiment, capability: Capability) -> list[str]:
-    """Return why `launch` cannot work on a machine whose GPU has this compute capability. None: no GPU."""
+    """Return why `launch` cannot work on a machine whose GPU has this compute capability, None without a GPU."""
     launch = spec.launch
     if capability is None and launch.offload == "params" and launch.strategy == "fsdp":
         return ["launch.offload: params with fsdp needs a GPU: set it to none, or use zero3"]

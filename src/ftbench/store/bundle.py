@@ -131,7 +131,7 @@ def files_of(run: RunDir) -> Iterator[str]:
 
 
 def _content(path: Path) -> tuple[bytes, int]:
-    """Return the bytes of a file without secrets, and the number of secrets."""
+    """Return the bytes of a file with its secrets removed, and the number of removed secrets."""
     try:
         if path.stat().st_size > MAX_FILE:
             raise SpecError(f"{path}: larger than {MAX_FILE >> 20} MiB, the limit for a file of a bundle")

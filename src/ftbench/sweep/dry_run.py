@@ -89,7 +89,7 @@ def _folded(text: str) -> str:
 
 
 def known_total(ready: Ready) -> str | None:
-    """Return the number of runs and their time before a sweep starts; None if no time is known, and for a search."""
+    """Return the number and the time of a sweep's runs before it starts; None for a search or if no time is known."""
     if isinstance(ready.plan, Search):
         return None
     pending = [line for line in dry_run(ready) if line.state == "pending"]

@@ -176,7 +176,7 @@ class ParityTables(Tables):
         }  # fmt: skip
 
     def _settings(self, recipe: Contender) -> dict[str, Any]:
-        """Return kernels, casts, commit and GPU from the files of the run that was compared."""
+        """Return optimizations, precision, commit and GPU from the files of the run that was compared."""
         if recipe.refused:
             return {}
         run = self.plan.record_of(recipe.spec, recipe).run

@@ -77,7 +77,7 @@ def _initial(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str], list[list[Any]]]:
-    """Return sentences on gradients that are missing or not finite, and a row for each tensor and change."""
+    """Compare gradients, second moments and weight changes. Return sentences on missing or infinite ones, and rows."""
     places = {name: index for index, name in enumerate(b["names"])}
     norms = a["gradient"][point][:, 0]
     floor = NO_GRADIENT * float(sorted(norms[norms > 0])[int((norms > 0).sum()) // 2]) if (norms > 0).any() else 0.0

@@ -17,10 +17,11 @@ UNSLOTH_ROWS = 1024  # rows per chunk of unsloth's fused loss, fitted: unsloth 2
 
 
 def tail(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes saved after the last layer: the final norm's input, and the hidden states of the labels.
+    """Return the bytes saved after the last layer: the final norm's input, and the normalized hidden states.
 
-    The input is float32. A trained norm also saves its normalized input. Kernels save the norm's input as it is. The
-    losses of Liger and unsloth save the gradient of the hidden states, which they compute in the forward pass."""
+    The norm's input is saved in float32, or by kernels in its own type. A trained norm also saves its normalized input.
+    The losses of Liger and unsloth compute the gradient of the hidden states in the forward pass. They save it instead
+    of the hidden states."""
     normed = plan.stream
     norm = plan.stream if plan.norms_keep_inputs else FLOAT + (plan.stream if plan.full else 0)
     return float((norm + normed) * model.hidden * batch.tokens)
@@ -88,9 +89,9 @@ def tied_gradients(model: ModelShape, plan: TrainingPlan) -> float:
 def transient_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the peak bytes of the loss beyond the saved tensors.
 
-    This is the logits with the head's cast, or the head's gradients, and one gradient or copy of the hidden states. Our
-    loss casts the head for a product and frees the copy before it computes probabilities. It adds up the head's
-    gradient while the logits exist."""
+    This is the larger of two: logits with the cast head, or the head's gradients. One gradient or copy of the hidden
+    states is added to it. ftbench's loss frees the cast head before it computes probabilities, and the head's gradient
+    grows while the logits exist."""
     hidden = plan.stream * model.hidden * batch.tokens
     chunk, cast, head = (logits(model, plan, batch), head_cast(model, plan), head_gradient(model, plan, batch))
     if plan.loss != "chunked":

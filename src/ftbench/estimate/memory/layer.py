@@ -22,8 +22,8 @@ def norms(layer: Layer, plan: TrainingPlan, of: Sequence[Norm] | None = None) ->
     """Return the bytes that norms save: their input in float32 (4 h) and a scale (4).
 
     A trained norm also saves its normalized input, in the type that its weight multiplies. A LayerNorm in Python saves
-    its centered input twice. Liger (LigerRMSNormFunction) and unsloth save the input as it is. For the norms before
-    attention and MLP, this is the residual stream. Our kernels recompute the scale (kernels/rms_norm.py).
+    its centered input twice. Liger (LigerRMSNormFunction) and unsloth save the input in its own type. For the norms
+    before attention and MLP, this is the residual stream. Our kernels recompute the scale (kernels/rms_norm.py).
 
     Args:
         layer: The decoder layer.
@@ -255,8 +255,8 @@ def saved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def unsaved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that the first layer does not save if the embedding is frozen, because no adapter comes
-    before them."""
+    """Return the bytes that the first layer does not save if the embedding is frozen: no adapter comes before
+    these tensors."""
     if plan.full or plan.checkpointing != "off" or plan.compiled:
         return 0.0
     before = [linear for linear in layer.reached(plan.targets) if linear.part == "attention"]

@@ -72,9 +72,15 @@ def _messages(case: MemoryCase) -> float:
 class _Activations:
     """Bytes of the layers' activations.
 
-    `kept` are saved activations, and `marks` the checkpoints of checkpointed layers. At the layer with the largest sum
-    (usually the last one), `there` are kept bytes, `again` recomputed ones and `peak` temporary ones. `first_*` are the
-    same for the first layer. `away` are bytes offloaded to the host before the loss."""
+    Args:
+        kept: Saved activations of all layers.
+        marks: Checkpoints: the inputs of checkpointed layers.
+        there: Saved activations during the backward pass of the layer with the peak, usually the last layer.
+        again: Recomputed activations of this layer.
+        peak: Temporary tensors of this layer in the backward pass.
+        forward_peak: Temporary tensors of a layer in the forward pass.
+        first: Like `there`, for the first layer. So are `first_mark`, `first_again` and `first_peak`.
+        away: Activations that are in host memory during the loss."""
 
     kept: float
     marks: float
@@ -131,7 +137,8 @@ def checkpoints_on_host(case: MemoryCase) -> float:
 def _frozen(model: ModelShape, plan: TrainingPlan) -> int:
     """Return the number of layers before the first layer with adapters. They save nothing.
 
-    With checkpoints the embedding's output requires a gradient (transformers, enable_input_require_grads), so it is 0.
+    With checkpoints the number is 0, because the embedding's output requires a gradient (transformers,
+    enable_input_require_grads).
     """
     if plan.full or plan.checkpointing != "off" or plan.trains_vision:
         return 0

@@ -28,12 +28,13 @@ def checkpoint_buffers(hidden: int, plan: TrainingPlan, batch: BatchShape) -> fl
 def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
     """Return the peak bytes of one layer's MLP beyond the saved tensors.
 
-    Full training holds the gradients of the product, of the activation and of up, and the stream; the product is
-    freed. Float32 adapters hold the product, its float32 copy for down, and five times the stream. bfloat16 adapters
-    on a float32 stream hold the gradients through the base and through the adapters, and their sum; the input is
-    freed. Their forward pass holds the product and three copies of the stream, of which one is cast. Compiled layers
-    hold only the gradients (with fused adapters without the product's, which is finished before). Their forward pass
-    holds only the output of down, because everything else is saved. unsloth holds two gradients, in place."""
+    - Full training: the gradients of the product, of the activation and of up, and the stream. The product is freed.
+    - Float32 adapters: the product, its float32 copy for down, and five times the stream.
+    - bfloat16 adapters on a float32 stream: the gradients through the base and through the adapters, and their sum. The
+      input is freed. The forward pass holds the product and three copies of the stream, of which one is cast.
+    - Compiled layers: only the gradients. With fused adapters, the product's gradient is freed before. The forward pass
+      holds only the output of down, because everything else is saved.
+    - unsloth: two gradients, in place."""
     h, i, p, c = layer.hidden, layer.inner, plan.product, plan.compute
     if plan.unsloth:
         return c * (2 * i + 2 * h)
@@ -55,12 +56,14 @@ def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
 def unkept(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the peak bytes of the forward pass of a checkpointed layer, besides its input.
 
-    A compiled layer needs everything that it would save, because its graph returns it at the end, plus the adapters'
-    outputs of gate and up, or the layer's output. Other layers need the residual stream, its norm and the largest
-    moment of the MLP. With peft this moment has gate, up's base output, its adapters' output and their sum (peft
-    adds out of place). With `separate` it has base outputs, adapter outputs and both sums. With `augmented` it has
-    one buffer for both and two tensors of the gate function. Without adapters, and with unsloth, it has gate, up and
-    their product."""
+    A compiled layer needs everything that it would save, because its graph returns it at the end. The outputs of the
+    adapters of gate and up, or the layer's output, are added. Other layers need the residual stream, its norm, and the
+    tensors of the MLP when these are largest:
+
+    - peft: the output of gate; for up the outputs of base and adapter, and their sum (peft adds out of place).
+    - `separate`: base outputs, adapter outputs and sums of gate and up.
+    - `augmented`: one buffer for gate and up, and two tensors of the gate function.
+    - No adapters, or unsloth: gate, up and their product."""
     h, i = plan.stream * layer.hidden, plan.product * layer.inner
     adapted = "up_proj" in plan.targets and not plan.unsloth
     if plan.compiled:
@@ -73,8 +76,9 @@ def unkept(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 def experts_peak(layer: Layer, plan: TrainingPlan, backward: bool) -> float:
     """Return the peak bytes of one layer's experts beyond the saved tensors.
 
-    For each expert of a token this is the gradient of its output, expanded and reordered (3 h). gpt_oss's gate function
-    adds 2 i. With float32 routing weights the gradients of output and factor are float32, and one is cast."""
+    For each expert of a token, three tensors of h values exist: the gradient of the output, its expanded copy and its
+    reordered copy. gpt_oss's gate function adds two tensors of i values. With float32 routing weights the three
+    tensors are float32, and one of them is also cast to the compute type."""
     moe = layer.experts
     if moe is None:
         return 0.0

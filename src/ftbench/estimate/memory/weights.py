@@ -77,8 +77,8 @@ def on_host(model: ModelShape, plan: TrainingPlan) -> float:
 class Group:
     """Adapted layers that fused_lora computes together.
 
-    `inputs` is the width of their input, `outputs` the sum of their outputs, `ranks` the sum of their ranks, and
-    `columns` the padding of their buffers."""
+    `inputs` is the width of their input, `outputs` the sum of their output widths, and `ranks` the sum of their ranks.
+    `columns` is this sum rounded up to a multiple of 64: their buffers are padded to it."""
 
     reads: str
     inputs: int

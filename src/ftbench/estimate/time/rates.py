@@ -132,13 +132,13 @@ def _share_of_sheet(gpu: Gpu) -> float:
 
 
 def _slowed(power: float) -> float:
-    """Return the share of its rate that a board reaches if it is limited to this share of the power it would draw."""
+    """Return the relative speed of a board whose power limit is this share of the power that it would draw."""
     return float(min(1.0, power) ** _POWER_EXPONENT)
 
 
 @cache
 def shipped_coefficients() -> dict[str, float]:
-    """Return the coefficients of facts/durations.yaml by term: seconds at the ceilings times them are seconds."""
+    """Return the coefficients of facts/durations.yaml by term. Each multiplies the time of its term at the ceilings."""
     return {name: term["value"] for name, term in read_facts("durations.yaml")["coefficients"].items()}
 
 

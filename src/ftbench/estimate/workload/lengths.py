@@ -206,7 +206,7 @@ def _bytes_held(value: Any) -> int:
 
 
 def _sequences(row: Example, prompts: bool) -> Iterator[tuple[dict[str, Any], ...]]:
-    """Yield the messages of each sequence of a row: both of a pair, or the question of `prompts`."""
+    """Yield the messages of each sequence of a row: both answers of a pair, or with `prompts` the question."""
     if row.text is not None:
         yield ({"content": row.text},)
     elif prompts:

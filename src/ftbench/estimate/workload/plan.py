@@ -25,18 +25,28 @@ class EarlierUnsloth(Unsloth):
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """How a model is trained: everything that memory and time depend on. Bytes are per element.
+    """How a model is trained: everything that memory and time depend on.
 
-    weight: of the weights as loaded; upcast: of embedding, head and norms after peft prepared a quantized model
-    (float32); compute: of products' operands; autocast: whether products cast their inputs. adapter: of the
-    adapters, 0 without. targets: last parts of the names of adapted linear layers, and `experts` for fused experts.
-    mxfp4: experts stay in 4 bits as gpt-oss is published; packed_experts: the same, also with unsloth;
-    looped_experts: each is a separate module. checkpointing: `offload` and `unsloth` keep layer inputs in host
-    memory. chunk: label tokens per chunk of our loss. graphed: forward and backward pass are a CUDA graph, and
-    gradients stay in place. fused: how fused_lora multiplies adapters. lean: compiled layers recompute everything
-    except products. triton: our kernels run between the products. whole_mlp: they keep no product of the gate.
-    streamed: frozen weights are in host memory. attention: `masked` is sdpa with a mask, for padding or several
-    samples per row. reference: the reference of a dpo step."""
+    Args:
+        mxfp4: Experts stay in the 4-bit format in which gpt-oss is published.
+        weight: Bytes per element of the loaded weights.
+        upcast: Bytes per element of embedding, head and norms. peft makes them float32 in a quantized model.
+        compute: Bytes per element of the inputs of products.
+        autocast: Whether products cast their inputs.
+        adapter: Bytes per element of the adapters; 0 without adapters.
+        targets: Last parts of the names of adapted linear layers, and `experts` for fused experts.
+        packed_experts: Experts stay in 4 bits, by `mxfp4` or by unsloth.
+        looped_experts: Each expert is a separate module.
+        checkpointing: `offload` and `unsloth` keep the inputs of layers in host memory.
+        attention: `masked` is sdpa with a mask, for padding or several samples per row.
+        chunk: Label tokens per chunk of ftbench's loss.
+        lean: Compiled layers recompute everything except products.
+        graphed: Forward and backward pass are one CUDA graph, and gradients stay in place.
+        fused: How fused_lora multiplies adapters.
+        triton: ftbench's kernels run between the products.
+        whole_mlp: ftbench's kernels recompute silu(gate) * up instead of saving it.
+        streamed: Frozen weights are in host memory.
+        reference: Where the reference of a dpo step comes from."""
 
     full: bool = False
     quantised: bool = False
@@ -96,7 +106,7 @@ class TrainingPlan:
 
     @property
     def norms_keep_inputs(self) -> bool:
-        """Whether norms are kernels that save their input as it is; eager norms save a float32 copy."""
+        """Whether norms are kernels that save their input in its own type; eager norms save a float32 copy."""
         return self.liger or self.unsloth or self.triton
 
     @property

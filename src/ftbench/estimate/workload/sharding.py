@@ -200,7 +200,7 @@ def _part(count: int, parts: int) -> int:
 
 
 def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
-    """Return the part of a batch that one GPU computes: a part of each sequence, padded to two equal halves per GPU."""
+    """Return the part of a batch that one GPU computes. With `cp` it has two equal parts of each padded sequence."""
     if (micro := sharding.micro) > 1:  # a packed batch is one row of samples
         rows, length = (batch.rows // micro, batch.length) if batch.rows >= micro else (1, ceil(batch.length / micro))
         return BatchShape(rows, length, ceil(batch.labels / micro))

@@ -90,7 +90,7 @@ def _recipes(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def _samples(cell: Cell, shares: int = 1) -> int:
-    """Return the samples per optimizer step of a number of data-parallel shares."""
+    """Return the samples per optimizer step, if `shares` data-parallel ranks have a batch each."""
     each = (int(cell.facts.get(f"train.{name}", "1")) for name in ("batch_size", "gradient_accumulation_steps"))
     return math.prod(each) * shares
 

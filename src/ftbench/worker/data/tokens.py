@@ -145,8 +145,8 @@ def _expand_images(ids: list[int], labels: list[int], images: SampleImages) -> t
 def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
     """Return ids and labels. An assistant turn has loss from the generation prompt to its last token.
 
-    An answer starts where the dialogue before it, rendered with the generation prompt, stops being a prefix. It ends
-    before the tokens that stay the same when the answer is replaced, plus the tokens that close the last answer.
+    An answer starts after the longest common prefix with its earlier turns and the generation prompt. It ends before
+    the tokens that do not change if the answer is replaced. Of these, the tokens that close an answer have loss.
     Templates may render the last turn in another way than earlier turns, so a shorter dialogue is not always a prefix.
     """
     ids = _template(tokenizer, messages, answer=False)

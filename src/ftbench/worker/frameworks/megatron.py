@@ -207,7 +207,7 @@ class _Loop:
 
 
 def _padded(samples: list[own_loop.Sample]) -> tuple[Tensor, Tensor, BatchCount]:
-    """Return ids and shifted targets of a micro-batch on the device, padded on the right, and its counts."""
+    """Return ids and shifted targets of a micro-batch, and its token counts. Both are padded right, on the device."""
     width = max((len(ids) for ids, _ in samples), default=2)
     ids = torch.zeros(max(1, len(samples)), width, dtype=torch.long)
     targets = torch.full_like(ids, IGNORE)

@@ -1,8 +1,8 @@
 """The model and the optimizer of Megatron-core, with its local layers and torch's attention.
 
-Weights are converted between the layouts of Hugging Face and Megatron, for llama and qwen3. Megatron fuses queries,
-keys and values group by group, and gate and up projection. Under tensor parallelism a rank has a share of the rows or
-columns of each matrix.
+Weights are converted between the layouts of Hugging Face and Megatron, for llama and qwen3. Megatron has one
+matrix for queries, keys and values, ordered by group, and one for gate and up projection. Under tensor parallelism a
+rank has a share of the rows or columns of each matrix.
 """
 
 import re

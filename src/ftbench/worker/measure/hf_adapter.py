@@ -19,10 +19,10 @@ DIVERGED = 20  # steps in a row without a finite loss, after which training stop
 
 
 class HfRecording(TrainerCallback):
-    """Reports one trainer's steps to `recorder` and its evaluations to `phases`.
+    """Report one trainer's steps to `recorder` and its evaluations to `phases`.
 
-    `grad_norm` is the current step's norm before clipping, or None.
-    A batch's loss is the mean over its `weighed_by`: `labels`, or `samples` for pairs.
+    `grad_norm` is the current step's norm before clipping, or None. `weighed_by` says over what the loss of a batch is
+    the mean: `labels` (tokens), or `samples` (pairs).
     """
 
     def __init__(self, recorder: Any, phases: Phases | None = None, weighed_by: str = "labels") -> None:

@@ -1,11 +1,11 @@
 """Products with frozen base layers in 8-bit floats; the weights are cast once. Adapters and output head stay in 16
 bits.
 
-torchao's recipes of the same names (Float8LinearConfig, torchao 0.17) scale and cast a weight in each forward and
-backward pass: 2 x (read for the maximum, read, write half), 5 bytes per weight twice per step. A frozen weight never
-changes, so it is cast at set-up, once per pass direction, and the 16-bit weight is dropped. Hopper's 8-bit products
-need both operands along the inner dimension (cuBLASLt: TN only), so each direction needs a separate layout. Together
-they are as large as the 16-bit weight.
+torchao's recipes of the same names (Float8LinearConfig, torchao 0.17) scale and cast a weight twice per step, for the
+forward and for the backward pass. Each cast reads the weight twice (once for its maximum) and writes half as much: 5
+bytes per weight. A frozen weight never changes, so it is cast at set-up, once per pass direction, and the 16-bit weight
+is dropped. Hopper's 8-bit products need both operands along the inner dimension (cuBLASLt: TN only), so each direction
+needs a separate layout. Together they are as large as the 16-bit weight.
 """
 
 import copy

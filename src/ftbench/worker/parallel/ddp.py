@@ -34,7 +34,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def different_copies(model: Any, group: Any) -> list[int]:
-    """Return the ranks of a group whose trained weights have other sums than those of its first rank."""
+    """Return the ranks whose trained weights have other sums than those of the first rank of their group."""
     sums = torch.stack([each.detach().double().sum() for each in model.parameters() if each.requires_grad])
     gathered = [torch.empty_like(sums) for _ in range(group.size())]
     dist.all_gather(gathered, sums, group)
