@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from conftest import spec_of
 from ftbench.errors import MissingError, SpecError
 from ftbench.facts import architectures
 from ftbench.spec.experiment import Experiment, Model
-from ftbench.worker import parallel
+from ftbench.worker import methods, parallel
 from ftbench.worker.model import loading, random_weights
 from ftbench.worker.model.random_weights import Drawn, configuration, materialise
 
@@ -217,3 +218,28 @@ def test_only_rank_0_reads_published_weights(monkeypatch, strategy, weights, ran
     monkeypatch.setenv("WORLD_SIZE", "2")
     spec = sharded_spec(model={"id": "tiny/llama", "weights": weights}, launch={"gpus": 2, "strategy": strategy})
     assert parallel.load(strategy).reads(spec) is reads
+
+
+def test_files_in_nf4_load_as_16_bit_files_that_are_quantised(own_cache, monkeypatch):
+    spec = spec_of(model={"dtype": "bfloat16"}, method={"name": "qlora", "compute_dtype": "bfloat16"})
+    assert loading.are_packed(spec)
+    sources = [loading.source_of(spec.model, spec.method, packed=packed) for packed in (False, True)]
+    sizes = [sum(file.stat().st_size for file in Path(source).glob("*.safetensors")) for source in sources]
+    assert sizes[1] < sizes[0]
+    plain, packed = (methods.load("qlora").load(spec, source).state_dict() for source in sources)
+    assert plain.keys() == packed.keys()
+    assert any("absmax" in name for name in plain)
+    for name, value in plain.items():
+        assert torch.equal(value, packed[name]), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"method": {"name": "lora"}}, {"method": {"name": "qlora", "double_quant": False}},
+     {"model": {"id": "tiny/qwen3-moe", "dtype": "bfloat16"}}, {"model": {"dtype": "float32"}},
+     {"model": {"id": "tiny/llava-next", "dtype": "bfloat16"}}],
+    ids=str,
+)  # fmt: skip
+def test_other_weights_have_no_files_in_nf4(changes):
+    usual = {"model": {"dtype": "bfloat16"}, "method": {"name": "qlora"}}
+    assert not loading.are_packed(spec_of(**usual | changes))

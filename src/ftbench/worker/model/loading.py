@@ -15,23 +15,30 @@ from ftbench.store.machine import cache_dir
 from ftbench.worker import parallel
 from ftbench.worker.data.images import Pixels
 from ftbench.worker.device import device
-from ftbench.worker.model import vision
-from ftbench.worker.model.random_weights import is_gpt_oss, materialise
+from ftbench.worker.model import nf4, vision
+from ftbench.worker.model.random_weights import configuration, is_gpt_oss, materialise
 from ftbench.worker.optimizations import weight_offload
 from ftbench.worker.optimizations.attention import VARLEN, register
 
 
-def source_of(model: Model, method: Any = None, drawn: bool = False) -> str:
+def source_of(model: Model, method: Any = None, drawn: bool = False, packed: bool = False) -> str:
     """Return the argument of from_pretrained: a directory or a hub id. Random weights are written first.
 
     Random weights are created in memory instead if the method has MXFP4 experts (61 GiB for gpt-oss-120b), or if ranks
-    draw and shard them at the same time (`drawn`). unsloth always gets files in the published format.
+    draw and shard them at the same time (`drawn`). unsloth always gets files in the published format. The files are in
+    NF4 if `packed`.
     """
     if model.weights == "random":
         mxfp4 = method is not None and method.mxfp4
         layout = "mxfp4" if is_gpt_oss(model) and (mxfp4 or getattr(method, "name", "") == "unsloth") else None
+        layout = nf4.LAYOUT if packed else layout
         return str(materialise(model, layout, weights=not mxfp4 and not drawn))
     return model.path or model.id
+
+
+def are_packed(spec: Experiment) -> bool:
+    """Return whether the files of random weights are in NF4."""
+    return spec.model.weights == "random" and nf4.suits(spec, configuration(spec.model))
 
 
 def are_drawn(spec: Experiment) -> bool:
@@ -136,6 +143,8 @@ def _quantised(spec: Experiment, source: str) -> Any:
     if config is None:
         return None
     kind = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    if str(kind) == "bitsandbytes" and spec.model.weights == "random":
+        return None  # its own configuration is used
     if spec.method.quantised:
         raise SpecError(
             f"method {spec.method.name}: the weights of {spec.model.id} are published in {kind} and cannot be "

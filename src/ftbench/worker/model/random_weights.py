@@ -9,8 +9,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ftbench.spec.methods import GPT_OSS
 from ftbench.spec.reading import read_config
 from ftbench.store.machine import cache_dir, cache_error
 from ftbench.worker.device import device
-from ftbench.worker.model import mxfp4, vision
+from ftbench.worker.model import mxfp4, nf4, vision
 from ftbench.worker.model.tokenizer import save_tokenizer
 
 FORMAT = 1  # part of the cache key: increase it when the same spec gives other weights
@@ -45,8 +45,9 @@ def is_gpt_oss(model: Model) -> bool:
 def materialise(model: Model, layout: str | None = None, weights: bool = True) -> Path:
     """Return the directory with the random weights, which is created if needed.
 
-    With `layout="mxfp4"`, the experts of gpt-oss have the published format. Without `weights`, only configuration and
-    tokenizer are written, for `fill`. Raise MissingError if the cache cannot be written.
+    With `layout="mxfp4"`, the experts of gpt-oss have the published format; with `"nf4"`, linear layers are quantised.
+    Without `weights`, only configuration and tokenizer are written, for `fill`. Raise MissingError if the cache cannot
+    be written.
     """
     config = configuration(model)
     special = [*([layout] if layout else []), *([] if weights else ["no weights"])]
@@ -110,7 +111,8 @@ def _describe(folder: Path, config: Any, model: Model, layout: str | None) -> No
     config.architectures = [vision.architecture(config)]
     config.dtype = model.dtype
     if layout:
-        config.quantization_config = {"quant_method": layout, "modules_to_not_convert": _IN_16_BITS}
+        experts = {"quant_method": layout, "modules_to_not_convert": _IN_16_BITS}
+        config.quantization_config = dict(nf4.CONFIG) if layout == nf4.LAYOUT else experts
     reads_images = vision.reads_images(config)
     tokenizer = save_tokenizer(folder, int(config.get_text_config().vocab_size), reads_images)
     if reads_images:
@@ -179,18 +181,34 @@ def _tensors(skeleton: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _write(folder: Path, config: Any, model: Model, layout: str | None) -> None:
-    tensors, _ = _tensors(_skeleton(config, model, layout))
+    skeleton = _skeleton(config, model, layout)
+    tensors, _ = _tensors(skeleton)
+    packed = nf4.quantised_names(skeleton) if layout == nf4.LAYOUT else set[str]()
     sizes = {name: each.nbytes for name, each in tensors.items()}
-    total, shards, index = sum(sizes.values()), list(_shards(sizes)), dict[str, str]()
+    total = sum(round(size * nf4.SHARE) if name in packed else size for name, size in sizes.items())
     _check_space(folder, total)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    std = deviation(config)
+    shards = list(_shards(sizes))
+    index: dict[str, str] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool, ThreadPoolExecutor(1) as writer:
+        written: Future[dict[str, str]] | None = None
         for number, names in enumerate(shards, start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            shard = _draw(pool, {name: tensors[name] for name in names}, deviation(config), model.seed)
-            save_file(shard, folder / file, {"format": "pt"})
-            index |= dict.fromkeys(names, file)
+            shard = _draw(pool, {name: tensors[name] for name in names}, std, model.seed)
+            if written:
+                index |= written.result()  # at most two shards in memory
+            written = writer.submit(_save, shard, folder / file, packed)
+        if written:
+            index |= written.result()
     described = {"metadata": {"total_size": total}, "weight_map": index}
     (folder / "model.safetensors.index.json").write_text(json.dumps(described))
+
+
+def _save(shard: dict[str, torch.Tensor], file: Path, packed: Collection[str]) -> dict[str, str]:
+    """Write a file, with the weights `packed` in NF4. Return the file name for each tensor."""
+    tensors = nf4.quantise(shard, packed) if packed else shard
+    save_file(tensors, file, {"format": "pt"})
+    return dict.fromkeys(tensors, file.name)
 
 
 def _check_space(folder: Path, needed: int) -> None:
