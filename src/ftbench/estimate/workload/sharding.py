@@ -154,10 +154,14 @@ def _stages_of(model: ModelShape, sharding: Sharding) -> ModelShape:
     ]
     slowest = max(ranks, key=lambda own: sum(model.costs[at] for at in own[0]) + own[2] * model.costs[-1])
     layers, first, last = slowest if sharding.rank is None else ranks[sharding.rank]
+    words = model.vocab * model.hidden // (sharding.tensor if model.tied else 1)  # tp splits a tied embedding
     return replace(
-        model, layers=tuple(model.layers[at] for at in layers), tied=model.tied and first and last,
-        vocab=model.vocab if last else 0, words=model.vocab * model.hidden if first else 0,
-    )  # fmt: skip
+        model,
+        layers=tuple(model.layers[at] for at in layers),
+        tied=model.tied and first and last,
+        vocab=model.vocab if last else 0,
+        words=words if first else 0,
+    )
 
 
 def _layer(layer: Layer, sharding: Sharding) -> Layer:
