@@ -347,7 +347,7 @@ range.
 
 For model families without committed runs (`src/ftbench/families`), estimates are compared with recorded memory peaks of
 small models. Allocated memory agrees within 2 % (`tests/estimate/test_recorded_peaks.py`). Their range is
-±{percent(UNSEEN_SPREAD)}. The range of strategies without measured runs (all except {measured_strategies}), is ±15 %.
+±{percent(UNSEEN_SPREAD)}. The range of strategies without measured runs (all except {measured_strategies}) is ±15 %.
 Runs of other frameworks (`launch.framework`) and on shared GPUs (`measure.share_gpu`) are not included. Device memory
 is the driver's value (NVML, nvidia-smi), including about 0.6 GiB of the driver itself. `fits` compares it with the
 memory that cudaMemGetInfo gives to a process (from a probe or published: `facts/gpus.yaml`), minus 0.5 GiB for a screen

@@ -268,8 +268,8 @@ def main() -> None:
     factors = " and ".join(f"{value:.2f} if the {bound} limits the speed" for bound, value in ranges.items())
     text = (
         f"{coefficient_table(terms)}\n{as_text(rows)}"
-        f"Estimated without all runs of the same method and optimizations, the mean error is {percent(mean)}, the "
-        f"worst {percent(worst)}.\nEstimated without all runs of the same model, the mean error is "
+        f"If all runs of the same method and optimizations are left out, the mean error is {percent(mean)}, the "
+        f"worst {percent(worst)}.\nIf all runs of the same model are left out, the mean error is "
         f"{percent(errors_of(models)[0])}. Ranges that were fitted to other models contain {percent(coverage(models))} "
         f"of these runs.\nThe shipped range is the expected time divided and multiplied by {factors}.\n"
         f"\n## Several GPUs\n\n{as_text(several)}"
