@@ -64,8 +64,8 @@ def test_several_rewards_add_up(train_here, reward_of):
 
 
 def test_reward_gets_texts_and_columns(train_here, reward_of, tmp_path):
-    """Missing values are None."""
-    rows = [{"prompt": f"Say {n}.", "solution": n} | ({"hint": "h"} if n else {}) for n in range(4)]
+    """Missing values are None. Columns with the names of trl's arguments are dropped."""
+    rows = [{"prompt": f"Say {n}.", "solution": n, "completions": "x"} | ({"hint": "h"} if n else {}) for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     judge = reward_of(
         "import json\nfrom pathlib import Path\n"

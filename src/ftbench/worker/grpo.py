@@ -148,7 +148,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         train_dataset=dataset(data.train, []).add_column("number", list(range(len(data.train)))),
     )  # fmt: skip
     rows = [row[0].row or {} for row in data.train]
-    names = dict.fromkeys(name for row in rows for name in row)
+    # trl passes its own `prompts` and `completions` beside the columns.
+    names = dict.fromkeys(name for row in rows for name in row if name not in ("prompts", "completions"))
     loop.columns = [{name: row.get(name) for name in names} for row in rows]
     loop.batches = set()
     return loop
