@@ -316,6 +316,18 @@ def test_session_records_steps_and_facts(framework_run):
     assert "warnings" not in applied
 
 
+def test_loss_normalisation_notes_extra_tokens(framework_run, monkeypatch):
+    """transformers 4 counts labels before the shift, so it includes the first token of each row."""
+
+    def every_label(self, batches, device):
+        return sum((batch["labels"] != -100).sum() for batch in batches)
+
+    monkeypatch.setattr(Ordered, "_get_num_items_in_batch", every_label)
+    applied, steps = framework_run(pick=lambda data: [row | {"labels": row["input_ids"]} for row in data])
+    assert applied["loss_normalisation"] == "label tokens of the step, and first tokens of rows"
+    assert [step.label_tokens for step in steps] == [8, 10, 10]
+
+
 @pytest.mark.parametrize(
     ("given", "launch", "said"),
     [
@@ -433,7 +445,8 @@ def test_llamafactory_also_divides_by_first_tokens(tmp_path):
         "dataset: {name: synthetic, samples: 16, length: 128}\nmethod: lora\n"
         "train: {max_steps: 2, batch_size: 4, precision: fp32}\n"
     )
-    (_, our_steps), (_, their_steps) = run_both("llamafactory", text, tmp_path)
+    (_, our_steps), (theirs, their_steps) = run_both("llamafactory", text, tmp_path)
+    assert theirs["loss_normalisation"] == "label tokens of the step, and first tokens of rows"
     share = 4 * 127 / (4 * 128)
     assert their_steps[0].loss / our_steps[0].loss == pytest.approx(share, rel=1e-6)
     assert their_steps[0].grad_norm / our_steps[0].grad_norm == pytest.approx(share, rel=1e-4)

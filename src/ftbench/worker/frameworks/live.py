@@ -19,15 +19,17 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _PLAIN = {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "ftbench", *sys.stdlib_module_names}
 
 
-def of_trainer(trainer: Any) -> dict[str, Any]:
-    """Return the facts of a live trainer after its first step."""
+def of_trainer(trainer: Any, labels: int, divisor: Any) -> dict[str, Any]:
+    """Return the facts of a live trainer after its first step, which had this number of `labels`. `divisor` is the
+    trainer's divisor of the loss, if known: transformers 4 also counts the first token of each row."""
+    also = ", and first tokens of rows" if divisor is not None and int(divisor) > labels else ""
     optimizer = effective_config.innermost(trainer.optimizer)
     precision = trainer.accelerator.mixed_precision
     return {
         "autocast": precision,
         "product_precision": precision if precision in ("bf16", "fp16") else _DTYPES.get(trainer.model.dtype, "fp32"),
         "loss": f"{type(trainer).__module__}.{type(trainer).__name__}",
-        "loss_normalisation": effective_config.loss_normalisation(trainer),
+        "loss_normalisation": effective_config.loss_normalisation(trainer) + also,
         "gradient_checkpointing": float(getattr(trainer.model, "is_gradient_checkpointing", False)),
         "optimizer": effective_config.optimizer_facts(optimizer),
         "fp8_layers": sum("float8" in type(module).__name__.lower() for module in trainer.model.modules()),

@@ -89,8 +89,9 @@ def _recorded(run: TrainingRun, plain: Callable[..., Any]) -> Callable[..., Any]
         recorder = run.recorder = recorder_of(spec, run.directory)
         trainer.data_collator = counted(trainer.data_collator)
         HfRecording(recorder, run.phases).attach(trainer)
-        trainer.compute_loss = _without_counts(trainer.compute_loss)
-        trainer.add_callback(AfterFirstStep(run, lambda: _check_trainer(run, trainer)))
+        first: list[tuple[int, Any]] = []
+        trainer.compute_loss = _without_counts(trainer, first)
+        trainer.add_callback(AfterFirstStep(run, lambda: _check_trainer(run, trainer, first)))
         run.write_facts(**effective_config.of_model(trainer.model, spec))
         run.require_applied(live.model_problems(trainer.model, spec))
         run.phases.enter("train")
@@ -121,8 +122,9 @@ def draw_adapters(model: Any, seed: int) -> None:
             b.weight.zero_()
 
 
-def _check_trainer(run: TrainingRun, trainer: Any) -> None:
-    run.write_facts(**live.of_trainer(trainer))
+def _check_trainer(run: TrainingRun, trainer: Any, first: list[tuple[int, Any]]) -> None:
+    labels, divisors = zip(*first, strict=True) if first else ((), (None,))
+    run.write_facts(**live.of_trainer(trainer, sum(labels), divisors[-1]))
     run.require_applied(live.trainer_problems(trainer, run.spec))
 
 
@@ -140,11 +142,15 @@ def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
     return count
 
 
-def _without_counts(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap compute_loss to remove the counts from a batch."""
+def _without_counts(trainer: Any, first: list[tuple[int, Any]]) -> Callable[..., Any]:
+    """Wrap compute_loss to remove the counts from a batch. `first` gets the label tokens of each micro-batch of the
+    first step, and the trainer's divisor of the loss."""
+    compute = trainer.compute_loss
 
     def compute_loss(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        inputs.pop(COUNT, None)
+        count = inputs.pop(COUNT, None)
+        if count is not None and trainer.state.global_step == 0:
+            first.append((count.labels, kwargs.get("num_items_in_batch")))
         return compute(model, inputs, *args, **kwargs)
 
     return compute_loss
