@@ -13,25 +13,30 @@ from ftbench.worker.measure import meters, utilization
 from ftbench.worker.measure.meters import Sampler
 from ftbench.worker.measure.utilization import GpuLoad, HostLoad, own_processes
 
+TICKS = os.sysconf("SC_CLK_TCK")
+
 
 @pytest.fixture
-def host(monkeypatch):
+def host(tmp_path, monkeypatch):
     """A sampler of a HostLoad with a simulated clock and two CPUs. `host(busy, idle, own)` advances by seconds per CPU
-    and returns the shares so far."""
-    monkeypatch.setattr(utilization.os, "sched_getaffinity", lambda _: {0, 1})
+    and returns the shares so far. CPU 1 is offline, and CPU 3 is outside the affinity mask."""
+    monkeypatch.setattr(utilization.os, "sched_getaffinity", lambda _: {0, 2})
     clock = types.SimpleNamespace(now=0.0, busy=0.0, idle=0.0, own=0.0)
     monkeypatch.setattr(meters.time, "perf_counter", lambda: clock.now)
 
-    def times(percpu):
-        fields = (clock.busy, 0, 0, clock.idle, 0, 0, 0, 0, clock.busy, 0)
-        return [fields, fields, (clock.now * 1000, *fields[1:])]  # the third CPU is outside the affinity mask
+    def write():
+        busy, idle, away = (round(each * TICKS) for each in (clock.busy, clock.idle, clock.now * 1000))
+        fields = f"{busy} 0 0 {idle} 0 0 0 0 {busy} 0"
+        stat.write_text(f"cpu  {fields}\ncpu0 {fields}\ncpu2 {fields}\ncpu3 {away} 0 0 0 0 0 0 0 0 0\nintr 5\n")
 
-    monkeypatch.setattr(utilization.psutil, "cpu_times", times)
-    sampler = Sampler(others=[HostLoad(lambda: clock.own)])
+    stat = tmp_path / "stat"
+    write()
+    sampler = Sampler(others=[HostLoad(lambda: clock.own, stat)])
 
     def move(busy, idle, own):
         clock.now, clock.busy, clock.idle = clock.now + busy + idle, clock.busy + busy, clock.idle + idle
         clock.own += own
+        write()
         sampler.take()
         return lambda begin, end: sampler.over(begin, end).get("host_cpu_by_others")
 

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +23,7 @@ from ftbench.worker import parallel
 # nvml.h, nvmlGpmMetricId_t: percentages over the time between two samples.
 _GPM = {"gpu_busy": "GRAPHICS_UTIL", "tensor_busy": "ANY_TENSOR_UTIL", "memory_busy": "DRAM_BW_UTIL"}
 COLUMNS = tuple(_GPM)
+_TICKS = os.sysconf("SC_CLK_TCK")  # per second
 CHILDREN_S = 10.0  # looking for child processes reads the state of every process on the machine
 
 
@@ -77,8 +79,9 @@ class HostLoad:
     It is the busy time of the kernel's counters minus the time of this process and its children (proc(5), stat).
     """
 
-    def __init__(self, own_s: Callable[[], float] | None = None) -> None:
-        self._own_s, self._cpus = own_s or OwnTime(), os.sched_getaffinity(0)
+    def __init__(self, own_s: Callable[[], float] | None = None, stat: Path = Path("/proc/stat")) -> None:
+        self._own_s, self._stat = own_s or OwnTime(), stat
+        self._names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         self._before = self._counters()
 
     def read(self) -> Shares:
@@ -88,10 +91,11 @@ class HostLoad:
 
     def _counters(self) -> tuple[float, float, float]:
         """Return the busy and total CPU seconds, and the CPU seconds of this process."""
-        every = enumerate(psutil.cpu_times(percpu=True))
+        lines = map(str.split, self._stat.read_text().splitlines())  # psutil loses the numbers if a CPU is offline
         # user nice system idle iowait irq softirq steal; the other fields are parts of these
-        fields = [sum(values) for values in zip(*(times[:8] for cpu, times in every if cpu in self._cpus), strict=True)]
-        return sum(fields) - sum(fields[3:5]), sum(fields), self._own_s()
+        every = [[int(ticks) / _TICKS for ticks in fields[:8]] for name, *fields in lines if name in self._names]
+        seconds = [sum(values) for values in zip(*every, strict=True)]
+        return sum(seconds) - sum(seconds[3:5]), sum(seconds), self._own_s()
 
 
 class OwnTime:
