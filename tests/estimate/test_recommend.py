@@ -25,6 +25,7 @@ from ftbench.estimate.time.history import RunHistory
 from ftbench.spec.experiment import Experiment, resolve
 from ftbench.spec.incompatibilities import incompatibilities, machine_incompatibilities
 from ftbench.spec.load import load, recipe, recipes, shipped_recipes
+from ftbench.spec.model_argument import spec_sets
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.prices import load_prices
 
@@ -293,6 +294,17 @@ def test_no_option_is_exit_code_1(ftbench, spec_file):
     code, out, _ = ftbench("recommend", spec_file, "--gpu", "H200 SXM", "--samples", 10**12, "--deadline", "8h")
     assert code == 1
     assert "The closest is later than the deadline" in out
+
+
+@pytest.mark.parametrize("mean", [300, 1200])
+def test_answer_at_another_length_is_the_answer_to_a_question_about_it(tmp_path, mean):
+    def asked(length):
+        sets = spec_sets(None, None, None, length, 20_000)
+        return requests.answer(requests.RecommendRequest(Path("Qwen/Qwen3-8B"), sets, "5090", store=tmp_path))
+
+    for factor, best in asked(mean).lengths:
+        direct = asked(round(factor * mean)).options[0]
+        assert (way_words(best.spec), best.spec.train) == (way_words(direct.spec), direct.spec.train)
 
 
 CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("prices"))

@@ -15,7 +15,7 @@ from ftbench.spec.datasets import FILES
 _SPECS = (".yaml", ".yml", ".json")
 _SAMPLES = 1000  # synthetic samples, if `--samples` is not given
 _MAX_LENGTH = 2048  # the default of dataset.max_length
-_LONGEST = 2**19
+LONGEST = 2**19
 
 
 def names_model(path: Path) -> bool:
@@ -71,14 +71,18 @@ def _data(dataset: str) -> str:
 
 
 def _generated(length: int, samples: int | None) -> dict[str, Any]:
-    if not 2 <= length <= _LONGEST:
+    if not 2 <= length <= LONGEST:
         raise SpecError(
-            f"--length {length}: must be from 2 to {_LONGEST:,}, the mean number of tokens of a sample; "
+            f"--length {length}: must be from 2 to {LONGEST:,}, the mean number of tokens of a sample; "
             "`ftbench data MODEL --dataset FILE` counts them"
         )
-    longest = _MAX_LENGTH if 2 * length <= _MAX_LENGTH else 1 << (2 * length - 1).bit_length()
     count = samples if samples is not None and samples >= 1 else _SAMPLES
-    return {"name": "synthetic", "samples": count, "mean_length": length, "max_length": longest}
+    return {"name": "synthetic", "samples": count, "mean_length": length, "max_length": usual_max_length(length)}
+
+
+def usual_max_length(mean: int) -> int:
+    """Return the `max_length` that `--length` sets for samples of a mean length."""
+    return max(_MAX_LENGTH, 1 << (2 * mean - 1).bit_length())
 
 
 def options_of(sets: Sequence[str]) -> list[str]:

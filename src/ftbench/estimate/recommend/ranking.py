@@ -13,7 +13,6 @@ from ftbench.errors import SpecError
 from ftbench.estimate.memory.estimate import Band, MemoryEstimate
 from ftbench.estimate.memory.largest_batch import MemoryCache, with_batch
 from ftbench.estimate.recommend.candidates import ADAPTERS, Way, launches, ways
-from ftbench.estimate.recommend.spec_file import same_recipe
 from ftbench.estimate.time.duration import DurationEstimate, epochs_samples, estimate_duration
 from ftbench.estimate.time.history import RunHistory
 from ftbench.estimate.time.rates import limits_of
@@ -27,7 +26,6 @@ Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = get_args(Objective)
 PACKED = 0.1  # relative difference allowed between the samples of a packed step and the effective batch
 NO_ROWS = "no number of packed rows holds as many samples as a step has (--effective-batch)"
-_PROMISING = 4  # best ways that are estimated with other lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +72,7 @@ class Recommendation:
     """The ranked variants. `options` meet all limits by their expected values, best first. Options that may miss the
     deadline come last. If there are no options, `closest` is the variant that fits a GPU and misses a limit by the
     least, and `missed` names the limit. `ruled_out` counts the rejected variants by reason; `considered` is the
-    number of all. `promising` are the variants that may be best with other lengths, and whether they fit. `lengths`
-    has the best variant for a factor of the length."""
+    number of all. `lengths` has the best variant for a factor of the length."""
 
     goal: Goal
     options: tuple[Option, ...]
@@ -83,7 +80,6 @@ class Recommendation:
     missed: str
     ruled_out: dict[str, int]
     considered: int
-    promising: tuple[tuple[Way, bool], ...] = ()
     lengths: tuple[tuple[float, Option | None], ...] = ()
 
     def best_per_gpu(self) -> list[Option]:
@@ -94,11 +90,8 @@ class Recommendation:
         return list(best.values())
 
 
-def recommend(
-    goal: Goal, among: Sequence[Way] | None = None, memory_cache: MemoryCache | None = None
-) -> Recommendation:
-    """Return all variants that meet the goal, ranked. `among` limits the variants. Raise SpecError if the model or
-    all rates are unknown."""
+def recommend(goal: Goal, memory_cache: MemoryCache | None = None) -> Recommendation:
+    """Return all variants that meet the goal, ranked. Raise SpecError if the model or all rates are unknown."""
     unrated = dict[Gpu, str]()  # why the speed of a GPU in the spec's precision is not known
     for gpu in goal.gpus:
         try:
@@ -110,41 +103,24 @@ def recommend(
     methods = goal.methods or (("full",) if goal.spec.method.name == "full" else ADAPTERS)
     equal = len(set(goal.history.lengths(goal.spec).values)) == 1
     memory_cache, reasons = memory_cache or MemoryCache(), Counter[str]()
-    tried, considered = list[tuple[Way, Option | str]](), 0
+    tried, considered = list[Option | str](), 0
     shared = [launch for count in goal.counts for launch in launches(goal.spec, count)]
-    singles = ways(on_gpus(goal.spec, 1, "none"), methods, equal) if among is None else among
+    singles = ways(on_gpus(goal.spec, 1, "none"), methods, equal)
     seen = set[tuple[object, ...]]()
-    for single, way in ((single, single.on(launch)) for single in singles for launch in shared):
+    for way in (single.on(launch) for single in singles for launch in shared):
         for gpu in goal.gpus:
             known, considered = len(seen), considered + 1
             on = resolve(with_batch(way.spec, 1, 1), capability_of(gpu))
             seen.add((gpu.name, on.method, on.optimizations, on.train, on.launch))
             if len(seen) > known:  # otherwise resolving `auto` made it equal to another way
-                tried.append((single, _refused(way, gpu, unrated) or _best_batch(way, on, gpu, goal, memory_cache)))
-    reasons.update(outcome for _, outcome in tried if isinstance(outcome, str))
-    fitting = [outcome for _, outcome in tried if isinstance(outcome, Option)]
+                tried.append(_refused(way, gpu, unrated) or _best_batch(way, on, gpu, goal, memory_cache))
+    reasons.update(outcome for outcome in tried if isinstance(outcome, str))
+    fitting = [outcome for outcome in tried if isinstance(outcome, Option)]
     reasons.update(limit[0] for option in fitting if (limit := _missed(option, goal)))
     kept = sorted((option for option in fitting if not _missed(option, goal)), key=lambda each: rank(each, goal))
     closest, missed = _closest(fitting, goal) if fitting and not kept else (None, "")
     ruled_out = dict(reasons.most_common())
-    return Recommendation(goal, tuple(kept), closest, missed, ruled_out, considered, _promising(tried, kept))
-
-
-def _promising(tried: Sequence[tuple[Way, Option | str]], kept: Sequence[Option]) -> tuple[tuple[Way, bool], ...]:
-    """Return the variants that may be the best with other lengths or batches, and whether they fit. These are the
-    best variants, the variant with the least memory of each method, recipes that do not fit, and variants without a
-    row per step."""
-    leanest: dict[str, Option] = {}
-    for option in sorted(kept, key=lambda option: option.memory.device.expected):
-        leanest.setdefault(option.spec.method.name, option)
-    chosen = {id(option) for option in (*kept[:_PROMISING], *leanest.values())}
-    promising: dict[int, tuple[Way, bool]] = {}
-    for way, outcome in tried:
-        if id(outcome) in chosen or outcome == NO_ROWS:
-            promising[id(way)] = way, True
-        elif isinstance(outcome, str) and "not fit" in outcome and same_recipe(way.spec):
-            promising.setdefault(id(way), (way, False))
-    return tuple(promising.values())
+    return Recommendation(goal, tuple(kept), closest, missed, ruled_out, considered)
 
 
 def _refused(way: Way, gpu: Gpu, unrated: Mapping[Gpu, str]) -> str | None:

@@ -13,7 +13,6 @@ from ftbench.errors import SpecError
 from ftbench.estimate.estimates import wrong_samples
 from ftbench.estimate.gpus import gpus_named, probed
 from ftbench.estimate.memory.largest_batch import MemoryCache
-from ftbench.estimate.recommend.candidates import Way
 from ftbench.estimate.recommend.ranking import (
     OBJECTIVES,
     Goal,
@@ -33,7 +32,7 @@ from ftbench.spec.datasets import Dataset
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 from ftbench.spec.methods import METHODS
-from ftbench.spec.model_argument import names_model
+from ftbench.spec.model_argument import LONGEST, names_model, usual_max_length
 from ftbench.spec.prices import Prices, load_prices
 from ftbench.store import machine
 
@@ -175,23 +174,20 @@ def with_lengths(answer: Recommendation) -> Recommendation:
     if not answer.options or goal.spec.dataset.has_images or goal.history.lengths(goal.spec).upper_bound:
         return answer
     few = goal if len(goal.gpus) <= _FEW_GPUS else replace(goal, gpus=(answer.options[0].gpu,))
-    best = {factor: next(iter(_at_length(few, factor, answer.promising, memory_cache)), None) for factor in (0.5, 2.0)}
+    best = {factor: next(iter(_at_length(few, factor, memory_cache)), None) for factor in (0.5, 2.0)}
     return replace(answer, lengths=tuple(best.items()))
 
 
-def _at_length(
-    goal: Goal, factor: float, promising: Sequence[tuple[Way, bool]], memory_cache: MemoryCache
-) -> tuple[Option, ...]:
+def _at_length(goal: Goal, factor: float, memory_cache: MemoryCache) -> tuple[Option, ...]:
     """Return the ranked variants for samples whose mean length is `factor` times as large."""
     data, lengths = goal.spec.dataset, goal.history.lengths(goal.spec)
-    mean = max(2, round(factor * lengths.mean))
+    mean = min(max(2, round(float(factor * lengths.mean))), LONGEST)
     equal = len(set(lengths.values)) == 1
+    longest = max(data.max_length, round(factor * data.max_length) if equal else 2 * mean)
+    if data.mean_length and data.max_length == usual_max_length(round(data.mean_length)):
+        longest = usual_max_length(mean)
     changed = Dataset.model_validate({
         "name": "synthetic", "samples": len(lengths.values), "seed": data.seed,
-        "max_length": max(data.max_length, round(factor * data.max_length) if equal else 2 * mean),
-        "length" if equal else "mean_length": mean,
+        "max_length": min(longest, 2 * LONGEST), "length" if equal else "mean_length": mean,
     })  # fmt: skip
-    among = [replace(way, spec=way.spec.model_copy(update={"dataset": changed}))
-             for way, fits in promising if fits or factor < 1]  # fmt: skip
-    other = replace(goal, spec=goal.spec.model_copy(update={"dataset": changed}))
-    return recommend(other, among, memory_cache).options if among else ()
+    return recommend(replace(goal, spec=goal.spec.model_copy(update={"dataset": changed})), memory_cache).options

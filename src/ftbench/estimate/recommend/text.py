@@ -133,7 +133,7 @@ def _other_lengths(answer: Recommendation) -> list[str]:
             texts.append(f"{at} nothing fits")
         elif _identity(option) != _identity(best):
             where = "" if option.location == best.location else f" on {option.location}"
-            texts.append(f"{at} the best of these ways is {way_words(option.spec)}, batch {_batch(option.spec)}{where}")
+            texts.append(f"{at} the best is {way_words(option.spec)}, batch {_batch(option.spec)}{where}")
     return ["; ".join(texts) if texts else "the same way is best at half and at twice the mean length"]
 
 
