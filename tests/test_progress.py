@@ -1,7 +1,7 @@
 import pytest
 
 from ftbench.core.rows import StepRow, header, to_csv
-from ftbench.launch import progress
+from ftbench.launch import live, progress
 from ftbench.launch.progress import START_S, Progress, Watchdog
 from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import WAITING, RunDir, write_json
@@ -214,3 +214,22 @@ def test_deadline_of_the_sweep_interrupts_the_run(watched, clock):
     assert run.look() is None
     clock.moves(1)
     assert run.look() == progress.Stop("interrupted", "the sweep's time budget ran out")
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_progress_of_a_sweep_keeps_speed_loss_and_time_left(run, width):
+    """On a terminal with 80 columns, and in a log, where a time is before the line."""
+    append(run, *(StepRow(step=i, phase="train", progress_ratio=i / 90, elapsed_time_sec=30.0 * i, step_time_s=30.0,
+                          real_tokens=99_000, loss=2.0, peak_memory_gb=9.0) for i in range(1, 5)))  # fmt: skip
+    reader = Progress(run)
+    reader.poll()
+    line = live.fitting(f"  method=lora train.batch_size=4: {reader.text()} · 61 min 00 s so far", width)
+    assert len(line) <= width
+    assert "size=4: step 4 of 90 · 3,300 tokens/s · loss 2.000 · about 43 min 00 s left" in line
+
+
+def test_lines_of_a_log_have_at_most_120_columns(capsys):
+    view = live.LiveView(0.001)
+    view._shown -= 1
+    view.show(["lora: step 4 of 90" + " · 3,300 tokens/s" * 9])
+    assert 80 < len(capsys.readouterr().err.strip()) <= 120

@@ -13,6 +13,7 @@ from rich.text import Text
 from ftbench.core import processes
 
 REFRESH_S = 1.0  # the view uses the CPU of the measured run
+_LOG_LINE = 110  # columns after the time of a line without a terminal
 
 
 class _Console(Console):
@@ -56,11 +57,14 @@ class LiveView:
                 self._live.update(Group(*fitted), refresh=True)
         else:
             for line in lines:
-                self.event(line)
+                self.event(fitting(line, _LOG_LINE))
 
 
 def fitting(line: str, width: int) -> str:
-    """Drop the last parts of `… · 52 % · 149 tokens/s` until the line fits the width."""
-    while len(line) > width and " · " in line:
+    """Shorten `cell: step 3 · 149 tokens/s · loss 2.1 · about 9 s left · …` to a width: first drop the last parts, then
+    the start of the cell's name."""
+    while len(line) > width and line.count(" · ") > 3:
         line = line.rpartition(" · ")[0]
-    return line
+    name, _, rest = line.rpartition(": ")
+    kept = width - len(rest) - 5
+    return f"  …{name[-kept:]}: {rest}" if len(line) > width and 0 < kept < len(name) else line[:width]
