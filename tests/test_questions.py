@@ -109,12 +109,16 @@ def test_the_answer_is_in_the_first_ten_lines_without_yaml(ftbench, tmp_path, mo
     ("estimate Qwen/Qwen3-8B --gpu 4090 --samples -5", "--samples -5: must be from 1", "--samples 20000"),
     ("recommend Qwen/Qwen3-8B --gpu 4090 --samples -5", "--samples -5: must be from 1", "--samples 20000"),
     ("recommend Qwen/Qwen3-8B --gpu 4090 --prices p.yaml", "RTX 4090.rent.currency: is missing", "currency: USD"),
+    ("recommend Qwen/Qwen3-8B --gpu 4090 --prices no.yaml", "no.yaml: no such file", "(see configs/prices.yaml)"),
+    ("estimate no.yaml --gpu 4090", "no.yaml: no such file", "(see configs/)"),
+    ("data Qwen/Qwen3-8B --dataset empty.jsonl", "empty.jsonl: the file is empty", "it needs a row per sample"),
     ("run Qwen/Qwen3-8B --dataset no.jsonl", "--dataset no.jsonl: no such file", "ftbench list datasets"),
     ("run Qwen/Qwen3-8B --set train.max_length=9", "train.max_length: no such key", "did you mean dataset.max_length?"),
     ("init Qwen/Qwen3-8B --gpu 4090", "init: needs --dataset without a terminal", "ftbench init Qwen/Qwen3-8B"),
 ])  # fmt: skip
 def test_bad_input_gets_a_fact_and_a_next_step(ftbench, tmp_path, monkeypatch, command, fact, fix):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
     (tmp_path / "p.yaml").write_text("RTX 4090: {rent: {per_hour: 1.0, date: 2026-01-01, source: x}}\n")
     code, out, err = ftbench(*shlex.split(command))
     assert (code, out) == (2, "")

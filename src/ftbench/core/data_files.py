@@ -70,7 +70,8 @@ def read_file(path: Path, most: int | None = None) -> FileRows:
     except OSError as error:
         raise DataError(f"{path}: {file_problem(error)}") from None
     if not len(rows):
-        raise DataError(f"{path}: the file is empty")
+        example = '{"prompt": "Hi", "completion": "Hello"}'
+        raise DataError(f"{path}: the file is empty; it needs a row per sample, such as {example}")
     return rows
 
 

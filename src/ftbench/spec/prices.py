@@ -108,7 +108,9 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
         try:
             by_gpu[gpu] = Price.model_validate(values)
         except ValidationError as error:
-            problems += in_file(error, path, Price, name)
+            fix = ": add it, such as `currency: USD` (see configs/prices.yaml)"
+            texts = in_file(error, path, Price, name)
+            problems += [text + fix * text.endswith("currency: is missing") for text in texts]
     if problems:
         raise SpecError(*problems)
     return Prices(path, by_gpu)

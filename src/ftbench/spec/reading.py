@@ -83,7 +83,10 @@ def read_yaml(path: Path, what: str = "a spec", needs: str = "at least `model:` 
     Raises:
         SpecError: With file and line, if it cannot be read or is not a mapping.
     """
-    text = _text(path, MAX_BYTES)
+    missing = f"; {what} needs {needs}"
+    if what == "a spec" and path.suffix not in (".yaml", ".yml", ".json"):
+        missing = f", and not a model{_similar_model(path.name)}"
+    text = _text(path, MAX_BYTES, missing)
     try:
         data = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -145,13 +148,12 @@ def _tree(text: str) -> yaml.Node | None:
     return yaml.compose(text, Loader=yaml.SafeLoader)
 
 
-def _text(path: Path, most: int) -> str:
+def _text(path: Path, most: int, missing: str = "") -> str:
     try:
         with open(path, "rb", opener=open_at_once) as file:
             raw = file.read(most + 1)
     except FileNotFoundError:
-        hint = "" if path.suffix in (".yaml", ".yml", ".json") else f", and not a model{_similar_model(path.name)}"
-        raise SpecError(f"{path}: no such file{hint}") from None
+        raise SpecError(f"{path}: no such file{missing}") from None
     except IsADirectoryError:
         raise SpecError(f"{path}: a folder, not a file (the folder of a model has a config.json)") from None
     except OSError as error:
