@@ -19,7 +19,8 @@ from ftbench.worker.outcome import Phases, Terminated, exit_now, of_exception
 
 
 def main(path: str, handed_over: bool = False) -> int:
-    """Train in a run's directory and return the exit code. `handed_over` is set in another framework's interpreter."""
+    """Train in a run's directory and return the exit code. `handed_over` is true in another framework's
+    interpreter."""
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
     directory = RunDir(Path(path), parallel.rank())
@@ -53,7 +54,7 @@ def main(path: str, handed_over: bool = False) -> int:
 
 
 def _loop(spec: Experiment, handed_over: bool) -> Callable[[Any], None]:
-    """Return ftbench's training loop. For another framework, return the part that this interpreter runs."""
+    """Return the function that trains. For another framework, return the part that this interpreter runs."""
     if spec.launch.framework == "trl":
         module = "ftbench.worker.train"
     else:

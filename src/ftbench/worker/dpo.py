@@ -1,6 +1,7 @@
 """trl's DPOTrainer on the preference pairs of a spec.
 
-The reference is computed once before training, or is the base weights under the adapters, or a second model.
+The reference log-probabilities are computed once before training, or by the model without adapters, or by a second
+model.
 """
 
 from collections.abc import Sequence
@@ -41,7 +42,8 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
             return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Compute the reference in the training precision. Before training the model is not wrapped for autocast."""
+        """Compute the reference under autocast, as in training. Before training, accelerate has not wrapped the
+        model."""
         with self.accelerator.autocast():
             return super().compute_ref_log_probs(model, {key: inputs[key] for key in inputs if key != COUNT})
 

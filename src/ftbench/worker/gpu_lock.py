@@ -15,13 +15,13 @@ from ftbench.worker.outcome import Phases
 RETURN_S = 30.0  # longest wait until the memory of a finished process is free
 STILL_S = 5.0  # longest wait without a change: then another program is using it
 _POLL_S = 0.1
-_held: list[int] = []  # until this process ends; the kernel then releases the locks
+_held: list[int] = []  # kept until this process ends; the kernel then releases the locks
 
 
 def acquire(directory: RunDir, phases: Phases) -> None:
     """Wait for other ftbench runs on the GPUs of machine.json, and for their memory, then lock the GPUs.
 
-    machine.json gets the GPUs' current state, because the parent may have read it during another run.
+    Then write the GPUs' current state to machine.json. The parent may have read the state during another run.
     """
     gpus = [gpu for gpu in gpus_of(read_json(directory.machine)) if gpu.get("uuid")]
     if not gpus or _held:

@@ -71,7 +71,8 @@ class GrpoTrainer(TrainerMixin, GRPOTrainer):
         return super()._calculate_rewards(rows, texts, completions, completion_ids)
 
     def _prepare_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a micro-batch of completions. The first one counts all of the step, before trl shuffles them."""
+        """Return a micro-batch of completions. The first call of a step counts all completions of the step, before trl
+        shuffles them."""
         inputs: dict[str, Any] = super()._prepare_inputs(batch["prompts"])
         if self._step % self.args.steps_per_generation == 0:
             batch[COUNT].add(self._completions)

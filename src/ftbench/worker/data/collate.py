@@ -16,14 +16,14 @@ from ftbench.worker.data.tokens import IGNORE, Row
 from ftbench.worker.measure.batch_count import COUNT, count_of
 
 NO_TOKENS = (np.empty(0, dtype=np.int64),) * 2
-BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention that takes sequence boundaries
+BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention kernels that take sequence boundaries
 # In float32 torch's attention kernel pads its output to a multiple of this, and ring attention adds the outputs up.
 ROWS_IN_32_BITS = 32
 _COLUMNS = {"input_ids": "input_ids", "labels": "labels", "seq_lengths": "lengths"}  # of trl, by ours
 
 
 class Collator:
-    """Makes batches as the spec's optimizations request, each with its counts."""
+    """Makes batches as the spec's optimizations request, and counts the tokens of each batch."""
 
     def __init__(
         self, spec: Experiment, pad_token_id: int, longest: int, most: int | None, pixels: Pixels | None = None,
@@ -35,10 +35,10 @@ class Collator:
             spec: The run.
             pad_token_id: Id of padding tokens.
             longest: Length in tokens to which `fixed_shape` pads rows.
-            most: Largest number of samples in a batch, with filler samples. None if every row is one sample.
+            most: Largest number of samples in a batch, including filler samples. None if every row is one sample.
             pixels: The image processor.
             pictures: The images of the data set. The column `shown` of a row has their indexes.
-            labels: Smallest length of `label_positions`, which are filled up with unlabeled positions.
+            labels: Smallest length of `label_positions`. Unlabeled positions fill a shorter list.
         """
         on = spec.optimizations
         self._flat = on.packing or on.padding_free
@@ -100,7 +100,7 @@ class Collator:
         return -(-length // self._parts) * self._parts
 
     def _rows_of_samples(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return one row of samples for each micro-batch of a pipeline, filled up to the longest one."""
+        """Return one row of samples for each micro-batch of a pipeline. Shorter rows are padded to the longest one."""
         starts = range(0, self._micro * self._rows, self._rows)
         groups = [[each for row in rows[at : at + self._rows] for each in samples_of(row)] for at in starts]
         lengths = [sum(len(ids) for ids, _ in group) for group in groups]
@@ -157,10 +157,10 @@ class Collator:
 
 
 def counting(collate: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Sequence[dict[str, Any]]], dict[str, Any]]:
-    """Return a library's own `collate` for ftbench's rows, with the counts of each batch.
+    """Wrap a library's own `collate` so that it takes ftbench's rows and counts each batch.
 
     Raises:
-        NotAppliedError: A batch has other tokens or other labels than its samples.
+        NotAppliedError: The tokens or labels of a batch differ from those of its samples.
     """
 
     def call(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -181,7 +181,8 @@ def counting(collate: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Sequen
 
 
 def verify(spec: Experiment, batches: Iterable[tuple[tuple[int, ...], bool]]) -> list[str]:
-    """Return the batch optimizations that were not applied, given each batch's shape and whether it had padding."""
+    """Return the batch optimizations that were not applied. `batches` has the shape of each batch and whether the
+    batch had padding."""
     problems, on = [], spec.optimizations
     unpadded = (on.packing or on.padding_free) and not (on.fixed_shape or spec.launch.pp)
     if unpadded and any(padded for _, padded in batches):
@@ -202,13 +203,14 @@ def samples_of(row: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def filled(rows: Sequence[Row], size: int) -> list[Row]:
-    """Append empty rows up to a multiple of `size`, so that all ranks get equally many batches without repetition."""
+    """Append empty rows up to a multiple of `size`. All ranks then get the same number of batches, and no row
+    repeats."""
     return [*rows, *([] for _ in range(-len(rows) % size))]
 
 
 def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice = slice(None)) -> str:
-    """Return the hash that the recorder computes for `count` batches, or for the slice `dealt` that a rank gets.
-    After its last row, the data starts again."""
+    """Return the hash that the recorder computes after `count` batches. `dealt` selects the batches of one rank. After
+    the last batch, the first one follows again."""
     size = spec.train.batch_size
     full = filled(rows, size * spec.launch.shares)
     batches = [full[at : at + size] for at in range(0, len(full), size)]
@@ -223,7 +225,8 @@ def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice =
 
 
 def verify_order(rows: Sequence[Row], spec: Experiment, count: int, order_hash: str, rank: int) -> list[str]:
-    """Return a problem if the `count` batches of a rank were not its rows in order. A single rank has all rows."""
+    """Return a problem if a rank did not train on its rows in order. It trained on `count` batches. A single rank has
+    all rows."""
     shares = spec.launch.shares
     share = rank * shares // spec.launch.ranks
     if order_hash == token_hash(rows, spec, count, slice(share, None, shares)):

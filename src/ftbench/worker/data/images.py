@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_BYTES = 256 * 2**20  # of an image file
-_BLOCKS = 8  # a generated picture has this many colors per side, interpolated
+_BLOCKS = 8  # a generated picture interpolates between this many colors per side
 CELLS = 4  # cells per side of a picture that tasks ask about
 COLORS = np.array([[r, g, b] for r in (0, 255) for g in (0, 255) for b in (0, 255)], dtype=np.uint8)
 
@@ -43,16 +43,16 @@ class Picture:
     height: int
     source: Path | bytes | int  # a path, the bytes of a file, or the seed of a generated picture
     key: str
-    for_tasks: bool = False  # generated with cells of one color
+    for_tasks: bool = False  # a generated picture whose cells have one color each
 
     @property
     def colors(self) -> np.ndarray:
-        """Return the numbers of the colors of the cells, row by row, of a picture for tasks."""
+        """Return the color number of each cell of a picture for tasks, row by row."""
         assert isinstance(self.source, int)
         return np.random.default_rng(self.source).integers(0, len(COLORS), CELLS**2)
 
     def open(self) -> Image:
-        """Decode the image as upright RGB. Raise BadRow if the file changed since it was read first."""
+        """Decode the image as upright RGB. Raise BadRow if the file changed after it was first read."""
         if isinstance(self.source, int):
             from PIL.Image import Resampling, fromarray  # Pillow is only needed for images
 
@@ -77,7 +77,8 @@ class SampleImages:
 
 
 def read(reference: Any, folder: Path | None) -> Picture:
-    """Return the image at a path (relative to `folder`), in bytes, or in a dictionary with either (of `datasets`).
+    """Return an image. The value is a path relative to `folder`, the bytes of a file, or a dictionary of `datasets`
+    with one of them.
 
     Raises:
         BadRow: The image cannot be read.
@@ -128,7 +129,8 @@ def _decode(data: bytes) -> Image:
 
 
 def generate(dataset: Dataset, count: int) -> list[Picture]:
-    """Return generated pictures for `count` samples, with the sizes of the spec. A seed gives the same pictures."""
+    """Return generated pictures for `count` samples, with the sizes of the spec. The same seed gives the same
+    pictures."""
     number = count * dataset.images_per_sample
     sizes, seeds = picture_sizes(dataset, number), range(dataset.seed * 2**32, dataset.seed * 2**32 + number)
     tasks = dataset.structure == "tasks"

@@ -38,7 +38,8 @@ class Prepared:
         return max(_total([row]) for row in (*self.train, *self.evaluation))
 
     def most_parts(self, batch_size: int, max_length: int) -> int | None:
-        """Return the largest number of samples in a batch, with filler samples. None if every row is one sample."""
+        """Return the largest number of samples in a batch, including filler samples. None if every row is one
+        sample."""
         if all(len(row) == 1 for row in (*self.train, *self.evaluation)):
             return None
         return max(
@@ -219,7 +220,7 @@ def _tokenised(
 
 
 def _describe(dataset: Dataset, train: Sequence[Tokens], evaluation: int, sequences: int) -> dict[str, Any]:
-    """Return the `dataset` section of the summary. Each sample has this number of training `sequences`."""
+    """Return the `dataset` section of the summary. `sequences` is the number of sequences per sample."""
     return {
         "name": dataset.name,
         "samples": len(train) // sequences,
@@ -234,7 +235,8 @@ def _describe(dataset: Dataset, train: Sequence[Tokens], evaluation: int, sequen
 
 
 def _describe_images(samples: Sequence[Tokens], pixels: Pixels) -> dict[str, Any]:
-    """Return the number of images and their sizes. `patches` is per tile, the range of the encoder's attention."""
+    """Return the number of images and their sizes. `patches` counts one tile, because the encoder attends within a
+    tile."""
     sizes = [pixels.size(picture) for sample in samples for picture in sample.pictures]
     return {
         "count": len(sizes),

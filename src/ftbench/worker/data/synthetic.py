@@ -1,5 +1,5 @@
-"""Synthetic tokens of chosen lengths: deterministic, no tokenizer, no download. Random tokens cannot be learned. Tasks
-can be learned, and they need attention, positions and masks."""
+"""Generate token sequences of chosen lengths. They are deterministic and need no tokenizer and no download. A model
+cannot learn random tokens. It can learn tasks, which need attention, positions and masks."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from ftbench.spec.datasets import Dataset
 from ftbench.worker.data.images import CELLS, Picture, Pixels, generate
 from ftbench.worker.data.tokens import IGNORE, Tokens
 
-SYMBOLS = 24  # tokens of the tasks' language, besides a marker for each task and a separator
+SYMBOLS = 24  # vocabulary of the tasks, in addition to a marker for each task and a separator
 
 
 def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
@@ -26,8 +26,9 @@ def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
 
 
 def draw_pairs(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
-    """Return `count` pairs with a common prompt, half of the shorter sequence. The chosen answer follows the
-    structure and the rejected one is random, so the preference can be learned with tasks."""
+    """Return `count` preference pairs. The two sequences share a prompt, which is half of the shorter sequence. The
+    chosen answer follows the structure, and the rejected answer is random. With tasks, a model can learn the
+    preference."""
     drawn = draw(dataset, 2 * count, vocab_size)
     noise = _random(np.random.default_rng(dataset.seed + 1), [len(each.ids) for each in drawn[1::2]], vocab_size)
     return [_pair(chosen.ids, rejected, vocab_size) for chosen, rejected in zip(drawn[::2], noise, strict=True)]
@@ -43,8 +44,8 @@ def _pair(chosen: list[int], rejected: list[int], vocab_size: int) -> Tokens:
 
 
 def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, special: set[int]) -> list[Tokens]:
-    """Return `count` samples of pictures, each followed by a token, and text without `special` ids. Every text token is
-    a label, except the prompts of tasks, which ask about the first picture. Raises SpecError if a sample does not fit
+    """Return `count` samples with pictures, each followed by a token, and text without `special` ids. Every text token
+    has a label, except the prompts of tasks. Tasks ask about the first picture. Raise SpecError if a sample exceeds
     `max_length`, because images cannot be truncated."""
     samples, drawn = list[Tokens](), iter(generate(dataset, count))
     pictures = [list(islice(drawn, dataset.images_per_sample)) for _ in range(count)]
@@ -77,9 +78,9 @@ def _roles(generator: np.random.Generator, vocabulary: Sequence[int]) -> tuple[n
 
 
 def _tasks(dataset: Dataset, generator: np.random.Generator, lengths: Sequence[int], vocab_size: int) -> list[Tokens]:
-    """Return samples whose answers need attention, positions and masks: copying, key-value recall and bracket matching
-    in turn. Every recall sample uses the same keys with other values, so packed samples that see each other change the
-    answer."""
+    """Return samples whose answers need attention, positions and masks. The tasks alternate: copying, key-value recall
+    and bracket matching. All recall samples use the same keys with different values. If packed samples see each other,
+    the answer changes."""
     (*markers, separator), symbols = _roles(generator, range(vocab_size))
     makers = (_copying, _recall, _brackets)
     samples = []
@@ -121,7 +122,8 @@ def _copying(generator: np.random.Generator, count: int, symbols: np.ndarray) ->
 
 
 def _recall(generator: np.random.Generator, count: int, symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return keys with values and, after them, some of the keys; the answer is their values."""
+    """Return keys with values, followed by some of the keys as the question. The answer is the values of these
+    keys."""
     pairs = min(SYMBOLS // 3, max(1, count // 3))
     keys, values = symbols[:pairs], generator.choice(symbols[SYMBOLS // 3 :], pairs)
     queries = generator.integers(0, pairs, max(1, count - pairs))

@@ -45,7 +45,7 @@ class Tokens:
         return not same and all(any(label != IGNORE for label in each.labels[1:]) for each in self.sequences)
 
 
-Row = list[Tokens]  # samples that share a row of a batch
+Row = list[Tokens]  # the samples in one row of a batch
 
 
 def tokenise(
@@ -145,9 +145,9 @@ def _expand_images(ids: list[int], labels: list[int], images: SampleImages) -> t
 def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
     """Return ids and labels. An assistant turn has loss from the generation prompt to its last token.
 
-    An answer starts after the longest common prefix with its earlier turns and the generation prompt. It ends before
-    the tokens that do not change if the answer is replaced. Of these, the tokens that close an answer have loss.
-    Templates may render the last turn in another way than earlier turns, so a shorter dialogue is not always a prefix.
+    The answer begins after the longest prefix that the dialogue shares with the earlier turns and the generation
+    prompt. It ends before the tokens that do not change if the answer is replaced. Among these, the tokens that close
+    an answer have loss. Templates may render the last turn differently, so a shorter dialogue is not always a prefix.
     """
     ids = _template(tokenizer, messages, answer=False)
     labels = [IGNORE] * len(ids)

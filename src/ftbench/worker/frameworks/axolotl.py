@@ -11,7 +11,7 @@ ATTENTION = {"eager": "eager_attention", "sdpa": "sdp_attention", "flash_attenti
 
 _LIGER = {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True,
           "liger_rms_norm": True, "liger_rope": True, "liger_glu_activation": True}  # fmt: skip
-# axolotl's names of transformers' arguments; None: it has no such option.
+# axolotl's names of transformers' arguments. None means that axolotl has no such option.
 _NAMES = {
     "per_device_train_batch_size": "micro_batch_size", "lr_scheduler_type": "lr_scheduler", "optim": "optimizer",
     "num_train_epochs": "num_epochs", "data_seed": None, "logging_strategy": None, "report_to": None,

@@ -207,7 +207,8 @@ class _Loop:
 
 
 def _padded(samples: list[own_loop.Sample]) -> tuple[Tensor, Tensor, BatchCount]:
-    """Return ids and shifted targets of a micro-batch, and its token counts. Both are padded right, on the device."""
+    """Return ids, shifted targets and token counts of a micro-batch. Ids and targets are on the device and padded on
+    the right."""
     width = max((len(ids) for ids, _ in samples), default=2)
     ids = torch.zeros(max(1, len(samples)), width, dtype=torch.long)
     targets = torch.full_like(ids, IGNORE)

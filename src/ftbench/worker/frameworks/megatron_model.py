@@ -218,7 +218,7 @@ def sources(name: str, first_layer: int = 0, tied: bool = False) -> list[str]:
 
 
 def share_of(name: str, parts: Sequence[Tensor], groups: int, rank: int, ranks: int) -> Tensor:
-    """Return a tensor-parallel rank's share of a parameter, from its Hugging Face matrices.
+    """Return one tensor-parallel rank's share of a Megatron parameter, built from Hugging Face matrices.
 
     `groups` is the number of key heads. `supported` checks that the ranks can share the parameter evenly.
     """
@@ -231,7 +231,7 @@ def share_of(name: str, parts: Sequence[Tensor], groups: int, rank: int, ranks: 
 
 
 def joined(name: str, shares: Sequence[Tensor], groups: int, query_rows: int) -> list[Tensor]:
-    """Return the Hugging Face matrices of a parameter, from the shares of all tensor-parallel ranks.
+    """Return the Hugging Face matrices of a Megatron parameter, given the shares of all tensor-parallel ranks.
 
     `query_rows` is the number of rows of the query matrix. This is the inverse of `share_of`.
     """

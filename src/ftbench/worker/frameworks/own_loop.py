@@ -1,4 +1,4 @@
-"""The parts that Megatron and verl have in common: they do not train through transformers.Trainer."""
+"""Code for Megatron and verl, which do not train through transformers.Trainer."""
 
 import math
 import os
@@ -21,7 +21,8 @@ Sample = tuple[np.ndarray, np.ndarray]  # ids and labels
 
 
 def read_rows() -> list[Sample]:
-    """Return the prepared rows in training order. The first token of a row has no prediction, so no label either."""
+    """Return the prepared rows in training order. No position predicts the first token of a row, so it has no
+    label."""
     data = load_from_disk(frameworks.DATA)["train"]
     rows = [
         (np.asarray(ids, dtype=np.int64), np.asarray(labels, dtype=np.int64))
@@ -47,8 +48,8 @@ def total_steps(spec: Experiment, rows: int) -> int:
 
 
 def steps_of(spec: Experiment, rows: int) -> Iterator[list[list[range]]]:
-    """Yield each step: for each micro-batch, the row numbers of each share. The batches are the same as trl's. The
-    last batches of an epoch are shorter or empty."""
+    """Yield a list of micro-batches per step. A micro-batch has a range of row numbers for each data-parallel share.
+    The batches are the same as trl's. The last batches of an epoch are shorter or empty."""
 
     def endless() -> Iterator[list[list[range]]]:
         size, shares, several = spec.train.batch_size, spec.launch.shares, spec.train.gradient_accumulation_steps
@@ -69,7 +70,7 @@ def share_of_rank(spec: Experiment) -> int:
 
 
 def require_group() -> None:
-    """Create a process group of one if this process is the only one. Several ranks have already joined a group."""
+    """Create a process group with one rank if this process has not joined a group."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     if torch.cuda.is_available():
@@ -80,7 +81,7 @@ def require_group() -> None:
 
 
 def step_facts(spec: Experiment, optimizer: Any, recomputes: bool, division: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a first step for applied.json. `division` describes how several ranks share the work."""
+    """Return the facts of the first step for applied.json. `division` describes how several ranks share the work."""
     launch = spec.launch
     facts = {"strategy": launch.strategy, "ranks": launch.ranks, "shares": launch.shares}
     return {

@@ -25,7 +25,7 @@ _POLL_S = 0.1
 def train(run: TrainingRun) -> None:
     """Write data/ and the framework's configuration, and replace this process by the framework's interpreter.
 
-    The process id stays the same, so the run is watched and ended as one process. Does not return.
+    The process id stays the same, so ftbench watches and ends one process. This function does not return.
     """
     if parallel.is_first():
         _write_inputs(run)

@@ -172,7 +172,7 @@ def _check_order(run: TrainingRun) -> None:
 
 
 def _expected_rows(run: TrainingRun, count: int, recorder: Recorder) -> tuple[Iterable[int], Iterable[int]]:
-    """Return the numbers of the rows that this rank and all ranks should have trained on, in order."""
+    """Return two lists of row numbers in training order: the rows for this rank, and the rows for all ranks."""
     if run.spec.launch.ranks == 1:
         return range(recorder.samples), range(recorder.samples)
     share, steps = own_loop.share_of_rank(run.spec), [*own_loop.steps_of(run.spec, count)][: recorder.step]
@@ -182,7 +182,7 @@ def _expected_rows(run: TrainingRun, count: int, recorder: Recorder) -> tuple[It
 
 
 def order_hash_of(given: Any, rows: Iterable[int]) -> str:
-    """Return the hash of the tokens of these rows, starting again after the last one."""
+    """Return the hash of the tokens of these rows. Row numbers beyond the last row start again at the first."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(np.asarray(given[row % len(given)], dtype=np.int64).tobytes())

@@ -11,7 +11,7 @@ import numpy as np
 from ftbench.families.vision import NOTHING, ImageSize
 
 BEFORE_FORWARD = ("generation", "scoring")  # timed parts of a GRPO step
-Shape = tuple[int, int, int]  # sequences of a batch, longest sequence, padded tokens
+Shape = tuple[int, int, int]  # number of sequences, longest sequence and padded tokens of a batch
 COUNT = "count"  # key of the counts in a batch
 
 
@@ -26,7 +26,7 @@ class BatchCount:
     longest: int = 0
     images: int = 0
     of_images: ImageSize = NOTHING
-    sequences: int = 1  # per sample: 2 for preference pairs
+    sequences: int = 1  # sequences per sample: 2 for preference pairs
     rewards: tuple[float, float] | None = None  # sums of accuracy and margin of pairs
     generation: dict[str, float] = field(default_factory=dict)  # columns of a GRPO step
     tokens: list[bytes] = field(default_factory=list)  # real tokens and image keys, for the order hash

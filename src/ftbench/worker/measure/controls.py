@@ -144,7 +144,8 @@ def _one_sample(batch: dict[str, Any]) -> None:
 
 
 def _mean_of_means(loop: Any) -> int:
-    """Drop the count of label tokens of the step, so that each micro-batch divides its loss by its local count."""
+    """Remove the step's number of label tokens. Each micro-batch then divides its loss by its own number of label
+    tokens."""
     gather = loop.get_batch_samples
     loop.get_batch_samples = lambda *args, **kwargs: (gather(*args, **kwargs)[0], None)
     return 1

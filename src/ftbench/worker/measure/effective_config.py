@@ -178,7 +178,8 @@ def numel(name: str, parameter: Any) -> int:
 
 
 def matmul_shape(model: Any) -> MatmulShape:
-    """Return the sizes of the matrices that multiply a token. Experts count by the share that a token visits."""
+    """Return the sizes of the matrices that multiply a token. Experts count in proportion to the experts that a token
+    uses."""
     config, base = model.config.get_text_config(), base_model(model)
     visited = _visited_share(config)
     tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
@@ -214,7 +215,7 @@ def vision_shape(model: Any) -> VisionMatmulShape | None:
 
 
 def _matrices(model: Any) -> Iterator[tuple[str, str, int, bool]]:
-    """Yield name, kind, number of parameters and trainability of each matrix."""
+    """Yield for each matrix its name, its kind, its number of parameters, and whether it is trained."""
     for name, parameter in model.named_parameters():
         state = getattr(parameter, "quant_state", None)
         if (parameter.ndim >= 2 or state is not None) and not name.endswith("bias"):
@@ -224,7 +225,8 @@ def _matrices(model: Any) -> Iterator[tuple[str, str, int, bool]]:
 def _attention(config: Any) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
     """Return attention width (heads x head_dim) and sliding window of each layer.
 
-    The width is 0 for linear attention. If queries are wider than values (latent attention), it is the mean of both.
+    The width is 0 for linear attention. If queries are wider than values (latent attention), the width is the mean of
+    the two widths.
     """
     layers = config.num_hidden_layers
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

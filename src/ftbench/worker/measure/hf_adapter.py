@@ -21,8 +21,8 @@ DIVERGED = 20  # steps in a row without a finite loss, after which training stop
 class HfRecording(TrainerCallback):
     """Report one trainer's steps to `recorder` and its evaluations to `phases`.
 
-    `grad_norm` is the current step's norm before clipping, or None. `weighed_by` says over what the loss of a batch is
-    the mean: `labels` (tokens), or `samples` (pairs).
+    `grad_norm` is the current step's norm before clipping, or None. The loss of a batch is a mean over `weighed_by`:
+    `labels` (label tokens) or `samples` (pairs).
     """
 
     def __init__(self, recorder: Any, phases: Phases | None = None, weighed_by: str = "labels") -> None:

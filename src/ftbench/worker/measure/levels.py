@@ -1,9 +1,9 @@
 """Record losses, gradients and weight changes for a parity check, in gradients.npz.
 
-Recording happens at the initial weights and at the trained weights of the reference run. It covers the loss of each
-sample and, for each trained tensor, the gradient, the root of Adam's second moment after one step, and the weight
-change of one and of several steps. The moment shows the scale of the gradient that the optimizer used. Every
-step has all samples, so packed and padded runs can be compared.
+Recording happens at the initial weights and at the trained weights of the reference run. It records the loss of each
+sample. For each trained tensor it records the gradient, the root of Adam's second moment after one step, and the
+weight change after one and after several steps. The moment shows the scale of the gradient that the optimizer used.
+Every step trains on all samples, so packed and padded runs can be compared.
 
 A tensor is kept as its norm and a count sketch (M. Charikar, K. Chen and M. Farach-Colton, ICALP 2002): every element
 is added, with a random sign, to one of `WIDTH` sums. The difference of two sketches has the norm of the difference of
@@ -115,8 +115,8 @@ class Levels(TrainerCallback):
                 yield zlib.crc32(labels.tobytes(), zlib.crc32(ids.tobytes()))
 
     def _losses(self) -> np.ndarray:
-        """Return the loss of each sample within its batch: the labels of the other samples are masked, but their tokens
-        stay."""
+        """Return the loss of each sample within its batch. The labels of the other samples are masked, but their
+        tokens remain."""
         loop, losses = self._loop, list[float]()
         rows, size = list(loop.train_dataset), loop.args.per_device_train_batch_size
         loop.model.eval()
@@ -152,7 +152,7 @@ def trained(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def _only(row: dict[str, Any], sample: int | None) -> dict[str, Any]:
-    """Return a row with the labels of one of its samples; None masks all."""
+    """Return a row that keeps only the labels of one sample. With None, all labels are masked."""
     ends = np.cumsum(row["lengths"])
     labels = np.full_like(row["labels"], IGNORE)
     if sample is not None:
@@ -162,7 +162,8 @@ def _only(row: dict[str, Any], sample: int | None) -> dict[str, Any]:
 
 
 def _moment(state: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
-    """Return the root of Adam's second moment; zeros if the optimizer does not have it in 16 or 32 bits."""
+    """Return the root of Adam's second moment. Return zeros if the optimizer does not store the moment in 16 or 32
+    bits."""
     kept: Any = state.get("exp_avg_sq")
     return (
         kept.float().sqrt() if type(kept) is torch.Tensor and kept.is_floating_point() else torch.zeros_like(parameter)
@@ -176,7 +177,8 @@ def _plain(value: Any) -> Any:
 
 
 def sketch(name: str, values: torch.Tensor) -> torch.Tensor:
-    """Return `WIDTH` sums of a tensor's elements in float32; a smaller tensor unchanged, then zeros."""
+    """Return `WIDTH` sums of a tensor's elements in float32. A smaller tensor is returned unchanged and padded with
+    zeros."""
     flat = values.reshape(-1).float()
     if len(flat) <= WIDTH:
         return torch.nn.functional.pad(flat, (0, WIDTH - len(flat)))

@@ -1,7 +1,7 @@
 """Clocks and memory meters of the training device, and the driver's counters.
 
-Times and memory come from CUDA events and the caching allocator, or from the host's counters. None of them
-synchronizes. A mark on a GPU is an event in the stream that is read after it has passed. The sampler reads the GPU's
+Times and memory come from CUDA events and the caching allocator, or from the host's counters. Reading them does not
+synchronize. A mark on a GPU is a CUDA event, which is read after the GPU has reached it. The sampler reads the GPU's
 power, energy, clock, temperature, throttling, memory and load, and the load of other processes, with NVML and psutil.
 A counter that the driver does not have is None in every sample.
 """
@@ -139,12 +139,13 @@ THROTTLE = {
 }  # fmt: skip
 
 
-SHORTEST_S = 0.1  # of an interval, because the kernel counts CPU time in ticks of 10 ms
+SHORTEST_S = 0.1  # shortest interval, because the kernel counts CPU time in ticks of 10 ms
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading at `time` (perf_counter seconds), in W, J since the driver was loaded, MHz, °C and GiB."""
+    """One reading of the counters at `time` (perf_counter seconds). The energy is counted from the load of the
+    driver."""
 
     time: float
     power_w: float | None = None
@@ -157,7 +158,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Shares by column of steps.csv, between `begin` and `end` (perf_counter seconds)."""
+    """The values of utilization columns of steps.csv from `begin` to `end` (perf_counter seconds)."""
 
     begin: float
     end: float
@@ -237,7 +238,8 @@ class Sampler:
         }
 
     def _shares(self, begin: float, end: float) -> dict[str, float | None]:
-        """Return the shares of a step: the mean of the overlapping intervals, weighted by the overlap."""
+        """Return the utilization during a step. It is the mean over the intervals that overlap the step, weighted by
+        the overlap."""
         pairs: dict[str, list[tuple[float, float | None]]] = {name: [] for name in COLUMNS}
         first = bisect_left(self._intervals, begin, key=lambda interval: interval.end)
         for interval in takewhile(lambda interval: interval.begin < end, self._intervals[first:]):
@@ -247,7 +249,8 @@ class Sampler:
         return {name: _mean(values) for name, values in pairs.items()}
 
     def _energy(self, begin: float, end: float) -> float | None:
-        """Return the joules of a step. The counter has its own update interval, but sums over steps are exact."""
+        """Return the joules of a step. The driver updates its counter at other times, so only sums over many steps are
+        exact."""
         first, last = self._counter(begin), self._counter(end)
         return None if first is None or last is None else last - first
 
@@ -263,7 +266,7 @@ class Sampler:
 
 
 def throttle_names(masks: list[int]) -> str:
-    """Return the reasons in the bit masks, joined by |, or `none`."""
+    """Return the throttle reasons of the bit masks, joined by |, or `none`."""
     return "|".join(name for bit, name in THROTTLE.items() if any(mask & bit for mask in masks)) or "none"
 
 

@@ -28,7 +28,7 @@ from ftbench.worker.measure.batch_count import BEFORE_FORWARD, BatchCount, Shape
 from ftbench.worker.measure.meters import Sampler, meters, resident_gb
 
 TICK_S = 0.5  # each tick holds the GIL, which delays kernel launches of the training thread
-_AHEAD = 2  # largest lead of the host over the device, in steps
+_AHEAD = 2  # the host may be this many steps ahead of the device
 _IN_FLIGHT = 16384  # steps whose values are being copied to the host; the thread reads them within a tick
 
 
@@ -208,7 +208,7 @@ class Recorder:
     def drain(self, last: bool = False) -> None:
         """Write the steps whose events have passed, without synchronizing. Any thread can call it.
 
-        Unless it is the `last` call, steps wait for a later sample of the sampler.
+        A step is only written after a later sample of the sampler, except in the `last` call.
         """
         done = []
         with self._draining:

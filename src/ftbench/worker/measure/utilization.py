@@ -76,7 +76,7 @@ class BusyMeter:
 class HostLoad:
     """Reads the share of the CPUs available to this process that other processes use.
 
-    It is the busy time of the kernel's counters minus the time of this process and its children (proc(5), stat).
+    This is the busy time in the kernel's counters (proc(5), stat) minus the CPU time of this process and its children.
     """
 
     def __init__(self, own_s: Callable[[], float] | None = None, stat: Path = Path("/proc/stat")) -> None:

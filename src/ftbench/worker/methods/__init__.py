@@ -19,7 +19,7 @@ def load(name: str) -> ModuleType:
 
 
 def mismatches(settings: Mapping[str, tuple[Any, Any]], who: str = "") -> list[str]:
-    """Return a sentence for each setting whose two values differ: the requested one and the live one."""
+    """Return a sentence for each setting whose live value differs from the requested value."""
     return [
         f"{who}{key} is {as_text(wanted)}, but it trains with {as_text(live)}"
         for key, (wanted, live) in settings.items() if wanted != live

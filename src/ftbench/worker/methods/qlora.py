@@ -72,7 +72,7 @@ def adapt(model: Any, spec: Experiment) -> Any:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Check the adapters, and the 4-bit type of the layers."""
+    """Return the problems with the adapters and with the 4-bit type of the layers."""
     method: Any = spec.method
     problems = lora.verify(model, spec)
     if method.mxfp4:

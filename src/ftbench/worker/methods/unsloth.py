@@ -75,7 +75,7 @@ def adapt(model: Any, spec: Experiment) -> Any:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Check the adapters, the quantisation, and unsloth's functions in the layers."""
+    """Return the problems with the adapters, the quantisation, and unsloth's functions in the layers."""
     method: Any = spec.method
     problems = lora.verify(model, spec)
     kinds = {type(module).__name__ for module in model.modules()}
@@ -150,8 +150,8 @@ def applied(trainer: Any) -> dict[str, Any]:
 
 
 def _graph_shapes(layer: Any) -> int:
-    """Return for how many batch shapes unsloth records CUDA graphs of this layer's class, from its function's
-    variables."""
+    """Return the number of batch shapes for which unsloth records CUDA graphs of this layer's class. The number is in
+    the variables of the class's function."""
     forward = type(layer).forward
     for _ in range(2):  # the variables are in the function that `forward` calls
         names = getattr(getattr(forward, "__code__", None), "co_freevars", ())

@@ -114,9 +114,9 @@ def trains_in_32_bits(spec: Experiment) -> bool:
 
 
 def skeleton(kind: Any, config: Any, spec: Experiment) -> Any:
-    """Return a model without values. It gets them while it is sharded. Only its buffers take memory, because the
-    host allocates a page of memory only when it is written. Weights that mixed precision trains are in float32, as
-    accelerate would convert them; pp converts them later."""
+    """Return a model with uninitialized weights, which get their values during sharding. Only the buffers take memory,
+    because the host allocates a page of memory when it is first written. With mixed precision, trained weights are in
+    float32, as accelerate would convert them. With pp they are converted later."""
     wide = trains_in_32_bits(spec) and not spec.launch.pp
     dtype = torch.float32 if wide else getattr(torch, spec.model.dtype)
     with torch.device("meta"):
@@ -144,7 +144,7 @@ def _quantised(spec: Experiment, source: str) -> Any:
         return None
     kind = config.get("quant_method") if isinstance(config, dict) else config.quant_method
     if str(kind) == "bitsandbytes" and spec.model.weights == "random":
-        return None  # its own configuration is used
+        return None  # from_pretrained uses the configuration in the files
     if spec.method.quantised:
         raise SpecError(
             f"method {spec.method.name}: the weights of {spec.model.id} are published in {kind} and cannot be "
@@ -184,7 +184,8 @@ def reach(model: Model, load: Any) -> Any:
 
 
 def reach_description(model: Model, load: Any) -> Any:
-    """Call `load` like `reach`, for configuration, tokenizer and processor. Every error is attributed to the files."""
+    """Call `load` like `reach`, for configuration, tokenizer and processor. Treat every error as a fault of the
+    files."""
     try:
         return reach(model, load)
     except (FtbenchError, MemoryError):

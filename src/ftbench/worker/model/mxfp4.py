@@ -51,7 +51,7 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 
 
 def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return rows of 32 values for rows of 16 bytes and one scale each.
+    """Return rows of 32 values. Each row is decoded from 16 bytes and one scale.
 
     The values are assembled from bits and exact: float32 has the sign in bit 31, the exponent (127 is 2^0) from bit 23,
     and the first fraction digit in bit 22. A scale of 0 (2^-127) becomes zero.
@@ -67,7 +67,8 @@ def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
 
 @cache
 def fused() -> Any:
-    """Return `decoded` as one kernel, which moves a twentieth of the memory of the eager operations."""
+    """Return `decoded`, compiled into one kernel. The kernel reads and writes a twentieth of the bytes of the eager
+    operations."""
     return torch.compile(decoded)
 
 
@@ -118,7 +119,8 @@ class Mxfp4Experts(GroupedExperts, nn.Module):
 
 @contextmanager
 def declared(model: Any) -> Iterator[None]:
-    """Give the experts placeholder matrices (one expanded scalar each) in a block, so that peft can add adapters.
+    """Within the block, give the experts placeholder matrices so that peft can add adapters. A placeholder is one
+    expanded scalar.
 
     Afterwards ftbench's `ExpertAdapter` replaces peft's wrappers.
     """

@@ -239,7 +239,7 @@ def _draw(
     """Draw tensors with the names, shapes and types of `like`, in parallel in host memory.
 
     Norms are ones and biases zeros, as transformers initializes them. Other weights are normal with `std`. MXFP4 codes
-    are uniform, with one common scale for which their deviation is near `std`.
+    are uniform. One scale for all of them makes their standard deviation close to `std`.
     """
     tensors: dict[str, torch.Tensor] = {}
     pieces: list[tuple[str, torch.Tensor]] = []
