@@ -22,11 +22,12 @@ _SCHEMA = 1  # of phases.json
 
 
 class Phases:
-    """The phases of a run: contiguous from the process's start, written to phases.json whenever they change.
+    """The phases of a run, from the start of the process and without gaps. phases.json is rewritten whenever they
+    change.
 
     A list of `{name, start_s, end_s, peak_memory_gb, peak_reserved_gb}`. The last phase is open.
 
-    With `resumed`, the list of a process that another interpreter replaced is continued.
+    With `resumed`, continue the list of the interpreter that this one has replaced.
     """
 
     def __init__(self, run: RunDir, first: str, resumed: bool = False) -> None:

@@ -74,7 +74,7 @@ def main(out: Path) -> int:
 
 
 def measure(document: Document, hardware: torch.device, gpu: dict[str, Any]) -> None:
-    """Add all items of a device to the document. `gpu` is the GPU as the driver describes it."""
+    """Measure all items of a device and add them to the document. `gpu` is the driver's description of the GPU."""
     cuda, figures = hardware.type == "cuda", document.figures
     figures["device"] = {"kind": hardware.type, "name": torch.cuda.get_device_name(hardware) if cuda else None,
                          **({} if cuda else {"threads": torch.get_num_threads()})}  # fmt: skip
@@ -166,8 +166,8 @@ def tflops(size: int, seconds: float) -> float:
 
 
 def memory(hardware: torch.device, free: float) -> dict[str, Any]:
-    """Return GB/s of a copy (one tensor read, one written) and of a triad `c = a + 3 b` (two read, one written),
-    counted as in STREAM, without the reads of a write-allocate cache."""
+    """Return GB/s of a copy (one tensor is read, one is written) and of a triad `c = a + 3 b` (two are read, one is
+    written). Bytes are counted as in STREAM, without the reads of a write-allocate cache."""
     first, second, third = torch.ones(3, int(min(MEMORY_BYTES, free / 8)) // 4, device=hardware)
     return {
         "copy_gbs": 2 * first.nbytes / best(lambda: third.copy_(first)) / 1e9,

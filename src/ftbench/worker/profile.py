@@ -4,9 +4,9 @@
            load  │ timed │ profiler│ profiled  │ memory
            kernels│      │ warms up│           │
 
-The last part records every allocation with its stack, on a GPU only, for pytorch.org/memory_viz. Both recordings slow
-down a step, so neither is on in the timed steps. With compiled layers, the timed steps are the first three in a row
-that compile nothing.
+The last part records every allocation with its stack for pytorch.org/memory_viz. It only exists on a GPU. The profiler
+and the memory recording slow down a step, so both are off in the timed steps. With compiled layers, the timed steps
+are the first three successive steps that compile nothing.
 
 The parts of a step are ranges in the trace, contiguous on the training thread: data → forward ⇄ loss → metrics →
 backward for each micro-batch, then clip → optimizer. `metrics` are the values that the trainer computes from the logits

@@ -95,7 +95,8 @@ def _save(run: TrainingRun, loop: Any, data: Prepared) -> None:
 
 
 def _hash_of(run: TrainingRun, data: Prepared, recorder: Recorder) -> str:
-    """Return the hash of all ranks' tokens in order. Raise NotAppliedError for other batches than this rank's share."""
+    """Return the hash of all ranks' tokens in training order. Raise NotAppliedError if this rank did not train on its
+    share of the batches."""
     spec, rank = run.spec, parallel.rank()
     if spec.objective.name == "sft":
         run.require_applied(verify_order(data.train, spec, recorder.batches, recorder.order_hash, rank or 0))

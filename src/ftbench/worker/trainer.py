@@ -30,7 +30,8 @@ COPY = "ref"  # trl's name for its copy of the adapters
 
 
 class TrainerMixin:
-    """ftbench's additions to every trainer of trl. `batches` are the shapes so far, with whether they had padding."""
+    """ftbench's additions to every trainer of trl. `batches` holds the shapes of the batches so far, and whether each
+    batch had padding."""
 
     accelerator: Any
     model: Any
@@ -76,7 +77,7 @@ class Trainer(TrainerMixin, SFTTrainer):
     """SFTTrainer with CUDA graphs and losses without logits."""
 
     without_trls_metrics = False
-    shares: int | None = None  # number of data shares if several ranks process parts of the same sequences
+    shares: int | None = None  # number of data-parallel shares if several ranks process parts of the same sequences
     graph: cuda_graph.GraphedStep | None = None
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
@@ -142,7 +143,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
 
 
 def _check_pictures(spec: Experiment, data: Prepared, size: int) -> None:
-    """Raise SpecError if a rank would get a batch without images, which would not gather the encoder's weights."""
+    """Raise SpecError if a rank would get a batch without images. This rank would not take part in gathering the
+    encoder's weights."""
     train, step = spec.train, size * spec.train.gradient_accumulation_steps
     used = data.train[: train.max_steps and train.max_steps * step]
     for key, rows in (("samples", used), ("eval_samples", data.evaluation)):
@@ -207,7 +209,8 @@ def _loader_processes(spec: Experiment) -> int:
 
 
 def dataset(rows: list[Row], pictures: list[Picture]) -> Dataset:
-    """Return a data set of rows: concatenated samples, their lengths, and indexes of images, appended to `pictures`."""
+    """Return a data set of rows. A row has concatenated samples, their lengths, and indexes into `pictures`, to which
+    the images are appended."""
     shown = [[picture for sample in row for picture in sample.pictures] for row in rows]
     starts = list(accumulate(map(len, shown), initial=len(pictures)))
     pictures += [picture for row in shown for picture in row]

@@ -40,7 +40,7 @@ class TrainingRun:
         self.facts: dict[str, Any] = {"resolved": resolved} if resolved else {}
 
     def position(self) -> tuple[str, int | None]:
-        """Return the current phase and None, or during training the part of the step and the step."""
+        """Return the current phase and None. During training, return the part of the step and the step's number."""
         if self.phases.current == "train" and self.recorder and self.recorder.position:
             return self.recorder.position, self.recorder.step or None
         return self.phases.current, None

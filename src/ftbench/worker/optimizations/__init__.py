@@ -1,9 +1,8 @@
 """How each optimization is applied and verified. A module has as many of these functions as it needs:
 
-apply(model, spec): called before the trainer is built, if the optimization is on
-callback(spec): a TrainerCallback for changes at the start of training, or None
-verify(model, spec): one sentence per setting that was not applied; called in every run after the first step
-applied(model, spec): its fields of applied.json
+apply(model, spec): called before the trainer is built, if the optimization is on callback(spec): a TrainerCallback for
+changes at the start of training, or None verify(model, spec): one sentence per setting that was not applied; called in
+every run after the first step applied(model, spec): the optimization's fields of applied.json
 
 Optimizations of batches or of the trainer are verified in `data/collate.py` and `trainer.py`.
 """

@@ -26,7 +26,7 @@ def register() -> None:
 
 def attention(kernel: Any) -> Any:
     """Return an attention function for transformers that calls torch's kernel. The kernel's arguments differ between
-    torch versions; they are looked up once here, outside of compiled code."""
+    torch versions. They are looked up once here, outside of compiled code."""
     takes = frozenset(inspect.signature(kernel).parameters)
 
     def varlen(

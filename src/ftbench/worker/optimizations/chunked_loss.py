@@ -1,10 +1,10 @@
 """The loss over chunks of the label tokens, without waiting for the device.
 
-trl's chunked loss counts the label tokens on the device, waits for the count, and computes entropy and accuracy,
-which wait again. Here the collator counts the label tokens and passes their positions. The logits of one chunk exist
-at a time, and their gradient is computed immediately (as in Liger's fused loss): two products with the head per
-label instead of three with recomputed logits. With `compile` the softmax of a chunk is one compiled function, which
-reads or writes the logits three times instead of eleven.
+trl's chunked loss counts the label tokens on the device and waits for the count. It also computes entropy and
+accuracy, and waits for them. Here the collator counts the label tokens and passes their positions. Only the logits of
+one chunk exist at a time, and their gradient is computed immediately, as in Liger's fused loss. This needs two
+products with the head per label; recomputed logits would need three. With `compile` the softmax of a chunk is one
+compiled function, which reads or writes the logits three times instead of eleven.
 """
 
 import inspect
@@ -60,18 +60,19 @@ def chunked_loss(
     hidden: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor, head: Any, softmax: Any = None,
     size: int = CHUNK,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the sum of the cross entropies in nats. `hidden` is batch x length x width; `positions` are those of
-    labels in the flattened `labels`, each predicted from the position before it; `size` is the chunk length.
-    `softmax` is `probabilities`, compiled or not."""
+    """Return the sum of the cross entropies in nats. `hidden` is batch x length x width; `positions` are the indexes
+    of the label tokens in the flattened `labels`; the position before each one predicts it. `size` is the chunk
+    length. `softmax` is `probabilities`, compiled or not."""
     weight, bias = _whole(head.weight), _whole(head.bias)
     given = (labels, positions, softmax or probabilities, size, torch.is_grad_enabled())
     return _Loss.apply(hidden, weight, bias, *given)
 
 
 def _whole(parameter: Any) -> Any:
-    """Return a parameter of the head as a plain tensor. Under FSDP2 a frozen head with a separate unit would be
-    gathered by its forward pass, which is not called here. A trained head shares the unit of the last norm, which
-    has gathered both. With `weight_offload` it is copied from host memory."""
+    """Return a parameter of the head as a plain tensor. Under FSDP2, a frozen head is a separate unit, which only its
+    forward pass would gather. That pass is not called, so the parameter is gathered here. A trained head shares the
+    unit of the last norm, whose forward pass has gathered both. With `weight_offload`, the parameter is copied from
+    host memory."""
     if (fetch := getattr(parameter, "fetch", None)) is not None:
         return fetch()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
@@ -110,7 +111,7 @@ class _Loss(torch.autograd.Function):
                 gradient.scatter_(1, targets.clamp(min=0)[:, None], of_targets.expm1().to(gradient.dtype))
                 total -= of_targets.sum()
                 _add(gradients, gradient, states, weight, chunk - 1)
-                del gradient  # free it before the next chunk's logits are computed
+                del gradient  # free the memory before the next chunk's logits are computed
             else:
                 total += F.cross_entropy(logits.float(), targets, reduction="sum")
                 del logits
@@ -138,7 +139,7 @@ def _add(gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, wei
 
 
 def is_on(model: Any) -> bool:
-    forward = inspect.unwrap(base_model(model).forward)  # autocast may be around it
+    forward = inspect.unwrap(base_model(model).forward)  # the caller may use autocast
     return bool(getattr(forward, "__name__", "") == "chunked_forward")
 
 

@@ -1,5 +1,5 @@
-"""torch.compile per layer, of the decoder and of the image encoder: one small graph for all layers instead of one
-for the model."""
+"""Compile each layer of the decoder and of the image encoder with torch.compile. All layers share one small graph, and
+the model needs no large one."""
 
 from functools import lru_cache
 from types import MethodType
@@ -16,10 +16,10 @@ _GUARDS = ("used_far_apart", "long_fusible_chains", "materialized_backward")
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Compile the layers. With images, batches have many lengths: then the decoder's graphs are dynamic unless a fixed
-    shape is set, and the encoder's if image sizes differ. Qwen3-VL is always dynamic: compiled for one length (torch
-    2.11, H200) its gradients were 4 % too small, and once NaN."""
-    torch._dynamo.config.specialize_float = True  # scales never change: dynamic ones get a C++ kernel on the host
+    """Compile the layers. With images, batches have many lengths. The decoder's graphs are then dynamic unless a fixed
+    shape is set, and the encoder's graphs are dynamic if image sizes differ. Qwen3-VL always gets dynamic graphs:
+    compiled for one length (torch 2.11, H200), its gradients were 4 % too small, and once NaN."""
+    torch._dynamo.config.specialize_float = True  # scales never change, and dynamic ones need a C++ kernel on the host
     for guard in _GUARDS:
         setattr(torch._functorch.config, f"ban_recompute_{guard}", spec.optimizations.compile != "lean")
     read, always = vision_layers(model), spec.optimizations.compile == "dynamic"
@@ -40,7 +40,8 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def _compile(layer: Any, spec: Experiment, dynamic: bool | None) -> None:
-    """Compile a layer. The hooks that gather and release a sharded layer stay outside of its graph."""
+    """Compile a layer. If the layer is sharded, its graph does not contain the hooks that gather and release the
+    weights."""
     if {"fsdp", "zero3"} & {*spec.launch.strategy.split("+")}:
         layer.forward = torch.compile(layer.forward, dynamic=dynamic)
     else:
@@ -53,7 +54,8 @@ def _is_compiled(layer: Any) -> bool:
 
 @lru_cache
 def _not_compiled(kind: Any) -> Any:
-    """Return one class for the modules of all layers, because separate functions would get separate graphs."""
+    """Return a subclass whose forward pass is not compiled. All layers share this class, because separate functions
+    would get separate graphs."""
     return type(f"NotCompiled{kind.__name__}", (kind,), {"forward": torch.compiler.disable(kind.forward)})
 
 

@@ -1,4 +1,5 @@
-"""Forward and backward pass as one CUDA graph: warmed up, recorded once, replayed for each batch.
+"""Run the forward and backward pass as one CUDA graph. It is recorded once after a warm-up, and replayed for each
+batch.
 
 A graph holds kernels with the addresses of their tensors. So each batch is copied into the recorded tensors, and
 gradients are put back after the trainer drops them. No Python runs during a replay. Clipping, the optimizer and the
@@ -34,8 +35,8 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(stream)
 
     def record(self, function: Callable[[], Any]) -> Any:
-        """Record a function and return its outputs; nothing is computed before the first replay. Other threads may
-        use CUDA meanwhile: the recorder reads events and the loader pins memory."""
+        """Record a function and return its outputs. Nothing is computed before the first replay. Other threads may use
+        CUDA during the recording: the recorder reads events, and the data loader pins memory."""
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             return function()
 
@@ -54,9 +55,9 @@ class GraphedStep:
         self._loss: Any = None
 
     def __call__(self, train: Callable[..., Any], model: Any, batch: dict[str, Any], tokens: Any) -> torch.Tensor:
-        """Return the loss of a batch and set its gradients. `train` is the trainer's forward and backward pass,
-        `tokens` the divisor of the loss. Raises SpecError for a batch of another shape, NotAppliedError for a pass
-        that waits for the device."""
+        """Return the loss of a batch and set its gradients. `train` is the trainer's forward and backward pass, and
+        `tokens` is the divisor of the loss. Raise SpecError if the batch has another shape. Raise NotAppliedError if
+        the pass waits for the device."""
         given = {**batch, _TOKENS: tokens}
         if self._graph is None:
             self._record(train, model, given)

@@ -1,5 +1,5 @@
-"""Products with frozen base layers in 8-bit floats; the weights are cast once. Adapters and output head stay in 16
-bits.
+"""Compute products with frozen base layers in 8-bit floats. The weights are cast once. Adapters and output head stay
+in 16 bits.
 
 torchao's recipes of the same names (Float8LinearConfig, torchao 0.17) scale and cast a weight twice per step, for the
 forward and for the backward pass. Each cast reads the weight twice (once for its maximum) and writes half as much: 5
@@ -64,8 +64,9 @@ def wanted(module: Any, name: str) -> bool:
 
 
 def join(layers: list[Any]) -> Any:
-    """Join layers that share a factor into one layer whose output is theirs side by side; their weights become
-    views. One layer is returned unchanged. Returns None if the factors differ or a layer is not in 8 bits."""
+    """Join layers that share a factor into one layer. Its output is the concatenation of the layers' outputs. The
+    weights of the layers become views of its weight. A single layer is returned unchanged. Return None if the factors
+    differ or a layer is not in 8 bits."""
     first = layers[0]
     if len(layers) == 1:
         return first if type(first) is Fp8Linear else None

@@ -1,5 +1,5 @@
-"""LoRA's small products fused with the base product, for all layers that read the same input: fewer passes over the
-activations than in peft (`adapter_products` counts them). peft's modules keep the parameters."""
+"""Fuse LoRA's small products with the base product, for all layers that read the same input. This needs fewer passes
+over the activations than peft (`adapter_products` counts them). peft's modules keep the parameters."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -72,7 +72,8 @@ class AdapterGroup(torch.nn.Module):
 
 
 class AugmentedGroup(AdapterGroup):
-    """One matrix for the layers and their adapters; the layers' own weights become views of it."""
+    """A group with one matrix for the layers and their adapters. The weights of the layers become views of this
+    matrix."""
 
     weight: torch.Tensor
 
@@ -97,8 +98,8 @@ class AugmentedGroup(AdapterGroup):
             start += self.sizes[index]
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layers' outputs side by side, with extra columns. x is tokens x width, or wider; its extra columns
-        are overwritten."""
+        """Return the layers' outputs side by side, followed by extra columns. x is tokens x width or wider. The extra
+        columns of x are overwritten."""
         return Augmented.apply(x.to(self.weight.dtype), self.weight, self.scales, *self.adapters())
 
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -109,7 +110,8 @@ class AugmentedGroup(AdapterGroup):
 
 
 class BesideGroup(AdapterGroup):
-    """The base layers compute as before (8-bit layers in one product), and the adapters' products are added."""
+    """A group whose base layers compute as before, except that 8-bit layers share one product. The adapters' products
+    are added to the outputs."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -170,7 +172,8 @@ class BesideGroup(AdapterGroup):
 
 
 class ShardedGroup(BesideGroup):
-    """Adapters and base layers are complete only while their decoder layer computes, so nothing is copied before."""
+    """A group for sharded layers. Their weights are only complete while the decoder layer computes, so `refresh`
+    copies nothing."""
 
     def __init__(self, layers: list[Any]) -> None:
         AdapterGroup.__init__(self, layers)
@@ -199,7 +202,8 @@ class _Fused:
 
 @lru_cache
 def _fused(kind: Any) -> Any:
-    """Return one class for all layers of a kind, because layers share compiled code only if their types agree."""
+    """Return the class for all layers of a kind. It is created once, because only layers of one class share compiled
+    code."""
     return type(f"Fused{kind.__name__}", (_Fused, kind), {})
 
 

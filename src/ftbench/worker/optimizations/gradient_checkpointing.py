@@ -10,7 +10,7 @@ from ftbench.kernels.host_offload import HostTensors
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import decoder_layers
 
-_KEEPS = "ftbench_host_memory"  # attribute of the first layer: the host memory for the layers' inputs
+_KEEPS = "ftbench_host_memory"  # attribute of the first layer; it holds the host copies of the layers' inputs
 
 
 class _Changed(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Smaller images: they are scaled during processing (`data/images.py`), and the model's tiles are limited here."""
+"""Train on smaller images. `data/images.py` scales the images, and this module limits the tiles of the model."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Optimizer step inside the backward pass: each parameter is updated when its gradient is complete, and the gradient
-is freed. `offload` keeps the states in host memory (`kernels/host_states.py`)."""
+"""Run the optimizer inside the backward pass. When the gradient of a parameter is complete, the parameter is updated
+and the gradient is freed. `offload` keeps the optimizer states in host memory (`kernels/host_states.py`)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,9 +17,9 @@ _STEPS = "steps_in_backward"  # attribute of the model: the object that updates 
 
 
 class StepsInBackward(TrainerCallback):
-    """Update each parameter when its gradient is complete. The trainer's step then finds no gradients and does
-    nothing, and the norm it requests is computed from the gradients that were freed. `counts` holds the updates per
-    parameter, `most` the maximum number of gradients at once."""
+    """Update each parameter when its gradient is complete. The trainer's own step then finds no gradients and does
+    nothing. The norm for the trainer is recorded before the gradients are freed. `counts` holds the updates per
+    parameter. `most` is the maximum number of gradients that existed at once."""
 
     def __init__(self, offload: bool) -> None:
         self.counts: dict[Any, int] = {}

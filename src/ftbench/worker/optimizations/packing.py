@@ -1,9 +1,9 @@
-"""Packed rows, and batches whose samples are concatenated without padding (`padding_free`). The collator makes them.
+"""Packed rows, and batches whose samples are concatenated without padding (`padding_free`). The collator builds both.
 
-Here samples are isolated in models whose code would let them attend to each other. transformers recognizes samples by
-positions that restart, and builds masks from them. gpt-oss (transformers 5.17) builds masks without positions, so a
-sample would see the samples before it. Qwen2.5-VL takes an extra row of positions for the masks, and uses three rows
-only for the rotary embedding.
+In some models, samples of a row would attend to each other. This module isolates the samples of these models.
+transformers recognizes samples by positions that restart, and builds masks from them. gpt-oss (transformers 5.17)
+builds masks without positions, so a sample would see the samples before it. Qwen2.5-VL takes an extra row of positions
+for the masks, and uses three rows only for the rotary embedding.
 """
 
 from typing import Any

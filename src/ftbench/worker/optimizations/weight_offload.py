@@ -1,6 +1,6 @@
-"""Keep frozen weights in host memory. The model is loaded there (`model/loading.py`), and its layers take turns on the
-device (`kernels/weight_stream.py`). The embedding stays on the host, and its rows are read over the link. The chunked
-loss copies the head to the device."""
+"""Keep frozen weights in host memory. The model is loaded into host memory (`model/loading.py`), and the weights of
+each layer are copied to the device before it computes (`kernels/weight_stream.py`). The embedding stays on the host,
+and the device reads its rows over the host link. The chunked loss copies the head to the device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +16,13 @@ from ftbench.kernels.weight_stream import Copies, HostMatrix, Weight, WeightStre
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import decoder, decoder_layers
 
-_STREAM = "weight_stream"  # attribute of the decoder: its layers' weights
+_STREAM = "weight_stream"  # attribute of the decoder; it holds the weights of the layers
 
 
 @contextmanager
 def quantised_on(device: torch.device) -> Iterator[None]:
     """Make bitsandbytes quantize host tensors on the device, one matrix at a time. The codes are the same as for a
-    model loaded on the device, and it is much faster than on the CPU."""
+    model that is loaded on the device. Quantizing on the CPU would be much slower."""
     from bitsandbytes.nn import Params4bit
 
     quantise = Params4bit._quantize

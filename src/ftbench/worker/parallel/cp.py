@@ -1,7 +1,7 @@
 """Context parallelism through accelerate and torch.
 
-Each GPU computes its part of every sequence, and keys and values are passed around the ring. FSDP2 shards the weights
-over the same GPUs.
+Each GPU computes a part of every sequence. The GPUs form a ring and pass keys and values to the next GPU. FSDP2 shards
+the weights over the same GPUs.
 """
 
 from collections.abc import Callable
@@ -42,15 +42,16 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of FSDP2 and the number of parts of a sequence."""
+    """Return the arguments of FSDP2, and the number of GPUs that share a sequence."""
     return fsdp.arguments(spec) | {"parallelism_config": ParallelismConfig(cp_size=spec.launch.ranks)}
 
 
 def prepare(made: Any) -> None:
     """Count ring passes, and replace attention kernels that the ring does not support.
 
-    No 32-bit kernel of the ring supports grouped keys, so keys are repeated. On a CPU, make accelerate shard, and make
-    the ring use torch's CPU attention, because the ring only supports GPU kernels.
+    The 32-bit kernels of the ring do not support grouped-query attention, so keys are repeated. On a CPU, make
+    accelerate shard the model. Also make the ring use torch's CPU attention, because it only supports GPU kernels by
+    default.
     """
     fsdp.prepare(made)
     grouped = sdpa_attention.use_gqa_in_sdpa
@@ -97,7 +98,7 @@ def _as_shards(results: Any, mesh: Any) -> Any:
 def verify(trainer: Any, spec: Experiment) -> list[str]:
     """Return the problems with the weights, as with fsdp, and a problem if attention did not see the keys of all parts.
 
-    Otherwise an inactive ring would not be noticed: each part would attend only to itself.
+    Without this check, nobody would notice an inactive ring, in which each part attends only to itself.
     """
     problems = fsdp.verify(trainer, spec)
     if applied(trainer)["rounds"] < len(list(decoder_layers(trainer.model_wrapped))):

@@ -1,4 +1,5 @@
-"""Expert parallelism through transformers: each GPU holds a share of the experts, and all see the same tokens."""
+"""Expert parallelism through transformers. Each GPU holds a share of the experts, and all GPUs process the same
+tokens."""
 
 from typing import Any
 
@@ -76,7 +77,7 @@ def save_gathered(trainer: Any) -> None:
 
 
 def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one group per mesh, and one for unsharded parameters."""
+    """Return one parameter group per mesh, and one group for unsharded parameters."""
     kinds: dict[Any, list[Any]] = {}
     for parameter in group["params"]:
         kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -84,7 +85,7 @@ def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return a problem unless parameters are sharded. Otherwise each rank silently computes all experts."""
+    """Return a problem if no parameter is sharded. Each rank would then silently compute all experts."""
     if applied(trainer)["sharded"]:
         return []
     return ["launch.strategy is ep, but the parameters are not sharded"]

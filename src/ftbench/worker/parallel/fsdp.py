@@ -1,8 +1,8 @@
 """FSDP2: each GPU holds a share of every weight, gradient and optimizer state, and gathers the weights of a layer while
 it computes.
 
-No GPU ever holds all weights. Only rank 0 reads pretrained weights and sends the others their shares. Random weights
-are drawn there, a few layers at a time.
+No GPU ever holds all weights. Only rank 0 reads pretrained weights and sends the other ranks their shares. Random
+weights are drawn on rank 0, a few layers at a time.
 """
 
 from dataclasses import replace
@@ -100,8 +100,8 @@ def _shard_head_with_norm(trainer: Any) -> None:
 
 
 def _match_adapter_names() -> None:
-    """Make peft find the adapters to save. It looks for them by module names. In checkpointed layers these have an
-    extra part that the state's names lack, so no adapter would be saved."""
+    """Make peft find the adapters to save. peft searches by module names. In checkpointed layers, module names have an
+    extra part that the names in the state dict lack, so peft would save no adapter."""
     if (names := getattr(tuners_utils, "_get_tuner_state_dict_key_prefixes", None)) is not None:  # of peft 0.21.2
         tuners_utils._get_tuner_state_dict_key_prefixes = lambda *args, **kwargs: {
             name.replace(_CHECKPOINT_PREFIX, "") for name in names(*args, **kwargs)
@@ -143,7 +143,7 @@ def prepare(made: Any) -> None:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return a problem: unsharded layers or parameters, a wrong number of ranks, or shares on the wrong device."""
+    """Return the problems: unsharded layers or parameters, a wrong number of ranks, or shares on the wrong device."""
     model, launch = trainer.model_wrapped, spec.launch
     if not isinstance(model, FSDPModule):
         return [f"launch.strategy is fsdp, but the trainer has a {type(model).__name__}, which is not sharded"]

@@ -1,9 +1,8 @@
 """Pipeline parallelism with torch's schedules, and with DDP, FSDP2 and transformers' tensor parallelism.
 
-Each GPU holds some of the layers. The parts are applied in this order: load the weights of the own layers, add the
-adapters, cut the model, shard or copy its stages, and make the schedule. Until it is cut, a model has all its layers.
-The layers of other GPUs are on the meta device, without values. So adapters get the names and the initial values of a
-run on one GPU.
+Each GPU holds some of the layers. A rank loads the weights of its layers, adds the adapters, cuts the model, shards or
+copies its stages, and makes the schedule, in this order. Before the cut, the model has all layers, and the layers of
+other ranks are on the meta device. Therefore, adapters have the same names and initial values as in a run on one GPU.
 """
 
 import copy
@@ -35,7 +34,7 @@ from ftbench.worker.parallel.stages import Pipeline
 
 @cache
 def _mesh(shares: int, stages: int, tensor: int) -> Any:
-    """Return the mesh of all ranks. The ranks of one batch are neighbours, as accelerate expects."""
+    """Return the mesh of all ranks. Ranks with the same batch are neighbours, as accelerate expects."""
     return init_device_mesh(device().type, (shares, stages, tensor), mesh_dim_names=("dp", "pp", "tp"))
 
 
@@ -103,7 +102,8 @@ def _placement(spec: Experiment, config: Any) -> dict[str, Any]:
 def _pretrained(kind: Any, source: str, config: Any, layers: list[int], arguments: dict[str, Any]) -> Any:
     """Return the model from files, without reading the layers of other ranks.
 
-    from_pretrained gets a class whose models lack them. They are added again afterwards."""
+    from_pretrained gets a class whose models lack these layers. The layers are added again afterwards.
+    """
     plain = kind._model_mapping[type(config)]
     away: dict[str, Any] = {}
 
@@ -124,7 +124,8 @@ def _pretrained(kind: Any, source: str, config: Any, layers: list[int], argument
 
 
 def without_values(parameter: Any, example: Any) -> Any:
-    """Return a parameter without values. 4-bit weights get the shape and the scales' description of an example."""
+    """Return a parameter on the meta device, with the shape and the dtype of an example. A 4-bit weight also gets the
+    example's quantization state."""
     empty = torch.empty(example.shape, dtype=example.dtype, device="meta")
     made = nn.Parameter(empty, parameter.requires_grad and empty.is_floating_point())
     if (state := getattr(example, "quant_state", None)) is not None:
@@ -144,8 +145,8 @@ def _forget(model: Any, modules: list[Any]) -> None:
 
 
 def _as_quantised(layers: Any, own: int) -> None:
-    """Describe the layers of other ranks as 4-bit layers, like the layers of this rank. Their weights were not
-    quantised here."""
+    """Give the layers of other ranks the same 4-bit descriptions as the layers of this rank. Their weights were not
+    loaded, and so not quantised."""
     for name, example in layers[own].named_parameters():
         for layer in layers:
             path, _, last = name.rpartition(".")
@@ -274,7 +275,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return the stages of this rank, their layers and elements, and the time of a pass so far."""
+    """Return the stages of this rank, their layers and elements, and the median time of the latest passes."""
     stages: Pipeline = Pipeline.of(trainer.model)
     stages.shard()
     parameters = list(trainer.model.parameters())

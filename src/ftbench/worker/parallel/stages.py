@@ -1,5 +1,5 @@
-"""The stages of a pipeline: their layers, the order of the micro-batches (torch.distributed.pipelining), and the
-gradients that several GPUs share."""
+"""The stages of a pipeline. This module holds their layers, orders the micro-batches (torch.distributed.pipelining),
+and sums the gradients of weights that several GPUs share."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ class Layers(nn.Module):
 
 
 class Stage(pipelining.PipelineStage):
-    """torch's stage, which marks the begin and the end of its computation."""
+    """torch's pipeline stage. It also marks the begin and the end of each computation."""
 
     marks: list[Any]
     clock: Any
@@ -124,12 +124,12 @@ class Pipeline:
         self.passes: deque[tuple[Any, list[Any], Any]] = deque(maxlen=_TIMED)
         self._made: tuple[Any, Any] = (None, None)
         self.tied = self._tied_weight()
-        self.copy = None if self.layers[0].first else self.tied  # the first stage has the same weight
+        self.copy = None if self.layers[0].first else self.tied  # of the tied weight; the first stage has it too
         self.partial: list[Any] = []  # weights whose gradient is summed over the ranks of tp
         self.ends = self._ends() if self.config.tie_word_embeddings else None
 
     def _shared(self, layers: Layers, narrow: torch.dtype | None) -> nn.Module:
-        """Return the module of a stage whose gradients are summed over all copies of the stage."""
+        """Wrap a stage in DDP or FSDP2, which sums the gradients over all copies of the stage."""
         strategy = self.launch.strategy.split("+")
         if "ddp" in strategy:
             return DistributedDataParallel(layers, process_group=self.mesh["dp"].get_group(), broadcast_buffers=False)
@@ -200,14 +200,14 @@ class Pipeline:
         return batches
 
     def _everywhere(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of the last rank's losses on every rank."""
+        """Return the sum of the losses on every rank. Only the last stage has losses."""
         loss = torch.stack([*losses]).sum().detach() if losses else torch.zeros((), device=device())
         dist.broadcast(loss, dist.get_global_rank(self.group, self._rank_of(len(self.split) - 1)), self.group)
         return loss
 
     def _schedule(self, shape: Sequence[int]) -> tuple[Any, list[Any]]:
-        """Return torch's schedule and the marks of its stages. The buffers of a schedule have one shape, so each
-        shape of micro-batches gets a separate schedule."""
+        """Return torch's schedule, and the time marks of its stages. A schedule has buffers of one shape, so a
+        micro-batch of another shape needs another schedule."""
         if self._made[0] != shape:
             marks: list[Any] = []
             stages = [self._stage(*pair, shape, marks) for pair in zip(self.indices, self.modules, strict=True)]
@@ -229,15 +229,16 @@ class Pipeline:
         return stage
 
     def shard(self) -> None:
-        """Shard all weights. An evaluation leaves the embedding and the head complete."""
+        """Shard all weights again. After an evaluation, the embedding and the head are still gathered."""
         for module in self.modules:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def seconds(self) -> dict[str, float | None]:
-        """Return the median time of the latest passes, and of the part in which this rank computed.
+        """Return the median time of the latest passes, and the median time in which this rank computed during a pass.
 
-        The first passes of a run connect the ranks and compile."""
+        The first passes of a run connect the ranks and compile.
+        """
         if not self.passes:
             return {"pass_s": None, "busy_s": None}
         self.clock.wait(self.passes[-1][2])
@@ -262,7 +263,7 @@ class Pipeline:
         return (ends[0].parts[0] if ends[0].first else ends[0].parts[-1]).weight if there else None
 
     def finish_gradients(self) -> None:
-        """Sum the gradients of weights that several ranks have, after the last backward pass of a step."""
+        """Sum the gradients of weights that several ranks have. Call this after the last backward pass of a step."""
         for weight in self.partial:
             _sum(weight, self.mesh["tp"].get_group())
         has_both = len(self.split) - 1 - self.indices[-1] == self.indices[0] == 0
@@ -270,7 +271,7 @@ class Pipeline:
             _sum(self.tied, self.ends)
 
     def norm(self, parameters: Sequence[Any]) -> torch.Tensor:
-        """Return the norm of the gradients of all stages. A weight of two stages counts once."""
+        """Return the norm of the gradients of all stages. A weight that two stages share counts once."""
         grads = [each.grad for each in parameters if each.grad is not None and each is not self.copy]
         kinds: dict[tuple[str, ...], list[Any]] = {}
         for grad in grads:

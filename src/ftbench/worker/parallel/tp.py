@@ -1,6 +1,6 @@
 """Tensor parallelism through transformers.
 
-Each GPU holds a share of every large matrix and computes its share of each product. All see the same tokens.
+Each GPU holds a share of every large matrix and computes its share of each product. All GPUs process the same tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -71,8 +71,8 @@ def on_mesh(spec: Experiment, config: Any, tensor: int, mesh: Callable[[], Any])
 def attach(trainer: Any, spec: Experiment) -> None:
     """Sum the gradients of norms within heads in each backward pass, and split the optimizer's groups.
 
-    Every rank has all weights of such a norm and computes the part of its heads. transformers sums the accumulated
-    gradient instead, so that earlier batches would be summed again.
+    Such a norm acts on each head. Every rank has all of its weights, but only computes the gradient of its own heads.
+    transformers sums the accumulated gradient, so that it would sum earlier batches again.
     """
     ep.attach(trainer, spec)
     for parameter in norms_within_heads(trainer.model):
@@ -94,7 +94,7 @@ def _summed(gradient: Any) -> Any:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return a problem unless parameters are sharded. Otherwise each rank silently computes complete products."""
+    """Return a problem if no parameter is sharded. Each rank would then silently compute complete products."""
     facts, ranks = applied(trainer), spec.launch.ranks
     if facts["sharded"]:
         return []

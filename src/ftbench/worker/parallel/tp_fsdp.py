@@ -1,8 +1,8 @@
 """A mesh of tensor parallelism and FSDP2.
 
-`launch.tp` neighbouring GPUs share each matrix and see one batch. The groups shard the layers among each other.
-transformers shards the matrices while loading, over one dimension of a mesh that accelerate makes. accelerate shards
-the result over the other dimension.
+A group of `launch.tp` neighbouring GPUs shares each matrix and processes the same batch. FSDP2 shards the layers
+across the groups. accelerate makes a mesh with two dimensions. transformers shards the matrices over one dimension
+while loading, and accelerate shards the result over the other one.
 """
 
 from functools import cache
@@ -28,7 +28,7 @@ def _mesh_shape(spec: Experiment) -> tuple[int, int]:
 
 @cache
 def _mesh(tensor: int, shares: int) -> ParallelismConfig:
-    """Return the mesh of this process. Loading and training use the same one."""
+    """Return the mesh of this process. Loading and training use the same mesh."""
     mesh = ParallelismConfig(tp_size=tensor, dp_shard_size=shares)
     mesh.get_device_mesh(device().type)
     return mesh
@@ -50,7 +50,7 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def prepare(made: Any) -> None:
-    """Let accelerate shard on a CPU, and keep it from converting unsharded weights to tensors of the mesh: that needs a
+    """Let accelerate shard on a CPU. Also keep it from converting unsharded weights to DTensors, because this needs a
     class that transformers no longer has."""
     fsdp.prepare(made)
     Accelerator._prepare_tp = lambda self, *objects: objects

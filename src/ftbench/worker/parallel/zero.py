@@ -1,6 +1,6 @@
 """ZeRO through DeepSpeed. Stage 1 shards the optimizer state, stage 2 also gradients, stage 3 also weights.
 
-In 16 bits it differs from FSDP2: DeepSpeed casts all trained weights to bfloat16 and keeps a 32-bit copy.
+With 16-bit products, DeepSpeed differs from FSDP2: it casts all trained weights to bfloat16 and keeps a 32-bit copy.
 """
 
 from typing import Any
@@ -43,10 +43,10 @@ def prepare(made: Any) -> None:
 def attach(trainer: Any, spec: Experiment) -> None:
     """Set up gradient checkpointing with ZeRO-3.
 
-    Recomputation must be part of the model's backward pass. TRL uses reentrant checkpoints with adapters, and DeepSpeed
-    would then keep all frozen weights gathered until the end. The weights of a checkpointed layer are gathered together
-    while the previous layer computes. If they were gathered one by one, the GPUs would wait for Python. Other layers
-    gather their weights one by one, because DeepSpeed 0.19 otherwise lacks them in the backward pass.
+    Recomputation must be part of the model's backward pass. TRL uses reentrant checkpoints with adapters, and
+    DeepSpeed would then keep all frozen weights gathered until the end. All weights of a checkpointed layer are
+    gathered at once while the previous layer computes. Otherwise the GPUs would wait for Python. Layers without
+    checkpoints gather their weights one by one, because DeepSpeed 0.19 would otherwise miss them in the backward pass.
     """
     if spec.launch.strategy == "zero3" and trainer.args.gradient_checkpointing:
         from deepspeed.utils import set_z3_leaf_modules
@@ -59,10 +59,10 @@ def attach(trainer: Any, spec: Experiment) -> None:
 def _prefetch_one_layer(model: Any) -> dict[str, int]:
     """Return the settings with which DeepSpeed prefetches one layer and keeps no more.
 
-    See partitioned_param_coordinator.py. With its defaults it prefetches nothing while 10^9 elements are gathered, and
-    a head, an embedding and a layer of a 14B model have that many (TRL's loss gathers the head first). Between passes
-    it keeps up to the same number of elements of gathered layers. It also keeps the embedding, because it counts layers
-    that are gathered at once as empty. Small weights stay unsharded, as in transformers.
+    See partitioned_param_coordinator.py. By default, DeepSpeed prefetches nothing while 10^9 elements are gathered. In
+    a 14B model, the head, the embedding and one layer have as many (TRL's loss gathers the head first). Between
+    passes, DeepSpeed keeps up to 10^9 elements gathered. It also keeps the embedding, because it counts layers that
+    are gathered at once as empty. Small weights stay unsharded, as in transformers.
     """
     small = 10 * base_model(model).config.get_text_config().hidden_size
     sizes = [[_elements(parameter) for parameter in layer.parameters()] for layer in decoder_layers(model)]
