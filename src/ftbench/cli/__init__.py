@@ -20,7 +20,7 @@ from ftbench.errors import INTERRUPTED, FtbenchError, MissingError
 
 MODULES = ("train", "plans", "report", "estimate", "machine")  # in the order of --help
 _MAX_ERROR_LINES = 20
-atexit.register(gc.freeze)  # Python would search the imported modules for garbage at its end: 0.1 s of 0.5 in `report`
+atexit.register(gc.freeze)  # at exit, Python would search all modules for garbage: 0.1 s of 0.5 s in `report`
 for _name in MODULES:
     importlib.import_module(f"ftbench.cli.{_name}")  # registers its commands with `app`
 

@@ -89,7 +89,8 @@ def _describe_node(
 
 @contextmanager
 def _submitted(settings: SlurmSettings, folder: Path, order: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    """Submit a job and yield its `sbatch --wait`, which ends with it. An exception in the block cancels the job."""
+    """Submit a job and yield its `sbatch --wait` process, which ends when the job ends. An exception in the block
+    cancels the job."""
     python = shlex.quote(settings.python or sys.executable)
     task = f"{python} -P -m ftbench.cluster.slurm {shlex.quote(str(folder))}"
     with rundir.writing(folder):

@@ -165,7 +165,7 @@ GPU = "gpu"
 
 
 def gpu(facts: Facts) -> list[Finding]:
-    """Return findings; a single `n/a` with the reason if there is no GPU."""
+    """Return the findings. Without a GPU, return one `n/a` finding with the reason."""
     if facts.gpu:
         answers = {
             "GPU": _card(facts), "memory": _moved_memory(facts), "other processes": _other_processes(facts),

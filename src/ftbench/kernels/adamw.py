@@ -1,7 +1,8 @@
-"""AdamW step with one kernel per parameter.
+"""Run an AdamW step with one kernel per parameter.
 
-The kernel reads weight, gradient and two moments, and writes weight and moments, each once: 14 bytes per weight if all
-are 16-bit. It also applies the clipping factor of the gradients, which saves a separate pass over them.
+The kernel reads weight, gradient and two moments once, and writes weight and moments once. These are 14 bytes per
+weight if all tensors are 16-bit. The kernel also multiplies the gradients by the clipping factor, which saves a
+separate pass over them.
 
 16-bit values are rounded stochastically. The update of a weight is mostly below half of its last bit, and the second
 moment decays by a thousandth per step; rounding to nearest would lose both.
@@ -17,7 +18,7 @@ import triton.language as tl
 from triton.language import constexpr, tensor
 
 BLOCK = 2048
-_A, _B = constexpr(0x7FEB352D), constexpr(0x846CA68B)  # of lowbias32 (C. Wellons, Prospecting for Hash Functions, 2018)
+_A, _B = constexpr(0x7FEB352D), constexpr(0x846CA68B)  # multipliers of lowbias32 (C. Wellons, Hash Functions, 2018)
 
 
 @triton.jit

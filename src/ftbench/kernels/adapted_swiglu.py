@@ -1,14 +1,14 @@
 """Fuse the gate of an MLP, silu(gate) * up, with the adapter products around it, forward and backward.
 
 The kernels are used between 8-bit products. Between 16-bit products, their backward pass was slower on an H200 than
-the compiled gate with the gradient of `swiglu` and separate adapter products.
+three separate parts: the compiled gate, the gradient kernel of `swiglu`, and the adapter products.
 
-A pass reads or writes 16-bit activations once (tokens x inner).
+Costs are counted in passes. One pass reads or writes 16-bit activations of tokens x inner once.
 
 - Forward, 2.5 passes: read gate and up (2), write the 8-bit result (0.5).
 - Backward, 4 passes: read gate, up and the gradient (3), write the 8-bit gradients of gate and up (1).
-- Separate adapter products would add 5 passes: for the gradients of B of gate and up (2), of A of down (1), and of A
-  and the input (2).
+- Separate adapter products would add 5 passes: the gradients of B of gate and up (2), the gradient of A of down (1),
+  and the gradients of A and the input (2).
 - Sums over rows stay in registers. Sums over columns (tokens x rank) are written per tile and added by another kernel.
   This takes half a pass for rank 16, and one pass for rank 32.
 """
@@ -25,7 +25,7 @@ from triton.language import constexpr, tensor
 from ftbench.kernels.delayed_cast import scale_to, shortened
 
 TILE = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
-PARTS = 8  # parts of the columns (forward) or rows (backward); a program loops over the tiles of one part
+PARTS = 8  # number of parts of the columns (forward) or rows (backward); a program loops over the tiles of a part
 
 
 @triton.jit

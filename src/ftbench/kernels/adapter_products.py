@@ -1,8 +1,8 @@
-"""Products of linear layers with adapters that read one input: y_i = x W_i' + s (x A_i') B_i', and their gradients.
+"""Compute linear layers with adapters that read the same input, y_i = x W_i' + s (x A_i') B_i', and their gradients.
 
 Passes over a layer's activations, counted for a Qwen3-8B layer (hidden 4,096, heads 4,096 and 2 x 1,024 wide, MLP
-12,288) in units of tokens x 4,096 values. The inputs of the seven projections are 9 units, their outputs 9.5. Read from
-the code that torch.compile generated (torch 2.13, graphs of a layer):
+12,288) in units of tokens x 4,096 values. The inputs of the seven projections have 9 units, and their outputs have
+9.5. The numbers come from the code that torch.compile generated for a layer (torch 2.13):
 
 | reads and writes for the adapters                      | peft | beside | augmented |
 |--------------------------------------------------------|-----:|-------:|----------:|
@@ -18,8 +18,8 @@ the code that torch.compile generated (torch 2.13, graphs of a layer):
 | small products                                         |   42 |     33 |        16 |
 
 `augmented` includes the adapters in the base product: y = [x | x A'] [W | s B]' and dx = [dy | dy s B] [W ; A], with
-the layers that share x as one matrix. The code that computes x or dy writes into the wider buffer (torch.compile
-turns a torch.cat of it into a view). `beside` keeps the base product in the base layer, whatever it is (fp8, 4
+the layers that share x as one matrix. The code that computes x or dy writes into the wider buffer (torch.compile turns
+a torch.cat of it into a view). `beside` leaves the base product to the base layer, which can have any format (fp8, 4
 bits). An in-place addmm_ would need as many passes as `beside`. Adding s B A to W once per step would need fewer
 passes but learn less: bfloat16 rounds away updates below 1/256 of the weight.
 """
@@ -31,11 +31,12 @@ import torch
 # Extra columns of a buffer: 128 bytes in a 16-bit type. If rows are not a multiple of them, torch.compile pads GPU
 # buffers (torch._inductor.config.padding_alignment_bytes) and copies them for custom operations.
 ALIGNED = 64
-_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that read one input, by their names
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # names of layers that read the same input
 
 
 def siblings(name: str) -> tuple[str, Any]:
-    """Return a key that is equal for layers with the same input, given the dotted name of a layer or its base layer."""
+    """Return a key that is the same for all layers with the same input. `name` is the dotted name of a layer or of its
+    base layer."""
     parent, _, own = name.removesuffix(".base_layer").rpartition(".")
     return parent, next((names for names in _SIBLINGS if own in names), own)
 
@@ -54,11 +55,12 @@ def add_product(total: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> N
 
 
 class Augmented(torch.autograd.Function):
-    """Multiply tokens x in → tokens x (out of all layers + r unused columns for the backward pass).
+    """Compute the outputs of all layers, tokens x (out + r), from tokens x in. The last r columns are unused until the
+    backward pass.
 
-    `weight` is [[W, s B], [A, 0]], (out + r) x (in + r), with B block by block. The next arguments are the scales, then
-    A and B of each layer in turn. A and B only receive gradients, as in `Beside`. The incoming gradient is overwritten.
-    x is overwritten too if it has the extra columns.
+    `weight` is [[W, s B], [A, 0]], (out + r) x (in + r). B is block diagonal. The next arguments are the scales, then
+    A and B of each layer in turn. A and B only receive gradients, as in `Beside`. The incoming gradient is
+    overwritten. x is overwritten too if it has the extra columns.
     """
 
     @staticmethod

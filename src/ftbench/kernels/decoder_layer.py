@@ -1,8 +1,8 @@
-"""A decoder layer whose operations between the products run as Triton kernels, for the model families in
-`spec/optimizations/compute.py`.
+"""Run the operations between the products of a decoder layer as Triton kernels. `spec/optimizations/compute.py` lists
+the supported model families.
 
-A kernel and a product of `fused_lora` share one buffer with room for the adapters' columns, so nothing is copied
-between them.
+A kernel writes into the buffer that a product of `fused_lora` reads. The buffer has room for the adapters' columns, so
+nothing is copied.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class _Mlp:
 
 @lru_cache
 def _with_kernels(kind: Any, ours: Any) -> Any:
-    """Return one class for the modules of all layers, because layers share compiled code only if their types agree."""
+    """Return the class for the modules of all layers. It is created once, because only modules of one class share
+    compiled code."""
     return type(kind.__name__, (ours, kind), {"__module__": kind.__module__})
 
 

@@ -1,9 +1,10 @@
-"""Casts to 8 bits in one pass, scaled by the largest value of the previous step.
+"""Cast to 8 bits in one pass. The scale comes from the largest value of the previous step.
 
-A cast that is scaled by the current maximum reads all values twice and writes half as many bytes: 2.5 passes. This one
-reads once and writes half: 1.5. The scale leaves room for values twice as large as the previous maximum. Larger values
-are clamped to the largest 8-bit number. In the first step no maximum is known, so the kernel runs again with the
-maximum that it found. Later this second launch returns at once, so nothing waits for the device.
+A cast with the current maximum needs 2.5 passes: it reads all values twice and writes half as many bytes. This cast
+needs 1.5 passes, because it reads the values once. The scale leaves room for values twice as large as the previous
+maximum. Larger values are clamped to the largest 8-bit number. In the first step no maximum is known, so the kernel
+runs again with the maximum that it found. In later steps, this second launch returns immediately, so the host never
+waits for the device.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _cast_to_fp8(
 @torch.library.custom_op("ftbench::cast_by_last", mutates_args=())
 def cast_by_last(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x in 8 bits and the factor of its products. `maxima` holds the largest value of the previous step (0 if
-    unknown) and the largest value since then, which is updated."""
+    unknown) and of the current step. The latter is updated."""
     x = x.contiguous()
     small, factor = torch.empty_like(x, dtype=dtype), maxima.new_empty(())
     grid = (min(triton.cdiv(x.numel(), BLOCK), PROGRAMS),)
@@ -73,8 +74,8 @@ cast_by_last.register_fake(lambda x, maxima, dtype: (x.new_empty(x.shape, dtype=
 
 
 class Maxima:
-    """The largest values of the input and the gradient of every layer: layers x (input, gradient) x (previous step,
-    since then). They are not saved, so a resumed run starts without them."""
+    """The largest values of the input and the gradient of every layer, layers x (input, gradient) x (previous step,
+    current step). They are not saved, so a resumed run starts without them."""
 
     def __init__(self, layers: int, device: Any) -> None:
         self.values = torch.zeros(layers, 2, 2, device=device)

@@ -1,8 +1,8 @@
-"""Activations for the backward pass, kept in pinned host memory between the passes.
+"""Keep activations for the backward pass in pinned host memory.
 
-The copies run on a separate stream: to the host while the next layers compute, and back one layer before the
-backward pass needs them. Built on torch's saved-tensor hooks: around a non-reentrant checkpoint they see only the
-layer's input (torch.utils.checkpoint, `_NoopSaveInputs`).
+The copies run on a separate stream. Tensors are copied to the host while the next layers compute. They are copied back
+one layer before the backward pass needs them. The module uses torch's saved-tensor hooks. Around a non-reentrant
+checkpoint, the hooks only receive the layer's input (torch.utils.checkpoint, `_NoopSaveInputs`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HostTensors:
             with torch.cuda.stream(stream):
                 host.copy_(tensor, non_blocking=True)
                 kept.copied = stream.record_event()
-            tensor.record_stream(stream)  # its memory is not given to others before the copy is complete
+            tensor.record_stream(stream)  # the allocator does not reuse the memory before the copy is complete
         else:
             host.copy_(tensor)
         self._last = weakref.ref(kept)

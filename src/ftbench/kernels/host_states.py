@@ -1,8 +1,8 @@
-"""Optimizer states in pinned host memory between the steps of their parameters.
+"""Keep optimizer states in pinned host memory, except while their parameter is updated.
 
-A state is fetched while the previous parameter is updated; the last step showed the order. The first states of a
-step are fetched on demand and take no memory during the forward pass. Copies to the host overlap with the following
-updates, and their device memory is free two updates later.
+A state is fetched while the previous parameter is updated. The order of the parameters is known from the last step.
+The first states of a step are fetched on demand, so they take no memory during the forward pass. Copies to the host
+overlap with the following updates, and their device memory is free two updates later.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ import torch
 
 from ftbench.kernels.weight_stream import Copies, Weight, view
 
-_SMALL = 1 << 16  # bytes; smaller states stay
+_SMALL = 1 << 16  # bytes; smaller states stay on the device
 _LEAVING = 2  # parameters whose states may still be copied to the host
 _Copied = list[tuple[torch.Tensor, Any]]  # tensors on the device, each with the event that marks its copy as complete
 

@@ -1,10 +1,10 @@
-"""RMSNorm with a frozen weight, fused with the sum before it, as one kernel per direction.
+"""Compute RMSNorm with a frozen weight, fused with the sum before it. Each direction is one kernel.
 
-Passes over tokens x width. Forward: the input is read and the norm is written (2). With a sum, the second summand is
-read and the sum is written too (4). Backward: the normed values and the gradient of the norm are read, and the gradient
-is written (3). With a sum, the gradient of the sum is read too (4). One pass is added if the input came in a wider
-buffer with a separate gradient. The compiler uses one kernel for the mean square and one for the norm: 3 and 5 forward.
-The scale of a row is recomputed from the row, which is read anyway.
+Costs in passes over tokens x width. Forward: the input is read and the norm is written (2). With a sum, the second
+summand is read and the sum is written too (4). Backward: the normed values and the gradient of the norm are read, and
+the gradient is written (3). With a sum, the gradient of the sum is read too (4). One pass is added if the input came
+in a wider buffer with a separate gradient. The compiler uses one kernel for the mean square and one for the norm: 3
+and 5 forward. The scale of a row is recomputed from the row, which is read anyway.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 has no value (gpt-oss).
 
 Flash attention does not support sinks, but its result can be corrected. Let L be the logarithm of the sum of a query's
-exponentials, and L' = log(exp L + exp sink). Then each probability is exp(L - L') times the probability without sinks,
-and so is the output. The backward kernel recomputes probabilities from L, and the softmax term from the output and its
-gradient: given L' and the output with sinks, its gradients are those with sinks. The gradient of a sink is -exp(sink
+exponentials, and L' = log(exp L + exp sink). With sinks, each probability and the output are exp(L - L') times their
+values without sinks. The backward kernel computes the probabilities from L, and the softmax term from the output and
+its gradient. If it gets L' and the output with sinks, it returns the gradients with sinks. The gradient of a sink is
+-exp(sink
 - L') (output · its gradient), summed over the queries. This needs two more passes over the output.
 """
 

@@ -1,4 +1,4 @@
-"""Products with frozen 8-bit weights: plain, with adapters, and for a complete MLP."""
+"""Compute products with frozen 8-bit weights: without adapters, with adapters, and for a complete MLP."""
 
 from typing import Any
 
@@ -37,9 +37,9 @@ def _cast(values: torch.Tensor, dtype: torch.dtype, maxima: torch.Tensor | None)
 def multiply(
     x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, maxima: torch.Tensor | None, short: Any = None
 ) -> torch.Tensor:
-    """Multiply tokens x in by an 8-bit weight (out x in). Return tokens x out. `maxima` are those of the input and of
-    the gradient; None unless scales are delayed. `short` is x already cast, with its factor; x then only gives the
-    dtype."""
+    """Multiply tokens x in by an 8-bit weight (out x in). Return tokens x out. `maxima` has the maxima of the input
+    and of the gradient (None unless scales are delayed). `short` is x after its cast, with its factor. In this case,
+    only the dtype of x is used."""
     small, scale = short or _cast(x, WEIGHT, None if maxima is None else maxima[0])
     return torch._scaled_mm(small, weight.t(), scale, factor, out_dtype=x.dtype, use_fast_accum=True)
 
@@ -49,8 +49,8 @@ def multiply_back(
     short: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the gradient of `multiply`'s input. `turned` is the transposed weight (in x out). Sums have 32 bits,
-    except for the recipes in FAST (torchao: use_fast_accum only in the forward pass). `short` is dy already cast, with
-    its factor; dy then only gives the dtype."""
+    except for the recipes in FAST; torchao uses fast accumulation only in the forward pass. `short` is dy after its
+    cast, with its factor. In this case, only the dtype of dy is used."""
     small, scale = short or _cast(dy, GRADIENT, None if maxima is None else maxima[1])
     return torch._scaled_mm(small, turned.t(), scale, factor, out_dtype=dy.dtype, use_fast_accum=recipe in FAST)
 

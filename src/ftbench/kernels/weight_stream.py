@@ -1,11 +1,11 @@
-"""Frozen weights in pinned host memory that share two buffers on the device.
+"""Keep frozen weights in pinned host memory, and copy them into two buffers on the device.
 
-Even and odd layers have one buffer each, and a weight is a permanent view of its layer's buffer. So everything that
-a library keeps for the backward pass (torch a view of the memory, bitsandbytes the tensor) is valid whenever the
+Even layers share one buffer, and odd layers share the other. A weight is a permanent view of its layer's buffer. For
+the backward pass, torch keeps a view of the memory, and bitsandbytes keeps the tensor. Both are valid whenever the
 layer is loaded. When a layer starts, in the forward pass or in recomputation, the weights of the next one are copied
-into the other buffer on a separate stream. All work that reads that buffer has been queued by then: the backward
-pass enters a layer after the next one is finished. The copies wait for the queued work, a layer waits for its copy,
-and nothing waits for the host.
+into the other buffer on a separate stream. At this time, all work that reads the other buffer is already queued,
+because the backward pass enters a layer after it has left the next one. The copies wait for the queued work, a layer
+waits for its copy, and nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class HostMatrix:
 
 
 class _LockedPages(mmap):
-    """Shared pages that are locked while a tensor uses them. They are unlocked afterwards, because the driver rejects a
-    later registration of an address that is still locked."""
+    """Shared memory pages that are locked while a tensor uses them. They are unlocked afterwards, because the driver
+    cannot lock a new allocation at an address that is still locked."""
 
     _address = 0
 
@@ -73,15 +73,15 @@ class _LockedPages(mmap):
 
 
 class Copies:
-    """Copy to the device on a separate stream, or at once without a GPU. Counts the copied `bytes` and the allocated
-    host memory (`held`)."""
+    """Copy to the device on a separate stream. Without a GPU, copy immediately. `bytes` counts the copied bytes, and
+    `held` the allocated host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.bytes, self.held = device, 0, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, there: torch.Tensor, host: torch.Tensor) -> Any:
-        """Copy after all queued work on the device; return the event that marks its completion."""
+        """Copy after all queued work on the device. Return the event that marks the end of the copy."""
         self.bytes += host.nbytes
         if self._stream is None:
             there.copy_(host)
@@ -106,7 +106,7 @@ class Copies:
         return _LockedPages(-1, size).bytes()
 
     def as_seen(self, host: torch.Tensor) -> torch.Tensor:
-        """Return bytes of pinned memory as a tensor of the device, which reads them over the link."""
+        """Return bytes of pinned memory as a device tensor. The device reads them over the host link."""
         return host if self._stream is None else torch.as_tensor(_OnDevice(host), device=self.device)
 
 

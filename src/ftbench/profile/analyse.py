@@ -53,7 +53,7 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
 
 
 def _host_waits(trace: Trace) -> float | None:
-    """Return the time that threads with launches waited in the driver; None without a GPU.
+    """Return the time for which threads that launch kernels waited in the driver. None without a GPU.
 
     A launch waits while the queue of the GPU is full. If this time is zero, the step is launch-bound. The profiler
     slows launches, so launches wait longer in an ordinary run.
@@ -121,7 +121,8 @@ def _communication(trace: Trace, work: Sequence[DeviceWork]) -> dict[str, float]
     """Return the communication of the profiled steps, or None without any.
 
     Returns:
-        `total_ms`, `exposed_ms` (without other work at the same time) and `overlap_share` (the rest).
+        `total_ms`, `exposed_ms` (no other work ran at the same time), and `overlap_share` (the share during which
+        other work ran).
     """
     begin, end = trace.window
     sent = [(each.begin, each.end) for each in work if each.group == COMMUNICATION]

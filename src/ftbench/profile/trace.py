@@ -89,7 +89,7 @@ def read(path: Path) -> Trace:
 
 
 def _read_events(path: Path, trace: Trace) -> dict[str, Any]:
-    """Add each event to the trace while parsing, so that the events are not kept. Return the rest of the document."""
+    """Parse the events one by one and add them to the trace, which saves memory. Return the rest of the document."""
 
     def keep(value: dict[str, Any]) -> dict[str, Any] | None:
         if "ph" not in value:

@@ -224,7 +224,7 @@ def _on_cpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> list[DeviceWork
 
 
 def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator[DeviceWork]:
-    """Yield the intervals in which an operator ran without a callee."""
+    """Yield the intervals in which an operator itself ran, and none of the operators that it calls."""
     stack: list[Span] = []
     begun: set[int] = set()
     begin = 0.0
@@ -260,7 +260,8 @@ def enclosing(span: Span | None) -> Iterator[Span]:
 
 
 def _loss_sequences(trace: Trace, phases: PhaseSpans) -> set[int]:
-    """Return the sequence numbers of the loss's operators, which their backward passes share."""
+    """Return the sequence numbers of the operators that compute the loss. Their backward operators have the same
+    numbers."""
     return {
         span.sequence for spans in trace.threads.values() for span in spans
         if span.sequence is not None and not span.backward and phases.at(span.begin) == rows.LOSS

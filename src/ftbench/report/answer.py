@@ -20,11 +20,11 @@ from ftbench.store.rundir import NOT_FINITE
 from ftbench.store.summary import PROFILED, SHARED
 
 _NUMBERS = {1: "one", 2: "two", 3: "three"}
-_SMALLER = 0.95  # another recipe is named for its memory if it needs less than this share of the winner's
+_SMALLER = 0.95  # the answer names a recipe that saves memory if it needs less than this share of the winner's memory
 _MOST_NAMED, _MOST_GROUPS, _MOST_ROWS = 6, 6, 20
 _STATES = {"oom": "out of memory", NOT_FINITE: "not finite", "running": "unfinished", "interrupted": "unfinished"}
 _WARNINGS = {PROFILED: "profiled", SHARED: "contended", DAMAGED: "control", RECORDED: "control"}
-# Facts that comparable runs share, with the words for the runs that differ in them.
+# Facts that comparable runs share. The text describes runs that differ in this fact.
 _SHARED = {
     "model": "of other models", "data": "of other data", "dataset.max_length": "of other sample lengths",
     "objective.name": "of other objectives", "launch.gpus": "on another number of GPUs", "gpu": "on other machines",
@@ -96,7 +96,8 @@ class Ranking:
         return cell.recipe if len({each.batch for each in self.cells}) == 1 else f"{cell.recipe} at batch {cell.batch}"
 
     def against(self, baseline: Cell, cell: Cell | None = None) -> Pair:
-        """Return the pair of a cell (the winner) and a baseline, with the differences that their names do not show."""
+        """Return the pair of a baseline and a cell, by default the winner. Its differences are those that the names do
+        not show."""
         pair = pair_of("method.name", cell or self.winner, baseline, noise=self.noise)
         return replace(pair, differences=tuple(
             fact for fact in pair.differences if not fact.key.startswith(_IN_NAMES)
@@ -104,8 +105,8 @@ class Ranking:
 
 
 def rankings(cells: Iterable[Cell]) -> tuple[list[Ranking], Counter[str]]:
-    """Return the comparable groups and the unusable runs by reason. The group with the most recipes and runs comes
-    first."""
+    """Return a ranking for each group of comparable runs, and the number of unusable runs by reason. The group with
+    the most recipes and runs comes first."""
     left_out: Counter[str] = Counter()
     used = []
     for cell in cells:
@@ -124,7 +125,7 @@ def rate_of(cell: Cell) -> float:
 
 
 def left_out_text(ranked: Sequence[Ranking], left_out: Mapping[str, int]) -> tuple[str, dict[str, int]]:
-    """Return one line that counts the runs outside the first ranking by reason, and these counts."""
+    """Count the runs outside the first ranking by reason. Return the counts as a line of text and as numbers."""
     counts = Counter(left_out)
     for other in ranked[1:]:
         differing = (name for name, a, b in zip(_SHARED, ranked[0].key, other.key, strict=True) if a != b)

@@ -32,7 +32,7 @@ class Table:
 
     @property
     def title(self) -> str:
-        """The shared values in one line."""
+        """The values that all rows share, in one line."""
         return " · ".join(f"{key} {value}" for key, value in self.context.items() if value)
 
     @property
@@ -45,7 +45,7 @@ def table_of(
     columns: Mapping[str, Sequence[str]], notes: Sequence[str] = (), text: Sequence[str] = (),
     context: Mapping[str, str] | None = None,
 ) -> Table:  # fmt: skip
-    """Return a table from columns of text by heading."""
+    """Return a table. `columns` maps each heading to the texts of its column."""
     rows = [list(row) for row in zip(*columns.values(), strict=True)]
     return Table(dict(context or {}), list(columns), rows, list(notes), tuple(text))
 
@@ -54,7 +54,8 @@ def table_of_rows(
     rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (), text: Sequence[str] = (),
     headings: Sequence[str] = (), shared: Sequence[str] = (),
 ) -> Table:  # fmt: skip
-    """Return a table from rows of values by heading. `shared` headings with one value move into the title."""
+    """Return a table. Each row maps headings to values. A column of `shared` moves into the title if all its values
+    are equal."""
     columns = {name: [str(row[name]) for row in rows] for name in headings or rows[0]}
     context = {name: columns.pop(name)[0] for name in shared if len(set(columns[name])) == 1}
     return table_of(columns, notes, text, context)

@@ -1,4 +1,5 @@
-"""Render the page: one HTML document with its data, style and script, and a policy that blocks other content."""
+"""Render the report as one HTML document. It contains its data, style and script, and a policy that blocks other
+content."""
 
 import base64
 import hashlib
@@ -126,12 +127,13 @@ def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Seq
 def _curves(records: Sequence[Record]) -> Record | None:
     """Return the losses of the fastest recipes, from the longest run of each recipe and GPU. None if no model learned.
 
-    `lines` are name and SVG path of each in a square of 100 by 100, `steps` and `losses` the ends of both axes.
+    `lines` has the name and the SVG path of each curve, in a square of 100 by 100. `steps` and `losses` are the ends
+    of both axes.
     """
     runs = [(cell, run) for cell in cells_of(runs_of(records)) for run in cell.valid
             if figure(run.record, "loss.last") is not None]  # fmt: skip
     runs.sort(key=lambda pair: (pair[1].steady, _hourly(pair[1])))
-    longest = {(cell.way, cell.facts["gpu"]): (cell, run) for cell, run in runs}  # the last one is kept
+    longest = {(cell.way, cell.facts["gpu"]): (cell, run) for cell, run in runs}  # the last run is the longest
     chosen = sorted(longest.values(), key=lambda pair: -_hourly(pair[1]))[:MOST_CURVES]
     steps = [steps_of(run) for _, run in chosen]
     points = [[(step, loss) for step, loss in zip(run.numbers, run.columns["loss"], strict=True) if loss is not None]

@@ -22,7 +22,7 @@ _ORDERED: dict[str, Callable[[Any, Any], bool]] = {
 }  # fmt: skip
 _SWITCHES = {"true": "on", "false": "off", "yes": "on", "no": "off"}
 _MOST_VALUES = 12  # in a message
-_ALIASES = {"speed": "tokens/s", "memory": "peak gib", "time": "step"}  # words of users for headings
+_ALIASES = {"speed": "tokens/s", "memory": "peak gib", "time": "step"}  # other words that users type for a heading
 _FAST = {column.source for column in FIGURES if column.more_is_better}
 
 Values = list[Any]
@@ -126,8 +126,8 @@ def _number(value: object) -> float | None:
 
 
 def _fitting(values: Values, sign: str, wanted: str) -> list[bool]:
-    """Return for each value whether it matches. `=` matches equal values or, if there are none, words that contain a
-    value."""
+    """Return for each value whether it matches. `=` matches equal values. If no value is equal, `=` matches words that
+    contain the given text."""
     numbers = list(map(_number, values))
     if sign in _ORDERED:
         limit = _number(wanted)

@@ -94,7 +94,7 @@ _CONTEXT = ("model.id", "model.weights", "gpu", "data", "method.name", OPTIMIZAT
 
 
 def _columns(comparison: Comparison) -> list[str]:
-    """Return the varying facts that need a column, without the axis."""
+    """Return the facts that vary and need a column. The axis has its own column."""
     first = [cell.runs[0] for cell in comparison.cells]
     labels = {
         "model": [cell.facts.get("model.id", "") for cell in comparison.cells],
@@ -113,7 +113,8 @@ def _varies(comparison: Comparison, key: str) -> bool:
 
 
 def _of_axis(comparison: Comparison, key: str) -> bool:
-    """Return whether the axis determines a key of the same section, for example the options of a method."""
+    """Return whether the value on the axis determines the value of a key in the same section. An example is an option
+    of a method."""
     section, own = key.partition(".")[0], comparison.axis.partition(".")[0]
     if section != ("method" if own == RECIPE else own):
         return False
@@ -176,7 +177,7 @@ def _peak(cell: Cell, pair: Pair | None) -> str:
     """Return the peak and its change: `15.8 (-79.6 %)`."""
     peak, changed = units.gibibytes(cell.figure(PEAK)), pair.memory if pair else None
     if changed and changed.low is not None and changed.high is not None and changed.high - changed.low < _EXACT:
-        changed = Ratio(changed.value)  # repeats agree in all digits shown
+        changed = Ratio(changed.value)  # the repeats agree in all digits that the table shows
     words = change(changed).removesuffix(" ?")
     return f"{peak} ({words})" if peak and words else peak
 

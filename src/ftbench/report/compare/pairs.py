@@ -19,7 +19,7 @@ from ftbench.store.steps import read_columns
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Noise between runs: the standard deviation between repeats of each figure's logarithm.
+    """Noise between runs. For each figure, this is the standard deviation of its logarithm between repeats.
 
     `comparisons` is the number of comparisons that are read together (for the Bonferroni correction). `sittings` adds
     the spread between sittings to ratios of single runs and of different sittings.
@@ -31,7 +31,7 @@ class Noise:
 
 
 def noise_of(cells: Iterable[Cell], comparisons: int = 1, *, sittings: bool = True) -> Noise:
-    """Return the spread between repeats over some cells."""
+    """Return the noise between the repeats of these cells."""
     cells = list(cells)
     spread = {name: core.spread_between(cell.values(name) for cell in cells) for name in (TOKENS, SAMPLES, ENERGY)}
     return Noise(spread, comparisons, sittings)
@@ -41,9 +41,9 @@ def noise_of(cells: Iterable[Cell], comparisons: int = 1, *, sittings: bool = Tr
 class Pair:
     """A cell and its baseline.
 
-    Ratios are cell over baseline, None if a figure is unknown. `first_step` maps the state of the compiler's cache to a
-    ratio. `differences` are the facts that make the two different recipes. `reason` explains a missing pair or ratio,
-    or why it is weak.
+    A ratio divides the cell's figure by the baseline's figure. It is None if a figure is unknown. `first_step` maps
+    the state of the compiler's cache to a ratio. `differences` are the facts in which the two recipes differ. `reason`
+    explains why a pair or ratio is missing or weak.
     """
 
     cell: Cell
@@ -128,7 +128,8 @@ _RECENT = ("applied.trained_dtype", "applied.weights_dtype", "applied.loss_norma
 def _of_recipe(fact: Difference, baseline: Cell, cell: Cell) -> bool:
     """Return whether a difference belongs to the recipe.
 
-    A library that only one machine has was not needed. A run that ended early did not record all facts.
+    A library that only one machine has does not count, because no run needs it. A run that ended early did not record
+    all facts.
     """
     if fact.key.startswith("versions.") or fact.key in _RECENT:
         return None not in (fact.baseline, fact.candidate)
@@ -197,7 +198,7 @@ def steps_of(run: Run) -> Steps:
 
 
 def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
-    """Return the ratio of a figure. With one run per side, the noise comes from the steps."""
+    """Return the ratio of a figure. If each side has one run, the noise is estimated from the steps."""
     sides, spread = (baseline.values(name), cell.values(name)), noise.spread.get(name, core.TYPICAL_SPREAD)
     sitting = sitting_spread([baseline, cell]) if noise.sittings else 0.0
     ratio = core.ratio_of_runs(*sides, spread=spread, comparisons=noise.comparisons, sitting=sitting)
@@ -215,7 +216,8 @@ def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
 
 
 def _first_steps(baseline: Cell, cell: Cell) -> dict[str, Ratio]:
-    """Return first-step ratios: cold to cold, warm to warm, and compiled to not compiled."""
+    """Return the ratios of the first-step times. Cold is compared with cold, warm with warm, and compiled with not
+    compiled."""
     before, after = baseline.first_steps(), cell.first_steps()
     ratios = {state: core.ratio_of_runs(before.get(state) or before.get("none") or [], values)
               for state, values in after.items()}  # fmt: skip

@@ -94,8 +94,8 @@ def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
 def partners(axis: str, baseline: Sequence[Cell]) -> Find:
     """Return a function that finds the baseline cell of a cell, or None and the reason.
 
-    The two share model, data and GPU, and every key that varies among such baseline cells. Other differences are
-    listed, but do not prevent a pair.
+    A pair has the same model, data and GPU. It also agrees in every key that varies among the baseline cells with this
+    model, data and GPU. Other differences are listed, but do not prevent a pair.
     """
     section = axis.partition(".")[0]
     hard = [key for key in _HARD if not on_axis(axis, key) and key.partition(".")[0] != section]
@@ -124,7 +124,7 @@ def _same_machine(cell: Cell, other: Cell) -> list[bool]:
 
 
 def _index(axis: str, group: Sequence[Cell], hard: Sequence[str]) -> tuple[list[str], dict[Any, list[Cell]]]:
-    """Return the keys that vary among baseline cells, and the cells by their values of these keys."""
+    """Return the keys that vary among baseline cells, and a table that maps the values of these keys to cells."""
     specs = [dict(cell.runs[0].spec) for cell in group]
     varying = [
         key for key in dict.fromkeys(key for spec in specs for key in spec)

@@ -56,8 +56,8 @@ def _recipe(facts: Mapping[str, str]) -> str:
 
 
 def _shipped(facts: Mapping[str, str]) -> str | None:
-    """Return the matching recipe with the fewest further optimizations, and these optimizations. `plain` matches
-    only if there are none."""
+    """Return the matching recipe with the fewest further optimizations, followed by these optimizations. `plain` only
+    matches without further optimizations."""
     fitting, on = {}, _on(facts)
     for name, keys in _outcomes():
         extra = {key: text for key, text in on.items() if keys.get(key, "off") == "off" and name not in PLAIN}
@@ -74,7 +74,7 @@ def shipped_recipe(name: str | None) -> bool:
 
 
 def _unsloth(facts: Mapping[str, str]) -> list[str]:
-    """Return unsloth with the width of its weights, its checkpointing, and its other options."""
+    """Return the words for an unsloth run: the bits of its weights, its checkpointing, and its other options."""
     bits = "4-bit" if facts.get("method.load_in_4bit") == "on" else "16-bit"
     kept = facts.get("method.use_gradient_checkpointing", "unsloth")
     others = ("padded", "cuda_graphs", "compile_maximum")
@@ -125,7 +125,7 @@ _OF_STRATEGY = ("launch.tp", "launch.pp", "launch.micro_batches", "launch.schedu
 
 
 def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str], key: str) -> bool:
-    """Return whether a fact differs as a consequence of the axis.
+    """Return whether a fact only differs because the values on the axis differ.
 
     Examples: the applied configuration if the axis selects it, a key that only one method has, the model's revision,
     and the power limit of another GPU if both are at their maximum.

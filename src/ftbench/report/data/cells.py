@@ -55,7 +55,8 @@ class Run:
 
     @property
     def valid(self) -> bool:
-        """Whether figures of this run may enter a mean: it succeeded, and nothing disturbed it."""
+        """Whether means may use the figures of this run. This requires that it succeeded and that nothing disturbed
+        it."""
         return self.ok and not self.contended
 
     @property
@@ -79,8 +80,8 @@ class Run:
 class Cell:
     """The repeats of one spec on one kind of machine.
 
-    `facts` are those of spec and machine, with `gpu`. If the repeats disagree on a fact, it lists all values. `way` is
-    the recipe or method, unique among the cells of the same workload and batch.
+    `facts` are the facts of spec and machine, including `gpu`. If the repeats disagree on a fact, the fact lists all
+    values. `way` is the recipe or method. It is unique among the cells of the same workload and batch.
     """
 
     facts: Mapping[str, str]

@@ -76,8 +76,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Record:
 def _on_one_basis(record: Record) -> Record:
     """Compute samples per second from real tokens per second and the mean sample length of the data.
 
-    A short window may contain mostly long or mostly short samples, so the counted rate is noisy. It is kept if a figure
-    is unknown or if the model generated the tokens.
+    A short window may contain mostly long or mostly short samples, so the counted samples per second are noisy. The
+    counted rate is only kept if a figure is unknown or if the model generated the tokens.
     """
     counted, tokens = record.get("samples_per_s"), record.get("tokens_per_s.real")
     known = counted and tokens and record.get(_PER_SAMPLE) is not None

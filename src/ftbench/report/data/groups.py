@@ -116,7 +116,8 @@ def run_names(runs: Sequence[Run]) -> list[str]:
 
 
 def _repeat_names(cell: Cell) -> list[str]:
-    """Return the shortest unique names: `r2` of `…-r2`, `second-gpu/r2` with the folder, or the run ids."""
+    """Return the shortest unique names of repeats: `r2` for `…-r2`, `second-gpu/r2` with the folder, or the run
+    ids."""
     ends = [run.run_id.rpartition("-")[2] for run in cell.runs]
     within = [f"{run.dir.path.parent.name}/{end}" for run, end in zip(cell.runs, ends, strict=True)]
     return next((names for names in (ends, within) if len(set(names)) == len(names)), [run.run_id for run in cell.runs])
@@ -195,7 +196,7 @@ def with_unique_names(cells: Sequence[Cell], axis: str) -> list[Cell]:
 
 
 def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
-    """Return a unique text for each cell: facts of spec and machine, or the id of the first run."""
+    """Return a unique text for each cell. It consists of facts of spec and machine, or of the id of the first run."""
     ordered = by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
     keys = [axis] * bool(axis) + ordered + [LIMIT, COMMIT, CARD]
     chosen: dict[str, list[str]] = {}
