@@ -22,7 +22,7 @@ _GROUP = "joined_group"  # attribute of a module: the group that computes its fi
 
 
 def _group(module: Any) -> Any:
-    """Return the group that multiplies the module's first layers and their adapters as one matrix; None if
+    """Return the group that multiplies the module's first layers and their adapters as one matrix. Return None if
     fused_lora is off."""
     group = getattr(module, _GROUP, None)
     return group if group is not None and group.is_on() else None

@@ -68,8 +68,8 @@ def check(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> N
 
 
 def problems(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -> list[str]:
-    """Return the reasons why a resolved spec cannot run on this machine. `load` has already reported problems of any
-    machine."""
+    """Return the reasons why a resolved spec cannot run on this machine. `load` has already reported the problems that
+    do not depend on the machine."""
     others = launcher_of(spec).refusals(spec, capability(described)) + too_many(spec, described)
     if spec.launch.nodes > most_nodes:
         others.append(
@@ -80,14 +80,14 @@ def problems(spec: Experiment, described: dict[str, Any], most_nodes: int = 1) -
 
 
 def capability(described: dict[str, Any]) -> tuple[int, int] | None:
-    """Return the compute capability of the GPU in a machine.json; None without a GPU."""
+    """Return the compute capability of the GPU in a machine.json. Return None without a GPU."""
     numbers = first_gpu(described).get("compute_capability")
     return (int(numbers[0]), int(numbers[1])) if numbers else None
 
 
 def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
-    """Raise SpecError for missing files (its message adds `others`), DataError for invalid data, MissingError for
-    packages."""
+    """Raise SpecError for missing files, DataError for invalid data, and MissingError for missing packages. The
+    message of the SpecError also has `others`."""
     if wrong := _file_problems(spec):
         raise SpecError(*wrong, *others)
     check_file(spec.dataset, spec.objective.pairs)
@@ -147,7 +147,7 @@ def check_hub(spec: Experiment) -> None:
 
 
 def missing(spec: Experiment, environment: Mapping[str, str]) -> list[str]:
-    """Return an error message for each of model and data set that must be downloaded."""
+    """Return an error message if the model must be downloaded, and another one if the data set must be downloaded."""
     problems = list[str]()
     model, kept = spec.model, cache(environment) / f"models--{spec.model.id.replace('/', '--')}"
     if model.weights == "pretrained" and not model.path and not kept.exists():

@@ -35,14 +35,15 @@ def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
 
 
 def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
-    """Return the child's environment: the same as for trl, and the frameworks' telemetry is off."""
+    """Return the child's environment. It is the environment for trl, with the telemetry of the frameworks turned
+    off."""
     return trl.environment(inherited, spec) | _SWITCHES
 
 
 def check_installed(spec: Experiment) -> None:
     """Raise MissingError with the command to type if a package is missing in either interpreter.
 
-    Our own interpreter prepares the run. The framework's one must have the tested version of the framework.
+    ftbench's interpreter prepares the run. The framework's interpreter must have the tested version of the framework.
     """
     trl.check_installed(spec.model_copy(update={"optimizations": Optimizations()}))  # the framework applies them
     wanted, python = FRAMEWORKS[spec.launch.framework], interpreter(spec.launch)
@@ -67,8 +68,8 @@ def check_installed(spec: Experiment) -> None:
 
 @lru_cache(maxsize=16)
 def _version(python: str, package: str) -> str:
-    """Return the version of a package in an interpreter's environment; empty if it is not installed, or if the
-    interpreter cannot be started or does not end."""
+    """Return the version of a package in an interpreter's environment. Return an empty text if the package is not
+    installed, or if the interpreter does not start or does not end."""
     try:
         return run_program(
             [python, "-c", _PRINT_VERSION, package], _LIMIT_S, {**os.environ, **_SWITCHES}

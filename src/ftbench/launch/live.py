@@ -17,14 +17,15 @@ _LOG_LINE = 110  # columns after the time of a line without a terminal
 
 
 class _Console(Console):
-    """A console on stderr that continues without a reader; rich would end the process."""
+    """A console on stderr that continues if the reader has closed it. rich's own console would end the process."""
 
     def on_broken_pipe(self) -> None:
         processes.discard_stderr()
 
 
 class LiveView:
-    """Context manager that shows progress: live on a terminal, else a report every `log_every_s` seconds."""
+    """Context manager that shows progress. On a terminal the view is live. Otherwise it prints a report every
+    `log_every_s` seconds."""
 
     def __init__(self, log_every_s: float | None = None) -> None:
         self._log_every_s, self._shown = log_every_s, time.monotonic()

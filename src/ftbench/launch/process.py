@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ftbench.launch import process_tree
 
-GRACE_S = 20.0  # between SIGTERM and SIGKILL: time to write the last rows
+GRACE_S = 20.0  # time between SIGTERM and SIGKILL, in which the child writes the last rows
 TICK_S = 0.5
 
 
@@ -147,7 +147,7 @@ def signals() -> Iterator[int]:
     """Yield the reading end of a pipe that receives a byte for each SIGTERM, SIGHUP and SIGINT within the block.
 
     Signals that are ignored (nohup) stay ignored. The interpreter itself writes the byte, so a signal just before a
-    wait ends that wait. Outside of the main thread nothing arrives.
+    wait ends that wait. Outside of the main thread, the pipe receives nothing.
     """
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     main = threading.current_thread() is threading.main_thread()

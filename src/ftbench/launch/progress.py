@@ -16,7 +16,7 @@ START_S = 1800.0  # without progress before the third step: weights are download
 STEP_S = 300.0  # minimum for later steps: a new shape, a slow disk
 COMPILE_S = 900.0  # minimum if a new shape is compiled again
 _RECENT = 20  # steps used for the remaining time
-PATIENCE = 20  # times the slowest step so far
+PATIENCE = 20  # limit without progress, relative to the slowest step so far
 
 
 class Progress:
@@ -67,12 +67,13 @@ class Progress:
 
     @property
     def planned(self) -> int | None:
-        """The total number of steps; None if the last step has no progress ratio."""
+        """The total number of steps. It is None if the last step has no progress ratio."""
         step, ratio = (self.last.step, self.last.progress_ratio) if self.last else (None, None)
         return round(step / ratio) if step and ratio else None
 
     def left_s(self) -> float | None:
-        """Return the seconds until the last step, from the pace of recent steps; None before the second step."""
+        """Return the seconds until the last step, from the pace of recent steps. Return None before the second
+        step."""
         if self.planned is None or len(self._pace) < 2:
             return None
         (first, begun), (last, ended) = self._pace[0], self._pace[-1]
@@ -118,7 +119,8 @@ class Watchdog:
         return None
 
     def limit_s(self) -> float | None:
-        """Return the longest time without progress in seconds, based on the run's own steps; None for off."""
+        """Return the longest time without progress, in seconds. It is based on the steps of this run. Return None if
+        the limit is off."""
         limit = self._launch.no_step_s
         if limit == "off":
             return None

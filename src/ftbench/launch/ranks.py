@@ -1,8 +1,8 @@
 """Start one process per GPU: `python -P -m ftbench.launch.ranks RUN_DIRECTORY GPUS NODES NODE COMMAND…`.
 
-It sets torchrun's variables and ends all ranks as soon as one fails. Then node 0 writes the run's state, with the rank
-that failed first or, after a hang, the rank that is behind. torchrun is not used: it imports torch before the ranks
-start, and its error file has no entry for a rank that hangs or is killed.
+It sets torchrun's variables and ends all ranks as soon as one fails. Then node 0 writes the run's state. The state
+names the rank that failed first or, after a hang, the rank that is behind. torchrun is not used: it imports torch
+before the ranks start, and its error file has no entry for a rank that hangs or is killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ftbench.store.rundir import RunDir, gpus_of, read_json, write_json
 if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
-SHARED_S = 60.0  # a network disk shows a file of another node up to this late
+SHARED_S = 60.0  # longest delay until a network disk shows a file of another node
 GRACE_S = 8.0  # between SIGTERM and SIGKILL; ftbench waits more than twice as long
 LISTENER = "FTBENCH_RENDEZVOUS"  # variable with the file descriptor of rank 0's listening socket
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
@@ -153,7 +153,8 @@ def _start(
 def _verdict(ended: Ended, states: Mapping[int, dict[str, Any]]) -> tuple[int, int, dict[str, Any]]:
     """Return the rank whose state becomes the run's, its exit code, and additions to the state.
 
-    A rank that lost the connection to another rank is not the cause. Neither is a rank that ftbench ended.
+    A rank that lost the connection to another rank did not cause the failure. A rank that ftbench ended did not cause
+    it either.
     """
     stopped = [rank for rank, state in states.items() if ended[rank][1] and state.get("state") in (None, "interrupted")]
     failed = [rank for rank, (code, _) in ended.items() if code and rank not in stopped]
@@ -175,7 +176,8 @@ def _behind(states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _point(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the progress of a rank: its step, and the position within the step. A step starts with its data."""
+    """Return the progress of a rank: its step, and its position within the step. A step begins with the wait for its
+    data."""
     phase = state.get("phase")
     return (state.get("step") or 0) + (phase == "data"), POSITIONS.index(phase) if phase in POSITIONS else -1
 

@@ -53,7 +53,7 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
 
 
 def _host_waits(trace: Trace) -> float | None:
-    """Return the time for which threads that launch kernels waited in the driver. None without a GPU.
+    """Return the time for which threads that launch kernels waited in the driver. Return None without a GPU.
 
     A launch waits while the queue of the GPU is full. If this time is zero, the step is launch-bound. The profiler
     slows launches, so launches wait longer in an ordinary run.

@@ -125,7 +125,8 @@ def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Seq
 
 
 def _curves(records: Sequence[Record]) -> Record | None:
-    """Return the losses of the fastest recipes, from the longest run of each recipe and GPU. None if no model learned.
+    """Return the losses of the fastest recipes, from the longest run of each recipe and GPU. Return None if no model
+    learned.
 
     `lines` has the name and the SVG path of each curve, in a square of 100 by 100. `steps` and `losses` are the ends
     of both axes.

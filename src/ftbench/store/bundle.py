@@ -120,7 +120,7 @@ def _sources(paths: Sequence[Path], made: Made) -> dict[str, Path]:
 
 
 def files_of(run: RunDir) -> Iterator[str]:
-    """Yield the known files of a run, so that no other file leaves the machine. Links are skipped."""
+    """Yield the known files of a run. No other file leaves the machine, and links are skipped."""
     profile = run.path / "profile"
     tables = sorted(p.name for p in profile.iterdir() if p.suffix in PROFILE) if profile.is_dir() else []
     ranks = [path.name for path in rank_files(run)]
@@ -143,7 +143,8 @@ def _content(path: Path) -> tuple[bytes, int]:
 
 
 def _clean_document(text: str) -> str | None:
-    """Return a JSON document with its secrets removed, unchanged if it has none; None if it is not JSON."""
+    """Return a JSON document without its secrets. A document without secrets is returned unchanged. Return None if the
+    text is not JSON."""
     try:
         document = json.loads(text)
         cleaned = redact_document(document)

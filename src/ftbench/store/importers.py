@@ -49,8 +49,8 @@ class About:
 
 @dataclass(slots=True)
 class ForeignLog:
-    """The content of a log: a row per logged step, the fields that it lacks, and warnings. If they are logged, also the
-    batch size, the seconds of the training and the tool's own rate."""
+    """The content of a log: a row per logged step, the missing fields, and warnings. It also has the batch size, the
+    seconds of the training and the tool's own rate, if the log contains them."""
 
     kind: str
     rows: list[StepRow]
@@ -147,7 +147,7 @@ def _seven_columns(file: Path, data: bytes, about: About) -> ForeignLog:
 
 
 def _time(file: Path, last: StepRow, row: StepRow, samples: int | None) -> None:
-    """Set the mean time of the steps since the previous line."""
+    """Set the step time of a row to the mean time per step since the previous line."""
     step, elapsed, begun = row.step, row.elapsed_time_sec, last.elapsed_time_sec
     if step is None or elapsed is None or begun is None:
         raise SpecError(f"{file}: the line after step {last.step} lacks a step or a time")

@@ -36,7 +36,7 @@ _SECRET = re.compile(r"(?i)(token|secret|password|credential|api_?key)")
 
 
 def describe(visible: str | None = None) -> dict[str, Any]:
-    """Return the content of machine.json: this machine before a run, with the first GPU of `visible`."""
+    """Return the content of machine.json. It describes this machine before a run, with the first GPU of `visible`."""
     return {**host(), "gpus": gpus(visible)}
 
 
@@ -64,7 +64,7 @@ def host() -> dict[str, Any]:
 
 
 def gpu(visible: str | None = None) -> dict[str, Any] | None:
-    """Return the first GPU that a run would use; None without one."""
+    """Return the first GPU that a run would use. Return None without one."""
     return next(iter(gpus(visible)), None)
 
 
@@ -185,7 +185,7 @@ def cache_error(folder: Path, error: Exception) -> MissingError:
 
 
 def commit() -> str | None:
-    """Return the commit of ftbench's source, with `-dirty` if files differ; None for an installed package.
+    """Return the commit of ftbench's source, with `-dirty` if files differ. Return None for an installed package.
 
     FTBENCH_COMMIT overrides it, for a copy of the source without its history.
     """

@@ -13,7 +13,7 @@ from typing_extensions import TypeAliasType
 
 MAX_RANKS = 1024  # of a run
 _NUMBER_PROBLEMS = ("finite_number", "less_than", "greater_than")
-_LARGEST = 1e60  # no run writes a larger number, and the product of several is still a float
+_LARGEST = 1e60  # no run writes a larger number, and products of several such numbers do not overflow
 
 Number = TypeAliasType("Number", Annotated[float, Field(gt=-_LARGEST, lt=_LARGEST)])
 Json = TypeAliasType("Json", "dict[str, Json] | list[Json] | str | bool | Number | None")

@@ -1,4 +1,5 @@
-"""Merge the steps of several ranks: tokens and energy add up, time and memory are from the worst rank.
+"""Merge the steps of several ranks. Tokens and energy are summed. Time and memory come from the rank with the highest
+value.
 
 Each rank writes its own steps.csv, so that a step needs no extra communication. Ranks of one tensor- or
 expert-parallel group have the same batch (`data_rank`), which counts once.
@@ -51,9 +52,9 @@ def _highest(values: list[float]) -> float:
 
 
 def _shares(rows: Sequence[StepRow]) -> list[StepRow]:
-    """Return one row per share of the batch, with the mean loss of its ranks.
+    """Return one row per data-parallel share, with the mean loss of the ranks of the share.
 
-    The ranks of a share have equal losses or, under context parallelism, each has a part of every sequence.
+    The ranks of a share have equal losses. Under context parallelism, each of them has a part of every sequence.
     """
     members: dict[int | None, list[StepRow]] = {}
     for index, row in enumerate(rows):
@@ -67,8 +68,8 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _loss(shares: Sequence[StepRow]) -> float:
-    """Return the loss of a run: the mean over shares for a training step (gradients are averaged the same way), the
-    mean over label tokens for an evaluation."""
+    """Return the loss of one step over all shares. For a training step, it is the mean over shares, as for gradients.
+    For an evaluation, it is the mean over label tokens."""
     labels = [row.label_tokens for row in shares]
     losses = [row.loss or 0.0 for row in shares]
     if shares[0].phase != "evaluate" or not all(labels):
@@ -92,8 +93,8 @@ _WITH_UNKNOWN: dict[str, Callable[[list[Any]], Any]] = {
 def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
     """Return the `ranks` section of a summary, empty for one rank.
 
-    It has the `count` of ranks, the `lowest` and `highest` rank per column (median steady step time, memory peaks),
-    `memory_gb` per rank and the `token_skew`.
+    It has the `count` of ranks, the `lowest` and `highest` value of the ranks per column (median steady step time,
+    memory peaks), `memory_gb` per rank, and the `token_skew`.
     """
     if len(ranks) < 2:
         return {}
@@ -140,7 +141,7 @@ def token_skew(ranks: Sequence[Sequence[StepRow]], warmup: int) -> float | None:
 
 
 def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
-    """Return the rows of each rank and warnings. The rows are empty for a single process, and if a file is missing."""
+    """Return the rows of each rank, and warnings. There are no rows for a single process, or if a file is missing."""
     if not (files := rank_files(run)):
         return [], []
     count = read_json(run.spec_json).get("launch", {}).get("gpus", 1)

@@ -1,4 +1,4 @@
-"""Rates of the steady steps: FLOPs, completions, energy; and the rewards of pairs and completions."""
+"""Compute rates of the steady steps (FLOPs, completions, energy), and the rewards of pairs and completions."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -49,7 +49,7 @@ def _of_images(steady: Sequence[StepRow], config: dict[str, Any], dataset: dict[
 def _computed(shape: flops.MatmulShape, row: StepRow, config: dict[str, Any]) -> float:
     """Return the hardware FLOPs of a step. A chunked loss computes the logits of label tokens only.
 
-    trl's chunked loss computes them twice, as did early versions of ftbench's (`chunked`).
+    trl's chunked loss computes these logits twice. So did early versions of ftbench's own loss (`chunked`).
     """
     loss = str(config.get("loss"))
     chunked = loss.startswith("chunked")

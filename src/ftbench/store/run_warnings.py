@@ -15,7 +15,7 @@ from ftbench.core.stats import total
 from ftbench.core.units import reworded, some
 from ftbench.store.rundir import NOT_FINITE, first_gpu
 
-WALL_TOLERANCE = 0.02  # difference between the sum of the steps and the wall clock
+WALL_TOLERANCE = 0.02  # allowed difference between the sum of the steps and the wall clock
 STEPS_AHEAD = 2  # the sum may have this many more steps, because the host reads its clock before the last step ends
 DRIFT_TOLERANCE = 0.05
 FOREIGN_MEMORY_GB = 1.0
@@ -67,16 +67,16 @@ def warnings(
 
 
 def _named(slow: Sequence[dict[str, Any]]) -> str:
-    """Return `step 17 (2.1 times the median, 1 graphs compiled)`, the three slowest."""
+    """Return the three slowest steps, each like `step 17 (2.1 times the median, 1 graphs compiled)`."""
     words = (", ".join([f"{row['times_the_median']:.1f} times the median", *row["with"]]) for row in slow[:3])
     return "; ".join(f"step {row['step']} ({text})" for row, text in zip(slow[:3], words, strict=True))
 
 
 def drift(steady: Sequence[StepRow]) -> float | None:
-    """Return how much slower steps became, as a share; None for a short window.
+    """Return how much slower steps became, as a share. Return None for a short window.
 
-    Batches differ in length. A trend counts only if it appears in step times and in times per padded token. The smaller
-    of the two is returned.
+    Batches differ in length. A trend only counts if it appears both in the step times and in the times per padded
+    token. The smaller trend is returned.
     """
     raw = stats.drift([row.step_time_s or 0.0 for row in steady])
     per_position = stats.drift(_per_position(steady))
@@ -86,7 +86,8 @@ def drift(steady: Sequence[StepRow]) -> float | None:
 
 
 def outliers(steady: Sequence[StepRow]) -> list[dict[str, Any]]:
-    """Return the steady steps that took much longer than the others, also per padded token, slowest first.
+    """Return the steady steps that took much longer than the others, both in total and per padded token. The slowest
+    step comes first.
 
     Each has `step`, `step_time_s`, `times_the_median`, and `with`: the other unusual values of the step.
     """
@@ -126,7 +127,8 @@ def _per_position(steady: Sequence[StepRow]) -> list[float]:
 
 
 def wall_gap(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int) -> float | None:
-    """Return the sum of the steady steps' device times divided by the wall clock, minus one; None for a short window.
+    """Return the sum of the steady steps' device times divided by the wall clock, minus one. Return None for a short
+    window.
 
     The host clock is independent of the device events. Evaluations in the window are subtracted.
     """

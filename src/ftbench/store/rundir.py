@@ -39,7 +39,8 @@ _RESERVE_BYTES = 64 * 1024  # freed when the disk is full, so that the last stat
 class _File:
     """A path in a run directory. Files that each rank writes have its number in their names.
 
-    With `ranks=True` the run's file is merged from the files of all ranks. With "first" rank 0 writes it.
+    With `ranks=True`, the run's file is merged from the files of all ranks. With `ranks="first"`, rank 0 writes the
+    run's file.
     """
 
     def __init__(self, name: str, ranks: bool | str = False) -> None:
@@ -173,7 +174,8 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_document(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the object in a JSON file, empty for a missing file, and the problem with the file or None."""
+    """Return the object in a JSON file, and the problem with the file or None. A missing file gives an empty
+    object."""
     try:
         return parse_document(read_bytes(path), path), None
     except FileNotFoundError:
@@ -243,7 +245,8 @@ def read_state(run: RunDir) -> dict[str, Any]:
 
 
 def state_of(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the state in a state.json. A running run whose owner has died is `interrupted`."""
+    """Return the state in a state.json. If the run is `running` and its owner process is dead, return
+    `interrupted`."""
     if document.get("state") not in STATES:
         return {"state": "error", "reason": "state.json is missing or has an unknown state"}
     if document["state"] == "running" and not processes.alive(document.get("owner", {})):
@@ -287,8 +290,9 @@ def find_runs(path: Path) -> list[RunDir]:
 
 
 def require_runs(path: Path, unpacked: Path | None = None) -> list[RunDir]:
-    """Return the runs at `path`, or of that bundle in the folder `unpacked`. Raise SpecError if none is found."""
-    if not os.path.exists(path):  # False for a name that is too long, too
+    """Return the runs at `path`. If `path` is a bundle, return its runs in the folder `unpacked`. Raise SpecError if
+    there is no run."""
+    if not os.path.exists(path):  # also False for a name that is too long
         raise SpecError(f"{path}: no such file or folder; name the folder of `--out`, results by default")
     if not (runs := find_runs(unpacked or path)):
         raise SpecError(f"{path}: contains no run (a directory with a state.json); `ftbench run` creates one")

@@ -18,7 +18,7 @@ _NAN = re.compile(rb"(?im),[+-]?(?:nan|inf(?:inity)?)(?:,|\r?$)")
 
 
 class StepsWriter:
-    """Appends complete lines to a steps.csv, each batch of rows in one write."""
+    """Appends complete lines to a steps.csv. Each batch of rows is one write."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

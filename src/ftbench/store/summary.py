@@ -191,7 +191,7 @@ def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
 
 
 def _rate(counts: Sequence[int | None], window: float) -> float | None:
-    """Return the total of the counts per second, or None if one is unknown."""
+    """Return the sum of the counts divided by the seconds of the window. Return None if a count is unknown."""
     return None if None in counts else total(counts) / window
 
 

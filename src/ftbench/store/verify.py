@@ -21,7 +21,8 @@ TOLERANCE = 1e-9
 
 @dataclass(slots=True)
 class Verdict:
-    """The result: reasons not to trust the bundle, and runs that could not be compared; one sentence each."""
+    """The result of a check. Each sentence is a reason not to trust the bundle, or names a run that could not be
+    compared."""
 
     runs: int = 0
     files: int = 0
@@ -85,7 +86,7 @@ _ABSENT = object()
 
 
 def _leaves(written: Any, computed: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted key and both values of each leaf."""
+    """Yield the dotted key of each leaf, with its written and its computed value."""
     if isinstance(written, dict) and isinstance(computed, dict):
         for name in {**written, **computed}:
             yield from _leaves(written.get(name, _ABSENT), computed.get(name, _ABSENT), f"{key}.{name}".lstrip("."))
@@ -97,7 +98,7 @@ def _leaves(written: Any, computed: Any, key: str = "") -> Iterator[tuple[str, A
 
 
 def _missing_from(sentences: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return the `others` that are missing from `sentences`, both in today's wording."""
+    """Return the `others` that are missing from `sentences`. Both are compared in today's wording."""
     known = set(map(reworded, sentences))
     return [text for text in others if reworded(text) not in known]
 

@@ -66,8 +66,8 @@ def _refused(spec: Experiment, described: dict[str, Any]) -> str | None:
 
 
 class AblationPlan(Grid):
-    """The runs of the plain `spec`, with its number of repeats, and of its `variants`. `refused` returns why a spec
-    cannot run on this machine, or None."""
+    """The runs of an ablation: the plain `spec`, which has the number of repeats, and its `variants`. `refused`
+    returns why a spec cannot run on this machine, or None."""
 
     def __init__(
         self, spec: Experiment, variants: Sequence[Variant], refused: Callable[[Experiment], str | None],
@@ -100,7 +100,7 @@ class AblationPlan(Grid):
 
 
 class AblationTables(Tables):
-    """The tables of an ablation: each variant compared with the plain recipe."""
+    """The tables of an ablation, which compare each variant with the plain recipe."""
 
     def sections(self, runs: Sequence[Record]) -> Iterator[tuple[str, Table]]:
         if (compared := _compared(runs)) and compared.table:
@@ -112,7 +112,7 @@ class AblationTables(Tables):
 
 
 def _compared(runs: Sequence[Record]) -> Section | None:
-    """Return the comparison by recipe; None before two recipes have run."""
+    """Return the comparison by recipe. Return None before two recipes have run."""
     try:
         return comparison.section(pairs.compare(runs_of(runs), RECIPE, one_sitting=True)) if runs else None
     except SpecError:

@@ -17,7 +17,8 @@ NO_ESTIMATOR = "no predictions: the package ftbench.estimate is not installed"
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One job. `seconds` is an upper bound from finished runs or, with a `confidence`, an estimate."""
+    """One job. `seconds` is an upper bound that comes from finished runs. If `confidence` is set, `seconds` is an
+    estimate."""
 
     what: str
     state: str
@@ -89,7 +90,8 @@ def _folded(text: str) -> str:
 
 
 def known_total(ready: Ready) -> str | None:
-    """Return the number and the time of a sweep's runs before it starts; None for a search or if no time is known."""
+    """Return the number of a sweep's runs and their total time, before the sweep starts. Return None for a search, or
+    if no time is known."""
     if isinstance(ready.plan, Search):
         return None
     pending = [line for line in dry_run(ready) if line.state == "pending"]
@@ -97,7 +99,8 @@ def known_total(ready: Ready) -> str | None:
 
 
 def _totals(pending: Sequence[Planned], ready: Ready | None) -> list[str]:
-    """Return one line with the runs, time and GPU energy, and the number of runs with known times."""
+    """Return one line with the number of runs, their time and GPU energy, and the number of runs whose time is
+    known."""
     lasting = [line.seconds for line in pending if line.seconds]
     energies = [line.joules for line in pending if line.joules is not None]
     if not lasting:

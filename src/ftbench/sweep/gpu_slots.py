@@ -46,8 +46,8 @@ class GpuSlot(Protocol):
 class LocalSlot:
     """A GPU of this machine, or its CPU.
 
-    `visible` is the value for CUDA_VISIBLE_DEVICES; None is the first GPU. `shared` marks runs that share the machine
-    with runs on other GPUs.
+    `visible` is the value for CUDA_VISIBLE_DEVICES. None selects the first GPU. `shared` is true if runs on other GPUs
+    use the machine at the same time.
     """
 
     name: str
@@ -79,7 +79,8 @@ def create(job: Job) -> rundir.RunDir:
 def local_slots(gpus: Sequence[str], mock: bool) -> list[LocalSlot]:
     """Return a slot for each GPU of `--gpu-ids`, or one default slot.
 
-    Raise MissingError for an unknown GPU, SpecError for GPUs of different kinds: their runs cannot be compared.
+    Raise MissingError for an unknown GPU. Raise SpecError for GPUs of different kinds, because their runs cannot be
+    compared.
     """
     if not gpus:
         return [LocalSlot("this machine")]

@@ -40,7 +40,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(file: int) -> bool:
-    """Take the lock. Retry shortly: `is_held` locks the file for a moment, and a killed process ends slowly."""
+    """Take the lock. Retry for a short time, because `is_held` locks the file for a moment and a killed process ends
+    slowly."""
     for _ in range(10):
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -50,7 +51,7 @@ def _lock(file: int) -> bool:
 
 
 def holder_of(folder: Path) -> dict[str, Any]:
-    """Return the process that holds the folder, or held it when it was killed."""
+    """Return the process that holds the lock of the folder, or the killed process that held it last."""
     return rundir.read_json(folder / LOCK)
 
 

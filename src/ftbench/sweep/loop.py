@@ -27,7 +27,7 @@ from ftbench.sweep.plan.search import Search
 
 SCHEMA = 1
 _TICK_S = 0.5
-_SPACING = 20  # times the duration of writing the tables, between two times: hundreds of runs take seconds to read
+_SPACING = 20  # pause between table updates per duration of one; hundreds of runs take seconds to read
 
 
 @dataclass(slots=True)
@@ -166,7 +166,8 @@ class Session:
         self._stop("error")
 
     def _write(self, last: bool = False) -> None:
-        """Write sweep.json, and the tables if they are due. A full disk stops the sweep; finished runs are safe."""
+        """Write sweep.json, and the tables if they are due. A full disk stops the sweep, but finished runs are
+        safe."""
         self._write_board()
         begin = time.monotonic()
         if last or begin >= self._tables_due:
@@ -197,7 +198,7 @@ class Session:
             self._fail(error)
 
     def left_s(self) -> float | None:
-        """Return a rough estimate of the remaining seconds; None before a run has ended."""
+        """Return a rough estimate of the remaining seconds. Return None before a run has ended."""
         now = time.monotonic()
         running = [(each.job, now - each.begun) for each in self._running if each.slot.trains]
         queued = [each.job for each in self._running if not each.slot.trains]

@@ -75,8 +75,8 @@ def prepare(request: ParityRequest) -> command.Ready:
 
 
 def _unpublished(request: ParityRequest, recipes: Sequence[Contender], capability: Capability) -> str | None:
-    """Return an error message if a recipe would be judged without its published kernels. None if all recipes have
-    them."""
+    """Return an error message if parity would judge a recipe without its published kernels. Return None if all recipes
+    have their kernels."""
     for recipe in recipes:
         if recipe.refused is None and (why := unpublished(load(request.spec, recipe.sets), capability)):
             return (
@@ -130,8 +130,8 @@ def _reference(plain: Experiment, spec: Experiment) -> Experiment:
 
 
 def _plain_method(method: Method) -> Method:
-    """Return the method of the reference: the same adapters on weights with as many bits as those of `method`. 4-bit
-    weights are part of a method. The reference dequantises them to float32."""
+    """Return the method of the reference. It has the same adapters and the same stored weights as `method`. If
+    `method` has 4-bit weights, the reference also has them and dequantises them to float32."""
     if isinstance(method, Full):
         return method
     if isinstance(method, Qlora):
@@ -176,7 +176,7 @@ class ParityTables(Tables):
         }  # fmt: skip
 
     def _settings(self, recipe: Contender) -> dict[str, Any]:
-        """Return optimizations, precision, commit and GPU from the files of the run that was compared."""
+        """Return optimizations, precision, commit and GPU of the compared run. They are read from its files."""
         if recipe.refused:
             return {}
         run = self.plan.record_of(recipe.spec, recipe).run
@@ -206,7 +206,7 @@ class ParityTables(Tables):
             yield "worst tensors", Table({}, ["recipe", "tensor", "error", "limit"], worst, [], ("tensor",))
 
     def _worst(self, recipe: Contender) -> Iterator[list[str]]:
-        """Yield the checks of a recipe's tensors that are nearest to or furthest beyond their limits."""
+        """Yield the tensor checks of a recipe with the largest ratio of error to limit."""
         plan = self.plan
         if recipe.refused or plan.standings[record := plan.record_of(recipe.spec, recipe)].state != "ok":
             return

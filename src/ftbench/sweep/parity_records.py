@@ -26,9 +26,9 @@ SAME_SIZE = 0.15  # maximum relative difference of the number of samples in two 
 
 
 def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
-    """Return the content of agreement.json. `problems` are sentences. `losses` are the nats per sample of both runs at
-    each point, before and after the steps. `tensors` have point, change, name, direction error and log of the norm
-    ratio."""
+    """Return the content of agreement.json. `problems` are sentences. `losses` has the loss of each sample (nats) in
+    both runs at each point, before and after the steps. A row of `tensors` has point, change, name, direction error
+    and log of the norm ratio."""
     a, b = _loaded(reference), _loaded(candidate)
     made: dict[str, Any] = {"problems": [], "losses": {}, "tensors": []}
     if not a or not b or a["gradient"].shape[2] != b["gradient"].shape[2]:
@@ -62,14 +62,15 @@ def agreement(reference: RunDir, candidate: RunDir) -> dict[str, Any]:
 
 
 def _settings(a: dict[str, list[str]], b: dict[str, list[str]]) -> list[str]:
-    """Return the optimizer settings that differ, where both optimizers have them."""
+    """Return a sentence for each optimizer setting that both optimizers have and that differs."""
     pairs = [(name, a[name], b.get(name, ["None"])) for name in a]
     return [f"the optimizer's {name} is {', '.join(y)}, and plain's is {', '.join(x)}"
             for name, x, y in pairs if "None" not in (*x, *y) and x != y]  # fmt: skip
 
 
 def _initial(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Return sentences on trained tensors whose norm differs before training: wrong initialisation."""
+    """Return a sentence about trained tensors whose norms differ before training, because their initialisation is
+    wrong."""
     norms = dict(zip(b["names"], b["initial"], strict=True))
     wrong = [name for name, norm in zip(a["names"], a["initial"], strict=True)
              if name in norms and not norm / INITIAL <= norms[name] <= norm * INITIAL]  # fmt: skip
@@ -77,7 +78,8 @@ def _initial(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str], list[list[Any]]]:
-    """Compare gradients, second moments and weight changes. Return sentences on missing or infinite ones, and rows."""
+    """Compare gradients, second moments and weight changes. Return sentences about missing or infinite values, and the
+    rows of `tensors`."""
     places = {name: index for index, name in enumerate(b["names"])}
     norms = a["gradient"][point][:, 0]
     floor = NO_GRADIENT * float(sorted(norms[norms > 0])[int((norms > 0).sum()) // 2]) if (norms > 0).any() else 0.0
@@ -104,7 +106,8 @@ def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str
 
 
 def _few(names: list[str]) -> str:
-    """Return the projection if all names share one. Otherwise return the first name and a count."""
+    """Return the name of the projection if all names belong to the same one. Otherwise return the first name and a
+    count."""
     short = [name.removeprefix("base_model.model.").removesuffix(".weight").replace(".default", "") for name in names]
     modules = {module_of(name) for name in names}
     if len(names) > 1 and len(kinds := {module.partition(".")[0] for module in modules}) == 1:
@@ -119,13 +122,14 @@ def module_of(name: str) -> str:
 
 
 def layer_of(name: str) -> str:
-    """Return the number of the layer that a parameter belongs to; empty outside the layers."""
+    """Return the number of a parameter's layer. Return an empty text if the parameter is outside the layers."""
     parts = name.split(".")
     return parts[parts.index("layers") + 1] if "layers" in parts[:-1] else ""
 
 
 def _loaded(run: RunDir) -> dict[str, Any]:
-    """Return the arrays that `worker/measure/levels.py` wrote; nothing if the file is missing or cut short."""
+    """Return the arrays that `worker/measure/levels.py` wrote. Return an empty dictionary if the file is missing or
+    damaged."""
     import numpy as np
 
     try:
@@ -136,8 +140,8 @@ def _loaded(run: RunDir) -> dict[str, Any]:
 
 
 def same_samples(spec: Experiment) -> dict[str, Any]:
-    """Return changes to a packed spec, so that a packed step trains about as many samples as a padded step. They
-    change the rows per step and shorten the maximum length. This needs generated data, because only their lengths
+    """Return changes to a packed spec. With them, a packed step trains about as many samples as a padded step. They
+    change the rows per step and shorten the maximum length. Only generated data can be changed, because their lengths
     are known."""
     if not spec.optimizations.packing or not spec.dataset.is_made:
         return {}
@@ -155,8 +159,8 @@ def same_samples(spec: Experiment) -> dict[str, Any]:
 
 
 def _lengths(spec: Experiment) -> list[int]:
-    """Return the tokens of each generated sample, including held-out samples. Images count with one token after each
-    image."""
+    """Return the number of tokens of each generated sample, including held-out samples. An image counts as its tokens
+    plus the token after it."""
     dataset = spec.dataset
     texts = synthetic_lengths(dataset, (dataset.samples or 1) + dataset.eval_samples)
     vision = families.describe(dict(configuration(spec.model))).vision if dataset.has_images else None
@@ -168,10 +172,10 @@ def _lengths(spec: Experiment) -> list[int]:
 
 
 def probe(spec: Experiment, batch: int) -> Dataset:
-    """Return the samples of a recording run: two batches of the reference and one more sample, so that the last
-    batch is not full. Image files come from the spec. Other samples are built-in tasks with prompts and unequal
-    lengths. They contradict each other if packed samples are not masked, and one is as long as the longest sample of
-    the spec."""
+    """Return the samples of a recording run. There are two batches of the reference and one more sample, so that the
+    last batch is not full. Data with images come from the spec. All other runs use built-in tasks with prompts and
+    unequal lengths. If packed samples can attend to each other, their answers contradict each other. One sample is as
+    long as the longest sample of the spec."""
     count = max(9, 2 * batch + 1)
     if spec.dataset.has_images:
         structure = "tasks" if spec.dataset.is_made else "random"
@@ -186,7 +190,8 @@ def probe(spec: Experiment, batch: int) -> Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The files of a training: its last held-out loss (NaN if missing), samples and learning rates."""
+    """The results of a training run: its last held-out loss (NaN if missing), its number of samples, and its learning
+    rates."""
 
     held_out: float
     samples: float
@@ -201,7 +206,7 @@ class Training:
         return cls(losses[-1] if losses else float("nan"), samples, rates)
 
     def difference(self, other: "Training") -> tuple[str, str] | None:
-        """Return state and sentence if another training had other samples or another schedule."""
+        """Return a state and a sentence if the number of samples or the schedule of another training differs."""
         if abs(other.samples - self.samples) > SAME_SIZE * self.samples:
             sentence = f"it trained {other.samples:,.0f} samples and the reference {self.samples:,.0f}"
             return INCONCLUSIVE, f"{sentence}: change train.batch_size"

@@ -32,7 +32,7 @@ _BATCH = ("train.batch_size", "train.gradient_accumulation_steps")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest(PlanRequest):
-    """Command line of a sweep. `axes` are `key=value,value`, `gpus` the values of --gpu-ids, `on` a cluster."""
+    """Command line of a sweep. An axis is `key=value,value`. `gpus` are the values of --gpu-ids. `on` is a cluster."""
 
     axes: Sequence[str] = ()
     until_oom: bool = False
@@ -95,7 +95,8 @@ def cell_name(cell: GridCell) -> str:
 
 
 def _unpublished(grid: Sequence[GridCell], capability: tuple[int, int] | None) -> str | None:
-    """Return in one line which cells would run without the kernels of their recipe, the reason, and how to go on."""
+    """Return one line about the cells that would run without the kernels of their recipe. It has the reason and the
+    ways to continue."""
     specs = ((cell, cell.spec) for cell in grid if cell.spec is not None and cell.spec.launch.mock == "off")
     affected = [(cell_name(cell), why) for cell, spec in specs if (why := unpublished(spec, capability))]
     if not affected:

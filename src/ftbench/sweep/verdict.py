@@ -1,4 +1,4 @@
-"""The three levels of a parity verdict, from the numbers that runs left: forward, gradient and training.
+"""Compute the three levels of a parity verdict from the files of runs: forward, gradient and training.
 
 The reference is the plain recipe in float32. The error of a recipe is its difference from this reference. A recipe that
 only rounds differently may have twice the error of plain bfloat16, as in FlashAttention's tests (T. Dao et al., arXiv
@@ -21,15 +21,15 @@ EVERY, PLAIN, EIGHT_BIT = "all tensors", "plain bfloat16", "8-bit products"
 LEVELS = ("forward", "gradient", "training")
 FACTOR = 2.0  # times the error of plain bfloat16, for a mean over samples or a median over tensors
 ONE_TENSOR = 4.0  # times the largest error of plain bfloat16, for one tensor of a thousand
-LEARNED = 0.05  # share of what learning rate 0 loses that held-out losses may differ by
+LEARNED = 0.05  # allowed difference of held-out losses, as a share of the loss that training removes
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
     """The largest errors that are allowed. `loss` is in nats (root mean square over samples). `direction` and `norm`
-    are for the gradient of one tensor: the distance of the unit vectors, and the log of the ratio. `update` is for
-    the direction of its weight change. The limits for medians over tensors are half as large. None compares with
-    plain bfloat16. `source` is the origin of the numbers."""
+    limit the gradient of one tensor: the distance of the unit vectors, and the log of the norm ratio. `update` limits
+    the direction error of its weight change. The limits for medians over tensors are half as large. If a limit is
+    None, plain bfloat16 sets it. `source` is the origin of the numbers."""
 
     source: str
     loss: float | None = None
@@ -61,7 +61,7 @@ BUDGETS = {
 
 @dataclass(frozen=True, slots=True)
 class LevelResult:
-    """What one level found: a state, the number that is nearest to or furthest beyond its limit, and a sentence."""
+    """The result of one level. `number` belongs to the check with the largest ratio of error to limit."""
 
     level: str
     state: str
@@ -71,7 +71,7 @@ class LevelResult:
 
 
 def kinds(spec: Experiment) -> tuple[str, ...]:
-    """Return the names of the budgets that apply to a resolved spec, the one for products first."""
+    """Return the names of the error budgets that apply to a resolved spec. The budget for products comes first."""
     if spec.optimizations.fp8 != "off":
         products = EIGHT_BIT
     elif spec.train.precision == "fp32" and spec.model.dtype == "float32":
@@ -184,12 +184,14 @@ def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Limits of one kind of error: half of the stated budget for medians, or plain bfloat16's own errors if larger.
+    """Limits of one kind of error. A limit is the stated budget, which is halved for medians, or the error of plain
+    bfloat16 if that is larger.
 
-    A direction error sums over all elements, so medians of a few tensors are stable. A norm's error scatters around
-    0: its median over a few tensors can be small by chance, so the root mean square over all tensors counts too. An
-    error d at right angles to the gradient makes it longer by d² / 2. Norms may differ by this amount, where d is
-    the limit of `direction`."""
+    A direction error sums over all elements, so medians of a few tensors are stable. Errors of norms scatter around 0,
+    and their median over a few tensors can be small by chance. Therefore, the root mean square over all tensors counts
+    too. An error d at right angles to the gradient increases its norm by d² / 2. Norms may differ by this amount, with
+    the limit of `direction` as d.
+    """
 
     budget: float | None
     rounding: Sequence[Mapping[str, float]]
@@ -214,7 +216,7 @@ def _limits(names: Sequence[str], allowed: Sequence[_Errors], point: str, change
 
 
 def _stated(names: Sequence[str], change: str, what: str) -> float | None:
-    """Return the largest stated budget of one tensor; None compares with plain bfloat16."""
+    """Return the largest stated budget for one tensor. None means that plain bfloat16 sets the limit."""
     of_step = CHANGES[change] == "weight change"
     field = "norm" if what == "norm" else "update" if of_step else "direction"
     stated = [getattr(BUDGETS[name], field) for name in names if of_step or name == names[0]]

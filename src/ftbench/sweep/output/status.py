@@ -65,7 +65,7 @@ def status(folder: Path) -> dict[str, Any]:
 
 
 def unfinished(folder: Path, name: str) -> Path:
-    """Return the directory of a running job. Slurm jobs move theirs to its final path when they end."""
+    """Return the directory of a running job. A Slurm job moves its directory to the final path when it ends."""
     path = folder / name
     return path if path.exists() else folder / UNFINISHED / name / name
 

@@ -38,7 +38,7 @@ class Tables:
         return {"frontier": self.plan.as_dicts() if isinstance(self.plan, Search) else []}
 
     def exit_code(self, code: int) -> int:
-        """Return the command's exit code; `code` is that of the session."""
+        """Return the command's exit code. `code` is the exit code of the session."""
         return code
 
     def write(self) -> None:
@@ -64,7 +64,7 @@ class Tables:
         return "\n".join(parts)
 
     def terminal(self) -> str:
-        """Return the tables for the terminal: the sections, or else the runs."""
+        """Return the tables for the terminal. These are the sections, or the runs if there are no sections."""
         runs = self.runs()
         parts = ["".join(f"{line}\n" for line in lines)] if (lines := [*self.lines()]) else []
         sections = [f"{title.upper()}\n{formats.terminal(table)}" for title, table in self.sections(runs)]
@@ -96,7 +96,7 @@ def _report(runs: Sequence[Record]) -> Report:
 
 
 def frontier_table(search: Search) -> Table:
-    """Return a row per family: the largest batch that fits and the first that does not."""
+    """Return a row per family, with the largest batch that fits and the smallest batch that does not fit."""
     keys = dict.fromkeys(key for family in search.families for key in family.values if key != "method")
     rows = []
     for family, _, edge in search.edges():

@@ -80,8 +80,8 @@ def run_command(source: Path, job: Job, out: Path) -> list[str]:
 class Standing:
     """Status of a job: a run state, `pending`, or `skipped` with the reason.
 
-    `wall_s` is set for finished runs. `lacking` marks failures caused by something missing on the machine, `killed`
-    runs whose process was killed from outside.
+    `wall_s` is set for finished runs. `lacking` is true if the run failed because the machine lacks something.
+    `killed` is true if another process killed the run.
     """
 
     state: str
@@ -122,7 +122,7 @@ def on_resume(standing: Standing, retry_failed: bool) -> Standing:
 
 
 def is_batch_too_large(run: RunDir) -> bool:
-    """Return whether an out-of-memory run had the GPU to itself. If so, larger batches do not fit either."""
+    """Return whether an out-of-memory run was alone on the GPU. If so, larger batches do not fit either."""
     gpu = rundir.first_gpu(rundir.read_json(run.machine))
     return not gpu.get("foreign_processes") and (gpu.get("memory_used_before_gb") or 0.0) <= FOREIGN_MEMORY_GB
 
@@ -171,12 +171,12 @@ class WallTimes:
             self._slowest[batch] = (job.spec, wall_s)
 
     def at_most_s(self, job: Job) -> float | None:
-        """Return an upper bound of the job's wall time in seconds; None before a run has finished.
+        """Return an upper bound of the job's wall time in seconds. Return None before a run has finished.
 
-        The bound comes from the closest finished runs. These are repeats of the same cell. If there are none, they are
-        runs with the same settings at another batch size, or else the slowest run overall and the slowest run at the
-        nearest batch size. With a fixed number of steps time grows at most in proportion to the samples of all steps.
-        With a fixed number of epochs a smaller batch needs proportionally more steps.
+        The bound comes from finished repeats of the same cell. Without repeats, it comes from runs with the same
+        settings at another batch size. Without these, it comes from the slowest run of all and the slowest run at the
+        nearest batch size. With a fixed number of steps, the time grows at most in proportion to the number of
+        samples. With a fixed number of epochs, a smaller batch needs proportionally more steps.
         """
         if repeats := self._cells.get(job.cell):
             return MARGIN * max(repeats)
@@ -190,9 +190,9 @@ class WallTimes:
     def remaining_s(
         self, pending: Collection[Job], slots: int, running: Collection[tuple[Job, float]] = ()
     ) -> float | None:
-        """Return an upper bound of the seconds until all jobs are done; None before a run has finished.
+        """Return an upper bound of the seconds until all jobs are done. Return None before a run has finished.
 
-        `running` holds jobs with the seconds they have run so far.
+        `running` holds the running jobs and the seconds since each one started.
         """
         bounds = [(self.at_most_s(job), spent) for job, spent in (*((job, 0.0) for job in pending), *running)]
         return sum(max(0.0, bound - spent) for bound, spent in bounds if bound) / slots if self._cells else None
@@ -210,8 +210,8 @@ def _growth(known: Experiment, wanted: Experiment) -> float:
 
 
 class Plan:
-    """Decides which job runs next. `standings` holds all known jobs in table order. `has_commands` is true if
-    `ftbench run` with the spec file and `--set` repeats a job."""
+    """Decides which job runs next. `standings` holds all known jobs in table order. `has_commands` is true if `ftbench
+    run` with the spec file and `--set` can repeat each job."""
 
     has_commands = True
 

@@ -1,8 +1,9 @@
 """The plan of a parity check: the runs that a verdict needs, and the verdict from their files.
 
 Each recipe has a reference: the plain recipe in float32 that trains the same tensors. There are three kinds of runs.
-Short runs record losses, gradients and weight changes at the weights of the reference's first run. Trainings run
-with several seeds. Controls are damaged on purpose and must fail."""
+Recordings are short runs that record losses, gradients and weight changes at the weights of the reference's first
+training. Trainings run with several seeds. Controls are damaged on purpose and must fail.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,14 +28,14 @@ from ftbench.sweep.plan.grid import Grid
 from ftbench.sweep.verdict import EIGHT_BIT, LevelResult
 
 SMALL = 4  # largest batch of recordings in float32
-STEPS = 3  # recorded at each point: Adam's betas and weight decay show in the second
+STEPS = 3  # steps recorded at each point; Adam's betas and weight decay affect the second step
 PENDING, UNPROVEN, BROKEN = "not run yet", "no verdict", "did not end"
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A recipe: its name, resolved spec, reference, the `--set` options of its spec, and the reason if it cannot
-    run."""
+    """A recipe to judge: its name, resolved spec and reference, the `--set` options of its spec, and the reason if it
+    cannot run."""
 
     name: str
     spec: Experiment
@@ -45,7 +46,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The verdict on a recipe: the worst of its levels, with a sentence that names the cause."""
+    """The verdict on a recipe. It is the worst result of its levels, with a sentence that names the cause."""
 
     name: str
     verdict: str
@@ -59,7 +60,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class ControlResult:
-    """The outcome of a control. `level` is `any` if one failed level is enough."""
+    """The outcome of a control. `level` is the level that must fail. With `any`, one failed level is enough."""
 
     name: str
     level: str
@@ -72,8 +73,8 @@ class ControlResult:
 
 
 class ParityPlan(Grid):
-    """The runs of `recipes` with their references. The training level needs `seeds` trainings; with 0 it is left
-    out. `every_control` adds all graded controls."""
+    """The runs of `recipes` with their references. The training level needs `seeds` trainings. With 0 seeds, there is
+    no training level. `every_control` adds all graded controls."""
 
     has_commands = False  # references and controls change keys that the spec file does not have
 
@@ -112,12 +113,12 @@ class ParityPlan(Grid):
                     yield self.train(recipe.reference, seed, None, name)
 
     def controls_of(self, recipe: Contender) -> list[tuple[str, str]]:
-        """Return pairs of a control and the level at which it must fail. The first three are one subtle control per
-        level."""
+        """Return pairs of a control and the level at which it must fail. The first pairs are one subtle control for
+        each level."""
         adapters, coarse = recipe.spec.method.adapters, verdict.kinds(recipe.spec)[0] == EIGHT_BIT
         forward = ("lora_scale_x1.5" if coarse else "lora_scale_x1.05") if adapters else "loss_over_padding"
         backward = "layer_gradient_reversed" if coarse else "gradient_entries_lost"
-        # All weights together make up for one damaged layer: full training learns the same with its gradient reversed.
+        # Full training learns the same with the gradient of one layer reversed, because the other weights compensate.
         whole = "layer_gradient_reversed" if adapters else "learning_rate_x1.1"
         few = [(forward, "forward"), (backward, "gradient"), (whole, "training")]
         few = few if self.seeds else few[:2]
@@ -139,7 +140,7 @@ class ParityPlan(Grid):
         return with_changes(recipe.reference, changes)
 
     def train(self, spec: Experiment, seed: int, recipe: Contender | None = None, control: str = "off") -> Job:
-        """Return a training run. The first one of a reference keeps its weights."""
+        """Return a training run. The first training of a reference keeps its weights."""
         changes: dict[str, Any] = {"train.seed": spec.train.seed + seed, "measure.control": control}
         if spec.method.name == "unsloth":  # unsloth initialises adapters with this seed
             changes["method.random_state"] = spec.method.random_state + seed
@@ -160,7 +161,7 @@ class ParityPlan(Grid):
         """Return the short run that records losses, gradients and weight changes of a spec."""
         name = "reference" if spec is recipe.reference else recipe.name if spec is recipe.spec else "plain"
         name = name if control == "off" else f"control: {control}"
-        rounds = verdict.kinds(recipe.spec)[0] != "float32"  # errors of rounding vary: compare more samples
+        rounds = verdict.kinds(recipe.spec)[0] != "float32"  # rounding errors vary, so compare more samples
         batch = recipe.reference.train.batch_size if rounds else min(SMALL, recipe.reference.train.batch_size)
         dataset = probe(spec, batch)
         changes: dict[str, Any] = {
@@ -227,7 +228,7 @@ class ParityPlan(Grid):
         failed = next((each for each in results if _is_refused(each)), None)
         pending = any(each.state == PENDING for each in results)
         ended = [self.standings[each] for each in jobs if self.standings[each].done]
-        if any(each.state not in ("ok", NOT_FINITE) for each in ended):  # such as a control that damages nothing
+        if any(each.state not in ("ok", NOT_FINITE) for each in ended):  # for example, the control damages nothing
             return ControlResult(name, level, BROKEN, failed or results[0])
         state = "caught" if failed else PENDING if pending else "missed"
         return ControlResult(name, level, state, failed or results[0])
@@ -254,8 +255,8 @@ class ParityPlan(Grid):
         return verdict.training(losses[0], losses[1], losses[2][0], recipe.spec.train.max_steps or 0)
 
     def _missing(self, yardsticks: Sequence[Job], judged: Sequence[Job]) -> tuple[str, str] | None:
-        """Return state and sentence of a level whose runs have not all ended well. If the reference or plain
-        bfloat16 is missing, the level is inconclusive."""
+        """Return the state and the sentence of a level if one of its runs is pending or failed. If a run of the
+        reference or of plain bfloat16 failed, the level is inconclusive."""
         for each in (*yardsticks, *judged):
             standing = self.standings[each]
             if not standing.done:
@@ -266,7 +267,7 @@ class ParityPlan(Grid):
         return None
 
     def agreement(self, recipe: Contender, record: Job) -> dict[str, Any]:
-        """Return agreement.json of a run, and write it if it is missing or belongs to other runs."""
+        """Return the content of a run's agreement.json. Write the file if it is missing or belongs to other runs."""
         reference = self.record_of(recipe.reference, recipe).run
         runs = [f"{run.run_id} {read_json(run.state).get('ended_at')}" for run in (reference, record.run)]
         kept = self._kept.get(record) or read_json(record.run.agreement)
@@ -283,7 +284,8 @@ class ParityPlan(Grid):
 
 
 def _is_refused(result: LevelResult) -> bool:
-    """Return whether a recipe with these numbers does not pass: beyond a limit, or too noisy to be within it."""
+    """Return whether a level with these numbers prevents a pass. A number may be beyond its limit, or too noisy to be
+    within it."""
     if result.state != INCONCLUSIVE or result.number is None or result.limit is None:
         return result.state == FAIL
     return result.level == "training" and result.number > result.limit

@@ -45,8 +45,8 @@ def next_batch(trials: Sequence[Trial], candidates: Sequence[int], seed: int | N
     """Return the next batch to try, or None when the limit is known.
 
     The batch doubles until one does not fit. Then bisection continues between the last two. `candidates` are in
-    ascending order. Doubling stops at `seed`, the largest batch that is expected to fit, and continues from there in
-    steps of 1, 2, 4.
+    ascending order. Doubling stops at `seed`, the largest batch that is expected to fit. From there, the batch grows
+    in steps of 1, 2, 4.
     """
     if any(trial.fits is None for trial in trials):
         return None
@@ -124,7 +124,8 @@ class Search(Plan):
     def __init__(
         self, families: Iterable[Family], options: Options, effective: int | None, gpu: dict[str, Any] | None = None
     ) -> None:
-        """Raise SpecError if `effective`, the samples per optimizer step, is not a multiple of the group size."""
+        """Create a search. Raise SpecError if `effective`, the samples per optimizer step, is not a multiple of the
+        group size."""
         super().__init__(options)
         self.families, self._effective = list(families), effective
         for family in self.families:
@@ -149,7 +150,7 @@ class Search(Plan):
         while (batch := next_batch([*family.trials.values()], self.candidates(family), family.seed)) is not None:
             trial = self._job(family, batch)
             now = on_resume(read_standing(trial.run), self.options.retry_failed)
-            if now.state == "running":  # in another process; the next session reads its result
+            if now.state == "running":  # another process runs it, and the next session reads its result
                 self.standings[trial] = now
                 family.stopped = True
                 return None
@@ -176,7 +177,8 @@ class Search(Plan):
         family.trials[trial.spec.train.batch_size] = trial_of(trial, now)
 
     def candidates(self, family: Family) -> list[int]:
-        """Return the allowed batch sizes: at most all samples, divisors of the effective batch, complete groups."""
+        """Return the allowed batch sizes. They do not exceed the number of samples, divide the effective batch, and
+        have complete groups."""
         spec, batches = family.spec, range(1, (self._effective or LARGEST_BATCH) + 1)
         allowed = [batch for batch in batches if not self._effective or self._effective % batch == 0]
         accumulation, group = spec.train.gradient_accumulation_steps, spec.objective.group
@@ -185,7 +187,7 @@ class Search(Plan):
         return [batch for batch in allowed if limit is None or batch <= limit] or allowed[:1]
 
     def _samples(self, family: Family) -> int | None:
-        """Return the number of samples, from a trial or the spec; None for synthetic data."""
+        """Return the number of samples, from a trial or the spec. Return None for synthetic data."""
         if family.spec.dataset.is_made:
             return None
         datasets = (read_json(self._job(family, batch).run.applied).get("dataset", {}) for batch in family.trials)
@@ -224,7 +226,7 @@ class Search(Plan):
 
 
 def _first_trial(spec: Experiment, gpu: dict[str, Any] | None, folder: Path) -> int | None:
-    """Return the batch that is expected to fit; None without the estimator."""
+    """Return the batch that is expected to fit. Return None without the estimator."""
     with suppress(ImportError):
         from ftbench.estimate import api
 

@@ -38,7 +38,7 @@ class Prepared:
         return max(_total([row]) for row in (*self.train, *self.evaluation))
 
     def most_parts(self, batch_size: int, max_length: int) -> int | None:
-        """Return the largest number of samples in a batch, including filler samples. None if every row is one
+        """Return the largest number of samples in a batch, including filler samples. Return None if every row is one
         sample."""
         if all(len(row) == 1 for row in (*self.train, *self.evaluation)):
             return None

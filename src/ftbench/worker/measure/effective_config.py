@@ -198,7 +198,7 @@ def matmul_shape(model: Any) -> MatmulShape:
 
 
 def vision_shape(model: Any) -> VisionMatmulShape | None:
-    """Return the sizes of the matrices that multiply an image patch. None for a text model."""
+    """Return the sizes of the matrices that multiply an image patch. Return None for a text model."""
     if not reads_images(model.config):
         return None
     shape = families.describe(model.config.model_type, model.config.to_dict())

@@ -80,8 +80,8 @@ def graphs() -> int:
 
 
 def cache() -> str | None:
-    """Return the state of the compiler's cache on disk: `cold` (all graphs were compiled), `warm` (all graphs were
-    in the cache) or `partly warm`. None if nothing was compiled or the cache is off."""
+    """Return the state of the compiler's cache on disk: `cold` (all graphs were compiled), `warm` (all graphs were in
+    the cache) or `partly warm`. Return None if nothing was compiled or the cache is off."""
     from torch._dynamo.utils import counters
 
     hits = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]

@@ -29,7 +29,7 @@ COMPLETE = "ftbench_complete"  # attribute of a model that has lost layers
 
 
 def rank() -> int | None:
-    """Return the rank of this process; None if it is the only one."""
+    """Return the rank of this process. Return None if it is the only one."""
     return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
 
 
