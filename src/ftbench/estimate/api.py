@@ -19,7 +19,8 @@ from ftbench.store.rundir import first_gpu
 
 
 class Predictor:
-    """Predicts many specs for the GPU of a machine.json, using the runs and probes of a results folder."""
+    """Predict memory and time of many specs on the GPU of a machine.json, with the runs and probes of a results
+    folder."""
 
     def __init__(self, gpu: dict[str, Any], folder: Path) -> None:
         self._gpu, self._history, self._cache = gpu, RunHistory.read(folder), MemoryCache(gpu.get("memory_gb"))
@@ -38,14 +39,15 @@ def usable_gib(gpu: Gpu) -> float:
 
 
 def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | None:
-    """Return why a run will fail on the machine of a machine.json: too little memory."""
+    """Return why a run will not fit into the memory of this machine (a machine.json), or None if it may fit."""
     return memory_problem(spec, first_gpu(described) or None, store, (described.get("cpu") or {}).get("memory_gb"))
 
 
 def memory_on_machine(
     spec: Experiment, gpu: dict[str, Any] | None, store: Path | None, cache: MemoryCache | None = None
 ) -> MemoryEstimate | None:
-    """Return the memory on the GPU of a machine.json; None without a GPU, for a mock, and for an unknown model."""
+    """Return the estimated memory on the GPU of a machine.json. It is None without a GPU, for a mock run, and for an
+    unknown model."""
     with suppress(FtbenchError):
         if gpu is not None and gpu.get("memory_gb") and spec.launch.mock == "off":
             return (cache or MemoryCache(gpu["memory_gb"])).estimate(spec, machine_gpu(gpu, store))
@@ -53,8 +55,8 @@ def memory_on_machine(
 
 
 def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, history: RunHistory) -> DurationEstimate | None:
-    """Return the time on the GPU of a machine.json; None without a known GPU, for a mock, and if the time is not
-    known."""
+    """Return the estimated time on the GPU of a machine.json. It is None without a known GPU, for a mock run, and if no
+    rate is known."""
     with suppress(FtbenchError):
         if (known := limited_gpu(gpu)) is not None and spec.launch.mock == "off":
             return estimate_duration(spec, known, history)

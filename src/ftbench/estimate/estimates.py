@@ -47,7 +47,7 @@ class EstimateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The text, the JSON document, and the exit code of --check, which follows the best verdict."""
+    """The answer as text and as a JSON document. `--check` exits with a code that depends on the best verdict."""
 
     text: str
     document: str
@@ -55,7 +55,8 @@ class Answer:
 
 
 class Target(NamedTuple):
-    """A GPU of the table, or the GiB of an unknown GPU. `total` is the memory that its driver reports, if known."""
+    """A GPU to estimate for: a row of the GPU table, or the GiB of an unknown GPU. `total` is the memory that the
+    driver reports, if known."""
 
     name: str
     gpu: Gpu | float
@@ -63,7 +64,7 @@ class Target(NamedTuple):
 
 
 def estimate(request: EstimateRequest) -> Answer:
-    """Return the answer. Raise SpecError if the request is wrong or something is not known."""
+    """Return the answer to a request. Raise SpecError if the request is wrong, or if the model or GPU is not known."""
     every, launch = request.strategy == ALL, {"gpus": request.gpus, "strategy": request.strategy}
     given = [f"launch.{key}={value}" for key, value in launch.items() if value is not None]
     sets = [*request.sets, *([] if every else given)]
@@ -143,7 +144,7 @@ def _compare_strategies(
 def _alternative(
     spec: Experiment, target: Target, request: EstimateRequest, sets: Sequence[str], history: RunHistory
 ) -> tuple[str, dict[str, Any] | None]:
-    """Return the fastest settings that fit with the same samples per step, as text and as a record."""
+    """Return the fastest settings that fit and keep the samples per step, as text and as a record."""
     from ftbench.estimate.recommend import ranking, spec_file  # most specs fit
 
     if not isinstance(target.gpu, Gpu):
@@ -159,8 +160,8 @@ def _alternative(
 
 
 def _targets(request: EstimateRequest) -> list[Target]:
-    """Return the requested GPUs, or this machine's GPU, with the memory that the store's probes and the driver
-    report."""
+    """Return the requested GPUs, or this machine's GPU. Their memory comes from the probes in the results folder and
+    from the driver."""
     if request.gpu is not None:
         return [Target(gpu.name, probed(gpu, request.store)) for gpu in gpus_named(request.gpu)]
     described = machine.gpu()

@@ -1,6 +1,6 @@
-"""GPUs of an estimate: those that `--gpu` names, and the memory that a process can use on each.
+"""Find the GPUs that `--gpu` names, and the memory that a process can use on each.
 
-A name that fits several cards is an error that lists them."""
+If a name fits several cards, the error lists them."""
 
 import re
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ DISPLAY = 0.5  # GiB left for a display on cards with display outputs
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """GiB of a GPU: `total` as its driver counts (NVML, nvidia-smi), `usable` by processes, and the `margin` to leave
-    free."""
+    """The memory of a GPU in GiB. The driver reports `total` (NVML, nvidia-smi), and processes can use `usable`.
+    `margin` should stay free."""
 
     total: float
     usable: float
@@ -32,16 +32,16 @@ class Capacity:
 
     @property
     def words(self) -> str:
-        """The three numbers as text."""
+        """The total, the usable memory and the margin as text."""
         kept = f", less {gibibytes(self.margin)} for a display" if self.margin else ""
         return f"{gibibytes(self.total)} GiB by its driver (NVML), {gibibytes(self.usable)} for a process{kept}"
 
 
 def capacity(gpu: Gpu | float, total: float | None = None) -> Capacity:
-    """Return the capacity of a GPU of the table, or of an unknown one given its GiB.
+    """Return the capacity of a GPU of the table, or of an unknown GPU with this many GiB.
 
-    `total` is the driver's number, if known. Otherwise it is the table's, or the data sheet's GB as 10**9 bytes, the
-    lower reading."""
+    `total` is the memory that the driver reports, if known. Otherwise it comes from the table, or from the data sheet,
+    whose GB count as 10**9 bytes (GiB would be more)."""
     if not isinstance(gpu, Gpu):
         size = total or gpu
         return Capacity(size, max(0.0, size - RESERVE))
@@ -51,7 +51,8 @@ def capacity(gpu: Gpu | float, total: float | None = None) -> Capacity:
 
 
 def probed(gpu: Gpu, store: Path | None) -> Gpu:
-    """Return the GPU with the usable memory that a probe in the store measured, if there is one."""
+    """Return the GPU with its usable memory. If the results folder has a probe of this GPU, the memory is the measured
+    one."""
     figures = machine.ceilings(store, gpu.name) if store else {}
     if "usable_gb" not in figures:
         return gpu
@@ -60,7 +61,8 @@ def probed(gpu: Gpu, store: Path | None) -> Gpu:
 
 
 def machine_gpu(described: Mapping[str, Any], store: Path | None) -> Gpu | float:
-    """Return the GPU of a machine.json from the table and the store's probes, or its GiB if it is not in the table."""
+    """Return the GPU of a machine.json as a row of the table, updated with probes. If the table does not have it,
+    return its GiB."""
     gpu = limited_gpu(described)
     return probed(gpu, store) if gpu else float(described["memory_gb"])
 
@@ -74,7 +76,8 @@ def gpus_named(text: str) -> list[Gpu]:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the only GPU that matches `name`: its name in the table, the driver's name, or words of either.
+    """Return the only GPU that matches `name`. The name can be that of the table or of the driver, or some words of
+    them.
 
     Raises:
         SpecError: No GPU matches, or several do."""
@@ -108,13 +111,13 @@ def _by_driver(name: str) -> Gpu | None:
 def gpus_called(text: str) -> list[Gpu]:
     """Return the GPUs that match each word of a user's spelling: `rtx4090`, `4090`, `h100-pcie`, `A100 SXM 80GB`."""
     words = _words(text)
-    several = len(words) > 1  # `40` names no card, and `A100 40` does
+    several = len(words) > 1  # `40` alone does not name a card, but `A100 40` does
     return [gpu for gpu in gpus()
             if words and all(any(_same(word, own, several) for own in _names(gpu)) for word in words)]  # fmt: skip
 
 
 def _same(word: str, own: str, or_memory: bool) -> bool:
-    """Return whether a word is a GPU's word or short for it: `sxm` for `sxm4`, and `80` for `80gb`."""
+    """Return whether a word is a word of the GPU's name or a short form of it: `sxm` for `sxm4`, `80` for `80gb`."""
     return own == word or (word.isalpha() and own.rstrip("0123456789") == word) or (or_memory and own == f"{word}gb")
 
 

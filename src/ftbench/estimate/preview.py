@@ -23,8 +23,8 @@ from ftbench.spec.datasets import Dataset, check_file, row_example, row_format
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 
-_LETTERS = 600  # of a sample that are shown
-_EXPORT_S = 3600.0  # enough for gigabytes over a slow connection
+_LETTERS = 600  # characters of a sample that are shown
+_EXPORT_S = 3600.0  # seconds; enough to download gigabytes over a slow connection
 
 
 def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
@@ -49,10 +49,11 @@ def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_images(spec: Experiment) -> KnownSamples | None:
-    """Return the samples of a data set with images, counted for the model's family; None without images."""
+    """Return the samples of a data set with images. Image tokens are counted for the model's family. Return None if the
+    samples have no images."""
     try:
         vision = shape_of(spec.model).vision
-    except SpecError:  # unknown model
+    except SpecError:  # the model is not known
         return None
     return known_samples(spec, vision, fitting=False) if vision else None
 
@@ -115,7 +116,7 @@ def _document(
 
 
 def _rendered(example: Example) -> str:
-    """Return the text of an example, its turns one after the other."""
+    """Return the text of an example. The turns of a dialogue follow each other."""
     if example.text is not None:
         return example.text
     if example.rejected:

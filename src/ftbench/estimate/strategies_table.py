@@ -1,4 +1,4 @@
-"""All strategies for a spec on several GPUs: the memory per GPU, and the speed of all GPUs together."""
+"""Compare all strategies for a spec on several GPUs: the memory of each GPU, and the speed of all GPUs together."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ _MARKS = {"fits": "", "uncertain": " ?", "does not fit": " no"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A strategy on a number of GPUs: memory and time if known, and problems that prevent it."""
+    """A strategy on a number of GPUs. It has the estimated memory and time if they are known, or the problems why it
+    cannot run."""
 
     launch: Launch
     memory: MemoryEstimate | None
@@ -32,7 +33,7 @@ class Row:
 
 
 def rows(spec: Experiment, gpu: Gpu | float, most: int, store: RunHistory, total: float | None) -> list[Row]:
-    """Return a row for one GPU, and for each strategy on 2, 4, ... and `most` GPUs.
+    """Return one row for a single GPU, and one row for each strategy on 2, 4, ... and `most` GPUs.
 
     The spec's offloading is kept if the strategy supports it."""
     mesh, table = {"tp+fsdp": 2 * (spec.launch.tp or 1)}, list[Row]()
@@ -47,7 +48,7 @@ def rows(spec: Experiment, gpu: Gpu | float, most: int, store: RunHistory, total
             table.append(Row(way.spec.launch, None, None, (why,)))
             continue
         if isinstance(gpu, Gpu):
-            with suppress(SpecError):  # the memory is known
+            with suppress(SpecError):  # the time is not known, but the memory is
                 time = estimate_duration(way.spec, gpu, store)
         table.append(Row(way.spec.launch, estimate_memory(way.spec, gpu, total=total), time, way.problems))
     return table

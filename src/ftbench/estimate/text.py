@@ -1,4 +1,4 @@
-"""An estimate for one or several GPUs, and its text."""
+"""Write the estimate for one or several GPUs as text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -15,7 +15,7 @@ from ftbench.estimate.workload.sharding import shared_how
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Amount, Prices, amount
 
-_Z = 1.645  # of the ends of a 90 % range
+_Z = 1.645  # quantile of the normal distribution at the ends of a 90 % range
 _BAR = 32  # characters of the longest bar
 LIMITS = {"host": "launch-bound", "images": "image loading"}  # other than the GPU
 LAUNCH_BOUND = "launch-bound: the CPU starts kernels too slowly, so a faster GPU gains little"
@@ -23,8 +23,8 @@ LAUNCH_BOUND = "launch-bound: the CPU starts kernels too slowly, so a faster GPU
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What to estimate in addition to the step: the time for `samples` (None: the samples of the spec), the samples in
-    `hours`, and with `prices` the cost."""
+    """The totals to print: the time for `samples` (None: the samples of the spec), the number of samples in `hours`,
+    and the cost if there are `prices`."""
 
     samples: float | None
     hours: float
@@ -33,7 +33,8 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class GpuEstimate:
-    """Memory, largest batch that fits, and time on a GPU; `reason` explains a missing time."""
+    """The estimate for one GPU: memory, the largest batch that fits, and the time. If the time is not known, `reason`
+    explains it."""
 
     name: str
     memory: MemoryEstimate
@@ -45,7 +46,7 @@ class GpuEstimate:
 def totals(
     spec: Experiment, name: str, time: DurationEstimate, scope: Scope
 ) -> tuple[float | None, Band | None, Amount | None]:
-    """Return the requested samples (by default the samples of the spec), their time and their cost, if known."""
+    """Return the number of samples, and the time and cost to train them. Each is None if it is not known."""
     if (samples := scope.samples or epochs_samples(spec, time.samples)) is None:
         return None, None, None
     seconds, price = time.seconds_for(samples), scope.prices.of(name) if scope.prices else None
@@ -54,7 +55,8 @@ def totals(
 
 
 def as_text(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope, nearest: str = "") -> str:
-    """Return one GPU with its details, or one line per GPU. `nearest` describes the most similar spec that fits."""
+    """Return the details of a single GPU, or a table of several GPUs. `nearest` is a text about the nearest spec that
+    fits."""
     more = [nearest] if nearest else []
     if len(rows) > 1:
         return "\n".join([_fitting(rows), "", _table(spec, rows, scope), *more])
@@ -67,7 +69,8 @@ def as_text(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope, nearest
 
 
 def fit_words(memory: MemoryEstimate) -> str:
-    """Return `fits`, `does not fit`, or how likely it fits: the share of the range below the memory of a process."""
+    """Return `fits`, `does not fit`, or how likely the training fits. The probability is the share of the range that is
+    below the memory of a process."""
     if memory.verdict != "uncertain":
         return memory.verdict
     device, room = memory.device, memory.usable - memory.margin + RESERVE
@@ -78,7 +81,7 @@ def fit_words(memory: MemoryEstimate) -> str:
 
 
 def _fitting(rows: Sequence[GpuEstimate]) -> str:
-    """Return how many GPUs a spec fits, and which are the smallest and the fastest of them."""
+    """Return a sentence: the number of GPUs on which the spec fits, and the smallest and the fastest of them."""
     fit = [row for row in rows if row.memory.verdict == VERDICTS[0]]
     if not fit:
         return folded(f"It is not sure to fit any of these {len(rows)} GPUs.")
@@ -146,7 +149,7 @@ def _bars(parts: Mapping[str, float]) -> str:
 
 
 def _band(band: Band, written: Callable[[float], str], unit: str = "") -> str:
-    """Return the expected value with its 90 % range."""
+    """Return an expected value with its 90 % range as text."""
     return f"{written(band.expected)}{unit} (90 %: {written(band.low)} to {written(band.high)})"
 
 
@@ -164,7 +167,8 @@ def _time_details(time: DurationEstimate) -> list[str]:
 
 
 def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
-    """Return one line per GPU, without empty columns, and notes on unknown times and on lengths."""
+    """Return a table with one line per GPU and without empty columns. Notes explain unknown times and sample
+    lengths."""
     known = [row.time for row in rows if row.time]
     samples = scope.samples or epochs_samples(spec, known[0].samples if known else 0.0)
     cells = [_cells(spec, row, scope, f">{units.count(samples)} samples" if samples else "") for row in rows]
@@ -187,7 +191,7 @@ def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
 
 
 def _cells(spec: Experiment, row: GpuEstimate, scope: Scope, training: str) -> dict[str, str]:
-    """Return the cells of a GPU by heading: fit, memory, time, basis, cost, largest batch and speeds."""
+    """Return heading → cell for one GPU: verdict, memory, time, basis, cost, largest batch and speeds."""
     memory, time = row.memory, row.time
     _, seconds, cost = totals(spec, row.name, time, scope) if time else (None, None, None)
     return {
@@ -207,7 +211,7 @@ def _cells(spec: Experiment, row: GpuEstimate, scope: Scope, training: str) -> d
 
 
 def _unknown(rows: Sequence[GpuEstimate]) -> list[str]:
-    """Return why GPUs have no time: one sentence per reason."""
+    """Return one sentence for each reason why the time of GPUs is not known."""
     groups = grouped_by((row for row in rows if row.time is None), lambda row: row.reason.replace(row.name, ""))
     return [
         f"{first.name}: {first.reason}" + (f"; also {', '.join(row.name for row in more)}" if more else "")

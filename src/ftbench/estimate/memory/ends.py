@@ -1,5 +1,5 @@
-"""Memory before the first and after the last decoder layer: image encoder, projector, and the loss. Bytes of the batch,
-unless noted otherwise.
+"""Memory before the first and after the last decoder layer: image encoder, projector, and loss. All sizes are bytes for
+the whole batch, unless noted otherwise.
 
 Images are counted per patch or per token of the projector. Notation: h hidden and i width of the encoder's MLP; s, c
 bytes of an element of the encoder's residual stream and of the compute type. The saved tensors were read from steps of
@@ -28,7 +28,8 @@ def tail(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def final_norm_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes of the final norm's backward pass: five float32 copies, minus the freed hidden states."""
+    """Return the peak bytes of the final norm's backward pass. It holds five float32 copies of its input, and the
+    hidden states are already freed."""
     if plan.norms_keep_inputs:
         return 0.0
     return float((5 * FLOAT - plan.stream) * model.hidden * batch.tokens)
@@ -82,7 +83,7 @@ def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> f
 def tied_gradients(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the gradients at the end of the backward pass if embedding and head share a weight.
 
-    While the gradients of both uses are added, they exist in addition to the result."""
+    Autograd adds the gradients from the embedding and the head. During the addition, both and their sum exist."""
     return 2.0 * model.vocab * model.hidden * plan.weight if plan.full and model.tied else 0.0
 
 
@@ -101,15 +102,15 @@ def transient_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> 
 
 
 def pixels(vision: VisionShape, batch: BatchShape) -> float:
-    """Return the float32 pixels of the batch."""
+    """Return the bytes of the batch's pixels in float32."""
     return float(FLOAT * vision.values * (batch.images.patches - _classes(vision, batch)))
 
 
 def images_shown(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that stay until the forward pass ends.
+    """Return the bytes of image tensors that stay until the forward pass ends.
 
-    These are the features of the images, the embeddings with the features inserted, the features for further decoder
-    layers, and the last hidden states of Qwen3-VL."""
+    These are the image features, and the embeddings with the features inserted. Qwen3-VL adds the features for later
+    decoder layers and its last hidden states."""
     if (vision := model.vision) is None:
         return 0.0
     features = (1 + 2 * vision.deep) if vision.deep else 1
@@ -118,7 +119,8 @@ def images_shown(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> fl
 
 
 def encoder_saved(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes saved for the backward pass if a gradient is needed. Checkpointed layers save their input."""
+    """Return the bytes that the encoder and projector save, if they need a gradient. Checkpointed layers save only
+    their input."""
     encoder = 0.0
     if reached(vision, plan):
         again, used = plan.checkpointing != "off", vision.layers - bool(vision.tile)  # LLaVA skips the last one
@@ -128,20 +130,20 @@ def encoder_saved(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) ->
 
 
 def reached(vision: VisionShape, plan: TrainingPlan) -> bool:
-    """Return whether the encoder gets a gradient.
+    """Return whether the backward pass reaches the encoder.
 
-    With checkpoints, a frozen CLIP encoder gets one, because transformers requires one for CLIP's patch embedding
-    (enable_input_require_grads)."""
+    With gradient checkpointing, it also reaches a frozen CLIP encoder, because transformers makes the output of CLIP's
+    patch embedding require a gradient (enable_input_require_grads)."""
     return plan.vision != "frozen" or (plan.checkpointing != "off" and bool(vision.tile))
 
 
 def _classes(vision: VisionShape, batch: BatchShape) -> int:
-    """Return the number of class tokens, one per tile in CLIP."""
+    """Return the number of class tokens. CLIP has one per tile."""
     return batch.images.tiles if vision.tile else 0
 
 
 def stream(vision: VisionShape, plan: TrainingPlan) -> int:
-    """Return bytes of an element of the residual stream.
+    """Return the bytes per element of the encoder's residual stream.
 
     Under autocast CLIP's first LayerNorm returns float32, and Qwen's first product returns the compute type."""
     if not plan.autocast:
@@ -150,7 +152,7 @@ def stream(vision: VisionShape, plan: TrainingPlan) -> int:
 
 
 def _ends(vision: VisionShape, plan: TrainingPlan) -> float:
-    """Return the bytes saved per patch outside the layers.
+    """Return the bytes per patch that the encoder saves outside its layers.
 
     Qwen's rotation keeps sines and cosines per head. If the encoder is trained fully, the input pixels of the first
     product and CLIP's first norm are saved too. With adapters, the first layer's norm saves nothing. With
@@ -165,7 +167,7 @@ def _ends(vision: VisionShape, plan: TrainingPlan) -> float:
 
 
 def _layer(vision: VisionShape, plan: TrainingPlan) -> float:
-    """Return the bytes that a layer saves per patch.
+    """Return the bytes per patch that an encoder layer saves.
 
     The two norms save their float32 input, which in CLIP is the residual stream. Attention saves queries, keys,
     values, output, and a float32 number per head. Qwen's rotation also keeps the fused product of queries and keys.
@@ -178,7 +180,7 @@ def _layer(vision: VisionShape, plan: TrainingPlan) -> float:
 
 
 def _inputs(vision: VisionShape, plan: TrainingPlan) -> float:
-    """Return the bytes of the inputs that matrices save.
+    """Return the bytes of the inputs that the encoder's matrices save.
 
     Each adapter saves a copy of its input. Trained matrices of CLIP (q, k, v and fc1) save a cast input, and the output
     projection shares the output of attention. Trained matrices of Qwen save the joined outputs of the windows, and the
@@ -194,7 +196,7 @@ def _inputs(vision: VisionShape, plan: TrainingPlan) -> float:
 def projector(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the bytes that the projector saves: the activation's input, inputs of trained matrices, and Qwen's norms.
 
-    The norms count if the gradient passes through them."""
+    The norms are included if the gradient passes through them."""
     if not (plan.trains_vision or reached(vision, plan)):
         return 0.0
     c, tokens = plan.compute, (batch.images.patches - _classes(vision, batch)) // vision.merge**2
@@ -210,7 +212,7 @@ def projector(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> flo
 
 
 def encoder_moment(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the largest temporary memory of the encoder.
+    """Return the peak bytes of the encoder's temporary tensors.
 
     LLaVA keeps the outputs of all layers (modeling_llava_next.py, output_hidden_states) while one MLP is computed.
     Qwen keeps the pixels in the weights' type, and rotates queries and keys in float32: eight tensors of that width."""
@@ -223,6 +225,6 @@ def encoder_moment(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -
 
 
 def encoder_remade(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that a checkpointed encoder layer recomputes."""
+    """Return the bytes of the tensors that a checkpointed encoder layer recomputes."""
     again = reached(vision, plan) and plan.checkpointing != "off"
     return batch.images.patches * _layer(vision, plan) if again else 0.0

@@ -1,4 +1,4 @@
-"""The memory of a spec on a GPU: allocated, reserved and device, its parts, and the verdict."""
+"""Estimate the memory of a spec on a GPU: allocated, reserved and device memory, its parts, and whether it fits."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from ftbench.spec.experiment import Experiment, resolve
 Verdict = Literal["fits", "uncertain", "does not fit"]
 VERDICTS: tuple[Verdict, ...] = ("fits", "uncertain", "does not fit")
 
-# Half-widths of the range, as shares of the expected value, for cases without committed runs. The range of others is
-# fitted (memory/estimate.py, docs/evidence/memory-estimates.md).
-SHARDED_SPREAD = 0.15  # for strategies without a measured run; less below, because states are known exactly
+# Half-widths of the range, as shares of the expected value, for cases without committed runs. For other cases the range
+# was fitted to runs (docs/evidence/memory-estimates.md).
+SHARDED_SPREAD = 0.15  # above the estimate, for strategies without a measured run; the next line is for below it
 SHARDED_BELOW = 0.1
 ROUGH_SPREAD = 0.2  # for specs that `is_rough`
-UNSEEN_SPREAD = 0.055  # for settings without a committed run, or not fully understood: see `_spread`
+UNSEEN_SPREAD = 0.055  # for settings without a committed run, or not fully understood (see `_spread`)
 MEASURED = {"gpt_oss", "llama", "llava_next", "qwen2", "qwen3", "qwen3_moe"}  # families whose memory was measured
-VARYING_MOST = 0.5  # share of the activations that the pool may hold in addition if shapes vary
-CONTEXT_LEAST = 0.4  # GiB: a context on a small GPU without the driver's own reserve
-CONTEXT_MORE = 0.2  # GiB beyond the median of runs: kernels are loaded on first use
-NCCL, NCCL_MORE = 0.5, 1.0  # GiB outside the allocator: buffers of NCCL's channels, which grow with ranks and links
-HOST = 1.9  # GiB of host memory of a run without offloading: median of 193 in results/h200, 1.6 to 2.3
-POOL_LEAST = 0.025  # share of the tensors that the pool may hold in addition in any run
-SEGMENTS = 0.1  # GiB unused in the pool's segments of 2 and 20 MiB, even for small models
+VARYING_MOST = 0.5  # the pool may be larger by this share of the activations if batch shapes vary
+CONTEXT_LEAST = 0.4  # GiB of a CUDA context on a small GPU, without the memory that the driver reserves for itself
+CONTEXT_MORE = 0.2  # GiB by which a context may exceed the median of the runs, because kernels are loaded on first use
+NCCL, NCCL_MORE = 0.5, 1.0  # GiB of NCCL's buffers outside the allocator: expected, and at most in addition
+HOST = 1.9  # GiB of host memory of a run without offloading: the median of 193 runs in results/h200 (1.6 to 2.3)
+POOL_LEAST = 0.025  # in every run, the pool may be larger than the tensors by this share
+SEGMENTS = 0.1  # GiB that stay unused in the pool's segments of 2 and 20 MiB, even with small models
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Constants:
     """Constants of `facts/estimator.yaml`.
 
     `allocated_factor` multiplies the sum of the terms. `context_gib` is the memory of the driver and the CUDA context.
-    The others describe the unused part of the allocator's pool: a share of the logits' blocks, GiB for
-    compiled graphs, a share of the activations if batches vary in shape, and a share of the optimizer's temporary
-    tensors if its step takes as much as the backward pass. 90 % of the fitted runs are within `allocated_range` (a
-    share of their tensors) and within `pool_range` (a share of the widest difference that the pool may have). `runs`
-    were used for the fit. Runs of `strategies` on several GPUs agree with the estimate."""
+    The other constants describe the unused part of the allocator's pool. It is a share of the logits, some GiB for
+    compiled graphs, a share of the activations if batch shapes vary, and a share of the optimizer's temporary tensors
+    if the optimizer step needs as much memory as the backward pass. 90 % of the fitted runs are within
+    `allocated_range` (a share of their tensors) and within `pool_range` (a share of the widest difference that the pool
+    may have). The constants were fitted to `runs`. For `strategies`, runs on several GPUs agree with the estimate."""
 
     allocated_factor: float
     context_gib: float
@@ -87,10 +87,11 @@ class Band:
 class MemoryEstimate:
     """The memory of one GPU in GiB.
 
-    `parts` are the tensors at the peak by name; they add up to `allocated.expected`. `total` is the GPU's memory by its
-    driver, and `device` includes the driver's own part, as NVML does. `usable` is available to processes, and `margin`
-    of it stays free; `verdict` compares these. `host` is the host memory of the run per machine. `batch` is the largest
-    batch, rows x length, and `basis` is the source of its shape. `stages` is the memory of each rank of a pipeline."""
+    `parts` are the tensors at the peak by name. Their sum is `allocated.expected`. `total` is the GPU's memory that the
+    driver reports. `device` includes the driver's own memory, as in NVML. Processes can use `usable`, of which `margin`
+    should stay free. `verdict` compares the estimate with these two. `host` is the host memory of the run. `batch` is
+    the largest batch, rows x length, and `basis` is the source of its shape. `stages` is the memory of each rank of a
+    pipeline."""
 
     allocated: Band
     reserved: Band
@@ -160,14 +161,14 @@ def estimate_memory(
 
 
 def _peak_of(case: MemoryCase, named: dict[str, Parts], batch: Largest, end: BatchShape | None) -> float:
-    """Return the peak bytes with another batch; `named` are the phases of the expected batch."""
+    """Return the peak bytes with the batch `end`. `named` are the phases with the expected batch."""
     if end is None or end == batch.expected:
         return peak(named)[1]
     return peak(phases(replace(case, batch=rank_shape(end, case.sharding))))[1]
 
 
 def _host(case: MemoryCase) -> float:
-    """Return GiB of host memory of all GPUs together."""
+    """Return the host memory of the run in GiB, summed over all GPUs."""
     states = optimizer_state(*kept_by(case.model, case.plan)) if case.plan.in_backward == "offload" else 0.0
     each = HOST * GIB + on_host(case.model, case.plan) + checkpoints_on_host(case) + states
     return (case.sharding.gpus * each + offloaded(case.model, case.plan, case.sharding)) / GIB
@@ -207,7 +208,7 @@ def _tiers(
     allocated = Band(lowest * (1 - below), at_peak, highest * (1 + spread))
     basis = slack_basis(case, named)
     held = sum(getattr(known, name) * amount for name, amount in basis.items())
-    held += fetched_head(case.model, case.plan) / GIB  # its block is split after it is freed
+    held += fetched_head(case.model, case.plan) / GIB  # after the head is freed, its block is split
     widest = 3 if case.plan.compiled else 2  # pools of runs with compiled layers held 0.5 to 2.4 GiB more
     beyond = max(widest * held, _not_reused(named, phase, basis), POOL_LEAST * at_peak, SEGMENTS)
     share = known.pool_range
@@ -225,11 +226,11 @@ def _tiers(
 
 
 def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float:
-    """Return the most GiB in blocks that the peak in `phase` cannot reuse.
+    """Return an upper bound, in GiB, of the free blocks that cannot be reused at the peak in `phase`.
 
-    These are half of the activations if batches vary in shape, the loss's logits if the peak is in another phase,
-    and the optimizer's temporary tensors if the backward pass leaves little memory. Gathered weights use a separate
-    stream, whose blocks no other tensor can use."""
+    It is the largest of four sizes: half of the activations if batch shapes vary, the logits if the peak is not in the
+    loss, the optimizer's temporary tensors if the backward pass leaves few blocks for them, and gathered weights.
+    Gathered weights use a separate CUDA stream, whose blocks other tensors cannot use."""
     loss_only = named["loss"]["logits"] / GIB if phase != "loss" else 0.0
     temporary = named["optimizer step"]["one step"] / GIB if basis["optimizer_share"] else 0.0
     gathered = max(parts.get(GATHERED, 0.0) for parts in named.values()) / GIB
@@ -237,37 +238,37 @@ def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float
 
 
 def verdict_of(allocated: Band, device: Band, has: Capacity) -> Verdict:
-    """Return whether a process fits.
+    """Return whether a run fits into the memory of a GPU.
 
-    The allocator frees unused blocks before it fails, so only the tensors can show that something does not fit.
-    `device` includes the driver's part as on measured GPUs."""
+    The allocator frees unused blocks before it fails. Therefore a run certainly does not fit only if its tensors do
+    not. `device` includes as much memory of the driver as on measured GPUs."""
     if device.high - RESERVE <= has.usable - has.margin:
         return "fits"
     return "does not fit" if allocated.low + CONTEXT_LEAST > has.usable else "uncertain"
 
 
 def _spread(case: MemoryCase, known: Constants) -> float:
-    """Return the half-width of the range; larger for strategies and settings without runs."""
+    """Return the half-width of the range. It is larger for strategies and settings without committed runs."""
     plan = case.plan
     unsloths = plan.checkpointing == "unsloth"  # measured up to 6 % above the formula
     family = case.model.vision.family if case.model.vision else case.model.family
     unseen = plan.attention == "flash" or plan.mxfp4 or unsloths or family not in MEASURED
     unseen |= plan.streamed or bool(plan.in_backward)
     unseen |= (plan.compiled and (plan.full or plan.quantised)) or "torchao" in plan.optimizer or plan.graphed
-    unseen |= plan.loss == "pairs"  # no committed run trains them: compared with recorded peaks
+    unseen |= plan.loss == "pairs"  # no committed run trains pairs
     if case.sharding.gpus > 1 and case.sharding.name not in known.strategies:
         return SHARDED_SPREAD
     return UNSEEN_SPREAD if unseen else known.allocated_range
 
 
-SlackBasis = dict[str, float]  # GiB that each of `Constants` multiplies; 1 or 0 for compiled graphs
+SlackBasis = dict[str, float]  # name of a constant → GiB that it multiplies; 1 or 0 for compiled graphs
 
 
 def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
-    """Return the blocks that the pool cannot reuse.
+    """Return the sizes of the blocks that the pool may not be able to reuse, each under the name of its constant.
 
-    The blocks of our chunked loss have one size and are reused. The optimizer's temporary tensors reuse the blocks
-    of the backward pass, if these are large enough."""
+    The logits of our chunked loss do not count, because its blocks have one size and are reused. The optimizer's
+    temporary tensors reuse the blocks of the backward pass, if these are large enough."""
     logits = 0.0 if case.plan.loss == "chunked" else ends.logits(case.model, case.plan, case.batch)
     transient = logits + ends.head_cast(case.model, case.plan)
     acts = named["loss"].get("activations", 0) + named["loss"].get("checkpoints", 0)
@@ -281,6 +282,6 @@ def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
 
 
 def slack_basis_of(spec: Experiment, gpu: Gpu | float, batch: Largest | None) -> SlackBasis:
-    """Return the block sizes of a run that the pool cannot reuse, to fit the constants."""
+    """Return `slack_basis` of a run, to fit the constants."""
     case, _ = _case(spec, gpu, batch)
     return slack_basis(case, phases(case))

@@ -14,21 +14,21 @@ MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
 
 
 def with_batch(spec: Experiment, batch: int, accumulation: int | None = None) -> Experiment:
-    """Return the spec with another batch size, and by default the same accumulation."""
+    """Return the spec with another batch size. The number of accumulated batches stays the same unless it is given."""
     passes = accumulation or spec.train.gradient_accumulation_steps
     train = spec.train.model_copy(update={"batch_size": batch, "gradient_accumulation_steps": passes})
     return spec.model_copy(update={"train": train})
 
 
 class MemoryCache:
-    """Memory estimates of many specs on many GPUs. `total` is passed to `estimate_memory`."""
+    """Cache the memory estimates of many specs on many GPUs. `total` is passed to `estimate_memory`."""
 
     def __init__(self, total: float | None = None) -> None:
         self._total = total
         self._known: dict[Any, MemoryEstimate] = {}
 
     def estimate(self, spec: Experiment, gpu: Gpu | float) -> MemoryEstimate:
-        """Return the same as `estimate_memory`."""
+        """Return the result of `estimate_memory`, from the cache if possible."""
         train, capability = spec.train, capability_of(gpu)
         kind = (cublas_workspace(capability or MODERN), capability is not None and capability >= MODERN)
         passes = train.gradient_accumulation_steps
@@ -45,8 +45,9 @@ class MemoryCache:
     ) -> int | None:
         """Return the largest train.batch_size that fits, or None if the smallest does not.
 
-        It is at most the number of samples and `most`, and a multiple of the micro-batches of pp. With `likely`, return
-        the largest that is expected to fit, without margins: the start of a search."""
+        The batch size is a multiple of the micro-batches of pp. It is at most the number of samples, and at most
+        `most`. With `likely`, return the largest batch whose expected memory fits, without margins. A search starts
+        there."""
         has, unit = capacity(gpu, self._total), spec.launch.micro_batches or 1
 
         def fits(units: int) -> bool:
@@ -60,7 +61,7 @@ class MemoryCache:
 def largest_batch(
     spec: Experiment, gpu: Gpu | float, *, likely: bool = False, total: float | None = None
 ) -> int | None:
-    """Return the largest batch of one spec."""
+    """Return the largest batch of one spec that fits, or None."""
     return MemoryCache(total).largest_batch(spec, gpu, likely)
 
 

@@ -13,13 +13,13 @@ from ftbench.estimate.workload.model import expert_adapter
 from ftbench.estimate.workload.plan import Attention, TrainingPlan
 from ftbench.families.shape import Layer, Linear, Norm
 
-FLOAT, INDEX = 4, 8  # bytes
+FLOAT, INDEX = 4, 8  # bytes per element
 _STREAM = ("input", "mlp input")  # the normalized residual stream that linear layers read
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 
 
 def norms(layer: Layer, plan: TrainingPlan, of: Sequence[Norm] | None = None) -> float:
-    """Return the bytes that norms save: their input in float32 (4 h) and a scale (4).
+    """Return the bytes that norms save. Each saves its input in float32 (4 h) and a scale (4).
 
     A trained norm also saves its normalized input, in the type that its weight multiplies. A LayerNorm in Python saves
     its centered input twice. Liger (LigerRMSNormFunction) and unsloth save the input in its own type. For the norms
@@ -42,17 +42,19 @@ def norms(layer: Layer, plan: TrainingPlan, of: Sequence[Norm] | None = None) ->
 
 
 def saved_twice(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes that two operations of an eager norm both save: its input in float32.
+    """Return the bytes of the tensors that an eager norm saves twice. Two of its operations save the same float32
+    input.
 
-    trl's activation offloading moves a tensor when it is saved first, and keeps it on the GPU when it is saved again
-    (activation_offloading.py, deduplication of storages)."""
+    When a tensor is saved first, trl's activation offloading moves it to host memory. When the same tensor is saved
+    again, it stays on the GPU (activation_offloading.py, deduplication of storages)."""
     if plan.norms_keep_inputs or plan.compiled:
         return 0.0
     return float(FLOAT * sum(norm.width for norm in layer.norms))
 
 
 def adapter_input(plan: TrainingPlan, linear: Linear) -> float:
-    """Return the bytes that the adapters of one matrix save: their input, and r numbers between both matrices.
+    """Return the bytes that the adapters of one matrix save: their input, and the product of the input and A (r
+    numbers).
 
     peft casts the input to the adapters' type and autocast casts it back to the product's type, so each matrix saves
     its own copy. The copy is shared only if the input already has the adapters' type (a quantized model's o)."""
@@ -62,12 +64,13 @@ def adapter_input(plan: TrainingPlan, linear: Linear) -> float:
 
 
 def distinct(linears: Sequence[Linear]) -> int:
-    """Return the widths of distinct inputs of linear layers. The attention itself saves its output."""
+    """Return the widths of the distinct inputs of linear layers. The input of o_proj is left out, because attention
+    saves it."""
     return sum({each.reads: each.inputs for each in linears if each.reads != "attention"}.values())
 
 
 def linear_inputs(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes that the layer's matrices save of their inputs.
+    """Return the bytes of the inputs that the layer's matrices save.
 
     Trained matrices save the input in the product's type. Matrices that read the same input share it, unless
     autocast casts a float32 input for each. Frozen matrices save only the inputs of their adapters. unsloth saves
@@ -88,7 +91,7 @@ def linear_inputs(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fused_inputs(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes that fused_lora saves of the inputs of its groups (kernels/adapter_products.py).
+    """Return the bytes of the inputs that fused_lora saves for its groups (kernels/adapter_products.py).
 
     `augmented` saves a buffer with a copy of the input and the product with A. `separate` saves the input (cast if it
     has another type) and the product with A. Attention's output is saved already and needs no copy."""
@@ -99,8 +102,8 @@ def fused_inputs(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fused_outputs(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that stay in addition to the saved outputs, because the outputs of a group are parts of one
-    buffer.
+    """Return the additional bytes that stay because the outputs of a group are parts of one buffer. The buffer stays as
+    long as one of its parts is saved.
 
     For gate and up, the unused columns stay. For queries, keys and values, the unused columns stay, and also queries
     and keys before rotation if attention saves the values. If values are repeated for each query head, the buffer
@@ -120,7 +123,8 @@ def fused_outputs(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def kernel(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> Attention:
-    """Return the attention kernel of a layer. sdpa gets a mask if a sliding window is shorter than the rows."""
+    """Return the name of a layer's attention kernel. It is `masked` for sdpa with a mask. sdpa needs one if the sliding
+    window is shorter than the rows."""
     slides = layer.window is not None and batch.length > layer.window and not plan.unsloth
     return "masked" if plan.attention == "sdpa" and slides else plan.attention
 
@@ -205,7 +209,8 @@ def inside(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def expert_copies(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes of copies of the experts' weights. They are per layer, not per position.
+    """Return the bytes of the copies of the experts' weights. The result is for one layer, and does not depend on the
+    number of positions.
 
     peft adds the adapters' product to a copy of the weights in each forward pass (ParamWrapper). autograd saves the
     copy and the cast adapters."""
@@ -231,7 +236,7 @@ def compiled(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     middle = c * 3 * layer.inner + experts(layer, plan) + router(layer, plan)
     scales = 0 if plan.triton else FLOAT * (2 + layer.heads + layer.kv_heads)
     between = float(c * plan.rank * plan.adapted(layer))
-    if plan.fused == "augmented":  # the inputs and outputs above, in wider buffers
+    if plan.fused == "augmented":  # `augmented` keeps these inputs and outputs in wider buffers
         between = c * sum(group.columns for group in groups(plan, layer)) + fused_outputs(layer, plan, batch)
     copied = plan.fused == "augmented" or (plan.fused == "off" and plan.adapter != c)
     out = c * layer.query if plan.targets and copied else 0
@@ -242,7 +247,7 @@ def compiled(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def saved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that one layer without checkpointing saves for the batch."""
+    """Return the bytes that one layer saves for the whole batch, without gradient checkpointing."""
     if plan.compiled:
         each = compiled(layer, plan, batch)
     else:
@@ -255,8 +260,8 @@ def saved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def unsaved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that the first layer does not save if the embedding is frozen: no adapter comes before
-    these tensors."""
+    """Return the bytes that the first layer does not save if the embedding is frozen. These tensors come before the
+    first adapter, so they do not need a gradient."""
     if plan.full or plan.checkpointing != "off" or plan.compiled:
         return 0.0
     before = [linear for linear in layer.reached(plan.targets) if linear.part == "attention"]

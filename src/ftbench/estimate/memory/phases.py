@@ -1,5 +1,5 @@
-"""The moments of a run at which memory may peak, and the tensors alive at each. The peak is the largest moment, not the
-sum."""
+"""The phases of a run in which memory may peak, and the tensors that exist in each phase. The peak of the run is that
+of the largest phase."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,17 @@ from ftbench.estimate.workload.sharding import SINGLE, Sharding
 from ftbench.families.shape import ModelShape
 
 Parts = dict[str, float]
-GATHERED = "gathered layers"  # full weights of sharded layers, for a while
+GATHERED = "gathered layers"  # full weights of sharded layers, which exist only while they are used
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryCase:
-    """One run on one GPU. `model` and `batch` are its part, if several GPUs share the work (`sharding`).
+    """A run as one GPU sees it. If several GPUs share the work (`sharding`), `model` and `batch` are the parts of this
+    GPU.
 
-    If it `accumulates`, gradients stay during further forward passes. `workspace` are bytes that libraries keep in
-    torch's allocator. Batches that vary in shape (`varies`) leave blocks of many sizes in the allocator."""
+    With gradient accumulation (`accumulates`), gradients stay during the next forward passes. `workspace` is the memory
+    in bytes that libraries hold in torch's allocator. If batch shapes vary (`varies`), blocks of many sizes stay in the
+    allocator."""
 
     model: ModelShape
     plan: TrainingPlan
@@ -31,7 +33,7 @@ class MemoryCase:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients exist before the backward pass."""
+        """Whether gradients already exist when the backward pass starts."""
         several = self.accumulates or self.sharding.micro > 1
         return several or self.plan.graphed or share.share(self.sharding).holds_gradients
 
@@ -59,8 +61,8 @@ def resident(case: MemoryCase) -> Parts:
 
 
 def _messages(case: MemoryCase) -> float:
-    """Return the buffers of a stage: hidden states of all micro-batches from the previous stage, and their gradients
-    from the next stage (torch, PipelineStage)."""
+    """Return the bytes of a pipeline stage's receive buffers. They hold the hidden states of all micro-batches from the
+    previous stage, and their gradients from the next stage (torch, PipelineStage)."""
     sharding, model = case.sharding, case.model
     if sharding.pipeline == 1:
         return 0.0
@@ -70,17 +72,19 @@ def _messages(case: MemoryCase) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Activations:
-    """Bytes of the layers' activations.
+    """Bytes of the activations of all layers.
 
     Args:
         kept: Saved activations of all layers.
-        marks: Checkpoints: the inputs of checkpointed layers.
-        there: Saved activations during the backward pass of the layer with the peak, usually the last layer.
+        marks: Checkpoints, which are the inputs of checkpointed layers.
+        there: Saved activations while the layer with the memory peak runs its backward pass. This is usually the last
+            layer.
         again: Recomputed activations of this layer.
         peak: Temporary tensors of this layer in the backward pass.
         forward_peak: Temporary tensors of a layer in the forward pass.
-        first: Like `there`, for the first layer. So are `first_mark`, `first_again` and `first_peak`.
-        away: Activations that are in host memory during the loss."""
+        first: Saved activations while the first layer runs its backward pass. `first_mark`, `first_again` and
+            `first_peak` are the checkpoints, recomputed activations and temporary tensors at that time.
+        away: Activations that are in host memory while the loss is computed."""
 
     kept: float
     marks: float
@@ -104,12 +108,12 @@ def _activations(case: MemoryCase, plan: TrainingPlan) -> _Activations:
     keeps = [False] * frozen + _keeps(plan, len(model.layers))[frozen:]
     mark, shared = transient.checkpoint(model.hidden, plan, batch), _shared_input(model, plan, batch)
     marks, away = (len(keeps) - sum(keeps) - frozen) * mark, 0.0
-    if plan.checkpointing == "offload":  # one that is copied or in use, and the next
+    if plan.checkpointing == "offload":  # on the GPU: the one that is copied or used, and the next one
         marks = min(2, len(keeps)) * mark
     kept = sum(saved[kind] for kind, keep in zip(model.order, keeps, strict=True) if keep)
     if plan.offload:
         stays = sum(layer.saved_twice(each, plan) * count for each, count in model.kinds) * batch.tokens
-        away = saved[model.order[-1]] - layer.saved_twice(model.layers[-1], plan) * batch.tokens  # by the loss
+        away = saved[model.order[-1]] - layer.saved_twice(model.layers[-1], plan) * batch.tokens  # during the loss
         kept, marks = stays + away, 0.0
     if not plan.trains_vision:
         kept -= layer.unsaved(model.layers[frozen], plan, batch)
@@ -154,7 +158,7 @@ def _keeps(plan: TrainingPlan, layers: int) -> list[bool]:
 
 
 def phases(case: MemoryCase) -> dict[str, Parts]:
-    """Return the bytes of each part by phase. All parts of a phase are allocated at the same time."""
+    """Return phase → name of a part → bytes. All parts of a phase exist at the same time."""
     part = share.share(case.sharding)
     kept, plan = share.kept_as(case.plan, part), share.computed_as(case.plan, part)
     base, acts, model, batch = resident(case), _activations(case, plan), case.model, case.batch
@@ -201,10 +205,10 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
 
 
 def _stepped_in_backward(case: MemoryCase, named: dict[str, Parts], held: Parts) -> dict[str, Parts]:
-    """Return the phases if each parameter is updated as soon as its gradient is computed.
+    """Return the phases for `optimizer_in_backward`, which updates each parameter as soon as its gradient is complete.
 
-    Only one matrix has a gradient, and a head that shares the embedding's weight keeps it until the end. If states are
-    in host memory, the states of four parameters are on the device or being copied (kernels/host_states.py)."""
+    Only one matrix at a time has a gradient. If the head shares the embedding's weight, their gradient stays until the
+    end. With states in host memory, those of four parameters are on the GPU at a time (kernels/host_states.py)."""
     model, plan = case.model, case.plan
     matrix, words = (max((each.inputs * each.outputs for layer, _ in model.kinds for each in layer.linears), default=0),
                      model.vocab * model.hidden) if plan.full else (0, 0)  # fmt: skip
@@ -226,8 +230,9 @@ def _stepped_in_backward(case: MemoryCase, named: dict[str, Parts], held: Parts)
 
 
 def _of_images(case: MemoryCase) -> tuple[float, float, float, float]:
-    """Return four sizes for images: the tensors that stay until the forward pass ends, the tensors that encoder and
-    projector save, and the temporary memory of an encoder layer in the forward and in the backward pass."""
+    """Return four sizes for images in bytes. The first two are the tensors that stay until the forward pass ends, and
+    those that encoder and projector save. The others are the temporary tensors of the encoder in the forward pass, and
+    the tensors that a checkpointed encoder layer recomputes."""
     vision, batch, plan = case.model.vision, case.batch, case.plan
     if vision is None or not batch.images.patches:
         return 0.0, 0.0, 0.0, 0.0
@@ -241,7 +246,7 @@ def _of_images(case: MemoryCase) -> tuple[float, float, float, float]:
 def _grown(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the share of all gradients that exist when the backward pass enters the first layer.
 
-    The embedding's gradient and most of that layer's are still missing."""
+    The gradients of the embedding and of most of the first layer do not exist yet."""
     if not plan.full:
         return 1.0
     first = sum(model.layers[0].parameters.values())
@@ -249,7 +254,8 @@ def _grown(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def _shared_input(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the float32 stream that the first norm saves. In a recomputed layer it is the checkpoint itself."""
+    """Return the bytes of the float32 residual stream that a layer's first norm saves. In a recomputed layer, this
+    tensor is the checkpoint, so it needs no additional memory."""
     return float(plan.stream * model.hidden * batch.tokens) if plan.stream == layer.FLOAT else 0.0
 
 
@@ -261,5 +267,5 @@ def autocast_weights(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def peak(phases: dict[str, Parts]) -> tuple[str, float]:
-    """Return the phase with the most bytes, and its bytes."""
+    """Return the name of the phase that needs the most memory, and its bytes."""
     return max(((name, sum(parts.values())) for name, parts in phases.items()), key=lambda pair: pair[1])

@@ -1,4 +1,4 @@
-"""Memory of one of several GPUs, in bytes.
+"""The memory of one GPU if several GPUs share a run. All sizes are in bytes.
 
 Sources: Rajbhandari et al. 2020 (ZeRO, sections 5 and 6); DeepSpeed 0.19 (`step` in runtime/zero/stage_1_and_2.py and
 stage3.py, and its estimators of model states); torch's fully_shard (FSDP2) as accelerate 1.15 sets it up, which keeps
@@ -19,11 +19,12 @@ SUB_GROUP = 10**9  # elements that ZeRO-3 updates at a time (DeepSpeed's default
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The shares of weights, gradients and optimizer state on one GPU: 1 for all, 0 if they are in host memory.
+    """The shares of weights, gradients and optimizer state that one GPU holds. A share is 1 without sharding, and 0 if
+    the tensors are in host memory.
 
-    `keeper` is the library that keeps copies of them. With `buckets` DDP also keeps flat copies of the gradients
-    (gradient_as_bucket_view is off in accelerate). Between the micro-batches of a pipeline (`pipelined`), FSDP's
-    weights and gradients are complete (torch, backward_maybe_with_nosync)."""
+    `keeper` is the library that stores them. With `buckets`, DDP also holds flat copies of the gradients, because
+    gradient_as_bucket_view is off in accelerate. With `pipelined`, FSDP does not shard weights and gradients between
+    micro-batches (torch, backward_maybe_with_nosync)."""
 
     weights: float
     gradients: float
@@ -34,20 +35,21 @@ class Share:
 
     @property
     def gathered(self) -> bool:
-        """Whether a layer has full weights only while it computes."""
+        """Whether the full weights of a layer exist only while the layer computes."""
         return self.weights < 1
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients have a permanent buffer (DeepSpeed, grad_partitions_flat_buffer)."""
+        """Whether a permanent buffer holds the gradients (DeepSpeed, grad_partitions_flat_buffer)."""
         return self.gathered and self.keeper == "deepspeed"
 
 
 def share(sharding: Sharding) -> Share:
-    """Return the shares that one GPU holds.
+    """Return the shares of the states that one GPU holds.
 
-    ZeRO-1 shards the optimizer state, ZeRO-2 also the gradients, ZeRO-3 and FSDP also the weights; DDP nothing.
-    Offloading moves the optimizer state with its gradients to host memory, and with `params` also the weights."""
+    DDP shards nothing. ZeRO-1 shards the optimizer state, and ZeRO-2 also the gradients. ZeRO-3 and FSDP also shard the
+    weights. Offloading moves the optimizer state and the gradients to host memory. With `params` it also moves the
+    weights."""
     states, offload, part = sharding.states, sharding.offload, 1 / sharding.holders
     if states == "fsdp":
         part = 0.0 if offload == "params" else part
@@ -62,7 +64,7 @@ def share(sharding: Sharding) -> Share:
 
 
 def kept_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
-    """Return the plan with the types in which the strategy stores weights and adapters.
+    """Return the plan with the dtypes in which the strategy stores weights and adapters.
 
     DeepSpeed casts the model to 16 bits if products use 16 bits. Under FSDP, accelerate casts trained weights to
     float32 and gathers them in 16 bits, except with torchao's optimizers (worker/model/loading.py)."""
@@ -76,9 +78,10 @@ def kept_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
 
 
 def computed_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
-    """Return the plan with the types of weights and adapters during computation.
+    """Return the plan with the dtypes in which weights and adapters enter the computation.
 
-    DeepSpeed's weights and the weights that FSDP gathers have 16 bits, so adapters do not cast their input."""
+    The weights of DeepSpeed and the gathered weights of FSDP are in 16 bits. Therefore adapters do not cast their
+    input."""
     if part.keeper == "torch" or not plan.autocast:
         return plan
     upcast = plan.upcast if plan.quantised else plan.compute
@@ -86,7 +89,8 @@ def computed_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
 
 
 def optimizer_state(model: ModelShape, plan: TrainingPlan, part: Share) -> float:
-    """Return the optimizer state on one GPU, and the float32 copies of 16-bit weights that DeepSpeed trains.
+    """Return the bytes of the optimizer state on one GPU. With DeepSpeed, this includes the float32 copies of 16-bit
+    weights.
 
     `plan` comes from `kept_as`."""
     name, count, width, embedding = weights.kept_by(model, plan)
@@ -96,10 +100,10 @@ def optimizer_state(model: ModelShape, plan: TrainingPlan, part: Share) -> float
 
 
 def update(model: ModelShape, plan: TrainingPlan, part: Share) -> tuple[float, float]:
-    """Return the gradients and the temporary memory at the peak of the optimizer's step.
+    """Return two sizes at the memory peak of the optimizer step: the gradients, and the temporary tensors.
 
-    Float32 copies need float32 gradients, which replace the others. ZeRO-3 does this for one sub-group at a time and
-    keeps the 16-bit gradients."""
+    DeepSpeed updates float32 copies, so it casts the gradients to float32 and frees the 16-bit ones. ZeRO-3 casts one
+    sub-group at a time and keeps all 16-bit gradients."""
     count, width = weights.trained(model, plan)
     gradients = count * width * part.gradients
     if part.keeper != "deepspeed" or not plan.autocast:
@@ -113,10 +117,10 @@ def update(model: ModelShape, plan: TrainingPlan, part: Share) -> tuple[float, f
 
 
 def _sub_group(model: ModelShape, held: float) -> float:
-    """Return the elements of the largest sub-group of ZeRO-3.
+    """Return the number of elements in the largest sub-group of ZeRO-3.
 
-    A sub-group collects matrices in order until it has SUB_GROUP elements (stage3.py, _create_fp16_sub_groups). It
-    exceeds this size if its last matrix is large, such as the head."""
+    DeepSpeed adds matrices to a sub-group until it has SUB_GROUP elements (stage3.py, _create_fp16_sub_groups). If the
+    last matrix is large, such as the head, the sub-group is larger."""
     if held <= SUB_GROUP:
         return held
     sizes = [model.parameters["embedding"]]
@@ -131,7 +135,8 @@ def _sub_group(model: ModelShape, held: float) -> float:
 
 
 class Gathered(NamedTuple):
-    """Full weights during a layer's forward pass, the loss, a layer's backward pass, and its end."""
+    """Bytes of full weights that exist at four times: in a layer's forward pass, in the loss, in a layer's backward
+    pass, and at the end of the backward pass."""
 
     forward: float
     loss: float
@@ -140,14 +145,14 @@ class Gathered(NamedTuple):
 
 
 def gathered(model: ModelShape, plan: TrainingPlan, part: Share) -> Gathered:
-    """Return the gathered weights of a sharded model.
+    """Return the bytes of the full weights of a sharded model.
 
-    FSDP2 as accelerate sets it up (fsdp2_prepare_model): the embedding, each layer, and the head with the last norm are
-    units. In the forward pass a unit exists twice: in its place and in the receive buffer. The buffer is freed when the
-    next unit arrives or the pass ends. In the backward pass the next unit arrives during computation. During the loss,
-    either the last layer's buffer exists next to a head that our loss gathers separately, or the head exists twice. A
-    head that shares the embedding's weight stays until the end. Trained units also exist as gradients and as the
-    buffers that are reduced.
+    accelerate makes FSDP2 units of the embedding, each layer, and the head with the last norm (fsdp2_prepare_model). In
+    the forward pass, a unit exists twice: as parameters and in the receive buffer. The buffer is freed when the next
+    unit arrives or the pass ends. In the backward pass, the next unit arrives during computation. During the loss, the
+    head exists twice. Our loss gathers the head separately, so the buffer of the last layer still exists then. A head
+    that shares the embedding's weight stays until the end. For trained units, gradients and the buffers of their
+    reduction are added.
     """
     if not part.gathered:
         return Gathered(0.0, 0.0, 0.0, 0.0)
@@ -168,12 +173,12 @@ def gathered(model: ModelShape, plan: TrainingPlan, part: Share) -> Gathered:
 
 
 def _gathered_by_zero(model: ModelShape, plan: TrainingPlan) -> Gathered:
-    """Return the gathered weights of ZeRO-3.
+    """Return the bytes of the full weights that ZeRO-3 gathers.
 
     Source: DeepSpeed 0.19, partitioned_param_coordinator.py, and traces of its fetches on the CPU. The head is
     gathered at the start, because TRL's loss uses it without its forward pass. It stays until the end, because its
-    output has no gradient. If layers are gathered at once (worker/parallel/zero.py), the current layer, the next one
-    and finally the embedding are added. Otherwise DeepSpeed's prefetch limit is added."""
+    output has no gradient. If each layer is gathered as one unit (worker/parallel/zero.py), add the current layer, the
+    next one, and at the end the embedding. Otherwise add DeepSpeed's prefetch limit."""
     largest, head = model.largest_layer, model.parameters["head"] or model.parameters["embedding"]
     embedding, c = 0 if model.tied else model.parameters["embedding"], float(plan.compute)
     there = head + 2 * largest if plan.checkpointing != "off" else max(head, min(LIVE, model.total))
@@ -181,10 +186,10 @@ def _gathered_by_zero(model: ModelShape, plan: TrainingPlan) -> Gathered:
 
 
 def offloaded(model: ModelShape, plan: TrainingPlan, sharding: Sharding) -> float:
-    """Return the bytes of offloaded states of all GPUs in host memory.
+    """Return the bytes in host memory of the offloaded states of all GPUs.
 
-    These are the optimizer state and the float32 weights and gradients of trained parameters. With `params`, 16-bit
-    weights are added if they are separate."""
+    They contain the optimizer state, and the float32 weights and gradients of trained parameters. With `params`, they
+    also contain the 16-bit weights if these are separate tensors."""
     if sharding.offload == "none":
         return 0.0
     name, count, _, embedding = weights.kept_by(model, plan)
@@ -194,8 +199,8 @@ def offloaded(model: ModelShape, plan: TrainingPlan, sharding: Sharding) -> floa
 
 
 def whole_gradient(model: ModelShape, plan: TrainingPlan, part: Share) -> float:
-    """Return the gradient of a gathered embedding before ZeRO-3 shards it.
+    """Return the bytes of the full embedding's gradient before ZeRO-3 shards it.
 
-    Gradient and weight together are the 4 bytes per element of the largest layer in DeepSpeed's estimator."""
+    DeepSpeed's estimator has 4 bytes per element of the largest layer, which are this gradient and the weight."""
     there = plan.full and part.gathered and part.keeper == "deepspeed"
     return float(plan.compute * model.parameters["embedding"]) if there else 0.0

@@ -1,5 +1,5 @@
-"""What one decoder layer needs temporarily, and the tensors that checkpoints keep. Notation and source:
-`layer.py`."""
+"""The temporary tensors of one decoder layer, and the tensors that gradient checkpointing saves. `layer.py` explains
+the notation and the source."""
 
 from ftbench.estimate.memory.layer import FLOAT, expert_copies, inside, kernel, norms, saved
 from ftbench.estimate.workload.largest import BatchShape
@@ -10,15 +10,16 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 
 
 def checkpoint(hidden: int, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that a checkpointed layer saves: its input (Chen et al. 2016).
+    """Return the bytes that a checkpointed layer saves on the GPU. It saves only its input (Chen et al. 2016).
 
-    unsloth's checkpointing and `offload` keep it in host memory. `phases` counts the inputs that `offload` is moving.
+    unsloth's checkpointing and `offload` keep the input in host memory. `phases` counts the inputs that `offload` is
+    copying.
     """
     return 0.0 if plan.checkpointing == "unsloth" else float(plan.stream * hidden * batch.tokens)
 
 
 def checkpoint_buffers(hidden: int, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes of unsloth's checkpointing for all layers together.
+    """Return the bytes on the GPU that unsloth's checkpointing needs for all layers together.
 
     unsloth copies inputs back into one of two permanent buffers on the GPU, and leaves the last layer's input on the
     GPU (unsloth_zoo, gradient_checkpointing.py: GPU_BUFFERS, GPU_BUFFERS_B, LAST_GC_INDEX)."""
@@ -26,15 +27,17 @@ def checkpoint_buffers(hidden: int, plan: TrainingPlan, batch: BatchShape) -> fl
 
 
 def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
-    """Return the peak bytes of one layer's MLP beyond the saved tensors.
+    """Return the peak bytes of the temporary tensors of one layer's MLP. Saved tensors are not included.
 
-    - Full training: the gradients of the product, of the activation and of up, and the stream. The product is freed.
-    - Float32 adapters: the product, its float32 copy for down, and five times the stream.
-    - bfloat16 adapters on a float32 stream: the gradients through the base and through the adapters, and their sum. The
-      input is freed. The forward pass holds the product and three copies of the stream, of which one is cast.
-    - Compiled layers: only the gradients. With fused adapters, the product's gradient is freed before. The forward pass
-      holds only the output of down, because everything else is saved.
-    - unsloth: two gradients, in place."""
+    - Full training: the gradients of gate * up, of the activation and of up, and the residual stream. gate * up is
+      freed.
+    - Float32 adapters: gate * up, its float32 copy for down, and five tensors of the size of the residual stream.
+    - bfloat16 adapters with a float32 residual stream: the gradients through the base layer and through the adapters,
+      and their sum. The input is freed. The forward pass holds gate * up and three copies of the residual stream, one
+      of them cast.
+    - Compiled layers: only the gradients. With fused adapters, the gradient of gate * up is freed earlier. The forward
+      pass holds only the output of down, because all other tensors are saved.
+    - unsloth: two gradients, which it computes in place."""
     h, i, p, c = layer.hidden, layer.inner, plan.product, plan.compute
     if plan.unsloth:
         return c * (2 * i + 2 * h)
@@ -54,11 +57,11 @@ def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
 
 
 def unkept(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes of the forward pass of a checkpointed layer, besides its input.
+    """Return the peak bytes in the forward pass of a checkpointed layer, without its input.
 
-    A compiled layer needs everything that it would save, because its graph returns it at the end. The outputs of the
-    adapters of gate and up, or the layer's output, are added. Other layers need the residual stream, its norm, and the
-    tensors of the MLP when these are largest:
+    The graph of a compiled layer returns all tensors to save at its end, so they exist together. The adapter outputs of
+    gate and up, or the layer's output, are added. Layers that are not compiled need the residual stream, its norm, and
+    these tensors of the MLP:
 
     - peft: the output of gate; for up the outputs of base and adapter, and their sum (peft adds out of place).
     - `separate`: base outputs, adapter outputs and sums of gate and up.
@@ -74,10 +77,10 @@ def unkept(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def experts_peak(layer: Layer, plan: TrainingPlan, backward: bool) -> float:
-    """Return the peak bytes of one layer's experts beyond the saved tensors.
+    """Return the peak bytes of the temporary tensors of one layer's experts. Saved tensors are not included.
 
-    For each expert of a token, three tensors of h values exist: the gradient of the output, its expanded copy and its
-    reordered copy. gpt_oss's gate function adds two tensors of i values. With float32 routing weights the three
+    For each active expert, three tensors of h values per token exist: the gradient of the output, its expanded copy and
+    its reordered copy. gpt_oss's gate function adds two tensors of i values. With float32 routing weights the three
     tensors are float32, and one of them is also cast to the compute type."""
     moe = layer.experts
     if moe is None:
@@ -88,10 +91,10 @@ def experts_peak(layer: Layer, plan: TrainingPlan, backward: bool) -> float:
 
 
 def experts_again(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the peak bytes of `experts_peak` for a checkpointed layer. During recomputation, memory holds the
-    experts' ordered inputs (if they are not saved), their weighted outputs, the residual stream, its norm, and the
-    waiting gradient. That gradient is expanded already (torch recomputes a layer at the first access to one of its
-    tensors). In the backward pass each saved tensor is freed after its use."""
+    """Return the same as `experts_peak`, for a checkpointed layer. During recomputation, these tensors exist: the
+    ordered inputs of the experts (if they are not saved), their weighted outputs, the residual stream, its norm, and
+    the incoming gradient. This gradient is already expanded, because torch recomputes a layer at the first access to
+    one of its tensors. In the backward pass, each saved tensor is freed after its use."""
     moe, c, h = layer.experts, plan.compute, layer.hidden
     assert moe is not None
     weighted = FLOAT if moe.float_weights else c
@@ -103,10 +106,10 @@ def experts_again(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def attention_peak(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes of one layer's attention beyond the saved tensors.
+    """Return the peak bytes of the temporary tensors of one layer's attention. Saved tensors are not included.
 
-    These are gradients of queries, keys, values and output. Eager attention adds the bytes of its weights: twice in
-    float32, minus the freed casts. gpt_oss adds two copies in the product's type."""
+    These are the gradients of queries, keys, values and output. Eager attention adds two float32 copies of the
+    attention weights, minus the freed casts. For gpt_oss, the two copies have the product's dtype."""
     c, scores, by = plan.compute, float(layer.heads * batch.length), kernel(layer, plan, batch)
     if by == "eager":
         return c * 2 * layer.query + scores * (2 * c if layer.sinks else 2 * FLOAT - c)
@@ -115,7 +118,7 @@ def attention_peak(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float
 
 
 def dequantised(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes of the largest matrix in 16 bits.
+    """Return the bytes of the largest dequantized matrix in 16 bits.
 
     bitsandbytes dequantizes this matrix for its backward product (MatMul4Bit.backward). unsloth dequantizes it into a
     permanent buffer (fast_dequantize). With MXFP4 the matrix is gate and up of all experts (worker/model/mxfp4.py)."""
@@ -127,20 +130,21 @@ def dequantised(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fp8_casts(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes of the widest input during its cast to 8 bits: float32 twice, and the result.
+    """Return the peak bytes while the widest input is cast to 8 bits: two float32 copies and the result.
 
-    Source: kernels/small_products.py, `cast`. A compiled layer writes only the 8 bits."""
+    Source: kernels/small_products.py, `cast`. A compiled layer writes only the 8-bit result."""
     if not plan.fp8 or layer.experts:
         return 0.0
     return float((1 if plan.compiled else 2 * FLOAT + 1) * layer.inner * batch.tokens)
 
 
 def peak(layer: Layer, plan: TrainingPlan, batch: BatchShape, backward: bool, again: bool = False) -> float:
-    """Return the bytes that one layer needs at its largest moment, beyond its saved or (`again`) recomputed tensors.
+    """Return the peak bytes of one layer's temporary tensors. Its saved tensors, and with `again` its recomputed
+    tensors, are not included.
 
-    There are three candidates for this moment. The first is in the MLP, before the norm after it saves tensors. The
-    second is in the backward pass of that norm: five float32 copies of its input exist, and its output is freed. The
-    third is in attention, where the tensors that the MLP saves do not exist."""
+    The peak has three candidates. The first is in the MLP, before the norm that follows saves tensors. The second is in
+    the backward pass of this norm, when five float32 copies of its input exist and its output is freed. The third is in
+    attention, when the saved tensors of the MLP do not exist."""
     if layer.experts:
         second = experts_again(layer, plan) if again else experts_peak(layer, plan, backward)
     else:
@@ -152,4 +156,4 @@ def peak(layer: Layer, plan: TrainingPlan, batch: BatchShape, backward: bool, ag
     # the gradient of gate and up together, after the copy of down is freed
     copies = 0 if plan.packed_experts or plan.fused != "off" else expert_copies(layer, plan) / 3
     bits = 0.0 if plan.unsloth and not plan.packed_experts else dequantised(layer, plan)
-    return max(each, copies, each / 2 + max(bits, fp8_casts(layer, plan, batch)))  # in 16 bits, before sums
+    return max(each, copies, each / 2 + max(bits, fp8_casts(layer, plan, batch)))  # in 16 bits, before they are summed

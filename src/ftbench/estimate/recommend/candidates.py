@@ -18,15 +18,15 @@ from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.optimizations.compute import KERNEL_FAMILIES
 
-ADAPTERS = ("lora", "qlora", "unsloth")  # train the same matrices; full trains others
+ADAPTERS = ("lora", "qlora", "unsloth")  # methods that train the same matrices; `full` trains other ones
 _SHARED = {"rank", "alpha", "dropout", "targets", "experts", "vision", "projector"}
 _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "unsloth"))
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A training variant: the spec with another method or other optimizations. `problems` are reasons why it cannot
-    run on any machine."""
+    """A training variant: the spec with another method or other optimizations. If it cannot run on any machine,
+    `problems` has the reasons."""
 
     spec: Experiment
     problems: tuple[str, ...] = ()
@@ -42,7 +42,8 @@ class Way:
 
 
 def launches(spec: Experiment, gpus: int) -> list[Launch]:
-    """Return each strategy for this number of GPUs, with and without the offloading that it supports."""
+    """Return the `launch` sections for this number of GPUs: each strategy, with and without the offloading that it
+    supports."""
     if gpus == 1:
         return [on_gpus(spec, 1, "none").launch]
     model = shape_of(spec.model)
@@ -55,9 +56,11 @@ def launches(spec: Experiment, gpus: int) -> list[Launch]:
 
 
 def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:
-    """Yield the spec itself if its method is allowed, then the shipped recipes and all combinations, each once.
+    """Yield the spec itself if its method is allowed, then the shipped recipes and all combinations. Each variant
+    appears once.
 
-    If `equal_lengths`, no batch has padding. ftbench's own kernels are included if they support the model."""
+    With `equal_lengths`, batches do not have padding, so variants that avoid padding are left out. ftbench's own
+    kernels are included if they support the model."""
     seen, known = set(), shape_of(spec.model).family in KERNEL_FAMILIES
     own = [spec] if spec.method.name in methods else []
     for candidate in (*own, *_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths)):
@@ -73,8 +76,8 @@ def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Itera
 def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
     """Yield the spec with the method, optimizations and optimizer of each shipped recipe.
 
-    The method keeps the options that it shares with the method of the spec. The precision stays. Rows of equal length
-    are not packed."""
+    Options that both methods have keep the values of the spec, and so does the precision. If all samples have one
+    length, packing is off."""
     unpacked = {"packing": False, "attention": "auto"}
     for shipped in shipped_recipes().values():
         method = shipped.get("method", {})
@@ -97,7 +100,7 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
 
 
 def _for_images(spec: Experiment) -> dict[str, Any]:
-    """Return the optimizations for images that all variants have: the spec's resolution and a cache."""
+    """Return the optimizations for images that all variants use: the image size of the spec, and the image cache."""
     return {"image_size": spec.optimizations.image_size, "image_cache": True} if spec.dataset.has_images else {}
 
 
@@ -118,7 +121,7 @@ def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> 
 
 
 def _variants(spec: Experiment, name: str) -> Iterator[Any]:
-    """Yield the method with the options that the spec sets. unsloth comes in 16 and 4 bits, with and without
+    """Yield the method with the options that the spec sets. For unsloth, yield 16 and 4 bits, each with and without
     checkpointing."""
     own = spec.method.model_dump() if spec.method.name == name else spec.method.model_dump(include=_SHARED)
     if name == "full":

@@ -24,16 +24,17 @@ from ftbench.spec.prices import Amount, Prices, amount
 
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = get_args(Objective)
-PACKED = 0.1  # relative difference allowed between the samples of a packed step and the effective batch
+PACKED = 0.1  # a packed step may differ from the effective batch by this share of its samples
 NO_ROWS = "no number of packed rows holds as many samples as a step has (--effective-batch)"
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The question: the number of `samples`, the limits, and the quantity to optimize.
+    """The task: the number of `samples` to train, the limits, and the quantity to optimize.
 
     `deadline_s` and `max_cost` (in the currency of the prices) are optional limits. `counts` are the numbers of GPUs
-    that may share the work. `effective_batch` is the number of samples per step, reached by accumulation; None for any.
+    that may share the work. Gradient accumulation makes each step train `effective_batch` samples. With None, a step
+    may have any number.
     """
 
     spec: Experiment
@@ -51,7 +52,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A variant on a GPU with its batch. `cost` is None without a price."""
+    """A variant with a batch size on a GPU, with its estimates. `cost` is None if the GPU has no price."""
 
     spec: Experiment
     gpu: Gpu
@@ -92,7 +93,7 @@ class Recommendation:
 
 def recommend(goal: Goal, memory_cache: MemoryCache | None = None) -> Recommendation:
     """Return all variants that meet the goal, ranked. Raise SpecError if the model or all rates are unknown."""
-    unrated = dict[Gpu, str]()  # why the speed of a GPU in the spec's precision is not known
+    unrated = dict[Gpu, str]()  # GPU → why its speed in the spec's precision is not known
     for gpu in goal.gpus:
         try:
             limits_of(gpu, resolve(goal.spec, capability_of(gpu)).train.precision, False, goal.history.path)
@@ -112,7 +113,7 @@ def recommend(goal: Goal, memory_cache: MemoryCache | None = None) -> Recommenda
             known, considered = len(seen), considered + 1
             on = resolve(with_batch(way.spec, 1, 1), capability_of(gpu))
             seen.add((gpu.name, on.method, on.optimizations, on.train, on.launch))
-            if len(seen) > known:  # otherwise resolving `auto` made it equal to another way
+            if len(seen) > known:  # otherwise it equals an earlier variant after `auto` was resolved
                 tried.append(_refused(way, gpu, unrated) or _best_batch(way, on, gpu, goal, memory_cache))
     reasons.update(outcome for outcome in tried if isinstance(outcome, str))
     fitting = [outcome for outcome in tried if isinstance(outcome, Option)]
@@ -146,7 +147,7 @@ def _best_batch(way: Way, resolved: Experiment, gpu: Gpu, goal: Goal, memory_cac
     sizes = sizes if goal.objective == "memory" else sizes[:2]  # a larger batch is rarely slower
     pairs = [(size, effective // size if effective else 1) for size in sizes]
     if pairs[0][1] > 1 and (refused := incompatibilities(with_batch(way.spec, *pairs[0]))):
-        return f"cannot work: {refused[0]}"  # such as a CUDA graph with accumulated batches
+        return f"cannot work: {refused[0]}"  # for example a CUDA graph with gradient accumulation
     options = [_option(with_batch(resolved, *pair), gpu, goal, memory_cache) for pair in pairs]
     within = [option for option in options if not _missed(option, goal)]
     best = min(within or options, key=lambda option: rank(option, goal))
@@ -157,9 +158,10 @@ def _best_batch(way: Way, resolved: Experiment, gpu: Gpu, goal: Goal, memory_cac
 def _fitting_batches(
     smallest: Experiment, gpu: Gpu, effective: int | None, goal: Goal, memory_cache: MemoryCache
 ) -> list[int]:
-    """Return the batch sizes that fit a GPU, largest first: divisors of `effective`, or the largest and powers of two.
+    """Return the batch sizes that fit a GPU, largest first. They divide `effective`. If it is None, they are the
+    largest batch size that fits and smaller powers of two.
 
-    `effective` is the number of samples per step of each share of the batch, None for any."""
+    `effective` is the number of rows that each data-parallel rank trains per step."""
     most = max(1, math.ceil(goal.samples / sharding_of(smallest.launch).data))  # the first step has a full batch
     unit = smallest.launch.micro_batches or 1
     if effective is None:
@@ -191,9 +193,10 @@ def alternative(spec: Experiment, gpu: Gpu, history: RunHistory) -> Option | Non
 
 
 def _rows_per_step(smallest: Experiment, goal: Goal) -> int | None:
-    """Return the rows per GPU and step that give the effective batch. None allows any number; 0 if it is impossible.
+    """Return the number of rows that each GPU trains per step, so that the step has the effective batch. Return None if
+    any number is allowed, and 0 if it is impossible.
 
-    Packed rows only need to hold about as many samples as the effective batch (within PACKED)."""
+    With packed rows, the number of samples may differ from the effective batch by up to PACKED."""
     shares = sharding_of(smallest.launch).data
     if goal.effective_batch is None:
         return None
@@ -235,7 +238,7 @@ def rank(option: Option, goal: Goal) -> tuple[bool, float, float]:
 
 
 def _missed(option: Option, goal: Goal) -> tuple[str, float] | None:
-    """Return the limit that an option misses by the most, and by which factor."""
+    """Return the limit that an option misses by the largest factor, and this factor."""
     misses = []
     if goal.deadline_s is not None and option.seconds.expected > goal.deadline_s:
         misses.append(("later than the deadline", option.seconds.expected / goal.deadline_s))
@@ -245,7 +248,7 @@ def _missed(option: Option, goal: Goal) -> tuple[str, float] | None:
 
 
 def _closest(fitting: Sequence[Option], goal: Goal) -> tuple[Option | None, str]:
-    """Return the option that misses its limit by the least, and the limit."""
+    """Return the option that misses its limit by the smallest factor, and this limit."""
     misses = [(missed, option) for option in fitting if (missed := _missed(option, goal))]
     (limit, factor), option = min(misses, key=lambda pair: pair[0][1])
     return option, f"{limit} ({factor:,.2f} times)"

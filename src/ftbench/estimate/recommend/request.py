@@ -1,4 +1,4 @@
-"""Answer `ftbench recommend`: turn its options into a goal, and check them."""
+"""Answer `ftbench recommend`: check its options, and turn them into a goal."""
 
 import math
 import shlex
@@ -37,14 +37,14 @@ from ftbench.spec.prices import Prices, load_prices
 from ftbench.store import machine
 
 MOST_BATCH, MOST_GPUS = 65_536, 64
-ANY = "any"  # of --effective-batch
-_USUAL_BATCH = 16  # samples per step, if there is only a model and no spec
-_FEW_GPUS = 3  # with more GPUs only the best one is estimated with other lengths
+ANY = "any"  # a value of --effective-batch
+_USUAL_BATCH = 16  # samples per step if the user gave a model and no spec
+_FEW_GPUS = 3  # with more GPUs than this, other lengths are estimated for the best GPU only
 
 
 @dataclass(frozen=True, slots=True)
 class RecommendRequest:
-    """The options of `ftbench recommend`, as typed."""
+    """The options of `ftbench recommend`, as the user typed them."""
 
     spec: Path
     sets: Sequence[str] = ()
@@ -62,7 +62,7 @@ class RecommendRequest:
 
 
 def answer(request: RecommendRequest) -> Recommendation:
-    """Return the recommendation. Raise SpecError with all mistakes in the options."""
+    """Return the recommendation. If options are wrong, raise a SpecError that lists all mistakes."""
     spec = load(request.spec, request.sets)
     prices = load_prices(request.prices) if request.prices is not None else None
     gpus = tuple(probed(gpu, request.store) for gpu in _gpus(request.gpu))
@@ -81,7 +81,7 @@ def answer(request: RecommendRequest) -> Recommendation:
 
 
 def command_of(request: RecommendRequest, recommendation: Recommendation) -> str:
-    """Return the command that trains the best variant: with the file that `-o` writes, or with `--set` values."""
+    """Return the command that trains the best variant. It uses the file that `-o` writes, or `--set` values."""
     if not recommendation.options:
         return ""
     if request.output is not None:
@@ -90,7 +90,7 @@ def command_of(request: RecommendRequest, recommendation: Recommendation) -> str
 
 
 def _gpus(text: str | None) -> list[Gpu]:
-    """Return the GPUs of `--gpu`, or this machine's. Raise SpecError for a GPU that is not in the table."""
+    """Return the GPUs that `--gpu` names, or this machine's GPU. Raise SpecError if a GPU is not in the table."""
     if text is not None:
         return gpus_named(text)
     if (gpu := limited_gpu(machine.gpu())) is None:
@@ -114,7 +114,7 @@ def _limits(request: RecommendRequest) -> list[str]:
 
 
 def _prices(request: RecommendRequest, gpus: Sequence[Gpu], prices: Prices | None) -> list[str]:
-    """Return why costs cannot be compared although the options require it."""
+    """Return the problems with prices if the options need costs."""
     why = [f"--max-cost {request.max_cost:g}"] if request.max_cost is not None else []
     why += ["--goal cost"] if request.objective == "cost" else []
     if not why:
@@ -142,7 +142,8 @@ def _methods(request: RecommendRequest) -> tuple[str, ...]:
 
 
 def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[str]:
-    """Return an error with the allowed words and the most similar one, unless the word is allowed."""
+    """Return no error if the word is allowed. Otherwise return one that names the allowed words and the most similar
+    one."""
     try:
         known(word, words, kind)
     except ValueError as error:
@@ -151,7 +152,8 @@ def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[st
 
 
 def _effective(request: RecommendRequest, spec: Experiment, history: RunHistory) -> int | None:
-    """Return the samples per step: `--effective-batch`, else the value of the spec. None allows any number."""
+    """Return the number of samples per step, from `--effective-batch` or from the spec. None means that any number is
+    allowed."""
     if request.effective_batch == ANY:
         return None
     if request.effective_batch is None and names_model(request.spec):
@@ -167,9 +169,9 @@ def _samples(request: RecommendRequest, spec: Experiment, history: RunHistory) -
 
 
 def with_lengths(answer: Recommendation) -> Recommendation:
-    """Return the answer, and add which variant is best if the samples are half or twice as long.
+    """Return the recommendation with the best variants for samples of half and of twice the length.
 
-    It does not change if the lengths are not known or do not determine the time, as for images."""
+    Nothing is added if the lengths are not known, or if they do not determine the time (images)."""
     goal, memory_cache = answer.goal, MemoryCache()
     if not answer.options or goal.spec.dataset.has_images or goal.history.lengths(goal.spec).upper_bound:
         return answer
@@ -179,7 +181,7 @@ def with_lengths(answer: Recommendation) -> Recommendation:
 
 
 def _at_length(goal: Goal, factor: float, memory_cache: MemoryCache) -> tuple[Option, ...]:
-    """Return the ranked variants for samples whose mean length is `factor` times as large."""
+    """Return the ranked variants if the mean sample length is multiplied by `factor`."""
     data, lengths = goal.spec.dataset, goal.history.lengths(goal.spec)
     mean = min(max(2, round(float(factor * lengths.mean))), LONGEST)
     equal = len(set(lengths.values)) == 1

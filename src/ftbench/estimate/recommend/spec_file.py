@@ -29,7 +29,7 @@ _COMMENTS = {
 
 
 def spec_file(spec: Experiment) -> str:
-    """Return the YAML of a spec: one line per section where possible, with comments."""
+    """Return a spec as YAML with comments. Sections are on one line where possible."""
     lines = list[str]()
     for key, value in spec_values(spec).items():
         (only,) = value.values() if isinstance(value, dict) and len(value) == 1 else (None,)
@@ -45,7 +45,8 @@ def spec_file(spec: Experiment) -> str:
 
 
 def spec_values(spec: Experiment) -> dict[str, Any]:
-    """Return the values of a spec file that differ from the defaults, with the recipe that has these optimizations."""
+    """Return the values of a spec that differ from the defaults. If a shipped recipe has the same optimizations,
+    `recipe` replaces them."""
     values: dict[str, Any] = spec.model_dump(mode="json", exclude_defaults=True)
     values["method"] = {"name": spec.method.name, **values.get("method", {})}
     if spec.objective.name != "sft":
@@ -68,14 +69,15 @@ def _shipped() -> dict[str, Optimizations]:
 
 
 def same_recipe(spec: Experiment) -> str | None:
-    """Return the shipped recipe with exactly the optimizations of a spec, or None."""
+    """Return the name of the shipped recipe that has exactly the optimizations of a spec, or None."""
     known, fields = shipped_recipes(), type(spec.method).model_fields.keys()
     same = (name for name, on in _shipped().items() if name != "plain" and on == spec.optimizations)
     return next((name for name in same if known[name].get("method", {}).keys() <= fields), None)
 
 
 def way_words(spec: Experiment) -> str:
-    """Return the method and the recipe: `lora: fastest`, `lora: fastest without packing`, or its optimizations."""
+    """Return the method, and its recipe or its optimizations: `lora: fastest`, `lora: fastest without packing`, `lora:
+    packing`."""
     name, differing = _nearest_recipe(spec)
     near = name and len(differing) <= 2
     on = " ".join([name, *differing]) if near else ", ".join(_switches(spec.optimizations, spec)) or "plain"
@@ -96,7 +98,7 @@ def _nearest_recipe(spec: Experiment) -> tuple[str, list[str]]:
     """Return the shipped recipe with the most similar optimizations, and the differences. If there is no similar
     recipe, both are empty.
 
-    Fused AdamW counts for full training only: adapters are small."""
+    Whether AdamW is fused matters for full training only, because adapters are small."""
     own, similar = set(_switches(spec.optimizations, spec)), list[tuple[str, list[str]]]()
     for name, keys in shipped_recipes().items() if spec.method.name != "unsloth" else ():
         optimizer = keys["train"]["optimizer"] if spec.method.name == "full" else ""
@@ -108,19 +110,20 @@ def _nearest_recipe(spec: Experiment) -> tuple[str, list[str]]:
 
 
 def run_command(path: Path, sets: Sequence[str], best: Experiment) -> str:
-    """Return the shortest `ftbench run` that trains `best`: the user's spec and `--set` values, and changed keys."""
+    """Return the shortest `ftbench run` command that trains `best`. It has the user's spec and `--set` values, and the
+    changed keys."""
     (name, _), commands = _nearest_recipe(best), list[list[str]]()
     has_recipe = any(text.startswith("recipe=") for text in sets)
     for first in ([], *([[f"recipe={name}"]] if name and not has_recipe else [])):
         given = [*first, *sets]
-        with suppress(SpecError):  # a recipe and the spec may exclude each other
+        with suppress(SpecError):  # a recipe may not work with the keys of the spec
             commands.append([*given, *changed_keys(load(path, given), best)])
     return shlex.join(["ftbench", "run", str(path), *options_of(min(commands, key=len))])
 
 
 def changed_keys(spec: Experiment, other: Experiment) -> list[str]:
-    """Return the `--set` values that turn one spec into another. Only keys that a recommendation changes are
-    compared."""
+    """Return the `--set` values that turn `spec` into `other`. Compare only the keys that a recommendation may
+    change."""
     sets = []
     if other.method != spec.method:
         options = other.method.model_dump(mode="json", exclude_defaults=True)

@@ -16,9 +16,9 @@ FP8 = "fp8 multiplies in 8 bits: the loss may differ, so compare it with a bf16 
 
 
 def as_text(answer: Recommendation, command: str = "", every: bool = False) -> str:
-    """Return the best per GPU, the answer in one sentence, the `command` that runs it, and notes.
+    """Return a table of the best variant for each GPU, the answer in one sentence, its `command`, and notes.
 
-    With `every`, list all variants, and the reasons against the rejected ones."""
+    With `every`, the table has all variants, and the reasons for rejected variants follow."""
     goal = answer.goal
     lines = [folded(" · ".join(_question(goal))), ""]
     if answer.options:
@@ -60,7 +60,8 @@ def _answer(best: Option) -> str:
 
 
 def _table(options: Sequence[Option], goal: Goal) -> str:
-    """Return one line per option, without empty columns. A narrow terminal hides the last columns."""
+    """Return a table with one line per option. It leaves out empty columns, and on a narrow terminal the last
+    columns."""
     headings = ["GPU", "recipe", ">batch", ">time", ">cost", ">GiB", "deadline", ">range", "limited by", "known from"]
     rows = [_row(option, goal) for option in options]
     kept = [at for at in range(len(headings)) if any(row[at] for row in rows)]
@@ -98,7 +99,7 @@ def _deadline(option: Option, goal: Goal) -> str:
 
 
 def _notes(answer: Recommendation) -> list[str]:
-    """Return notes on the table."""
+    """Return the notes below the table."""
     best, goal, per_gpu = answer.options[0], answer.goal, answer.best_per_gpu()
     lines = [f"basis of the time: {best.duration.confidence}", *_other_lengths(answer)]
     lines += [LAUNCH_BOUND] if any(option.duration.bound == "host" for option in per_gpu) else []
@@ -122,7 +123,7 @@ def _notes(answer: Recommendation) -> list[str]:
 
 
 def _other_lengths(answer: Recommendation) -> list[str]:
-    """Return which variant is best if the samples are half or twice as long."""
+    """Return a sentence that names the best variants for samples of half and of twice the length."""
     if not answer.lengths:
         return []
     best, mean = answer.options[0], answer.goal.history.lengths(answer.goal.spec).mean
@@ -142,7 +143,7 @@ def _identity(option: Option) -> tuple[object, ...]:
 
 
 def as_yaml(answer: Recommendation) -> str:
-    """Return the spec of the best variant with comments, and its estimate in the first lines."""
+    """Return the spec of the best variant as YAML. The first lines are comments with its estimate."""
     best, goal = answer.options[0], answer.goal
     lines = [
         f"# The best by {goal.objective} for {units.some(round(goal.samples), 'sample')} on {best.location}, according "
@@ -155,7 +156,8 @@ def as_yaml(answer: Recommendation) -> str:
 
 
 def as_json(answer: Recommendation) -> dict[str, Any]:
-    """Return the document for --json: options best first, ruled-out ways by reason, and the best spec."""
+    """Return the document for --json. It has the options (best first), the number of rejected variants for each reason,
+    and the best spec."""
     goal = answer.goal
     return {
         "model": goal.spec.model.id, "samples": goal.samples, "deadline_s": goal.deadline_s,

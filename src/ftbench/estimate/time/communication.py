@@ -1,7 +1,7 @@
-"""Communication between the GPUs of a run, and the time that they wait for it.
+"""Estimate the communication between the GPUs of a run, and how long they wait for it.
 
-Bytes are counted as they leave one GPU in rings of n: an all-reduce sends each byte 2 (n - 1) / n times, an
-all-gather or a reduce-scatter (n - 1) / n times (nccl-tests, PERFORMANCE.md)."""
+The formulas count the bytes that one GPU sends in a ring of n GPUs. An all-reduce sends each byte 2 (n - 1) / n times.
+An all-gather or a reduce-scatter sends it (n - 1) / n times (nccl-tests, PERFORMANCE.md)."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from ftbench.estimate.workload.sharding import Sharding, sharding_of
 from ftbench.spec.experiment import Experiment
 
 COMMUNICATION, OFFLOADED, BUBBLE = "communication", "offloaded", "bubble"  # the names of the terms
-HALF, FLOAT = 2, 4  # bytes of gathered weights and activations; of FSDP's trained weights
-DDP_BUCKET = 25 * 2**20  # bytes of gradients per message (torch, bucket_cap_mb); the last one does not overlap
+HALF, FLOAT = 2, 4  # bytes per element: of gathered weights and activations, and of weights that FSDP trains
+DDP_BUCKET = 25 * 2**20  # bytes of a message with gradients (torch, bucket_cap_mb); the last message does not overlap
 CALL_S = 20e-6  # seconds per collective
-# Share of the device's time that hides communication. DDP sends only in the backward pass, two thirds of the time; FSDP
-# and ZeRO-3 fetch the next layer during computation.
+# Share of the GPU's time in which communication can overlap. DDP sends only in the backward pass, which takes two
+# thirds of the time. FSDP and ZeRO-3 fetch the next layer during computation.
 _HIDES = {"ddp": 0.6}
 _HIDES_GATHERED = 0.85
-# NCCL's kernels slow down concurrent work, and all GPUs wait for the slowest. Together this gives the 96 % of LoRA
-# under DDP on two GPUs that Exxact published (RTX PRO 6000, 2025).
+# NCCL's kernels slow down concurrent work, and all GPUs wait for the slowest. With both values, LoRA under DDP on two
+# GPUs has the efficiency of 96 % that Exxact published (RTX PRO 6000, 2025).
 _CONCURRENT, _SLOWEST = 0.15, 0.03
-_HOST_BYTES, _HOST_RATE = 28, 40e9  # AdamW on the host: bytes per parameter, and bytes per second
+_HOST_BYTES, _HOST_RATE = 28, 40e9  # memory traffic of AdamW on the CPU: bytes per parameter, bytes per second
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one GPU sends per optimizer step.
+    """The communication of one GPU in an optimizer step, in bytes.
 
-    `hidden` bytes overlap with computation if possible; the step waits for `waited` bytes and `calls` collectives.
-    `to_host` are bytes of offloading, `on_host` bytes of the optimizer on the host. `copied` are bytes that the GPU
-    reads and writes to move data in and out of communication buffers."""
+    `hidden` bytes can overlap with computation. The step waits for `waited` bytes and for `calls` collectives.
+    Offloading copies `to_host` bytes, and the optimizer on the CPU reads and writes `on_host` bytes. To fill and empty
+    communication buffers, the GPU reads and writes `copied` bytes."""
 
     hidden: float = 0.0
     waited: float = 0.0
@@ -51,30 +51,30 @@ class Traffic:
 
 
 def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> Traffic:
-    """Return the bytes that one GPU sends per step.
+    """Return the communication of one GPU in an optimizer step.
 
-    `shape` and `batches` are its part of the model and of the batch."""
+    `shape` and `batches` are this GPU's parts of the model and of the batch."""
     sharding = sharding_of(spec.launch)
     if sharding.gpus == 1:
         return Traffic()
     plan, passes = plan_of(spec, shape.model), spec.train.gradient_accumulation_steps
     positions = passes * sum(batch.weight * batch.positions for batch in batches)
     sent = _of_states(sharding, plan, shape, passes)
-    # all-reduces of hidden states: forward, backward, and again for recomputed layers
+    # number of times that hidden states are reduced: forward, backward, and for recomputed layers
     times = 2 + {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)
     for parts, calls in ((sharding.tensor, 2 * len(shape.model.layers)), (sharding.experts, shape.moe_layers)):
         each = 2 * (parts - 1) / parts * positions * shape.model.hidden * HALF
         sent += Traffic(waited=times * calls * each, calls=times * calls * passes) if parts > 1 else Traffic()
     if sharding.pipeline > 1:
         sent += _of_stages(sharding, shape, positions, passes)
-    if (parts := sharding.sequence) > 1:  # a ring passes keys and values on, in the backward pass with their gradients
+    if (parts := sharding.sequence) > 1:  # a ring passes keys and values on; the backward pass also their gradients
         each = sum(2 * layer.key for layer in shape.model.layers) * positions * HALF
         sent += Traffic(hidden=3 * (parts - 1) * each)
     return sent
 
 
 def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, passes: int) -> Traffic:
-    """Return the bytes of gradients and of gathered weights that a GPU sends."""
+    """Return the communication for gradients and for gathered weights."""
     ring, states = (sharding.holders - 1) / sharding.holders, sharding.states
     if states == "none":
         return Traffic()
@@ -87,16 +87,17 @@ def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, pa
     if states in ("zero1", "zero2"):  # overlap_comm is off; ZeRO-2 reduces after each micro-batch
         return host + Traffic(waited=sixteen * (1 + (passes if states == "zero2" else 1)), calls=2 * passes)
     weights, layers = ring * shape.model.weight_bytes(HALF), len(shape.model.layers)
-    first = weights / layers  # nothing overlaps with the first layer, forward and backward
+    first = weights / layers  # the first layer of each pass does not overlap with computation
     copied = passes * _copied(sharding, plan, shape) if states == "fsdp" else 0.0
     return host + Traffic(passes * (2 * (weights - first) + sixteen), 2 * passes * first, 2 * passes, copied=copied)
 
 
 def _copied(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape) -> float:
-    """Return bytes that FSDP2 reads and writes for its collectives (_fsdp_collectives.py).
+    """Return the bytes that FSDP2 reads and writes to fill and empty the buffers of its collectives
+    (_fsdp_collectives.py).
 
-    Each shard is cast into the send buffer, and each unit is copied out of the receive buffer. This happens twice.
-    Gradients are copied into the send buffer, and received ones are cast to the shard's type."""
+    In each of the two passes, FSDP2 casts each shard into the send buffer and copies each unit out of the receive
+    buffer. It copies gradients into the send buffer, and casts the received gradients to the dtype of the shard."""
     count, trained, part = shape.model.weight_bytes(HALF) / HALF, shape.trained, 1 / sharding.holders
     kept = FLOAT if plan.in_32_bits else plan.weight
     gathered = count * (part * (kept + HALF) + 2 * HALF)
@@ -112,7 +113,8 @@ def _offloaded(sharding: Sharding, shape: TrainableShape, passes: int) -> Traffi
 
 
 def _of_stages(sharding: Sharding, shape: TrainableShape, positions: float, passes: int) -> Traffic:
-    """Return the hidden states that a stage sends on, and their gradients that it sends back.
+    """Return the communication of a pipeline stage. It sends hidden states to the next stage and their gradients to the
+    previous one.
 
     They overlap with computation, except for the first and last micro-batches of a pass."""
     sent = 2 * pipeline.parts(sharding.schedule) * positions * shape.model.hidden * HALF
@@ -123,14 +125,14 @@ def _of_stages(sharding: Sharding, shape: TrainableShape, positions: float, pass
 def exposed_seconds(
     sent: Traffic, sharding: Sharding, limits: Ceilings, device_s: float, copying: float = 1.0
 ) -> float:
-    """Return the seconds per step in which a GPU waits for others, without offloading.
+    """Return the seconds per step in which a GPU waits for other GPUs. Offloading is not included.
 
     Args:
-        sent: Its traffic.
+        sent: The communication of this GPU.
         sharding: How the GPUs share the work.
-        limits: Rates of its links and memory.
-        device_s: Seconds of its computation.
-        copying: Time of an eager copy relative to the memory's bandwidth."""
+        limits: The rates of the links and the memory of this GPU.
+        device_s: Seconds per step in which this GPU computes.
+        copying: Coefficient for eager copies, which multiplies their time at full memory bandwidth."""
     if sharding.gpus == 1:
         return 0.0
     hidden, room = sent.hidden / limits.network, _HIDES.get(sharding.states, _HIDES_GATHERED) * device_s
@@ -140,5 +142,6 @@ def exposed_seconds(
 
 
 def offloaded_seconds(sent: Traffic, limits: Ceilings) -> float:
-    """Return the seconds per step in which a GPU waits for host memory and for the optimizer on the host."""
+    """Return the seconds per step in which a GPU waits for copies from and to host memory, and for the optimizer on the
+    CPU."""
     return sent.to_host / limits.link + sent.on_host / _HOST_RATE

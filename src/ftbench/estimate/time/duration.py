@@ -1,6 +1,6 @@
 """Estimate how long a spec trains on a GPU and how much power it draws.
 
-The estimate comes from runs of the same step, otherwise from the ceilings."""
+If there are runs of the same step, the estimate uses their time. Otherwise it uses formulas and the GPU's ceilings."""
 
 import math
 import statistics
@@ -29,29 +29,30 @@ from ftbench.estimate.workload.sharding import rank_batch, sharding_of
 from ftbench.facts import read_facts
 from ftbench.spec.experiment import Experiment, resolve
 
-MEASURED, FORMULA, SHEET = "measured", "formula", "data sheet"  # FORMULA: of a GPU whose runs fitted the formulas
-# Factors between the expected time and the ends of its range, which holds 90 % of unseen figures. `spread` of
-# facts/durations.yaml is that of a GPU with runs, by what sets the pace. Measured: repeats on one machine. Data sheet,
-# in addition: the rows of other cards in docs/evidence/published.md.
+MEASURED, FORMULA, SHEET = "measured", "formula", "data sheet"  # FORMULA: the formulas were fitted to runs on this GPU
+# Factors between the expected time and the ends of its 90 % range. For a GPU with runs, the factor is `spread` in
+# facts/durations.yaml. MEASURED_SPREAD comes from repeats on one machine. SHEET_SPREAD is multiplied by `spread`, and
+# comes from the rows of other cards in docs/evidence/published.md.
 MEASURED_SPREAD, SHEET_SPREAD = 1.05, 1.2
-ROUGH_SPREAD = 2.0  # in addition, for specs that are known roughly and not measured, and for several machines
-JOINED_SPREAD = 1.25  # in addition, for unsloth's padding-free batches: six plain scripts were -30 to +42 % off
-SEVERAL_SPREAD = 1.15  # in addition, for several GPUs: the time they wait for each other was not measured
-# In addition, under DeepSpeed, whose work on the host and passes over its partitions are not modelled: a step of ZeRO-3
-# without prefetching took 1.5 times the estimated time (results/h200/several-gpus).
+ROUGH_SPREAD = 2.0  # additional factor for specs that are known only roughly, and for several machines
+JOINED_SPREAD = 1.25  # additional factor for padding-free batches of unsloth (six scripts: -30 to +42 %)
+SEVERAL_SPREAD = 1.15  # additional factor for several GPUs, because waiting for other GPUs was not measured
+# Additional factor for DeepSpeed. The formulas do not include its work on the CPU and the passes over its partitions. A
+# step of ZeRO-3 without prefetching took 1.5 times the estimated time (results/h200/several-gpus).
 ZERO_SPREAD = 1.5
-EXPERTS_SPREAD = 1.2  # in addition, for a step of a mixture of experts that was not measured
-# Bytes per second at which a full pool is freed and allocated again for the optimizer's temporary tensors: 16.4 GB
-# made the step 38 ms longer (results/h200/qwen3-8b-frontier, full at batch 6 against 4, two flushes per step).
+EXPERTS_SPREAD = 1.2  # additional factor for a mixture of experts, if this step was not measured
+# If the memory is full, the allocator frees its pool and allocates it again for the optimizer's temporary tensors, at
+# this many bytes per second. With 16.4 GB, a step took 38 ms longer (results/h200/qwen3-8b-frontier, method full, batch
+# 6 compared with 4, two flushes per step).
 _REMAPPED = 4.3e11
 FLUSHES = "flushes"  # the name of the term
-# Seconds before the first step: imports, and weights at 1.5 GB/s from a disk.
+# Seconds for imports, and bytes per second at which weights are read from disk.
 _IMPORT_S, _LOAD_BYTES_S = 10.0, 1.5e9
-# Seconds that the first step takes longer: medians of results/h200 (1 s eager, 12 s with compiled layers). unsloth's
-# compiles for every layer: 11.5 s with 36 layers there, 18 and 27 s with 64 layers on an H100.
+# Additional seconds of the first step: the medians of results/h200 for eager and compiled layers, and for unsloth
+# seconds per layer. unsloth took 11.5 s with 36 layers there, and 18 and 27 s with 64 layers on an H100.
 _FIRST_S, _FIRST_COMPILED_S, _FIRST_UNSLOTH_S = 1.0, 12.0, 0.32
-# Share of the board's power that a waiting GPU draws, and the additional share of a GPU that is always busy: H200 runs
-# of results/h200 drew 0.33 to 0.42 if Python set the pace and 0.93 to 0.99 if the GPU did.
+# A waiting GPU draws the first share of the board power. A GPU that is always busy draws both shares. In results/h200,
+# launch-bound runs drew 0.33 to 0.42 of the board power, and runs with a busy GPU 0.93 to 0.99.
 _WAITING, _WORKING = 0.2, 0.77
 _WATTS_SPREAD, _WATTS_MEASURED = 1.3, 1.05
 
@@ -60,11 +61,11 @@ _WATTS_SPREAD, _WATTS_MEASURED = 1.3, 1.05
 class DurationEstimate:
     """The estimated time of an optimizer step over all `gpus`.
 
-    A step has `samples` samples and `tokens` real tokens; `padding` is the share of padded positions. `start_s` is the
-    time until the first steady step, `first_s` the extra time of the first step (both in seconds), `watts` the power of
-    one GPU. `parts` are the terms of the step in seconds. `exposed_s` is the part that waits for other GPUs. `bound` is
-    `GPU`, `host` (the GPU waits for Python) or `images` (for image processing). `basis` is MEASURED, FORMULA or SHEET,
-    and `confidence` explains it."""
+    A step has `samples` samples and `tokens` real tokens, and `padding` is the share of padded positions. `start_s` is
+    the time until the first steady step, and `first_s` is the additional time of the first step, both in seconds.
+    `watts` is the power of one GPU. `parts` are the terms of the step in seconds. For `exposed_s` seconds of a step, a
+    GPU waits for other GPUs. `bound` is `GPU`, `host` (the GPU waits for Python) or `images` (the GPU waits for image
+    processing). `basis` is MEASURED, FORMULA or SHEET, and `confidence` explains it."""
 
     step_s: Band
     samples: float
@@ -84,17 +85,18 @@ class DurationEstimate:
     exposed_s: float = 0.0
 
     def seconds_for(self, samples: float) -> Band:
-        """Return the wall seconds for this many samples, including the start."""
+        """Return the wall time in seconds for this number of samples, including the start."""
         steps, step = samples / self.samples, self.step_s
         return Band(*(self.start_s + steps * each for each in (step.low, step.expected, step.high)))
 
     def training_s(self, samples: float) -> Band:
-        """Return the seconds of the training loop for this many samples: the first step included, without loading."""
+        """Return the seconds of the training loop for this number of samples. They include the first step but not the
+        loading."""
         steps, step = math.ceil(samples / self.samples), self.step_s
         return Band(*(self.first_s + steps * each for each in (step.low, step.expected, step.high)))
 
     def samples_in(self, seconds: float) -> Band:
-        """Return the samples trained in this many seconds, including the start."""
+        """Return the number of samples that are trained within this many seconds, which include the start."""
         left, step = self.samples * max(0.0, seconds - self.start_s), self.step_s
         return Band(left / step.high, left / step.expected, left / step.low)
 
@@ -113,7 +115,7 @@ class DurationEstimate:
         return 3600 * self.tokens_per_s / self.mean_tokens
 
     def joules_for(self, samples: float) -> Band:
-        """Return the energy of all GPUs for the steps, without the start."""
+        """Return the energy of all GPUs in joules for the steps of this number of samples, without the start."""
         steps, step, watts = self.gpus * samples / self.samples, self.step_s, self.watts
         return Band(
             steps * step.low * watts.low, steps * step.expected * watts.expected, steps * step.high * watts.high
@@ -121,7 +123,7 @@ class DurationEstimate:
 
 
 def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = None) -> DurationEstimate:
-    """Return the time of a spec on a GPU.
+    """Return the estimated time of a spec on a GPU.
 
     Args:
         spec: The experiment; `launch` gives the number of GPUs.
@@ -138,12 +140,12 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     shape, work = history.work(spec, batches)
     limits = limits_of(gpu, spec.train.precision, spec.optimizations.fp8 != "off", history.path)
     modelled = step(ideal(work, limits), history.coefficients)
-    ranks = sharding.data * sharding.sequence  # that compute different positions
+    ranks = sharding.data * sharding.sequence  # the ranks that compute different positions
     samples, positions, real = (ranks * per_step(spec, batches, name) for name in ("samples", "positions", "real"))
     sent = traffic(spec, shape, batches)
     exposed = exposed_seconds(sent, sharding, limits, modelled.device, history.coefficients["elementwise.eager"])
     same = history.same_step(spec, gpu)
-    unlike = shape.model.has_experts and not same  # runs of other steps do not represent a mixture of experts
+    unlike = shape.model.has_experts and not same  # runs of other steps are not representative
     seconds, basis, confidence = _judged(gpu, same, real, modelled.seconds, limits, unlike)
     offloaded = offloaded_seconds(sent, limits)
     flushes = 0.0 if same else _flushes(spec, gpu, shape)
@@ -159,7 +161,7 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
         confidence += f"; without {' and '.join(left_out)}"
     spread = _spread(spec, basis, modelled.host_bound, unlike)
     watts, source = _watts(gpu, same, modelled, offloaded)
-    own = modelled.host_bound and modelled.seconds > exposed + offloaded  # not waiting for other GPUs
+    own = modelled.host_bound and modelled.seconds > exposed + offloaded  # the step does not mainly wait for other GPUs
     bound = ("images" if modelled.by_images else "host") if own else "GPU"
     return DurationEstimate(
         Band(seconds / spread, seconds, seconds * spread), samples, real, 1 - real / positions,
@@ -184,9 +186,9 @@ def _spread(spec: Experiment, basis: str, host_bound: bool, unlike: bool) -> flo
 
 
 def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape) -> float:
-    """Return the seconds per step in which the allocator frees its cache on a GPU that is full.
+    """Return the seconds per step in which the allocator frees its cache, if the GPU's memory is full.
 
-    In each step, the optimizer's temporary tensors need the memory that activations used."""
+    The reason is that the optimizer's temporary tensors need memory that the activations used."""
     if spec.method.name != "full":
         return 0.0
     part = share(sharding_of(spec.launch))
@@ -201,7 +203,7 @@ def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape) -> float:
 def _judged(
     gpu: Gpu, same: Sequence[TimedRun], tokens: float, modelled: float, limits: Ceilings, unlike: bool
 ) -> tuple[float, str, str]:
-    """Return the seconds of a step, their basis, and its explanation."""
+    """Return the seconds of a step, the basis of the estimate, and an explanation of the basis."""
     if same:
         seconds = statistics.median(run.step_s / run.tokens for run in same) * tokens
         return seconds, MEASURED, f"measured (same step, same GPU, {units.some(len(same), 'run')})"
@@ -214,7 +216,7 @@ def _judged(
 
 
 def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) -> tuple[float, float]:
-    """Return the seconds until the first steady step, and the extra seconds of the first step."""
+    """Return the seconds until the first steady step, and the additional seconds of the first step."""
     first = _FIRST_COMPILED_S if spec.optimizations.compile else _FIRST_S
     if spec.method.name == "unsloth":
         first = _FIRST_UNSLOTH_S * len(shape.model.layers)
@@ -225,7 +227,7 @@ def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) ->
 
 
 def _watts(gpu: Gpu, same: Sequence[TimedRun], step: Step, offloaded: float) -> tuple[Band, str]:
-    """Return the mean watts of steady steps and their source.
+    """Return the mean power of steady steps in watts, and its source.
 
     `offloaded` are the seconds per step in which the GPU waits for the host's memory."""
     share = _WAITING + _WORKING * min(1.0, step.device / (step.seconds + offloaded))
@@ -240,9 +242,11 @@ def _watts(gpu: Gpu, same: Sequence[TimedRun], step: Step, offloaded: float) -> 
 
 
 def epochs_samples(spec: Experiment, per_step: float) -> float | None:
-    """Return the samples that a spec trains on, with `per_step` samples per optimizer step.
+    """Return the number of samples that a spec trains in all epochs or steps. `per_step` is the number per optimizer
+    step.
 
-    Packed rows hold more samples than the batch size. None if the size of the data set is not known."""
+    With packed rows, `per_step` is larger than the batch size. The result is None if the size of the data set is not
+    known."""
     if spec.train.max_steps is not None:
         return spec.train.max_steps * per_step
     samples = spec.dataset.samples
