@@ -70,10 +70,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The ranked variants. `options` meet all limits by their expected values, best first. Options that may miss the
-    deadline come last. If there are no options, `closest` is the variant that fits a GPU and misses a limit by the
-    least, and `missed` names the limit. `ruled_out` counts the rejected variants by reason; `considered` is the
-    number of all. `lengths` has the best variant for a factor of the length."""
+    """The ranked variants. The expected values of `options` meet all limits. The best option comes first, and options
+    that may miss the deadline come last. If there are no options, `closest` fits a GPU and misses a limit by the least,
+    and `missed` names this limit. `ruled_out` has the number of rejected variants for each reason, and `considered` is
+    the number of all variants. `lengths` has pairs of a factor and the best variant if all lengths are multiplied by
+    it."""
 
     goal: Goal
     options: tuple[Option, ...]
