@@ -18,7 +18,7 @@ from ftbench.cli.shared import app, current_options, emit, log
 from ftbench.core.units import some
 from ftbench.errors import INTERRUPTED, FtbenchError, MissingError
 
-MODULES = ("train", "plans", "report", "estimate", "machine")  # in the order of --help
+MODULES = ("train", "plans", "report", "estimate", "machine")  # --help lists them in this order
 _MAX_ERROR_LINES = 20
 atexit.register(gc.freeze)  # at exit, Python would search all modules for garbage: 0.1 s of 0.5 s in `report`
 for _name in MODULES:

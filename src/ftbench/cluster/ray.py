@@ -83,7 +83,7 @@ def _reason(error: BaseException) -> str:
 
 @dataclass(slots=True)
 class RaySlot:
-    """One task at a time. `needs` are its resources; `shared` marks nodes with several GPUs."""
+    """Runs one task at a time. `needs` are the resources of a task. `shared` is true if nodes have several GPUs."""
 
     name: str
     needs: dict[str, Any]

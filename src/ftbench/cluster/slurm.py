@@ -166,7 +166,7 @@ class SlurmSlot:
     def run(self, job: Job, source: bytes, control: RunControl) -> FinishedRun:
         """Submit a job and wait for its run. Submit it again while the controller is not reachable."""
         run = job.run
-        if run.path.exists() and run.run_id not in self.earlier:  # by a job of an earlier session, since the plan
+        if run.path.exists() and run.run_id not in self.earlier:  # an earlier job finished it
             return remote.finished(run)
         if run.path.exists():
             rundir.archive(run)

@@ -64,7 +64,7 @@ class Facts:
 
     @property
     def gpu(self) -> dict[str, Any]:
-        """The GPU of machine.json; empty without one."""
+        """The GPU of machine.json. It is empty if there is no GPU."""
         return first_gpu(self.described)
 
     @property
@@ -268,7 +268,7 @@ def host(out: Path, environment: Mapping[str, str]) -> list[Finding]:
 
 
 def disk(path: Path, fix: str, needed_gb: float, full: Verdict = "fail") -> Answer:
-    """Check that a folder is writable and has `needed_gb` GiB; `full` is the verdict if it has less."""
+    """Check that a folder is writable and has `needed_gb` GiB. If it has less, the verdict is `full`."""
     folder = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return "fail", f"{path} is not writable: {fix}"

@@ -19,7 +19,7 @@ from ftbench.store.rundir import RunDir, first_gpu
 
 MINIMUM_FREE_BYTES = 32 * 2**20
 Verdict = Literal["ok", "warn", "n/a"]
-WAIT_S = 3.0  # of one request
+WAIT_S = 3.0  # longest wait for a request
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 _UNREACHABLE = "is not in the cache and the Hub cannot be reached"
 _TRUE = ("1", "ON", "YES", "TRUE")
@@ -97,7 +97,7 @@ def check_needed(spec: Experiment, others: Sequence[str] = ()) -> None:
 def _file_problems(spec: Experiment) -> list[str]:
     wrong = []
     path = Path(spec.dataset.path or ".")
-    if not path.is_file() and not path.is_dir():  # such as a pipe
+    if not path.is_file() and not path.is_dir():  # for example, a pipe
         wrong.append(f"dataset.path: {spec.dataset.path}: no such file or folder; a path is relative to its spec file")
     if spec.model.path and spec.model.weights == "pretrained":
         problem = checkpoint_problem(Path(spec.model.path))
@@ -196,7 +196,7 @@ def reach(environment: Mapping[str, str]) -> tuple[Verdict, str]:
 
 
 def _connect(endpoint: str) -> str:
-    """Return why the endpoint cannot be reached; empty if it answers."""
+    """Return why the endpoint cannot be reached. Return an empty text if it answers."""
     import urllib.error  # rarely needed, and slow
     import urllib.request
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:  # a mock run starts fast
 
 GPU = "mock (no GPU)"
 STEPS = 10  # default
-TOKENS = 100  # per sample
+TOKENS = 100  # tokens per sample
 PAUSE_S = 0.01  # real duration of a step; `slow` takes a second
 HANGS_AFTER = 3
 _FIXED_GB, _PER_SAMPLE_GB = 2.0, 1.0
-_FACTOR = {"full": 2.0, "lora": 1.0, "qlora": 1.3, "unsloth": 0.8}  # for the step time
+_FACTOR = {"full": 2.0, "lora": 1.0, "qlora": 1.3, "unsloth": 0.8}  # factor of the step time
 
 
 def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
@@ -79,7 +79,7 @@ def _steps(run: RunDir, spec: dict[str, Any], steps: int) -> None:
     writer = StepsWriter(run.steps)
     for step in range(1, steps + 1):
         if pretend == "hang" and step > HANGS_AFTER:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # like a process that hangs in the driver
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # imitates a process that hangs in the driver
             time.sleep(1e6)
         time.sleep(1.0 if pretend == "slow" else PAUSE_S)
         writer.append([_row(spec, step, steps)])

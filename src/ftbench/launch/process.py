@@ -1,4 +1,4 @@
-"""Run one child process in its own session, and end it with all of its descendants. Linux.
+"""Run one child process in a separate session, and end it with all of its descendants. This needs Linux.
 
 The child runs under a supervisor (`process_tree.py`). Signals to ftbench arrive in a pipe, so they never interrupt
 other code. While the child is measured, this process waits and uses almost no CPU.

@@ -12,7 +12,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store.rundir import WAITING, RunDir, read_json
 from ftbench.store.steps import StepsTail
 
-START_S = 1800.0  # without progress before the third step: weights are downloaded, kernels compiled and tuned
+START_S = 1800.0  # limit before the third step, while weights are downloaded and kernels are compiled and tuned
 STEP_S = 300.0  # minimum for later steps: a new shape, a slow disk
 COMPILE_S = 900.0  # minimum if a new shape is compiled again
 _RECENT = 20  # steps used for the remaining time
@@ -81,7 +81,8 @@ class Progress:
         return max(0.0, left - (time.monotonic() - self._stepped))
 
     def text(self) -> str:
-        """Return the progress as one line, the most important parts first; `starting` at first."""
+        """Return the progress as one line, with the most important parts first. Before the first progress, return
+        `starting`."""
         if self.last is None:
             return self.phase.replace("_", " ") or "starting"
         last, left = self.last, self.left_s()

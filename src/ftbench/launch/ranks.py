@@ -33,7 +33,7 @@ LISTENER = "FTBENCH_RENDEZVOUS"  # variable with the file descriptor of rank 0's
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 POSITIONS = ("data", "forward", "backward", "optimizer")  # phases of a step, in order
-Ended = dict[int, tuple[int, bool]]  # by rank: exit code, and whether it was told to end before
+Ended = dict[int, tuple[int, bool]]  # rank → exit code, and whether ftbench ended the rank
 
 
 def node_number(spec: Experiment) -> int:
@@ -104,7 +104,7 @@ def _of_other_nodes(run: RunDir, ranks: range, patience: float) -> Ended:
 
 
 def _lost(node: int) -> dict[str, Any]:
-    """Return a state for a rank that did not write one."""
+    """Return a state for a rank that did not write its state."""
     return {"state": "error", "reason": f"its machine (node {node}) was lost"} if node else {}
 
 

@@ -1,4 +1,4 @@
-"""The launcher of our own worker, which uses trl's trainer."""
+"""The launcher of ftbench's worker, which uses trl's trainer."""
 
 import importlib.util
 import sys
@@ -42,7 +42,8 @@ def devices(spec: Experiment, visible: str | None) -> list[dict[str, Any]]:
 
 
 def command(spec: Experiment, run: RunDir) -> list[str]:
-    """Return the command of our own worker, or of `ranks` that starts it once per rank.
+    """Return the command of the worker. With several ranks, return the command of `launch/ranks.py`, which starts the
+    worker once per rank.
 
     -P keeps the current directory out of the module path: a user's `random.py` must not be imported.
     """

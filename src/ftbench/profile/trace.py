@@ -23,7 +23,7 @@ _ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 GLOO = "gloo:"  # prefix of spans in gloo's threads
 _CALLS = {"cuda_runtime", "cuda_driver"}
 LAUNCH = re.compile(r"cu(da)?(Graph)?Launch")
-_LEAST_SEEN, _NEARLY_ALL = 0.9, 0.99  # of the launches
+_LEAST_SEEN, _NEARLY_ALL = 0.9, 0.99  # shares of the launches
 _LESS = (
     "CUPTI of CUDA 12.6 to 13.0 loses kernel times (pytorch#192021): profile fewer steps (--steps 1), switch "
     "optimizations.compile off, or use a torch built for CUDA 13.1 or newer"

@@ -95,7 +95,8 @@ def group_of_kernel(name: str, operators: Iterable[str] = (), phase: str | None 
 
 
 def group_of_operator(name: str, operators: Iterable[str] = (), phase: str | None = None, in_loss: bool = False) -> str:
-    """Return the group of an operator's own time on a CPU. `operators` enclose it, innermost first."""
+    """Return the group to which an operator's own time on a CPU belongs. `operators` are the enclosing operators,
+    innermost first."""
     own = _first(_OPERATORS, name)
     if own not in (None, NORM):
         return str(own)
@@ -154,7 +155,7 @@ def _cut(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """A kernel or, without a GPU, an interval of an operator's own time.
+    """A piece of device work. It is a kernel or, without a GPU, an interval in which an operator itself ran.
 
     `operator` is the innermost operator that launched it, or empty. `call` is 1 for the first interval of an operator
     and 0 for the others.

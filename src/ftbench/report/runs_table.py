@@ -82,7 +82,8 @@ def _figures(records: Sequence[Record]) -> dict[str, list[str]]:
 
 
 def _costs(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Return the price of a thousand samples by renting, else by owning, if a price file was given."""
+    """Return the price of a thousand samples, if a price file was given. It is the price of renting or, if that is
+    unknown, of owning."""
     for way in ("rent", "owned"):
         prices, currency = f"cost.{way}.per_1k_samples", f"cost.{way}.currency"
         if any(record.get(prices) is not None for record in records):

@@ -21,7 +21,7 @@ _ORDERED: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
 _SWITCHES = {"true": "on", "false": "off", "yes": "on", "no": "off"}
-_MOST_VALUES = 12  # in a message
+_MOST_VALUES = 12  # most values that a message lists
 _ALIASES = {"speed": "tokens/s", "memory": "peak gib", "time": "step"}  # other words that users type for a heading
 _FAST = {column.source for column in FIGURES if column.more_is_better}
 

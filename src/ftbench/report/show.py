@@ -1,4 +1,5 @@
-"""`ftbench show`: one finished run, by folder, id or number in a report, with a verdict and one thing to try."""
+"""`ftbench show`: show one finished run with a verdict and one thing to try. The user names its folder, its id or its
+number in a report."""
 
 import dataclasses
 import shlex
@@ -117,7 +118,8 @@ def _verdict(summary: Mapping[str, Any]) -> str:
 
 
 def _profile_verdict(document: Mapping[str, Any]) -> tuple[str, dict[str, str] | None]:
-    """Return the largest group of kernels of a profiled step, and `bound` of a summary if the GPU waits for kernels."""
+    """Return a sentence about a profiled step. If the GPU waits for kernel launches, also return a value for `bound`
+    in a summary."""
     listed, on_gpu = document["groups"], document["device"] == "cuda"
     busy = document["busy_share_unprofiled"] or document["busy_share"]
     work, share = ("kernels" if on_gpu else "operators"), units.percent(listed[0]["share"], 0) if listed else ""

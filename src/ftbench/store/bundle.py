@@ -1,7 +1,8 @@
-"""Bundles: runs in one file that can be sent to others, a tar in zstd with a manifest of SHA-256 hashes.
+"""A bundle is one file with runs that can be sent to other people. It is a zstd-compressed tar with a manifest of
+SHA-256 hashes.
 
 The bytes depend only on the runs: files are in the order of their names, without owners and dates. A bundle may come
-from anybody, so reading one limits the number and the size of its files and keeps each below the target folder.
+from anybody. Therefore, `unpack` limits the number and the size of its files, and only writes below the target folder.
 """
 
 import hashlib
@@ -111,7 +112,7 @@ def _sources(paths: Sequence[Path], made: Made) -> dict[str, Path]:
         made.runs += 1
         for file in files_of(run):
             target = "/".join([name, *map(without_secrets, file.split("/"))])
-            if not target.isprintable():  # such as bytes that are not UTF-8
+            if not target.isprintable():  # e.g. a name has bytes that are not UTF-8
                 raise SpecError(f"{run.path}: {target!r} has characters that cannot be shown: rename the folder")
             sources[target] = run.path / file
     if not sources:

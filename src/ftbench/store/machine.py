@@ -205,7 +205,7 @@ def commit() -> str | None:
 
 # --- probed peak rates ------------------------------------------------------------------------------------------------
 
-PROBES = "probe"  # in a results folder, next to the experiments
+PROBES = "probe"  # folder of probes, next to the experiments
 
 
 def ceilings(store: Path, gpu_name: str | None) -> dict[str, Any]:
@@ -218,8 +218,8 @@ def ceilings(store: Path, gpu_name: str | None) -> dict[str, Any]:
         gpu_name: The GPU; None without one.
 
     Returns:
-        A subset of: `tflops` by precision; `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s; `launch_us` in
-        µs; `usable_gb`, the GiB that CUDA gives to processes, of `driver_total_gb`.
+        A subset of: `tflops` by precision; `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s; `launch_us` in µs;
+        `usable_gb`, the GiB that CUDA gives to processes; `driver_total_gb`, the GiB of the card.
     """
     documents = _documents(store, gpu_name) if gpu_name else []
     products = [document.get("products", {}) for document in documents]

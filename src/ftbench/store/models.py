@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from typing_extensions import TypeAliasType
 
-MAX_RANKS = 1024  # of a run
+MAX_RANKS = 1024  # most ranks of a run
 _NUMBER_PROBLEMS = ("finite_number", "less_than", "greater_than")
 _LARGEST = 1e60  # no run writes a larger number, and products of several such numbers do not overflow
 

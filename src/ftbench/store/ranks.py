@@ -110,10 +110,12 @@ def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
 
 
 def stages(run: RunDir, count: int) -> dict[str, Any]:
-    """Return the pipeline of a run with `count` ranks: the layers of each stage and the `bubble`, empty without one.
+    """Return the layers of each pipeline stage, and the `bubble`, of a run with `count` ranks. The result is empty
+    without a pipeline.
 
     The bubble is the share of a pass in which the mean rank does not compute. The last stage finishes early, so the
-    time of the pass is that of the slowest rank."""
+    slowest rank gives the time of the pass.
+    """
     parts = [read_json(run.of_rank(rank).applied).get("parallel", {}) for rank in range(count)]
     if not parts or "split" not in parts[0]:
         return {}

@@ -8,7 +8,7 @@ from ftbench.core.rows import StepRow
 from ftbench.core.stats import total
 from ftbench.store.rundir import gpus_of
 
-PARTS = ("generation", "scoring", "forward_backward", "optimizer")  # of a step with generation
+PARTS = ("generation", "scoring", "forward_backward", "optimizer")  # parts of a step with generation
 _Shape = TypeVar("_Shape", flops.MatmulShape, flops.VisionMatmulShape)
 
 

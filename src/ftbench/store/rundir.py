@@ -199,7 +199,7 @@ def parse_document(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one if `read_document` has a problem with it."""
+    """Return the object in a JSON file. Return an empty object if `read_document` reports a problem."""
     return read_document(path)[0]
 
 
@@ -261,7 +261,7 @@ def now() -> str:
 
 
 def modified(path: Path) -> float:
-    """Return when a file last changed; 0 for a file that was deleted."""
+    """Return the time when a file last changed. Return 0 for a deleted file."""
     with suppress(OSError):
         return path.stat().st_mtime
     return 0.0

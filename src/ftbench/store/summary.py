@@ -98,7 +98,7 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
         summary.outliers = run_warnings.outliers(steady)
         summary.contention, sentences = run_warnings.contention(steady, on_gpu=summary.gpu is not None)
         summary.warnings += sentences
-    elif rate := config.get("reported", {}).get("samples_per_s"):  # of the training, from the imported log
+    elif rate := config.get("reported", {}).get("samples_per_s"):  # the imported log contains this rate
         summary.samples_per_s, summary.samples_per_hour = rate, rate * 3600
     timed = bool(train) or not everything  # an imported log may have losses without times
     summary.warnings += run_warnings.warnings(
@@ -204,7 +204,7 @@ def _flops(summary: RunSummary, steady: Sequence[StepRow], documents: dict[str, 
     tflops = rates.of_steps(steady, config, summary.dataset)
     precision = config.get("product_precision", "")
     gpu = hardware.find_gpu(summary.gpu) if summary.gpu else None
-    count = summary.ranks.get("count") or documents["spec_json"].get("launch", {}).get("gpus", 1)  # without rank files
+    count = summary.ranks.get("count") or documents["spec_json"].get("launch", {}).get("gpus", 1)  # no rank files
     probed = (machine.get("ceilings") or {}).get("tflops", {}).get(precision)
     peak, measured = (rate and rate * count for rate in (gpu.peak_tflops(precision) if gpu else None, probed))
     if tflops:

@@ -32,7 +32,7 @@ class Planned:
 
 
 def dry_run(ready: Ready) -> list[Planned]:
-    """Return all jobs of a plan. A search lists its finished trials and the next one of each family."""
+    """Return all jobs of a plan. For a search, these are its finished trials and the next trial of each family."""
     plan = ready.plan
     if isinstance(plan, Search):
         while plan.next(lambda job: True) is not None:

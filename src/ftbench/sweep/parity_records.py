@@ -90,7 +90,7 @@ def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str
             continue
         for change, what in CHANGES.items():
             x, y = a[change][point][index].astype(float), b[change][point][places[name]].astype(float)
-            if not x[0] > 0 or (change == "moment" and not b[change].any()):  # such as 8-bit states
+            if not x[0] > 0 or (change == "moment" and not b[change].any()):  # 8-bit states are not recorded
                 continue
             direction = float(((x[1:] / x[0] - y[1:] / y[0]) ** 2).sum()) ** 0.5 if y[0] > 0 else math.nan
             if y[0] <= NO_GRADIENT * x[0]:

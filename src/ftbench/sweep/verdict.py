@@ -87,7 +87,7 @@ def rounds(spec: Experiment) -> bool:
 
 
 def forward(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], spec: Experiment) -> LevelResult:
-    """Compare the losses of single samples with those of the reference at the same weights."""
+    """Compare the loss of each sample with the reference's loss at the same weights."""
     if problem := [each for each in record["problems"] if "tokens or labels" in each or "loss of a sample" in each]:
         return LevelResult("forward", FAIL, problem[0])
     if not record["losses"]:
@@ -117,7 +117,7 @@ def gradient(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any]], s
 def training(
     reference: Sequence[float], candidate: Sequence[float], untrained: float | None, steps: int
 ) -> LevelResult:
-    """Return whether the held-out losses of all seeds are equivalent to the reference's with the same seeds."""
+    """Judge whether the held-out losses are equivalent to the losses of the reference with the same seeds."""
     if not all(map(math.isfinite, candidate)):
         return LevelResult("training", FAIL, "a held-out loss is not finite")
     if untrained is None or not all(map(math.isfinite, (*reference, untrained))):

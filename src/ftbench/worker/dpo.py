@@ -77,7 +77,7 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
 
 
 class PairCollator(Collator):
-    """Pads pairs as trl's collator does: all chosen sequences, then all rejected ones."""
+    """Pads pairs as trl's collator does. All chosen sequences come first, then all rejected sequences."""
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         pairs = [samples_of(row) for row in rows]

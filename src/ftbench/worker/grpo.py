@@ -43,7 +43,7 @@ class GrpoTrainer(TrainerMixin, GRPOTrainer):
         super().__init__(**options)
         self.forget_copy()
         self.data_collator = _collated
-        self.columns: list[dict[str, Any]] = []  # by prompt
+        self.columns: list[dict[str, Any]] = []  # one dictionary per prompt
         self._completions = BatchCount()
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:

@@ -49,7 +49,7 @@ def _torchao(name: str) -> Any:
 class _RateOnHost:
     """Mixin that keeps the learning rate of torchao's optimizers on the host.
 
-    It is a tensor that accelerate moves to the GPU, where every read would synchronize.
+    The learning rate is a tensor. accelerate moves it to the GPU, where every read would synchronize.
     """
 
     def load_state_dict(self: Any, state: Any) -> None:

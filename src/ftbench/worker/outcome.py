@@ -18,7 +18,7 @@ from ftbench.store.rundir import RunDir, read_json, write_json
 _LOST_ANOTHER = re.compile(r"gloo|NCCL|DistBackendError|DistNetworkError|DistStoreError|Connection (closed|reset)")
 
 _OF_LOADER = "in DataLoader worker process"
-_SCHEMA = 1  # of phases.json
+_SCHEMA = 1  # version of phases.json
 
 
 class Phases:

@@ -25,9 +25,9 @@ from ftbench.worker.device import check_device, device
 from ftbench.worker.outcome import exit_now
 
 BEST_S, LASTING_S = 0.6, 2.5
-MOST_CALLS = 8  # of a product in BEST_S, at least
+MOST_CALLS = 8  # fewest calls of a product within BEST_S
 SIZES = {"cuda": (4096, 8192, 16384), "cpu": (512, 1024, 2048)}
-ELEMENT_BYTES = 12  # at most: both matrices, the product, and 16-bit originals of fp8 operands
+ELEMENT_BYTES = 12  # upper bound: both matrices, the product, and the 16-bit originals of fp8 operands
 MEMORY_BYTES = 2**30  # per tensor: eight times the largest cache of an NVIDIA GPU (128 MB)
 LINK_BYTES = 2**28
 # Each data type with its minimum compute capability (CUDA C++ programming guide, tensor core types).

@@ -32,7 +32,7 @@ from ftbench.worker.parallel.stages import Pipeline, Stage
 
 SCHEMA = 1
 _TIMED = 3
-_MOST_EVENTS = 400_000  # of the allocations of a step
+_MOST_EVENTS = 400_000  # recorded events of the allocator
 _LATEST = 20  # from this step on, a run is profiled even if it still compiles
 
 

@@ -76,7 +76,7 @@ def _write_final_facts(run: TrainingRun, loop: Any, data: Prepared, recorder: Re
     run.write_facts(
         dataset=data.description | {"order_hash": _hash_of(run, data, recorder)}, padding=padding_of(recorder.shapes),
         gpu_busy_method=recorder.sampler and recorder.sampler.busy_method, **cuda_graph.applied(loop.model, spec),
-        **(parallel.applied(loop, spec) if spec.launch.pp else {}),  # with the time that stages waited
+        **(parallel.applied(loop, spec) if spec.launch.pp else {}),  # includes the time that stages waited
     )  # fmt: skip
 
 

@@ -69,8 +69,8 @@ def along(axis: str, runs: Sequence[Run]) -> tuple[str, list[Cell]]:
 def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
     """Return the baseline value.
 
-    A name selects the value that equals it or, if unique, contains it. The default is the plainest value, or the value
-    of most successful cells.
+    `named` selects the value that equals it, or the only value that contains it. The default is the plainest value.
+    Without a plain value, it is the value of most successful cells.
 
     Raises:
         SpecError: the name matches no value or several.

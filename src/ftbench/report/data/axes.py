@@ -173,7 +173,7 @@ def in_order(values: Iterable[str]) -> list[str]:
 
 # --- columns ---------------------------------------------------------------------------------------------------------
 
-PREFIX = "spec."  # of record fields that hold a spec key
+PREFIX = "spec."  # prefix of record fields that hold a spec key
 MOST_AXES = 10  # axis columns in a table for people
 _SHOWN = ("model.id", "model.weights", "dataset.name", "method.name", "train.batch_size",
           "train.gradient_accumulation_steps")  # fmt: skip

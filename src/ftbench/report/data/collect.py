@@ -45,7 +45,7 @@ def collect(paths: Sequence[Path]) -> list[Record]:
 def _summary(run: RunDir) -> dict[str, Any]:
     """Return the summary of a run with the facts that reports read from its other files."""
     summary, state = read_summary(run), read_json(run.state)
-    cache = summary.get("first_step_cache") or read_json(run.applied).get("compile_cache")  # of older runs
+    cache = summary.get("first_step_cache") or read_json(run.applied).get("compile_cache")  # where older runs have it
     times = {name: state.get(name) for name in ("started_at", "ended_at")}
     return summary | {"path": str(run.path), "first_step_cache": cache or "none", **times}
 

@@ -23,8 +23,8 @@ _KEPT_OF_LAUNCH = ("framework", "settings", "mock", "mock_fits", "gpus", "nodes"
 _IGNORED = {"schema", "set", "name", "train.report_to", "measure.save_adapter", "measure.repeats",
             "measure.profile_steps", "imported.file", "imported.sha256"}  # fmt: skip
 LIMIT, CARD, COMMIT = "power limit", "card", "commit"
-REWARD = "applied.reward_sha256"  # of the files with the user's reward functions
-_MIN_SHARE = 0.05  # of the bytes of all weights
+REWARD = "applied.reward_sha256"  # hashes of the files with reward functions
+_MIN_SHARE = 0.05  # smallest share of the bytes of all weights
 IMPORTED = "imported.from"  # the kind of log that a run was imported from
 _IGNORED_PREFIXES = ("measure.generate",)
 _NOT_COMPARED = ("nvidia-ml-py", "unsloth", "unsloth_zoo", "xformers", "liger-kernel", "triton_kernels")

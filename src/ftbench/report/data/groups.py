@@ -33,13 +33,13 @@ from ftbench.report.data.facts import CARD, COMMIT, CPU, IMPORTED, LIMIT, REWARD
 from ftbench.spec.methods import METHODS
 from ftbench.store.rundir import RunDir
 
-DATA = "dataset.hash"  # of the tokens of the training data
+DATA = "dataset.hash"  # hash of the training tokens
 RUNS = "runs"
 _MERGED = ("tokens_per_s.real", "samples_per_hour", "samples_per_s", "step_time_s.median", "step_time_s.mean",
            "memory_gb.allocated_peak", "memory_gb.reserved_peak", "memory_gb.device_peak", "mfu", "hfu", "first_step_s",
            "time_to_steady_s", "loss.eval", "loss.last", "energy.joules_per_1k_samples", "model_tflops")  # fmt: skip
 _LIST_MARKS = str.maketrans("", "", '[]"')
-_MAX_LETTERS = 24  # of a fact in a name
+_MAX_LETTERS = 24  # longest text of a fact in a name
 
 
 def runs_of(records: Sequence[Record]) -> list[Run]:
@@ -58,9 +58,9 @@ def runs_of(records: Sequence[Record]) -> list[Run]:
 def repeats(runs: Iterable[Run], axis: str = "") -> list[list[Run]]:
     """Return runs in groups of repeats, in the order of their first run.
 
-    Repeats share spec, card, power limit, commit and tokens. If `axis` is a fact of the machine, they share that too.
-    An edited data file or another chat template gives other tokens, so it is another experiment. A run that ended
-    before tokenization is a repeat of the first run of its spec that has tokens.
+    Repeats share spec, card, power limit, commit and tokens. They also share the fact `axis` if it describes the
+    machine. An edited data file or another chat template gives other tokens, so it is another experiment. A run that
+    ended before tokenization is a repeat of the first run of its spec that has tokens.
     """
     same = (axis, LIMIT, CARD, COMMIT)
     keyed = [((identity(run), *map(run.ran.get, same)), run.ran.get(DATA), run) for run in runs]

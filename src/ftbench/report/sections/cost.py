@@ -55,7 +55,7 @@ def _costs_of_run(record: Record, prices: Prices, hours: float) -> Record:
 
 
 def _costs(figure: Figure, gpu: str, gpus: int, prices: Prices, hours: float) -> Iterator[dict[str, Any]]:
-    """Yield the cost of rent and of purchase, by the figures of a run or a cell."""
+    """Yield the costs of renting and of buying, computed from the figures of a run or a cell."""
     if (price := prices.of(gpu)) is None:
         return
     for cost in hourly_costs(price, figure(SAMPLES), figure(TOKENS), _watts(figure), hours, gpus):

@@ -19,7 +19,7 @@ from ftbench.store.rundir import NOT_FINITE, RunDir
 
 FAILED = ("timeout", "error", NOT_FINITE)
 DONE = ("ok", "oom", *FAILED)
-RETRIES = 2  # per session, for a run that was killed from outside
+RETRIES = 2  # retries per session of a run that another process killed
 MARGIN = 1.1  # added to measured wall times
 
 
@@ -160,7 +160,7 @@ class WallTimes:
     def __init__(self) -> None:
         self._cells: dict[str, list[float]] = {}
         self._families: dict[str, list[tuple[Experiment, float]]] = {}
-        self._slowest: dict[int, tuple[Experiment, float]] = {}  # by batch size
+        self._slowest: dict[int, tuple[Experiment, float]] = {}  # the key is the batch size
 
     def add(self, job: Job, wall_s: float) -> None:
         """Record a finished run."""

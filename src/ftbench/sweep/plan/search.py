@@ -98,7 +98,8 @@ def edge(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = 
 
 
 def knee(fitting: Sequence[Trial]) -> int | None:
-    """Return the smallest batch for which no larger batch is 5 % faster; None with fewer than two known speeds."""
+    """Return the smallest batch for which no larger batch is 5 % faster. Return None with fewer than two known
+    speeds."""
     known = sorted((trial.batch, trial.speed) for trial in fitting if trial.speed)
     flat = (batch for i, (batch, speed) in enumerate(known) if all(later < KNEE * speed for _, later in known[i + 1 :]))
     return next(flat) if len(known) > 1 else None

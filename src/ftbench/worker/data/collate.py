@@ -19,7 +19,7 @@ NO_TOKENS = (np.empty(0, dtype=np.int64),) * 2
 BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention kernels that take sequence boundaries
 # In float32 torch's attention kernel pads its output to a multiple of this, and ring attention adds the outputs up.
 ROWS_IN_32_BITS = 32
-_COLUMNS = {"input_ids": "input_ids", "labels": "labels", "seq_lengths": "lengths"}  # of trl, by ours
+_COLUMNS = {"input_ids": "input_ids", "labels": "labels", "seq_lengths": "lengths"}  # trl's names of ftbench's columns
 
 
 class Collator:

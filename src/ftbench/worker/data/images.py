@@ -29,7 +29,7 @@ from ftbench.store.rundir import open_plain_file
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_BYTES = 256 * 2**20  # of an image file
+MAX_BYTES = 256 * 2**20  # largest image file
 _BLOCKS = 8  # a generated picture interpolates between this many colors per side
 CELLS = 4  # cells per side of a picture that tasks ask about
 COLORS = np.array([[r, g, b] for r in (0, 255) for g in (0, 255) for b in (0, 255)], dtype=np.uint8)
@@ -69,7 +69,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class SampleImages:
-    """The pictures of one sample, the number of tokens of each, and the id of the image token."""
+    """The pictures of one sample, their token counts, and the id of the image token."""
 
     token: int
     pictures: tuple[Picture, ...]
@@ -240,8 +240,9 @@ class Pixels:
         """Return positions of shape 4 x 1 x tokens: the index in the sample, then time, row and column for the rotary
         embedding.
 
-        Text increments all three. An image keeps one time, and its tokens add their row and column. The next text
-        continues after the largest of the three (Qwen2-VL, arXiv 2409.12191, section 2.1).
+        A text token increments all three. The tokens of an image have the same time, and their row and column within
+        the image are added. The next text token continues after the largest of the three (Qwen2-VL, arXiv 2409.12191,
+        section 2.1).
         """
         (ids,), (positions,) = rows["input_ids"], rows["position_ids"]
         rotary, images = np.empty((3, len(ids)), dtype=np.int64), iter(pictures)

@@ -111,7 +111,7 @@ def _ordered(spec: Experiment, samples: list[Tokens], pixels: Pixels | None) -> 
 
 
 def packed(samples: Sequence[Tokens], max_length: int) -> list[Row]:
-    """Pack samples into rows of at most `max_length` tokens, in the order of each row's first sample."""
+    """Pack samples into rows of at most `max_length` tokens. The rows are in the order of their first samples."""
     return [[samples[index] for index in row] for row in batches.packed(_lengths(samples), max_length)]
 
 
@@ -177,7 +177,7 @@ def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple
     return samples, [f"skipped {some(count, 'row')} of {dataset.name} {why}" for count, why in skipped if count]
 
 
-_CUT = {False: "answer", True: "prompt's end"}  # by whether the samples are prompts
+_CUT = {False: "answer", True: "prompt's end"}  # the key is true for prompts without answers
 
 
 def _check_count(spec: Experiment, rows: int, usable: int, too_long: int, cut_images: bool) -> None:

@@ -70,7 +70,7 @@ def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, s
 
 
 def _roles(generator: np.random.Generator, vocabulary: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the markers and the symbols of the tasks. All seeds use the same tokens; the seed decides their roles."""
+    """Return the markers and the symbols of the tasks. The tokens do not depend on the seed, but their roles do."""
     if len(vocabulary) < SYMBOLS + 4:
         raise SpecError(f"dataset.structure tasks needs a vocabulary of {SYMBOLS + 4} tokens, not {len(vocabulary)}")
     tokens = generator.permutation(np.random.default_rng(0).choice(vocabulary, SYMBOLS + 4, replace=False))

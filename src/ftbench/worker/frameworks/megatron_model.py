@@ -145,7 +145,7 @@ def optimizer(model: Any, values: dict[str, Any]) -> Any:
     )  # fmt: skip
     made = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     for group in (group for each in made.chained_optimizers for group in each.optimizer.param_groups):
-        group["weight_decay"] = values["weight_decay"] * group["wd_mult"]  # by Megatron's own scheduler; 0 for norms
+        group["weight_decay"] = values["weight_decay"] * group["wd_mult"]  # as in Megatron; 0 for norms
     return made
 
 
@@ -208,9 +208,9 @@ def sources(name: str, first_layer: int = 0, tied: bool = False) -> list[str]:
     """Return the Hugging Face names of the matrices in one of Megatron's parameters.
 
     Args:
-        name: The parameter. Its layer counts from the first one of the pipeline stage.
+        name: The parameter. Its layer number is relative to the first layer of the pipeline stage.
         first_layer: Index of that first layer.
-        tied: Whether the head is the embedding; the last stage has a copy of it.
+        tied: Whether head and embedding share one weight. The last stage then has a copy of it.
     """
     if match := _LAYER.fullmatch(name):
         return [f"model.layers.{int(match[1]) + first_layer}.{part}" for part in _IN_LAYER[match[2]]]

@@ -65,8 +65,8 @@ def train(values: dict[str, Any]) -> None:
 
 
 def _keep_tokenized(encode: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a template's `encode` to return tokenized rows unchanged. The original only reads dialogues, and replaces
-    other rows by random ones."""
+    """Wrap a template's `encode` to return tokenized rows unchanged. The original function only reads dialogues, and
+    replaces all other rows by random rows."""
 
     def encode_row(template: Any, row: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(row, dict) or "input_ids" not in row:

@@ -136,7 +136,7 @@ def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
         ids = [np.asarray(sample["input_ids"], dtype=np.int64) for sample in samples]
         batch = collate(rows, *args, **kwargs)
         labels = int((batch["labels"][..., 1:] != IGNORE).sum())
-        batch[COUNT] = count_of(ids, batch["input_ids"].numel(), labels)  # also in transformers' BatchEncoding
+        batch[COUNT] = count_of(ids, batch["input_ids"].numel(), labels)  # BatchEncoding supports this too
         return batch
 
     return count

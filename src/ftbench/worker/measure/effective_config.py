@@ -112,7 +112,7 @@ def loss_normalisation(trainer: Any) -> str:
 
 
 def _loss(trainer: Any, spec: Experiment) -> str:
-    """Return the implementation of the loss: trl's name for its own, ftbench's, or Liger's."""
+    """Return the name of the loss implementation. It is trl's name unless ftbench or Liger computes the loss."""
     if spec.optimizations.chunked_loss:
         return "fused over chunks (ftbench)"
     if spec.optimizations.liger:
@@ -146,7 +146,7 @@ def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]
 
 
 def parameters_by_kind(model: Any) -> dict[str, dict[str, int]]:
-    """Return `total` and `trainable` parameters by module kind. Quantised weights count as the numbers that they hold,
+    """Return `total` and `trainable` parameters by module kind. Quantised weights count as their original elements,
     not as packed bytes."""
     kinds = {kind: {"total": 0, "trainable": 0} for kind in KINDS}
     for name, parameter in model.named_parameters():

@@ -38,7 +38,8 @@ class HostClock:
 
 
 class CudaClock:
-    """Events in the current stream of a GPU. `seconds` needs marks that are `done`. `wait()` waits for all work."""
+    """Measures time with events in the current stream of a GPU. `seconds` needs marks that are `done`. `wait()` waits
+    for all work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,7 +66,7 @@ Clock = HostClock | CudaClock
 
 
 class CudaMemory:
-    """The caching allocator's own counters."""
+    """Reads the counters of the caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -99,7 +100,8 @@ class CudaMemory:
 
 
 class HostMemory:
-    """The process's resident set. Linux counts its peak and a process can reset it (proc(5), clear_refs)."""
+    """Reads the resident memory of the process. Linux records its peak, and a process can reset this peak (proc(5),
+    clear_refs)."""
 
     def read(self) -> dict[str, Any]:
         with open("/proc/self/status") as file:
@@ -166,7 +168,8 @@ class Interval:
 
 
 class Sampler:
-    """Keeps the samples of a run. The recorder's thread calls `take`. Without `nvml` it only reads `others`."""
+    """Keeps the samples of a run. The recorder's thread calls `take`. Without `nvml`, the sampler only reads
+    `others`."""
 
     def __init__(self, nvml: Any = None, handle: Any = None, others: Sequence[HostLoad | GpuLoad] = ()) -> None:
         self._times: list[float] = []

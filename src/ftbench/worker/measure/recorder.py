@@ -96,7 +96,7 @@ class Recorder:
         self.position = "forward"
 
     def micro_batch(self, count: BatchCount | None, loss: torch.Tensor | None) -> None:
-        """Add one forward and backward pass: the counts of its batch and its share of the step's loss."""
+        """Add one forward and backward pass, with the counts of its batch and its part of the step's loss."""
         if count is not None:
             self._count.add(count)
             self.batches, self.samples = self.batches + 1, self.samples + len(count.tokens)
@@ -183,7 +183,7 @@ class Recorder:
         self.position = "data"
 
     def restart(self) -> None:
-        """Time the next step from here, without the time since the last step."""
+        """Start the time of the next step here. The time since the last step does not count."""
         self._mark, self._host_mark = self.clock.mark(), time.perf_counter()
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class Recorder:
                 return
 
     def _host_time(self, step: _Pending) -> float:
-        """Return the end of a step on the host's clock, from the device's time since the start."""
+        """Return the time on the host's clock when a step ended: the start plus the device's time since then."""
         if step.marks is None:
             return self._origin + (step.row.elapsed_time_sec or 0.0)
         return self._origin + self.clock.seconds(self._origin_mark, step.marks[3])

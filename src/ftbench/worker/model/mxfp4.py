@@ -1,4 +1,5 @@
-"""Train gpt-oss with its experts in MXFP4, as published: frozen in 4 bits, dequantised one matrix at a time.
+"""Train gpt-oss with its experts in MXFP4, the published format. The experts are frozen in 4 bits, and one matrix at a
+time is dequantised.
 
 The kernel of transformers' own MXFP4 experts has no backward pass. Here the backward pass dequantises the matrix again,
 so that no 16-bit copy stays in memory, and frozen matrices get no gradient. Adapters of experts are two low-rank
@@ -73,7 +74,7 @@ def fused() -> Any:
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """`grouped` with matrices in MXFP4. It saves only the codes and scales for the backward pass."""
+    """Compute `grouped` with matrices in MXFP4. For the backward pass, only the codes and scales are saved."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, ends: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Random weights whose files are in bitsandbytes' NF4, as published 4-bit checkpoints are.
+"""Write random weights in bitsandbytes' NF4, the format of published 4-bit checkpoints.
 
 Qwen3-32B has 19 GB in this format and 65 GB in 16 bits, so it is written and loaded in a third of the time. Loading
 16-bit files gives the same values.
@@ -39,7 +39,8 @@ def suits(spec: Experiment, config: Any) -> bool:
 
 
 def quantised_names(skeleton: Any) -> set[str]:
-    """Return the names of the weights that bitsandbytes quantises: those of all linear layers except the head."""
+    """Return the names of the weights that bitsandbytes quantises. These are the weights of all linear layers except
+    the head."""
     linear = (name for name, module in skeleton.named_modules() if isinstance(module, torch.nn.Linear))
     return {f"{name}.weight" for name in linear if name != HEAD}
 

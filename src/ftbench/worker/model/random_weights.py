@@ -137,7 +137,7 @@ def deviation(config: Any) -> float:
 class Drawn(Mapping[str, torch.Tensor]):
     """A state dict that makes the random weights when they are read, a few layers ahead. Adapters are unchanged.
 
-    Large models are drawn on the GPU. Its generator gives other values than the host's.
+    Large models are drawn on the GPU. The GPU's generator gives different values than the host's generator.
     """
 
     def __init__(self, state: Mapping[str, torch.Tensor], model: Model) -> None:

@@ -20,7 +20,7 @@ from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model
 
-SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # of gemma2, cohere2 and granite
+SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # logit scales of gemma2, cohere2, granite
 CHUNK = 2048  # label tokens; x 152k words x 4 bytes is 1.2 GB of logits
 POSITIONS = "label_positions"  # key of the batch: positions of labels in the flattened labels
 

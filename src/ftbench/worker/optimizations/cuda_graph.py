@@ -131,7 +131,7 @@ def of(model: Any) -> GraphedStep | None:
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
-    """Return an entry with the number of replays so far; none if the optimization is off."""
+    """Return a field with the number of replays so far. Return no field if the optimization is off."""
     step = of(model)
     return {} if step is None else {"cuda_graph_replays": step.replays}
 

@@ -52,7 +52,7 @@ class Fp8Linear(torch.nn.Module):
         return made if self.bias is None else made + self.bias.to(made.dtype)
 
     def operands(self) -> tuple[Any, ...]:
-        """Return the arguments of a product after its input."""
+        """Return the arguments that a product takes after its input."""
         return self.weight, self.factor, self.turned, self.turned_factor, self.recipe, self.maxima
 
 

@@ -140,7 +140,7 @@ class BesideGroup(AdapterGroup):
         return made
 
     def operands(self) -> tuple[Any, ...]:
-        """Return the arguments of the product after its input."""
+        """Return the arguments that the product takes after its input."""
         return *self.joined[0].operands(), self.a, self.blocks, self.scales, *self.adapters()
 
     def gated(self, x: torch.Tensor, down: Any) -> torch.Tensor | None:
@@ -167,7 +167,7 @@ class BesideGroup(AdapterGroup):
         return [base + part.view(*x.shape[:-1], -1) for base, part in zip(made, added, strict=True)]
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A and s B of all layers."""
+        """Return the matrices A and s B of all layers, where s is LoRA's scale."""
         return self.a, self.b
 
 

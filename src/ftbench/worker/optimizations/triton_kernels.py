@@ -28,7 +28,7 @@ def _is_ours(module: Any) -> bool:
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
-    """Return an entry with the number of modules that use the kernels; none if the optimization is off."""
+    """Return a field with the number of modules that use the kernels. Return no field if the optimization is off."""
     if not spec.optimizations.triton_kernels:
         return {}
     return {"triton_kernel_modules": sum(map(_is_ours, model.modules()))}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
 
-_MODULES = {"zero1": "zero", "zero2": "zero", "zero3": "zero", "tp+fsdp": "tp_fsdp"}  # of pp and its parts: pp
+_MODULES = {"zero1": "zero", "zero2": "zero", "zero3": "zero", "tp+fsdp": "tp_fsdp"}  # all pp+… use pp
 
 COMPLETE = "ftbench_complete"  # attribute of a model that has lost layers
 

@@ -36,7 +36,7 @@ def reads(spec: Experiment) -> bool:
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Draw random weights at the point where accelerate distributes the state of rank 0, tensor by tensor."""
+    """Draw random weights while accelerate distributes the state dict of rank 0, tensor by tensor."""
     correct_plugin(trainer, spec)
     if spec.model.weights == "random" and not reads(spec):
         distribute = fsdp_utils.fsdp2_load_full_state_dict
@@ -58,7 +58,7 @@ def shard(accelerator: Any, model: Any, spec: Experiment) -> Any:
     for layer, following in pairwise(map(unwrapped, decoder_layers(model))):
         layer.set_modules_to_forward_prefetch([following])
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # of the buffers in which weights arrived
+        torch.cuda.empty_cache()  # frees the buffers in which weights arrived
     return model
 
 

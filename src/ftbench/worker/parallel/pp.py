@@ -192,7 +192,8 @@ def _without_values(model: Any) -> Any:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of the trainer. accelerate gives all ranks of a batch the same rows, as with tp."""
+    """Return the arguments of the trainer. accelerate gives the same rows to all ranks that share a batch, as with
+    tp."""
     same = spec.launch.ranks // spec.launch.shares
     sizes = {"dp_shard_size": spec.launch.shares} if spec.launch.shares > 1 else {}
     return ep.arguments(spec) | {"parallelism_config": ParallelismConfig(tp_size=same, **sizes)}

@@ -124,7 +124,7 @@ class Pipeline:
         self.passes: deque[tuple[Any, list[Any], Any]] = deque(maxlen=_TIMED)
         self._made: tuple[Any, Any] = (None, None)
         self.tied = self._tied_weight()
-        self.copy = None if self.layers[0].first else self.tied  # of the tied weight; the first stage has it too
+        self.copy = None if self.layers[0].first else self.tied  # the first stage also has this weight
         self.partial: list[Any] = []  # weights whose gradient is summed over the ranks of tp
         self.ends = self._ends() if self.config.tie_word_embeddings else None
 

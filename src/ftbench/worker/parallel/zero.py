@@ -80,7 +80,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
     if f"zero{engine.zero_optimization_stage()}" != name or engine.dp_world_size != ranks:
         return [f"launch.strategy is {name}, but DeepSpeed runs stage {engine.zero_optimization_stage()} over "
                 f"{engine.dp_world_size} ranks"]  # fmt: skip
-    facts, share = applied(trainer), 1.05 / ranks  # with padding of the shares
+    facts, share = applied(trainer), 1.05 / ranks  # 5 % for the padding of the shares
     problems = []
     if facts["optimizer_elements_of_rank"] > facts["trained_elements"] * share + 4096:
         problems.append(f"launch.strategy is {name}, but each rank has the optimizer state of all trained parameters")
