@@ -1,4 +1,4 @@
-"""The step times that earlier runs measured. An estimate of the same step on the same GPU uses them."""
+"""Read the step times of earlier runs. Estimates of the same step on the same GPU use them."""
 
 from __future__ import annotations
 
@@ -23,23 +23,25 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 
-# What changes how long a step takes; names, seeds, learning rates and the number of steps do not.
+# All settings that change the time of a step. Names, seeds, learning rates and the number of steps do not change it.
 StepKey = tuple[Any, ...]
 SAME_WATTS = 0.02  # relative difference of two power limits that count as the same
-AGREE = 0.05  # coefficient of variation up to which two to four steady steps agree
-MOST_RUNS = 500  # reading them takes at most a second
-# Phases before the first steady step that another run has too. Random weights are made once per machine, and a run
-# waits for a GPU only if others use it.
+AGREE = 0.05  # two to four steady steps agree if their coefficient of variation is at most this
+MOST_RUNS = 500  # reading this many runs takes at most a second
+# Phases before the first steady step that every run has. Other phases are rare: random weights are made once per
+# machine, and a run waits for its GPU only if other runs use it.
 _STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_step", "warmup", "start_and_exit")
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """A run that succeeded. `gpu` is the table's name and `limit_w` the power limit of its machine in watts.
+    """A successful run with its step time. `gpu` is the GPU's name in the table, and `limit_w` is its power limit in
+    watts.
 
-    `step_s` is the mean steady step in seconds, and `tokens` are its real tokens. `start_s` are the seconds before
-    the first steady step, `watts` the mean power of one GPU, `described` the `dataset` section of the summary.
-    `invalid` is the reason why its speed is not valid, for example `contended run`."""
+    `step_s` is the mean time of a steady step in seconds, and `tokens` is the mean number of its real tokens. `start_s`
+    is the time before the first steady step in seconds, and `watts` is the mean power of one GPU. `described` is the
+    `dataset` section of summary.json. `invalid` is the reason why its speed is not valid, for example `contended
+    run`."""
 
     run_id: str
     spec: Experiment
@@ -56,9 +58,10 @@ class TimedRun:
 
 
 class RunHistory:
-    """The valid runs of a results folder at `path`. Invalid runs are only counted per GPU.
+    """The runs of the results folder `path` whose speed is valid. `invalid` counts the other runs per GPU and reason.
 
-    The folder also holds probes. `coefficients` of the time model are by default those of facts/durations.yaml."""
+    The folder may also contain probes. By default, the `coefficients` of the time model come from
+    facts/durations.yaml."""
 
     def __init__(
         self, path: Path | None = None, runs: Sequence[TimedRun] = (), coefficients: Mapping[str, float] | None = None
@@ -72,10 +75,11 @@ class RunHistory:
 
     @classmethod
     def read(cls, path: Path, spec: Experiment | None = None, gpus: Iterable[str] = ()) -> RunHistory:
-        """Return the history of a folder, empty if it does not exist. Raise SpecError for a file.
+        """Return the history of a folder. It is empty if the folder does not exist. Raise SpecError if `path` is a
+        file.
 
-        With `spec`, read only the runs that its estimate on these `gpus` may need: runs of its model on them, and
-        runs on its data."""
+        With `spec`, read only the runs that its estimate may need. These are runs of its model on the `gpus`, and runs
+        on its data."""
         if path.exists() and not path.is_dir():
             raise SpecError(f"--store {path}: not a folder; give the folder that holds the runs")
         names = frozenset(map(canonical_name, gpus))
@@ -88,12 +92,12 @@ class RunHistory:
         return cls(path, timed_runs([path], wanted) if path.is_dir() else ())
 
     def same_step(self, spec: Experiment, gpu: Gpu) -> list[TimedRun]:
-        """Return the runs of exactly the step of `spec` (resolved) on such a GPU."""
+        """Return the runs on this kind of GPU that have exactly the step of `spec`. `spec` must be resolved."""
         alike = self._by_step.get((gpu.name, *step_key(spec)), []) if self.runs else []
         return [run for run in alike if abs((run.limit_w or gpu.watts) / gpu.watts - 1) < SAME_WATTS]
 
     def lengths(self, spec: Experiment) -> Lengths:
-        """Return the lengths of a spec's samples, from runs on the same data if possible."""
+        """Return the sample lengths of a spec. They come from runs on the same data if there are any."""
         key = (spec.dataset, spec.model, spec.optimizations.image_size, spec.objective.name)
         if key not in self._lengths:
             recorded = ((run.spec.dataset, run.described) for run in self.runs
@@ -109,7 +113,8 @@ class RunHistory:
         return self._lengths[key]
 
     def with_sample_count(self, spec: Experiment) -> Experiment:
-        """Return the spec with the number of samples of its file, if the spec does not give it."""
+        """Return the spec with a number of samples. If the spec does not set it, it is the number of rows in the
+        file."""
         data = spec.dataset
         rows = self.lengths(spec).rows if data.samples is None else None
         if rows is None:
@@ -118,7 +123,7 @@ class RunHistory:
         return spec.model_copy(update={"dataset": data.model_copy(update={"samples": samples})})
 
     def work(self, spec: Experiment, batches: Sequence[Batch]) -> tuple[TrainableShape, StepWork]:
-        """Return the model with its adapters and the work of a step, which is the same on every GPU."""
+        """Return the trainable shape of the model, and the work of a step. Neither depends on the kind of GPU."""
         key = step_key(spec)
         if key not in self._work:
             shape = trainable_shape(spec)
@@ -144,8 +149,9 @@ def step_key(spec: Experiment) -> StepKey:
 def recorded_spec(run: RunDir) -> Experiment | None:
     """Return the spec of a run if estimates can learn from it, or None.
 
-    They cannot learn from imported logs, mocks, shared GPUs, specs of another version, steps without a formula, and
-    older code, which computed the logits of a chunked loss twice."""
+    They cannot learn from imported logs, mock runs, runs on shared GPUs, specs of incompatible versions, and steps
+    without a formula. They cannot learn from runs of older code either, which computed the logits of a chunked loss
+    twice."""
     values = rundir.read_json(run.spec_json)
     if "imported" in values or values.get("measure", {}).get("share_gpu"):
         return None
@@ -158,25 +164,25 @@ def recorded_spec(run: RunDir) -> Experiment | None:
     if spec.launch.mock != "off" or (on.chunked_loss and logits_twice(run)):
         return None
     padded = concatenates(spec) and not (on.packing or on.padding_free)
-    if padded and b'"batches": "padding-free"' not in _applied(run):  # by ftbench's collator until November 2026
+    if padded and b'"batches": "padding-free"' not in _applied(run):  # older ftbench padded them
         spec = spec.model_copy(update={"method": spec.method.model_copy(update={"padded": True})})
     return spec
 
 
 def _applied(run: RunDir) -> bytes:
-    """Return the text of applied.json. Parsing it takes ten times as long."""
+    """Return the bytes of applied.json without parsing them, because parsing takes ten times as long."""
     with suppress(OSError, ValueError):
         return rundir.read_bytes(run.applied)
     return b""
 
 
 def logits_twice(run: RunDir) -> bool:
-    """Return whether the code of a run computed the logits of its chunked loss a second time in the backward pass."""
+    """Return whether a run used the older chunked loss, which computed the logits again in the backward pass."""
     return b'"loss": "chunked (ftbench)"' in _applied(run)
 
 
 def is_outdated(run: RunDir, spec: Experiment) -> bool:
-    """Return whether a ZeRO-3 run fetched its weights without prefetching, as older code did with checkpointing."""
+    """Return whether a run used older code for ZeRO-3 with checkpointing, which did not prefetch weights."""
     late = spec.launch.strategy == "zero3" and spec.optimizations.gradient_checkpointing
     return bool(late) and b'"fetched_ahead"' not in _applied(run)
 
@@ -184,7 +190,8 @@ def is_outdated(run: RunDir, spec: Experiment) -> bool:
 def timed_runs(
     paths: Iterable[Path], wanted: Callable[[dict[str, Any]], bool] = lambda summary: True
 ) -> list[TimedRun]:
-    """Return the timed runs with a `wanted` summary among the newest MOST_RUNS below `paths`, each run ID once."""
+    """Return the timed runs below `paths` whose summary is `wanted`. Read only the newest MOST_RUNS, and return each
+    run ID once."""
     runs = [run for path in paths for run in rundir.find_runs(path)]
     if len(runs) > MOST_RUNS:
         runs = sorted(runs, key=lambda run: rundir.modified(run.state))[-MOST_RUNS:]
@@ -196,9 +203,9 @@ def timed_runs(
 
 
 def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun | None:
-    """Return the step time of a run with a `wanted` summary, or None if it has no valid one: failed, too short, no GPU,
-    a mock, older code."""
-    summary = rundir.read_json(run.summary)  # read first, because it rejects most runs
+    """Return the timed run if its summary is `wanted`. Return None for failed runs, runs that are too short, runs
+    without a GPU, mock runs and runs of older code."""
+    summary = rundir.read_json(run.summary)  # the summary is read first, because it rejects most runs
     try:
         seconds = summary["step_time_s"].get("mean") or 0.0
         if summary["state"] != "ok" or not summary["gpu"] or not 0 < seconds < math.inf or not is_steady(summary):
@@ -219,7 +226,8 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
 
 
 def _invalid(run: RunDir, summary: dict[str, Any]) -> str:
-    """Return why the speed of a run is not valid: other processes used the machine, or its numbers diverged."""
+    """Return why the speed of a run is not valid, or an empty text. The reason is that other processes used the
+    machine, or that the losses diverged."""
     from ftbench.store.steps import has_nan
 
     if summary.get("contention", {}).get("contended"):
@@ -233,14 +241,14 @@ def _invalid(run: RunDir, summary: dict[str, Any]) -> str:
 
 
 def is_steady(summary: dict[str, Any]) -> bool:
-    """Return whether a run has enough steady steps, or fewer that agree."""
+    """Return whether a run has enough steady steps, or at least two steady steps with similar times."""
     steady = (summary.get("steps") or {}).get("steady") or 0
     spread = (summary.get("step_time_s") or {}).get("cv")
     return steady >= MINIMUM_STEADY or (steady > 1 and spread is not None and spread <= AGREE)
 
 
 def _mean_batch(summary: dict[str, Any], spec: Experiment, seconds: float) -> Batch:
-    """Return the mean micro-batch of one GPU over the steady steps."""
+    """Return the mean micro-batch of one GPU in the steady window."""
     sharding, rates = sharding_of(spec.launch), summary["tokens_per_s"]
     passes = spec.train.gradient_accumulation_steps * sharding.data * sharding.sequence
     positions, real, labels = (rates[kind] * seconds / passes for kind in ("padded", "real", "label"))

@@ -1,4 +1,5 @@
-"""Turn the work of a step into seconds: each term at the GPU's ceiling, times a coefficient learned from runs.
+"""Convert the work of a step to seconds. Each term is divided by the GPU's ceiling and multiplied by a coefficient,
+which was fitted to runs.
 
 A ceiling comes from a probe in the results folder, from published measurements, or from the data sheet. The
 coefficients are in facts/durations.yaml."""
@@ -17,30 +18,34 @@ from ftbench.estimate.time.work import StepWork
 from ftbench.facts import read_facts
 from ftbench.store import machine
 
-# Shares of the data sheet that large products and copies reach on a GPU without measurements of its kind: medians of
-# the GPU table's `gemm_bf16` over `bf16` (0.83), and of triad over data sheet bandwidth as usually published (0.9).
+# Shares of the data sheet's rates that large products and memory copies reach. They are used if no similar GPU was
+# measured. 0.83 is the median of `gemm_bf16` over `bf16` in the GPU table. 0.9 is the usual published ratio of triad to
+# data sheet bandwidth.
 _PRODUCTS, _MEMORY = 0.83, 0.9
-# NCCL, src/graph/topo.h: 20.6 of 25 GB/s per link of an H100, 20 of 25 of an A100, 24 of 31.5 of PCIe 4.0
+# Share of a link's bandwidth that NCCL assumes (src/graph/topo.h): 20.6 of 25 GB/s per NVLink of an H100, 20 of 25 of
+# an A100, 24 of 31.5 for PCIe 4.0
 _NCCL_SHARE = 0.8
 _LINK_GBS = 50.0  # PCIe 5.0 x16, pinned memory: 63 GB/s by its data sheet
 _OLDER_LINK_GBS, _PCIE_5 = 25.0, (9, 0)  # PCIe 4.0 x16 of Ampere and Ada: 31.5 GB/s
-# With a lower power limit a board runs at a lower clock and voltage: its rate falls as this power of the watts. By
-# watts per TFLOP/s of the data sheet, the GPU table gives 0.47 between H100 PCIe and SXM5, 0.49 between L4 and L40S.
+# With a lower power limit, a board has a lower clock and voltage. Its rate is proportional to the watts to the power of
+# this exponent. In the GPU table, the exponent is 0.47 between H100 PCIe and SXM5, and 0.49 between L4 and L40S.
 _POWER_EXPONENT = 0.5
-# Watts per GB/s at which memory traffic takes a board to its power limit. An H200 (700 W, 4,800 GB/s) does: eager runs
-# of results/h200, which spend half of their step on memory traffic, draw 0.99 of it.
+# A board with fewer watts per GB/s of bandwidth reaches its power limit by memory traffic alone. The value is that of
+# an H200 (700 W, 4,800 GB/s). Its eager runs in results/h200 spend half of a step on memory traffic and draw 0.99 of
+# the limit.
 _WATTS_PER_GBS = 700 / 4800
-# Values per second that an image processor makes: with Pillow the plain script of an H200 took 0.25 s for 20 tiles of
-# 336 x 336 (batch 4 of 500 x 500 pixels, 1.65 s per step without and 1.40 s with loader processes).
+# Pixel values that an image processor computes per second. On the host of an H200, a plain script with Pillow took 0.25
+# s for 20 tiles of 336 x 336. (Batch 4 of 500 x 500 pixels: a step took 1.65 s without and 1.40 s with loader
+# processes.)
 PIXEL_VALUES_S = 2.7e7
-# Share of a step's device work that is forward: checkpointed layers compute forward twice, and about as much for the
-# gradients of their inputs.
+# Share of the GPU's work in a step that belongs to the forward pass. Checkpointed layers compute their forward pass
+# twice, and the gradients of their inputs need about as much work as one forward pass.
 _FORWARD = 0.3
-# Copies that overlap with computation, and the shares of the work with which they overlap: weights in each of the two
-# passes, optimizer states in the backward pass. The step waits for the rest of the copy.
+# Copies that overlap with computation, and the shares of the GPU's work with which they overlap. Weights are copied in
+# both passes, and optimizer states in the backward pass. The step waits for the rest of a copy.
 WEIGHTS, STATES = "offload.weights", "offload.states"
 OVERLAPS = {WEIGHTS: (_FORWARD, 1 - _FORWARD), STATES: (1 - _FORWARD,)}
-HOST_OPERATIONS_S = 1e5  # Python operations and kernel launches per second; the coefficient corrects it
+HOST_OPERATIONS_S = 1e5  # Python operations and kernel launches per second; a fitted coefficient corrects this value
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,8 @@ class Ceilings:
     """Highest rates of a GPU in FLOP/s and bytes/s. The rate of 8-bit products is None if the GPU does not support
     them.
 
-    `link` goes to the host and `from_host` back. `network` connects GPUs of this kind, 0 if unknown. `source` names
-    the origin of `products`."""
+    `link` is the rate of copies to the host, and `from_host` of copies from the host. `network` is the rate between two
+    GPUs of this kind, or 0 if it is not known. `source` describes where `products` comes from."""
 
     products: float
     products_fp8: float | None
@@ -62,11 +67,11 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds of one optimizer step.
+    """The time of one optimizer step in seconds.
 
-    `device` and `host` are the times of the GPU and of Python. `parts` are the times by term; they add up to
-    `seconds`, because each micro-batch counts only the terms of its slower side. With `host_bound`, the GPU waits
-    for Python for most of the step. With `by_images`, Python spends this time on images."""
+    `device` and `host` are the times in which the GPU and Python work. `parts` are the times of the terms. They add up
+    to `seconds`, because for each micro-batch only the terms of the slower side count. `host_bound` means that Python
+    is slower than the GPU. `by_images` means that Python spends most of its time on images."""
 
     seconds: float
     device: float
@@ -78,12 +83,13 @@ class Step:
 
 @lru_cache(maxsize=256)
 def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilings:
-    """Return the highest rates of a GPU; `precision` is bf16, fp16 or fp32, as in `train.precision`.
+    """Return the highest rates of a GPU. `precision` is bf16, fp16 or fp32, as in `train.precision`.
 
-    Raise SpecError if the rate of the precision is not known, or with `fp8` the rate of 8-bit products."""
+    Raise SpecError if the rate of this precision is not known, or if `fp8` is set and the GPU does not support 8-bit
+    products."""
     probed = machine.ceilings(store, gpu.name) if store else {}
     rates = probed.get("tflops", {})
-    board = next((row for row in gpus() if row.name == gpu.name), gpu)  # with its full power
+    board = next((row for row in gpus() if row.name == gpu.name), gpu)  # the board without a lower power limit
     products_fp8, sheet = rates.get("fp8"), gpu.peak_tflops(precision)
     rate, source = rates.get(precision), "ceilings measured by `ftbench probe`"
     if rate is None and sheet is not None:
@@ -113,15 +119,15 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
 
 
 def _network(gpu: Gpu) -> float:
-    """Return GB/s between two GPUs of this kind, as NCCL computes it from the data sheet.
+    """Return the GB/s between two GPUs of this kind. NCCL computes this rate from the data sheet.
 
-    It is half as much if the driver does not allow peer access, because every byte then goes through host memory."""
+    If the driver does not allow peer access, the rate is halved, because each byte goes through host memory."""
     return (gpu.link or 0.0) * _NCCL_SHARE * (1.0 if gpu.peer_access else 0.5)
 
 
 def _share_of_sheet(gpu: Gpu) -> float:
-    """Return the share of the data sheet's rate that a GPU reaches in large products. The share is taken from a
-    measured GPU of the same kind, the one with the most similar watts per TFLOP/s. It is corrected for power."""
+    """Return the share of the data sheet's rate that a GPU reaches in large products. It is the share of the measured
+    GPU of the same kind with the most similar watts per TFLOP/s, corrected for the difference in power."""
     measured = [other for other in gpus() if other.gemm_bf16 and other.bf16 and other.arch == gpu.arch]
     kind = [other for other in measured if other.compute_capability == gpu.compute_capability] or measured
     if not kind:
@@ -132,18 +138,20 @@ def _share_of_sheet(gpu: Gpu) -> float:
 
 
 def _slowed(power: float) -> float:
-    """Return the relative speed of a board whose power limit is this share of the power that it would draw."""
+    """Return the relative speed of a board if its power limit is this share of the power that it needs at full
+    speed."""
     return float(min(1.0, power) ** _POWER_EXPONENT)
 
 
 @cache
 def shipped_coefficients() -> dict[str, float]:
-    """Return the coefficients of facts/durations.yaml by term. Each multiplies the time of its term at the ceilings."""
+    """Return term → coefficient from facts/durations.yaml. A coefficient multiplies the time of its term at the
+    ceiling."""
     return {name: term["value"] for name, term in read_facts("durations.yaml")["coefficients"].items()}
 
 
 def ideal(work: StepWork, limits: Ceilings) -> StepWork:
-    """Return the work of a step in seconds, with every term at its ceiling."""
+    """Return the work of a step in seconds if each term reaches its ceiling."""
     rates = _rates(limits)
 
     def seconds(terms: Mapping[str, float]) -> dict[str, float]:
@@ -155,7 +163,7 @@ def ideal(work: StepWork, limits: Ceilings) -> StepWork:
 
 @lru_cache(maxsize=256)
 def _rates(limits: Ceilings) -> dict[str, float]:
-    """Return the highest rate per second of each term, if it is known."""
+    """Return term → highest rate per second. Terms without a known rate are left out."""
     rates: dict[str, float | None] = dict.fromkeys(shipped_coefficients(), limits.memory)
     for name in rates:
         if name.startswith(("products", "attention")):  # FLOPs
@@ -167,7 +175,8 @@ def _rates(limits: Ceilings) -> dict[str, float]:
 
 
 def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
-    """Return the time of a step: for each micro-batch the slower of device and host, plus the update."""
+    """Return the time of a step. The time of a micro-batch is that of the slower side, GPU or Python. The update is
+    added."""
     parts: dict[str, float] = defaultdict(float)
     device = host = images = seconds = 0.0
     for weight, terms in ideal_step.groups:

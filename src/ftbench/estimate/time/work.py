@@ -1,4 +1,4 @@
-"""The work of a step, split into terms (FLOPs, bytes, operations). `rates.py` turns it into seconds."""
+"""Compute the work of a step in FLOPs, bytes and operations, split into terms. `rates.py` converts it to seconds."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,53 +17,56 @@ from ftbench.families.vision import VisionShape
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations.compute import DELAYED
 
-# Forward bytes per element. A norm upcasts, squares, averages, scales and casts back: 36; two for the hidden state and
-# one each for queries and keys. Residual sums 12. Rotary embedding 20 and a transposition 4. Silu 4 and its product 6.
+# Bytes per element that the forward pass moves. A norm moves 36 (upcast, square, mean, scale, cast). There are two
+# norms of the hidden state, and one each of queries and keys. Residual sums move 12, the rotary embedding 20, a
+# transposition 4, silu 4, and the product with it 6.
 _HIDDEN, _HEADS, _INNER = 2 * 36 + 12, 36 + 20 + 4, 10
-_ADAPTER_IN, _ADAPTER_OUT = 14, 12  # input to float32 and back to 16 bits; scaled output and sum with the base's
-# Per visited expert: rows are gathered, weighted, put back in order and added up. With biases and a clamped gate
-# (gpt-oss), both outputs are read and written again, and the gate has seven operations instead of two.
+_ADAPTER_IN, _ADAPTER_OUT = 14, 12  # the input is cast to float32 and back; the output is scaled and added
+# Bytes per element for each active expert. Rows are gathered, weighted, put back in order and added. gpt-oss has
+# biases, so both outputs are read and written again, and its clamped gate has seven operations instead of two.
 _EXPERT_ROW, _BIASED_ROW, _CLAMPED_INNER = 14, 18, 30
-_BACKWARD = 2.0  # times the bytes of the forward pass
+_BACKWARD = 2.0  # the backward pass moves this many times the bytes of the forward pass
 _ADAPTER_BACKWARD = 1.3
-# Shares of the adapters' passes and operations that remain with fused_lora (see kernels/adapter_products.py).
+# fused_lora reduces the memory passes and operations of adapters to these shares (kernels/adapter_products.py).
 _FUSED_PASSES: dict[Fused, float] = {"off": 1.0, "augmented": 35 / 91.5, "separate": 70 / 91.5}
 _FUSED_OPS: dict[Fused, float] = {"off": 1.0, "augmented": 16 / 42, "separate": 33 / 42}
-# Bytes per logit: written in 16 bits, read and written in float32, and their gradient. For our loss by its passes,
-# eager and compiled (worker/optimizations/chunked_loss.py).
+# Bytes per logit. trl's loss writes it in 16 bits, reads and writes it in float32, and does the same for its gradient.
+# The values of our loss come from its memory passes, eager and compiled (worker/optimizations/chunked_loss.py).
 _LOGIT, _OUR_LOGIT, _OUR_LOGIT_COMPILED = 20, 36, 12
-# Pairs: written in 16 bits, cast, read by trl's kernel and its metrics, the gradient written, copied
-# and cast. The reference: written, cast and read.
+# Bytes per logit with DPO. The logit is written in 16 bits, cast, and read by trl's kernel and metrics. Its gradient is
+# written, copied and cast. Logits of the reference are only written, cast and read.
 _PAIR_LOGIT, _REFERENCE_LOGIT = 44, 12
-# Bytes per element of a cast to 8 bits: read for the maximum, read, written; eager mode casts to float32 first. With
-# the previous step's maximum it is read once.
+# Bytes per element of a cast to 8 bits. The element is read for the maximum, read again, and written. Eager mode first
+# casts it to float32. With the maximum of the previous step, it is read only once.
 _CAST, _CAST_EAGER, _CAST_DELAYED = 5, 33, 3
 EAGER_EXPERTS = "elementwise.experts"
 SCORE = 40  # bytes per score of eager attention, forward and backward
-DEQUANTISED = 2.5  # bytes per weight that a product reads in 4 bits and writes in 16
-MXFP4_OUT = 17 / 32 + 2  # bytes per weight that is read in 4 bits with its scale and written in 16
-# Operations that the host starts per layer, forward and backward; each takes some microseconds of Python and launch.
-# Those of a 4-bit matrix: QLoRA against LoRA at batch 1 in results/h200/qwen3-8b-frontier (0.31 and 0.25 s).
+DEQUANTISED = 2.5  # bytes per weight of a product: it is read in 4 bits, and written in 16
+MXFP4_OUT = 17 / 32 + 2  # bytes per weight in MXFP4: it is read with its scale, and written in 16 bits
+# Operations that Python starts per layer in the forward and backward pass. Each takes some microseconds. The number for
+# a 4-bit matrix comes from QLoRA and LoRA at batch 1 in results/h200/qwen3-8b-frontier (0.31 and 0.25 s).
 _LAYER_OPS, _ADAPTER_OPS, _QUANTISED_OPS, _MASK_OPS, _EXPERT_OPS = 320, 26, 20, 40, 120
-_ENCODER_OPS, _WINDOW_OPS = 40, 8  # forward, per encoder layer, and per attention window
+_ENCODER_OPS, _WINDOW_OPS = 40, 8  # in the forward pass: per encoder layer, and per attention window
 _HOST_SHARE = {"eager": 1.0, "liger": 0.85, "compiled": 0.5, "unsloth": 0.45}  # share of the operations that remain
-# Fitted to one run each (results/h200/headline): operations per layer of unsloth's checkpointing, which moves inputs to
-# host memory and back, and the share for our 8-bit products.
+# Each value was fitted to one run (results/h200/headline). The first is the number of operations per layer of unsloth's
+# checkpointing, which copies inputs to host memory and back. The second is the share of operations with our 8-bit
+# products.
 _OFFLOADED_OPS, _EIGHT_BIT_SHARE = 450, 0.8
-# Share of operations in a CUDA graph, and operations of a step outside of it (not measured): batch copy, clipping,
-# update.
+# A CUDA graph reduces the time to start operations to this share. The second value is the number of operations outside
+# the graph (batch copy, clipping, update). Neither was measured.
 _REPLAYED, _OUTSIDE = 0.05, 600
-# Operations per expert that is a module with 4-bit weights: 32 forward (gather, two dequantized products with biases,
-# the clamped gate, routing weight, index_add) and twice as many backward (unsloth_zoo, GptOssExpertsBnb4bit).
+# Operations per expert if each expert is a module with 4-bit weights (unsloth_zoo, GptOssExpertsBnb4bit). The forward
+# pass has 32 (gather, two dequantized products with biases, clamped gate, routing weight, index_add), and the backward
+# pass twice as many.
 _LOOP_OPS = 96
-# Operations per layer and sample of unsloth's padding-free batches: it attends to one sample after the other (torch
-# 2.11 lacks varlen_attn with enable_gqa) and does not compile these layers. Six plain scripts were -33 to +27 % off
-# (Qwen3-8B and 32B, 4 to 32 samples per step, docs/evidence/published.md).
+# Operations per layer and sample of unsloth's padding-free batches. unsloth computes attention sample by sample,
+# because torch 2.11 lacks varlen_attn with enable_gqa, and does not compile these layers. For six plain scripts the
+# estimates were -33 to +27 % off (Qwen3-8B and 32B, 4 to 32 samples per step, docs/evidence/published.md).
 _SEGMENT_OPS = 40
-_RECOMPUTED = 1 / 3  # a second forward pass, as a share of a layer's forward and backward pass
+_RECOMPUTED = 1 / 3  # work of a recomputed forward pass, relative to a layer's forward and backward pass
 
-# Bytes per element of an optimizer moment, None for the weights' type. AdamW reads and writes two moments, and for each
-# trained parameter the weight (r, w) and the gradient (r). Clipping reads and scales the gradient.
+# Bytes per element of an optimizer moment. None means the dtype of the weights. For each trained parameter, AdamW reads
+# and writes two moments and the weight, and reads the gradient. Clipping reads and scales the gradient.
 _MOMENT_BYTES = {
     "adamw_torch": None, "adamw_torch_fused": None, "adamw_bnb_8bit": 1.0, "paged_adamw_8bit": 1.0,
     "adamw_torchao_fp32": 4.0, "adamw_torchao_bf16": 2.0, "adamw_torchao_8bit": 1.0,
@@ -75,9 +78,10 @@ _OPTIMIZER_TERM = {"adamw_torch": "optimizer", "adamw_bnb_8bit": "optimizer.8bit
 class StepWork:
     """The work of an optimizer step.
 
-    It has `passes` micro-batches. Each group of similar size has a weight and amounts by term. `update` happens
-    once. `products`, `products.fp8` and `attention` are in FLOPs. `offload` is in bytes over the link to the host.
-    `host` is in operations of the host. All other amounts are bytes of GPU memory."""
+    The step has `passes` micro-batches. They form groups of similar size, and each group has a weight and the amount of
+    each term. `update` is the work of the optimizer update, which happens once. `products`, `products.fp8` and
+    `attention` are in FLOPs. `offload` is in bytes over the link to the host. `host` is the number of operations that
+    Python starts. All other amounts are bytes of GPU memory."""
 
     groups: tuple[tuple[float, Mapping[str, float]], ...]
     passes: int
@@ -92,11 +96,11 @@ def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch])
 
 
 def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: Batch) -> dict[str, float]:
-    """Return the work of one forward and backward pass."""
-    again = {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)  # share of the layers that compute again
-    again += plan.reference != "none"  # a forward pass of the reference
+    """Return the work of one micro-batch: its forward and backward pass."""
+    again = {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)  # share of recomputed layers
+    again += plan.reference != "none"  # the reference needs one more forward pass
     work = _products(spec, plan, shape, batch, again)
-    if plan.attention == "eager":  # products over all pairs
+    if plan.attention == "eager":  # eager attention multiplies all pairs of positions
         work["products"] += _attention(shape, batch, again, True)
     else:
         name = f"attention.{'masked' if batch.masked else 'causal'}"
@@ -124,9 +128,9 @@ def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, bat
 def _add_images(
     work: dict[str, float], spec: Experiment, plan: TrainingPlan, vision: VisionShape, batch: Batch
 ) -> None:
-    """Add the work of encoder and projector, and the pixels that the step itself processes.
+    """Add the work of image encoder and projector, and the pixels that are processed inside the step.
 
-    A cache or loader processes remove the pixels from the step."""
+    With an image cache or loader processes, pixels are not processed inside the step."""
     on, windowed = spec.optimizations, sum(window is not None for window in vision.windows)
     work["images"] = 0.0 if on.image_cache or on.loader_processes else batch.patches * vision.values
     learns = plan.vision != "frozen"
@@ -144,9 +148,10 @@ def _add_images(
 def _products(
     spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: float
 ) -> dict[str, float]:
-    """Return FLOPs of the products with weights in 16 and 8 bits, and with experts' weights.
+    """Return the FLOPs of products with 16-bit weights, with 8-bit weights, and with the weights of experts.
 
-    Our loss and Liger's compute the gradient in the forward pass; other losses recompute the logits."""
+    ftbench's and Liger's losses compute the gradient in the forward pass. With checkpointing, other losses recompute
+    the logits."""
     matmul, n = shape.matmul, batch.positions
     layers = flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul)
     pairs, once = plan.loss == "pairs", spec.optimizations.liger or spec.optimizations.chunked_loss
@@ -158,7 +163,7 @@ def _products(
 
 
 def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
-    """Return bytes read and written, by term."""
+    """Return term → bytes that the GPU reads and writes."""
     n, compiled = batch.positions, plan.compiled
     kind = "triton" if plan.triton else plan.kernels
     moved: dict[str, float] = defaultdict(float)
@@ -181,7 +186,7 @@ def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: B
         moved["casts"] += each * n * (_CAST_DELAYED if delayed else _CAST if compiled else _CAST_EAGER)
     name, logits = _logits(spec, plan, batch)
     moved[name] += logits * shape.model.vocab
-    if plan.attention == "eager":  # scores are written, scaled, masked and normalized, forward and backward
+    if plan.attention == "eager":  # both passes write, scale, mask and normalize the scores
         scores = batch.square * shape.heads
         moved["elementwise.eager"] += SCORE * scores * (1 + _RECOMPUTED * again)
     if shape.expert_matmul:  # weights of all visited experts are read
@@ -191,7 +196,7 @@ def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: B
 
 
 def _logits(spec: Experiment, plan: TrainingPlan, batch: Batch) -> tuple[str, float]:
-    """Return the term of the loss, and its bytes per word of the vocabulary."""
+    """Return the name of the term for the logits, and the bytes for each entry of the vocabulary."""
     if plan.loss == "pairs":
         return "logits.chunked", batch.positions * (_PAIR_LOGIT + (plan.reference != "none") * _REFERENCE_LOGIT)
     bytes_ = (_OUR_LOGIT_COMPILED if plan.compiled else _OUR_LOGIT) if spec.optimizations.chunked_loss else _LOGIT
@@ -200,24 +205,24 @@ def _logits(spec: Experiment, plan: TrainingPlan, batch: Batch) -> tuple[str, fl
 
 
 def _attention(shape: TrainableShape, batch: Batch, again: float, whole: bool) -> float:
-    """Return the FLOPs of attention: causal, or the `whole` square.
+    """Return the FLOPs of attention. With `whole`, all pairs of positions count. Otherwise only causal pairs count.
 
-    They are `4 width` per pair in the forward pass, and twice that in the backward pass."""
+    A pair needs `4 width` FLOPs in the forward pass, and twice as many in the backward pass."""
     if whole:
         return (3 + again) * 4 * batch.square * sum(shape.matmul.attention_width)
     return batch.positions * (3 + again) / 3 * flops.attention_per_token(shape.matmul, batch.square / batch.positions)
 
 
 def _elementwise(shape: TrainableShape, again: float) -> tuple[float, float]:
-    """Return bytes per position over all layers, including the backward pass: for the base model and for the
-    adapters."""
+    """Return the bytes per position that elementwise operations of all layers move, including the backward pass. The
+    first value is for the base model, and the second for the adapters."""
     base = _HIDDEN * shape.model.hidden * len(shape.model.layers) + _HEADS * shape.query_key + _INNER * shape.inner
     adapters = _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs
     return base * (1 + _BACKWARD + again), adapters * (1 + _ADAPTER_BACKWARD + again)
 
 
 def expert_bytes(layer: Layer) -> int:
-    """Return bytes per position of a forward pass around the products of a layer's experts."""
+    """Return the bytes per position that a layer's experts move in the forward pass, without their products."""
     if (moe := layer.experts) is None:
         return 0
     row = (_BIASED_ROW if moe.biases else _EXPERT_ROW) * layer.hidden
@@ -225,12 +230,12 @@ def expert_bytes(layer: Layer) -> int:
 
 
 def _kept(shape: TrainableShape) -> float:
-    """Return bytes per position that the backward pass needs: norms and products keep their inputs."""
+    """Return the bytes per position that are saved for the backward pass. Norms and products save their inputs."""
     return 2 * (8 * shape.model.hidden * len(shape.model.layers) + 4 * shape.query_key + 4 * shape.inner)
 
 
 def operations(plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: float) -> float:
-    """Return the number of operations that the host starts for a forward and backward pass."""
+    """Return the number of operations that Python starts for a forward and backward pass."""
     each = _LAYER_OPS + (_MASK_OPS if batch.masked else 0)
     total = len(shape.model.layers) * each + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[plan.fused]
     total += _QUANTISED_OPS * shape.linears.count if plan.quantised and not plan.mxfp4 else 0
@@ -248,11 +253,11 @@ def operations(plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: f
 
 
 def update(spec: Experiment, shape: TrainableShape) -> dict[str, float]:
-    """Return the bytes of clipping and of the optimizer's update on one GPU, once per step."""
+    """Return the bytes that one GPU moves per step for clipping and for the optimizer's update."""
     part = share(sharding_of(spec.launch))
     own = plan_of(spec, shape.model)
-    masters = part.keeper != "torch" and own.autocast  # FSDP and ZeRO train shards in float32
-    weight = own.weight if own.full and not masters else FLOAT  # adapters too
+    masters = part.keeper != "torch" and own.autocast  # FSDP and ZeRO update float32 shards
+    weight = own.weight if own.full and not masters else FLOAT  # the adapters as well
     moment = _MOMENT_BYTES.get(spec.train.optimizer, 0.0)
     state = 4 * (weight if moment is None else moment)
     clipped = 3 * weight if spec.train.max_grad_norm else 0

@@ -1,4 +1,4 @@
-"""Mean micro-batches of a spec before its data is read. They decide the time of a step."""
+"""Predict the mean micro-batches of a spec before its data is read. The time of a step depends on them."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from ftbench.spec.batches import length_windows, packed
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth, family
 
-CLASSES = 8  # groups of micro-batches of similar size, because time is not proportional to size
+CLASSES = 8  # number of groups of micro-batches of similar size; time is not proportional to size
 # Attention kernels that know where samples end.
 BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")
 
@@ -95,7 +95,7 @@ def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
 
 
 def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
-    """Return the mean, over the steps, of the sum of a field over all micro-batches of a step."""
+    """Return the sum of a field over the micro-batches of a step, as the mean of all steps."""
     passes = spec.train.gradient_accumulation_steps
     return passes * sum(batch.weight * float(getattr(batch, name)) for batch in batches)
 
@@ -103,9 +103,9 @@ def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
 def mean_batch(
     spec: Experiment, samples: float, positions: float, real: float, labels: float, of_a_token: float
 ) -> Batch:
-    """Return the micro-batch of a run from its means.
+    """Return the mean micro-batch of a run, computed from the run's mean values.
 
-    `of_a_token` is the mean length of a sample, weighted by tokens."""
+    `of_a_token` is the token-weighted mean length of a sample."""
     on, padded = spec.optimizations, positions > real * 1.0001
     if on.attention in BOUNDARIES:
         return Batch(1.0, samples, positions, real, labels, real * of_a_token, False)
@@ -135,9 +135,10 @@ def _mean(columns: npt.NDArray[np.float64], weight: float, labels: float) -> Bat
 
 @lru_cache(maxsize=64)
 def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> npt.NDArray[np.float64]:
-    """Return for each row its tokens, the sum of squared sample lengths, and its samples, in batch order.
+    """Return three values for each row, in batch order: its tokens, the sum of its squared sample lengths, and its
+    number of samples.
 
-    `grouping` is the size of batches with samples of similar length, or 0."""
+    `grouping` is the batch size if batches have samples of similar length, otherwise 0."""
     values = np.asarray(lengths.values, dtype=float)
     if packing:
         rows = packed(lengths.values, max_length)
@@ -151,10 +152,10 @@ def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> np
 
 
 def _laid_out(layout: Layout, rows: npt.NDArray[np.float64], longest: float) -> npt.NDArray[np.float64]:
-    """Return positions, samples, real tokens, pairs, masked and joined samples of each batch, as in
-    `worker/data/collate.py`.
+    """Return the positions, samples, real tokens, query-key pairs, mask and joined samples of each batch. The batches
+    are those of `worker/data/collate.py`.
 
-    `rows` are tokens, squares and samples by batch and row."""
+    `rows` has the values of `_rows` by batch and row."""
     real, squares, samples = rows.sum(axis=2)
     wide = np.full_like(real, longest) if layout.fixed else rows[0].max(axis=1)
     positions = real if layout.flat and not layout.fixed else np.maximum(real, wide * layout.size)

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("image", "images")
 _TURNS = ("messages", "conversations", "prompt", "completion")
-MOST_BYTES = 256 * 2**20  # of an image file
+MOST_BYTES = 256 * 2**20  # largest size of an image file in bytes
 Sides = tuple[int, int]  # width and height in pixels
 
 
 @dataclass(frozen=True, slots=True)
 class SampleWithImages:
-    """Tokens of a sample, those with a label, and the size of its images."""
+    """A sample with images: the number of its tokens and of its label tokens, and the size of its images."""
 
     length: int
     labels: int
@@ -38,7 +38,7 @@ class SampleWithImages:
 
 @dataclass(frozen=True, slots=True)
 class KnownSamples:
-    """Samples in training order, or a part of a file's samples. `basis` describes their source.
+    """The known samples in training order, or some samples of a file. `basis` describes their source.
 
     If not `exact`, the training may see other samples."""
 
@@ -52,7 +52,7 @@ class KnownSamples:
 
 
 def known_samples(spec: Experiment, vision: VisionShape, fitting: bool = True) -> KnownSamples | None:
-    """Return the samples of a spec, or None if they have no images.
+    """Return the samples of a spec. The result is None if the samples have no images.
 
     With `fitting`, only samples of a file that fit max_length are returned. Raise SpecError if image sizes are not
     known before the images are read."""
@@ -69,7 +69,8 @@ def known_samples(spec: Experiment, vision: VisionShape, fitting: bool = True) -
 
 
 def lengths_with_images(spec: Experiment, vision: VisionShape) -> Lengths | None:
-    """Return the lengths of a spec's samples including images; None without images. Raise like `known_samples`."""
+    """Return the sample lengths of a spec including image tokens, or None without images. Raise the errors of
+    `known_samples`."""
     if (known := known_samples(spec, vision)) is None:
         return None
     samples = known.samples[:MOST_SAMPLES]
@@ -128,7 +129,7 @@ def _sample(vision: VisionShape, sizes: Sequence[Sides], text: int, longest: int
 
 
 def _of_file(dataset: Dataset, model: Any, vision: VisionShape, longest: int) -> KnownSamples | None:
-    """Return the rows that `file_lengths` reads; None for a file without images."""
+    """Return the samples of the rows that `file_lengths` reads, or None if the file has no images."""
     counted, path = file_lengths(dataset, model), Path(dataset.path or "")
     if isinstance(counted, str):
         return None
@@ -146,7 +147,7 @@ def _of_file(dataset: Dataset, model: Any, vision: VisionShape, longest: int) ->
 def _shown(
     rows: FileRows, at: int, images: Sequence[Any], vision: VisionShape, text: int, longest: int
 ) -> SampleWithImages:
-    """Return the sample of a row. Raise SpecError with file and row."""
+    """Return the sample of a row. If an image cannot be read, raise a SpecError that names the file and the row."""
     try:
         return _sample(vision, [_size_of(image, rows.folder) for image in images], text, longest)
     except Exception as error:  # noqa: BLE001 - decoders of broken files raise anything
@@ -157,7 +158,7 @@ def _shown(
 
 
 def _images(row: dict[str, Any], dataset: Dataset) -> list[Any]:
-    """Return the images of a row: its image column, and the images in its messages."""
+    """Return the images of a row, from its image column and from its messages."""
     row = named_row(row, dataset)
     column: Any = next((row[name] for name in _COLUMNS if row.get(name) is not None), [])
     turns = (turn for name in _TURNS if isinstance(row.get(name), list) for turn in row[name] if isinstance(turn, dict))
@@ -168,7 +169,7 @@ def _images(row: dict[str, Any], dataset: Dataset) -> list[Any]:
 
 
 def _size_of(image: Any, folder: Path) -> Sides:
-    """Return the upright size from the header of an image file."""
+    """Return width and height of an image from its file header, after rotation by its EXIF data."""
     from PIL import Image
 
     from ftbench.core.data_files import orientation

@@ -1,6 +1,6 @@
-"""The largest batch of a spec before its data is read. It decides the memory.
+"""Predict the largest batch of a spec before its data is read. The memory depends on it.
 
-It is exact for synthetic data and a bound for real data."""
+The prediction is exact for synthetic data. For real data it is an upper bound."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from ftbench.estimate.workload.images import KnownSamples
 
 Lengths = npt.NDArray[np.int64]
-_UNLIKELY = 0.05  # probability that the longest sample is shorter than at the low end of the range
+_UNLIKELY = 0.05  # the low end of the range has the length that the longest sample exceeds with a probability of 95 %
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
     """The largest batch as the model sees it.
 
-    It has `rows` of `length` positions, `labels` with loss, and the size of its images."""
+    It has `rows` of `length` positions each, and `labels` label tokens. `images` is the size of its images."""
 
     rows: int
     length: int
@@ -46,8 +46,8 @@ class BatchShape:
 class Largest:
     """The batch that is expected to be the largest, the largest possible one, and the smallest likely one.
 
-    `padded`: it has padding, or rows with several samples. `whole`: all rows have one length and one sample. `basis` is
-    the source of the lengths."""
+    `padded` means that a batch has padding, or rows with several samples. `whole` means that all rows have one length
+    and one sample each. `basis` is the source of the lengths."""
 
     expected: BatchShape
     most: BatchShape
@@ -58,11 +58,11 @@ class Largest:
 
 
 def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
-    """Return the largest batch of a spec by positions; `vision` describes the model's image encoder."""
+    """Return the batch of a spec with the most positions. `vision` describes the image encoder of the model."""
     file = None
     if spec.dataset.name in ("file", "sample"):
         counted = file_lengths(spec.dataset, spec.model, spec.objective.pairs)
-        if not isinstance(counted, str) and max(counted.values) > SHORTEST:  # it has known text
+        if not isinstance(counted, str) and max(counted.values) > SHORTEST:  # the file has text that can be counted
             file = counted
     if vision is not None:
         from ftbench.estimate.workload.images import known_samples
@@ -74,8 +74,8 @@ def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
 
 @lru_cache(maxsize=1024)
 def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
-    """Return the largest batch of samples with images. If only a part of the samples is known, the longest known
-    sample stands for all."""
+    """Return the largest batch of samples with images. If not all samples are known, the largest possible batch has
+    only samples like the longest known one."""
     samples = known.samples * (1 if known.exact else -(-layout.size // len(known.samples)))
     lengths = [sample.length for sample in samples]
     rows = packed(lengths, layout.max_length) if layout.packing else [[index] for index in range(len(samples))]
@@ -101,7 +101,7 @@ def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
 
 
 def _whole(layout: Layout, lengths: Lengths) -> bool:
-    """Return whether attention sees rows of one length with one sample each.
+    """Return whether each row that attention processes has one sample and the same length.
 
     This is true if every sample has max_length tokens. It is also true if each row has one sample (packing is off, or
     no two samples fit) and is padded to a fixed length (worker/data/collate.py, `_concatenated`)."""
@@ -136,7 +136,8 @@ def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) 
 
 
 def _heaviest(layout: Layout, lengths: Lengths) -> Lengths:
-    """Return the first batch with the most positions. Padded batches are as wide as their longest sample."""
+    """Return the sample lengths of the batch with the most positions. A padded batch is as wide as its longest
+    sample."""
     size, trained = layout.size, lengths[: layout.size if layout.ordered else layout.seen]
     starts = np.arange(0, len(trained), size)
     if layout.flat:
@@ -156,9 +157,9 @@ def _shape(layout: Layout, batch: Lengths, longest: int) -> BatchShape:
 
 
 def _packed(dataset: Dataset, layout: Layout, lengths: Lengths | None) -> BatchShape:
-    """Return concatenated rows of max_length.
+    """Return a packed batch, whose rows have max_length positions.
 
-    A small data set may not fill them; a fixed shape pads the rest."""
+    A small data set may not fill the rows. With a fixed shape, the rest is padding."""
     room = layout.size * dataset.max_length
     tokens = room if lengths is None else min(room, int(lengths.sum()))
     laid = layout.size * min(dataset.max_length, tokens) if layout.fixed else tokens
@@ -168,7 +169,8 @@ def _packed(dataset: Dataset, layout: Layout, lengths: Lengths | None) -> BatchS
 def _unknown(dataset: Dataset, layout: Layout, file: FileLengths | None, chance: float = 0.5) -> BatchShape:
     """Return an upper bound of the largest batch of real data. The batch is larger with probability 1 - `chance`.
 
-    The longest sample comes from the file, otherwise from the data set's known mean, otherwise it is max_length."""
+    The length of the longest sample comes from the file. Without a file, it follows from the known mean length of the
+    data set. Without a known mean, it is max_length."""
     source, size = DATASETS[dataset.like] if dataset.like else dataset.source, layout.size
     longest, mean = dataset.max_length, float(dataset.max_length)
     known = source.mean_tokens or dataset.mean_length

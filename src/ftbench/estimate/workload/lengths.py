@@ -1,4 +1,4 @@
-"""Lengths of a spec's samples.
+"""Find the lengths of a spec's samples.
 
 They are exact for synthetic data. Otherwise they come from runs on the same data, from a local file (with the model's
 tokenizer if available), or from the known mean of the data set."""
@@ -29,24 +29,24 @@ from ftbench.store.machine import cache_dir
 if TYPE_CHECKING:
     from ftbench.core.data_formats import Example
 
-MOST_SAMPLES = 4096  # samples of an estimate; more change the mean of a batch by about 1 %
-DRAWN = 20_000  # samples whose lengths are drawn; with more, the longest follows from the distribution
+MOST_SAMPLES = 4096  # an estimate uses at most this many samples; more would change a batch's mean by about 1 %
+DRAWN = 20_000  # at most this many lengths are drawn; for more samples, the longest is computed from the distribution
 # UTF-8 bytes per token. Qwen's documentation has 3 to 4 English or 1.5 to 1.8 Chinese characters. The tokenizer of a
 # model with random weights is trained on the shipped sample: 6.7 there and 2.6 on other text.
 _BYTES, _BYTES_RANDOM, _BYTES_SAMPLE = 4.0, 2.6, 6.6
-_BYTES_TINY = 3.0  # on the sample, with the vocabulary of 2,048 tokens of the tiny models
+_BYTES_TINY = 3.0  # UTF-8 bytes per token with the tiny models' vocabulary of 2,048, measured on the sample data
 _TURN = 5  # tokens that a chat template adds per turn: role, start and end
-_TURN_RANDOM = 6.5  # the template of random weights (worker/model/tokenizer.py), on the sample
-_TEMPLATE = 100  # tokens before the first turn: gpt-oss has date and channels, Qwen2.5 an assistant
+_TURN_RANDOM = 6.5  # the same for the template of models with random weights (worker/model/tokenizer.py)
+_TEMPLATE = 100  # tokens before the first turn: the system prompts of gpt-oss and Qwen2.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
     """Lengths of samples in tokens, the share of tokens with labels, and their source.
 
-    With `upper_bound`, only the maximum length is known. `rows` is the number of samples in the data set, if it was
-    read. `patches` and `tiles` count the images of a sample. Objects are compared by identity, which is the key of
-    the batch cache."""
+    With `upper_bound`, only the maximum length is known. `rows` is the number of samples if the data set was read.
+    `patches` and `tiles` are the means per sample. Objects are compared by identity, because they are keys of the batch
+    cache."""
 
     values: tuple[int, ...]
     labels: float
@@ -63,10 +63,11 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileLengths:
-    """Tokens of at most MOST_SAMPLES of a file's `rows` rows before truncation, and how they were counted.
+    """The lengths in tokens of at most MOST_SAMPLES rows of a file, before truncation. `source` describes how they were
+    counted.
 
-    `most` is the largest number that any row may have: a token has at least one byte of its columns. Compared by
-    identity, like `Lengths`."""
+    The file has `rows` rows, and no row has more than `most` tokens, because a token has at least one byte. Objects are
+    compared by identity, as in `Lengths`."""
 
     values: tuple[int, ...]
     rows: int
@@ -84,8 +85,8 @@ def lengths_of(
         dataset: The data set.
         recorded: Data sets of earlier runs of the same objective, with the `dataset` section of their summaries.
         model: The model whose tokenizer counts a local file.
-        pairs: Count both sequences of a pair, one after the other.
-        prompts: Count prompts without answers, as far as known."""
+        pairs: Whether samples are preference pairs, of which both sequences count.
+        prompts: Whether only the prompts count and not the answers, if prompts are known."""
     sequences = 2 if pairs else 1
     if dataset.name == "synthetic":
         count = min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES) * sequences
@@ -119,7 +120,8 @@ def _drawn(dataset: Dataset, count: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[npt.NDArray[np.int64] | None, str]:
-    """Return the lengths of all samples (for pairs, of both sequences) or None, and their source."""
+    """Return the lengths of all samples, or None, and a text about their source. For pairs, there are two lengths per
+    sample."""
     if dataset.name != "synthetic":
         return None, f"at most max_length {dataset.max_length:,} per sample"
     count = ((dataset.samples or 0) + dataset.eval_samples) * sequences
@@ -132,7 +134,8 @@ def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[npt.NDArray[np
 
 
 def expected_longest(mean: float, sigma: float, count: int, longest: int, chance: float = 0.5) -> int:
-    """Return the quantile of the longest of `count` log-normal lengths with this mean, at most `longest`."""
+    """Return the length that the longest of `count` samples does not exceed with probability `chance`. The lengths are
+    log-normal with this mean, and at most `longest`."""
     # Use the complement: 0.5 ** (1 / count) rounds to 1 from 10^16 on.
     quantile = -NormalDist().inv_cdf(-math.expm1(math.log(chance) / max(count, 1)))
     return max(SHORTEST, min(longest, round(math.exp(math.log(mean) - sigma * sigma / 2 + sigma * quantile))))
@@ -158,10 +161,10 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
 
 @lru_cache(maxsize=8)
 def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: bool = False) -> FileLengths | str:
-    """Return the lengths of a file's rows, or the reason why they are unknown: the file is not on this machine. Raise
-    an FtbenchError if it cannot be read.
+    """Return the lengths of a file's rows. If the file is not on this machine, return this as text. Raise an
+    FtbenchError if the file cannot be read.
 
-    Count both sequences of `pairs`, and only the questions of `prompts`."""
+    With `pairs`, count both sequences of a row. With `prompts`, count only the questions."""
     from ftbench.core.data_files import read_file  # imported late: most estimates read no file
     from ftbench.spec.datasets import row_example, row_format  # rarely needed
 
@@ -197,7 +200,7 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
 
 
 def _bytes_held(value: Any) -> int:
-    """Return the bytes of all text in a row, with its possible turns."""
+    """Return an upper bound of the tokens in a row: the bytes of its text, plus the tokens of its possible turns."""
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple):
@@ -206,7 +209,8 @@ def _bytes_held(value: Any) -> int:
 
 
 def _sequences(row: Example, prompts: bool) -> Iterator[tuple[dict[str, Any], ...]]:
-    """Yield the messages of each sequence of a row: both answers of a pair, or with `prompts` the question."""
+    """Yield the messages of each sequence of a row. A pair has two sequences. With `prompts`, the only sequence is the
+    question."""
     if row.text is not None:
         yield ({"content": row.text},)
     elif prompts:
@@ -221,7 +225,8 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def tokenizer_file(model: Model) -> Path | None:
-    """Return the tokenizer.json in the model's directory, in the hub's cache, or of random weights."""
+    """Return the path of tokenizer.json: in the model's directory, in the hub's cache, or the one for random
+    weights."""
     if model.weights == "random":
         kept = (cache_dir() / "models").glob(f"{model.id.replace('/', '-')}-*/tokenizer.json")
         return next(kept, None) if not model.path else None

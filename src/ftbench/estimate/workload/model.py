@@ -20,7 +20,8 @@ from ftbench.spec.reading import read_config
 
 
 def check_modelled(spec: Experiment) -> None:
-    """Raise SpecError if no formula describes the step of a spec. The message names the most similar spec that has one.
+    """Raise SpecError if no formula describes the step of a spec. The message names the most similar spec with a
+    formula.
 
     This concerns other methods, other frameworks with their best settings, and settings of unsloth that were not
     measured."""
@@ -49,7 +50,7 @@ def check_modelled(spec: Experiment) -> None:
 
 
 def is_rough(spec: Experiment) -> bool:
-    """Return whether a step is known only roughly.
+    """Return whether the formulas describe the step of a spec only roughly.
 
     unsloth's packing on a large model took 14 % more memory than rows of one sample, and more than twice the time.
     Other frameworks took 17 % more, and with QLoRA 19 % less, than ftbench's own loop (headline-first/short-equal and
@@ -89,7 +90,8 @@ def _known(name: str) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """The linear layers that one token uses: their number and the sums of their widths."""
+    """The linear layers that one token uses. `count` is their number, `inputs` and `outputs` are the sums of their
+    widths."""
 
     count: int
     inputs: int
@@ -187,7 +189,7 @@ def _adapted(layer: Layer, names: frozenset[str]) -> list[tuple[int, int]]:
 
 
 def _summed(model: ModelShape, matrices: Callable[[Layer], list[tuple[int, int]]]) -> Linears:
-    """Return the sums of some matrices over the model."""
+    """Return the number and the summed widths of some matrices over all layers."""
     counted = [(count, matrices(layer)) for layer, count in model.kinds]
     inputs, outputs = (sum(count * sum(pair[side] for pair in pairs) for count, pairs in counted) for side in (0, 1))
     return Linears(sum(count * len(pairs) for count, pairs in counted), inputs, outputs)
@@ -200,13 +202,13 @@ def vision_adapter_parameters(vision: VisionShape, plan: TrainingPlan) -> int:
 
 
 def trained_vision(vision: VisionShape, plan: TrainingPlan) -> int:
-    """Return the parameters of the fully trained parts."""
+    """Return the parameters of encoder and projector if they are trained completely."""
     encoder = vision.encoder if plan.vision == "full" else 0
     return encoder + (vision.projector if plan.projector == "full" else 0)
 
 
 def vision_matmul(vision: VisionShape, plan: TrainingPlan) -> VisionMatmulShape:
-    """Return the products per patch in encoder and projector, as the worker counts them on the live model."""
+    """Return the matrix products per patch in encoder and projector. The worker counts the same on the live model."""
     share, layers = 1 / vision.merge**2, vision.layers
     encoder = vision.values * vision.hidden + layers * _weights(vision.matrices)
     projector = _weights(vision.merging) * share

@@ -1,4 +1,4 @@
-"""How a spec trains its model: everything that memory and time depend on."""
+"""The training plan of a spec, which has all properties that memory and time depend on."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -15,7 +15,7 @@ Checkpointing = Literal["off", "full", "selective", "offload", "unsloth"]
 Fused = Literal["off", "augmented", "separate"]
 
 CHUNK = 2048  # label tokens (worker/optimizations/chunked_loss.py)
-_MLP, _MOST_COLUMNS = {"gate_proj", "up_proj", "down_proj"}, 32  # matrices of an MLP; largest rank of gate and up
+_MLP, _MOST_COLUMNS = {"gate_proj", "up_proj", "down_proj"}, 32  # largest rank of gate and up together
 DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 
@@ -25,7 +25,7 @@ class EarlierUnsloth(Unsloth):
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """How a model is trained: everything that memory and time depend on.
+    """All properties of a training that memory and time depend on.
 
     Args:
         mxfp4: Experts stay in the 4-bit format in which gpt-oss is published.
@@ -84,14 +84,14 @@ class TrainingPlan:
 
     @property
     def stream(self) -> int:
-        """Bytes of an element of the residual stream, which has the embedding's type."""
+        """Bytes per element of the residual stream, which has the dtype of the embedding."""
         return self.upcast
 
     @property
     def product(self) -> int:
-        """Bytes of an element that a linear layer returns.
+        """Bytes per element of a linear layer's output.
 
-        bitsandbytes returns the input's type, other layers the compute type."""
+        The output of bitsandbytes has the dtype of the input. The output of other layers has the compute dtype."""
         return self.stream if self.quantised and not self.mxfp4 else self.compute
 
     @property
@@ -101,17 +101,17 @@ class TrainingPlan:
 
     @property
     def casts_nothing(self) -> bool:
-        """Whether adapters read the same tensor as the layer."""
+        """Whether adapters read the layer's input without a cast."""
         return self.adapter == self.stream == self.compute
 
     @property
     def norms_keep_inputs(self) -> bool:
-        """Whether norms are kernels that save their input in its own type; eager norms save a float32 copy."""
+        """Whether norms save their input in its own dtype, as norm kernels do. Eager norms save a float32 copy."""
         return self.liger or self.unsloth or self.triton
 
     @property
     def joined(self) -> bool:
-        """Whether the projections of an input and their adapters are one product, whose output our kernels read."""
+        """Whether all projections of an input, with their adapters, are one product, as our kernels need."""
         return self.triton and (self.fused == "augmented" or (self.fused == "separate" and self.fp8))
 
     @property
@@ -121,7 +121,7 @@ class TrainingPlan:
 
     @property
     def kernels(self) -> Literal["eager", "liger", "compiled", "unsloth"]:
-        """Which kernels do the elementwise work."""
+        """The kernels that do the elementwise work."""
         return "unsloth" if self.unsloth else "compiled" if self.compiled else "liger" if self.liger else "eager"
 
     def adapted(self, layer: Layer) -> int:
@@ -151,7 +151,7 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         upcast=4 if is_upcast(method, model) else weight,
         compute=DTYPE_BYTES[method.compute_dtype] if isinstance(method, Qlora) else compute,
         autocast=autocast,
-        # peft uses float32, trl bfloat16 on a bitsandbytes model
+        # peft uses float32; on a bitsandbytes model, trl uses bfloat16
         adapter=0 if isinstance(method, Full) else 2 if isinstance(method, Qlora) and not method.mxfp4 else 4,
         rank=getattr(method, "rank", 0),
         targets=targets(method, model),
@@ -181,7 +181,7 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
 
 
 def _whole_mlp(spec: Experiment, model: ModelShape) -> bool:
-    """Return whether an MLP is one function (worker/optimizations/fused_lora.py, BesideGroup.gated)."""
+    """Return whether one function computes the MLP (worker/optimizations/fused_lora.py, BesideGroup.gated)."""
     on, method = spec.optimizations, spec.method
     delayed = on.triton_kernels and on.fp8 == DELAYED and fused(spec) == "separate"
     return delayed and targets(method, model) >= _MLP and 2 * getattr(method, "rank", 0) <= _MOST_COLUMNS
@@ -195,7 +195,7 @@ def is_upcast(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
 def fused(spec: Experiment) -> Fused:
     """Return how fused_lora multiplies adapters.
 
-    `augmented` needs a plain base product of the compute type, with weights on the GPU."""
+    `augmented` needs unquantized base weights of the compute dtype on the GPU."""
     if not (on := spec.optimizations).fused_lora:
         return "off"
     separate = on.fp8 != "off" or on.weight_offload or (spec.method.quantised and not spec.method.mxfp4)
@@ -235,7 +235,7 @@ def _checkpointing(spec: Experiment) -> Checkpointing:
 def _attention(spec: Experiment, model: ModelShape, padded: bool, whole: bool) -> Attention:
     attention = spec.optimizations.attention
     stored = attention == "eager" or (attention == "auto" and model.has_sinks)  # transformers has no sdpa for sinks
-    if stored and spec.method.name != "unsloth":  # which has FlexAttention for sinks
+    if stored and spec.method.name != "unsloth":  # unsloth uses FlexAttention for sinks
         return "eager"
     if attention == "varlen":
         return "sdpa" if whole and not model.has_sinks else attention  # worker/optimizations/attention.py, `_by_rows`

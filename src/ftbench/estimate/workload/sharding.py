@@ -1,4 +1,4 @@
-"""How several GPUs share one training: the part of the model and of the batch on each."""
+"""Describe how several GPUs share one training, and which part of the model and of the batch each GPU has."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,10 +13,11 @@ from ftbench.spec.experiment import Experiment, Launch
 
 STRATEGIES: tuple[str, ...] = get_args(Launch.model_fields["strategy"].annotation)
 
-# transformers' tensor parallel plans (base_model_tp_plan): split by outputs, and split by inputs.
+# Layers that transformers' tensor-parallel plans split by outputs, and layers that they split by inputs
+# (base_model_tp_plan).
 _BY_OUTPUTS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 _BY_INPUTS = {"o_proj", "down_proj"}
-MESH = 2  # GPUs that share a matrix under tp+fsdp by default
+MESH = 2  # by default, this many GPUs share a matrix under tp+fsdp
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Sharding:
 
     @property
     def waiting(self) -> float:
-        """The micro-batches whose activations a GPU keeps, beyond the one that it computes."""
+        """The number of micro-batches whose activations a GPU keeps, without the one that it computes."""
         if self.pipeline == 1:
             return 0.0
         return pipeline.in_flight(self.schedule, self.pipeline, self.micro, self.rank or 0) - 1
@@ -67,8 +68,8 @@ SINGLE = Sharding()
 
 
 def sharding_of(launch: Launch) -> Sharding:
-    """Return how a strategy shares the work. `tp` splits matrices, `ep` experts and `cp` sequences; all others split
-    the batch."""
+    """Return how a strategy shares the work. `tp` splits matrices, `ep` splits experts, and `cp` splits sequences. All
+    other strategies split the batch."""
     gpus, strategy = launch.gpus, launch.strategy
     if gpus == 1:
         return SINGLE
@@ -100,22 +101,22 @@ def on_gpus(spec: Experiment, gpus: int, strategy: str, offload: str = "none") -
 
 
 def shared_how(launch: Launch) -> str:
-    """Return `fsdp`, or `fsdp, params offloaded`."""
+    """Return the strategy and its offloading as text: `fsdp`, or `fsdp, params offloaded`."""
     return launch.strategy + ("" if launch.offload == "none" else f", {launch.offload} offloaded")
 
 
 def fewest(strategy: str) -> int:
-    """Return the smallest number of GPUs of a strategy: two for each of its parts."""
+    """Return the smallest number of GPUs that a strategy can use, which is two for each of its parts."""
     return int(2 ** len(strategy.split("+")))
 
 
 def counts(most: int) -> list[int]:
-    """Return the numbers of GPUs to consider: `most`, and the powers of two below it."""
+    """Return the numbers of GPUs to consider. These are `most` and the smaller powers of two."""
     return sorted({most, *(2**power for power in range(most.bit_length()))})
 
 
 def problem(model: ModelShape, launch: Launch) -> str | None:
-    """Return why a model cannot be split like this, or None."""
+    """Return why the model cannot be split for this launch, or None if it can."""
     gpus, strategy = launch.tp or launch.gpus, launch.strategy
     if launch.pp and len(model.layers) < launch.stages:
         return f"{strategy}: {len(model.layers)} layers are too few for {launch.stages} stages"
@@ -135,8 +136,8 @@ def problem(model: ModelShape, launch: Launch) -> str | None:
 def rank_model(model: ModelShape, sharding: Sharding) -> ModelShape:
     """Return the part of the model that one GPU computes: heads, columns and experts of each layer.
 
-    Norms, embedding and unlisted layers are complete. The head is split, and with it an embedding that shares its
-    weight."""
+    Norms, the embedding and layers without a plan are not split. The head is split. If the embedding shares its weight,
+    it is split too."""
     if sharding.pipeline > 1:
         model = _stages_of(model, sharding)
     if sharding.tensor == sharding.experts == 1:
@@ -146,7 +147,8 @@ def rank_model(model: ModelShape, sharding: Sharding) -> ModelShape:
 
 
 def _stages_of(model: ModelShape, sharding: Sharding) -> ModelShape:
-    """Return the layers of a rank of the pipeline, with the embedding and the head if it has them."""
+    """Return the model with only the layers of one pipeline rank. It keeps the embedding and the head if this rank has
+    them."""
     split = sharding.split or model.split(sharding.pipeline * pipeline.parts(sharding.schedule))
     ranks = [
         pipeline.bounds(split, pipeline.of_rank(sharding.schedule, sharding.pipeline, rank))
@@ -185,7 +187,7 @@ def _linear(linear: Linear, parts: int) -> Linear:
 
 
 def _norm(norm: Norm, parts: int) -> Norm:
-    """Return the norm of this GPU's heads. They share one weight, which every GPU has."""
+    """Return the norm over the heads of this GPU. All heads share one weight, which each GPU holds completely."""
     if norm.position != "head" or norm.groups == 1:
         return norm
     groups = _part(norm.groups, parts)
@@ -193,9 +195,10 @@ def _norm(norm: Norm, parts: int) -> Norm:
 
 
 def _experts(moe: Experts, sharding: Sharding) -> Experts:
-    """Return this GPU's experts.
+    """Return the experts that this GPU holds.
 
-    The rows of other GPUs' experts stay in its tensors, masked out (transformers, grouped_mm_experts_forward)."""
+    Its tensors still have the rows for experts of other GPUs, but these rows are masked (transformers,
+    grouped_mm_experts_forward)."""
     return replace(moe, count=_part(moe.count, sharding.experts), inner=_part(moe.inner, sharding.tensor))
 
 
@@ -204,7 +207,8 @@ def _part(count: int, parts: int) -> int:
 
 
 def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
-    """Return the part of a batch that one GPU computes. With `cp` it has two equal parts of each padded sequence."""
+    """Return the part of a batch that one GPU computes. With `cp`, a GPU has two equal parts of each padded
+    sequence."""
     if (micro := sharding.micro) > 1:  # a packed batch is one row of samples
         rows, length = (batch.rows // micro, batch.length) if batch.rows >= micro else (1, ceil(batch.length / micro))
         return BatchShape(rows, length, ceil(batch.labels / micro))
@@ -215,7 +219,8 @@ def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
 
 
 def rank_batch(batch: Batch, sharding: Sharding) -> Batch:
-    """Return the part of one GPU of a mean micro-batch. The GPUs share the query and key pairs of a sequence evenly."""
+    """Return the part of a mean micro-batch that one GPU computes. With `cp`, each GPU has the same number of query-key
+    pairs."""
     if (parts := sharding.sequence) == 1:
         return batch
     return replace(
