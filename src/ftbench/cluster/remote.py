@@ -34,7 +34,7 @@ def train(path: Path, order: Order, gpu: str | None, shared: bool) -> FinishedRu
 
 
 def record(run: RunDir, state: str, reason: str, **more: Any) -> FinishedRun:
-    """Write the state of a run if its node did not write one and its result has not arrived."""
+    """Write the state of a run, if the node did not write it and no result has arrived."""
     with suppress(FileExistsError):
         rundir.create_at(run.path)
     if not rundir.read_json(run.state).get("ended_at"):

@@ -206,7 +206,7 @@ class SlurmSlot:
 
 
 def _without_result(run: RunDir, folder: Path, number: str) -> FinishedRun:
-    """Record a job that has ended before it moved its run to its final path."""
+    """Record a job that ended before it moved the run to the final path."""
     _eventually(lambda: run.state.exists() or (folder / OUTCOME).exists())
     outcome = rundir.read_json(folder / OUTCOME)
     if "error" in outcome and not run.state.exists():

@@ -4,8 +4,8 @@ The kernel reads weight, gradient and two moments once, and writes weight and mo
 weight if all tensors are 16-bit. The kernel also multiplies the gradients by the clipping factor, which saves a
 separate pass over them.
 
-16-bit values are rounded stochastically. The update of a weight is mostly below half of its last bit, and the second
-moment decays by a thousandth per step; rounding to nearest would lose both.
+16-bit values are rounded stochastically. Most updates of a weight are smaller than half of its last bit. The second
+moment decays by a thousandth per step. Rounding to the nearest value would lose both changes.
 """
 
 from __future__ import annotations

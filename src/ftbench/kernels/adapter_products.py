@@ -21,7 +21,7 @@ Passes over a layer's activations, counted for a Qwen3-8B layer (hidden 4,096, h
 the layers that share x as one matrix. The code that computes x or dy writes into the wider buffer (torch.compile turns
 a torch.cat of it into a view). `beside` leaves the base product to the base layer, which can have any format (fp8, 4
 bits). An in-place addmm_ would need as many passes as `beside`. Adding s B A to W once per step would need fewer
-passes but learn less: bfloat16 rounds away updates below 1/256 of the weight.
+passes. But the model would learn less, because bfloat16 loses updates below 1/256 of a weight.
 """
 
 from typing import Any
@@ -106,8 +106,9 @@ def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: A
 class Beside(torch.autograd.Function):
     """Compute, from tokens x in, the values that the adapters of each layer add to its product.
 
-    `a` is A of all layers, (layers r) x in; `b` is s B of all, out x r; `sizes` are their output widths. The next
-    arguments are the scales, then A and B of each layer in turn. A and B only receive gradients.
+    `a` contains A of all layers, (layers r) x in. `b` contains s B of all layers, out x r. `sizes` are the output
+    widths of the layers. The next arguments are the scales, then A and B of each layer in turn. A and B only receive
+    gradients.
 
     The scales are passed together with the adapters to change the number of arguments. Without gradients, torch.compile
     assumes that `forward` has no context if a call has as many arguments as `forward` has parameters (torch 2.11 and

@@ -138,7 +138,8 @@ def replace_norm(norm: Any) -> None:
 
 
 def _join(module: Any, *layers: Any) -> None:
-    """Store the group of these layers if it has the same layers and multiplies them as one matrix without biases."""
+    """Store the group of these layers in the module. The group must contain exactly these layers and multiply them as
+    one matrix without biases."""
     group = getattr(layers[0], "group", None)
     if group is not None and group.holds(layers):
         setattr(module, _GROUP, group)

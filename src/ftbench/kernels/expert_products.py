@@ -1,8 +1,8 @@
 """Products of a mixture of experts.
 
 Tokens are sorted by expert and each group of rows is multiplied by its matrix. Adapters of experts are two thin
-grouped products added to the frozen one. peft adds the adapters' product to a copy of each expert's matrix and
-computes gradients as large as the copies.
+grouped products, which are added to the product with the frozen matrices. peft adds the adapters' product to a copy of
+each expert's matrix and computes gradients as large as the copies.
 """
 
 from collections.abc import Iterator

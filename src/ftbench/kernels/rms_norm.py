@@ -85,9 +85,9 @@ def _total(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
 def rms_norm_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, room: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of x + residual (tokens x (width + room), where the last `room` columns are not written) and the
-    sum (tokens x width). Without a residual the sum is x, and an empty tensor is returned instead. x may be wider than
-    the weight."""
+    """Return the norm of x + residual (tokens x (width + room)) and the sum (tokens x width). The last `room` columns
+    of the norm are not written. Without a residual, the second result is an empty tensor. x may be wider than the
+    weight."""
     width = len(weight)
     residual = None if residual is None else residual.contiguous()
     normed, total = _normed(x if residual is None else _total(x, residual), weight, width, room), _total(x, residual)
@@ -112,8 +112,9 @@ def rms_norm_backward(
     dnormed: torch.Tensor, dtotal: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor, eps: float,
     room: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradient of the normed values `total` (tokens x width, contiguous) from the gradient of the norm,
-    which may be wider, and the gradient of the sum (or None). With room, also a copy with extra columns in `dtype`."""
+    """Return the gradient of `total`, the values before the norm (tokens x width, contiguous). The arguments are the
+    gradient of the norm, which may be wider, and the gradient of the sum (or None). With room, also return a copy with
+    extra columns in `dtype`."""
     width = len(weight)
     dnormed = dnormed if dnormed.stride(1) == 1 else dnormed.contiguous()
     dtotal = None if dtotal is None else dtotal.contiguous()
@@ -130,8 +131,8 @@ rms_norm_backward.register_fake(
 
 
 class RmsNorm(torch.autograd.Function):
-    """Return the norm of x (tokens x width → tokens x (width + room)), and x for the operations that read it, so
-    that the kernel adds both gradients. The weight is frozen and gets no gradient."""
+    """Return the norm of x (tokens x width → tokens x (width + room)), and x. Other operations read this x, so that
+    the kernel adds their gradient. The weight is frozen and gets no gradient."""
 
     @staticmethod
     def forward(

@@ -156,9 +156,9 @@ def rotary_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_weight: torch.Tensor | None,
     key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return queries, keys and values, tokens x heads x width, from the outputs of the projections, tokens x (heads
-    width) each with rows of any stride. cos and sin are positions x width, repeated for each sequence. Without
-    weights the heads are only rotated."""
+    """Return queries, keys and values (tokens x heads x width). The arguments are the outputs of the projections
+    (tokens x (heads width)), whose rows may have any stride. cos and sin are positions x width, and are repeated for
+    each sequence. Without weights the heads are only rotated."""
     width, made = cos.shape[1], _heads(query, key, value, cos)
     heads, pairs = made[0].shape[1], made[1].shape[1]
     weights = (cos, cos) if query_weight is None else (query_weight, key_weight)

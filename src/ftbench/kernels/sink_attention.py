@@ -1,5 +1,5 @@
-"""Causal attention within each sample of a row, with sinks: one extra logit per head that takes part in the softmax and
-has no value (gpt-oss).
+"""Compute causal attention within each sample of a row, with the sinks of gpt-oss. A sink is an extra logit per head.
+It takes part in the softmax, but has no value vector.
 
 Flash attention does not support sinks, but its result can be corrected. Let L be the logarithm of the sum of a query's
 exponentials, and L' = log(exp L + exp sink). With sinks, each probability and the output are exp(L - L') times their
@@ -18,9 +18,9 @@ BACKWARD = torch.ops.aten._flash_attention_backward
 
 
 class SinkAttention(torch.autograd.Function):
-    """Compute attention of queries (tokens x heads x width) over keys and values (tokens x fewer heads x width) in
-    16 bits, with one sink per head → tokens x heads x width. Samples end at `bounds` (int32, starting with 0) and
-    have at most `longest` tokens. A token sees itself and `window` tokens before it; -1 means all."""
+    """Compute attention in 16 bits with one sink per head. Queries and the output are tokens x heads x width. Keys and
+    values are tokens x fewer heads x width. Samples end at `bounds` (int32, starting with 0) and have at most
+    `longest` tokens. A token attends to itself and to `window` tokens before it. -1 means all tokens before it."""
 
     @staticmethod
     def forward(

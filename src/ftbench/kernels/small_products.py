@@ -18,8 +18,9 @@ SMALLEST = 1e-12  # torchao.float8.float8_utils.EPS: no division by zero
 def cast(
     values: torch.Tensor, dtype: torch.dtype, largest: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast a matrix to 8 bits. Return it and the number that undoes its scale. The result equals torchao's
-    hp_tensor_to_float8_dynamic. `largest` is the maximum of the values, or of several tensors that share a factor."""
+    """Cast a matrix to 8 bits. Return the cast matrix and the number that undoes its scale. The result equals
+    torchao's hp_tensor_to_float8_dynamic. `largest` is the maximum of the values, or of several tensors that share a
+    factor."""
     limit, largest = torch.finfo(dtype).max, values.abs().amax() if largest is None else largest
     scale = (limit / largest.double().clamp(min=SMALLEST)).float()
     return (values.float() * scale).clamp(-limit, limit).to(dtype), scale.reciprocal()
@@ -49,8 +50,8 @@ def multiply_back(
     short: Any = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return the gradient of `multiply`'s input. `turned` is the transposed weight (in x out). Sums have 32 bits,
-    except for the recipes in FAST; torchao uses fast accumulation only in the forward pass. `short` is dy after its
-    cast, with its factor. In this case, only the dtype of dy is used."""
+    except for the recipes in FAST. torchao's recipes only use fast accumulation in the forward pass. `short` is dy
+    after its cast, with its factor. In this case, only the dtype of dy is used."""
     small, scale = short or _cast(dy, GRADIENT, None if maxima is None else maxima[1])
     return torch._scaled_mm(small, turned.t(), scale, factor, out_dtype=dy.dtype, use_fast_accum=recipe in FAST)
 

@@ -2,10 +2,10 @@
 
 Even layers share one buffer, and odd layers share the other. A weight is a permanent view of its layer's buffer. For
 the backward pass, torch keeps a view of the memory, and bitsandbytes keeps the tensor. Both are valid whenever the
-layer is loaded. When a layer starts, in the forward pass or in recomputation, the weights of the next one are copied
-into the other buffer on a separate stream. At this time, all work that reads the other buffer is already queued,
-because the backward pass enters a layer after it has left the next one. The copies wait for the queued work, a layer
-waits for its copy, and nothing waits for the host.
+layer is loaded. When a layer starts in the forward pass or in recomputation, the weights of the next layer are copied
+into the other buffer. The copy runs on a separate stream. At this time, all work that reads the other buffer is
+already queued, because the backward pass enters a layer after it has left the next one. The copies wait for the queued
+work, a layer waits for its copy, and nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class HostMatrix:
         self.view = view(copies.as_seen(self._host), 0, matrix)
 
     def begin(self) -> None:
-        """Start the copy; it overlaps with queued work."""
+        """Start the copy, which overlaps with queued work."""
         there = torch.empty_like(self._host, device=self._copies.device)
         self._coming = there, self._copies.start(there, self._host)
 
@@ -142,7 +142,7 @@ class WeightStream:
         self._last = -1
 
     def _packed(self, weights: Sequence[Weight]) -> list[tuple[int, torch.Tensor, Callable[[torch.Tensor], None]]]:
-        """Copy a layer's weights to host memory, end to end. Return the offset, shape and `put` function of each."""
+        """Copy a layer's weights to host memory without gaps. Return the offset, shape and `put` function of each."""
         sizes = [-(-weight.tensor.nbytes // ALIGNED) * ALIGNED for weight in weights]
         *offsets, size = accumulate(sizes, initial=0)
         host = self.copies.pinned(size)
@@ -154,8 +154,8 @@ class WeightStream:
         return [(offset, shape, weight.put) for offset, shape, weight in zip(offsets, shapes, weights, strict=True)]
 
     def take(self, index: int) -> None:
-        """Load a layer's weights and start copying those of the layer expected next. An unexpected layer waits for
-        its copy and is still correct."""
+        """Load a layer's weights, and start to copy the weights of the layer that is expected next. If another layer
+        comes next, it waits for its copy and is still correct."""
         self.turns[index] += 1
         if self._there[index % 2] != index:
             self._fetch(index)

@@ -55,7 +55,7 @@ def run_child(
     signals_pipe: int,
     watch: Callable[[], Stop | None] = lambda: None,
 ) -> Exit:
-    """Run a command to its end with its output appended to `log`.
+    """Run a command until it ends. Append its output to `log`.
 
     It ends early with the first byte in `signals_pipe` (see `signals`), or when `watch`, which is called about twice
     per second, returns a Stop.

@@ -1,8 +1,8 @@
 """Start one process per GPU: `python -P -m ftbench.launch.ranks RUN_DIRECTORY GPUS NODES NODE COMMAND…`.
 
 It sets torchrun's variables and ends all ranks as soon as one fails. Then node 0 writes the run's state. The state
-names the rank that failed first or, after a hang, the rank that is behind. torchrun is not used: it imports torch
-before the ranks start, and its error file has no entry for a rank that hangs or is killed.
+names the rank that failed first or, after a hang, the rank that is behind. torchrun is not used, because it imports
+torch before the ranks start. Its error file also has no entry for a rank that hangs or is killed.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def command(spec: Experiment, run: RunDir) -> list[str]:
     """Return the command of the worker. With several ranks, return the command of `launch/ranks.py`, which starts the
     worker once per rank.
 
-    -P keeps the current directory out of the module path: a user's `random.py` must not be imported.
+    -P removes the current directory from the module path, so that a user's `random.py` is not imported.
     """
     worker = [sys.executable, "-P", "-m", "ftbench.worker", str(run.path.resolve())]
     return ranks.around(worker, spec, run) if spec.launch.ranks > 1 else worker

@@ -96,8 +96,8 @@ class Ranking:
         return cell.recipe if len({each.batch for each in self.cells}) == 1 else f"{cell.recipe} at batch {cell.batch}"
 
     def against(self, baseline: Cell, cell: Cell | None = None) -> Pair:
-        """Return the pair of a baseline and a cell, by default the winner. Its differences are those that the names do
-        not show."""
+        """Return the pair of a baseline and a cell, by default the winner. Differences that the names already show are
+        left out."""
         pair = pair_of("method.name", cell or self.winner, baseline, noise=self.noise)
         return replace(pair, differences=tuple(
             fact for fact in pair.differences if not fact.key.startswith(_IN_NAMES)
@@ -142,7 +142,7 @@ def left_out_text(ranked: Sequence[Ranking], left_out: Mapping[str, int]) -> tup
 
 
 def sections(cells: Iterable[Cell], *, full: bool = False) -> list[Section]:
-    """Return the answer, empty without runs. `full` adds the other comparable groups."""
+    """Return the sections of the answer. There are none without runs. `full` adds the other comparable groups."""
     ranked, reasons = rankings(cells)
     text, counts = left_out_text(ranked, reasons)
     if not ranked:

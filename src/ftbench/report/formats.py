@@ -92,7 +92,7 @@ def cell(text: str) -> str:
 
 
 def _text(report: Report, table: Callable[..., str], title: str, paragraph: Callable[[str], str], end: str) -> str:
-    """Return tables and paragraphs in order; `title` is a format string."""
+    """Return tables and paragraphs in order. `title` is a format string."""
     runs = runs_table(report.records, report.axes) if report.runs else None
     answer = [text for section in report.sections if section.key == ANSWER for text in section.paragraphs]
     parts = ["\n".join(map(paragraph, answer)).rstrip("\n") + "\n"] if answer else []

@@ -110,8 +110,8 @@ def _by_gpu(record: Record) -> Record:
 
 
 def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Record]:
-    """Return a row of the table per run: its number and id, the class of its state, and text and sort key of each
-    column."""
+    """Return a row of the table per run. A row has the run's number and id, the class of its state, and the text and
+    sort key of each column."""
     sources = {column.heading: column.source for column in FIGURES}
     shown = []
     for record, number, texts in zip(records, _numbers(records), rows, strict=True):
@@ -149,7 +149,8 @@ def _curves(records: Sequence[Record]) -> Record | None:
 
 
 def _learned(losses: Sequence[float]) -> bool:
-    """Return whether the mean loss is below that of the first tenth of the steps by more than 1.96 standard errors.
+    """Return whether a model learned. Its mean loss must be more than 1.96 standard errors below the mean loss of the
+    first tenth of the steps.
 
     The noise comes from the differences of successive steps, which a trend hardly changes (J. von Neumann, Ann. Math.
     Stat. 12, 1941).

@@ -112,7 +112,8 @@ def _figure(record: Mapping[str, Any], column: Column) -> str:
 
 
 def _notes(records: Sequence[Record]) -> list[str]:
-    """Return the warnings of all runs and the long failure reasons, each once with its runs.
+    """Return the warnings of all runs and the long failure reasons. Each sentence occurs once, with the numbers of its
+    runs.
 
     Sentences that differ only in figures are shown once.
     """

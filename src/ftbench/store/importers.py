@@ -1,8 +1,8 @@
 """Convert logs of other tools to run directories for reports. Unknown fields stay empty.
 
 Reads the founding study's CSV (seven columns, a line every few steps) and the Trainer's trainer_state.json, which
-axolotl and LLaMA-Factory write too. They do not contain the GPU, the model or the method; the command line provides
-them.
+axolotl and LLaMA-Factory write too. These files do not contain the GPU, the model or the method. The user gives them
+on the command line.
 """
 
 import hashlib

@@ -187,7 +187,7 @@ def cache_error(folder: Path, error: Exception) -> MissingError:
 def commit() -> str | None:
     """Return the commit of ftbench's source, with `-dirty` if files differ. Return None for an installed package.
 
-    FTBENCH_COMMIT overrides it, for a copy of the source without its history.
+    FTBENCH_COMMIT overrides the commit. This is for copies of the source without the git history.
     """
     if name := os.environ.get("FTBENCH_COMMIT"):
         return name

@@ -1,6 +1,6 @@
 """Compute summary.json from steps.csv and the other files of a run.
 
-The parent process computes it, so that a killed run has a summary too, and anyone can recompute it.
+The parent process computes the summary, so a killed run also has one. Anyone can compute it again.
 """
 
 import dataclasses

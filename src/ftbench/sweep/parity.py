@@ -39,8 +39,8 @@ WORST = 8  # tensors shown for each recipe
 
 @dataclass(frozen=True, kw_only=True)
 class ParityRequest(PlanRequest):
-    """The command line. `recipes` names the recipes to judge, by default the spec itself. `steps` is the length of each
-    training; `controls` is one of `WHICH`."""
+    """The command line. `recipes` names the recipes to judge, by default the spec itself. `steps` is the length of
+    each training. `controls` is one of `WHICH`."""
 
     recipes: Sequence[str] = ()
     seeds: int = 3

@@ -1,1 +1,1 @@
-"""The training process. Only this package imports transformers, trl and peft; torch is also imported by `kernels`."""
+"""The training process. Only this package imports transformers, trl and peft. `kernels` also imports torch."""

@@ -91,8 +91,8 @@ def _acquire_gpu(spec: Experiment, directory: RunDir, phases: Phases) -> None:
 
 
 def _import_unsloth(method: Any) -> None:
-    """Import unsloth with the method's settings, without its telemetry, and with a folder for the modules that it
-    generates. It reads its environment variables when it is imported."""
+    """Set unsloth's environment variables and import it, because it reads them during the import. They contain the
+    method's settings and the folder for generated modules, and turn off telemetry."""
     os.environ |= {
         "UNSLOTH_DISABLE_STATISTICS": "1",
         "UNSLOTH_PADDING_CHOICE": "auto",

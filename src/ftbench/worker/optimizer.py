@@ -1,4 +1,5 @@
-"""Set up and verify the optimizer of a run. transformers provides most optimizers; those of torchao are added here."""
+"""Set up and verify the optimizer of a run. transformers provides most optimizers. This module adds the optimizers of
+torchao."""
 
 from typing import Any
 

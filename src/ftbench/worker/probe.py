@@ -123,8 +123,8 @@ def timer(call: Call) -> Any:
 def operands(name: str, size: int, hardware: torch.device) -> Call:
     """Return a product of two square matrices. They are random, because products of zeros need less power.
 
-    In 8 bits the right matrix is column-major, as cuBLAS requires. fp8 has one scale per tensor and fast accumulation,
-    like the forward product of torchao's tensorwise recipe.
+    With 8 bits, the right matrix is column-major, as cuBLAS requires. Products in fp8 have one scale per tensor and
+    use fast accumulation, like the forward pass of torchao's tensorwise recipe.
     """
     if name == "int8":
         left, right = (torch.randint(-127, 128, (size, size), device=hardware, dtype=torch.int8) for _ in range(2))

@@ -8,9 +8,9 @@ The last part records every allocation with its stack for pytorch.org/memory_viz
 and the memory recording slow down a step, so both are off in the timed steps. With compiled layers, the timed steps
 are the first three successive steps that compile nothing.
 
-The parts of a step are ranges in the trace, contiguous on the training thread: data → forward ⇄ loss → metrics →
-backward for each micro-batch, then clip → optimizer. `metrics` are the values that the trainer computes from the logits
-in addition to the loss.
+The parts of a step are ranges in the trace. On the training thread, they follow each other without gaps: data →
+forward ⇄ loss → metrics → backward for each micro-batch, then clip → optimizer. `metrics` are the values that the
+trainer computes from the logits in addition to the loss.
 """
 
 import sys

@@ -118,7 +118,7 @@ def prepared(spec: Experiment, source: str) -> tuple[Any, Prepared]:
 def build_trainer(run: TrainingRun, model: Any, tokenizer: Any, data: Prepared, reference: Any) -> Any:
     """Return the trainer for a loaded model, after applying the method and the optimizations.
 
-    `reference` is the second model of DPO, if any. It gets the same optimizations.
+    `reference` is the second model of DPO, if any. The optimizations are applied to it too.
     """
     spec, directory = run.spec, run.directory
     set_seed(spec.train.seed)

@@ -34,9 +34,9 @@ def limit_of(text: str) -> float:
 def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> tuple[Section, dict[str, str]]:
     """Pair the cells of both sides by spec and GPU, and return their comparison and the regressions by run ids.
 
-    A cell regresses if its rate falls by more than `limit` and by more than the noise, if its peak memory rises by more
-    than `limit`, or if a run now fails. With fewer than six steady steps the noise is
-    unknown, and only the limit counts.
+    A cell regresses if its rate falls by more than `limit` and by more than the noise. It also regresses if its peak
+    memory rises by more than `limit`, or if a run now fails. With fewer than six steady steps the noise is unknown,
+    and only the limit counts.
 
     Raises:
         SpecError: the two sides have no spec and GPU in common.

@@ -208,7 +208,8 @@ _LAST = ("measure.", "model.revision", "model.path", "dataset.path", "launch.moc
 
 
 def by_importance(keys: Iterable[str]) -> list[str]:
-    """Return keys by importance: those that change training most first, seeds and measurement options last."""
+    """Return keys by importance. Keys that change training most come first. Seeds and measurement options come
+    last."""
 
     def rank(key: str) -> int:
         last = key.endswith("seed") or key.startswith(_LAST)

@@ -110,7 +110,7 @@ def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any
 def _cheapest(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield the cheapest and the most expensive recipe per model and data set.
 
-    Rent and purchase, and different currencies, are not compared.
+    Rent is not compared with purchase. Different currencies are not compared either.
     """
     known = (record for record in records if record["per_1k_samples"] is not None)
     groups = grouped_by(known, itemgetter("model", "data", "way", "currency"))

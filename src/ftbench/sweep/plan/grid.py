@@ -1,4 +1,4 @@
-"""The plan of a grid: all cells in order, except those that are done already."""
+"""The plan of a grid. It runs all cells in order, except cells that are already done."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

@@ -153,7 +153,7 @@ class ParityPlan(Grid):
         return self._job(spec, changes, {"recipe": name, "run": f"training {seed + 1}"}, recipe)
 
     def untrained(self, recipe: Contender) -> Job:
-        """Return the run whose held-out loss is that of the initial weights."""
+        """Return the run that measures the held-out loss of the initial weights."""
         changes = {"measure.control": "learning_rate_0", "train.max_steps": 1}
         return self._job(recipe.reference, changes, {"recipe": "reference", "run": "untrained"}, None)
 

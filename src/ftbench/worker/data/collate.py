@@ -96,7 +96,7 @@ class Collator:
         return {"input_ids": input_ids, "attention_mask": mask, "labels": targets}
 
     def _even(self, length: int) -> int:
-        """Round a row length up so that it divides evenly among the GPUs that share it."""
+        """Round a row length up to a multiple of the number of GPUs that share the row."""
         return -(-length // self._parts) * self._parts
 
     def _rows_of_samples(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def _hub(dataset: Dataset) -> HubRows:
 
 
 def export(dataset: Dataset, out: Path, most: int, pairs: bool = False) -> None:
-    """Write evenly spaced rows, at most `most`, to `out` and the total number of rows next to it.
+    """Write at most `most` evenly spaced rows to `out`. Write the total number of rows to a file next to it.
 
     Unusable rows are skipped.
     """

@@ -97,8 +97,9 @@ def _tasks(dataset: Dataset, generator: np.random.Generator, lengths: Sequence[i
 def _picture_tasks(
     dataset: Dataset, lengths: Sequence[int], vocabulary: Sequence[int], pictures: Sequence[Picture]
 ) -> list[Tokens]:
-    """Return questions about pictures, each followed by its answer: the color of a cell, the next cell's color, or the
-    number of cells of a color. Answers need the pixels, and the positions of image tokens."""
+    """Return questions about pictures with their answers. A question asks for the color of a cell, for the color of
+    the next cell, or for the number of cells of one color. Answers need the pixels, and the positions of image
+    tokens."""
     generator = np.random.default_rng(dataset.seed)
     markers, symbols = _roles(generator, vocabulary)
     places, kinds, samples = symbols[: CELLS**2], symbols[CELLS**2 :], []

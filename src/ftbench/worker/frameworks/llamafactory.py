@@ -38,7 +38,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
 
 
 def best(spec: Experiment) -> dict[str, Any]:
-    """Return Liger's kernels and loss. unsloth, its other accelerator, is a method of ftbench."""
+    """Return Liger's kernels and loss. LLaMA-Factory also supports unsloth, but unsloth is a method of ftbench."""
     return {"enable_liger_kernel": True}
 
 

@@ -1,6 +1,7 @@
-"""Megatron-core with its local layers, which need no Transformer Engine, in the training loop of its examples.
+"""Train with Megatron-core in the training loop of its examples. It uses Megatron's local layers, which need no
+Transformer Engine.
 
-ftbench does not change its schedule, optimizer and gradient buffers.
+ftbench does not change Megatron's schedule, optimizer and gradient buffers.
 """
 
 from collections import Counter

@@ -107,9 +107,9 @@ def _recorded(run: TrainingRun, plain: Callable[..., Any]) -> Callable[..., Any]
 def draw_adapters(model: Any, seed: int) -> None:
     """Give the LoRA matrices the values that peft draws with trl after the same seed.
 
-    Frameworks draw them at another time, so the first gradient norm would differ. peft makes each pair as two linear
-    layers on the host, which draw their weights, and then draws A again (Kaiming uniform, a = sqrt(5)); B is zero. This
-    function repeats these draws in the same order.
+    Frameworks draw them at another time, so the first gradient norm would differ. For each pair, peft makes two linear
+    layers on the host, which draw their weights. Then it draws A again (Kaiming uniform, a = sqrt(5)) and sets B to
+    zero. This function repeats these draws in the same order.
     """
     set_seed(seed)
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The settings in effect, read from the live objects for applied.json.
+"""Read the settings in effect from the live objects, for applied.json.
 
 Optimizations and methods are imported lazily, because another framework's environment has other libraries.
 """

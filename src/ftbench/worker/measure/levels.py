@@ -37,7 +37,8 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay")
 class Levels(TrainerCallback):
     """Records losses, gradients and weight changes during `steps` optimizer steps at each of `POINTS`.
 
-    One more step comes first at each point and is undone: it compiles graphs and sets the scales of 8-bit casts."""
+    At each point, an extra step runs first and is undone. It compiles graphs and sets the scales of 8-bit casts.
+    """
 
     def __init__(self, spec: Experiment, directory: RunDir, loop: Any, recording: Any) -> None:
         self._steps, self._path = spec.measure.gradients, directory.gradients

@@ -88,7 +88,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
 
 def batches_itself(spec: Experiment, pixels: Any) -> bool:
     """Return whether unsloth makes the batches. It makes batches of text unless the spec requests one shape for all
-    batches. If unsloth gets a collator, it disables its padding-free batches and its packing."""
+    batches. If unsloth gets a collator, it turns off padding-free batches and packing."""
     return spec.method.name == "unsloth" and pixels is None and not spec.optimizations.fixed_shape
 
 

@@ -105,7 +105,7 @@ def read(spec: Experiment, source: str, **more: Any) -> Any:
 
 
 def trains_in_32_bits(spec: Experiment) -> bool:
-    """Return whether sharded weights are trained in float32, and only their products have 16 bits.
+    """Return whether sharded weights are trained in float32, with 16-bit products.
 
     torchao's optimizers round 16-bit weights stochastically and need no 32-bit copy.
     """

@@ -54,8 +54,8 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return rows of 32 values. Each row is decoded from 16 bytes and one scale.
 
-    The values are assembled from bits and exact: float32 has the sign in bit 31, the exponent (127 is 2^0) from bit 23,
-    and the first fraction digit in bit 22. A scale of 0 (2^-127) becomes zero.
+    The values are exact, because they are assembled from bits. float32 has the sign in bit 31, the exponent (127 is
+    2^0) from bit 23, and the first fraction digit in bit 22. A scale of 0 (2^-127) becomes zero.
     """
     places = 4 * torch.arange(2, dtype=torch.int32, device=blocks.device)
     codes = (blocks.to(torch.int32).unsqueeze(-1) >> places) & 15

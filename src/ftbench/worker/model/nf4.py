@@ -1,7 +1,7 @@
 """Write random weights in bitsandbytes' NF4, the format of published 4-bit checkpoints.
 
-Qwen3-32B has 19 GB in this format and 65 GB in 16 bits, so it is written and loaded in a third of the time. Loading
-16-bit files gives the same values.
+Qwen3-32B has 19 GB in this format and 65 GB in 16 bits, so NF4 files are written and loaded in a third of the time.
+Loading 16-bit files gives the same values.
 """
 
 from collections.abc import Collection

@@ -51,7 +51,7 @@ def plain_tensors(value: Any) -> list[Any]:
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """Return the decoder's layers in order, without those of other ranks."""
+    """Return the decoder's layers in order, without the layers of other ranks."""
     return [layer for layer in decoder(model).layers if not isinstance(layer, Elsewhere)]
 
 

@@ -45,9 +45,9 @@ def is_gpt_oss(model: Model) -> bool:
 def materialise(model: Model, layout: str | None = None, weights: bool = True) -> Path:
     """Return the directory with the random weights, which is created if needed.
 
-    With `layout="mxfp4"`, the experts of gpt-oss have the published format; with `"nf4"`, linear layers are quantised.
-    Without `weights`, only configuration and tokenizer are written, for `fill`. Raise MissingError if the cache cannot
-    be written.
+    With `layout="mxfp4"`, the experts of gpt-oss have the published format. With `layout="nf4"`, linear layers are
+    quantised. Without `weights`, only configuration and tokenizer are written, for `fill`. Raise MissingError if the
+    cache cannot be written.
     """
     config = configuration(model)
     special = [*([layout] if layout else []), *([] if weights else ["no weights"])]

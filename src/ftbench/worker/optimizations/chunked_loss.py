@@ -1,10 +1,10 @@
-"""The loss over chunks of the label tokens, without waiting for the device.
+"""Compute the loss over chunks of the label tokens, without waiting for the device.
 
 trl's chunked loss counts the label tokens on the device and waits for the count. It also computes entropy and
 accuracy, and waits for them. Here the collator counts the label tokens and passes their positions. Only the logits of
 one chunk exist at a time, and their gradient is computed immediately, as in Liger's fused loss. This needs two
-products with the head per label; recomputed logits would need three. With `compile` the softmax of a chunk is one
-compiled function, which reads or writes the logits three times instead of eleven.
+products with the head per label. With recomputed logits, there would be three. With `compile` the softmax of a chunk
+is one compiled function, which reads or writes the logits three times instead of eleven.
 """
 
 import inspect
@@ -60,9 +60,9 @@ def chunked_loss(
     hidden: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor, head: Any, softmax: Any = None,
     size: int = CHUNK,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the sum of the cross entropies in nats. `hidden` is batch x length x width; `positions` are the indexes
-    of the label tokens in the flattened `labels`; the position before each one predicts it. `size` is the chunk
-    length. `softmax` is `probabilities`, compiled or not."""
+    """Return the sum of the cross entropies in nats. `hidden` is batch x length x width. `positions` are the indexes
+    of the label tokens in the flattened `labels`. Each label is predicted from the position before it. `size` is the
+    chunk length. `softmax` is `probabilities`, compiled or not."""
     weight, bias = _whole(head.weight), _whole(head.bias)
     given = (labels, positions, softmax or probabilities, size, torch.is_grad_enabled())
     return _Loss.apply(hidden, weight, bias, *given)
@@ -87,7 +87,7 @@ def probabilities(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Te
 
 
 class _Loss(torch.autograd.Function):
-    """Compute the loss and its gradients in the forward pass; the backward pass only scales them."""
+    """Compute the loss and its gradients in the forward pass. The backward pass only scales the gradients."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,11 @@
 """Compute products with frozen base layers in 8-bit floats. The weights are cast once. Adapters and output head stay
 in 16 bits.
 
-torchao's recipes of the same names (Float8LinearConfig, torchao 0.17) scale and cast a weight twice per step, for the
-forward and for the backward pass. Each cast reads the weight twice (once for its maximum) and writes half as much: 5
-bytes per weight. A frozen weight never changes, so it is cast at set-up, once per pass direction, and the 16-bit weight
-is dropped. Hopper's 8-bit products need both operands along the inner dimension (cuBLASLt: TN only), so each direction
-needs a separate layout. Together they are as large as the 16-bit weight.
+torchao's recipes of the same names (Float8LinearConfig, torchao 0.17) cast a weight twice per step, once for each
+pass. Each cast reads the weight twice (once for its maximum) and writes half as much: 5 bytes per weight. A frozen
+weight never changes, so it is cast at set-up, once per pass direction, and the 16-bit weight is dropped. Hopper's
+8-bit products need both operands along the inner dimension (cuBLASLt: TN only), so each direction needs a separate
+layout. Together they are as large as the 16-bit weight.
 """
 
 import copy
@@ -31,7 +31,7 @@ class Fp8Linear(torch.nn.Module):
     maxima: torch.Tensor | None
 
     def __init__(self, base: torch.nn.Linear, recipe: str, largest: torch.Tensor | None = None) -> None:
-        """Cast a layer's weight; `largest` is the maximum over all layers that share its factor."""
+        """Cast a layer's weight. `largest` is the maximum over all layers that share a factor with it."""
         super().__init__()
         self.in_features, self.out_features, self.recipe = base.in_features, base.out_features, recipe
         weight = base.weight.data

@@ -251,7 +251,8 @@ def adapted(model: Any) -> dict[str, Any]:
 
 
 def grouped(layers: dict[str, Any]) -> list[list[Any]]:
-    """Group layers of one parent that read the same input, in model order; other layers form groups of one."""
+    """Group the layers of a module that read the same input, in model order. Every other layer is a group with one
+    layer."""
     kinds = {name: (siblings(name), each.in_features, type(each.get_base_layer())) for name, each in layers.items()}
     return [[layers[name] for name in names] for names in grouped_by(kinds, kinds.__getitem__).values()]
 

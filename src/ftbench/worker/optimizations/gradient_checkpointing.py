@@ -1,5 +1,5 @@
-"""Gradient checkpointing: the trainer turns it on in each layer that supports it (SFTConfig). `selective` turns it
-off again in every second layer; `offload` moves the saved inputs to host memory (`kernels/host_offload.py`)."""
+"""The trainer turns on gradient checkpointing in each layer that supports it (SFTConfig). `selective` turns it off
+again in every second layer. `offload` moves the saved inputs to host memory (`kernels/host_offload.py`)."""
 
 from typing import Any
 

@@ -1,9 +1,9 @@
 """Packed rows, and batches whose samples are concatenated without padding (`padding_free`). The collator builds both.
 
 In some models, samples of a row would attend to each other. This module isolates the samples of these models.
-transformers recognizes samples by positions that restart, and builds masks from them. gpt-oss (transformers 5.17)
-builds masks without positions, so a sample would see the samples before it. Qwen2.5-VL takes an extra row of positions
-for the masks, and uses three rows only for the rotary embedding.
+transformers recognizes samples by positions that restart, and builds masks from them. For gpt-oss, transformers 5.17
+builds masks without positions, so a sample would attend to the samples before it. Qwen2.5-VL takes an extra row of
+positions for the masks, and uses three rows only for the rotary embedding.
 """
 
 from typing import Any

@@ -98,7 +98,7 @@ def _in_turn(kind: Any) -> Any:
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Make each layer fetch its weights when it is called."""
+    """Make each layer fetch its weights before its forward pass."""
     stream = getattr(decoder(model), _STREAM)
     for index, layer in enumerate(decoder_layers(model)):
         layer.__class__ = _in_turn(type(layer))  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ def complete(model: Any) -> Any:
 
 
 def applied(trainer: Any, spec: Experiment) -> dict[str, Any]:
-    """Return the section `parallel` of applied.json; empty for a single process."""
+    """Return the section `parallel` of applied.json. The section is empty for a single process."""
     if rank() is None:
         return {}
     launch = spec.launch

@@ -1,4 +1,4 @@
-"""DDP: each GPU has a copy of the model and trains on its share of the batch; gradients are summed."""
+"""DDP. Each GPU has a copy of the model and trains on a share of the batch. The gradients of all GPUs are summed."""
 
 from typing import Any
 

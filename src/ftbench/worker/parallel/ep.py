@@ -33,7 +33,8 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
 def arguments(spec: Experiment) -> dict[str, Any]:
     """Return no arguments: the trainer reads the strategy from the model.
 
-    accelerate refuses such a model on a CPU, although its code does not need a GPU, so the check is disabled there.
+    On a CPU, accelerate refuses such a model, although its code does not need a GPU. Therefore, its check is disabled
+    on a CPU.
     """
     if device().type == "cpu":
         ParallelismConfig._validate_accelerator = lambda self, accelerator: None

@@ -92,8 +92,8 @@ def _set_layer_classes(trainer: Any) -> None:
 def _shard_head_with_norm(trainer: Any) -> None:
     """Shard a trained head together with the decoder's last norm, whose forward pass gathers both.
 
-    Chunked losses use the head's weights without its forward pass, and TRL's gather would leave each rank with the
-    gradient of its own batch only. accelerate does not find the last norm of models with images.
+    Chunked losses use the weights of the head, but do not call its forward pass. With TRL's gather, each rank would
+    only have the gradient of its own batch. accelerate does not find the last norm of models with images.
     """
     if _head(trainer).weight.requires_grad:
         fsdp_utils._find_final_norm = _last_norm

@@ -57,6 +57,6 @@ def prepare(made: Any) -> None:
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Correct accelerate as with fsdp, and split the optimizer's groups by mesh."""
+    """Apply the corrections of fsdp to accelerate, and split the optimizer's parameter groups by mesh."""
     correct_plugin(trainer, spec)
     ep.attach(trainer, spec)
