@@ -131,7 +131,8 @@ def test_only_a_terminal_is_asked(
     ended, _, err = ftbench("run", spec, "--set", "launch.mock=ok", "--out", tmp_path / "out")
     assert ended == code
     assert "ftbench: this will not end well" in err
-    assert ("use --yes to start it anyway" in err) == (code == 3)
+    assert ("nothing was started" in err) == (code == 3)
+    assert ("use --yes to start it anyway" in err) == (answer is None)
     assert (tmp_path / "out").exists() == (code == 0)
 
 

@@ -139,7 +139,7 @@ def test_probe_fails_during_a_run(begin, tmp_path, monkeypatch):
     first, process = begin("first")
     until_phase(first, "load")
     monkeypatch.setattr(probe.machine, "gpu", lambda: {"uuid": "GPU-1"})
-    assert probe.main(tmp_path / "probe.json", 5.0) == 3
+    assert probe.main(tmp_path / "probe.json") == 3
     assert "probe again when it has ended" in rundir.read_json(tmp_path / "probe.json")["missing"]
     process.kill()
     process.wait()

@@ -140,4 +140,4 @@ def test_strategy_without_torchao_support_is_rejected():
     assert incompatibilities(spec_of(**changes)) == []
     launch = spec_of().launch.model_copy(update={"gpus": 2, "strategy": "zero2"})
     problems = incompatibilities(spec_of(**changes).model_copy(update={"launch": launch}))
-    assert "train.optimizer adamw_torchao_8bit is not supported by zero2: set it to adamw_torch_fused" in problems
+    assert "train.optimizer adamw_torchao_8bit is not supported by zero2: use adamw_torch_fused" in problems

@@ -44,7 +44,7 @@ def require_even(spec: Experiment, config: Any, key: str, parts: int) -> None:
     """
     text = config.get_text_config()
     if not getattr(text, "base_model_tp_plan", True):
-        raise SpecError(f"launch.strategy: transformers has no plan by which tp divides {spec.model.id}: use fsdp")
+        raise SpecError(f"launch.strategy: transformers does not have a tp sharding plan for {spec.model.id}: use fsdp")
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     if heads % parts:
         fitting = ", ".join(str(number) for number in range(2, heads + 1) if heads % number == 0)
