@@ -19,8 +19,7 @@ from ftbench.store.rundir import first_gpu
 
 
 class Predictor:
-    """Predict memory and time of many specs on the GPU of a machine.json, with the runs and probes of a results
-    folder."""
+    """Predict the memory and time of many specs on one GPU, with the runs and probes of a results folder."""
 
     def __init__(self, gpu: dict[str, Any], folder: Path) -> None:
         self._gpu, self._history, self._cache = gpu, RunHistory.read(folder), MemoryCache(gpu.get("memory_gb"))
@@ -46,8 +45,7 @@ def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | N
 def memory_on_machine(
     spec: Experiment, gpu: dict[str, Any] | None, store: Path | None, cache: MemoryCache | None = None
 ) -> MemoryEstimate | None:
-    """Return the estimated memory on the GPU of a machine.json. It is None without a GPU, for a mock run, and for an
-    unknown model."""
+    """Return the estimated memory on this GPU. It is None without a GPU, for a mock run, and for an unknown model."""
     with suppress(FtbenchError):
         if gpu is not None and gpu.get("memory_gb") and spec.launch.mock == "off":
             return (cache or MemoryCache(gpu["memory_gb"])).estimate(spec, machine_gpu(gpu, store))
@@ -55,8 +53,8 @@ def memory_on_machine(
 
 
 def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, history: RunHistory) -> DurationEstimate | None:
-    """Return the estimated time on the GPU of a machine.json. It is None without a known GPU, for a mock run, and if no
-    rate is known."""
+    """Return the estimated time on this GPU. It is None without a known GPU, for a mock run, and if no rate is
+    known."""
     with suppress(FtbenchError):
         if (known := limited_gpu(gpu)) is not None and spec.launch.mock == "off":
             return estimate_duration(spec, known, history)

@@ -55,8 +55,8 @@ class Answer:
 
 
 class Target(NamedTuple):
-    """A GPU to estimate for: a row of the GPU table, or the GiB of an unknown GPU. `total` is the memory that the
-    driver reports, if known."""
+    """A GPU to estimate for: a row of the table, or the GiB of an unknown GPU. The driver reports `total` GiB, if
+    known."""
 
     name: str
     gpu: Gpu | float

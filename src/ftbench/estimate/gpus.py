@@ -23,8 +23,7 @@ DISPLAY = 0.5  # GiB left for a display on cards with display outputs
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The memory of a GPU in GiB. The driver reports `total` (NVML, nvidia-smi), and processes can use `usable`.
-    `margin` should stay free."""
+    """The memory of a GPU in GiB. The driver reports `total`. Processes can use `usable`. `margin` should stay free."""
 
     total: float
     usable: float
@@ -51,8 +50,7 @@ def capacity(gpu: Gpu | float, total: float | None = None) -> Capacity:
 
 
 def probed(gpu: Gpu, store: Path | None) -> Gpu:
-    """Return the GPU with its usable memory. If the results folder has a probe of this GPU, the memory is the measured
-    one."""
+    """Return the GPU. If the results folder has a probe of it, its usable memory is the measured one."""
     figures = machine.ceilings(store, gpu.name) if store else {}
     if "usable_gb" not in figures:
         return gpu
@@ -61,8 +59,7 @@ def probed(gpu: Gpu, store: Path | None) -> Gpu:
 
 
 def machine_gpu(described: Mapping[str, Any], store: Path | None) -> Gpu | float:
-    """Return the GPU of a machine.json as a row of the table, updated with probes. If the table does not have it,
-    return its GiB."""
+    """Return the GPU of a machine.json as a row of the table, updated with probes, or its GiB if it is unknown."""
     gpu = limited_gpu(described)
     return probed(gpu, store) if gpu else float(described["memory_gb"])
 
@@ -76,8 +73,7 @@ def gpus_named(text: str) -> list[Gpu]:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the only GPU that matches `name`. The name can be that of the table or of the driver, or some words of
-    them.
+    """Return the only GPU that matches `name`, which can be the name of the table or the driver, or words of them.
 
     Raises:
         SpecError: No GPU matches, or several do."""

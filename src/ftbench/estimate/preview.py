@@ -49,8 +49,7 @@ def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_images(spec: Experiment) -> KnownSamples | None:
-    """Return the samples of a data set with images. Image tokens are counted for the model's family. Return None if the
-    samples have no images."""
+    """Return the samples with the image tokens of the model's family, or None if the samples have no images."""
     try:
         vision = shape_of(spec.model).vision
     except SpecError:  # the model is not known

@@ -33,8 +33,8 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class GpuEstimate:
-    """The estimate for one GPU: memory, the largest batch that fits, and the time. If the time is not known, `reason`
-    explains it."""
+    """The estimate for one GPU: memory, largest batch that fits, and time. `reason` explains why a time is not
+    known."""
 
     name: str
     memory: MemoryEstimate
@@ -55,8 +55,7 @@ def totals(
 
 
 def as_text(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope, nearest: str = "") -> str:
-    """Return the details of a single GPU, or a table of several GPUs. `nearest` is a text about the nearest spec that
-    fits."""
+    """Return details for one GPU, or a table for several. `nearest` is a text about the nearest spec that fits."""
     more = [nearest] if nearest else []
     if len(rows) > 1:
         return "\n".join([_fitting(rows), "", _table(spec, rows, scope), *more])
@@ -167,8 +166,7 @@ def _time_details(time: DurationEstimate) -> list[str]:
 
 
 def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
-    """Return a table with one line per GPU and without empty columns. Notes explain unknown times and sample
-    lengths."""
+    """Return a table with one line per GPU. Notes explain unknown times and sample lengths."""
     known = [row.time for row in rows if row.time]
     samples = scope.samples or epochs_samples(spec, known[0].samples if known else 0.0)
     cells = [_cells(spec, row, scope, f">{units.count(samples)} samples" if samples else "") for row in rows]

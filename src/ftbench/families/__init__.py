@@ -1,4 +1,4 @@
-"""The layers of model families, for the estimates and the worker."""
+"""Describe the layers of model families. Estimates and the worker use these descriptions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ FAMILIES = tuple(_FAMILIES)
 
 
 class UnknownFamilyError(ValueError):
-    """The family of a model is not described."""
+    """ftbench has no description of this model's family."""
 
 
 def describe(config: dict[str, Any]) -> ModelShape:

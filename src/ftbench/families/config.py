@@ -15,7 +15,8 @@ class Config:
         return self._values.get(key)
 
     def whole(self, key: str, otherwise: int | None = None) -> int:
-        """Return an integer from 1 to `LARGEST`, or `otherwise` for a missing key or null. Raise ValueError."""
+        """Return an integer from 1 to `LARGEST`, or `otherwise` if the key is missing. Raise ValueError for other
+        values."""
         value = self.get(key)
         if value is None and otherwise is not None:
             return otherwise
@@ -55,7 +56,7 @@ class Config:
         return kinds
 
     def windows(self, sliding: int | None) -> list[int | None]:
-        """Return the sliding window of each layer in tokens, None for full attention."""
+        """Return the sliding window of each layer in tokens. It is None for full attention."""
         window = self.whole("sliding_window") if self.get("sliding_window") else None
         if window is None or self.get("use_sliding_window") is False:
             return [None] * len(self.kinds(sliding))

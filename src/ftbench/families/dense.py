@@ -1,4 +1,4 @@
-"""Decoders with one gated MLP per layer: llama, and families that differ by a norm, a bias or a fused matrix."""
+"""Describe decoders with one gated MLP per layer: llama, and families with other norms, biases or fused matrices."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,9 +11,9 @@ from ftbench.families.shape import Layer, Linear, Norm, NormKind
 class Dense:
     """How a family differs from llama.
 
-    `defaults` are those of its configuration in transformers. `norms` is their position: before attention and MLP,
-    after them, both, or a single norm before both (`parallel`). `qk_norm` is the norm of queries and keys: per head, or
-    over all heads. `sliding`: see `Config.kinds`."""
+    `defaults` are the defaults of its configuration in transformers. `norms` is the position of the norms: before
+    attention and MLP, after them, both, or one norm before both (`parallel`). `qk_norm` normalizes queries and keys per
+    head, or over all heads. `Config.kinds` explains `sliding`."""
 
     defaults: dict[str, Any]
     norms: Literal["before", "after", "both", "parallel"] = "before"
@@ -55,7 +55,7 @@ def layers(family: str, config: Config) -> tuple[Layer, ...]:
     kv_heads, inner = config.whole("num_key_value_heads", heads), config.whole("intermediate_size")
     bias = form.qkv_bias or bool(config.get("attention_bias"))
     query, key = heads * width, kv_heads * width
-    # phi3 has no biases, glm4 and qwen2 none after attention
+    # phi3 has no biases; glm4 and qwen2 have no bias in o_proj
     bias_out = bool(config.get("attention_bias")) and family not in ("qwen2", "glm4")
     linears = (
         *attention(hidden, query, key, bias, bias_out, fused=form.fused_qkv, copied=form.part_rotated),
@@ -84,8 +84,7 @@ def attention(
     """Return the projections of grouped-query attention.
 
     `fused` is phi3's single matrix for queries, keys and values. If `copied`, o_proj reads a copy of attention's
-    output. It is copied because flash attention returns the queries' layout, in which partly rotated heads are joined
-    one by one."""
+    output: flash attention returns the layout of the queries, which is not contiguous if heads are partly rotated."""
     out = Linear("o_proj", query, hidden, "attention copy" if copied else "attention", "attention", bias_out)
     if fused:
         return Linear("qkv_proj", hidden, query + 2 * key, "input", "attention", bias), out
@@ -96,7 +95,7 @@ def attention(
 def mlp(
     hidden: int, inner: int, bias: bool = False, fused: bool = False, *, parallel: bool = False
 ) -> tuple[Linear, ...]:
-    """Return the matrices of a gated MLP. `fused` joins gate and up; `parallel` reads the input of attention."""
+    """Return the matrices of a gated MLP. `fused` makes gate and up one matrix. `parallel` reads attention's input."""
     source = "input" if parallel else "mlp input"
     down = Linear("down_proj", inner, hidden, "product", "mlp", bias)
     if fused:

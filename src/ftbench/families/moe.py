@@ -1,4 +1,4 @@
-"""Decoders with experts: qwen3_moe, mixtral and gpt_oss."""
+"""Describe decoders with experts: qwen3_moe, mixtral and gpt_oss."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def visited(config: Config, count: int) -> int:
 
 
 def dense_layers(config: Config) -> set[int]:
-    """Return the indices of layers with an MLP instead of experts in a Qwen mixture of experts."""
+    """Return the indices of the layers of a Qwen mixture of experts that have an MLP instead of experts."""
     step = config.whole("decoder_sparse_step", 1)
     named = config.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):

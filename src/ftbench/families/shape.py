@@ -1,4 +1,4 @@
-"""The shape of a model: its layers with linear layers, norms and experts, in elements."""
+"""The shape of a model: its layers with their linear layers, norms and experts. Sizes are numbers of elements."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from typing import Literal
 from ftbench.core import pipeline
 from ftbench.families.vision import VisionShape
 
-MXFP4_BITS = 4 + 8 / 32  # a value of 4 bits, and 8 bits of scale for 32 of them (OCP Microscaling 1.0)
-# plain: the weight multiplies the normalized input in its type. float: in float32. centred: a LayerNorm in float32,
-# written out, so that its centred input is saved twice.
+MXFP4_BITS = 4 + 8 / 32  # bits per value: 4, and a scale of 8 bits for each 32 values (OCP Microscaling 1.0)
+# plain: the weight multiplies the normalized input in the dtype of the input. float: it multiplies in float32. centred:
+# a LayerNorm in float32 that Python code computes, so its centered input is saved twice.
 NormKind = Literal["plain", "float", "centred"]
-# softmax: probabilities of all experts in float32. chosen: only of the chosen ones.
+# softmax: float32 probabilities of all experts. chosen: probabilities of the chosen experts only.
 RouterKind = Literal["softmax", "chosen"]
 PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head")
 
@@ -38,7 +38,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm over `width` elements per token in `groups`, each with its own scale. Heads share one weight.
+    """A norm of `width` elements per token. Each of its `groups` (heads) is normalized separately, with the same
+    weight.
 
     `position` names its input: the residual stream, each `head` of a product's output, or (`after`) the output of
     attention or MLP."""
@@ -56,8 +57,8 @@ class Norm:
 class Experts:
     """Fused experts: `count` experts with gated products of width `inner`. Each token uses `active` of them.
 
-    `clamped` is gpt_oss's gate function. With `float_weights` the outputs are multiplied in float32. `biases` are those
-    of one expert, `router_biases` those of the router.
+    `clamped` means that they have gpt_oss's gate function. With `float_weights`, routing weights multiply the outputs
+    in float32. `biases` counts the biases of one expert, and `router_biases` those of the router.
     """
 
     count: int
@@ -74,9 +75,9 @@ class Experts:
 class Layer:
     """One decoder layer.
 
-    `inner` is the width of its gated MLP, 0 without one. `fused_values` are the elements per token of a fused
-    product. It stays in memory because attention saves the values, which are a part of it. `others` counts
-    parameters of attention outside linear layers (sinks)."""
+    `inner` is the width of its gated MLP, or 0. `fused_values` is the width of a product that contains queries, keys
+    and values. The product stays in memory because attention saves the values. `others` counts the parameters of
+    attention outside linear layers (sinks)."""
 
     hidden: int
     heads: int
@@ -109,7 +110,7 @@ class Layer:
 
     @cached_property
     def parameters(self) -> dict[str, int]:
-        """Parameters by part, without embedding and head."""
+        """The number of parameters of each part of the layer."""
         moe = self.experts
         per_expert = 3 * self.hidden * moe.inner + moe.biases if moe else 0
         return {
@@ -126,7 +127,7 @@ class Layer:
 
     @property
     def expert_matrices(self) -> int:
-        """Parameters of the experts' matrices, without biases."""
+        """The number of parameters in the experts' matrices, without biases."""
         return 3 * self.hidden * self.experts.inner * self.experts.count if self.experts else 0
 
     def reached(self, targets: frozenset[str]) -> tuple[Linear, ...]:
@@ -136,10 +137,10 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
-    """A decoder with its `layers` in order. Compared by identity.
+    """A decoder with its `layers` in order. Objects are compared by identity.
 
     `vocab` is the size of the vocabulary. Embedding and head may share a weight (`tied`). `vision` is the image
-    encoder. With `softcap` the logits pass a tanh. The head is one of `head_parts` if several GPUs split it. `words` is
+    encoder. With `softcap`, logits are limited by a tanh. If GPUs split the head, it has `head_parts` parts. `words` is
     the size of the embedding if the head has another size, as in the stages of a pipeline."""
 
     family: str
@@ -154,7 +155,7 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> tuple[tuple[Layer, int], ...]:
-        """The distinct layers and the number of each."""
+        """The distinct layers, each with the number of its occurrences."""
         return tuple(Counter(self.layers).items())
 
     def summed(self, count: Callable[[Layer], int]) -> int:
@@ -163,13 +164,13 @@ class ModelShape:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The index into `kinds` of each layer."""
+        """For each layer, its index in `kinds`."""
         indices = {layer: index for index, (layer, _) in enumerate(self.kinds)}
         return tuple(indices[layer] for layer in self.layers)
 
     @cached_property
     def parameters(self) -> dict[str, int]:
-        """Parameters by part; a tied head counts 0."""
+        """The number of parameters of each part of the model. A tied head counts as 0."""
         words = self.vocab * self.hidden if self.words is None else self.words
         head = self.vocab * self.hidden // self.head_parts
         parts = {part: sum(layer.parameters[part] * count for layer, count in self.kinds) for part in PARTS[1:6]}
@@ -195,7 +196,7 @@ class ModelShape:
 
     @cached_property
     def linear_parameters(self) -> int:
-        """Parameters of linear layers that 4-bit storage covers, without biases and fused experts."""
+        """The number of parameters that 4-bit methods quantize: linear layers without biases and fused experts."""
         return self.summed(lambda layer: sum(linear.inputs * linear.outputs for linear in layer.linears))
 
     @cached_property
@@ -204,26 +205,27 @@ class ModelShape:
 
     @cached_property
     def largest_layer(self) -> int:
-        """Parameters of the largest layer."""
+        """The number of parameters in the largest layer."""
         return max(sum(layer.parameters.values()) for layer, _ in self.kinds)
 
     @cached_property
     def costs(self) -> list[int]:
-        """The parameters that multiply a token, for each layer and then for the head."""
+        """The number of parameters that multiply a token: one value for each layer, then one for the head."""
         sizes = (sum(layer.parameters.values()) for layer in self.layers)
         idle = (layer.expert_matrices * (each.count - each.active) // each.count if (each := layer.experts) else 0
                 for layer in self.layers)  # fmt: skip
         return [*(size - unused for size, unused in zip(sizes, idle, strict=True)), self.vocab * self.hidden]
 
     def split(self, stages: int) -> tuple[int, ...]:
-        """Return the number of layers of equally slow stages."""
+        """Return the number of layers of each stage, so that all stages take about the same time."""
         words = self.vocab * self.hidden
         sizes = [words, *(sum(layer.parameters.values()) for layer in self.layers), words]
         return pipeline.balanced(self.costs, sizes, stages)
 
     def weight_bytes(self, width: float, mxfp4: bool = False) -> float:
-        """Return the bytes of all weights with `width` bytes each.
+        """Return the bytes of all weights if a weight takes `width` bytes.
 
-        With `mxfp4` the experts' matrices take 4.25 bits per value, as gpt-oss is published; their biases do not."""
+        With `mxfp4`, the experts' matrices take 4.25 bits per value, as in the published gpt-oss. Biases do not
+        change."""
         packed = self.expert_matrices if mxfp4 else 0
         return (self.total - packed) * width + packed * MXFP4_BITS / 8

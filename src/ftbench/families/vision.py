@@ -1,4 +1,4 @@
-"""Image encoder and projector of a model, and the number of tokens of an image."""
+"""Describe the image encoder and projector of a model, and compute the number of tokens of an image."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from ftbench.families.config import Config
 
-# Models of images and text, with the family of their text part.
+# Models of images and text, and the family of their language model.
 FAMILIES = {"llava": "mistral", "llava_next": "mistral", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
-# Fewest and most pixels that an image is scaled to (preprocessor_config.json of the published models).
+# Smallest and largest number of pixels after scaling (preprocessor_config.json of the published models).
 PIXELS = {"qwen2_5_vl": (56 * 56, 12_845_056), "qwen3_vl": (65_536, 16_777_216)}
 MOST_ELONGATED = 200  # largest aspect ratio that Qwen's processors accept
 _CLIP_DEFAULTS = {"temporal_patch_size": 1, "image_size": 336}
@@ -21,8 +21,8 @@ _QWEN_DEFAULTS = {"temporal_patch_size": 2, "spatial_merge_size": 2}
 class ImageSize:
     """The tokens and patches of an image.
 
-    The language model sees `tokens`, and the encoder sees `patches` (with class tokens). The image has `tiles`, and
-    patches attend only within their tile."""
+    The language model gets `tokens`, and the encoder gets `patches` (with class tokens). The image is split into
+    `tiles`. A patch attends only to patches of the same tile."""
 
     tokens: int
     tiles: int
@@ -37,7 +37,7 @@ NOTHING = ImageSize(0, 0, 0)
 
 @dataclass(frozen=True)
 class VisionShape:
-    """Encoder and projector, in elements.
+    """The shape of image encoder and projector. Sizes are numbers of elements.
 
     `patch` is the side of a patch in pixels. `merge` patches in each direction become one token. `tile` is the side of
     a tile in pixels, and `pinpoints` are the sizes (height, width) to which an image is scaled before tiling. Without
@@ -80,10 +80,10 @@ class VisionShape:
         return ImageSize(rows * columns // self.merge**2, 1, rows * columns)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return rows and columns of patches of an image without tiles.
+        """Return the number of rows and of columns of patches, for an image without tiles.
 
-        Its sides are rounded to full tokens, and scaled if there are too many or too few pixels (Qwen2-VL, arXiv
-        2409.12191, section 2.1)."""
+        The sides are rounded to full tokens. If there are too many or too few pixels, the image is scaled (Qwen2-VL,
+        arXiv 2409.12191, section 2.1)."""
         unit, (fewest, most) = self.patch * self.merge, self.pixels
         rows, columns = round(height / unit), round(width / unit)
         pixels = rows * columns * unit**2
@@ -97,7 +97,7 @@ class VisionShape:
         return rows * self.merge, columns * self.merge
 
     def _tiled(self, height: int, width: int) -> ImageSize:
-        """Return the tokens of the image in one tile, and of its tiles.
+        """Return the number of tokens of an image: one tile for the full image, and the tiles of its parts.
 
         Padding is removed, and each row ends with a token (LLaVA-NeXT, llava-vl.github.io, 2024-01-30)."""
         side = self.tile // self.patch
@@ -111,8 +111,8 @@ class VisionShape:
         return ImageSize(side**2 + rows * (columns + 1), tiles, tiles * (side**2 + 1))
 
     def pinpoint(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size that keeps most pixels of an image. If several sizes keep equally many pixels, return the
-        size with the least padding."""
+        """Return the tile size (pinpoint) that keeps most pixels of an image. If several keep equally many, return the
+        one with the least padding."""
 
         def kept(size: tuple[int, int]) -> tuple[int, int]:
             scale = min(size[0] / height, size[1] / width)
@@ -146,7 +146,7 @@ def _clip(family: str, config: dict[str, Any]) -> VisionShape:
 
 
 def _qwen(family: str, config: dict[str, Any]) -> VisionShape:
-    """Describe an encoder of any number of patches, and a projector of merged patches.
+    """Describe Qwen's encoder, which takes any number of patches, and its projector, which merges patches.
 
     qwen3_vl has a further projector for each decoder layer that gets features (transformers' Qwen2_5_VisionTransformer,
     Qwen3VLVisionModel)."""

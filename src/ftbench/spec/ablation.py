@@ -12,10 +12,10 @@ from ftbench.spec.reading import as_text
 
 PLAIN = "plain"
 OPTIMIZER = "train.optimizer"
-OPTIMIZERS = ("adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit")  # alternatives to adamw_torch
-ROUNDED = ("adamw_torchao_fp32", "adamw_torchao_bf16", "adamw_torchao_8bit")  # alternatives for 16-bit weights
+OPTIMIZERS = ("adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit")  # tried instead of adamw_torch
+ROUNDED = ("adamw_torchao_fp32", "adamw_torchao_bf16", "adamw_torchao_8bit")  # also tried for 16-bit weights
 
-Changes = Mapping[str, Any]  # dotted key → value, of `optimizations.*` and `train.optimizer`
+Changes = Mapping[str, Any]  # dotted key → value; the keys are `optimizations.*` and `train.optimizer`
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Variant:
 
     Args:
         name: Name in tables.
-        key: The optimization it tests.
+        key: The optimization that it tests.
         changes: Its changes to the plain recipe.
     """
 
@@ -78,7 +78,7 @@ def _only(every: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
 
 
 def label(changes: Changes) -> str:
-    """Return `compile + fp8 tensorwise`, or `plain` without changes."""
+    """Return the name of the changes, such as `compile + fp8 tensorwise`. Without changes, return `plain`."""
     parts = []
     for key, value in changes.items():
         name = key.rpartition(".")[2].replace("_", " ")

@@ -28,8 +28,8 @@ class Part(BaseModel):
 
 
 class OlderPart(Part):
-    """A section that had more keys in earlier versions. The spec.json of an older run may contain them, switched
-    off."""
+    """A section that had more keys in earlier versions. The spec.json of an older run may contain these keys with the
+    value off."""
 
     removed: ClassVar[tuple[str, ...]] = ()
 
@@ -71,7 +71,7 @@ def nearest(word: str, words: Iterable[str]) -> str:
 
 
 def known(word: str, words: Iterable[str], kind: str) -> str:
-    """Return a word. Raise ValueError with the allowed words if it is not one of them."""
+    """Return the word. If it is not allowed, raise a ValueError that lists the allowed words."""
     words = list(words)
     if word not in words:
         raise ValueError(f"{shown(word)} is not a {kind}{nearest(word, words)} (allowed: {', '.join(words)})")
@@ -98,16 +98,16 @@ OWN_LOSS = "unsloth has its own fused loss: set it to off"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimization:
-    """One key of `optimizations:`. Functions are called only if the optimization is on, and yield error messages.
+    """One key of `optimizations:`. Its functions yield error messages. They are called only if the optimization is on.
 
     Args:
-        description: Its effect and cost, in one line.
-        not_with_unsloth: Why method unsloth excludes it, and what to do instead; None if it works.
-        not_with_dpo: Why objective dpo excludes it. None only if a test compares it with plain dpo.
+        description: The effect and cost of the optimization, in one line.
+        not_with_unsloth: Why it does not work with method unsloth, and what to do instead. None if it works.
+        not_with_dpo: Why it does not work with objective dpo. It is None only if a test compares it with plain dpo.
         needs_images: Whether it only makes sense for a dataset with images.
-        excludes: Key of the spec → why it cannot be on at the same time.
-        incompatibilities: Other problems, on any machine.
-        machine_incompatibilities: Problems on a GPU of this compute capability.
+        excludes: Key of the spec → why this key and the optimization cannot be on at the same time.
+        incompatibilities: Returns other problems, which do not depend on the machine.
+        machine_incompatibilities: Returns problems on a GPU of a given compute capability.
         after: The optimizations that must be applied first.
         ablate_with: Value → further changes that an ablation makes along with this value.
         not_ablated: Values that an ablation does not try.

@@ -22,11 +22,11 @@ _SHAPES = {
     "documents": ((210, 297), (17, 22), (297, 210)),
 }
 _SPREAD = {"photographs": 0.4, "documents": 0.2}  # standard deviation of the log area
-WINDOW = 50  # batches that are sorted by length together (transformers' LengthGroupedSampler)
+WINDOW = 50  # number of batches whose samples are sorted by length together (transformers' LengthGroupedSampler)
 
 
 def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
-    """Return fixed or log-normal lengths. Their mean after truncation at `max_length` is the requested mean."""
+    """Return sample lengths, fixed or log-normal. After truncation at `max_length`, they have the requested mean."""
     if dataset.length is not None:
         return [dataset.length] * count
     source = DATASETS[dataset.like] if dataset.like else None
@@ -56,7 +56,7 @@ def _scale(spread: npt.NDArray[np.float64], mean: float, sigma: float, longest: 
 
 
 def picture_sizes(dataset: Dataset, number: int) -> list[tuple[int, int]]:
-    """Return width and height of generated images: one size, or random sizes around it."""
+    """Return width and height of each generated image. All have the same size, or random sizes around a mean."""
     assert dataset.image_size is not None
     if dataset.image_sizes == "fixed":
         return [dataset.image_size] * number

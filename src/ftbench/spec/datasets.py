@@ -1,4 +1,4 @@
-"""The dataset of a spec, its sources, and the format of its rows. `worker/data/` prepares the samples."""
+"""Declare the dataset of a spec, its sources, and the format of its rows. `worker/data/` prepares the samples."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Dataset(Part):
 
     @property
     def may_have_images(self) -> bool:
-        """Whether its samples may have images; a file is only read later."""
+        """Whether its samples may have images. For a file this is not certain, because it is read later."""
         return self.has_images or self.name == "file" or self.name not in DATASETS
 
     @property
@@ -206,7 +206,7 @@ def row_format(dataset: Dataset, row: Mapping[str, Any], where: str, pairs: bool
 
 
 def named_row(row: Mapping[str, Any], dataset: Dataset) -> dict[str, Any]:
-    """Return a row with the columns of `dataset.columns` added under their roles."""
+    """Return a row in which the columns of `dataset.columns` also have the names of their roles."""
     return {**row, **{role: row.get(column) for role, column in dataset.columns.items()}}
 
 
@@ -221,7 +221,7 @@ def row_example(dataset: Dataset, row: Mapping[str, Any], format_name: str, wher
 
 
 def check_file(dataset: Dataset, pairs: bool = False) -> None:
-    """Raise DataError for the first unusable row among the first 1,000 of a file."""
+    """Check the first 1,000 rows of a file. Raise DataError for the first row that cannot be used."""
     if not dataset.path or not Path(dataset.path).is_file():
         return
     from ftbench.core.data_files import read_file

@@ -120,8 +120,8 @@ CONTROLS = {
     "packed_samples_see_each_other": "samples of a packed row attend to each other",
     "accumulation_divisor": "each micro-batch counts the same, however many label tokens it has",
 }
-DAMAGED, RECORDED = "a control", "recorded for a parity check"  # the warnings of these runs start so
-GRADED = tuple(CONTROLS)[2:]  # those that `ftbench parity --controls all` runs
+DAMAGED, RECORDED = "a control", "recorded for a parity check"  # the warnings of these runs start with this text
+GRADED = tuple(CONTROLS)[2:]  # the controls that `ftbench parity --controls all` runs
 OF_ADAPTERS = (*(name for name in GRADED if name.startswith("lora_")), "frozen_weights_noise")
 
 
@@ -169,8 +169,8 @@ class Measure(OlderPart):
 
     @property
     def steps_to_profile(self) -> int:
-        """The number of steps of a profiled run: steps until speed is steady, one step to warm up the profiler, the
-        profiled steps, and one step to record memory."""
+        """The number of steps of a profiled run. It has steps until the speed is steady, one to warm up the profiler,
+        the profiled steps, and one to record memory."""
         return STEPS_BEFORE_PROFILE + 1 + self.profile_steps + 1
 
 
@@ -189,7 +189,7 @@ class Experiment(Part):
 
     @property
     def resolved(self) -> dict[str, dict[str, object]]:
-        """Return the settings that were `auto`: dotted key → `value` and `reason`."""
+        """Return the settings that were `auto`, as dotted key → `value` and `reason`."""
         kept: dict[str, dict[str, object]] = self.__dict__.get("_resolved", {})
         return kept
 
@@ -200,7 +200,7 @@ class Experiment(Part):
 
     @property
     def second_model(self) -> bool:
-        """Whether the reference is a second model. With adapters it is the model without them."""
+        """Whether the reference is a second model. With adapters, it is the same model with adapters off."""
         return self.objective.in_step and not self.method.adapters
 
     @field_validator("method", "objective", mode="before")

@@ -18,9 +18,9 @@ _VERSIONS = Path(__file__).resolve().parents[1] / "facts" / "environments"
 
 @dataclass(frozen=True)
 class Framework:
-    """A value of `launch.framework`: its package, the module of its trainer, and the supported settings.
+    """A value of `launch.framework`, with its package, the module of its trainer, and the settings that it supports.
 
-    `own_loop` is set if it does not train through transformers.Trainer.
+    `own_loop` means that the framework does not train with transformers.Trainer.
     """
 
     package: str
@@ -49,7 +49,7 @@ class Framework:
 
     @property
     def way(self) -> str:
-        """Return how to install the framework."""
+        """Return a sentence that explains how to install the framework."""
         name = next(name for name, each in FRAMEWORKS.items() if each is self)
         return f"install it as docs/how-to/other-frameworks.md says ({name}), and set launch.python to DIR/bin/python"
 
@@ -72,12 +72,12 @@ SUPPORTED = {"attention", "gradient_checkpointing", "liger"}
 
 
 def interpreter(launch: Launch) -> str:
-    """Return the interpreter of the framework's environment. Symlinks are kept: Python needs them."""
+    """Return the interpreter of the framework's environment. Symlinks are not resolved: Python needs them."""
     return os.path.abspath(os.path.expanduser(str(launch.python)))
 
 
 def incompatibilities(spec: Experiment) -> list[str]:
-    """Return the settings that the framework does not support, and how to fix each."""
+    """Return one message for each setting that the framework does not support. It says how to fix the setting."""
     launch, on, train = spec.launch, spec.optimizations, spec.train
     if launch.framework == "trl":
         return _of_trl(launch)
@@ -157,7 +157,7 @@ def packs(spec: Experiment) -> bool:
 
 
 def needs(spec: Experiment, on_gpu: bool) -> dict[str, str]:
-    """Return the packages that a spec needs in addition to the framework, each with the reason."""
+    """Return package → reason for the packages that a spec needs in addition to the framework."""
     wanted = {"nvidia-ml-py": "recording on a GPU"} if on_gpu else {}
     if spec.launch.settings == "best":
         wanted["liger-kernel"] = "launch.settings best"

@@ -18,7 +18,7 @@ _TOKENIZER = (
     "vocab.json",
 )  # fmt: skip
 _AS_TEXT = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
-_IGNORED = {  # keys that do not change the result
+_IGNORED = {  # keys whose value does not change the result
     "launch": {"python", "timeout_s", "no_step_s", "mock", "mock_fits"},
     "measure": {"warmup", "save_adapter", "repeats", "profile_steps"},
 }
@@ -38,7 +38,7 @@ def _relevant(spec: Experiment) -> dict[str, Any]:
     values["method"]["name"] = spec.method.name
     on = spec.optimizations
     if spec.method.name == "unsloth" and not (spec.method.padded or on.packing or on.padding_free):
-        values["method"]["padded"] = False  # runs without this value had padded batches
+        values["method"]["padded"] = False  # older runs, which do not have this key, had padded batches
     values["objective"] |= {} if spec.objective.name == "sft" else {"name": spec.objective.name}
     for part in ("model", "dataset"):
         if path := values[part].get("path"):
@@ -54,7 +54,7 @@ def _relevant(spec: Experiment) -> dict[str, Any]:
 
 
 def _content(path: Path) -> list[str | int]:
-    """Return name, size and hash of a file. For a directory, return its name, and size and hash of its config.json."""
+    """Return the name, size and hash of a file. For a directory, return its name and the same of its config.json."""
     file = path / "config.json" if path.is_dir() else path
     try:
         if file.is_file():
@@ -66,7 +66,7 @@ def _content(path: Path) -> list[str | int]:
 
 
 def _model_files(path: Path) -> list[str | int]:
-    """Return size and hash of the tokenizer files and the first weights file of a model directory."""
+    """Return the size and hash of the tokenizer files and of the first weights file in a model directory."""
     weights = sorted(path.glob("*.safetensors"))[:1] if path.is_dir() else []
     return [part for file in (*map(path.joinpath, _TOKENIZER), *weights) for part in _content(file)[1:]]
 

@@ -57,7 +57,7 @@ def _of_profile(spec: Experiment) -> list[str]:
 
 
 def machine_incompatibilities(spec: Experiment, capability: Capability) -> list[str]:
-    """Return why a spec cannot work on a machine whose GPU has this compute capability, None without a GPU."""
+    """Return why a spec cannot work on a machine. `capability` is its compute capability, None without a GPU."""
     problems = [
         *spec.method.machine_incompatibilities(spec, capability),
         *strategies.machine_incompatibilities(spec, capability),
@@ -94,7 +94,7 @@ def resolve(spec: Experiment, capability: Capability) -> Experiment:
 
 
 def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, str]]:
-    """Return dotted key → value and reason for each setting that depends on the machine.
+    """Return the settings that depend on the machine, as dotted key → value and reason.
 
     bfloat16 products need compute capability 8.0 to be fast. A CPU without instructions for bfloat16 computes it many
     times slower than float32."""
@@ -119,7 +119,7 @@ def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, 
 
 
 def unpublished(spec: Experiment, capability: Capability) -> str | None:
-    """Return why kernels of a published recipe are off on this machine; None if they are on. Without these kernels,
-    the published speed and verdict of the recipe are not valid. If the spec sets the key itself, return None."""
+    """Return why kernels of a published recipe are off on this machine. Return None if they are on, or if the spec sets
+    the key itself. Without these kernels, the published speed and verdict of the recipe are not valid."""
     reason = compute.kernels_left_out(spec, capability)
     return reason and f"recipes are published with {KERNELS} on, and it would be off here: {reason}"

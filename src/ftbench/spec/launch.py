@@ -66,7 +66,7 @@ class Launch(Part):
 
     @property
     def is_mesh(self) -> bool:
-        """Whether the GPUs form a mesh: several groups of `tp` GPUs each."""
+        """Whether the GPUs form a mesh, which has several groups of `tp` GPUs."""
         return self.tp is not None and self.gpus % self.tp == 0 and self.gpus > self.tp
 
     @property
@@ -89,20 +89,20 @@ class Launch(Part):
 
     @property
     def stages(self) -> int:
-        """The number of stages of the pipeline, 1 without pp."""
+        """The number of pipeline stages. It is 1 without pp."""
         return self.pp * pipeline.parts(self.schedule) if self.pp else 1
 
     @property
     def parts_of_sequence(self) -> int:
         """The number of equal parts of a sequence.
 
-        With cp each GPU has one part from the front and one from the back, so that all have the same number of keys.
+        With cp, each GPU has one part from the front and one from the back, so that all GPUs have equal work.
         """
         return 2 * self.ranks if self.strategy == "cp" else 1
 
 
 def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the section with the defaults that depend on other keys. Raise ValueError for an impossible number."""
+    """Return the section with the defaults that depend on other keys. Raise ValueError for impossible numbers."""
     launch = {key: None if key in _OFF and value is False else value for key, value in launch.items()}
     several = type(gpus := launch.get("gpus")) is int and gpus > 1
     strategy = launch.get("strategy")
@@ -117,14 +117,14 @@ def _launch_in_full(launch: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _stages(launch: Mapping[str, object], name: str, shards: int | None) -> dict[str, object]:
-    """Return the numbers and the strategy of a launch with pp.
+    """Return the strategy of a launch with pp, and its numbers of GPUs and micro-batches.
 
-    A strategy `pp` gets the parts that follow from the numbers: `pp+tp`, `pp+ddp` or `pp+tp+fsdp`. `shards` is the
+    If the strategy is only `pp`, the numbers decide its other parts: `pp+tp`, `pp+ddp` or `pp+tp+fsdp`. `shards` is the
     number of GPUs that share each layer.
     """
     given = {"gpus": launch.get("gpus"), "pp": launch.get("pp"), "tp": launch.get("tp")}
     if given["gpus"] == 1 or not all(each is None or type(each) is int for each in given.values()):
-        return {"strategy": name}  # reported later
+        return {"strategy": name}  # other code reports this mistake later
     gpus, pp, tp = (cast(int | None, each) for each in given.values())
     tp, one_copy = tp or (2 if "tp" in name.split("+") else 1), name in ("pp", "pp+tp") and shards is None
     pp = pp or (gpus // tp if gpus and one_copy else 2)

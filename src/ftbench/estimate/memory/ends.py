@@ -28,8 +28,8 @@ def tail(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def final_norm_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes of the final norm's backward pass. It holds five float32 copies of its input, and the
-    hidden states are already freed."""
+    """Return the peak bytes of the final norm's backward pass: five float32 copies of its input, minus freed
+    tensors."""
     if plan.norms_keep_inputs:
         return 0.0
     return float((5 * FLOAT - plan.stream) * model.hidden * batch.tokens)
@@ -119,8 +119,8 @@ def images_shown(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> fl
 
 
 def encoder_saved(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that the encoder and projector save, if they need a gradient. Checkpointed layers save only
-    their input."""
+    """Return the bytes that encoder and projector save for the backward pass. Checkpointed layers save only their
+    input."""
     encoder = 0.0
     if reached(vision, plan):
         again, used = plan.checkpointing != "off", vision.layers - bool(vision.tile)  # LLaVA skips the last one

@@ -46,8 +46,7 @@ class MemoryCache:
         """Return the largest train.batch_size that fits, or None if the smallest does not.
 
         The batch size is a multiple of the micro-batches of pp. It is at most the number of samples, and at most
-        `most`. With `likely`, return the largest batch whose expected memory fits, without margins. A search starts
-        there."""
+        `most`. With `likely`, return the largest batch whose expected memory fits, without margins."""
         has, unit = capacity(gpu, self._total), spec.launch.micro_batches or 1
 
         def fits(units: int) -> bool:

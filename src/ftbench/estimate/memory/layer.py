@@ -42,8 +42,7 @@ def norms(layer: Layer, plan: TrainingPlan, of: Sequence[Norm] | None = None) ->
 
 
 def saved_twice(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes of the tensors that an eager norm saves twice. Two of its operations save the same float32
-    input.
+    """Return the bytes that an eager norm saves twice, because two of its operations save the same float32 input.
 
     When a tensor is saved first, trl's activation offloading moves it to host memory. When the same tensor is saved
     again, it stays on the GPU (activation_offloading.py, deduplication of storages)."""
@@ -53,8 +52,7 @@ def saved_twice(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def adapter_input(plan: TrainingPlan, linear: Linear) -> float:
-    """Return the bytes that the adapters of one matrix save: their input, and the product of the input and A (r
-    numbers).
+    """Return the bytes that the adapters of one matrix save: their input, and its product with A (r numbers).
 
     peft casts the input to the adapters' type and autocast casts it back to the product's type, so each matrix saves
     its own copy. The copy is shared only if the input already has the adapters' type (a quantized model's o)."""
@@ -64,8 +62,7 @@ def adapter_input(plan: TrainingPlan, linear: Linear) -> float:
 
 
 def distinct(linears: Sequence[Linear]) -> int:
-    """Return the widths of the distinct inputs of linear layers. The input of o_proj is left out, because attention
-    saves it."""
+    """Return the widths of the distinct inputs of linear layers, without the input of o_proj, which attention saves."""
     return sum({each.reads: each.inputs for each in linears if each.reads != "attention"}.values())
 
 
@@ -209,8 +206,7 @@ def inside(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def expert_copies(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes of the copies of the experts' weights. The result is for one layer, and does not depend on the
-    number of positions.
+    """Return the bytes of the copies of the experts' weights in one layer, for all positions together.
 
     peft adds the adapters' product to a copy of the weights in each forward pass (ParamWrapper). autograd saves the
     copy and the cast adapters."""

@@ -1,5 +1,5 @@
-"""The phases of a run in which memory may peak, and the tensors that exist in each phase. The peak of the run is that
-of the largest phase."""
+"""The phases in which the memory of a run may peak, and the tensors that exist in each. The largest phase is the
+peak."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,7 @@ GATHERED = "gathered layers"  # full weights of sharded layers, which exist only
 
 @dataclass(frozen=True, slots=True)
 class MemoryCase:
-    """A run as one GPU sees it. If several GPUs share the work (`sharding`), `model` and `batch` are the parts of this
-    GPU.
+    """A run as one GPU sees it. If GPUs share the work (`sharding`), `model` and `batch` are the parts of this GPU.
 
     With gradient accumulation (`accumulates`), gradients stay during the next forward passes. `workspace` is the memory
     in bytes that libraries hold in torch's allocator. If batch shapes vary (`varies`), blocks of many sizes stay in the
@@ -77,8 +76,7 @@ class _Activations:
     Args:
         kept: Saved activations of all layers.
         marks: Checkpoints, which are the inputs of checkpointed layers.
-        there: Saved activations while the layer with the memory peak runs its backward pass. This is usually the last
-            layer.
+        there: Saved activations while the layer with the memory peak (usually the last layer) runs its backward pass.
         again: Recomputed activations of this layer.
         peak: Temporary tensors of this layer in the backward pass.
         forward_peak: Temporary tensors of a layer in the forward pass.

@@ -80,8 +80,7 @@ def kept_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
 def computed_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
     """Return the plan with the dtypes in which weights and adapters enter the computation.
 
-    The weights of DeepSpeed and the gathered weights of FSDP are in 16 bits. Therefore adapters do not cast their
-    input."""
+    DeepSpeed's weights and FSDP's gathered weights are in 16 bits. Therefore adapters do not cast their input."""
     if part.keeper == "torch" or not plan.autocast:
         return plan
     upcast = plan.upcast if plan.quantised else plan.compute
@@ -89,8 +88,7 @@ def computed_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
 
 
 def optimizer_state(model: ModelShape, plan: TrainingPlan, part: Share) -> float:
-    """Return the bytes of the optimizer state on one GPU. With DeepSpeed, this includes the float32 copies of 16-bit
-    weights.
+    """Return the bytes of the optimizer state on one GPU, with DeepSpeed's float32 copies of 16-bit weights.
 
     `plan` comes from `kept_as`."""
     name, count, width, embedding = weights.kept_by(model, plan)

@@ -12,8 +12,7 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 def checkpoint(hidden: int, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the bytes that a checkpointed layer saves on the GPU. It saves only its input (Chen et al. 2016).
 
-    unsloth's checkpointing and `offload` keep the input in host memory. `phases` counts the inputs that `offload` is
-    copying.
+    unsloth's checkpointing and `offload` keep it in host memory. `phases` counts inputs that `offload` is copying.
     """
     return 0.0 if plan.checkpointing == "unsloth" else float(plan.stream * hidden * batch.tokens)
 
@@ -29,8 +28,7 @@ def checkpoint_buffers(hidden: int, plan: TrainingPlan, batch: BatchShape) -> fl
 def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
     """Return the peak bytes of the temporary tensors of one layer's MLP. Saved tensors are not included.
 
-    - Full training: the gradients of gate * up, of the activation and of up, and the residual stream. gate * up is
-      freed.
+    - Full training: the gradients of gate * up, of the activation and of up, and the residual stream, minus gate * up.
     - Float32 adapters: gate * up, its float32 copy for down, and five tensors of the size of the residual stream.
     - bfloat16 adapters with a float32 residual stream: the gradients through the base layer and through the adapters,
       and their sum. The input is freed. The forward pass holds gate * up and three copies of the residual stream, one

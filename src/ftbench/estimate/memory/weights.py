@@ -125,8 +125,7 @@ def loading(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def adapters(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the bytes of the adapters. peft makes them float32, and trl casts them to bfloat16 on a quantized
-    model."""
+    """Return the bytes of the adapters. They are float32 (peft), or bfloat16 on a quantized model (trl)."""
     return _adapter_count(model, plan) * plan.adapter
 
 
@@ -178,8 +177,7 @@ def optimizer_state(name: str, count: float, width: float, embedding: float = 0)
 
 
 def paged_state(name: str, count: float, width: float, embedding: float = 0) -> float:
-    """Return the bytes that a paged optimizer keeps outside torch's allocator. They stay on the GPU while it has free
-    memory."""
+    """Return the bytes that a paged optimizer keeps outside torch's allocator, on the GPU while it has free memory."""
     return 8 * embedding + 2 * (count - embedding) if name.startswith("paged") else 0.0
 
 

@@ -25,8 +25,8 @@ _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "u
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A training variant: the spec with another method or other optimizations. If it cannot run on any machine,
-    `problems` has the reasons."""
+    """The spec with another method or other optimizations. If it cannot run on any machine, `problems` has the
+    reasons."""
 
     spec: Experiment
     problems: tuple[str, ...] = ()
@@ -42,8 +42,7 @@ class Way:
 
 
 def launches(spec: Experiment, gpus: int) -> list[Launch]:
-    """Return the `launch` sections for this number of GPUs: each strategy, with and without the offloading that it
-    supports."""
+    """Return the `launch` sections for this number of GPUs: each strategy, with and without its offloading."""
     if gpus == 1:
         return [on_gpus(spec, 1, "none").launch]
     model = shape_of(spec.model)
@@ -56,8 +55,7 @@ def launches(spec: Experiment, gpus: int) -> list[Launch]:
 
 
 def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:
-    """Yield the spec itself if its method is allowed, then the shipped recipes and all combinations. Each variant
-    appears once.
+    """Yield each variant once: the spec itself if its method is allowed, the shipped recipes, and all combinations.
 
     With `equal_lengths`, batches do not have padding, so variants that avoid padding are left out. ftbench's own
     kernels are included if they support the model."""

@@ -142,8 +142,7 @@ def _methods(request: RecommendRequest) -> tuple[str, ...]:
 
 
 def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[str]:
-    """Return no error if the word is allowed. Otherwise return one that names the allowed words and the most similar
-    one."""
+    """Return an error that names the allowed words and the most similar one. Return nothing if the word is allowed."""
     try:
         known(word, words, kind)
     except ValueError as error:
@@ -152,8 +151,7 @@ def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[st
 
 
 def _effective(request: RecommendRequest, spec: Experiment, history: RunHistory) -> int | None:
-    """Return the number of samples per step, from `--effective-batch` or from the spec. None means that any number is
-    allowed."""
+    """Return the number of samples per step, from `--effective-batch` or the spec. None means any number."""
     if request.effective_batch == ANY:
         return None
     if request.effective_batch is None and names_model(request.spec):

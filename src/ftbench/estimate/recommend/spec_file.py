@@ -76,8 +76,7 @@ def same_recipe(spec: Experiment) -> str | None:
 
 
 def way_words(spec: Experiment) -> str:
-    """Return the method, and its recipe or its optimizations: `lora: fastest`, `lora: fastest without packing`, `lora:
-    packing`."""
+    """Return the method with its recipe or optimizations: `lora: fastest`, `lora: fastest without packing`."""
     name, differing = _nearest_recipe(spec)
     near = name and len(differing) <= 2
     on = " ".join([name, *differing]) if near else ", ".join(_switches(spec.optimizations, spec)) or "plain"
@@ -110,8 +109,8 @@ def _nearest_recipe(spec: Experiment) -> tuple[str, list[str]]:
 
 
 def run_command(path: Path, sets: Sequence[str], best: Experiment) -> str:
-    """Return the shortest `ftbench run` command that trains `best`. It has the user's spec and `--set` values, and the
-    changed keys."""
+    """Return the shortest `ftbench run` command that trains `best`, with the user's spec, `--set` values and changed
+    keys."""
     (name, _), commands = _nearest_recipe(best), list[list[str]]()
     has_recipe = any(text.startswith("recipe=") for text in sets)
     for first in ([], *([[f"recipe={name}"]] if name and not has_recipe else [])):
@@ -122,8 +121,7 @@ def run_command(path: Path, sets: Sequence[str], best: Experiment) -> str:
 
 
 def changed_keys(spec: Experiment, other: Experiment) -> list[str]:
-    """Return the `--set` values that turn `spec` into `other`. Compare only the keys that a recommendation may
-    change."""
+    """Return the `--set` values that turn `spec` into `other`, for the keys that a recommendation may change."""
     sets = []
     if other.method != spec.method:
         options = other.method.model_dump(mode="json", exclude_defaults=True)

@@ -60,8 +60,7 @@ def _answer(best: Option) -> str:
 
 
 def _table(options: Sequence[Option], goal: Goal) -> str:
-    """Return a table with one line per option. It leaves out empty columns, and on a narrow terminal the last
-    columns."""
+    """Return a table with one line per option. Empty columns and columns that do not fit the terminal are hidden."""
     headings = ["GPU", "recipe", ">batch", ">time", ">cost", ">GiB", "deadline", ">range", "limited by", "known from"]
     rows = [_row(option, goal) for option in options]
     kept = [at for at in range(len(headings)) if any(row[at] for row in rows)]
@@ -156,8 +155,8 @@ def as_yaml(answer: Recommendation) -> str:
 
 
 def as_json(answer: Recommendation) -> dict[str, Any]:
-    """Return the document for --json. It has the options (best first), the number of rejected variants for each reason,
-    and the best spec."""
+    """Return the document for --json: options (best first), the number of rejected variants per reason, and the best
+    spec."""
     goal = answer.goal
     return {
         "model": goal.spec.model.id, "samples": goal.samples, "deadline_s": goal.deadline_s,

@@ -93,8 +93,7 @@ def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, pa
 
 
 def _copied(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape) -> float:
-    """Return the bytes that FSDP2 reads and writes to fill and empty the buffers of its collectives
-    (_fsdp_collectives.py).
+    """Return the bytes that FSDP2 moves to fill and empty its communication buffers (_fsdp_collectives.py).
 
     In each of the two passes, FSDP2 casts each shard into the send buffer and copies each unit out of the receive
     buffer. It copies gradients into the send buffer, and casts the received gradients to the dtype of the shard."""
@@ -113,8 +112,7 @@ def _offloaded(sharding: Sharding, shape: TrainableShape, passes: int) -> Traffi
 
 
 def _of_stages(sharding: Sharding, shape: TrainableShape, positions: float, passes: int) -> Traffic:
-    """Return the communication of a pipeline stage. It sends hidden states to the next stage and their gradients to the
-    previous one.
+    """Return the communication of a pipeline stage. It sends hidden states forward and their gradients back.
 
     They overlap with computation, except for the first and last micro-batches of a pass."""
     sent = 2 * pipeline.parts(sharding.schedule) * positions * shape.model.hidden * HALF
@@ -142,6 +140,5 @@ def exposed_seconds(
 
 
 def offloaded_seconds(sent: Traffic, limits: Ceilings) -> float:
-    """Return the seconds per step in which a GPU waits for copies from and to host memory, and for the optimizer on the
-    CPU."""
+    """Return the seconds per step in which a GPU waits for host memory copies and for the optimizer on the CPU."""
     return sent.to_host / limits.link + sent.on_host / _HOST_RATE

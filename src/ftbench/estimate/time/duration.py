@@ -90,7 +90,7 @@ class DurationEstimate:
         return Band(*(self.start_s + steps * each for each in (step.low, step.expected, step.high)))
 
     def training_s(self, samples: float) -> Band:
-        """Return the seconds of the training loop for this number of samples. They include the first step but not the
+        """Return the seconds of the training loop for this number of samples, with the first step but without
         loading."""
         steps, step = math.ceil(samples / self.samples), self.step_s
         return Band(*(self.first_s + steps * each for each in (step.low, step.expected, step.high)))
@@ -242,11 +242,9 @@ def _watts(gpu: Gpu, same: Sequence[TimedRun], step: Step, offloaded: float) -> 
 
 
 def epochs_samples(spec: Experiment, per_step: float) -> float | None:
-    """Return the number of samples that a spec trains in all epochs or steps. `per_step` is the number per optimizer
-    step.
+    """Return the number of samples that a spec trains in total. `per_step` is the number per optimizer step.
 
-    With packed rows, `per_step` is larger than the batch size. The result is None if the size of the data set is not
-    known."""
+    With packed rows, `per_step` is larger than the batch size. Return None if the data set's size is not known."""
     if spec.train.max_steps is not None:
         return spec.train.max_steps * per_step
     samples = spec.dataset.samples

@@ -35,8 +35,7 @@ _STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_st
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """A successful run with its step time. `gpu` is the GPU's name in the table, and `limit_w` is its power limit in
-    watts.
+    """A successful run with its step time. `gpu` is the GPU's name in the table, `limit_w` its power limit in watts.
 
     `step_s` is the mean time of a steady step in seconds, and `tokens` is the mean number of its real tokens. `start_s`
     is the time before the first steady step in seconds, and `watts` is the mean power of one GPU. `described` is the
@@ -75,8 +74,7 @@ class RunHistory:
 
     @classmethod
     def read(cls, path: Path, spec: Experiment | None = None, gpus: Iterable[str] = ()) -> RunHistory:
-        """Return the history of a folder. It is empty if the folder does not exist. Raise SpecError if `path` is a
-        file.
+        """Return the history of a folder. It is empty if the folder is missing. Raise SpecError if `path` is a file.
 
         With `spec`, read only the runs that its estimate may need. These are runs of its model on the `gpus`, and runs
         on its data."""
@@ -113,8 +111,7 @@ class RunHistory:
         return self._lengths[key]
 
     def with_sample_count(self, spec: Experiment) -> Experiment:
-        """Return the spec with a number of samples. If the spec does not set it, it is the number of rows in the
-        file."""
+        """Return the spec with a number of samples. By default, this is the number of rows in the file."""
         data = spec.dataset
         rows = self.lengths(spec).rows if data.samples is None else None
         if rows is None:
@@ -226,8 +223,7 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
 
 
 def _invalid(run: RunDir, summary: dict[str, Any]) -> str:
-    """Return why the speed of a run is not valid, or an empty text. The reason is that other processes used the
-    machine, or that the losses diverged."""
+    """Return why the speed of a run is not valid (other processes, or diverged losses), or an empty text."""
     from ftbench.store.steps import has_nan
 
     if summary.get("contention", {}).get("contended"):

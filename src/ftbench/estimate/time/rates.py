@@ -138,15 +138,13 @@ def _share_of_sheet(gpu: Gpu) -> float:
 
 
 def _slowed(power: float) -> float:
-    """Return the relative speed of a board if its power limit is this share of the power that it needs at full
-    speed."""
+    """Return a board's relative speed if its power limit is this share of the power that it needs at full speed."""
     return float(min(1.0, power) ** _POWER_EXPONENT)
 
 
 @cache
 def shipped_coefficients() -> dict[str, float]:
-    """Return term → coefficient from facts/durations.yaml. A coefficient multiplies the time of its term at the
-    ceiling."""
+    """Return term → coefficient (facts/durations.yaml), which multiplies the time of the term at its ceiling."""
     return {name: term["value"] for name, term in read_facts("durations.yaml")["coefficients"].items()}
 
 
@@ -175,8 +173,7 @@ def _rates(limits: Ceilings) -> dict[str, float]:
 
 
 def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
-    """Return the time of a step. The time of a micro-batch is that of the slower side, GPU or Python. The update is
-    added."""
+    """Return the time of a step: for each micro-batch, the time of the slower side (GPU or Python), plus the update."""
     parts: dict[str, float] = defaultdict(float)
     device = host = images = seconds = 0.0
     for weight, terms in ideal_step.groups:

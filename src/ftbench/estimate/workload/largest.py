@@ -136,8 +136,7 @@ def _largest(dataset: Dataset, layout: Layout, file: FileLengths | None = None) 
 
 
 def _heaviest(layout: Layout, lengths: Lengths) -> Lengths:
-    """Return the sample lengths of the batch with the most positions. A padded batch is as wide as its longest
-    sample."""
+    """Return the sample lengths of the batch with the most positions, including padding."""
     size, trained = layout.size, lengths[: layout.size if layout.ordered else layout.seen]
     starts = np.arange(0, len(trained), size)
     if layout.flat:

@@ -120,8 +120,7 @@ def _drawn(dataset: Dataset, count: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[npt.NDArray[np.int64] | None, str]:
-    """Return the lengths of all samples, or None, and a text about their source. For pairs, there are two lengths per
-    sample."""
+    """Return the lengths of all samples, or None, and a text about their source. A pair has two lengths."""
     if dataset.name != "synthetic":
         return None, f"at most max_length {dataset.max_length:,} per sample"
     count = ((dataset.samples or 0) + dataset.eval_samples) * sequences
@@ -209,7 +208,7 @@ def _bytes_held(value: Any) -> int:
 
 
 def _sequences(row: Example, prompts: bool) -> Iterator[tuple[dict[str, Any], ...]]:
-    """Yield the messages of each sequence of a row. A pair has two sequences. With `prompts`, the only sequence is the
+    """Yield the messages of each sequence of a row. A pair has two sequences. With `prompts`, yield only the
     question."""
     if row.text is not None:
         yield ({"content": row.text},)
@@ -225,8 +224,7 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def tokenizer_file(model: Model) -> Path | None:
-    """Return the path of tokenizer.json: in the model's directory, in the hub's cache, or the one for random
-    weights."""
+    """Return the path of tokenizer.json: in the model's directory, in the hub's cache, or for random weights."""
     if model.weights == "random":
         kept = (cache_dir() / "models").glob(f"{model.id.replace('/', '-')}-*/tokenizer.json")
         return next(kept, None) if not model.path else None

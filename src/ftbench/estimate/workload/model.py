@@ -90,8 +90,7 @@ def _known(name: str) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """The linear layers that one token uses. `count` is their number, `inputs` and `outputs` are the sums of their
-    widths."""
+    """The linear layers that one token uses: their number (`count`), and the sums of their input and output widths."""
 
     count: int
     inputs: int

@@ -147,8 +147,7 @@ def rank_model(model: ModelShape, sharding: Sharding) -> ModelShape:
 
 
 def _stages_of(model: ModelShape, sharding: Sharding) -> ModelShape:
-    """Return the model with only the layers of one pipeline rank. It keeps the embedding and the head if this rank has
-    them."""
+    """Return the part of the model on one pipeline rank: its layers, and the embedding and head if it has them."""
     split = sharding.split or model.split(sharding.pipeline * pipeline.parts(sharding.schedule))
     ranks = [
         pipeline.bounds(split, pipeline.of_rank(sharding.schedule, sharding.pipeline, rank))
@@ -207,8 +206,7 @@ def _part(count: int, parts: int) -> int:
 
 
 def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
-    """Return the part of a batch that one GPU computes. With `cp`, a GPU has two equal parts of each padded
-    sequence."""
+    """Return the part of a batch that one GPU computes. With `cp`, it has two equal parts of each padded sequence."""
     if (micro := sharding.micro) > 1:  # a packed batch is one row of samples
         rows, length = (batch.rows // micro, batch.length) if batch.rows >= micro else (1, ceil(batch.length / micro))
         return BatchShape(rows, length, ceil(batch.labels / micro))
@@ -219,7 +217,7 @@ def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
 
 
 def rank_batch(batch: Batch, sharding: Sharding) -> Batch:
-    """Return the part of a mean micro-batch that one GPU computes. With `cp`, each GPU has the same number of query-key
+    """Return the part of a mean micro-batch that one GPU computes. With `cp`, all GPUs have equally many query-key
     pairs."""
     if (parts := sharding.sequence) == 1:
         return batch
