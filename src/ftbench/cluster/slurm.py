@@ -154,8 +154,7 @@ class _StoppedError(Exception):
 
 @dataclass(slots=True)
 class SlurmSlot:
-    """One job at a time. All cells must train on the GPU `gpu`. `earlier` are the ids of runs that are not new
-    results."""
+    """One job at a time. All cells must train on the GPU `gpu`. The runs in `earlier` are not new results."""
 
     name: str
     settings: SlurmSettings

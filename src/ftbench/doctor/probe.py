@@ -57,8 +57,7 @@ def probe(out: Path) -> tuple[dict[str, Any], Path]:
 
 
 def _measure(scratch: Path) -> dict[str, Any]:
-    """Return the measurements of the child process. If the child was stopped early, return the measurements that it
-    had finished."""
+    """Return the measurements of the child process. If it was stopped early, return the finished ones."""
     path, log = scratch / "probe.json", scratch / "log.txt"
     late = f"was stopped after {LIMIT_S:.0f} s"
     environment = os.environ | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTHONUNBUFFERED": "1"}  # the driver's order

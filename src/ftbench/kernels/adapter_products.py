@@ -35,8 +35,8 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # names 
 
 
 def siblings(name: str) -> tuple[str, Any]:
-    """Return a key that is the same for all layers with the same input. `name` is the dotted name of a layer or of its
-    base layer."""
+    """Return a key that all layers with the same input share. `name` is the dotted name of a layer or its base
+    layer."""
     parent, _, own = name.removesuffix(".base_layer").rpartition(".")
     return parent, next((names for names in _SIBLINGS if own in names), own)
 

@@ -113,8 +113,7 @@ class _Mlp:
 
 @lru_cache
 def _with_kernels(kind: Any, ours: Any) -> Any:
-    """Return the class for the modules of all layers. It is created once, because only modules of one class share
-    compiled code."""
+    """Return the class for the modules of all layers. There is only one, as a second class would be compiled again."""
     return type(kind.__name__, (ours, kind), {"__module__": kind.__module__})
 
 

@@ -35,8 +35,7 @@ def refusals(spec: Experiment, capability: tuple[int, int] | None) -> list[str]:
 
 
 def environment(inherited: Mapping[str, str], spec: Experiment) -> dict[str, str]:
-    """Return the child's environment. It is the environment for trl, with the telemetry of the frameworks turned
-    off."""
+    """Return the child's environment. It is the environment for trl, without the frameworks' telemetry."""
     return trl.environment(inherited, spec) | _SWITCHES
 
 

@@ -1,5 +1,4 @@
-"""The supervisor of a run. `python -I -S process_tree.py COMMAND…` runs a command and ends all of its descendants, on
-Linux.
+"""The supervisor of a run. `python -I -S process_tree.py COMMAND…` runs a command and ends its descendants (Linux).
 
 The supervisor is a subreaper (prctl(2)): orphaned descendants become its children, even in another session. Its stdin
 is a socket to ftbench. When the command or the socket ends, it kills all of its children. If the supervisor itself is

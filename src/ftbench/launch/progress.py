@@ -81,8 +81,7 @@ class Progress:
         return max(0.0, left - (time.monotonic() - self._stepped))
 
     def text(self) -> str:
-        """Return the progress as one line, with the most important parts first. Before the first progress, return
-        `starting`."""
+        """Return the progress as one line, with the most important parts first. At first, it is `starting`."""
         if self.last is None:
             return self.phase.replace("_", " ") or "starting"
         last, left = self.last, self.left_s()

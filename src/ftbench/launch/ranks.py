@@ -153,8 +153,7 @@ def _start(
 def _verdict(ended: Ended, states: Mapping[int, dict[str, Any]]) -> tuple[int, int, dict[str, Any]]:
     """Return the rank whose state becomes the run's, its exit code, and additions to the state.
 
-    A rank that lost the connection to another rank did not cause the failure. A rank that ftbench ended did not cause
-    it either.
+    A rank that lost the connection to another rank is not the cause. Nor is a rank that ftbench ended.
     """
     stopped = [rank for rank, state in states.items() if ended[rank][1] and state.get("state") in (None, "interrupted")]
     failed = [rank for rank, (code, _) in ended.items() if code and rank not in stopped]
@@ -176,8 +175,7 @@ def _behind(states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _point(state: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the progress of a rank: its step, and its position within the step. A step begins with the wait for its
-    data."""
+    """Return the progress of a rank: its step, and its position within the step. A step begins with its data."""
     phase = state.get("phase")
     return (state.get("step") or 0) + (phase == "data"), POSITIONS.index(phase) if phase in POSITIONS else -1
 

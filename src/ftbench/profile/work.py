@@ -261,8 +261,7 @@ def enclosing(span: Span | None) -> Iterator[Span]:
 
 
 def _loss_sequences(trace: Trace, phases: PhaseSpans) -> set[int]:
-    """Return the sequence numbers of the operators that compute the loss. Their backward operators have the same
-    numbers."""
+    """Return the sequence numbers of the loss's operators. Their backward operators have the same numbers."""
     return {
         span.sequence for spans in trace.threads.values() for span in spans
         if span.sequence is not None and not span.backward and phases.at(span.begin) == rows.LOSS

@@ -96,8 +96,8 @@ class Ranking:
         return cell.recipe if len({each.batch for each in self.cells}) == 1 else f"{cell.recipe} at batch {cell.batch}"
 
     def against(self, baseline: Cell, cell: Cell | None = None) -> Pair:
-        """Return the pair of a baseline and a cell, by default the winner. Differences that the names already show are
-        left out."""
+        """Return the pair of a baseline and a cell (by default the winner), without differences that the names
+        show."""
         pair = pair_of("method.name", cell or self.winner, baseline, noise=self.noise)
         return replace(pair, differences=tuple(
             fact for fact in pair.differences if not fact.key.startswith(_IN_NAMES)

@@ -54,8 +54,7 @@ def table_of_rows(
     rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = (), text: Sequence[str] = (),
     headings: Sequence[str] = (), shared: Sequence[str] = (),
 ) -> Table:  # fmt: skip
-    """Return a table. Each row maps headings to values. A column of `shared` moves into the title if all its values
-    are equal."""
+    """Return a table. Each row maps headings to values. A `shared` column with equal values moves into the title."""
     columns = {name: [str(row[name]) for row in rows] for name in headings or rows[0]}
     context = {name: columns.pop(name)[0] for name in shared if len(set(columns[name])) == 1}
     return table_of(columns, notes, text, context)

@@ -1,4 +1,4 @@
-"""Render the report as one HTML document. It contains its data, style and script, and a policy that blocks other
+"""Render the report as one HTML document. It has its data, style and script, and a policy that blocks other
 content."""
 
 import base64
@@ -125,11 +125,9 @@ def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Seq
 
 
 def _curves(records: Sequence[Record]) -> Record | None:
-    """Return the losses of the fastest recipes, from the longest run of each recipe and GPU. Return None if no model
-    learned.
+    """Return the losses of the longest run of each of the fastest recipes per GPU. Return None if no model learned.
 
-    `lines` has the name and the SVG path of each curve, in a square of 100 by 100. `steps` and `losses` are the ends
-    of both axes.
+    `lines` has name and SVG path of each curve in a square of 100 by 100. `steps` and `losses` are the axes' ends.
     """
     runs = [(cell, run) for cell in cells_of(runs_of(records)) for run in cell.valid
             if figure(run.record, "loss.last") is not None]  # fmt: skip

@@ -112,8 +112,7 @@ def _figure(record: Mapping[str, Any], column: Column) -> str:
 
 
 def _notes(records: Sequence[Record]) -> list[str]:
-    """Return the warnings of all runs and the long failure reasons. Each sentence occurs once, with the numbers of its
-    runs.
+    """Return the warnings of all runs and the long failure reasons. Each sentence occurs once, with its runs.
 
     Sentences that differ only in figures are shown once.
     """

@@ -118,8 +118,7 @@ def _verdict(summary: Mapping[str, Any]) -> str:
 
 
 def _profile_verdict(document: Mapping[str, Any]) -> tuple[str, dict[str, str] | None]:
-    """Return a sentence about a profiled step. If the GPU waits for kernel launches, also return a value for `bound`
-    in a summary."""
+    """Return a sentence about a profiled step. Also return a summary's `bound` if the GPU waits for launches."""
     listed, on_gpu = document["groups"], document["device"] == "cuda"
     busy = document["busy_share_unprofiled"] or document["busy_share"]
     work, share = ("kernels" if on_gpu else "operators"), units.percent(listed[0]["share"], 0) if listed else ""

@@ -1,5 +1,4 @@
-"""A bundle is one file with runs that can be sent to other people. It is a zstd-compressed tar with a manifest of
-SHA-256 hashes.
+"""A bundle is one file with runs for other people. It is a zstd-compressed tar with a manifest of SHA-256 hashes.
 
 The bytes depend only on the runs: files are in the order of their names, without owners and dates. A bundle may come
 from anybody. Therefore, `unpack` limits the number and the size of its files, and only writes below the target folder.

@@ -1,5 +1,4 @@
-"""Merge the steps of several ranks. Tokens and energy are summed. Time and memory come from the rank with the highest
-value.
+"""Merge the steps of several ranks. Tokens and energy are sums. Time and memory are the highest value of a rank.
 
 Each rank writes its own steps.csv, so that a step needs no extra communication. Ranks of one tensor- or
 expert-parallel group have the same batch (`data_rank`), which counts once.

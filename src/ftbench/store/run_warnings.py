@@ -127,8 +127,7 @@ def _per_position(steady: Sequence[StepRow]) -> list[float]:
 
 
 def wall_gap(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int) -> float | None:
-    """Return the sum of the steady steps' device times divided by the wall clock, minus one. Return None for a short
-    window.
+    """Return by what share the steps' device time exceeds the wall clock. Return None for a short window.
 
     The host clock is independent of the device events. Evaluations in the window are subtracted.
     """

@@ -174,8 +174,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_document(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the object in a JSON file, and the problem with the file or None. A missing file gives an empty
-    object."""
+    """Return the object in a JSON file, and the file's problem or None. A missing file gives an empty object."""
     try:
         return parse_document(read_bytes(path), path), None
     except FileNotFoundError:
@@ -245,8 +244,7 @@ def read_state(run: RunDir) -> dict[str, Any]:
 
 
 def state_of(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the state in a state.json. If the run is `running` and its owner process is dead, return
-    `interrupted`."""
+    """Return the state in a state.json. A `running` run is `interrupted` if its owner process is dead."""
     if document.get("state") not in STATES:
         return {"state": "error", "reason": "state.json is missing or has an unknown state"}
     if document["state"] == "running" and not processes.alive(document.get("owner", {})):

@@ -21,8 +21,7 @@ TOLERANCE = 1e-9
 
 @dataclass(slots=True)
 class Verdict:
-    """The result of a check. Each sentence is a reason not to trust the bundle, or names a run that could not be
-    compared."""
+    """The result of a check. A sentence is a reason to distrust the bundle, or names a run that was not compared."""
 
     runs: int = 0
     files: int = 0

@@ -17,8 +17,7 @@ NO_ESTIMATOR = "no predictions: the package ftbench.estimate is not installed"
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One job. `seconds` is an upper bound that comes from finished runs. If `confidence` is set, `seconds` is an
-    estimate."""
+    """One job. `seconds` is an estimate if `confidence` is set. Otherwise it is an upper bound from finished runs."""
 
     what: str
     state: str
@@ -99,8 +98,7 @@ def known_total(ready: Ready) -> str | None:
 
 
 def _totals(pending: Sequence[Planned], ready: Ready | None) -> list[str]:
-    """Return one line with the number of runs, their time and GPU energy, and the number of runs whose time is
-    known."""
+    """Return one line with the number of runs, their time and energy, and how many runs have a known time."""
     lasting = [line.seconds for line in pending if line.seconds]
     energies = [line.joules for line in pending if line.joules is not None]
     if not lasting:

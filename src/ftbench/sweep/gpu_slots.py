@@ -79,8 +79,7 @@ def create(job: Job) -> rundir.RunDir:
 def local_slots(gpus: Sequence[str], mock: bool) -> list[LocalSlot]:
     """Return a slot for each GPU of `--gpu-ids`, or one default slot.
 
-    Raise MissingError for an unknown GPU. Raise SpecError for GPUs of different kinds, because their runs cannot be
-    compared.
+    Raise MissingError for an unknown GPU. Raise SpecError for different GPUs, whose runs cannot be compared.
     """
     if not gpus:
         return [LocalSlot("this machine")]

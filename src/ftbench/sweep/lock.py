@@ -40,8 +40,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(file: int) -> bool:
-    """Take the lock. Retry for a short time, because `is_held` locks the file for a moment and a killed process ends
-    slowly."""
+    """Take the lock. Retry briefly, because `is_held` locks the file for a moment and killed processes end slowly."""
     for _ in range(10):
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -166,8 +166,7 @@ class Session:
         self._stop("error")
 
     def _write(self, last: bool = False) -> None:
-        """Write sweep.json, and the tables if they are due. A full disk stops the sweep, but finished runs are
-        safe."""
+        """Write sweep.json, and the tables if they are due. A full disk stops the sweep."""
         self._write_board()
         begin = time.monotonic()
         if last or begin >= self._tables_due:

@@ -69,8 +69,7 @@ def _settings(a: dict[str, list[str]], b: dict[str, list[str]]) -> list[str]:
 
 
 def _initial(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Return a sentence about trained tensors whose norms differ before training, because their initialisation is
-    wrong."""
+    """Return a sentence about tensors whose norms differ before training. Their initialisation is wrong."""
     norms = dict(zip(b["names"], b["initial"], strict=True))
     wrong = [name for name, norm in zip(a["names"], a["initial"], strict=True)
              if name in norms and not norm / INITIAL <= norms[name] <= norm * INITIAL]  # fmt: skip
@@ -106,8 +105,7 @@ def _tensors(a: dict[str, Any], b: dict[str, Any], point: int) -> tuple[list[str
 
 
 def _few(names: list[str]) -> str:
-    """Return the name of the projection if all names belong to the same one. Otherwise return the first name and a
-    count."""
+    """Return the projection that all names belong to. If there are several, return the first name and a count."""
     short = [name.removeprefix("base_model.model.").removesuffix(".weight").replace(".default", "") for name in names]
     modules = {module_of(name) for name in names}
     if len(names) > 1 and len(kinds := {module.partition(".")[0] for module in modules}) == 1:
@@ -128,8 +126,7 @@ def layer_of(name: str) -> str:
 
 
 def _loaded(run: RunDir) -> dict[str, Any]:
-    """Return the arrays that `worker/measure/levels.py` wrote. Return an empty dictionary if the file is missing or
-    damaged."""
+    """Return the arrays that `worker/measure/levels.py` wrote. Return no arrays if the file is damaged or missing."""
     import numpy as np
 
     try:
@@ -141,8 +138,7 @@ def _loaded(run: RunDir) -> dict[str, Any]:
 
 def same_samples(spec: Experiment) -> dict[str, Any]:
     """Return changes to a packed spec. With them, a packed step trains about as many samples as a padded step. They
-    change the rows per step and shorten the maximum length. Only generated data can be changed, because their lengths
-    are known."""
+    change the rows per step and shorten the maximum length. This needs generated data, whose lengths are known."""
     if not spec.optimizations.packing or not spec.dataset.is_made:
         return {}
     every = _lengths(spec)
@@ -190,8 +186,7 @@ def probe(spec: Experiment, batch: int) -> Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The results of a training run: its last held-out loss (NaN if missing), its number of samples, and its learning
-    rates."""
+    """The results of a training: last held-out loss (NaN if missing), number of samples, and learning rates."""
 
     held_out: float
     samples: float

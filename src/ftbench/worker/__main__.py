@@ -19,8 +19,7 @@ from ftbench.worker.outcome import Phases, Terminated, exit_now, of_exception
 
 
 def main(path: str, handed_over: bool = False) -> int:
-    """Train in a run's directory and return the exit code. `handed_over` is true in another framework's
-    interpreter."""
+    """Train in a run's directory and return the exit code. `handed_over` is set in a framework's interpreter."""
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
     directory = RunDir(Path(path), parallel.rank())

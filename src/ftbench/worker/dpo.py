@@ -1,7 +1,6 @@
 """trl's DPOTrainer on the preference pairs of a spec.
 
-The reference log-probabilities are computed once before training, or by the model without adapters, or by a second
-model.
+The reference is computed once before training, or by the model without adapters, or by a second model.
 """
 
 from collections.abc import Sequence
@@ -42,8 +41,7 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
             return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Compute the reference under autocast, as in training. Before training, accelerate has not wrapped the
-        model."""
+        """Compute the reference under autocast. Before training, accelerate has not wrapped the model for it."""
         with self.accelerator.autocast():
             return super().compute_ref_log_probs(model, {key: inputs[key] for key in inputs if key != COUNT})
 

@@ -1,5 +1,4 @@
-"""Set up and verify the optimizer of a run. transformers provides most optimizers. This module adds the optimizers of
-torchao."""
+"""Set up and verify the optimizer of a run. Most optimizers come from transformers. This module adds torchao's."""
 
 from typing import Any
 

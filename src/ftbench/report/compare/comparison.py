@@ -113,8 +113,7 @@ def _varies(comparison: Comparison, key: str) -> bool:
 
 
 def _of_axis(comparison: Comparison, key: str) -> bool:
-    """Return whether the value on the axis determines the value of a key in the same section. An example is an option
-    of a method."""
+    """Return whether the axis determines a key of the same section. For example, a method determines its options."""
     section, own = key.partition(".")[0], comparison.axis.partition(".")[0]
     if section != ("method" if own == RECIPE else own):
         return False

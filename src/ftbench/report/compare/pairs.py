@@ -128,8 +128,7 @@ _RECENT = ("applied.trained_dtype", "applied.weights_dtype", "applied.loss_norma
 def _of_recipe(fact: Difference, baseline: Cell, cell: Cell) -> bool:
     """Return whether a difference belongs to the recipe.
 
-    A library that only one machine has does not count, because no run needs it. A run that ended early did not record
-    all facts.
+    A library that only one machine has does not count. A run that ended early did not record all facts.
     """
     if fact.key.startswith("versions.") or fact.key in _RECENT:
         return None not in (fact.baseline, fact.candidate)

@@ -208,8 +208,7 @@ _LAST = ("measure.", "model.revision", "model.path", "dataset.path", "launch.moc
 
 
 def by_importance(keys: Iterable[str]) -> list[str]:
-    """Return keys by importance. Keys that change training most come first. Seeds and measurement options come
-    last."""
+    """Return keys by importance. Keys that change training most come first, seeds and measurement last."""
 
     def rank(key: str) -> int:
         last = key.endswith("seed") or key.startswith(_LAST)

@@ -55,8 +55,7 @@ class Run:
 
     @property
     def valid(self) -> bool:
-        """Whether means may use the figures of this run. This requires that it succeeded and that nothing disturbed
-        it."""
+        """Whether means may use the figures of this run. It must have succeeded without a disturbance."""
         return self.ok and not self.contended
 
     @property

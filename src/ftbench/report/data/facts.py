@@ -91,7 +91,7 @@ def _applied(applied: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dtypes(gib: Mapping[str, Any]) -> str:
-    """Return the dtypes of the weights. Dtypes with a small share are skipped, for example the dtypes of adapters and
+    """Return the dtypes of the weights. Dtypes with a small share are skipped, such as dtypes of adapters and
     norms."""
     known = {name: amount for name, amount in gib.items() if amount}
     return ", ".join(sorted(name for name, amount in known.items() if amount >= _MIN_SHARE * sum(known.values())))

@@ -116,8 +116,7 @@ def run_names(runs: Sequence[Run]) -> list[str]:
 
 
 def _repeat_names(cell: Cell) -> list[str]:
-    """Return the shortest unique names of repeats: `r2` for `…-r2`, `second-gpu/r2` with the folder, or the run
-    ids."""
+    """Return the shortest unique names: `r2` for `…-r2`, `second-gpu/r2` with the folder, or the run ids."""
     ends = [run.run_id.rpartition("-")[2] for run in cell.runs]
     within = [f"{run.dir.path.parent.name}/{end}" for run, end in zip(cell.runs, ends, strict=True)]
     return next((names for names in (ends, within) if len(set(names)) == len(names)), [run.run_id for run in cell.runs])

@@ -34,8 +34,7 @@ PENDING, UNPROVEN, BROKEN = "not run yet", "no verdict", "did not end"
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A recipe to judge: its name, resolved spec and reference, the `--set` options of its spec, and the reason if it
-    cannot run."""
+    """A recipe to judge, with its resolved spec, reference and `--set` options, and the reason if it cannot run."""
 
     name: str
     spec: Experiment
@@ -284,8 +283,7 @@ class ParityPlan(Grid):
 
 
 def _is_refused(result: LevelResult) -> bool:
-    """Return whether a level with these numbers prevents a pass. A number may be beyond its limit, or too noisy to be
-    within it."""
+    """Return whether a level prevents a pass. Its number is beyond the limit, or too noisy to be within the limit."""
     if result.state != INCONCLUSIVE or result.number is None or result.limit is None:
         return result.state == FAIL
     return result.level == "training" and result.number > result.limit

@@ -98,8 +98,7 @@ def edge(trials: Sequence[Trial], candidates: Sequence[int], seed: int | None = 
 
 
 def knee(fitting: Sequence[Trial]) -> int | None:
-    """Return the smallest batch for which no larger batch is 5 % faster. Return None with fewer than two known
-    speeds."""
+    """Return the smallest batch for which no larger batch is 5 % faster. Return None without two known speeds."""
     known = sorted((trial.batch, trial.speed) for trial in fitting if trial.speed)
     flat = (batch for i, (batch, speed) in enumerate(known) if all(later < KNEE * speed for _, later in known[i + 1 :]))
     return next(flat) if len(known) > 1 else None
@@ -125,8 +124,7 @@ class Search(Plan):
     def __init__(
         self, families: Iterable[Family], options: Options, effective: int | None, gpu: dict[str, Any] | None = None
     ) -> None:
-        """Create a search. Raise SpecError if `effective`, the samples per optimizer step, is not a multiple of the
-        group size."""
+        """Create a search. Raise SpecError if `effective` (samples per step) is not a multiple of the group size."""
         super().__init__(options)
         self.families, self._effective = list(families), effective
         for family in self.families:

@@ -203,8 +203,7 @@ def samples_of(row: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def filled(rows: Sequence[Row], size: int) -> list[Row]:
-    """Append empty rows up to a multiple of `size`. All ranks then get the same number of batches, and no row
-    repeats."""
+    """Append empty rows up to a multiple of `size`. Then all ranks get equally many batches, and no row repeats."""
     return [*rows, *([] for _ in range(-len(rows) % size))]
 
 
@@ -225,8 +224,7 @@ def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice =
 
 
 def verify_order(rows: Sequence[Row], spec: Experiment, count: int, order_hash: str, rank: int) -> list[str]:
-    """Return a problem if a rank did not train on its rows in order. It trained on `count` batches. A single rank has
-    all rows."""
+    """Return a problem if the `count` batches of a rank are not its rows in order. A single rank has all rows."""
     shares = spec.launch.shares
     share = rank * shares // spec.launch.ranks
     if order_hash == token_hash(rows, spec, count, slice(share, None, shares)):

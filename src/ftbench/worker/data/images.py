@@ -129,8 +129,7 @@ def _decode(data: bytes) -> Image:
 
 
 def generate(dataset: Dataset, count: int) -> list[Picture]:
-    """Return generated pictures for `count` samples, with the sizes of the spec. The same seed gives the same
-    pictures."""
+    """Return generated pictures for `count` samples, with the spec's sizes. The same seed gives the same pictures."""
     number = count * dataset.images_per_sample
     sizes, seeds = picture_sizes(dataset, number), range(dataset.seed * 2**32, dataset.seed * 2**32 + number)
     tasks = dataset.structure == "tasks"

@@ -38,7 +38,7 @@ class Prepared:
         return max(_total([row]) for row in (*self.train, *self.evaluation))
 
     def most_parts(self, batch_size: int, max_length: int) -> int | None:
-        """Return the largest number of samples in a batch, including filler samples. Return None if every row is one
+        """Return the largest number of samples in a batch, with filler samples. None means that every row is one
         sample."""
         if all(len(row) == 1 for row in (*self.train, *self.evaluation)):
             return None
@@ -235,8 +235,7 @@ def _describe(dataset: Dataset, train: Sequence[Tokens], evaluation: int, sequen
 
 
 def _describe_images(samples: Sequence[Tokens], pixels: Pixels) -> dict[str, Any]:
-    """Return the number of images and their sizes. `patches` counts one tile, because the encoder attends within a
-    tile."""
+    """Return the number of images and their sizes. `patches` is per tile, because the encoder attends within tiles."""
     sizes = [pixels.size(picture) for sample in samples for picture in sample.pictures]
     return {
         "count": len(sizes),

@@ -27,8 +27,7 @@ def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
 
 def draw_pairs(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
     """Return `count` preference pairs. The two sequences share a prompt, which is half of the shorter sequence. The
-    chosen answer follows the structure, and the rejected answer is random. With tasks, a model can learn the
-    preference."""
+    chosen answer follows the structure, and the rejected answer is random. A model can learn pairs of tasks."""
     drawn = draw(dataset, 2 * count, vocab_size)
     noise = _random(np.random.default_rng(dataset.seed + 1), [len(each.ids) for each in drawn[1::2]], vocab_size)
     return [_pair(chosen.ids, rejected, vocab_size) for chosen, rejected in zip(drawn[::2], noise, strict=True)]
@@ -98,8 +97,7 @@ def _picture_tasks(
     dataset: Dataset, lengths: Sequence[int], vocabulary: Sequence[int], pictures: Sequence[Picture]
 ) -> list[Tokens]:
     """Return questions about pictures with their answers. A question asks for the color of a cell, for the color of
-    the next cell, or for the number of cells of one color. Answers need the pixels, and the positions of image
-    tokens."""
+    the next cell, or for the number of cells of one color. Answers need pixels, and positions of image tokens."""
     generator = np.random.default_rng(dataset.seed)
     markers, symbols = _roles(generator, vocabulary)
     places, kinds, samples = symbols[: CELLS**2], symbols[CELLS**2 :], []
@@ -123,8 +121,7 @@ def _copying(generator: np.random.Generator, count: int, symbols: np.ndarray) ->
 
 
 def _recall(generator: np.random.Generator, count: int, symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return keys with values, followed by some of the keys as the question. The answer is the values of these
-    keys."""
+    """Return keys with values, followed by some of the keys. The answer consists of the values of these keys."""
     pairs = min(SYMBOLS // 3, max(1, count // 3))
     keys, values = symbols[:pairs], generator.choice(symbols[SYMBOLS // 3 :], pairs)
     queries = generator.integers(0, pairs, max(1, count - pairs))

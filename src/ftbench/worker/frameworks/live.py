@@ -76,8 +76,7 @@ def model_problems(model: Any, spec: Experiment) -> list[str]:
 
 
 def _states(model: Any) -> set[str]:
-    """Return descriptions of the 4-bit weights. They omit the dtype of the packed tensors, because frameworks use
-    different ones."""
+    """Return descriptions of the 4-bit weights, without the dtype of the packed tensors: frameworks use several."""
     own = ((module, weight) for module in model.modules() for weight in module.parameters(recurse=False))
     states = ((module.compute_dtype, weight.quant_state) for module, weight in own if hasattr(weight, "quant_state"))
     return {

@@ -208,8 +208,7 @@ class _Loop:
 
 
 def _padded(samples: list[own_loop.Sample]) -> tuple[Tensor, Tensor, BatchCount]:
-    """Return ids, shifted targets and token counts of a micro-batch. Ids and targets are on the device and padded on
-    the right."""
+    """Return ids, shifted targets and token counts of a micro-batch. The tensors are padded right, on the device."""
     width = max((len(ids) for ids, _ in samples), default=2)
     ids = torch.zeros(max(1, len(samples)), width, dtype=torch.long)
     targets = torch.full_like(ids, IGNORE)

@@ -21,8 +21,7 @@ Sample = tuple[np.ndarray, np.ndarray]  # ids and labels
 
 
 def read_rows() -> list[Sample]:
-    """Return the prepared rows in training order. No position predicts the first token of a row, so it has no
-    label."""
+    """Return the prepared rows in training order. The first token of a row has no label, as nothing predicts it."""
     data = load_from_disk(frameworks.DATA)["train"]
     rows = [
         (np.asarray(ids, dtype=np.int64), np.asarray(labels, dtype=np.int64))

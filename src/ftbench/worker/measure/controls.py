@@ -144,8 +144,7 @@ def _one_sample(batch: dict[str, Any]) -> None:
 
 
 def _mean_of_means(loop: Any) -> int:
-    """Remove the step's number of label tokens. Each micro-batch then divides its loss by its own number of label
-    tokens."""
+    """Remove the step's number of label tokens. Then each micro-batch divides its loss by its own number."""
     gather = loop.get_batch_samples
     loop.get_batch_samples = lambda *args, **kwargs: (gather(*args, **kwargs)[0], None)
     return 1

@@ -178,8 +178,7 @@ def numel(name: str, parameter: Any) -> int:
 
 
 def matmul_shape(model: Any) -> MatmulShape:
-    """Return the sizes of the matrices that multiply a token. Experts count in proportion to the experts that a token
-    uses."""
+    """Return the sizes of the matrices that multiply a token. Only the experts that a token uses count."""
     config, base = model.config.get_text_config(), base_model(model)
     visited = _visited_share(config)
     tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
@@ -225,8 +224,8 @@ def _matrices(model: Any) -> Iterator[tuple[str, str, int, bool]]:
 def _attention(config: Any) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
     """Return attention width (heads x head_dim) and sliding window of each layer.
 
-    The width is 0 for linear attention. If queries are wider than values (latent attention), the width is the mean of
-    the two widths.
+    The width is 0 for linear attention. If queries are wider than values (latent attention), it is the mean of both
+    widths.
     """
     layers = config.num_hidden_layers
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -116,8 +116,8 @@ class Levels(TrainerCallback):
                 yield zlib.crc32(labels.tobytes(), zlib.crc32(ids.tobytes()))
 
     def _losses(self) -> np.ndarray:
-        """Return the loss of each sample within its batch. The labels of the other samples are masked, but their
-        tokens remain."""
+        """Return the loss of each sample within its batch. The labels of other samples are masked; their tokens
+        remain."""
         loop, losses = self._loop, list[float]()
         rows, size = list(loop.train_dataset), loop.args.per_device_train_batch_size
         loop.model.eval()
@@ -163,8 +163,7 @@ def _only(row: dict[str, Any], sample: int | None) -> dict[str, Any]:
 
 
 def _moment(state: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
-    """Return the root of Adam's second moment. Return zeros if the optimizer does not store the moment in 16 or 32
-    bits."""
+    """Return the root of Adam's second moment. Return zeros if the moment is not stored in 16 or 32 bits."""
     kept: Any = state.get("exp_avg_sq")
     return (
         kept.float().sqrt() if type(kept) is torch.Tensor and kept.is_floating_point() else torch.zeros_like(parameter)
@@ -178,8 +177,7 @@ def _plain(value: Any) -> Any:
 
 
 def sketch(name: str, values: torch.Tensor) -> torch.Tensor:
-    """Return `WIDTH` sums of a tensor's elements in float32. A smaller tensor is returned unchanged and padded with
-    zeros."""
+    """Return `WIDTH` sums of a tensor's elements in float32. A smaller tensor is only padded with zeros."""
     flat = values.reshape(-1).float()
     if len(flat) <= WIDTH:
         return torch.nn.functional.pad(flat, (0, WIDTH - len(flat)))

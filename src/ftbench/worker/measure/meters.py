@@ -38,8 +38,8 @@ class HostClock:
 
 
 class CudaClock:
-    """Measures time with events in the current stream of a GPU. `seconds` needs marks that are `done`. `wait()` waits
-    for all work."""
+    """Measures time with events in a GPU's current stream. `seconds` needs `done` marks. `wait()` waits for all
+    work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -100,7 +100,7 @@ class CudaMemory:
 
 
 class HostMemory:
-    """Reads the resident memory of the process. Linux records its peak, and a process can reset this peak (proc(5),
+    """Reads the resident memory of the process. Linux records the peak. A process can reset it (proc(5),
     clear_refs)."""
 
     def read(self) -> dict[str, Any]:
@@ -146,8 +146,7 @@ SHORTEST_S = 0.1  # shortest interval, because the kernel counts CPU time in tic
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading of the counters at `time` (perf_counter seconds). The energy is counted from the load of the
-    driver."""
+    """One reading of the counters at `time` (perf_counter seconds). Energy counts from the load of the driver."""
 
     time: float
     power_w: float | None = None
@@ -241,8 +240,7 @@ class Sampler:
         }
 
     def _shares(self, begin: float, end: float) -> dict[str, float | None]:
-        """Return the utilization during a step. It is the mean over the intervals that overlap the step, weighted by
-        the overlap."""
+        """Return the utilization during a step: the mean over overlapping intervals, weighted by the overlap."""
         pairs: dict[str, list[tuple[float, float | None]]] = {name: [] for name in COLUMNS}
         first = bisect_left(self._intervals, begin, key=lambda interval: interval.end)
         for interval in takewhile(lambda interval: interval.begin < end, self._intervals[first:]):
@@ -252,8 +250,7 @@ class Sampler:
         return {name: _mean(values) for name, values in pairs.items()}
 
     def _energy(self, begin: float, end: float) -> float | None:
-        """Return the joules of a step. The driver updates its counter at other times, so only sums over many steps are
-        exact."""
+        """Return the joules of a step. The driver's counter has its own update times, so only long sums are exact."""
         first, last = self._counter(begin), self._counter(end)
         return None if first is None or last is None else last - first
 

@@ -184,8 +184,7 @@ def reach(model: Model, load: Any) -> Any:
 
 
 def reach_description(model: Model, load: Any) -> Any:
-    """Call `load` like `reach`, for configuration, tokenizer and processor. Treat every error as a fault of the
-    files."""
+    """Call `load` like `reach`, for configuration, tokenizer and processor. Attribute every error to the files."""
     try:
         return reach(model, load)
     except (FtbenchError, MemoryError):

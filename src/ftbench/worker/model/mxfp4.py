@@ -68,8 +68,7 @@ def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
 
 @cache
 def fused() -> Any:
-    """Return `decoded`, compiled into one kernel. The kernel reads and writes a twentieth of the bytes of the eager
-    operations."""
+    """Return `decoded`, compiled into one kernel. It moves a twentieth of the bytes of the eager operations."""
     return torch.compile(decoded)
 
 

@@ -39,8 +39,7 @@ def suits(spec: Experiment, config: Any) -> bool:
 
 
 def quantised_names(skeleton: Any) -> set[str]:
-    """Return the names of the weights that bitsandbytes quantises. These are the weights of all linear layers except
-    the head."""
+    """Return the names of the weights that bitsandbytes quantises: all linear layers except the head."""
     linear = (name for name, module in skeleton.named_modules() if isinstance(module, torch.nn.Linear))
     return {f"{name}.weight" for name in linear if name != HEAD}
 

@@ -23,8 +23,7 @@ def modules() -> dict[str, ModuleType]:
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Apply the optimizations of the spec to a model. Raises SpecError for a model that one of them does not
-    support."""
+    """Apply the optimizations of the spec to a model. Raise SpecError for an unsupported model."""
     switched = switched_on(spec.optimizations)
     for name, module in modules().items():
         if name in switched and hasattr(module, "apply"):

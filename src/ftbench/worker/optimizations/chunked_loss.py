@@ -71,8 +71,7 @@ def chunked_loss(
 def _whole(parameter: Any) -> Any:
     """Return a parameter of the head as a plain tensor. Under FSDP2, a frozen head is a separate unit, which only its
     forward pass would gather. That pass is not called, so the parameter is gathered here. A trained head shares the
-    unit of the last norm, whose forward pass has gathered both. With `weight_offload`, the parameter is copied from
-    host memory."""
+    unit of the last norm, whose forward pass has gathered both. With `weight_offload`, it is copied from the host."""
     if (fetch := getattr(parameter, "fetch", None)) is not None:
         return fetch()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

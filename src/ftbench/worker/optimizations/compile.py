@@ -40,8 +40,7 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def _compile(layer: Any, spec: Experiment, dynamic: bool | None) -> None:
-    """Compile a layer. If the layer is sharded, its graph does not contain the hooks that gather and release the
-    weights."""
+    """Compile a layer. The hooks that gather and release sharded weights are not part of its graph."""
     if {"fsdp", "zero3"} & {*spec.launch.strategy.split("+")}:
         layer.forward = torch.compile(layer.forward, dynamic=dynamic)
     else:

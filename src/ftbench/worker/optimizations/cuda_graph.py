@@ -1,5 +1,4 @@
-"""Run the forward and backward pass as one CUDA graph. It is recorded once after a warm-up, and replayed for each
-batch.
+"""Run the forward and backward pass as one CUDA graph. It is recorded after a warm-up, and replayed for each batch.
 
 A graph holds kernels with the addresses of their tensors. So each batch is copied into the recorded tensors, and
 gradients are put back after the trainer drops them. No Python runs during a replay. Clipping, the optimizer and the

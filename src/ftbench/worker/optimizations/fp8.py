@@ -1,5 +1,4 @@
-"""Compute products with frozen base layers in 8-bit floats. The weights are cast once. Adapters and output head stay
-in 16 bits.
+"""Compute products with frozen base layers in 8-bit floats. Weights are cast once. Adapters and head stay in 16 bits.
 
 torchao's recipes of the same names (Float8LinearConfig, torchao 0.17) cast a weight twice per step, once for each
 pass. Each cast reads the weight twice (once for its maximum) and writes half as much: 5 bytes per weight. A frozen

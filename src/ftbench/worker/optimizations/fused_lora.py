@@ -72,8 +72,7 @@ class AdapterGroup(torch.nn.Module):
 
 
 class AugmentedGroup(AdapterGroup):
-    """A group with one matrix for the layers and their adapters. The weights of the layers become views of this
-    matrix."""
+    """A group with one matrix for the layers and their adapters. The layers' weights become views of it."""
 
     weight: torch.Tensor
 
@@ -202,8 +201,7 @@ class _Fused:
 
 @lru_cache
 def _fused(kind: Any) -> Any:
-    """Return the class for all layers of a kind. It is created once, because only layers of one class share compiled
-    code."""
+    """Return the class for all layers of a kind. There is only one, because a second class would be compiled again."""
     return type(f"Fused{kind.__name__}", (_Fused, kind), {})
 
 
@@ -235,8 +233,7 @@ def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
 
 
 def adapted(model: Any) -> dict[str, Any]:
-    """Return the linear layers with adapters by name, without fused experts. Raises SpecError for other kinds of
-    adapters."""
+    """Return the linear layers with adapters by name, without fused experts. Raise SpecError for other adapters."""
     from peft.tuners.lora import LoraLayer
 
     adapters = {
@@ -251,8 +248,7 @@ def adapted(model: Any) -> dict[str, Any]:
 
 
 def grouped(layers: dict[str, Any]) -> list[list[Any]]:
-    """Group the layers of a module that read the same input, in model order. Every other layer is a group with one
-    layer."""
+    """Group the layers of a module that read the same input, in model order. Other layers form groups of one."""
     kinds = {name: (siblings(name), each.in_features, type(each.get_base_layer())) for name, each in layers.items()}
     return [[layers[name] for name in names] for names in grouped_by(kinds, kinds.__getitem__).values()]
 

@@ -50,8 +50,7 @@ def prepare(made: Any) -> None:
     """Count ring passes, and replace attention kernels that the ring does not support.
 
     The 32-bit kernels of the ring do not support grouped-query attention, so keys are repeated. On a CPU, make
-    accelerate shard the model. Also make the ring use torch's CPU attention, because it only supports GPU kernels by
-    default.
+    accelerate shard the model. Also make the ring use torch's CPU attention. By default it only supports GPU kernels.
     """
     fsdp.prepare(made)
     grouped = sdpa_attention.use_gqa_in_sdpa

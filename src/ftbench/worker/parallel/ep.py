@@ -1,5 +1,4 @@
-"""Expert parallelism through transformers. Each GPU holds a share of the experts, and all GPUs process the same
-tokens."""
+"""Expert parallelism through transformers. Each GPU holds a share of the experts. All process the same tokens."""
 
 from typing import Any
 
@@ -33,8 +32,7 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
 def arguments(spec: Experiment) -> dict[str, Any]:
     """Return no arguments: the trainer reads the strategy from the model.
 
-    On a CPU, accelerate refuses such a model, although its code does not need a GPU. Therefore, its check is disabled
-    on a CPU.
+    On a CPU, accelerate refuses such a model, although its code does not need a GPU. So its check is disabled.
     """
     if device().type == "cpu":
         ParallelismConfig._validate_accelerator = lambda self, accelerator: None
@@ -61,8 +59,7 @@ def split_groups(trainer: Any) -> None:
 
 
 def save_gathered(trainer: Any) -> None:
-    """Gather the weights on all ranks before rank 0 saves them. Otherwise rank 0 would wait for the other ranks
-    forever."""
+    """Gather the weights on all ranks before rank 0 saves them. Otherwise rank 0 would wait forever."""
 
     def save_model(folder: str) -> None:
         model, saves = trainer.model, trainer.args.should_save

@@ -43,8 +43,7 @@ def mesh_of(spec: Experiment) -> Any:
 
 
 def reads(spec: Experiment) -> bool:
-    """Return whether this rank reads weight files. Random weights need no files, unless transformers divides them over
-    ranks."""
+    """Return whether this rank reads weight files. Random weights need no files, unless transformers shards them."""
     return spec.model.weights == "pretrained" or spec.launch.tp is not None or spec.method.quantised
 
 
@@ -192,8 +191,7 @@ def _without_values(model: Any) -> Any:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of the trainer. accelerate gives the same rows to all ranks that share a batch, as with
-    tp."""
+    """Return the arguments of the trainer. As with tp, all ranks that share a batch get the same rows."""
     same = spec.launch.ranks // spec.launch.shares
     sizes = {"dp_shard_size": spec.launch.shares} if spec.launch.shares > 1 else {}
     return ep.arguments(spec) | {"parallelism_config": ParallelismConfig(tp_size=same, **sizes)}
