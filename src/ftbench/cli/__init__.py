@@ -33,7 +33,7 @@ def _version(version: Annotated[bool, typer.Option("--version", help="print the 
 
 
 def main() -> None:
-    """Run the console command. Print errors meant for the user as sentences and exit with the code of their kind."""
+    """Run the console command. Print user errors as sentences and exit with the exit code of the error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that is not UTF-8 cannot show every character

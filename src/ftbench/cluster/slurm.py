@@ -154,7 +154,7 @@ class _StoppedError(Exception):
 
 @dataclass(slots=True)
 class SlurmSlot:
-    """One job at a time. All cells must train on the GPU `gpu`. The runs in `earlier` are not new results."""
+    """Runs one job at a time. All cells must train on the GPU `gpu`. The runs in `earlier` are not new results."""
 
     name: str
     settings: SlurmSettings

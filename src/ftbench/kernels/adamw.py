@@ -31,8 +31,8 @@ def _hash(x: tensor) -> tensor:
 
 @triton.jit
 def _rounded(values: tensor, bits: tensor, to: constexpr) -> tensor:
-    """Convert float32 to another type. bfloat16 is rounded stochastically with 16 random bits. NaN stays NaN: a GPU's
-    NaN is 0x7FFFFFFF, and adding one would make it -0."""
+    """Convert float32 to another type. bfloat16 is rounded stochastically with 16 random bits. NaN stays NaN. It needs
+    a check, because a GPU's NaN is 0x7FFFFFFF, and adding one gives -0."""
     if to == tl.bfloat16:
         drawn = (values.to(tl.uint32, bitcast=True) + bits) & tl.full((), 0xFFFF0000, tl.uint32)
         values = tl.where(values == values, drawn.to(tl.float32, bitcast=True), values)

@@ -1,6 +1,6 @@
 """Compute RMSNorm with a frozen weight, fused with the sum before it. Each direction is one kernel.
 
-Costs in passes over tokens x width. Forward: the input is read and the norm is written (2). With a sum, the second
+Costs are in passes over tokens x width. Forward: the input is read and the norm is written (2). With a sum, the second
 summand is read and the sum is written too (4). Backward: the normed values and the gradient of the norm are read, and
 the gradient is written (3). With a sum, the gradient of the sum is read too (4). One pass is added if the input came
 in a wider buffer with a separate gradient. The compiler uses one kernel for the mean square and one for the norm: 3

@@ -1,4 +1,4 @@
-"""Runs of other frameworks: the worker prepares the run and then starts the framework's interpreter."""
+"""The launcher of other frameworks. The worker prepares the run and then starts the framework's interpreter."""
 
 import os
 from collections.abc import Mapping

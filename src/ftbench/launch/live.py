@@ -17,7 +17,7 @@ _LOG_LINE = 110  # columns after the time of a line without a terminal
 
 
 class _Console(Console):
-    """A console on stderr that continues if the reader has closed it. rich's own console would end the process."""
+    """A console on stderr that ignores a closed pipe. rich's console would end the process."""
 
     def on_broken_pipe(self) -> None:
         processes.discard_stderr()

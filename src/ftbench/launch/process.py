@@ -57,8 +57,8 @@ def run_child(
 ) -> Exit:
     """Run a command until it ends. Append its output to `log`.
 
-    It ends early with the first byte in `signals_pipe` (see `signals`), or when `watch`, which is called about twice
-    per second, returns a Stop.
+    The first byte in `signals_pipe` (see `signals`) ends the command early. So does a Stop from `watch`, which is
+    called about twice per second.
     """
     kills = _kernel_oom_kills()
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""`--where` and `--sort`: select and order runs by table heading, spec key, the end of a spec key, or record field."""
+"""`--where` and `--sort`: select and sort runs by a table heading, a spec key or its end, or a record field."""
 
 import math
 import operator

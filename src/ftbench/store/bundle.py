@@ -228,7 +228,8 @@ _OPENED: dict[Path, tempfile.TemporaryDirectory[str]] = {}
 
 
 def opened(path: Path) -> Path:
-    """Return the folder with the runs of a bundle. It is unpacked once and kept until this process ends.
+    """Return the folder with the runs of a bundle. The bundle is unpacked once, and the folder is kept until this
+    process ends.
 
     Raises:
         SpecError: The file is not a bundle, or its files differ from its manifest.

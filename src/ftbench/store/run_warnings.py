@@ -89,7 +89,7 @@ def outliers(steady: Sequence[StepRow]) -> list[dict[str, Any]]:
     """Return the steady steps that took much longer than the others, both in total and per padded token. The slowest
     step comes first.
 
-    Each has `step`, `step_time_s`, `times_the_median`, and `with`: the other unusual values of the step.
+    A step has `step`, `step_time_s`, `times_the_median`, and `with`, the other unusual values of the step.
     """
     times, rates = [row.step_time_s or 0.0 for row in steady], _per_position(steady)
     if len(steady) < stats.MINIMUM_STEADY:

@@ -44,7 +44,7 @@ class RunningJob:
 
 @dataclass(slots=True)
 class Session:
-    """One session of a sweep. `source` is the spec file, `deadline` the end of the time budget (monotonic, s)."""
+    """One session of a sweep. `source` is the spec file. `deadline` ends the time budget (monotonic clock, s)."""
 
     source: bytes
     plan: Plan

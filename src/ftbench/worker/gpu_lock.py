@@ -19,7 +19,7 @@ _held: list[int] = []  # kept until this process ends; the kernel then releases 
 
 
 def acquire(directory: RunDir, phases: Phases) -> None:
-    """Wait for other ftbench runs on the GPUs of machine.json, and for their memory, then lock the GPUs.
+    """Wait until other ftbench runs on the GPUs of machine.json have ended and freed their memory. Lock the GPUs.
 
     Then write the GPUs' current state to machine.json. The parent may have read the state during another run.
     """

@@ -68,8 +68,7 @@ class _SteppedByKernel(_RateOnHost):
     factor: torch.Tensor | None = None
 
     def is_by_kernel(self: Any) -> bool:
-        """Return whether the kernel supports every parameter: contiguous and on a GPU. With FSDP, a parameter is a
-        share of rows."""
+        """Return whether the kernel supports all parameters. With FSDP, this concerns the rank's shares of them."""
         plain = all(_is_plain(p) for group in self.param_groups for p in group["params"])
         return plain and self.bf16_stochastic_round and not any(group.get("amsgrad") for group in self.param_groups)
 

@@ -215,8 +215,7 @@ def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
 
 
 def _first_steps(baseline: Cell, cell: Cell) -> dict[str, Ratio]:
-    """Return the ratios of the first-step times. Cold is compared with cold, warm with warm, and compiled with not
-    compiled."""
+    """Return the ratios of first-step times: cold to cold, warm to warm, and compiled to not compiled."""
     before, after = baseline.first_steps(), cell.first_steps()
     ratios = {state: core.ratio_of_runs(before.get(state) or before.get("none") or [], values)
               for state, values in after.items()}  # fmt: skip

@@ -1,4 +1,4 @@
-"""A run with its facts, and a cell: the repeats of one spec on one kind of machine."""
+"""Classes for a run with its facts, and for a cell: the repeats of one spec on one kind of machine."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Cell:
 
     @property
     def recipe(self) -> str:
-        """`way` without the number of samples or steps, which does not change how the model is trained."""
+        """`way` without the number of samples or steps, because it only changes the length of the training."""
         return _DURATION.sub("", self.way)
 
     @property

@@ -1,7 +1,7 @@
 """Flat facts of a run for comparisons: the resolved spec, the machine, and the applied configuration.
 
-Keys are spec keys (`train.batch_size`) and others such as `gpu`, `driver`, `power limit`, `commit`, `versions.torch`,
-`applied.attention` and `dataset.order_hash`. Values are text. Unknown facts are absent.
+Keys are spec keys (`train.batch_size`) and other names, such as `gpu`, `driver`, `power limit`, `commit`,
+`versions.torch`, `applied.attention` and `dataset.order_hash`. Values are text. Unknown facts are absent.
 """
 
 from collections.abc import Iterator, Mapping

@@ -151,7 +151,8 @@ class Collator:
         return [(part, np.full_like(part, IGNORE)) for part in np.split(ids, cuts) if len(part)]
 
     def _bounds(self, starts: np.ndarray) -> np.ndarray:
-        """Return the sample boundaries. With a fixed shape, empty samples at the end keep their number constant."""
+        """Return the sample boundaries. With a fixed shape, empty samples at the end keep the number of samples
+        constant."""
         missing = self._most + 1 - len(starts) if self._fixed and self._most else 0
         return np.concatenate([starts, np.full(max(missing, 0), starts[-1])]).astype(np.int32)
 

@@ -1,6 +1,6 @@
-"""Facts of a run in another framework, read from its live model and trainer.
+"""Read the facts of a run in another framework from its live model and trainer.
 
-It only uses torch, because the versions of the other libraries differ.
+This module only imports torch, because the versions of the other libraries differ.
 """
 
 import inspect

@@ -175,8 +175,8 @@ class _Loop:
             save_file(written, folder / "model.safetensors", {"format": "pt"})
 
     def _model_facts(self) -> dict[str, Any]:
-        """Return the facts of the live model. Parameters are counted in the equivalent Hugging Face model, because
-        `fill` gave each of them to a parameter of Megatron."""
+        """Return the facts of the live model. Parameters are counted in the Hugging Face model, because `fill` copied
+        each of them into a parameter of Megatron."""
         with torch.device("meta"):
             equal = AutoModelForCausalLM.from_config(self._config, dtype=self._model.module.config.params_dtype)
         facts = effective_config.of_model(equal, self._spec)

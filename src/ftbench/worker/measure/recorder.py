@@ -208,7 +208,7 @@ class Recorder:
     def drain(self, last: bool = False) -> None:
         """Write the steps whose events have passed, without synchronizing. Any thread can call it.
 
-        A step is only written after a later sample of the sampler, except in the `last` call.
+        A step is written after the sampler has a later sample. The `last` call does not wait for it.
         """
         done = []
         with self._draining:

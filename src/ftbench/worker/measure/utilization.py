@@ -99,7 +99,7 @@ class HostLoad:
 
 
 class OwnTime:
-    """The CPU seconds of this process, its children (including finished ones) and the other ranks."""
+    """Reads the CPU seconds of this process, of its children (running and finished), and of the other ranks."""
 
     def __init__(self) -> None:
         self._looked = float("-inf")

@@ -71,7 +71,8 @@ def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
 def _targets_by_part(model: Any, method: Any) -> list[str]:
     """Return the full names of the adapted linear layers of a vision model. Short names occur in several parts of it.
 
-    These are the targets in the language model, and all layers of encoder and projector if they get adapters.
+    The adapted layers are the targets in the language model. They include all layers of encoder and projector if these
+    get adapters.
     """
     names = []
     for name, module in model.named_modules():

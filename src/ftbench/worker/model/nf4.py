@@ -28,8 +28,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def suits(spec: Experiment, config: Any) -> bool:
-    """Return whether the files of random weights can be in NF4. This needs a text model without experts and the
-    usual 4-bit settings."""
+    """Return whether the files of random weights can be in NF4. The model must be a text model without experts, with
+    the usual 4-bit settings."""
     method: Any = spec.method
     usual = (getattr(method, "quant_type", "nf4"), getattr(method, "double_quant", True)) == ("nf4", True)
     compute = getattr(method, "compute_dtype", "bfloat16") == spec.model.dtype == "bfloat16"

@@ -60,7 +60,7 @@ def unwrapped(layer: Any) -> Any:
 
 
 def vision_layers(model: Any) -> list[Any]:
-    """Return the layers of the vision encoder in order. Empty for a text model."""
+    """Return the layers of the vision encoder in order. A text model has none."""
     lists = (
         module
         for name, module in base_model(model).named_modules()

@@ -1,4 +1,4 @@
-"""Create models with random weights: drawn from a seed shard by shard, saved once and loaded like any other.
+"""Create models with random weights. They are drawn from a seed, saved once, and loaded like published weights.
 
 The generator of each tensor is seeded with the model's seed and the tensor's name. Shards can therefore be drawn in
 parallel, and the same spec gives the same weights on every machine.

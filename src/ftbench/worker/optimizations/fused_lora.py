@@ -206,7 +206,7 @@ def _fused(kind: Any) -> Any:
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Group the adapted layers. Raises SpecError for adapters that are more than two products."""
+    """Group the adapted layers. Raise SpecError for adapters that need more than two products."""
     group_adapters(model)
     groups = []
     for layers in grouped(adapted(model)):

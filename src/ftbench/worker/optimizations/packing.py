@@ -22,7 +22,7 @@ def apply(model: Any, spec: Experiment) -> None:
     """Make gpt-oss and Qwen2.5-VL build their masks from positions.
 
     Raises:
-        SpecError: The model has linear attention, whose state continues from sample to sample.
+        SpecError: The model has linear attention, whose state passes from one sample to the next.
     """
     name = "packing" if spec.optimizations.packing else "padding_free"
     base = base_model(model)
