@@ -50,7 +50,7 @@ class Facts:
 
     Attributes:
         described: The contents of machine.json.
-        torch: The output of `worker.device`. Empty if torch cannot be imported.
+        torch: The output of `worker.device`. It is empty if torch cannot be imported.
         why_no_torch: Why torch cannot be imported.
         environment: The variables of this process.
         kernel: The name of the kernel's release.
@@ -268,7 +268,7 @@ def host(out: Path, environment: Mapping[str, str]) -> list[Finding]:
 
 
 def disk(path: Path, fix: str, needed_gb: float, full: Verdict = "fail") -> Answer:
-    """Check that a folder is writable and has `needed_gb` GiB. If it has less, the verdict is `full`."""
+    """Check that a folder is writable and has `needed_gb` GiB. With less space, the verdict is the argument `full`."""
     folder = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return "fail", f"{path} is not writable: {fix}"

@@ -1,8 +1,8 @@
 """Compute linear layers with adapters that read the same input, y_i = x W_i' + s (x A_i') B_i', and their gradients.
 
-Passes over a layer's activations, counted for a Qwen3-8B layer (hidden 4,096, heads 4,096 and 2 x 1,024 wide, MLP
-12,288) in units of tokens x 4,096 values. The inputs of the seven projections have 9 units, and their outputs have
-9.5. The numbers come from the code that torch.compile generated for a layer (torch 2.13):
+The table counts passes over the activations of a Qwen3-8B layer (hidden 4,096, heads 4,096 and 2 x 1,024 wide, MLP
+12,288). A unit is tokens x 4,096 values. The inputs of the seven projections have 9 units, and their outputs have 9.5.
+The numbers come from the code that torch.compile generated for a layer (torch 2.13):
 
 | reads and writes for the adapters                      | peft | beside | augmented |
 |--------------------------------------------------------|-----:|-------:|----------:|

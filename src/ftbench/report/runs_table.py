@@ -106,7 +106,7 @@ def context_of(record: Record, label: str) -> dict[str, str]:
 
 
 def _figure(record: Mapping[str, Any], column: Column) -> str:
-    """Return the text of a figure, empty for a failed run."""
+    """Return the text of a figure. The text is empty for a failed run."""
     value = record.get(column.source) if record["state"] == "ok" else None
     return "" if value is None else column.text(value)
 

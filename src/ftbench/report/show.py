@@ -139,7 +139,7 @@ def _padding(summary: Mapping[str, Any]) -> float:
 
 
 def suggestions(run: RunDir, summary: Mapping[str, Any]) -> list[Suggestion]:
-    """Return what to try next, the best first. Empty if this version cannot load the spec, and for a mock."""
+    """Return suggestions, the best first. There are none for a mock, or if this version cannot load the spec."""
     values = read_json(run.spec_json)
     try:
         spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})

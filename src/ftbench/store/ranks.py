@@ -90,7 +90,7 @@ _WITH_UNKNOWN: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
-    """Return the `ranks` section of a summary, empty for one rank.
+    """Return the `ranks` section of a summary. The section is empty for one rank.
 
     It has the `count` of ranks, the `lowest` and `highest` value of the ranks per column (median steady step time,
     memory peaks), `memory_gb` per rank, and the `token_skew`.
@@ -130,7 +130,7 @@ def token_skew(ranks: Sequence[Sequence[StepRow]], warmup: int) -> float | None:
     """Return the share of a steady step that the mean rank waits for the rank with the most padded tokens.
 
     This assumes that the time of a step is proportional to its padded tokens. Step times do not show the wait, since
-    all ranks end a step together. None if a rank does not count tokens.
+    all ranks end a step together. Return None if a rank does not count tokens.
     """
     tables = [{row.step: row.padded_tokens for row in rows if row.phase == "train"} for rows in ranks]
     steady = sorted(step for step in tables[0] if step is not None)[warmup:]

@@ -15,7 +15,7 @@ _Shape = TypeVar("_Shape", flops.MatmulShape, flops.VisionMatmulShape)
 def of_steps(steady: Sequence[StepRow], config: dict[str, Any], dataset: dict[str, Any]) -> tuple[float, float] | None:
     """Return the model TFLOP/s and the hardware TFLOP/s, which include recomputation and padding.
 
-    None if a count is unknown. The FLOPs of generation are always unknown.
+    Both are None if a count is unknown. The FLOPs of generation are always unknown.
     """
     if config.get("generation"):
         return None

@@ -210,7 +210,7 @@ def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any],
     """Return the shares of the steady window that other processes used, and a warning if a share is too large.
 
     The shares are `host_cpu_by_others` and `gpu_by_others` (None if unknown). `contended` is true if one is above its
-    limit. Empty if both are unknown.
+    limit. The result is empty if both are unknown.
     """
     limits = {"host_cpu_by_others": HOST_SHARE_BESIDE_GPU if on_gpu else HOST_SHARE, "gpu_by_others": GPU_SHARE}
     shares = {name: _over_time(steady, name) for name in limits}

@@ -46,7 +46,7 @@ class BatchCount:
         self.generation |= other.generation
 
     def columns(self) -> dict[str, Any]:
-        """Return the counts by column of steps.csv. Empty if nothing was counted."""
+        """Return the counts by column of steps.csv. There are none if nothing was counted."""
         if not self.padded:
             return {}
         columns = {"real_tokens": self.real, "padded_tokens": self.padded, "label_tokens": self.labels,
