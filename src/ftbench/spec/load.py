@@ -21,12 +21,12 @@ from ftbench.spec.objectives import OBJECTIVES, absolute_reward
 from ftbench.spec.reading import location, parse_value, read_yaml, sentence
 
 SHORT_FORMS = {"model": "id", "method": "name", "objective": "name", "dataset": "name"}
-# Sections that are a union of classes, chosen by their name; the default class is first.
+# Sections whose class depends on their key `name`. The first class is the default.
 KINDS: dict[str, dict[str, Any]] = {"method": {"lora": METHODS["lora"], **METHODS}, "objective": {**OBJECTIVES}}
 PATHS = (("model", "path"), ("dataset", "path"))
-# Keys that are kept when a later layer names another dataset; they describe the training and not the dataset.
+# Keys that stay if a later layer names another dataset, because they describe the training and not the dataset.
 _DATASET_KEEPS = ("samples", "max_length", "seed", "eval_samples", "loss_on")
-RESOLVED = "spec.json"  # in the directory of a run
+RESOLVED = "spec.json"  # the file with the resolved spec, in the directory of a run
 # Shipped recipes. Each sets every optimization and the optimizer, so that it does not depend on the rest of a spec.
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 RECIPE_SECTIONS = ("method", "train", "optimizations")
@@ -42,7 +42,7 @@ class SpecLayer:
 
 
 class ImpossibleError(SpecError):
-    """Each value is allowed, but the values do not work together."""
+    """Each value of a spec is allowed, but some values do not work together."""
 
 
 def load(path: Path, sets: Sequence[str] = ()) -> Experiment:
@@ -76,7 +76,8 @@ def merged(layers: Iterable[SpecLayer], path: Path) -> dict[str, Any]:
 
 
 def validated(values: dict[str, Any], layers: Sequence[SpecLayer]) -> Experiment:
-    """Return the spec of these keys. Raise SpecError like `load`, and ImpossibleError if no single value is wrong."""
+    """Return the spec with these keys. Raise SpecError like `load`, or ImpossibleError if each value by itself is
+    allowed."""
     try:
         spec = Experiment.model_validate({key: value for key, value in values.items() if key != "sweep"})
     except ValidationError as error:
@@ -105,7 +106,7 @@ def _chain(path: Path, seen: tuple[str, ...]) -> list[SpecLayer]:
     base_file = path.parent / base if base else None
     if base_file and not base_file.is_file():
         with _at_key(path, "extends"):
-            read_yaml(base_file)  # raises the error for a missing file
+            read_yaml(base_file)  # raises SpecError, because the file is missing
     below = _chain(base_file, (*seen, absolute)) if base_file else []
     if "recipe" in data:
         with _at_key(path, "recipe"):
@@ -128,7 +129,7 @@ def has_axes(path: Path, sets: Sequence[str]) -> bool:
 
 @contextmanager
 def _at_key(path: Path, key: str) -> Iterator[None]:
-    """Add the line of a key to the errors of the block."""
+    """Add the file and line of a key to each SpecError that the block raises."""
     try:
         yield
     except SpecError as error:
@@ -143,7 +144,7 @@ def recipes() -> dict[str, str]:
 
 
 def recipe_file(name: object, folder: Path) -> Path:
-    """Return the file of `recipe: name`: a shipped recipe, or a file in `folder`."""
+    """Return the path of the recipe with this name. It is a shipped recipe, or a file in `folder`."""
     if not isinstance(name, str) or not name:
         raise SpecError(f"recipe: must be the name of a recipe or a file, not {shown(name)} ({', '.join(recipes())})")
     if name in recipes():

@@ -16,9 +16,9 @@ from ftbench.facts import architectures
 from ftbench.spec.base import Experiment, Float, Int, Model, OlderPart, Switch, Word
 from ftbench.spec.reading import read_config
 
-GPT_OSS = "gpt_oss"  # published in MXFP4 (docs/how-to/gpt-oss.md)
+GPT_OSS = "gpt_oss"  # families that are published in MXFP4 (docs/how-to/gpt-oss.md)
 WITH_IMAGES = ("llava_next", "qwen2_5_vl", "qwen3_vl")  # families with images that can be trained
-GRANULE = 8  # rank of expert adapters: grouped products need rows of 16 bytes
+GRANULE = 8  # the rank of expert adapters is a multiple of this: grouped products need rows of 16 bytes
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -45,18 +45,18 @@ class _Method(OlderPart):
             )
 
     def machine_incompatibilities(self, spec: Experiment, capability: tuple[int, int] | None) -> Iterator[str]:
-        """Yield why it cannot train on a GPU of this compute capability. `capability` is None without a GPU."""
+        """Yield why the method cannot train on a GPU of this compute capability. `capability` is None without a GPU."""
         if self.needs_gpu and capability is None:
             yield f"method {spec.method.name} needs a GPU for its kernels: use lora or qlora"
 
 
 def family(model: Model) -> str | None:
-    """Return the model_type of a model, or None if its configuration is not available."""
+    """Return the `model_type` of a model. It is None if the model's configuration is not available."""
     return configuration(model).get("model_type")
 
 
 def number_of_layers(model: Model) -> int | None:
-    """Return the number of layers of a text model, or None if its configuration is not available."""
+    """Return the number of layers of a text model. It is None if the model's configuration is not available."""
     return configuration(model).get("num_hidden_layers")
 
 
@@ -75,11 +75,11 @@ def _read(file: Path, modified: int) -> dict[str, Any]:
     try:
         return read_config(file)
     except SpecError as error:
-        raise ValueError(str(error)) from None  # the worker reports a broken config.json
+        raise ValueError(str(error)) from None  # if config.json is broken, the worker reports it
 
 
 def reads_images(model: Model) -> bool:
-    """Return whether a model may support images. The worker decides for unknown models."""
+    """Return whether a model may support images. For unknown models this is true, and the worker checks it."""
     return family(model) in (None, *WITH_IMAGES)
 
 

@@ -1,4 +1,4 @@
-"""A spec without a file: a model on the command line, and the options that set its keys."""
+"""Make a spec without a file, from a model on the command line and the options that set its keys."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from ftbench.facts import architectures, read_facts
 from ftbench.spec.datasets import FILES
 
 _SPECS = (".yaml", ".yml", ".json")
-_SAMPLES = 1000  # synthetic samples, if `--samples` is not given
+_SAMPLES = 1000  # number of synthetic samples if the user does not pass `--samples`
 _MAX_LENGTH = 2048  # the default of dataset.max_length
 LONGEST = 2**19
 
@@ -28,7 +28,7 @@ def names_model(path: Path) -> bool:
 
 
 def model_keys(path: Path) -> dict[str, Any]:
-    """Return the keys of a spec for this model. The small models that ship have random weights."""
+    """Return the keys of a spec for this model. Small models that ftbench ships get random weights."""
     if os.path.isdir(path) and str(path) not in architectures():
         return {"model": {"path": os.path.abspath(path)}}
     shipped = any(str(path) in models for models in read_facts("tiny.yaml").values())
@@ -36,7 +36,7 @@ def model_keys(path: Path) -> dict[str, Any]:
 
 
 def spec_text(path: Path) -> bytes:
-    """Return the content of a spec file, or of a file with this model."""
+    """Return the text of a spec file. If `path` names a model, return the text of a spec with this model."""
     return json.dumps(model_keys(path)).encode() if names_model(path) else path.read_bytes()
 
 
@@ -47,7 +47,7 @@ def spec_sets(
     length: int | None,
     samples: int | None = None,
 ) -> list[str]:
-    """Return the `--set` values of the options `--recipe`, `--dataset` and `--length`, then those of the user.
+    """Return the `--set` values that replace `--recipe`, `--dataset` and `--length`, then the user's `--set` values.
 
     Raises:
         SpecError: A file is missing, or the length is impossible."""
@@ -86,7 +86,8 @@ def usual_max_length(mean: int) -> int:
 
 
 def options_of(sets: Sequence[str]) -> list[str]:
-    """Return the options of a command for `--set` values, as `--recipe`, `--dataset` or `--length` where possible."""
+    """Return the command's options for some `--set` values. They are `--recipe`, `--dataset` or `--length` where
+    possible."""
     words: list[str] = []
     for text in sets:
         key, _, value = text.partition("=")

@@ -11,8 +11,8 @@ from pydantic import BeforeValidator, Field
 from ftbench.spec.base import Experiment, Float, Int, Part, Switch
 from ftbench.spec.optimizations import OPTIMIZATIONS, switched_on
 
-PREFERENCE = "preference"  # dataset format: pairs
-PROMPT = "prompt"  # dataset format: prompts without answers
+PREFERENCE = "preference"  # dataset format with preference pairs
+PROMPT = "prompt"  # dataset format with prompts without answers
 _REWARD = re.compile(r".+\.py:[^\W\d]\w*", re.DOTALL)
 
 
@@ -21,8 +21,8 @@ class Sft(Part):
 
     pairs: ClassVar[bool] = False  # a sample is a chosen and a rejected sequence
     prompts: ClassVar[bool] = False  # a sample is a prompt that the model answers
-    sequences: ClassVar[int] = 1  # sequences per sample
-    group: ClassVar[int] = 1  # a step trains a multiple of this many sequences
+    sequences: ClassVar[int] = 1  # number of sequences per sample
+    group: ClassVar[int] = 1  # the number of sequences per step is a multiple of this number
     in_step: ClassVar[bool] = False  # each step runs a forward pass of a reference model
 
     name: Literal["sft"] = "sft"
@@ -96,7 +96,7 @@ class Dpo(Part):
 
 
 def _reward_names(value: object) -> object:
-    """Return the reward functions as a tuple."""
+    """Return the names of the reward functions as a tuple."""
     rewards = [value] if isinstance(value, str) else value
     if rewards is None:
         return None
@@ -106,7 +106,7 @@ def _reward_names(value: object) -> object:
 
 
 class Grpo(Part):
-    """Group relative policy optimization: answer each prompt several times, and reinforce the better answers."""
+    """Group relative policy optimization: generate several answers to each prompt, and reinforce the better answers."""
 
     pairs: ClassVar[bool] = False
     prompts: ClassVar[bool] = True
@@ -186,7 +186,7 @@ OBJECTIVES: dict[str, type[Sft] | type[Dpo] | type[Grpo]] = {"sft": Sft, "dpo": 
 
 
 def reward_parts(reward: str) -> tuple[Path, str]:
-    """Return file and function of `path/to/file.py:function`."""
+    """Return the file and the function that `path/to/file.py:function` names."""
     file, _, function = reward.rpartition(":")
     return Path(file), function
 

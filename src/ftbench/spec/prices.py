@@ -22,7 +22,7 @@ from ftbench.spec.reading import in_file, location, read_yaml
 HOURS_PER_YEAR = 365.25 * 24
 
 
-Currency = Annotated[str, Field(pattern="^[A-Z]{3}$")]  # such as USD
+Currency = Annotated[str, Field(pattern="^[A-Z]{3}$")]  # form of a currency, such as USD
 
 
 class Rent(Part):
@@ -78,7 +78,7 @@ class Prices:
     by_gpu: dict[str, Price]
 
     def of(self, gpu: str | None) -> Price | None:
-        """Return the price of a GPU by the name that its driver reports."""
+        """Return the price of the GPU with this name, as its driver reports it."""
         return None if gpu is None else self.by_gpu.get(canonical_name(gpu))
 
 
@@ -118,7 +118,7 @@ def load_prices(path: Path, used: Collection[str] = ()) -> Prices:
 
 @dataclass(frozen=True, slots=True)
 class HourlyCost:
-    """The cost of one hour, and of samples, tokens and a night at the measured speed.
+    """The cost of an hour of training, and of samples, tokens and a night at the measured speed.
 
     `way` is `rent` or `owned`. Amounts are in `currency`. `why` is the reason why `per_hour` is unknown.
     """
@@ -182,7 +182,7 @@ def amount(price: Price, seconds: float, watts: float) -> Amount | None:
 
 
 def running(owned: Owned, watts: float | None) -> float | None:
-    """Return the cost of electricity per training hour; None if it has a price but the GPU power is unknown."""
+    """Return the cost of electricity per training hour. It is None if the GPU's power is needed but not known."""
     if owned.electricity_per_kwh is None:
         return 0.0
     return None if watts is None else owned.electricity_per_kwh * (watts + owned.host_idle_watts) / 1000
@@ -205,7 +205,7 @@ def joules_per_1m_tokens(
 
 
 def use_hours(lifetime_years: float, utilisation: float) -> float:
-    """Return the working hours in a lifetime. `utilisation` is the share of all hours."""
+    """Return the hours that a GPU works in its lifetime. `utilisation` is the share of all hours in which it works."""
     return lifetime_years * HOURS_PER_YEAR * utilisation
 
 

@@ -18,7 +18,7 @@ from ftbench.spec.base import MAX_NUMBER, nearest, shown
 
 MAX_BYTES = 1 << 16
 MAX_CONFIG_BYTES = 1 << 20
-MAX_ALIASES = 20  # more could grow without bound (an alias bomb)
+MAX_ALIASES = 20  # limit on aliases, because nested aliases can grow without bound (alias bomb)
 _TAG = "tag:yaml.org,2002:"
 _NUMBERS = {
     "int": re.compile(r"[-+]?(0|[1-9][0-9]*)$"),
@@ -52,7 +52,7 @@ class _Loader(yaml.SafeLoader):
             if key.value in seen:
                 raise _error(f"duplicate key {key.value!r}", key)
             seen.add(key.value)
-            key.tag = f"{_TAG}str"  # a key `on` or `1` is text
+            key.tag = f"{_TAG}str"  # keys such as `on` or `1` stay text
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
@@ -158,7 +158,7 @@ def _text(path: Path, most: int, missing: str = "") -> str:
         raise SpecError(f"{path}: a folder, not a file (the folder of a model has a config.json)") from None
     except OSError as error:
         raise SpecError(f"{path}: {file_problem(error)}") from None
-    except ValueError:  # a NUL character, or half of a surrogate pair
+    except ValueError:  # the path has a NUL character, or half of a surrogate pair
         raise SpecError(f"{str(path)!r} cannot be the name of a file") from None
     if len(raw) > most:
         raise SpecError(f"{path}: too large: at most {most:,} bytes are allowed")
@@ -175,7 +175,8 @@ def _similar_model(name: str) -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return a model's config.json, given the file or the model's directory. Raise SpecError if it is not one."""
+    """Return the content of a model's config.json. `path` is this file or its directory. Raise SpecError if it is not
+    valid."""
     path = path / "config.json" if os.path.isdir(path) else path
     text = _text(path, MAX_CONFIG_BYTES)
     try:
@@ -210,7 +211,8 @@ _WORDS = {"True": "on", "False": "off"}
 
 
 def in_file(error: ValidationError, path: Path, root: type[BaseModel], *above: str) -> Iterator[str]:
-    """Yield `file:line: key: problem` for each mistake in a file, or in its section at the keys `above`."""
+    """Yield `file:line: key: problem` for each mistake in a file. With `above`, check only the section at these
+    keys."""
     for problem in error.errors(include_url=False):
         key = [*above, *map(str, problem["loc"])]
         yield f"{location(path, key)}: {'.'.join(key)}: {sentence([problem], root)}"
@@ -252,7 +254,8 @@ def sentence(problems: Sequence[Any], root: type[BaseModel], extra_keys: Sequenc
 
 
 def _expected(problem: Any) -> list[str]:
-    """Return the allowed words of one of pydantic's problems, or one phrase that goes after "must"."""
+    """Return what a value must be, from one of pydantic's problems: the allowed words, or a phrase that follows
+    "must"."""
     kind, context = problem["type"], problem.get("ctx", {})
     if kind in ("literal_error", "union_tag_invalid"):
         expected = str(context.get("expected", context.get("expected_tags"))).replace(" or ", ", ")

@@ -1,4 +1,4 @@
-"""The strategies for several GPUs: their sharding, limits and messages."""
+"""Declare the strategies for several GPUs, with their sharding, their limits and their error messages."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ftbench.spec.optimizations import switched_on
 # Families whose layers can be stages of a pipeline, and optimizations that were tested with stages.
 PIPELINED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "qwen3_moe")
 _WITH_PP = ("gradient_checkpointing", "compile", "packing", "fixed_shape", "length_grouping", "loader_processes")
-_WITHOUT_PLAN = (GPT_OSS, "qwen3_vl")  # families without a tensor-parallel plan in transformers
+_WITHOUT_PLAN = (GPT_OSS, "qwen3_vl")  # families for which transformers does not have a tensor-parallel plan
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Strategy:
 
     Args:
         description: One line for tables and messages.
-        shards: The parts that are split over GPUs: optimizer, gradients, weights, matrices, experts, sequence, layers.
+        shards: The parts that GPUs share: optimizer, gradients, weights, matrices, experts, sequence, layers.
         same_samples: Whether all GPUs work on the same samples.
         offloads: The supported values of `launch.offload`.
-        incompatibilities: Yields unsupported settings, in addition to the rules for `shards`.
+        incompatibilities: Yields messages for unsupported settings. The rules for `shards` yield further messages.
     """
 
     description: str
@@ -38,7 +38,7 @@ class Strategy:
 
 
 def _optimizers(spec: Experiment) -> Iterator[str]:
-    """Yield why the optimizer cannot update sharded matrices, or sharded and unsharded matrices together."""
+    """Yield why the optimizer cannot update sharded matrices, or cannot update them together with unsharded ones."""
     name, optimizer = spec.launch.strategy, spec.train.optimizer
     if "bnb" in optimizer or optimizer.startswith("paged"):
         yield (
@@ -90,7 +90,7 @@ def _cp(spec: Experiment) -> Iterator[str]:
 
 
 def _pp(spec: Experiment) -> Iterator[str]:
-    """Yield which settings do not work with the stages of pp."""
+    """Yield the settings that do not work with pipeline stages."""
     if {"tp", "fsdp"} & {*spec.launch.strategy.split("+")}:
         yield from _optimizers(spec)
     launch, train, on = spec.launch, spec.train, spec.optimizations
@@ -118,7 +118,7 @@ def _pp(spec: Experiment) -> Iterator[str]:
 
 
 def _stages(spec: Experiment) -> Iterator[str]:
-    """Yield why the layers or the batch cannot be divided."""
+    """Yield why the layers or the batch cannot be divided into stages and micro-batches."""
     launch, rows = spec.launch, spec.train.batch_size
     pp, micro = launch.pp or 1, launch.micro_batches or 1
     least = pp if launch.schedule in ("gpipe", "1f1b") else launch.stages
@@ -232,7 +232,7 @@ STRATEGIES = {
 
 
 def incompatibilities(spec: Experiment) -> list[str]:
-    """Return why `launch` cannot work, by itself or with the rest of the spec."""
+    """Return why the section `launch` cannot work, by itself or together with the rest of the spec."""
     launch, name = spec.launch, spec.launch.strategy
     if launch.gpus % launch.nodes:
         return [

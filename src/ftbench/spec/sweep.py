@@ -1,4 +1,4 @@
-"""The cells of a sweep, from the section `sweep:` and `--axis`."""
+"""Compute the cells of a sweep from the section `sweep:` and from `--axis`."""
 
 import itertools
 import math
@@ -50,7 +50,8 @@ class SweepSection(Part):
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A key of the spec that varies. `layers` holds the keys that each of `values` adds to the base."""
+    """A key of the spec that varies in a sweep. `layers` has, for each of the `values`, the keys that it adds to the
+    base."""
 
     key: str
     values: tuple[Any, ...]
@@ -59,7 +60,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class GridCell:
-    """A point of the grid: its value on each axis, and its spec. `refused` is the reason if there is no spec."""
+    """A point of the grid, with its value on each axis and its spec. If it has no spec, `refused` is the reason."""
 
     values: dict[str, Any]
     spec: Experiment | None
@@ -121,13 +122,13 @@ def _origin(layers: Sequence[SpecLayer], *keys: str) -> str:
 
 
 def _folder(layers: Sequence[SpecLayer]) -> Path:
-    """Return the folder that paths in `sweep:` are relative to: that of the last file with axes."""
+    """Return the folder of the last file with axes. Paths in `sweep:` are relative to it."""
     sections = ((layer.data.get("sweep"), layer.file) for layer in reversed(layers))
     return next((file.parent for each, file in sections if file and isinstance(each, dict) and "axes" in each), Path())
 
 
 def _expanded(key: str, value: Any, folder: Path) -> Any:
-    """Return a value with absolute paths. A short form stays short."""
+    """Return the value of an axis with absolute paths. Short forms are not expanded."""
     parts = key.split(".")
     if parts[0] in SHORT_FORMS and len(parts) == 1 and isinstance(value, str):
         return value
@@ -179,7 +180,7 @@ def _check_overlap(axes: Iterable[Axis]) -> None:
 
 
 def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[tuple[Axis, int]]) -> GridCell:
-    """Return the cell with one value of each axis, given as its index."""
+    """Return the cell that has, on each axis, the value with this index."""
     point = {axis.key: axis.values[index] for axis, index in chosen}
     added = [axis.layers[index] for axis, index in chosen]
     for layer in added:
@@ -192,7 +193,7 @@ def _cell(base: dict[str, Any], layers: Sequence[SpecLayer], chosen: Sequence[tu
 
 
 def _at(values: Any, parts: Sequence[str]) -> Any:
-    """Return the value at nested keys, or None."""
+    """Return the value at nested keys, or None if a key is missing."""
     for part in parts:
         values = values.get(part) if isinstance(values, dict) else None
     return values

@@ -11,7 +11,7 @@ from ftbench.spec.optimizations import compute, memory
 
 OPTIMIZATIONS: dict[str, Optimization] = dict(sorted((compute.OPTIMIZATIONS | memory.OPTIMIZATIONS).items()))
 
-# The order in which optimizations are applied: each one after those in its `after`.
+# The order in which optimizations are applied. Each comes after the optimizations in its `after`.
 ORDER = tuple(TopologicalSorter({name: each.after for name, each in OPTIMIZATIONS.items()}).static_order())
 
 
@@ -39,7 +39,7 @@ else:
 
 
 def choices(name: str) -> list[Any]:
-    """Return the values of an optimization, except off, auto and numbers."""
+    """Return the values that an optimization accepts, except off, auto and numbers."""
     return [value for value in _values(OPTIMIZATIONS[name].type) if value not in OFF]
 
 

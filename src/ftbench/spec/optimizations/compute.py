@@ -107,11 +107,11 @@ def _fused_lora(spec: Experiment) -> Iterator[str]:
 
 
 KERNEL_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # families whose layers the kernels implement
-MEASURED = (9, 0)  # compute capability of the GPUs where they were measured to be faster
+MEASURED = (9, 0)  # the kernels were measured to be faster on GPUs of this compute capability
 
 
 def kernels_left_out(spec: Experiment, capability: Capability) -> str | None:
-    """Return why `triton_kernels: auto` is off; None if it is on, or if the setting is not auto."""
+    """Return why `triton_kernels: auto` becomes off. Return None if it becomes on, or if the setting is not auto."""
     if spec.optimizations.triton_kernels != "auto":
         return None
     why = [reason.partition(": ")[0] for reason in _triton_kernels(spec)]
@@ -127,7 +127,8 @@ def kernels_left_out(spec: Experiment, capability: Capability) -> str | None:
 
 
 def kernel_ends(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the two possible results of `auto`, on and off. Without the kernels there is no delayed fp8 scaling."""
+    """Return the optimizations for both results of `triton_kernels: auto`. If it becomes off, fp8 cannot use delayed
+    scaling."""
     if values.get("triton_kernels") != "auto":
         return [dict(values)]
     fp8 = "tensorwise" if values["fp8"] == DELAYED else values["fp8"]
@@ -135,7 +136,7 @@ def kernel_ends(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def kernels_decided(spec: Experiment, capability: Capability) -> dict[str, Any]:
-    """Return the changes of `auto` on a machine with this compute capability."""
+    """Return the settings that replace `triton_kernels: auto` on a machine with this compute capability."""
     if spec.optimizations.triton_kernels != "auto":
         return {}
     on, off = kernel_ends({name: getattr(spec.optimizations, name) for name in ("triton_kernels", "fp8")})
@@ -161,7 +162,7 @@ OPTIMIZATIONS = {
         incompatibilities=_attention,
         machine_incompatibilities=_attention_on_machine,
         ablate_with={"varlen": {"optimizations.padding_free": True}},
-        not_ablated=("sdpa", "eager"),  # auto already takes sdpa; eager keeps all attention scores in memory
+        not_ablated=("sdpa", "eager"),  # `auto` already selects sdpa; eager stores all attention scores
     ),
     "fp8": Optimization(
         type=Annotated[Literal["off", *RECIPES], Word],
@@ -197,8 +198,8 @@ OPTIMIZATIONS = {
         "activations to save memory",
         not_with_dpo=None,
         not_with_unsloth="unsloth compiles its own code: set it to off",
-        after=("liger", "triton_kernels"),  # compile the layer that they have changed
-        not_ablated=("lean",),  # saves memory and is not faster
+        after=("liger", "triton_kernels"),  # compile must see the layers that these have changed
+        not_ablated=("lean",),  # lean saves memory but is not faster
     ),
     "fused_lora": Optimization(
         description="compute the products of adapters and base weights together, for all layers with the same input: "
@@ -222,7 +223,7 @@ OPTIMIZATIONS = {
         incompatibilities=_cuda_graph,
         needs_gpu=True,
         after=("compile", "fused_lora"),
-        not_ablated=(True,),  # needs several others; `recipe: fastest-small` has them all
+        not_ablated=(True,),  # it needs several other optimizations, as in `recipe: fastest-small`
     ),
     "triton_kernels": Optimization(
         type=Switch | Literal["auto"],

@@ -100,7 +100,7 @@ OPTIMIZATIONS = {
         },
         incompatibilities=_weight_offload,
         needs_gpu=True,
-        after=("compile", "fused_lora"),  # wraps the layer that all others have changed
+        after=("compile", "fused_lora"),  # it wraps layers that all other optimizations have changed
         ablate_with={True: {"optimizations.gradient_checkpointing": True}},
     ),
     "optimizer_in_backward": Optimization(
@@ -113,7 +113,7 @@ OPTIMIZATIONS = {
             "replayed graph does not call: set it or cuda_graph to off"
         },
         incompatibilities=_optimizer_in_backward,
-        not_ablated=(True, "offload"),  # needs a recipe that does not clip, such as `smallest-full`
+        not_ablated=(True, "offload"),  # it works only without clipping, as in `recipe: smallest-full`
     ),
     "packing": Optimization(
         description="fill rows of max_length with several samples; each sample attends only to itself; batch_size "
