@@ -55,20 +55,20 @@ HEAD = """schema: 1
 """
 
 TIERS = ("allocated", "reserved", "device")
-# The constants of the slack. A run is used for one of them only if it has none of the terms listed with it.
+# Constant of the pool's unused part → other terms. The constant is fitted to runs without these terms.
 EXCLUDED = {"logits_share": ("compiled_gib", "varying_share", "optimizer_share"), "compiled_gib": ("varying_share",),
             "varying_share": ("compiled_gib",), "optimizer_share": ("varying_share",)}  # fmt: skip
 AGREES = 0.03  # largest error of a strategy whose runs confirm the estimate
-LEVEL = 0.9  # of the ranges
-FEWEST = 3  # with fewer runs a constant keeps its shipped value
+LEVEL = 0.9  # share of the fitted runs that the ranges contain
+FEWEST = 3  # a constant that fewer runs show keeps its shipped value
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A run that succeeded, or that ran out of memory (`fits` is False).
 
-    Peaks are in GiB. A device peak below the reserved peak was sampled too late and is None. An `outdated` run used
-    code that took its step differently."""
+    Peaks are in GiB. If a device peak is below the reserved peak, it was sampled too late and is None here. `outdated`
+    means that the run used older code, which computed a step differently."""
 
     name: str
     spec: Experiment
@@ -87,7 +87,8 @@ class Measured:
 
 
 class Error(NamedTuple):
-    """Relative errors of one tier over several runs: mean and largest absolute error, and the signed mean."""
+    """The relative errors of one kind of memory (tier) over several runs: mean and largest absolute error, and signed
+    mean."""
 
     count: int
     mean: float
@@ -105,7 +106,7 @@ class RunErrors:
 
 
 def read(paths: Iterable[Path]) -> list[Measured]:
-    """Return the runs below some folders whose memory can be compared, in the order of their paths."""
+    """Return the runs below these folders whose memory can be compared, sorted by path."""
     directories = {run.path for path in paths for run in find_runs(path)}
     return [run for path in sorted(directories) if (run := measured(RunDir(path))) is not None]
 
@@ -113,7 +114,7 @@ def read(paths: Iterable[Path]) -> list[Measured]:
 def measured(run: RunDir) -> Measured | None:
     """Return one run, or None if its memory cannot be compared with today's estimate.
 
-    This is the case for runs without a GPU, failed runs, unknown models, and specs whose estimate is rough.
+    It is None for runs without a GPU, failed runs, unknown models, and specs whose estimate is only rough.
     """
     summary = read_json(run.summary)
     state, gpu = summary.get("state"), first_gpu(read_json(run.machine))
@@ -197,8 +198,8 @@ def false_fits(runs: Sequence[Measured], known: Constants) -> list[str]:
 def fit(runs: Sequence[Measured]) -> Constants:
     """Return the constants as medians over runs on one GPU. A constant that no run shows keeps its shipped value.
 
-    The slack is split in turn: first the share of the logits, then compiled graphs, batches of many shapes, and the
-    optimizer's step.
+    The unused part of the pool is explained in this order: the share of the logits, compiled graphs, batches of many
+    shapes, the optimizer step.
     """
     ended = [run for run in runs if run.fits and run.allocated is not None and run.spec.launch.gpus == 1]
     plain = replace(constants(), allocated_factor=1.0)
@@ -230,7 +231,7 @@ def _needed(row: RunErrors, fitted: Constants) -> float:
 
 
 def quantile(values: Sequence[float], level: float = LEVEL) -> float:
-    """Return the value below which a new one is with this probability (split conformal prediction)."""
+    """Return the value that a new value does not exceed with this probability (split conformal prediction)."""
     ordered = sorted(values)
     return ordered[min(len(ordered), math.ceil((len(ordered) + 1) * level)) - 1]
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compares the time estimate with committed runs: scripts/time_estimates.py [STORE ...] [--write]
 
-Every run is estimated by coefficients that never saw a run of its step. --write keeps the coefficients of all runs in
-facts/durations.yaml and writes docs/evidence/time-estimates.md.
+Each run is estimated with coefficients that were fitted without the runs of its step. --write keeps the coefficients of
+all runs in facts/durations.yaml and writes docs/evidence/time-estimates.md.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ FACTS_HEAD = """\
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A coefficient. `prior` is used if no run shows the term, for the reason `why`. `runs` counts those that do."""
+    """A coefficient of a term. If no run contains the term, it is `prior`, for the reason `why`. `runs` is the number
+    of runs that contain it."""
 
     value: float
     prior: float
@@ -125,7 +126,7 @@ def same_model(run: TimedRun) -> str:
 
 
 def observations(history: RunHistory) -> list[Observation]:
-    """Return the runs on one GPU of the table, as far as models and rates are known."""
+    """Return the runs on a single GPU whose model and rates are known."""
     seen = []
     for run in history.runs:
         if run.gpu in GPUS and run.spec.launch.gpus == 1 and not is_rough(run.spec):
@@ -142,7 +143,7 @@ def left_out(
     group_of: Callable[[TimedRun], Any] = same_step,
     coefficients_of: Callable[[Sequence[Observation]], Mapping[str, float]] = lambda _: shipped_coefficients(),
 ) -> list[LeftOut]:
-    """Return a row for each run, estimated without the runs of its group.
+    """Return a row for each run. Its estimate uses coefficients that were fitted without the runs of its group.
 
     `coefficients_of` returns the coefficients to use, given the other observations."""
     rows, seen = [], observations(history)
@@ -165,13 +166,13 @@ def several_gpus(history: RunHistory, coefficients: Mapping[str, float]) -> list
 
 
 def spreads(rows: Sequence[LeftOut]) -> dict[str, float]:
-    """Return by bound the factor around the estimate that holds 90 % of the runs."""
+    """Return bound → factor. The range from estimate / factor to estimate x factor contains 90 % of the runs."""
     missed = grouped_by(rows, lambda row: row.bound)
     return {bound: math.exp(quantile([abs(math.log1p(row.error)) for row in each])) for bound, each in missed.items()}
 
 
 def coverage(rows: Sequence[LeftOut]) -> float:
-    """Return the share of runs in a range that comes from the runs of other models only."""
+    """Return the share of runs that are inside their range. The ranges come from the runs of other models only."""
     inside = 0
     for model, own in grouped_by(rows, lambda row: same_model(row.run)).items():
         known = spreads([row for row in rows if same_model(row.run) != model])
@@ -200,14 +201,14 @@ def fit(seen: Sequence[Observation]) -> dict[str, float]:
         seconds = np.array([each.seconds for each in steps])
         parts = np.array([[each.parts.get(name, 0.0) for name in names] for each in steps])
         missed = np.log(seconds / measured) * weights
-        slopes = parts / seconds[:, None] * weights[:, None]  # of a sum's logarithm by those of its factors
+        slopes = parts / seconds[:, None] * weights[:, None]  # derivatives in logarithms
         normal = slopes.T @ slopes + np.eye(len(names)) / DOUBT**2
         moved -= np.clip(np.linalg.solve(normal, slopes.T @ missed + moved / DOUBT**2), -0.5, 0.5)
     return dict(zip(names, (priors * np.exp(moved)).tolist(), strict=True))
 
 
 def fitted(history: RunHistory) -> dict[str, Term]:
-    """Return the coefficients with in how many runs each is a twentieth of the step."""
+    """Return the coefficients. Each has the number of runs in which its term takes at least a twentieth of the step."""
     seen, runs = observations(history), Counter[str]()
     coefficients = fit(seen)
     for each in seen:

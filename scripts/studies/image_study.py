@@ -1,4 +1,5 @@
-"""A guide to the best combination per memory size and steps, from runs with images.
+"""Write a guide to the best combination of optimizations for a memory size and a number of steps, from runs with
+images.
 
 `scripts/readme-table` writes it into docs/evidence/results.md; founding-images compares the study with its runs."""
 
@@ -30,7 +31,7 @@ def sections(cells: Sequence[Cell]) -> list[Section]:
 
 
 def _workload(cell: Cell) -> tuple[str, ...]:
-    """Return the facts that compared runs share. The number of image tokens may differ."""
+    """Return the facts in which compared runs must agree. The number of image tokens may differ."""
     keys = ("model.id", "model.weights", "gpu", "dataset.name", "dataset.image_size", "dataset.image_sizes",
             "dataset.images_per_sample", "method.vision")  # fmt: skip
     return (*(cell.facts.get(key, "") for key in keys), str(cell.gpus))
@@ -38,7 +39,7 @@ def _workload(cell: Cell) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The best cell from a number of images on, and that number in its own steps."""
+    """A cell that is the best one from this number of images on. `steps` is this number in steps of the cell."""
 
     cell: Cell
     images: float
@@ -46,7 +47,7 @@ class Choice:
 
 
 def guide(cells: Sequence[Cell]) -> Section | None:
-    """Return, per workload and memory size, the cell that first finishes a number of images, start-up included.
+    """Return the fastest cell for each workload, memory size and number of images. Its time includes the start.
 
     A memory size with the same result as the previous one is skipped.
     """
@@ -109,6 +110,6 @@ def _seconds(pace: Pace, samples: float) -> float:
 
 
 def _crossing(pace: Pace, other: Pace) -> float:
-    """Return the samples after which a faster pace makes up for its later start."""
+    """Return the number of samples after which a faster rate makes up for a longer start."""
     later = max(0.0, other.start_s) - max(0.0, pace.start_s)
     return max(0.0, later) / (1 / pace.samples_per_s - 1 / other.samples_per_s)

@@ -18,20 +18,21 @@ sys.path.insert(0, str(ROOT / "src"))
 from ftbench.store import machine  # noqa: E402
 from ftbench.store.rundir import read_json  # noqa: E402
 
-MEMORY = Path("/dev/shm/ftbench-study")  # weights of up to 65 GB, more than the disk holds
+MEMORY = Path("/dev/shm/ftbench-study")  # the disk cannot hold all weights (up to 65 GB per model)
 KEPT = ("spec.json", "machine.json", "applied.json", "steps.csv", "phases.json", "summary.json", "state.json",
         "agreement.json", "parity.json", "summary.md", "plain.json", "kernels.json")  # fmt: skip
 BEGIN, END = "<!-- written by the study -->\n", "<!-- end -->\n"
-START_S = 40  # imports, loading and exit
-IMPORT_S = 15  # of START_S for the imports
+START_S = 40  # seconds for imports, loading and exit
+IMPORT_S = 15  # seconds of START_S that imports take
 TINY_STEPS, TINY_S = 4, 20
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: its name, the shipped config, changes, and expected seconds with and without making the weights.
+    """One run: its name, the shipped config, the changes, and its expected seconds with and without the creation of
+    weights.
 
-    `tiny` is the model of a trial without a GPU. `gpu` is the only one of several that the run sees.
+    `tiny` is the model for a trial without a GPU. If the machine has several GPUs, the run sees only `gpu`.
     """
 
     name: str
@@ -46,10 +47,10 @@ class Cell:
     command: str = "run"
 
     def runs(self, folder: Path) -> list[Path]:
-        """Return the runs of this cell that ended, newest last."""
+        """Return the finished runs of this cell, newest last."""
         found = [path.parent for path in sorted(folder.glob(f"{self.name}/*/state.json"))]
         ended = [path for path in found if read_json(path / "state.json").get("state") in ("ok", "oom")]
-        return ended or [path.parent for path in folder.glob(f"{self.name}/*/plain.json")]  # of a loop without ftbench
+        return ended or [path.parent for path in folder.glob(f"{self.name}/*/plain.json")]  # a plain script
 
 
 class Study:
@@ -69,11 +70,12 @@ class Study:
 
     @property
     def left_s(self) -> float:
-        """Seconds from when the GPU is expected to be free to the end."""
+        """The seconds that remain when the GPU is expected to be free."""
         return self.end - max(time.monotonic(), self.free_at)
 
     def run(self, cells: list[Cell], rounds: int = 1) -> int:
-        """Run the missing cells, each one once before any twice. Return how many still have fewer runs than rounds."""
+        """Run the missing cells. Each cell runs once before any cell runs twice. Return the number of incomplete
+        cells."""
         wanted = [(number, cell) for number in range(1, rounds + 1) for cell in cells]
         with ThreadPoolExecutor(self.jobs) as pool:
             list(pool.map(lambda each: self._missing(*each), wanted))
@@ -118,7 +120,7 @@ class Study:
         return f"skipped: {(errors or lines)[0 if errors else -1]}"
 
     def smaller(self, cell: Cell) -> list[str]:
-        """Return the changes of a trial."""
+        """Return the changes that make a cell small enough for a trial."""
         shape = ("max_length=512", "image_size=[56, 56]")
         if "llava" not in cell.config:
             shape = ("max_length=64", "like=null", "length=null")
@@ -132,7 +134,7 @@ class Study:
         return [path for path in self._folder().glob("*") if path.name.startswith(model.replace("/", "-"))]
 
     def _make_room(self, cell: Cell) -> None:
-        """Delete the weights of other models if the cell's do not fit."""
+        """Delete the weights of other models if the disk has no room for those of the cell."""
         folder = self._folder()
         own = self.weights(cell.model)
         for path in folder.glob("*") if folder.is_dir() and not self.tiny else ():
@@ -187,7 +189,7 @@ def main(
 
 
 def write_page(page: Path, tables: str, check: bool) -> int:
-    """Replace the tables of a page. With `check`, only return 1 if the page is not current."""
+    """Replace the tables of a page. With `check`, do not write it, and return 1 if it is not current."""
     text = page.read_text("utf-8")
     before, rest = text.split(BEGIN)
     current = before + BEGIN + tables + END + rest.split(END)[1]

@@ -1,1 +1,1 @@
-"""Facts and arithmetic. No torch, and no I/O except reading the shipped data files."""
+"""Facts and arithmetic. The modules do not import torch and read only the data files that ftbench ships."""

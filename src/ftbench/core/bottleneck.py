@@ -12,7 +12,7 @@ from ftbench.core.stats import total
 from ftbench.core.units import reworded
 
 DATA_BOUND = 0.10  # share of the steady window spent waiting for batches
-UTILIZED = 0.90  # below this busy share the GPU is waiting
+UTILIZED = 0.90  # if the GPU's busy share is lower, the run is launch-bound
 # A run is compute-bound if its matrix products alone would take this share of the time at the best known rate. If the
 # driver reports how busy tensor cores and memory were, the busier one decides instead.
 COMPUTE_BOUND = 1 / 3
@@ -59,7 +59,7 @@ def classify_bottleneck(
     Args:
         steady: Rows of the steady steps.
         on_gpu: Whether the run used a GPU.
-        products: Share of the time that the run's matrix products would take at the best known rate of this GPU.
+        products: Share of the time that the run's matrix products would need at the best known rate of this GPU.
         busy_method: How `gpu_busy` was measured.
     """
     if not steady:
@@ -117,14 +117,15 @@ def _arithmetic_or_memory(bottleneck: Bottleneck) -> tuple[str | None, str]:
 
 
 def _in_kernels(row: StepRow) -> float | None:
-    """Return the busy share of a step, minus LAUNCH_S for each kernel if their number is known."""
+    """Return the busy share of a step. If the number of kernels is known, subtract LAUNCH_S for each."""
     if row.gpu_busy is None or not row.allocations or not row.step_time_s:
         return row.gpu_busy
     return max(0.0, row.gpu_busy - LAUNCH_S * row.allocations / row.step_time_s)
 
 
 def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_time: bool = False) -> float | None:
-    """Return the time-weighted mean of shares. With `of_time`, return the share of values in seconds."""
+    """Return the time-weighted mean of shares. With `of_time`, the values are seconds, and their share of the time is
+    returned."""
     known = ((row, value) for row, value in zip(steady, values, strict=True) if value is not None)
     pairs = [(row.step_time_s or 0.0, value) for row, value in known if math.isfinite(value)]
     seconds = sum(time for time, _ in pairs)
@@ -132,7 +133,7 @@ def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_tim
 
 
 def _under(steady: Sequence[StepRow], reasons: Sequence[str]) -> float | None:
-    """Return the share of the time in which the driver reported one of the throttle reasons."""
+    """Return the share of the steady window in which the driver reported one of these throttle reasons."""
     known = [row for row in steady if row.throttle]
     seconds = total(row.step_time_s for row in known)
     held = [row for row in known if set((row.throttle or "").split("|")).intersection(reasons)]

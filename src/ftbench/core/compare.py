@@ -8,9 +8,9 @@ An interval is based on the best available evidence:
 interval is the t interval of the difference of the mean logarithms. If the spread between repeated runs is known, it
 adds one degree of freedom (moderated variance: G. K. Smyth, Stat. Appl. Genet. Mol. Biol. 3, 2004). It never reduces
 the observed variance, and the side with fewer runs gives the degrees of freedom. If the spread is unknown, the interval
-is Welch's (B. L. Welch, Biometrika 34, 1947). If only one side was repeated, both are assumed to have the same variance
-(J. R. Crawford and D. C. Howell, The Clinical Neuropsychologist 12, 1998: one value and a sample), and the verdict is
-at most `likely`.
+is Welch's (B. L. Welch, Biometrika 34, 1947). If only one side was repeated, both sides are assumed to have the same
+variance (J. R. Crawford and D. C. Howell, The Clinical Neuropsychologist 12, 1998: one value and a sample), and the
+verdict is at most `likely`.
 
 `steps` One run per side. The order-statistic interval of each run's median step gives the standard error of its
 logarithm (R. M. Price and D. G. Bonett, J. Stat. Comput. Simul. 72, 2002: ratios of medians). Steps are paired if both
@@ -18,7 +18,7 @@ runs trained on the same tokens in the same order. Repeated runs differ by more 
 between runs is added, and the verdict is at most `likely`.
 
 A speed also differs from one sitting to the next: another card, host or day. A ratio of repeated runs of one sitting
-does not contain that spread, because it is the same for both sides. Every other interval does (`sitting`).
+does not contain this spread, because it is the same for both sides. All other intervals contain it (`sitting`).
 
 If several comparisons are shown together, each interval has the confidence 1 - 5 % / comparisons, so that all of them
 hold simultaneously with 95 % (Bonferroni correction).
@@ -31,17 +31,17 @@ from dataclasses import dataclass
 
 from ftbench.core.stats import CONFIDENCE, median_error, t_quantile
 
-UNPROVEN = ("dataset.hash", "dataset.order_hash")  # recipes are equal only if both sides have these
-# Standard deviation of the logarithm of a rate between runs of one spec on one GPU, if the data contains no repeats:
-# the median of eight repeated specs on an H200 (results/h200/plain and results/h200/recipes).
+UNPROVEN = ("dataset.hash", "dataset.order_hash")  # settings that count as different if both runs lack them
+# Standard deviation of the logarithm of a rate between runs of one spec on one GPU. It is used without repeats. The
+# value is the median of eight repeated specs on an H200 (results/h200/plain and results/h200/recipes).
 TYPICAL_SPREAD = 0.0025
-# Weight of that knowledge in degrees of freedom. The spread of specs varies (0.01 to 13 % on an H200) about as much as
-# variances of two runs vary by chance (tests/core/test_compare.py).
+# Weight of this known spread in degrees of freedom. The spreads of specs (0.01 to 13 % on an H200) vary about as much
+# as the variances of two runs vary by chance (tests/core/test_compare.py).
 TYPICAL_FREEDOM = 1
 # Standard deviation of the logarithm of a rate between sittings (another card or day) of one spec, and of a
 # launch-bound one. In results/h200, seven specs have two to four sittings: median 1.7 %, launch-bound 6.2 %.
 SITTING_SPREAD, LAUNCH_BOUND_SPREAD = 0.02, 0.06
-_VAGUE = 4.0  # ratio of the ends of an interval that shows little more than the direction
+_VAGUE = 4.0  # if the ends of an interval have a larger ratio, it shows little more than the direction
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Ratio:
         low: Lower bound, None if unknown.
         high: Upper bound, None if unknown.
         basis: `runs`, `steps`, or empty without an interval.
-        runs: Number of runs of baseline and candidate.
+        runs: Number of runs of the baseline and of the candidate.
     """
 
     value: float
@@ -86,7 +86,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One setting that differs between two runs; None is unknown."""
+    """One setting that differs between two runs. A value of None is unknown."""
 
     key: str
     baseline: str | None
@@ -99,14 +99,14 @@ class Difference:
 def differences(
     baseline: Mapping[str, str], candidate: Mapping[str, str], implied: Callable[[str], bool] = lambda key: False
 ) -> list[Difference]:
-    """Return the settings in which two runs differ, apart from the compared ones.
+    """Return the settings in which two runs differ, without the settings that are compared.
 
     A setting differs if the values are unequal, if one side lacks it, or if both lack a setting of `UNPROVEN`.
 
     Args:
         baseline: Settings of one run.
         candidate: Settings of the other run.
-        implied: Returns whether a setting belongs to the compared settings.
+        implied: Function that returns whether a setting belongs to the compared settings.
     """
     keys = dict.fromkeys([*baseline, *candidate, *UNPROVEN])
     every = ((key, baseline.get(key), candidate.get(key)) for key in keys)
@@ -114,7 +114,7 @@ def differences(
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """Return the geometric mean; None without values or if one is not positive."""
+    """Return the geometric mean. It is None without values, or if a value is not positive."""
     return math.exp(statistics.fmean(map(math.log, values))) if values and min(values) > 0 else None
 
 
@@ -126,7 +126,7 @@ def ratio_of_runs(
 
     Args:
         baseline: One positive value per run.
-        candidate: The same for the other side.
+        candidate: One positive value per run of the other side.
         spread: Standard deviation of the logarithm between repeated runs, None if unknown.
         comparisons: Number of comparisons that are shown together.
         sitting: Standard deviation of the logarithm of the ratio between sittings, 0 within one.
@@ -147,7 +147,8 @@ def ratio_of_runs(
 
 
 def _two_sided(comparisons: int) -> float:
-    """Return the quantile level of the upper end of an interval if several intervals are shown together."""
+    """Return the quantile level of an interval's upper end, corrected for the number of intervals that are shown
+    together."""
     return 1 - (1 - CONFIDENCE) / comparisons / 2
 
 
@@ -252,7 +253,7 @@ class Pace:
     """The speed of a run.
 
     Attributes:
-        start_s: Extra seconds of the start compared with the same number of steady steps.
+        start_s: Additional seconds of the start, compared with the same number of steady steps.
         samples_per_s: Steady rate.
         samples_per_step: Samples per optimizer step.
     """
@@ -264,7 +265,8 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """When the candidate is ahead: `at once` (from its first step), `after` or `until` its step `steps`, or `never`."""
+    """When the candidate is ahead: `at once` (from its first step), `after` its step `steps`, `until` this step, or
+    `never`."""
 
     when: str
     steps: float | None = None

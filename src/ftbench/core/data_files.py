@@ -11,11 +11,11 @@ from typing import Any, TextIO
 
 from ftbench.errors import DataError, MissingError, file_problem, json_problem, open_at_once
 
-_ROWS = 1024  # rows of a Parquet file that are converted at once
+_ROWS = 1024  # number of rows of a Parquet file that are converted at once
 
 
 def image_problem(error: Exception) -> str:
-    """Return in one line why an image file cannot be used, without the object's address that Pillow adds."""
+    """Return in one line why an image file cannot be used. Remove the object address from Pillow's message."""
     if isinstance(error, OSError) and error.strerror:
         return f"{str(error.filename)[-120:]}: {file_problem(error, '{}')}"
     message = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -26,7 +26,7 @@ def orientation(image: Any) -> int:
     """Return the EXIF orientation of an opened image, 1 to 8 (EXIF 2.32): 1 is upright; from 5 on, width and height are
     swapped. Missing or unreadable values count as upright."""
     if image.format == "PNG" and "exif" not in image.info:
-        return 1  # otherwise Pillow decodes the image to look for a later chunk
+        return 1  # without this, Pillow decodes the image to search for metadata
     try:
         value = int(image.getexif().get(0x112, 1))
     except Exception:  # noqa: BLE001 - broken metadata raises anything
@@ -35,7 +35,7 @@ def orientation(image: Any) -> int:
 
 
 class FileRows:
-    """Rows of one or more files, each with its line or record number."""
+    """The rows of one or more files. Each row has its line number or record number."""
 
     def __init__(
         self, folder: Path, numbered: Iterable[tuple[Path, int, dict[str, Any]]], most: int | None = None
@@ -49,7 +49,7 @@ class FileRows:
         return self._rows[index][2]
 
     def where(self, index: int) -> str:
-        """Return `data.jsonl, line 3`."""
+        """Return the position of a row in words, such as `data.jsonl, line 3`."""
         path, number, _ = self._rows[index]
         return f"{path}, {_READERS[path.suffix.lower()][1]} {number}"
 

@@ -22,7 +22,7 @@ MARKER = "<image>"  # placeholder for an image in a text, as in LLaVA's data
 _IMAGES = ("image", "images")
 _QUESTIONS = ("question", "prompt")
 _ANSWERS = ("answer", "text", "caption", "label", "labels")
-# The columns that identify a format. The first one that fits counts.
+# The columns that identify each format. The first format whose columns are present is used.
 _DETECTED: tuple[tuple[str, set[str]], ...] = (
     ("messages", {"messages"}), ("messages", {"conversations"}), ("prompt-completion", {"prompt", "completion"}),
     ("alpaca", {"instruction", "output"}),
@@ -57,7 +57,7 @@ class Example:
 
 
 class BadRow(ValueError):
-    """A row that cannot be used, and why."""
+    """A row cannot be used. The message is the reason."""
 
 
 def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
@@ -69,7 +69,7 @@ def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
         pairs: Whether the objective needs preference pairs.
 
     Raises:
-        DataError: The columns fit no format, or not the objective.
+        DataError: The columns do not fit any format, or the format does not fit the objective.
     """
     names = set(columns)
     listed = ", ".join(sorted(map(str, names))) or "none"
@@ -173,7 +173,7 @@ def _images(row: dict[str, Any]) -> list[Any] | None:
 
 
 def _dialogue(turns: list[Any], images: list[Any] | None = None) -> Example:
-    """Return the example. Images without a marker come first."""
+    """Return the example of a row with messages. Images without a marker in the text come first."""
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict):
@@ -206,7 +206,7 @@ def _parts(content: Any, marked: bool) -> list[dict[str, Any]]:
 
 
 def _with_images(messages: list[dict[str, Any]], images: list[Any] | None) -> Example:
-    """Return the example with one image per image part: the image of the part, or the next image of the row."""
+    """Return the example with one image per image part. It is the image in the part, or the next image of the row."""
     shown = [part for message in messages for part in message["content"] if part["type"] == "image"]
     own = [next((part[key] for key in ("image", "path", "url") if part.get(key)), None) for part in shown]
     given, missing = list(images or ()), sum(image is None for image in own)

@@ -42,7 +42,7 @@ class VisionMatmulShape:
         encoder: Parameters of the encoder's matrices.
         encoder_trained: The parameters of `encoder` that are trained.
         encoder_adapters: Parameters of the encoder's adapters.
-        projector: Parameters of the projector, divided by the number of patches per token.
+        projector: Parameters of the projector per patch: divided by the number of patches per token.
         projector_trained: The parameters of `projector` that are trained.
         projector_adapters: Parameters of the projector's adapters, divided in the same way.
         width: heads x head_dim of an encoder layer.
@@ -62,7 +62,7 @@ class VisionMatmulShape:
 def vision_per_patch(shape: VisionMatmulShape, length: float, recompute: float = 0.0) -> float:
     """Return the FLOPs of one patch in encoder and projector. Attention is bidirectional.
 
-    Frozen parts without trained parts before them need a forward pass only.
+    If a part is frozen and no part before it is trained, it needs only a forward pass.
 
     Args:
         shape: The encoder and projector.

@@ -1,4 +1,4 @@
-"""Look up GPUs in the table facts/gpus.yaml. An unknown GPU is None."""
+"""Look up GPUs in the table facts/gpus.yaml."""
 
 import re
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from ftbench.facts import read_facts
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One row of the table. Unknown values are None.
+    """One row of the GPU table. Unknown values are None.
 
     Attributes:
         match: Substrings of the driver's name.
         bf16: Dense peak in TFLOP/s (without 2:4 sparsity).
-        fp8: The same for FP8.
-        fp16: The same for a GPU without bf16.
+        fp8: Dense FP8 peak in TFLOP/s.
+        fp16: Dense FP16 peak in TFLOP/s of a GPU without bf16.
         memory_gb: Memory in GB (10**9 bytes).
         bandwidth: Memory bandwidth in GB/s.
         watts: Board power.
@@ -47,7 +47,8 @@ class Gpu:
     fp16: float | None = None
 
     def peak_tflops(self, precision: str) -> float | None:
-        """Return the dense peak of `bf16`, `fp16` (equal to bf16 if supported) or `fp8`; None for others."""
+        """Return the dense peak of `bf16`, `fp16` (equal to bf16 if the GPU has it) or `fp8`. For other types return
+        None."""
         return {"bf16": self.bf16, "fp16": self.bf16 or self.fp16, "fp8": self.fp8}.get(precision)
 
 
@@ -82,8 +83,8 @@ def find_gpu(driver_name: str) -> Gpu | None:
 
 
 def limited_gpu(described: Mapping[str, Any] | None) -> Gpu | None:
-    """Return the row of a GPU of machine.json, with its power limit if that is below the board power; None if it is not
-    in the table."""
+    """Return the row of a GPU of machine.json, or None if the table does not have it. If its power limit is below the
+    board power, `watts` is the limit."""
     gpu = find_gpu(described["name"]) if described and described.get("name") else None
     limit = described.get("power_limit_w") if described else None
     return replace(gpu, watts=limit) if gpu and limit and limit < gpu.watts else gpu
@@ -108,11 +109,12 @@ def supports_fp8(compute_capability: tuple[int, int]) -> bool:
 _ROCM = {"cdna3": (9, 4), "cdna4": (9, 5)}
 
 
-MODERN = (8, 0)  # assumed for unknown GPUs: they have fast bfloat16
+MODERN = (8, 0)  # assumed for unknown GPUs: with this capability, bfloat16 is fast
 
 
 def capability_of(gpu: Gpu | float) -> tuple[int, int] | None:
-    """Return the compute capability of a GPU. An unknown GPU, given by its GiB, gets the default."""
+    """Return the compute capability of a GPU. For an unknown GPU, of which only the GiB are given, return the
+    default."""
     return gpu.compute_capability or _ROCM.get(gpu.arch) if isinstance(gpu, Gpu) else MODERN
 
 

@@ -1,13 +1,13 @@
 """Recognize out-of-memory errors by their messages.
 
-Each pattern is from the source of the project that raises the error.
+Each pattern comes from the source code of the project that raises the error.
 """
 
 import re
 from dataclasses import dataclass
 
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-# Another CUDA error: out-of-memory messages before it in a log did not end the process.
+# If another CUDA error follows an out-of-memory message in a log, the other error ended the process.
 _OTHER = re.compile(r"CUDA (?:driver )?error: (?!out of memory|CUBLAS_STATUS_ALLOC_FAILED)")
 _PATTERNS: tuple[tuple[str, str], ...] = (
     # torch.OutOfMemoryError of the caching allocator

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: the layers of each, the micro-batches that they keep, and the time that they wait.
+"""Compute the layers of pipeline stages, the micro-batches that stages keep, and the time that GPUs wait.
 
 Sources: Narayanan et al. 2021 (1F1B and interleaved stages, sections 2.2 and 3.2); Qi et al. 2024 (ZB-V)."""
 
@@ -13,7 +13,7 @@ def parts(schedule: str) -> int:
 
 
 def of_rank(schedule: str, ranks: int, rank: int) -> list[int]:
-    """Return the stages of a rank. With ZB-V, the first rank has the first and the last stage."""
+    """Return the indices of a rank's stages. With ZB-V, the first rank has the first and the last stage."""
     if parts(schedule) == 1:
         return [rank]
     return [rank, 2 * ranks - 1 - rank if schedule == "zbv" else rank + ranks]
@@ -51,7 +51,7 @@ def balanced(costs: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[i
 
     @cache
     def best(start: int, left: int) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-        """Return the best split from this layer on: its largest cost, largest size, sum of squared costs, and
+        """Return the best split of the layers from `start` on: largest cost, largest size, sum of squared costs, and
         layers."""
         if left == 1:
             last = cost[-1] - cost[start]
@@ -68,7 +68,8 @@ def balanced(costs: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[i
 
 
 def bounds(split: Sequence[int], stages: Sequence[int]) -> tuple[list[int], bool, bool]:
-    """Return the indices of the layers of some stages, and whether they have the embedding and the head."""
+    """Return the indices of some stages' layers, whether these stages have the embedding, and whether they have the
+    head."""
     return [at for stage in stages for at in layers_of(split, stage)], 0 in stages, len(split) - 1 in stages
 
 

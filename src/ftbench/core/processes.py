@@ -17,7 +17,7 @@ def run_program(
     """Run a program and return its exit code and output.
 
     Raises:
-        OSError: If it cannot be started; TimeoutError (a subclass) if it runs longer than `limit_s` seconds.
+        OSError: The program cannot be started. TimeoutError (a subclass): it runs longer than `limit_s` seconds.
     """
     try:
         return subprocess.run(
@@ -64,7 +64,7 @@ def boot_id() -> str:
 
 @contextmanager
 def optional_stderr() -> Iterator[None]:
-    """Discard stderr from now on if the block cannot write to it, for example after a closed pipe."""
+    """If the block cannot write to stderr (for example because a pipe is closed), discard all further output to it."""
     try:
         yield
     except OSError:

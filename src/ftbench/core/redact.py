@@ -34,7 +34,7 @@ _BEARER = re.compile(r"(?i)\b(bearer\s+)[A-Za-z0-9._~+/-]{12,}=*")
 _VALUE = (
     r"\"(?:[^\"\\\n]|\\.){4,}\""
     r"|'(?:[^'\\\n]|\\.|''){4,}'"
-    r"|\\\"(?:[^\"\\\n]|\\\\(?:\\[\\\"]|[^\\])|\\[^\"\\]){4,}\\\""  # the same inside a JSON string
+    r"|\\\"(?:[^\"\\\n]|\\\\(?:\\[\\\"]|[^\\])|\\[^\"\\]){4,}\\\""  # a secret name and its value inside a JSON string
     r"|[\"']?[^\s\"',;}\]]{4,}"
 )
 _PLAIN_JSON = re.compile(r"-?[\d.]+(?:[eE][+-]?\d+)?|true|false|null")
@@ -49,7 +49,8 @@ def redact(text: str, environment: Mapping[str, str]) -> tuple[str, int]:
 
     Args:
         text: Any text.
-        environment: Variables. The values of variables with secret names are replaced, also if quoted or escaped.
+        environment: Environment variables. If a name looks secret, its value is replaced, also in quoted or escaped
+            form.
     """
     redacted = _redacted(text, _secrets_of(environment))
     return redacted, redacted.count(REDACTED) - text.count(REDACTED)
@@ -105,8 +106,8 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str], tuple
 
 
 def _secrets_of(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the secret values of an environment in every escaped form, longest first. Values below 8 characters are
-    ordinary words."""
+    """Return the secret values of an environment in all escaped forms, longest first. Values with fewer than 8
+    characters are left out, because they may be ordinary words."""
     names = [name for name in environment if _SECRET_VARIABLE.search(name) and not _NAMES_A_PLACE.search(name)]
     return _forms(tuple(environment[name] for name in names if len(environment[name]) >= 8))
 
@@ -118,6 +119,6 @@ def _forms(values: tuple[str, ...]) -> tuple[str, ...]:
         in_json = {json.dumps(value, ensure_ascii=ascii)[1:-1] for ascii in (True, False)}
         forms |= in_json | {json.dumps(text)[1:-1] for text in in_json}
         forms |= {html.escape(text) for text in (value, *in_json)}
-        forms |= {re.sub("/+", "/", value)}  # as pathlib prints it
+        forms |= {re.sub("/+", "/", value)}  # the form in which pathlib prints it
         forms |= {value.replace('"', '""'), value.replace("'", "''"), repr(value)[1:-1], quote(value, safe="")}
     return tuple(sorted(forms, key=lambda value: (-len(value), value)))

@@ -16,11 +16,11 @@ PREFIX = "ftbench."  # of range names in a trace
 DATA, FORWARD, LOSS, METRICS, BACKWARD = "data", "forward", "loss", "metrics", "backward"
 STAGES = "other stages"  # waiting for them
 CLIP, OPTIMIZER = "clip", "optimizer"
-OTHER = "other"  # not covered by a range
+OTHER = "other"  # time that no range covers
 
 
 def _column(unit: str, meaning: str, ranks: str = "highest") -> Any:
-    """Declare a column. `ranks` is how the values of several ranks are merged (store/ranks.py)."""
+    """Declare a column. `ranks` says how store/ranks.py merges the values of several ranks."""
     return field(default=None, metadata={"unit": unit, "meaning": meaning, "ranks": ranks})
 
 
@@ -100,7 +100,7 @@ class StepRow:
 
 
 SMALLEST, LARGEST, MOST_STEPS = 1e-30, 1e15, 2**31  # bounds for seconds, tokens, GiB, joules and learning rates
-FLOAT32 = 3.5e38  # larger values were infinite when computed
+FLOAT32 = 3.5e38  # larger values come from a computation that overflowed
 MAY_DIVERGE = ("loss", "grad_norm", "reward_margin")  # may be NaN or infinite if training diverges
 COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(StepRow))
 _TYPES = {f.name: str(f.type) for f in fields(StepRow)}
@@ -210,6 +210,6 @@ class RunSummary:
     forward_s: dict[str, float | None] = field(default_factory=dict, metadata=_LATER)
 
 
-# Fields added later are missing in older files. A file without the other fields is not valid.
+# Fields that were added later may be missing in older files. All other fields are required.
 LATER: frozenset[str] = frozenset(f.name for f in fields(RunSummary) if f.metadata == _LATER)
 FIELDS: frozenset[str] = frozenset(f.name for f in fields(RunSummary)) - LATER

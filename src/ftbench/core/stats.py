@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Key = TypeVar("Key", bound=Hashable)
-MINIMUM_STEADY = 5  # fewer steady steps give a warning
+MINIMUM_STEADY = 5  # a run with fewer steady steps gets a warning
 CONFIDENCE = 0.95
-MAD_TO_SIGMA = 1.4826  # median absolute deviation → standard deviation of a normal distribution
+MAD_TO_SIGMA = 1.4826  # converts a median absolute deviation to the standard deviation of a normal distribution
 
 
 def grouped_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Return the items by key. Keys and items keep their order."""
+    """Return key → items. Keys and items keep their order."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -23,7 +23,7 @@ def grouped_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, l
 
 
 def total(values: Iterable[float | int | None]) -> float:
-    """Return the sum of the known values."""
+    """Return the sum of the values that are known (not None)."""
     return sum(value for value in values if value is not None)
 
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-NARROWEST = 12  # minimum width of a column of words
-_NAME = 28  # minimum width of the first column, at most a third of the line
+NARROWEST = 12  # minimum width of a column with words
+_NAME = 28  # minimum width of the first column; it never takes more than a third of the line
 _LEAST_TERMINAL, _PAGE, _UNLIMITED = 40, 120, 10_000
 _PIPE: int | None = _PAGE  # maximum line length of a table without a terminal
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -29,7 +29,7 @@ def show_in_full(wanted: bool) -> None:
 
 
 def terminal_width() -> int | None:
-    """Return the maximum line length, 120 for a pipe or a file without COLUMNS; None with `--wide`."""
+    """Return the maximum line length. It is 120 for a pipe or a file unless COLUMNS is set, and None with `--wide`."""
     if _wide:
         return None
     if not (sys.stdout.isatty() or os.environ.get("COLUMNS")):
@@ -85,7 +85,7 @@ def folded(text: str, width: int | None = None) -> str:
 def folded_command(command: str, indent: int = 2) -> str:
     """Return a shell command in indented lines that fit the terminal. A broken line ends in a backslash.
 
-    An option and its value stay together. A longer word is not broken.
+    An option and its value stay on one line. Words that are longer than a line are not broken.
     """
     width, lines, part = terminal_width() or _UNLIMITED, [""], ""
     words = shlex.split(command)
@@ -99,7 +99,8 @@ def folded_command(command: str, indent: int = 2) -> str:
 
 
 def _least_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """Return the minimum width of each column: numbers keep their width, words wrap down to NARROWEST."""
+    """Return the minimum width of each column. Columns of numbers keep their width. Columns of words may shrink to
+    NARROWEST."""
     first = max(NARROWEST, min(_NAME, width // 3)) if all(columns) else NARROWEST
     widths = [
         max(map(cell_len, cells)) for cells in zip([name.removeprefix(">") for name in columns], *rows, strict=True)

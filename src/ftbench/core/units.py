@@ -1,4 +1,4 @@
-"""Convert numbers to text. None becomes an empty string."""
+"""Convert numbers to text. For None, the functions return an empty string."""
 
 import re
 from collections.abc import Sequence
@@ -52,19 +52,19 @@ def count(value: float | None) -> str:
 
 
 def some(number: int, noun: str) -> str:
-    """Return `1 run`, `3 processes`, `1,200 files`."""
+    """Return a number with its noun: `1 run`, `3 processes`, `1,200 files`."""
     plural = "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}{plural * (number != 1)}"
 
 
 def listed(texts: Sequence[str], most: int, between: str = ", ") -> str:
-    """Return `a, b and 3 more`, with the first `most` texts."""
+    """Return the first `most` texts and the number of others, such as `a, b and 3 more`."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return between.join(texts[:most]) + more
 
 
 def rate(value: float | None) -> str:
-    """Return a rate: an integer from ten up, three digits below."""
+    """Return a rate as text: rounded to an integer from 10 up, and with three digits below 10."""
     if value is None:
         return ""
     return f"{round(value):,}" if value >= 10 else f"{value:.3g}"
@@ -98,7 +98,7 @@ def change(value: float | None, digits: int = 1) -> str:
     return f"{value * 100:+,.0f} %" if abs(value) >= 10 else f"{value * 100:+,.{digits}f} %"
 
 
-_WORDINGS = {  # regular expressions of sentences in committed runs, with their current form
+_WORDINGS = {  # regular expression of a sentence in committed runs → its current form
     "not there, so .* by rank": "missing, so there are no figures per rank",
     r"graphs (came from the )compiler's cache on disk: where it is empty":
         r"compiled graphs \1disk cache: with an empty cache",
@@ -115,7 +115,8 @@ _WORDINGS = {  # regular expressions of sentences in committed runs, with their 
 
 
 def reworded(text: str) -> str:
-    """Return a sentence of an older run in its current form: singular for one, a space before the percent sign."""
+    """Return the current form of a sentence in an older run: with singular after 1, and a space before the percent
+    sign."""
     text = _SHARE.sub(" %", text)
     for old, new in _WORDINGS.items():
         text = re.sub(old, new, text)

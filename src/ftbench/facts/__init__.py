@@ -1,4 +1,4 @@
-"""Data files of ftbench: GPUs, shapes of public models, the sample data set."""
+"""The data files that ftbench ships: GPUs, shapes of public models, the sample data set."""
 
 from functools import cache
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 SAMPLE = Path(__file__).parent / "sample.jsonl"  # the sample data set
-# libyaml's loader takes a tenth of the time, but PyYAML may be built without it.
+# The loader of libyaml is ten times as fast, but PyYAML may be built without it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -20,7 +20,7 @@ def read_facts(name: str) -> Any:
 
 @cache
 def architectures() -> dict[str, dict[str, Any]]:
-    """Return model id → Hugging Face configuration, enough for a model with random weights."""
+    """Return model id → Hugging Face configuration. It has all keys that a model with random weights needs."""
     table: dict[str, dict[str, Any]] = {}
     for file in ("architectures.yaml", "tiny.yaml"):
         for family, models in read_facts(file).items():
