@@ -17,7 +17,7 @@ from ftbench.spec.prices import Amount, Prices, amount
 
 _Z = 1.645  # quantile of the normal distribution at the ends of a 90 % range
 _BAR = 32  # characters of the longest bar
-LIMITS = {"host": "launch-bound", "images": "image loading"}  # other than the GPU
+LIMITS = {"host": "launch-bound", "images": "image loading"}  # what limits a step, if it is not the GPU
 LAUNCH_BOUND = "launch-bound: the CPU starts kernels too slowly, so a faster GPU gains little"
 
 

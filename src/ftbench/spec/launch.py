@@ -1,4 +1,4 @@
-"""The section `launch:` of a spec: the processes of a run."""
+"""Declare the section `launch:` of a spec, which describes the processes of a run."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, cast
@@ -10,7 +10,7 @@ from ftbench.spec.base import Float, Int, Part, Word
 from ftbench.spec.strategies import STRATEGIES
 
 MOST_GPUS = 1024
-_OFF = ("tp", "pp", "micro_batches", "split")  # keys that may be `off`
+_OFF = ("tp", "pp", "micro_batches", "split")  # keys that accept `off`
 
 
 class Launch(Part):

@@ -118,13 +118,13 @@ def estimate_memory(
     spec: Experiment, gpu: Gpu | float, *, total: float | None = None, batch: Largest | None = None,
     known: Constants | None = None, rank: int | None = None,
 ) -> MemoryEstimate:  # fmt: skip
-    """Return the memory of one GPU of a run. With pp, this is the GPU that needs the most.
+    """Return the memory of one GPU of a run. With pp, it is the GPU that needs the most memory.
 
     Args:
         spec: The experiment; `launch` gives the number of GPUs.
         gpu: A GPU of the table, or GiB.
         total: GiB by the GPU's driver, if known.
-        batch: The largest batch that a run had on one GPU.
+        batch: The largest batch of a run on one GPU. By default it is predicted from the spec.
         known: Constants, by default those of `facts/estimator.yaml`.
         rank: A rank of the pipeline.
 

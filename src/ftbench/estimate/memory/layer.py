@@ -1,4 +1,4 @@
-"""What one decoder layer saves for the backward pass.
+"""Compute the bytes that one decoder layer saves for the backward pass.
 
 Bytes per position of the batch, unless noted otherwise. Notation: h hidden, q and k widths of queries and keys, i
 width of the MLP; s, p, c bytes of an element of the residual stream, of a product, and of the compute type. The

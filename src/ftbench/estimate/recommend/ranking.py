@@ -1,5 +1,5 @@
-"""Find the best training variant of a spec within a time, a budget and the memory of a GPU, by estimating all
-variants."""
+"""Estimate all training variants of a spec, and rank those that keep the time limit, the budget and the GPU's
+memory."""
 
 import math
 from bisect import bisect_left

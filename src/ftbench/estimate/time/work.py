@@ -76,7 +76,7 @@ _OPTIMIZER_TERM = {"adamw_torch": "optimizer", "adamw_bnb_8bit": "optimizer.8bit
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The work of an optimizer step.
+    """The work of an optimizer step, split into terms.
 
     The step has `passes` micro-batches. They form groups of similar size, and each group has a weight and the amount of
     each term. `update` is the work of the optimizer update, which happens once. `products`, `products.fp8` and

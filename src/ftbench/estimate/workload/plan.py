@@ -20,7 +20,7 @@ DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 
 class EarlierUnsloth(Unsloth):
-    """unsloth in November 2025: it computes the experts of gpt-oss one by one and does not adapt them."""
+    """unsloth of November 2025. It computes the experts of gpt-oss one by one and does not train adapters on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class TrainingPlan:
         weight: Bytes per element of the loaded weights.
         upcast: Bytes per element of embedding, head and norms. peft makes them float32 in a quantized model.
         compute: Bytes per element of the inputs of products.
-        autocast: Whether products cast their inputs.
+        autocast: Whether autocast casts the inputs of products.
         adapter: Bytes per element of the adapters; 0 without adapters.
         targets: Last parts of the names of adapted linear layers, and `experts` for fused experts.
         packed_experts: Experts stay in 4 bits, by `mxfp4` or by unsloth.
@@ -46,7 +46,7 @@ class TrainingPlan:
         triton: ftbench's kernels run between the products.
         whole_mlp: ftbench's kernels recompute silu(gate) * up instead of saving it.
         streamed: Frozen weights are in host memory.
-        reference: Where the reference of a dpo step comes from."""
+        reference: How a dpo step computes the reference."""
 
     full: bool = False
     quantised: bool = False
