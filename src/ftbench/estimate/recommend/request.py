@@ -39,7 +39,6 @@ from ftbench.store import machine
 MOST_BATCH, MOST_GPUS = 65_536, 64
 ANY = "any"  # a value of --effective-batch
 _USUAL_BATCH = 16  # samples per step if the user gave a model and no spec
-_FEW_GPUS = 3  # with more GPUs than this, other lengths are estimated for the best GPU only
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +166,14 @@ def _samples(request: RecommendRequest, spec: Experiment, history: RunHistory) -
 
 
 def with_lengths(answer: Recommendation) -> Recommendation:
-    """Return the recommendation with the best variants for samples of half and of twice the length.
+    """Return the recommendation with the best variants of the best GPU for samples of half and of twice the length.
 
     Nothing is added if the lengths are not known, or if they do not determine the time (images)."""
     goal, memory_cache = answer.goal, MemoryCache()
     if not answer.options or goal.spec.dataset.has_images or goal.history.lengths(goal.spec).upper_bound:
         return answer
-    few = goal if len(goal.gpus) <= _FEW_GPUS else replace(goal, gpus=(answer.options[0].gpu,))
-    best = {factor: next(iter(_at_length(few, factor, memory_cache)), None) for factor in (0.5, 2.0)}
+    on_best = replace(goal, gpus=(answer.options[0].gpu,))
+    best = {factor: next(iter(_at_length(on_best, factor, memory_cache)), None) for factor in (0.5, 2.0)}
     return replace(answer, lengths=tuple(best.items()))
 
 

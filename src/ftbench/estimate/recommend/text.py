@@ -126,15 +126,14 @@ def _other_lengths(answer: Recommendation) -> list[str]:
     if not answer.lengths:
         return []
     best, mean = answer.options[0], answer.goal.history.lengths(answer.goal.spec).mean
-    texts = []
+    where, texts = f" on {best.gpu.name}" if len(answer.goal.gpus) > 1 else "", []
     for factor, option in answer.lengths:
         at = f"at {'half' if factor < 1 else 'twice'} the mean length ({units.rate(factor * mean)} tokens)"
         if option is None:
-            texts.append(f"{at} nothing fits")
+            texts.append(f"{at} nothing fits{where}")
         elif _identity(option) != _identity(best):
-            where = "" if option.location == best.location else f" on {option.location}"
-            texts.append(f"{at} the best is {way_words(option.spec)}, batch {_batch(option.spec)}{where}")
-    return ["; ".join(texts) if texts else "the same way is best at half and at twice the mean length"]
+            texts.append(f"{at} the best{where} is {way_words(option.spec)}, batch {_batch(option.spec)}")
+    return ["; ".join(texts) if texts else f"the same way is best{where} at half and at twice the mean length"]
 
 
 def _identity(option: Option) -> tuple[object, ...]:
