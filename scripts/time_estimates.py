@@ -28,7 +28,11 @@ from memory_estimates import quantile  # noqa: E402
 from ftbench.core import units  # noqa: E402
 from ftbench.core.hardware import gpus  # noqa: E402
 from ftbench.core.stats import grouped_by  # noqa: E402
-from ftbench.core.units import change, percent  # noqa: E402
+from ftbench.core.units import (  # noqa: E402
+    change,
+    optimizations_on,
+    percent,
+)
 from ftbench.errors import SpecError  # noqa: E402
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration  # noqa: E402
 from ftbench.estimate.time.history import RunHistory, TimedRun, timed_runs  # noqa: E402
@@ -36,7 +40,6 @@ from ftbench.estimate.time.rates import ideal, limits_of, shipped_coefficients, 
 from ftbench.estimate.time.work import StepWork, step_work  # noqa: E402
 from ftbench.estimate.workload.model import is_rough, trainable_shape  # noqa: E402
 from ftbench.facts import read_facts  # noqa: E402
-from ftbench.store.summary import optimizations_on  # noqa: E402
 
 PAGE, FACTS = ROOT / "docs/evidence/time-estimates.md", ROOT / "src/ftbench/facts/durations.yaml"
 NOISE = 0.05  # spread of the log of a run's step time around a perfect model

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 GIB, JOULES_PER_KWH = 2**30, 3.6e6
 _SHARE = re.compile(r"(?<=\d)%")
@@ -131,3 +132,12 @@ def parameters(value: int | None) -> str:
         if value >= size:
             return f"{value / size:.3g} {letter}"
     return str(value)
+
+
+def optimizations_on(section: dict[str, Any]) -> list[str]:
+    """Return the optimizations that are on, for example `compile`, `fp8 tensorwise`."""
+    return [
+        name if value is True else f"{name} {value}"
+        for name, value in section.items()
+        if value not in (False, "off", "auto")
+    ]

@@ -118,7 +118,8 @@ def _described(run: RunDir, documents: dict[str, dict[str, Any]], state: dict[st
         weights=model.get("weights", ""), gpu=first_gpu(documents["machine"]).get("name"),
         batch_size=train.get("batch_size", 0),
         gradient_accumulation_steps=train.get("gradient_accumulation_steps", 0),
-        optimizations=[UNKNOWN] if "imported" in spec else optimizations_on(spec.get("optimizations", {})), steps={},
+        optimizations=[UNKNOWN] if "imported" in spec else units.optimizations_on(spec.get("optimizations", {})),
+        steps={},
         parameters={key: config.get("parameters", {}).get(key) for key in ("total", "trainable")},
         dataset=config.get("dataset", {}), oom=state.get("oom"), warnings=[*config.get("warnings", []), *shared],
         first_step_cache=(config["compile_cache"] or "none") if "compile_cache" in config else None,
@@ -149,15 +150,6 @@ def profiled(spec: dict[str, Any]) -> bool:
 
 def as_dict(summary: RunSummary) -> dict[str, Any]:
     return dataclasses.asdict(summary)
-
-
-def optimizations_on(section: dict[str, Any]) -> list[str]:
-    """Return the optimizations that are on, for example `compile`, `fp8 tensorwise`."""
-    return [
-        name if value is True else f"{name} {value}"
-        for name, value in section.items()
-        if value not in (False, "off", "auto")
-    ]
 
 
 def _warmup(spec: dict[str, Any], train: Sequence[StepRow]) -> int:

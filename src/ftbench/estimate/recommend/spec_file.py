@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
+from ftbench.core.units import optimizations_on
 from ftbench.errors import SpecError
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import SHORT_FORMS, load, shipped_recipes
 from ftbench.spec.model_argument import options_of
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.reading import as_text
-from ftbench.store.summary import optimizations_on
 
 _COMMENTS = {
     "model": "weights: random needs no download",
