@@ -115,9 +115,10 @@ def _runs(paths: Sequence[Path]) -> list[RunDir]:
 
 def _copy_key(record: Record) -> Any:
     """Return a key that is equal for copies of a run: its id, end, and size of steps.csv."""
+    run = RunDir(Path(record["path"]))
     with suppress(OSError):
         if record["ended_at"]:
-            return record["run_id"], RunDir(Path(record["path"])).steps.stat().st_size, record["ended_at"]
+            return run.run_id, run.steps.stat().st_size, record["ended_at"]
     return record["path"]
 
 
