@@ -355,9 +355,9 @@ memory that cudaMemGetInfo gives to a process (from a probe or published: `facts
 on cards with display outputs.
 
 Reserved memory is least accurate for very small models and for batches of varying length, because the allocator's pool
-depends on the order of the requested sizes. Its range includes free blocks that are too small at the memory peak
-(`_not_reused` in estimate/memory/estimate.py), the smallest segments of the allocator, and kernels that are loaded
-late.
+depends on the order of the requested sizes. Its range has room for free blocks that are too small to be reused at the
+memory peak (`_not_reused` in estimate/memory/estimate.py), for the allocator's minimum segment size, and for kernels
+that are loaded late.
 
 These runs ran out of memory. For {len(wrong)} of them, the estimate was *fits*:
 

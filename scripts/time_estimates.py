@@ -275,7 +275,8 @@ def main() -> None:
         f"If all runs of the same method and optimizations are left out, the mean error is {percent(mean)}, the "
         f"worst {percent(worst)}.\nIf all runs of the same model are left out, the mean error is "
         f"{percent(errors_of(models)[0])}. Ranges that were fitted to other models contain {percent(coverage(models))} "
-        f"of these runs.\nThe shipped range is the expected time divided and multiplied by {factors}.\n"
+        "of these runs.\nThe range goes from the expected time divided by a factor to the expected time multiplied by "
+        f"it. The factor is {factors}.\n"
         f"\n## Several GPUs\n\n{as_text(several)}"
     )
     print(text, end="")

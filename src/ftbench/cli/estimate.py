@@ -157,7 +157,7 @@ def init(
     output: Output = Path("run.yaml"),
     force: Overwrite = False,
 ) -> None:
-    """Write a commented spec with the best recipe and batch. It asks four questions, or takes them as options."""
+    """Write a commented spec with the best recipe and batch. It asks four questions. Options can answer them."""
     from ftbench.estimate.recommend.request import RecommendRequest
     from ftbench.spec.model_argument import spec_sets
     from ftbench.store import machine

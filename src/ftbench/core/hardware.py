@@ -75,7 +75,7 @@ _OTHER_CARD = re.compile(r"\bMIG\b|\bLaptop\b|\d D\b|\bSUPER\b|\bTi\b")
 
 @cache
 def find_gpu(driver_name: str) -> Gpu | None:
-    """Return the row of a driver's name ("NVIDIA H200"), or None. Only full words match, so an L40 is not an L4."""
+    """Return the row for a driver's name ("NVIDIA H200"), or None. Only full words match, so an L40 is not an L4."""
     if _OTHER_CARD.search(driver_name):
         return None
     called = (gpu for gpu in gpus() for part in gpu.match if re.search(rf"(?<!\w){re.escape(part)}(?!\w)", driver_name))

@@ -31,10 +31,10 @@ def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) 
     """Return the number of warm-up steps.
 
     The second half of the run defines a steady step: median m, spread s (from the median absolute deviation) and 90th
-    percentile p. Warm-up contains the first step, and the following steps that take longer than m + max(10 %, 3 s). It
-    also contains everything up to the last step of the first half that took more than 2 p or compiled a graph, because
-    kernels are loaded, tuned and compiled when a new shape appears. At most half of the steps are warm-up, so that a
-    run that slows down later keeps its slow steps.
+    percentile p. Warm-up contains the first step, and the following steps that take longer than m + max(10 %, 3 s). A
+    new shape can load, tune and compile kernels later. If a step of the first half took more than 2 p or compiled a
+    graph, warm-up therefore ends after the last such step. At most half of the steps are warm-up, so that a run that
+    slows down later keeps its slow steps.
     """
     n = len(times)
     if n < 2:

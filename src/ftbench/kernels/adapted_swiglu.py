@@ -89,9 +89,9 @@ def _adapted_swiglu_backward(
     b_row: tensor, thin_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor, size: tensor, LIMIT: constexpr,
     AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of gate and up side by side in 8 bits. Also write their products with b over the program's
-    columns, and the adapter gradients over its rows, which are summed later. One program handles COLUMNS columns and
-    `size` rows."""
+    """Write the gradients of gate and up side by side in 8 bits. One program handles COLUMNS columns and `size` rows.
+    It also writes two partial sums, which are added up later: the products of these gradients with b over its columns,
+    and the adapter gradients over its rows."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return

@@ -59,8 +59,8 @@ class Augmented(torch.autograd.Function):
     backward pass.
 
     `weight` is [[W, s B], [A, 0]], (out + r) x (in + r). B is block diagonal. The next arguments are the scales, then
-    A and B of each layer in turn. A and B only receive gradients, as in `Beside`. The incoming gradient is
-    overwritten. x is overwritten too if it has the extra columns.
+    A and B of each layer in turn, which get gradients but are not read. The incoming gradient is overwritten. x is
+    overwritten too if it has the extra columns.
     """
 
     @staticmethod
@@ -107,8 +107,8 @@ class Beside(torch.autograd.Function):
     """Compute, from tokens x in, the values that the adapters of each layer add to its product.
 
     `a` contains A of all layers, (layers r) x in. `b` contains s B of all layers, out x r. `sizes` are the output
-    widths of the layers. The next arguments are the scales, then A and B of each layer in turn. A and B only receive
-    gradients.
+    widths of the layers. The next arguments are the scales, then A and B of each layer in turn, which get
+    gradients but are not read.
 
     The scales are passed together with the adapters to change the number of arguments. Without gradients, torch.compile
     assumes that `forward` has no context if a call has as many arguments as `forward` has parameters (torch 2.11 and

@@ -35,7 +35,7 @@ in_rows.register_autograd(lambda _, gradient: gradient)
 
 
 class GroupedExperts:
-    """Fused experts with gate and up in one matrix. This mixin overrides transformers' class, or replaces it."""
+    """Fused experts with gate and up in one matrix: a mixin for transformers' class or for `nn.Module`."""
 
     adapters: dict[str, tuple[torch.Tensor, torch.Tensor, float]]
     num_experts: int

@@ -131,8 +131,8 @@ rms_norm_backward.register_fake(
 
 
 class RmsNorm(torch.autograd.Function):
-    """Return the norm of x (tokens x width → tokens x (width + room)), and x. Other operations read this x, so that
-    the kernel adds their gradient. The weight is frozen and gets no gradient."""
+    """Return the norm of x (tokens x width → tokens x (width + room)), and x. If the residual stream continues from
+    the returned x, the backward kernel also adds its gradient. The weight is frozen and gets no gradient."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,9 @@
 """Write queries, keys and values in the layout that attention reads, with one kernel per direction. Heads of queries
 and keys are normed (optional) and rotated. Forward: every value is read and written once. Backward: the gradients are
 read and written, and the original queries and keys are read if heads are normed. If one product computed all heads,
-its backward pass needs the gradients side by side, so they are written that way. The compiler reads each head twice
-(mean square, norm), writes queries and keys twice (the second time in attention's order), and joins the gradients in a
-separate pass."""
+its backward pass needs the gradients side by side, so they are written that way. torch.compile's code needs more: it
+reads each head twice (mean square, norm), writes queries and keys twice (the second time in attention's order), and
+joins the gradients in a separate pass."""
 
 from __future__ import annotations
 

@@ -77,12 +77,12 @@ class Product(torch.autograd.Function):
 
 
 class AdaptedProduct(torch.autograd.Function):
-    """Compute `Product` of several layers and add the products of their adapters in place. Each direction has one
-    product with A and one with B.
+    """Compute `Product` of several layers and add the products of their adapters in place. Forward and backward have
+    one product with A and one with B each. The sum needs no separate pass if custom kernels read the result.
 
-    It is used if custom kernels read the result, so that the sum needs no separate pass. `given` are the arguments of
-    `Product`, A of all layers ((layers r) x in), s B of all layers (block diagonal, out x (layers r)), the scales, and
-    A and B of each layer in turn. A and B only receive gradients, as in `Beside`.
+    `given` are the arguments of `Product`, A of all layers ((layers r) x in), s B of all layers (block diagonal,
+    out x (layers r)), the scales, and A and B of each layer in turn. The separate A and B are not read: autograd needs
+    them to return their gradients.
     """
 
     @staticmethod
@@ -106,7 +106,7 @@ class AdaptedProduct(torch.autograd.Function):
 
 
 class GatedMlp(torch.autograd.Function):
-    """Compute an MLP: `AdaptedProduct` of gate and up, silu(gate) * up, and `AdaptedProduct` of that. The
+    """Compute an MLP: `AdaptedProduct` of gate and up, silu(gate) * up, and `AdaptedProduct` of down. The
     intermediate values are written in 8 bits only, by kernels that also compute the adapters' products
     (`kernels/adapted_swiglu.py`). `given` are the arguments of both products; the first `count` of them belong to
     the first product."""

@@ -51,9 +51,9 @@ def _highest(values: list[float]) -> float:
 
 
 def _shares(rows: Sequence[StepRow]) -> list[StepRow]:
-    """Return one row per data-parallel share, with the mean loss of the ranks of the share.
+    """Return one row per data-parallel group, with the mean loss of its ranks.
 
-    The ranks of a share have equal losses. Under context parallelism, each of them has a part of every sequence.
+    The ranks of a group have equal losses. Under context parallelism, each of them has a part of every sequence.
     """
     members: dict[int | None, list[StepRow]] = {}
     for index, row in enumerate(rows):

@@ -183,8 +183,8 @@ def _inputs(vision: VisionShape, plan: TrainingPlan) -> float:
     """Return the bytes of the inputs that the encoder's matrices save.
 
     Each adapter saves a copy of its input. Trained matrices of CLIP (q, k, v and fc1) save a cast input, and the output
-    projection shares the output of attention. Trained matrices of Qwen save the joined outputs of the windows, and the
-    cast output of a LayerNorm, or the output of an RMSNorm before and after its weight."""
+    projection shares the output of attention. Trained matrices of Qwen save the joined outputs of the windows.
+    They also save the output of the norm: cast for a LayerNorm, before and after the weight for an RMSNorm."""
     if plan.vision == "frozen":
         return 0.0
     if plan.vision == "lora":

@@ -103,9 +103,9 @@ def fused_outputs(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     long as one of its parts is saved.
 
     For gate and up, the unused columns stay. For queries, keys and values, the unused columns stay, and also queries
-    and keys before rotation if attention saves the values. If values are repeated for each query head, the buffer
-    stays only if a compiled head norm saves queries and keys before rotation; then its values count too. Our kernel
-    copies the values and always saves the buffer (kernels/rotary.py)."""
+    and keys before rotation if attention saves the values. If values are repeated for each query head, attention
+    saves a copy of them. The buffer then stays only if a compiled head norm saves queries and keys before rotation,
+    and its values count too. Our kernel copies the values and always saves the buffer (kernels/rotary.py)."""
     if plan.fused != "augmented":
         return 0.0
     copied = plan.triton or layer.sinks or repeats(layer, plan, batch)

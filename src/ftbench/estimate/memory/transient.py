@@ -28,7 +28,7 @@ def checkpoint_buffers(hidden: int, plan: TrainingPlan, batch: BatchShape) -> fl
 def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
     """Return the peak bytes of the temporary tensors of one layer's MLP. Saved tensors are not included.
 
-    - Full training: the gradients of gate * up, of the activation and of up, and the residual stream, minus gate * up.
+    - Full training: gradients of gate * up, of the activation and of up; the residual stream. gate * up is freed.
     - Float32 adapters: gate * up, its float32 copy for down, and five tensors of the size of the residual stream.
     - bfloat16 adapters with a float32 residual stream: the gradients through the base layer and through the adapters,
       and their sum. The input is freed. The forward pass holds gate * up and three copies of the residual stream, one

@@ -220,7 +220,7 @@ def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozens
 
 
 def adapts_experts(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
-    """Return whether unsloth adapts fused experts because the targets name an MLP (get_moe_target_parameters)."""
+    """Return whether unsloth adapts fused experts. It does if the targets name an MLP (get_moe_target_parameters)."""
     if not isinstance(method, Unsloth) or isinstance(method, EarlierUnsloth) or model.family != "gpt_oss":
         return False
     return method.targets == "all-linear" or bool(_MLP & {name.rsplit(".", 1)[-1] for name in method.targets})

@@ -90,13 +90,13 @@ def _recipes(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def _samples(cell: Cell, shares: int = 1) -> int:
-    """Return the samples per optimizer step. Each of the `shares` data-parallel shares has a separate batch."""
+    """Return the samples per optimizer step. Each of the `shares` data-parallel groups has a separate batch."""
     each = (int(cell.facts.get(f"train.{name}", "1")) for name in ("batch_size", "gradient_accumulation_steps"))
     return math.prod(each) * shares
 
 
 def _shares(cell: Cell) -> int:
-    """Return the number of data-parallel shares, which have separate batches."""
+    """Return the number of data-parallel groups, which have separate batches."""
     numbers = {key: cell.facts.get(f"launch.{key}", "") for key in ("tp", "pp")}
     launch: dict[str, Any] = {"gpus": cell.gpus, "strategy": cell.facts.get(STRATEGY, "none")}
     launch |= {key: int(text) if text.isdecimal() else None for key, text in numbers.items()}

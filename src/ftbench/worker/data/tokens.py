@@ -143,11 +143,11 @@ def _expand_images(ids: list[int], labels: list[int], images: SampleImages) -> t
 
 
 def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Return ids and labels. An assistant turn has loss from the generation prompt to its last token.
+    """Return ids and labels. Each answer has loss, and so have the tokens that close it (such as `<|im_end|>`).
 
-    The answer begins after the longest prefix that the dialogue shares with the earlier turns and the generation
-    prompt. It ends before the tokens that do not change if the answer is replaced. Among these, the tokens that close
-    an answer have loss. Templates may render the last turn differently, so a shorter dialogue is not always a prefix.
+    An answer begins after the longest prefix that the dialogue shares with the earlier turns and the generation
+    prompt. To find its end, the answer is replaced by another text: the tokens after the answer do not change.
+    Templates may render the last turn differently, so a shorter dialogue is not always a prefix.
     """
     ids = _template(tokenizer, messages, answer=False)
     labels = [IGNORE] * len(ids)

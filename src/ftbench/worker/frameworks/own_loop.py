@@ -47,7 +47,7 @@ def total_steps(spec: Experiment, rows: int) -> int:
 
 
 def steps_of(spec: Experiment, rows: int) -> Iterator[list[list[range]]]:
-    """Yield a list of micro-batches per step. A micro-batch has a range of row numbers for each data-parallel share.
+    """Yield a list of micro-batches per step. A micro-batch has a range of row numbers for each data-parallel group.
     The batches are the same as trl's. The last batches of an epoch are shorter or empty."""
 
     def endless() -> Iterator[list[list[range]]]:

@@ -1,9 +1,9 @@
 """Packed rows, and batches whose samples are concatenated without padding (`padding_free`). The collator builds both.
 
-In some models, samples of a row would attend to each other. This module isolates the samples of these models.
-transformers recognizes samples by positions that restart, and builds masks from them. For gpt-oss, transformers 5.17
-builds masks without positions, so a sample would attend to the samples before it. Qwen2.5-VL takes an extra row of
-positions for the masks, and uses three rows only for the rotary embedding.
+In some models, the samples of a packed row would attend to each other. This module isolates them. transformers
+recognizes samples by positions that restart, and builds masks from them. For gpt-oss, transformers 5.17 builds masks
+without positions, so a sample would attend to the samples before it. Qwen2.5-VL needs four position tensors: three for
+the rotary embedding, and one for the masks.
 """
 
 from typing import Any

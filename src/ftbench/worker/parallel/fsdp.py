@@ -1,7 +1,7 @@
-"""FSDP2: each GPU holds a share of every weight, gradient and optimizer state, and gathers the weights of a layer while
+"""FSDP2: each GPU holds a shard of every weight, gradient and optimizer state, and gathers the weights of a layer while
 it computes.
 
-No GPU ever holds all weights. Only rank 0 reads pretrained weights and sends the other ranks their shares. Random
+No GPU ever holds all weights. Only rank 0 reads pretrained weights and sends the other ranks their shards. Random
 weights are drawn on rank 0, a few layers at a time.
 """
 
@@ -143,7 +143,7 @@ def prepare(made: Any) -> None:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return the problems: unsharded layers or parameters, a wrong number of ranks, or shares on the wrong device."""
+    """Return the problems: unsharded layers or parameters, a wrong number of ranks, or shards on the wrong device."""
     model, launch = trainer.model_wrapped, spec.launch
     if not isinstance(model, FSDPModule):
         return [f"launch.strategy is fsdp, but the trainer has a {type(model).__name__}, which is not sharded"]

@@ -58,7 +58,7 @@ def on_mesh(spec: Experiment, config: Any, tensor: int, mesh: Callable[[], Any])
     """Return the arguments of from_pretrained for a mesh on which `tensor` ranks share a matrix. Raise SpecError for
     heads that they cannot share evenly, before `mesh` makes the mesh.
 
-    Adapters get the full shape: on a mesh with named dimensions, peft treats shares of matrices as full matrices and
+    Adapters get the full shape: on a mesh with named dimensions, peft treats shards of matrices as full matrices and
     would draw equal halves.
     """
     require_even(spec, config, "launch.tp", tensor)

@@ -43,7 +43,7 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of FSDP2 and the mesh. Each rank has already loaded its own shares."""
+    """Return the arguments of FSDP2 and the mesh. Each rank has already loaded its own shards."""
     values = fsdp.arguments(spec) | {"parallelism_config": _mesh(*_mesh_shape(spec))}
     values["fsdp_config"]["cpu_ram_efficient_loading"] = False
     return values

@@ -59,10 +59,10 @@ def attach(trainer: Any, spec: Experiment) -> None:
 def _prefetch_one_layer(model: Any) -> dict[str, int]:
     """Return the settings with which DeepSpeed prefetches one layer and keeps no more.
 
-    See partitioned_param_coordinator.py. By default, DeepSpeed prefetches nothing while 10^9 elements are gathered. In
-    a 14B model, the head, the embedding and one layer have as many (TRL's loss gathers the head first). Between
-    passes, DeepSpeed keeps up to 10^9 elements gathered. It also keeps the embedding, because it counts layers that
-    are gathered at once as empty. Small weights stay unsharded, as in transformers.
+    See partitioned_param_coordinator.py. By default, DeepSpeed prefetches nothing while 10^9 elements are gathered.
+    The head, the embedding and one layer of a 14B model exceed this (TRL's loss gathers the head first). Between
+    passes, DeepSpeed keeps up to 10^9 elements gathered. It also keeps the embedding, because leaf modules count as
+    zero elements. Small weights stay unsharded, as in transformers.
     """
     small = 10 * base_model(model).config.get_text_config().hidden_size
     sizes = [[_elements(parameter) for parameter in layer.parameters()] for layer in decoder_layers(model)]
