@@ -160,5 +160,5 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
     if head.weight.requires_grad and head._get_fsdp_state() is not _last_norm(model)._get_fsdp_state():
         return ["launch.strategy is fsdp, but the head is not sharded with the last norm: its gradients are not summed"]
     if launch.offload == "params" and any(parameter.device.type != "cpu" for parameter in parameters.values()):
-        return ["launch.offload is params, but shares stay on the GPU"]
+        return ["launch.offload is params, but the shards stay on the GPU"]
     return []
