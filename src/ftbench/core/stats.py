@@ -77,8 +77,7 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     """Return a distribution-free confidence interval of the median.
 
     It consists of the k-th smallest and the k-th largest value, for the largest k that covers `confidence` (Conover,
-    Practical Nonparametric Statistics, ch. 3). None if even the extremes do not cover it (fewer than six values for 95
-    %).
+    Practical Nonparametric Statistics, ch. 3). Return None if there are too few values (fewer than six for 95 %).
     """
     ordered, (k, _) = sorted(values), _order_statistic(len(values), confidence)
     return (ordered[k - 1], ordered[-k]) if k else None
