@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left)
     items[:] = sorted(
         (item for item in items if item not in left),
-        key=lambda item: ("alone" in item.fixturenames, ORDER.index(item.path.stem.removeprefix("test_")))
+        key=lambda item: ("alone" in item.fixturenames, ORDER.index(item.path.stem.split("_")[-1]))
         if item in ours else (True, len(ORDER)),
     )  # fmt: skip
     config.pluginmanager.register(progress)

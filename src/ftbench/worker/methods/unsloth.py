@@ -168,10 +168,12 @@ def _graph_shapes(layer: Any) -> int:
 def _functions(model: Any) -> dict[str, int]:
     """Return the number of layers with unsloth's functions, and the number of unsloth's modules."""
     layers = decoder_layers(model)
+    marked = [getattr(type(layer).forward, "_unsloth_block_compiled", False) for layer in layers]
     return {
         "fused_attention": sum(_function(layer, "self_attn", "apply_qkv") == "apply_lora_qkv" for layer in layers),
         "fused_mlp": sum("lora" in _function(layer, "mlp", "forward") for layer in layers),
         "compiled_modules": sum("unsloth_compiled" in type(module).__module__ for module in model.modules()),
+        "layers_to_compile": sum(map(bool, marked)),
     }
 
 
