@@ -37,7 +37,8 @@ def spec_facts(run: RunDir) -> Mapping[str, str]:
     """Return the flat resolved spec: the keys that change the result (see spec/identity.py), and the framework.
 
     Paths are reduced to file names. A key that an older version of ftbench did not have gets today's default, because
-    that version behaved in the same way. The exception is unsloth, whose batches were padded then.
+    that version behaved in the same way. The exception is unsloth, whose batches were padded then. A key that no longer
+    exists is left out if it was off.
     """
     written = read_json(run.spec_json)
     facts = {key: as_fact(key, value) for key, value in flat(written) if _matters(key)}
@@ -46,7 +47,9 @@ def spec_facts(run: RunDir) -> Mapping[str, str]:
         facts.pop("launch.mock_fits", None)
     if not facts or "imported" in written:  # defaults are unknown for imported runs
         return facts
-    known = {key: text for key, text in _defaults(facts.get("method.name", "")).items() if _within(key, written)}
+    today = _defaults(facts.get("method.name", ""))
+    facts = {key: text for key, text in facts.items() if key in today or text not in ("off", "none")}
+    known = {key: text for key, text in today.items() if _within(key, written)}
     older = {"objective.name": "sft"}  # how runs trained before these keys existed
     if not {"on"} & {facts.get(f"optimizations.{name}") for name in ("packing", "padding_free")}:
         older |= {"method.padded": "on"} if facts.get("method.name") == "unsloth" else {}
