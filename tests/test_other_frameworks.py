@@ -169,8 +169,9 @@ def committed_runs():
         method = spec["method"]["name"]
         if not way.endswith("best"):
             method = "plain" if method == "lora" else f"plain {method}"
+        recipe = next((text.removeprefix("recipe=") for text in spec["set"] if text.startswith("recipe=fastest")), "")
         yield (
-            f"{way} {method}", str(len(runs)),
+            recipe or f"{way} {method}", str(len(runs)),
             f"{statistics.geometric_mean(run['tokens_per_s']['real'] for run in runs):,.0f}",
             f"{statistics.geometric_mean(run['memory_gb']['allocated_peak'] for run in runs):.1f}",
             f"{statistics.fmean(run['loss']['first'] for run in runs):.6f}",
