@@ -1,10 +1,8 @@
-"""Memory before the first and after the last decoder layer: image encoder, projector, and loss. All sizes are bytes for
-the whole batch, unless noted otherwise.
+"""Compute the memory outside the decoder layers: image encoder, projector, final norm, and loss.
 
-Images are counted per patch or per token of the projector. Notation: h hidden and i width of the encoder's MLP; s, c
-bytes of an element of the encoder's residual stream and of the compute type. The saved tensors were read from steps of
-CLIP, Qwen2.5-VL and Qwen3-VL of transformers 5.17 under peft 0.21 and autocast, on tensors without memory. Loss: T
-positions, h hidden, V vocabulary, n bytes of a normalized hidden state."""
+Functions return bytes for the full batch, unless noted otherwise. Symbols: T is the number of tokens in the batch with
+padding, h the hidden size, V the vocabulary size. The saved tensors of images were read from training steps of
+CLIP, Qwen2.5-VL and Qwen3-VL on fake tensors, with transformers 5.17 under peft 0.21 and autocast."""
 
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan
@@ -17,41 +15,41 @@ UNSLOTH_ROWS = 1024  # rows per chunk of unsloth's fused loss, fitted: unsloth 2
 
 
 def tail(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes saved after the last layer: the final norm's input, and the normalized hidden states.
+    """Return the bytes saved after the last layer: the input of the final norm, and the normalized hidden states.
 
-    The norm's input is saved in float32, or by kernels in its own type. A trained norm also saves its normalized input.
-    The losses of Liger and unsloth compute the gradient of the hidden states in the forward pass. They save it instead
-    of the hidden states."""
+    An eager norm saves its input in float32. A norm kernel saves it without a cast. A trained eager norm also saves its
+    normalized input. The losses of Liger and unsloth compute the gradient of the hidden states in the forward pass.
+    They save this gradient, which has the same size, instead of the hidden states."""
     normed = plan.stream
     norm = plan.stream if plan.norms_keep_inputs else FLOAT + (plan.stream if plan.full else 0)
     return float((norm + normed) * model.hidden * batch.tokens)
 
 
 def final_norm_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes of the final norm's backward pass: five float32 copies of its input, minus freed
-    tensors."""
+    """Return the peak bytes of the final norm's backward pass: five float32 copies of its input, minus its output."""
     if plan.norms_keep_inputs:
         return 0.0
     return float((5 * FLOAT - plan.stream) * model.hidden * batch.tokens)
 
 
 def head_cast(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the bytes of the cast copy of a frozen float32 head. It is cast for each use, because autocast caches
-    only trained weights."""
+    """Return the bytes of the copy of a frozen float32 head in the compute dtype.
+
+    autocast makes this copy for each use of the head, because it caches only trained weights."""
     return model.vocab * model.hidden * plan.compute if plan.upcast > plan.compute and plan.autocast else 0.0
 
 
 def logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the transient peak of the logits.
+    """Return the peak bytes of the logits and of the temporary tensors that the loss computes from them.
 
-    trl: a chunk has up to 256 positions. It holds logits, log-probabilities, probabilities and their product: 16 V
-    bytes per token, and 4 V more if a tanh is saved (softcap). Ours: one chunk holds logits and their gradient. Eager
-    mode adds log-probabilities and probabilities in float32 (worker/optimizations/chunked_loss.py). Liger: a chunk has
-    T h / V tokens, rounded up to a power of two. It holds the logits in 16 bits and in float32.
+    `trl`: a chunk has up to 256 tokens. It holds logits, log-probabilities, probabilities and their product: 16 V bytes
+    per token. A softcap saves a tanh of 4 V more. `chunked` (ftbench): a chunk holds logits and their gradient. Without
+    compile, float32 log-probabilities and probabilities are added (worker/optimizations/chunked_loss.py).
+    `liger`: a chunk has T h / V tokens, rounded up to a power of two. It holds the logits in 16 bits and in float32.
 
-    Pairs: the logits of all positions exist in the head's type and, under autocast, also in float32 (accelerate). Then
-    their gradient is added, and autograd copies it without the last position. The reference's logits exist at the same
-    time, while trl computes its metrics of the chosen answers."""
+    `pairs` (dpo): the logits of all tokens exist in the dtype of the head and, under autocast, also in float32
+    (accelerate). In the backward pass, the logits and their gradient exist together. If the step uses a reference
+    model, the reference's logits exist too, while trl computes metrics of the chosen answers."""
     if plan.loss == "pairs":
         kept = FLOAT if plan.autocast else plan.compute
         made = kept + (plan.compute if plan.autocast else 0)
@@ -70,10 +68,10 @@ def logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the temporary gradients of a trained head.
+    """Return the bytes of the temporary gradients of a trained head.
 
-    trl: the gradients of two chunks and their sum exist at the same time (autograd adds them). Ours: the sum and the
-    gradient of one chunk exist first, later the sum and the gradient from the backward pass."""
+    `trl`: autograd adds the gradients of two chunks, so both and their sum exist at the same time. `chunked`: the sum
+    and the gradient of one chunk exist in the forward pass. In the backward pass, the sum and its scaled copy exist."""
     if not plan.full:
         return 0.0
     copies = 2 if plan.loss == "chunked" else 3 if plan.loss == "trl" and batch.labels > TRL_CHUNK else 1
@@ -81,18 +79,19 @@ def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> f
 
 
 def tied_gradients(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the gradients at the end of the backward pass if embedding and head share a weight.
+    """Return the additional bytes at the end of the backward pass if embedding and head share a trained weight.
 
-    Autograd adds the gradients from the embedding and the head. During the addition, both and their sum exist."""
+    autograd adds the gradient from the embedding to the gradient from the head. During the addition, both gradients and
+    their sum exist. One of the three is not included, because it is counted as a gradient."""
     return 2.0 * model.vocab * model.hidden * plan.weight if plan.full and model.tied else 0.0
 
 
 def transient_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes of the loss beyond the saved tensors.
+    """Return the peak bytes of the loss. Saved tensors are not included.
 
-    This is the larger of two: logits with the cast head, or the head's gradients. One gradient or copy of the hidden
-    states is added to it. ftbench's loss frees the cast head before it computes probabilities, and the head's gradient
-    grows while the logits exist."""
+    The peak is the larger of two sizes: the logits with the cast copy of the head, or the gradients of the head. One
+    gradient or copy of the hidden states is added. ftbench's loss frees the cast copy before it computes probabilities.
+    Half of its head gradients exist while the logits exist."""
     hidden = plan.stream * model.hidden * batch.tokens
     chunk, cast, head = (logits(model, plan, batch), head_cast(model, plan), head_gradient(model, plan, batch))
     if plan.loss != "chunked":
@@ -107,10 +106,10 @@ def pixels(vision: VisionShape, batch: BatchShape) -> float:
 
 
 def images_shown(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes of image tensors that stay until the forward pass ends.
+    """Return the bytes of the image tensors that stay until the forward pass ends.
 
-    These are the image features, and the embeddings with the features inserted. Qwen3-VL adds the features for later
-    decoder layers and its last hidden states."""
+    They are the image features, and the embeddings with inserted features. Qwen3-VL adds the features that it inserts
+    into later decoder layers, and the last hidden states of its encoder."""
     if (vision := model.vision) is None:
         return 0.0
     features = (1 + 2 * vision.deep) if vision.deep else 1
@@ -119,8 +118,7 @@ def images_shown(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> fl
 
 
 def encoder_saved(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that encoder and projector save for the backward pass. Checkpointed layers save only their
-    input."""
+    """Return the bytes that encoder and projector save for the backward pass. A checkpointed layer saves its input."""
     encoder = 0.0
     if reached(vision, plan):
         again, used = plan.checkpointing != "off", vision.layers - bool(vision.tile)  # LLaVA skips the last one
@@ -154,9 +152,9 @@ def stream(vision: VisionShape, plan: TrainingPlan) -> int:
 def _ends(vision: VisionShape, plan: TrainingPlan) -> float:
     """Return the bytes per patch that the encoder saves outside its layers.
 
-    Qwen's rotation keeps sines and cosines per head. If the encoder is trained fully, the input pixels of the first
-    product and CLIP's first norm are saved too. With adapters, the first layer's norm saves nothing. With
-    checkpoints, CLIP keeps the output of its first product, and this output after the norm."""
+    Qwen's rotation saves sines and cosines. If all weights are trained, the pixels for the patch embedding and the
+    tensors of CLIP's first norm are saved too. With adapters, the first norm of the first layer saves nothing, so its
+    bytes are subtracted. With checkpoints, CLIP saves the output of its patch embedding, before and after the norm."""
     rotation = 0 if vision.tile else 2 * FLOAT * (vision.hidden // vision.heads)
     norm = FLOAT * vision.hidden + 2 * FLOAT
     if plan.vision == "full":
@@ -169,10 +167,9 @@ def _ends(vision: VisionShape, plan: TrainingPlan) -> float:
 def _layer(vision: VisionShape, plan: TrainingPlan) -> float:
     """Return the bytes per patch that an encoder layer saves.
 
-    The two norms save their float32 input, which in CLIP is the residual stream. Attention saves queries, keys,
-    values, output, and a float32 number per head. Qwen's rotation also keeps the fused product of queries and keys.
-    The MLP saves `activations` tensors, including the input of its last matrix. `_inputs` counts the inputs of the
-    other matrices."""
+    Each of the two norms saves its input in float32. Attention saves queries, keys, values, output, and one float32
+    number per head. Qwen also saves queries and keys before rotation. The MLP saves `vision.activations` tensors, which
+    include the input of its last matrix. `_inputs` counts the inputs of the other matrices."""
     h, c = vision.hidden, plan.compute
     norms = 2 * (FLOAT * h + 2 * FLOAT)
     attention = c * (4 if vision.tile else 6) * h + FLOAT * vision.heads
@@ -180,11 +177,11 @@ def _layer(vision: VisionShape, plan: TrainingPlan) -> float:
 
 
 def _inputs(vision: VisionShape, plan: TrainingPlan) -> float:
-    """Return the bytes of the inputs that the encoder's matrices save.
+    """Return the bytes per patch of the inputs that the matrices of one encoder layer save.
 
-    Each adapter saves a copy of its input. Trained matrices of CLIP (q, k, v and fc1) save a cast input, and the output
-    projection shares the output of attention. Trained matrices of Qwen save the joined outputs of the windows.
-    They also save the output of the norm: cast for a LayerNorm, before and after the weight for an RMSNorm."""
+    Each adapter saves a copy of its input. Trained matrices of CLIP save four inputs in the compute dtype: for q, k, v
+    and fc1. Trained matrices of Qwen save the concatenated outputs of the attention windows and the outputs of the two
+    norms. They save an RMSNorm's output twice: before and after the multiplication by the weight."""
     if plan.vision == "frozen":
         return 0.0
     if plan.vision == "lora":
@@ -194,9 +191,9 @@ def _inputs(vision: VisionShape, plan: TrainingPlan) -> float:
 
 
 def projector(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that the projector saves: the activation's input, inputs of trained matrices, and Qwen's norms.
+    """Return the bytes that the projector saves: the input of its activation, and the inputs of trained matrices.
 
-    The norms are included if the gradient passes through them."""
+    The inputs of Qwen's norms are added if the gradient passes through these norms."""
     if not (plan.trains_vision or reached(vision, plan)):
         return 0.0
     c, tokens = plan.compute, (batch.images.patches - _classes(vision, batch)) // vision.merge**2
@@ -214,8 +211,8 @@ def projector(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> flo
 def encoder_moment(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the peak bytes of the encoder's temporary tensors.
 
-    LLaVA keeps the outputs of all layers (modeling_llava_next.py, output_hidden_states) while one MLP is computed.
-    Qwen keeps the pixels in the weights' type, and rotates queries and keys in float32: eight tensors of that width."""
+    LLaVA keeps the outputs of all layers (modeling_llava_next.py, output_hidden_states) while it computes an MLP. Qwen
+    keeps the pixels in the compute dtype. The rotation of queries and keys needs eight float32 tensors of size h."""
     h, c = vision.hidden, plan.compute
     if vision.tile:
         each = (vision.layers + 1) * stream(vision, plan) * h + c * vision.activations * vision.inner

@@ -26,15 +26,15 @@ VERDICTS: tuple[Verdict, ...] = ("fits", "uncertain", "does not fit")
 
 # Half-widths of the range, as shares of the expected value, for cases without committed runs. For other cases the range
 # was fitted to runs (docs/evidence/memory-estimates.md).
-SHARDED_SPREAD = 0.15  # above the estimate, for strategies without a measured run; the next line is for below it
-SHARDED_BELOW = 0.1
-ROUGH_SPREAD = 0.2  # for specs that `is_rough`
+SHARDED_SPREAD = 0.15  # upper half of the range, for strategies without a measured run
+SHARDED_BELOW = 0.1  # lower half of this range
+ROUGH_SPREAD = 0.2  # for specs for which `is_rough` is true
 UNSEEN_SPREAD = 0.055  # for settings without a committed run, or not fully understood (see `_spread`)
 MEASURED = {"gpt_oss", "llama", "llava_next", "qwen2", "qwen3", "qwen3_moe"}  # families whose memory was measured
-VARYING_MOST = 0.5  # the pool may be larger by this share of the activations if batch shapes vary
+VARYING_MOST = 0.5  # if batch shapes vary, the pool may be larger by this share of the activations
 CONTEXT_LEAST = 0.4  # GiB of a CUDA context on a small GPU, without the memory that the driver reserves for itself
 CONTEXT_MORE = 0.2  # GiB by which a context may exceed the median of the runs, because kernels are loaded on first use
-NCCL, NCCL_MORE = 0.5, 1.0  # GiB of NCCL's buffers outside the allocator: expected, and at most in addition
+NCCL, NCCL_MORE = 0.5, 1.0  # expected GiB of NCCL's buffers outside the allocator, and GiB that may be added to it
 HOST = 1.9  # GiB of host memory of a run without offloading: the median of 193 runs in results/h200 (1.6 to 2.3)
 POOL_LEAST = 0.025  # in every run, the pool may be larger than the tensors by this share
 SEGMENTS = 0.1  # GiB that stay unused in the pool's segments of 2 and 20 MiB, even with small models
@@ -44,12 +44,12 @@ SEGMENTS = 0.1  # GiB that stay unused in the pool's segments of 2 and 20 MiB, e
 class Constants:
     """Constants of `facts/estimator.yaml`.
 
-    `allocated_factor` multiplies the sum of the terms. `context_gib` is the memory of the driver and the CUDA context.
-    The other constants describe the unused part of the allocator's pool. It is a share of the logits, some GiB for
-    compiled graphs, a share of the activations if batch shapes vary, and a share of the optimizer's temporary tensors
-    if the optimizer step needs as much memory as the backward pass. 90 % of the fitted runs are within
-    `allocated_range` (a share of their tensors) and within `pool_range` (a share of the widest difference that the pool
-    may have). The constants were fitted to `runs`. For `strategies`, runs on several GPUs agree with the estimate."""
+    `allocated_factor` multiplies the sum of all tensors. `context_gib` is the memory of driver and CUDA context.
+    The unused part of the allocator's pool is the sum of four terms: `logits_share` of the logits; `compiled_gib` for
+    compiled graphs; `varying_share` of the activations if batch shapes vary; and `optimizer_share` of the optimizer's
+    temporary tensors if the optimizer step needs as much memory as the backward pass. For 90 % of the fitted runs, the
+    error is within `allocated_range` (a share of the tensors) and `pool_range` (a share of the largest possible error
+    of the pool). `runs` are the fitted runs. `strategies` are those with measured runs that agree with the estimate."""
 
     allocated_factor: float
     context_gib: float
@@ -87,11 +87,10 @@ class Band:
 class MemoryEstimate:
     """The memory of one GPU in GiB.
 
-    `parts` are the tensors at the peak by name. Their sum is `allocated.expected`. `total` is the GPU's memory that the
-    driver reports. `device` includes the driver's own memory, as in NVML. Processes can use `usable`, of which `margin`
-    should stay free. `verdict` compares the estimate with these two. `host` is the host memory of the run. `batch` is
-    the largest batch, rows x length, and `basis` is the source of its shape. `stages` is the memory of each rank of a
-    pipeline."""
+    `parts` are the sizes of tensors at the peak by name. Their sum is `allocated.expected`. `device` includes the
+    driver's own memory, as in NVML. `total` is the GPU's memory that the driver reports. Processes can use `usable` of
+    it, and `margin` should stay free (see `verdict_of`). `host` is the host memory of the run. `batch` is the largest
+    batch, rows x length, and `basis` the source of its shape. `stages` is the device memory of each pipeline rank."""
 
     allocated: Band
     reserved: Band
@@ -122,11 +121,11 @@ def estimate_memory(
 
     Args:
         spec: The experiment; `launch` gives the number of GPUs.
-        gpu: A GPU of the table, or GiB.
-        total: GiB by the GPU's driver, if known.
+        gpu: A GPU of the table, or the memory of a GPU in GiB.
+        total: The GPU memory in GiB that the driver reports, if known.
         batch: The largest batch of a run on one GPU. By default it is predicted from the spec.
-        known: Constants, by default those of `facts/estimator.yaml`.
-        rank: A rank of the pipeline.
+        known: The fitted constants. The default is `facts/estimator.yaml`.
+        rank: The pipeline rank to estimate. The default is the rank with the most memory.
 
     Raises:
         SpecError: The shape of the model is not known."""
@@ -161,7 +160,9 @@ def estimate_memory(
 
 
 def _peak_of(case: MemoryCase, named: dict[str, Parts], batch: Largest, end: BatchShape | None) -> float:
-    """Return the peak bytes with the batch `end`. `named` are the phases with the expected batch."""
+    """Return the peak bytes with the batch shape `end`, or with the expected batch if `end` is None.
+
+    `named` are the phases with the expected batch."""
     if end is None or end == batch.expected:
         return peak(named)[1]
     return peak(phases(replace(case, batch=rank_shape(end, case.sharding))))[1]
@@ -208,8 +209,8 @@ def _tiers(
     allocated = Band(lowest * (1 - below), at_peak, highest * (1 + spread))
     basis = slack_basis(case, named)
     held = sum(getattr(known, name) * amount for name, amount in basis.items())
-    held += fetched_head(case.model, case.plan) / GIB  # after the head is freed, its block is split
-    widest = 3 if case.plan.compiled else 2  # pools of runs with compiled layers held 0.5 to 2.4 GiB more
+    held += fetched_head(case.model, case.plan) / GIB  # the head is freed, but its block is split
+    widest = 3 if case.plan.compiled else 2  # measured: pools with compiled layers were 0.5 to 2.4 GiB larger
     beyond = max(widest * held, _not_reused(named, phase, basis), POOL_LEAST * at_peak, SEGMENTS)
     share = known.pool_range
     reserved = Band(
@@ -240,15 +241,15 @@ def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float
 def verdict_of(allocated: Band, device: Band, has: Capacity) -> Verdict:
     """Return whether a run fits into the memory of a GPU.
 
-    The allocator frees unused blocks before it fails. Therefore a run certainly does not fit only if its tensors do
-    not. `device` includes as much memory of the driver as on measured GPUs."""
+    The allocator frees unused blocks before it reports out of memory. Therefore the verdict is "does not fit" only if
+    the tensors alone do not fit."""
     if device.high - RESERVE <= has.usable - has.margin:
         return "fits"
     return "does not fit" if allocated.low + CONTEXT_LEAST > has.usable else "uncertain"
 
 
 def _spread(case: MemoryCase, known: Constants) -> float:
-    """Return the half-width of the range. It is larger for strategies and settings without committed runs."""
+    """Return the half-width of the range as a share. It is larger for settings without committed runs."""
     plan = case.plan
     unsloths = plan.checkpointing == "unsloth"  # measured up to 6 % above the formula
     family = case.model.vision.family if case.model.vision else case.model.family
@@ -261,7 +262,7 @@ def _spread(case: MemoryCase, known: Constants) -> float:
     return UNSEEN_SPREAD if unseen else known.allocated_range
 
 
-SlackBasis = dict[str, float]  # name of a constant → GiB that it multiplies; 1 or 0 for compiled graphs
+SlackBasis = dict[str, float]  # name of a constant to the GiB that it multiplies (for compiled_gib: 0 or 1)
 
 
 def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:

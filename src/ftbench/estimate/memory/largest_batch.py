@@ -1,4 +1,4 @@
-"""Find the largest batch that fits, and cache memory estimates: GPUs differ only in their capacity."""
+"""Find the largest batch that fits, and cache memory estimates. Similar GPUs share an estimate."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -45,8 +45,8 @@ class MemoryCache:
     ) -> int | None:
         """Return the largest train.batch_size that fits, or None if the smallest does not.
 
-        The batch size is a multiple of the micro-batches of pp. It is at most the number of samples, and at most
-        `most`. With `likely`, return the largest batch whose expected memory fits, without margins."""
+        With pp, the batch size is a multiple of the number of micro-batches. It is at most the number of samples, and
+        at most `most`. With `likely`, return the largest batch whose expected memory fits without a margin."""
         has, unit = capacity(gpu, self._total), spec.launch.micro_batches or 1
 
         def fits(units: int) -> bool:
@@ -65,7 +65,7 @@ def largest_batch(
 
 
 def _largest_within(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest batch up to `most` that fits, or 0. Search between a power of two and the next one."""
+    """Return the largest batch up to `most` that fits, or 0. Double the batch until it fails, then bisect."""
     limit = min(1, most)
     while limit < most and fits(limit):
         limit = min(2 * limit, most)

@@ -1,9 +1,9 @@
 """Compute the bytes that one decoder layer saves for the backward pass.
 
-Bytes per position of the batch, unless noted otherwise. Notation: h hidden, q and k widths of queries and keys, i
-width of the MLP; s, p, c bytes of an element of the residual stream, of a product, and of the compute type. The
-default source is the tensors that autograd saves in the modules of transformers 5.17 under peft 0.21 and autocast,
-read with torch.autograd.graph.saved_tensors_hooks."""
+Functions return bytes per token of the batch, unless noted otherwise. Padding counts as tokens. Symbols: h is the
+hidden size, i the width of the MLP or of one expert, and r the rank of the adapters. A "product" is the output of a
+matrix multiplication. The formulas follow the tensors that autograd saves in the modules of transformers 5.17 under
+peft 0.21 and autocast. They were read with torch.autograd.graph.saved_tensors_hooks. Other sources are named."""
 
 from collections.abc import Sequence
 
@@ -19,16 +19,16 @@ _PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 
 
 def norms(layer: Layer, plan: TrainingPlan, of: Sequence[Norm] | None = None) -> float:
-    """Return the bytes that norms save. Each saves its input in float32 (4 h) and a scale (4).
+    """Return the bytes that norms save. A norm saves its input in float32 (4 h bytes) and a float32 scale (4 bytes).
 
-    A trained norm also saves its normalized input, in the type that its weight multiplies. A LayerNorm in Python saves
-    its centered input twice. Liger (LigerRMSNormFunction) and unsloth save the input in its own type. For the norms
-    before attention and MLP, this is the residual stream. Our kernels recompute the scale (kernels/rms_norm.py).
+    A trained norm also saves its normalized input, in the dtype in which the norm's weight multiplies it. A LayerNorm
+    in Python code saves its centered input twice. Liger (LigerRMSNormFunction) and unsloth save the input without a
+    cast to float32. ftbench's kernels do the same, and recompute the scale (kernels/rms_norm.py).
 
     Args:
         layer: The decoder layer.
-        plan: How it is trained.
-        of: The norms to count, by default all of the layer."""
+        plan: The training plan.
+        of: The norms to count. The default is all norms of the layer."""
     total = 0.0
     for norm in layer.norms if of is None else of:
         given = plan.product if norm.position == "head" else plan.stream
@@ -42,37 +42,38 @@ def norms(layer: Layer, plan: TrainingPlan, of: Sequence[Norm] | None = None) ->
 
 
 def saved_twice(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes that an eager norm saves twice, because two of its operations save the same float32 input.
+    """Return the bytes of the inputs that eager norms save twice. Two operations of a norm save its float32 input.
 
-    When a tensor is saved first, trl's activation offloading moves it to host memory. When the same tensor is saved
-    again, it stays on the GPU (activation_offloading.py, deduplication of storages)."""
+    trl's activation offloading moves the first saved tensor to host memory. The second saved tensor has the same
+    storage and stays on the GPU (activation_offloading.py, deduplication of storages)."""
     if plan.norms_keep_inputs or plan.compiled:
         return 0.0
     return float(FLOAT * sum(norm.width for norm in layer.norms))
 
 
 def adapter_input(plan: TrainingPlan, linear: Linear) -> float:
-    """Return the bytes that the adapters of one matrix save: their input, and its product with A (r numbers).
+    """Return the bytes that the adapters of one matrix save: their input, and its product with A (r elements).
 
-    peft casts the input to the adapters' type and autocast casts it back to the product's type, so each matrix saves
-    its own copy. The copy is shared only if the input already has the adapters' type (a quantized model's o)."""
+    peft casts the input to the dtype of the adapters, and autocast casts it back to the compute dtype. Therefore each
+    matrix saves a separate copy. No copy is needed if the input already has the dtype of the adapters, as the input of
+    o_proj in a quantized model."""
     shared = linear.reads == "attention" and plan.adapter == plan.compute
     copy = 0 if shared or plan.casts_nothing else plan.compute * linear.inputs
     return copy + plan.compute * plan.rank
 
 
 def distinct(linears: Sequence[Linear]) -> int:
-    """Return the widths of the distinct inputs of linear layers, without the input of o_proj, which attention saves."""
+    """Return the sum of the widths of distinct inputs. The input of o_proj is not included: attention saves it."""
     return sum({each.reads: each.inputs for each in linears if each.reads != "attention"}.values())
 
 
 def linear_inputs(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes of the inputs that the layer's matrices save.
 
-    Trained matrices save the input in the product's type. Matrices that read the same input share it, unless
-    autocast casts a float32 input for each. Frozen matrices save only the inputs of their adapters. unsloth saves
-    one input for q, k, v and one for gate, up (LoRA_QKV, LoRA_MLP), and so does fused_lora. Products in 8 bits do
-    not save their inputs, because their backward pass reads only the transposed weight."""
+    Trained matrices save their input in the compute dtype. Matrices with the same input share one saved tensor, unless
+    autocast casts a float32 input separately for each matrix. Frozen matrices save only the inputs of their adapters.
+    unsloth (LoRA_QKV, LoRA_MLP) and fused_lora save one input for q, k and v, and one input for gate and up. 8-bit
+    products do not save their inputs, because their backward pass reads only the transposed weight."""
     reached = layer.reached(plan.targets)
     if plan.unsloth:
         return plan.compute * (2 * layer.hidden + plan.rank * plan.adapted(layer))
@@ -90,8 +91,8 @@ def linear_inputs(layer: Layer, plan: TrainingPlan) -> float:
 def fused_inputs(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes of the inputs that fused_lora saves for its groups (kernels/adapter_products.py).
 
-    `augmented` saves a buffer with a copy of the input and the product with A. `separate` saves the input (cast if it
-    has another type) and the product with A. Attention's output is saved already and needs no copy."""
+    `augmented` saves a buffer with a copy of the input and the input's product with A. `separate` saves the input in
+    the compute dtype, and its product with A. The input of o_proj is not counted: attention already saves it."""
     if plan.fused == "augmented":
         return plan.compute * sum(group.inputs + group.columns for group in groups(plan, layer))
     widths = sum(group.inputs for group in groups(plan, layer) if group.reads != "attention")
@@ -99,13 +100,12 @@ def fused_inputs(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fused_outputs(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the additional bytes that stay because the outputs of a group are parts of one buffer. The buffer stays as
-    long as one of its parts is saved.
+    """Return the additional bytes that stay because the outputs of a group are views of one buffer.
 
-    For gate and up, the unused columns stay. For queries, keys and values, the unused columns stay, and also queries
-    and keys before rotation if attention saves the values. If values are repeated for each query head, attention
-    saves a copy of them. The buffer then stays only if a compiled head norm saves queries and keys before rotation,
-    and its values count too. Our kernel copies the values and always saves the buffer (kernels/rotary.py)."""
+    A buffer stays while one of its views is saved. Each buffer has extra columns (`Group.columns`) for the backward
+    pass. The buffer of queries, keys and values also contains queries and keys before rotation. It stays if attention
+    saves the values as a view. If attention saves a copy, because values are repeated for each query head, the buffer
+    stays only for a compiled head norm or ftbench's kernel (kernels/rotary.py). Then its values are added too."""
     if plan.fused != "augmented":
         return 0.0
     copied = plan.triton or layer.sinks or repeats(layer, plan, batch)
@@ -120,8 +120,8 @@ def fused_outputs(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def kernel(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> Attention:
-    """Return the name of a layer's attention kernel. It is `masked` for sdpa with a mask. sdpa needs one if the sliding
-    window is shorter than the rows."""
+    """Return the name of a layer's attention kernel. `masked` is sdpa with a mask. sdpa needs a mask if the sliding
+    window is shorter than a row of the batch."""
     slides = layer.window is not None and batch.length > layer.window and not plan.unsloth
     return "masked" if plan.attention == "sdpa" and slides else plan.attention
 
@@ -133,14 +133,14 @@ def repeats(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> bool:
 
 
 def attention(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that attention saves: queries, keys, values, output, and a float32 number per head.
+    """Return the bytes that attention saves: queries, keys, values, output, and one float32 number per head.
 
-    With a mask, sdpa repeats keys and values for each query head (transformers, use_gqa_in_sdpa) and saves the mask
-    in the product's type, rows x length^2 per layer. varlen of torch 2.11 also repeats keys and values. Eager
-    attention saves one attention weight per head and pair of positions, once in float32 and once in the product's
-    type. gpt_oss saves it only in the product's type, including the sink. unsloth rotates queries and keys into new
-    tensors and keeps both versions. If values are part of a wider product, the product stays, unless the values are
-    repeated."""
+    With a mask, sdpa repeats keys and values for each query head (transformers, use_gqa_in_sdpa). It saves a mask of
+    rows x length x length elements in the compute dtype. varlen of torch 2.11 also repeats keys and values.
+    Eager attention saves the attention weights (heads x length elements per token) in float32 and in the compute dtype.
+    gpt_oss saves them only in the compute dtype, with one more element per head for the sink.
+    unsloth keeps queries and keys both before and after rotation. If the values are a view of a wider product, the full
+    product stays, unless the values are repeated."""
     c, scores, by = plan.compute, float(layer.heads * batch.length), kernel(layer, plan, batch)
     if by == "eager":
         output = layer.query if plan.full or plan.adapter == c else 0  # only if o reads it without a cast
@@ -156,10 +156,10 @@ def attention(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def before_rotation(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes of queries and keys before rotation, outside the buffers that `fused_outputs` counts.
+    """Return the bytes of saved queries and keys before rotation. Those that `fused_outputs` counts are not included.
 
-    A compiled head norm recomputes its result from them. Our kernel always saves them, and also the values if the
-    projections are one product."""
+    A compiled head norm saves them and recomputes its output from them. ftbench's kernel always saves them. It also
+    saves the values if one product computes queries, keys and values."""
     together = plan.fused == "augmented" and plan.targets >= _PROJECTIONS
     if together or not (layer.head_norms or plan.triton):
         return 0.0
@@ -167,18 +167,19 @@ def before_rotation(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def mlp(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes that a gated MLP saves: gate, its activation and up, 3 i in the product's type.
+    """Return the bytes that a gated MLP saves: gate, the activation of gate, and up (3 i elements).
 
-    Liger's SwiGLU, unsloth's and our kernels recompute the activation and save 2 i."""
+    The kernels of Liger, unsloth and ftbench recompute the activation and save 2 i elements."""
     return plan.product * (2 if plan.norms_keep_inputs else 3) * layer.inner
 
 
 def experts(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes that fused experts save through grouped products (transformers, grouped_mm_experts_forward).
 
-    For each of the `active` experts per token, these are gate and up (2 i), the operands of the gate function, the
-    output (h) that the routing weight multiplies, and indices. The operands are i for silu and 4 i for gpt_oss's
-    clamped function; compiled layers recompute them. Trained experts also save their inputs, h and i."""
+    A token has `active` experts. For each of them, these tensors are saved: gate and up (2 i elements), the operands of
+    the gate function, the output before the routing weight multiplies it (h elements), and indices. The operands are i
+    elements for silu, and 4 i elements for gpt_oss's clamped function. Compiled layers recompute the operands. Trained
+    experts also save the inputs of their two products (h + i elements)."""
     moe = layer.experts
     if moe is None:
         return 0.0
@@ -189,9 +190,10 @@ def experts(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def router(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes that the router saves: float32 probabilities of all experts and indices of the chosen
-    experts. gpt_oss normalizes only the chosen experts. A trained router also saves its input, if no other operation
-    does."""
+    """Return the bytes that the router saves: float32 probabilities of all experts, and indices of the chosen experts.
+
+    gpt_oss saves only the probabilities of the chosen experts. A trained router also saves its input, unless the
+    layer's MLP already saves it."""
     moe = layer.experts
     if moe is None:
         return 0.0
@@ -201,15 +203,15 @@ def router(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def inside(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes that the second half of a layer saves: its MLP or its experts, and the router."""
+    """Return the bytes that the MLP, the experts and the router of a layer save."""
     return (mlp(layer, plan) if layer.inner else 0.0) + experts(layer, plan) + router(layer, plan)
 
 
 def expert_copies(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes of the copies of the experts' weights in one layer, for all positions together.
+    """Return the bytes of the copies of expert weights in one layer. They do not depend on the number of tokens.
 
-    peft adds the adapters' product to a copy of the weights in each forward pass (ParamWrapper). autograd saves the
-    copy and the cast adapters."""
+    In each forward pass, peft adds the product of A and B to a copy of the weights (ParamWrapper). autograd saves this
+    copy, and the adapters in the compute dtype."""
     moe = layer.experts
     if moe is None or "experts" not in plan.targets:
         return 0.0
@@ -222,16 +224,17 @@ def expert_copies(layer: Layer, plan: TrainingPlan) -> float:
 def compiled(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the bytes that a compiled layer saves.
 
-    Inductor's partitioner recomputes norms, rotation and activation from products. It keeps both residual streams, both
-    normalized inputs, queries and keys before and after rotation, values, attention's output, the output as o reads it
-    (the same tensor with `separate` adapters or in their type), gate, up and their product. Our kernels keep no scales.
-    A lean layer also recomputes the normalized inputs and the product of gate and up, unless they are in the buffers of
-    `augmented`."""
+    Inductor's partitioner recomputes norms, rotation and activation. The layer saves the residual stream and its
+    normalized values twice: before attention and before the MLP. It saves queries and keys (see `before_rotation`),
+    values, the output of attention, and a copy of this output if o_proj needs another dtype or layout. In the MLP, it
+    saves gate, up and silu(gate) * up. Norms save float32 scales, but ftbench's kernels do not.
+    With compile: lean, the layer also recomputes the normalized values and silu(gate) * up, unless they are in the
+    buffers of `augmented`."""
     h, c = layer.hidden, plan.compute
     before = before_rotation(layer, plan)
     middle = c * 3 * layer.inner + experts(layer, plan) + router(layer, plan)
     scales = 0 if plan.triton else FLOAT * (2 + layer.heads + layer.kv_heads)
-    between = float(c * plan.rank * plan.adapted(layer))
+    between = float(c * plan.rank * plan.adapted(layer))  # inputs multiplied by A
     if plan.fused == "augmented":  # `augmented` keeps these inputs and outputs in wider buffers
         between = c * sum(group.columns for group in groups(plan, layer)) + fused_outputs(layer, plan, batch)
     copied = plan.fused == "augmented" or (plan.fused == "off" and plan.adapter != c)
@@ -256,8 +259,9 @@ def saved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def unsaved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that the first layer does not save if the embedding is frozen. These tensors come before the
-    first adapter, so they do not need a gradient."""
+    """Return the bytes that the first layer does not save if the embedding is frozen.
+
+    The tensors before the first adapter do not need a gradient."""
     if plan.full or plan.checkpointing != "off" or plan.compiled:
         return 0.0
     before = [linear for linear in layer.reached(plan.targets) if linear.part == "attention"]

@@ -1,5 +1,4 @@
-"""The phases in which the memory of a run may peak, and the tensors that exist in each. The largest phase is the
-peak."""
+"""Compute the bytes of the tensors in each phase of a training step. The largest phase is the memory peak."""
 
 from dataclasses import dataclass
 
@@ -16,11 +15,11 @@ GATHERED = "gathered layers"  # full weights of sharded layers, which exist only
 
 @dataclass(frozen=True, slots=True)
 class MemoryCase:
-    """A run as one GPU sees it. If GPUs share the work (`sharding`), `model` and `batch` are the parts of this GPU.
+    """The model, plan and batch of one GPU. With several GPUs (`sharding`), `model` and `batch` are this GPU's parts.
 
-    With gradient accumulation (`accumulates`), gradients stay during the next forward passes. `workspace` is the memory
-    in bytes that libraries hold in torch's allocator. If batch shapes vary (`varies`), blocks of many sizes stay in the
-    allocator."""
+    `accumulates` means that gradients stay during the next forward pass (gradient accumulation). `workspace` is the
+    memory in bytes that libraries hold in torch's allocator. `varies` means that batch shapes vary, so that blocks of
+    many sizes stay in the allocator."""
 
     model: ModelShape
     plan: TrainingPlan
@@ -38,7 +37,7 @@ class MemoryCase:
 
 
 def resident(case: MemoryCase) -> Parts:
-    """Return the bytes that stay between steps: weights, adapters, optimizer state, workspaces of libraries."""
+    """Return the bytes of tensors that exist in all phases of a step, by name."""
     part = share.share(case.sharding)
     model, plan = case.model, share.kept_as(case.plan, part)
     count, width = weights.trained(model, plan)
@@ -60,8 +59,9 @@ def resident(case: MemoryCase) -> Parts:
 
 
 def _messages(case: MemoryCase) -> float:
-    """Return the bytes of a pipeline stage's receive buffers. They hold the hidden states of all micro-batches from the
-    previous stage, and their gradients from the next stage (torch, PipelineStage)."""
+    """Return the bytes of the receive buffers of a pipeline stage (torch, PipelineStage).
+
+    They hold hidden states from the previous stage and gradients from the next stage, for all micro-batches."""
     sharding, model = case.sharding, case.model
     if sharding.pipeline == 1:
         return 0.0
@@ -71,16 +71,16 @@ def _messages(case: MemoryCase) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Activations:
-    """Bytes of the activations of all layers.
+    """Bytes of the activations of all layers. The "peak layer" is the layer whose backward pass needs the most memory.
 
     Args:
         kept: Saved activations of all layers.
         marks: Checkpoints, which are the inputs of checkpointed layers.
-        there: Saved activations while the layer with the memory peak (usually the last layer) runs its backward pass.
-        again: Recomputed activations of this layer.
-        peak: Temporary tensors of this layer in the backward pass.
+        there: Saved activations during the backward pass of the peak layer. This is usually the last layer.
+        again: Recomputed activations of the peak layer.
+        peak: Temporary tensors of the peak layer in its backward pass.
         forward_peak: Temporary tensors of a layer in the forward pass.
-        first: Saved activations while the first layer runs its backward pass. `first_mark`, `first_again` and
+        first: Saved activations during the backward pass of the first layer. `first_mark`, `first_again` and
             `first_peak` are the checkpoints, recomputed activations and temporary tensors at that time.
         away: Activations that are in host memory while the loss is computed."""
 
@@ -106,7 +106,7 @@ def _activations(case: MemoryCase, plan: TrainingPlan) -> _Activations:
     keeps = [False] * frozen + _keeps(plan, len(model.layers))[frozen:]
     mark, shared = transient.checkpoint(model.hidden, plan, batch), _shared_input(model, plan, batch)
     marks, away = (len(keeps) - sum(keeps) - frozen) * mark, 0.0
-    if plan.checkpointing == "offload":  # on the GPU: the one that is copied or used, and the next one
+    if plan.checkpointing == "offload":  # two inputs are on the GPU: one is copied or used, and the next one
         marks = min(2, len(keeps)) * mark
     kept = sum(saved[kind] for kind, keep in zip(model.order, keeps, strict=True) if keep)
     if plan.offload:
@@ -137,11 +137,10 @@ def checkpoints_on_host(case: MemoryCase) -> float:
 
 
 def _frozen(model: ModelShape, plan: TrainingPlan) -> int:
-    """Return the number of layers before the first layer with adapters. They save nothing.
+    """Return the number of layers before the first layer with adapters. These layers save nothing.
 
-    With checkpoints the number is 0, because the embedding's output requires a gradient (transformers,
-    enable_input_require_grads).
-    """
+    With gradient checkpointing, all layers save tensors, so the number is 0. The reason is that the output of the
+    embedding requires a gradient (transformers, enable_input_require_grads)."""
     if plan.full or plan.checkpointing != "off" or plan.trains_vision:
         return 0
     adapted = (index for index, each in enumerate(model.layers) if plan.adapted(each))
@@ -149,14 +148,14 @@ def _frozen(model: ModelShape, plan: TrainingPlan) -> int:
 
 
 def _keeps(plan: TrainingPlan, layers: int) -> list[bool]:
-    """Return for each layer whether it keeps its activations. Selective checkpointing keeps every second layer."""
+    """Return one value per layer: whether it saves its activations. With `selective`, every second layer does."""
     if plan.checkpointing == "selective":
         return [index % 2 == 1 for index in range(layers)]
     return [plan.checkpointing == "off" or plan.offload] * layers
 
 
 def phases(case: MemoryCase) -> dict[str, Parts]:
-    """Return phase → name of a part → bytes. All parts of a phase exist at the same time."""
+    """Return the bytes of each phase by part: {phase: {part: bytes}}. All parts of a phase exist at the same time."""
     part = share.share(case.sharding)
     kept, plan = share.kept_as(case.plan, part), share.computed_as(case.plan, part)
     base, acts, model, batch = resident(case), _activations(case, plan), case.model, case.batch
@@ -205,8 +204,9 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
 def _stepped_in_backward(case: MemoryCase, named: dict[str, Parts], held: Parts) -> dict[str, Parts]:
     """Return the phases for `optimizer_in_backward`, which updates each parameter as soon as its gradient is complete.
 
-    Only one matrix at a time has a gradient. If the head shares the embedding's weight, their gradient stays until the
-    end. With states in host memory, those of four parameters are on the GPU at a time (kernels/host_states.py)."""
+    Only one matrix at a time has a gradient. If head and embedding share a weight, its gradient stays until the end of
+    the backward pass. With `offload`, the optimizer states are in host memory, and the states of four matrices are on
+    the GPU at a time (kernels/host_states.py)."""
     model, plan = case.model, case.plan
     matrix, words = (max((each.inputs * each.outputs for layer, _ in model.kinds for each in layer.linears), default=0),
                      model.vocab * model.hidden) if plan.full else (0, 0)  # fmt: skip
@@ -228,9 +228,10 @@ def _stepped_in_backward(case: MemoryCase, named: dict[str, Parts], held: Parts)
 
 
 def _of_images(case: MemoryCase) -> tuple[float, float, float, float]:
-    """Return four sizes for images in bytes. The first two are the tensors that stay until the forward pass ends, and
-    those that encoder and projector save. The others are the temporary tensors of the encoder in the forward pass, and
-    the tensors that a checkpointed encoder layer recomputes."""
+    """Return four sizes of image tensors in bytes.
+
+    These are: tensors that stay until the forward pass ends; tensors that encoder and projector save; the encoder's
+    temporary tensors in the forward pass; tensors that a checkpointed encoder layer recomputes."""
     vision, batch, plan = case.model.vision, case.batch, case.plan
     if vision is None or not batch.images.patches:
         return 0.0, 0.0, 0.0, 0.0
@@ -252,13 +253,13 @@ def _grown(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def _shared_input(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes of the float32 residual stream that a layer's first norm saves. In a recomputed layer, this
-    tensor is the checkpoint, so it needs no additional memory."""
+    """Return the bytes of a layer's float32 input. In a recomputed layer, the first norm saves the checkpoint itself as
+    its input, so these bytes must not be counted twice."""
     return float(plan.stream * model.hidden * batch.tokens) if plan.stream == layer.FLOAT else 0.0
 
 
 def autocast_weights(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the bytes of trained float32 weights that autocast casts once per step and caches."""
+    """Return the bytes of autocast's cache: copies of trained float32 weights in the compute dtype."""
     if not (plan.autocast and plan.full and plan.weight > plan.compute):
         return 0.0
     return float((model.total - model.parameters["embedding"] - model.parameters["norm"]) * plan.compute)

@@ -19,12 +19,12 @@ SUB_GROUP = 10**9  # elements that ZeRO-3 updates at a time (DeepSpeed's default
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The shares of weights, gradients and optimizer state that one GPU holds. A share is 1 without sharding, and 0 if
-    the tensors are in host memory.
+    """The shares of weights, gradients and optimizer state that one GPU holds, from 0 to 1.
 
-    `keeper` is the library that stores them. With `buckets`, DDP also holds flat copies of the gradients, because
-    gradient_as_bucket_view is off in accelerate. With `pipelined`, FSDP does not shard weights and gradients between
-    micro-batches (torch, backward_maybe_with_nosync)."""
+    A share is 1 without sharding, and 0 if the tensors are in host memory. `keeper` is the library that stores the
+    tensors. With `buckets`, DDP also holds flat copies of the gradients, because accelerate leaves
+    gradient_as_bucket_view off. With `pipelined`, FSDP does not shard weights and gradients between micro-batches
+    (torch, backward_maybe_with_nosync)."""
 
     weights: float
     gradients: float
@@ -98,7 +98,7 @@ def optimizer_state(model: ModelShape, plan: TrainingPlan, part: Share) -> float
 
 
 def update(model: ModelShape, plan: TrainingPlan, part: Share) -> tuple[float, float]:
-    """Return two sizes at the memory peak of the optimizer step: the gradients, and the temporary tensors.
+    """Return the bytes of gradients and of temporary tensors at the memory peak of the optimizer step.
 
     DeepSpeed updates float32 copies, so it casts the gradients to float32 and frees the 16-bit ones. ZeRO-3 casts one
     sub-group at a time and keeps all 16-bit gradients."""
@@ -115,7 +115,7 @@ def update(model: ModelShape, plan: TrainingPlan, part: Share) -> tuple[float, f
 
 
 def _sub_group(model: ModelShape, held: float) -> float:
-    """Return the number of elements in the largest sub-group of ZeRO-3.
+    """Return the number of elements in the largest sub-group of ZeRO-3. `held` are all elements that the GPU updates.
 
     DeepSpeed adds matrices to a sub-group until it has SUB_GROUP elements (stage3.py, _create_fp16_sub_groups). If the
     last matrix is large, such as the head, the sub-group is larger."""
@@ -133,8 +133,8 @@ def _sub_group(model: ModelShape, held: float) -> float:
 
 
 class Gathered(NamedTuple):
-    """Bytes of full weights that exist at four times: in a layer's forward pass, in the loss, in a layer's backward
-    pass, and at the end of the backward pass."""
+    """Bytes of gathered weights at four times: in a layer's forward pass, in the loss, in a layer's backward pass, and
+    at the end of the backward pass."""
 
     forward: float
     loss: float
@@ -143,15 +143,14 @@ class Gathered(NamedTuple):
 
 
 def gathered(model: ModelShape, plan: TrainingPlan, part: Share) -> Gathered:
-    """Return the bytes of the full weights of a sharded model.
+    """Return the bytes of the weights that a sharded model gathers.
 
-    accelerate makes FSDP2 units of the embedding, each layer, and the head with the last norm (fsdp2_prepare_model). In
-    the forward pass, a unit exists twice: as parameters and in the receive buffer. The buffer is freed when the next
-    unit arrives or the pass ends. In the backward pass, the next unit arrives during computation. During the loss, the
-    head exists twice. Our loss gathers the head separately, so the buffer of the last layer still exists then. A head
-    that shares the embedding's weight stays until the end. For trained units, gradients and the buffers of their
-    reduction are added.
-    """
+    accelerate makes one FSDP2 unit of the embedding, one of each layer, and one of the head with the last norm
+    (fsdp2_prepare_model). In the forward pass, the weights of a unit exist twice: as parameters and in the receive
+    buffer. The buffer is freed when the next unit arrives or the forward pass ends. In the backward pass, the next unit
+    arrives while the current one computes. During the loss, the head exists twice. ftbench's loss gathers the head
+    separately, so the buffer of the last layer still exists. A head that shares the embedding's weight stays until the
+    end. For trained units, the gradients and the buffers of the reduce-scatter are added."""
     if not part.gathered:
         return Gathered(0.0, 0.0, 0.0, 0.0)
     if part.keeper != "fsdp":
@@ -171,12 +170,12 @@ def gathered(model: ModelShape, plan: TrainingPlan, part: Share) -> Gathered:
 
 
 def _gathered_by_zero(model: ModelShape, plan: TrainingPlan) -> Gathered:
-    """Return the bytes of the full weights that ZeRO-3 gathers.
+    """Return the bytes of the weights that ZeRO-3 gathers.
 
-    Source: DeepSpeed 0.19, partitioned_param_coordinator.py, and traces of its fetches on the CPU. The head is
-    gathered at the start, because TRL's loss uses it without its forward pass. It stays until the end, because its
-    output has no gradient. If each layer is gathered as one unit (worker/parallel/zero.py), add the current layer, the
-    next one, and at the end the embedding. Otherwise add DeepSpeed's prefetch limit."""
+    Source: DeepSpeed 0.19, partitioned_param_coordinator.py, and traces of its fetches on the CPU. The head is gathered
+    from start to end, because trl's loss reads its weight outside its forward pass. With gradient checkpointing, each
+    layer is gathered as one unit (worker/parallel/zero.py): the current layer and the next one are added, and at the
+    end the embedding. Otherwise, weights up to DeepSpeed's prefetch limit are gathered."""
     largest, head = model.largest_layer, model.parameters["head"] or model.parameters["embedding"]
     embedding, c = 0 if model.tied else model.parameters["embedding"], float(plan.compute)
     there = head + 2 * largest if plan.checkpointing != "off" else max(head, min(LIVE, model.total))
@@ -199,6 +198,6 @@ def offloaded(model: ModelShape, plan: TrainingPlan, sharding: Sharding) -> floa
 def whole_gradient(model: ModelShape, plan: TrainingPlan, part: Share) -> float:
     """Return the bytes of the full embedding's gradient before ZeRO-3 shards it.
 
-    DeepSpeed's estimator has 4 bytes per element of the largest layer, which are this gradient and the weight."""
+    DeepSpeed's estimator counts 4 bytes per element of the largest layer: 2 for the gradient, 2 for the weight."""
     there = plan.full and part.gathered and part.keeper == "deepspeed"
     return float(plan.compute * model.parameters["embedding"]) if there else 0.0

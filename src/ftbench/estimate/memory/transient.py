@@ -1,5 +1,5 @@
-"""The temporary tensors of one decoder layer, and the tensors that gradient checkpointing saves. `layer.py` explains
-the notation and the source."""
+"""Compute the bytes of a decoder layer's temporary tensors, and of the tensors that gradient checkpointing saves.
+Functions whose names end in `_peak` return bytes per token. `layer.py` defines the symbols and names the sources."""
 
 from ftbench.estimate.memory.layer import FLOAT, expert_copies, inside, kernel, norms, saved
 from ftbench.estimate.workload.largest import BatchShape
@@ -10,31 +10,34 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 
 
 def checkpoint(hidden: int, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that a checkpointed layer saves on the GPU. It saves only its input (Chen et al. 2016).
+    """Return the bytes that a checkpointed layer saves on the GPU for the batch: its input (Chen et al. 2016).
 
-    unsloth's checkpointing and `offload` keep it in host memory. `phases` counts inputs that `offload` is copying.
-    """
+    unsloth keeps this input in host memory, and so does `offload`. For `offload`, phases.py multiplies these bytes by
+    the number of inputs that are on the GPU during copies."""
     return 0.0 if plan.checkpointing == "unsloth" else float(plan.stream * hidden * batch.tokens)
 
 
 def checkpoint_buffers(hidden: int, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the bytes on the GPU that unsloth's checkpointing needs for all layers together.
 
-    unsloth copies inputs back into one of two permanent buffers on the GPU, and leaves the last layer's input on the
-    GPU (unsloth_zoo, gradient_checkpointing.py: GPU_BUFFERS, GPU_BUFFERS_B, LAST_GC_INDEX)."""
+    unsloth has two permanent buffers on the GPU and copies inputs back into them in turn. The input of the last layer
+    stays on the GPU (unsloth_zoo, gradient_checkpointing.py: GPU_BUFFERS, GPU_BUFFERS_B, LAST_GC_INDEX)."""
     return 3.0 * plan.stream * hidden * batch.tokens if plan.checkpointing == "unsloth" else 0.0
 
 
 def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
     """Return the peak bytes of the temporary tensors of one layer's MLP. Saved tensors are not included.
 
-    - Full training: gradients of gate * up, of the activation and of up; the residual stream. gate * up is freed.
-    - Float32 adapters: gate * up, its float32 copy for down, and five tensors of the size of the residual stream.
-    - bfloat16 adapters with a float32 residual stream: the gradients through the base layer and through the adapters,
-      and their sum. The input is freed. The forward pass holds gate * up and three copies of the residual stream, one
-      of them cast.
-    - Compiled layers: only the gradients. With fused adapters, the gradient of gate * up is freed earlier. The forward
-      pass holds only the output of down, because all other tensors are saved.
+    "Product" means silu(gate) * up, which is the input of down_proj. The peak depends on the plan:
+
+    - Full training: the gradients of the product, of the activation and of up, minus the freed product, and a tensor of
+      the size of the residual stream.
+    - Float32 adapters: the product, its float32 copy for down_proj, and five tensors of h elements.
+    - bfloat16 adapters, float32 residual stream, backward pass: the gradient of the product through the base layer, the
+      one through the adapters, and their sum. The saved input of down_proj is freed. In the forward pass: the product,
+      the residual stream, and its copy in the compute dtype.
+    - Compiled layers: only gradients. With fused adapters, the gradient of the product is freed earlier. In the forward
+      pass: only the output of down_proj, because the other tensors are saved.
     - unsloth: two gradients, which it computes in place."""
     h, i, p, c = layer.hidden, layer.inner, plan.product, plan.compute
     if plan.unsloth:
@@ -55,16 +58,16 @@ def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
 
 
 def unkept(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes in the forward pass of a checkpointed layer, without its input.
+    """Return the peak bytes in the forward pass of a checkpointed layer for the batch, without the layer's input.
 
-    The graph of a compiled layer returns all tensors to save at its end, so they exist together. The adapter outputs of
-    gate and up, or the layer's output, are added. Layers that are not compiled need the residual stream, its norm, and
-    these tensors of the MLP:
+    A compiled layer returns all tensors to save at the end of its graph, so they exist at the same time. The adapter
+    outputs of gate and up, or the layer's output, are added. A layer that is not compiled needs the residual stream,
+    its normalized values, and these tensors of the MLP:
 
-    - peft: the output of gate; for up the outputs of base and adapter, and their sum (peft adds out of place).
-    - `separate`: base outputs, adapter outputs and sums of gate and up.
+    - peft: the output of gate. For up, the output of the base layer, the output of the adapter, and their sum.
+    - `separate`: for gate and for up, the base output, the adapter output, and their sum.
     - `augmented`: one buffer for gate and up, and two tensors of the gate function.
-    - No adapters, or unsloth: gate, up and their product."""
+    - Without adapters, or unsloth: gate, up and their product."""
     h, i = plan.stream * layer.hidden, plan.product * layer.inner
     adapted = "up_proj" in plan.targets and not plan.unsloth
     if plan.compiled:
@@ -77,9 +80,9 @@ def unkept(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 def experts_peak(layer: Layer, plan: TrainingPlan, backward: bool) -> float:
     """Return the peak bytes of the temporary tensors of one layer's experts. Saved tensors are not included.
 
-    For each active expert, three tensors of h values per token exist: the gradient of the output, its expanded copy and
-    its reordered copy. gpt_oss's gate function adds two tensors of i values. With float32 routing weights the three
-    tensors are float32, and one of them is also cast to the compute type."""
+    For each active expert, three tensors of h elements per token exist: the gradient of the expert's output, its
+    expanded copy, and its reordered copy. gpt_oss's gate function adds two tensors of i elements. With float32 routing
+    weights, the three tensors are float32 too, and one of them is also copied to the compute dtype."""
     moe = layer.experts
     if moe is None:
         return 0.0
@@ -89,10 +92,12 @@ def experts_peak(layer: Layer, plan: TrainingPlan, backward: bool) -> float:
 
 
 def experts_again(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the same as `experts_peak`, for a checkpointed layer. During recomputation, these tensors exist: the
-    ordered inputs of the experts (if they are not saved), their weighted outputs, the residual stream, its norm, and
-    the incoming gradient. This gradient is already expanded, because torch recomputes a layer at the first access to
-    one of its tensors. In the backward pass, each saved tensor is freed after its use."""
+    """Return the peak bytes per token of the temporary tensors of one checkpointed layer's experts.
+
+    The peak is in the recomputation or in the backward pass. The recomputation needs the inputs in the order of the
+    experts (if they are not saved), the weighted outputs, the residual stream and its normalized values. The gradient
+    of the outputs, with one copy per active expert, already exists: torch recomputes a layer when the backward pass
+    first reads one of its saved tensors. In the backward pass, each saved tensor is freed after its use."""
     moe, c, h = layer.experts, plan.compute, layer.hidden
     assert moe is not None
     weighted = FLOAT if moe.float_weights else c
@@ -106,8 +111,9 @@ def experts_again(layer: Layer, plan: TrainingPlan) -> float:
 def attention_peak(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the peak bytes of the temporary tensors of one layer's attention. Saved tensors are not included.
 
-    These are the gradients of queries, keys, values and output. Eager attention adds two float32 copies of the
-    attention weights, minus the freed casts. For gpt_oss, the two copies have the product's dtype."""
+    The temporary tensors are the gradients of queries, keys, values and output. Eager attention needs two tensors of
+    the width of queries, and two float32 tensors of the size of the attention weights. The attention weights in the
+    compute dtype are freed, so they are subtracted. For gpt_oss, the two tensors have the compute dtype."""
     c, scores, by = plan.compute, float(layer.heads * batch.length), kernel(layer, plan, batch)
     if by == "eager":
         return c * 2 * layer.query + scores * (2 * c if layer.sinks else 2 * FLOAT - c)
@@ -118,8 +124,8 @@ def attention_peak(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float
 def dequantised(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes of the largest dequantized matrix in 16 bits.
 
-    bitsandbytes dequantizes this matrix for its backward product (MatMul4Bit.backward). unsloth dequantizes it into a
-    permanent buffer (fast_dequantize). With MXFP4 the matrix is gate and up of all experts (worker/model/mxfp4.py)."""
+    bitsandbytes dequantizes a matrix in the backward pass (MatMul4Bit.backward). unsloth uses a permanent buffer for
+    it (fast_dequantize). With MXFP4, the matrix contains gate and up of all experts (worker/model/mxfp4.py)."""
     if plan.packed_experts and layer.experts:
         return float(plan.compute * layer.experts.count * 2 * layer.experts.inner * layer.hidden)
     if not plan.quantised or plan.packed_experts:
@@ -128,21 +134,25 @@ def dequantised(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fp8_casts(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes while the widest input is cast to 8 bits: two float32 copies and the result.
+    """Return the peak bytes for the batch while the widest input (i elements per token) is cast to 8 bits.
 
-    Source: kernels/small_products.py, `cast`. A compiled layer writes only the 8-bit result."""
+    Two float32 copies and the 8-bit result exist (kernels/small_products.py, `cast`). A compiled layer writes only the
+    8-bit result."""
     if not plan.fp8 or layer.experts:
         return 0.0
     return float((1 if plan.compiled else 2 * FLOAT + 1) * layer.inner * batch.tokens)
 
 
 def peak(layer: Layer, plan: TrainingPlan, batch: BatchShape, backward: bool, again: bool = False) -> float:
-    """Return the peak bytes of one layer's temporary tensors. Its saved tensors, and with `again` its recomputed
-    tensors, are not included.
+    """Return the peak bytes of one layer's temporary tensors for the batch. Saved tensors are not included.
 
-    The peak has three candidates. The first is in the MLP, before the norm that follows saves tensors. The second is in
-    the backward pass of this norm, when five float32 copies of its input exist and its output is freed. The third is in
-    attention, when the saved tensors of the MLP do not exist."""
+    `again` means that the layer recomputes its saved tensors. They are not included either. The peak is the largest of:
+
+    - The peak of the MLP or experts. In the forward pass, a norm after the MLP has not saved its tensors yet.
+    - The backward pass of this norm. Five float32 copies of the norm's input exist, and the norm's output is freed.
+    - The peak of attention, minus the tensors that the MLP saves. They do not exist at that time.
+    - The gradient of a copy of expert weights.
+    - Half of the largest of the first three sizes, plus the largest dequantized matrix or the casts to 8 bits."""
     if layer.experts:
         second = experts_again(layer, plan) if again else experts_peak(layer, plan, backward)
     else:
@@ -151,7 +161,8 @@ def peak(layer: Layer, plan: TrainingPlan, batch: BatchShape, backward: bool, ag
         norm_peak = (5 * FLOAT - plan.stream) * layer.hidden
         second = max(second, norm_peak) if backward else second - norms(layer, plan, after)
     each = max(second, attention_peak(layer, plan, batch) - inside(layer, plan)) * batch.tokens
-    # the gradient of gate and up together, after the copy of down is freed
+    # the gradient of the copy of gate and up of all experts; the copy of down is freed before
     copies = 0 if plan.packed_experts or plan.fused != "off" else expert_copies(layer, plan) / 3
     bits = 0.0 if plan.unsloth and not plan.packed_experts else dequantised(layer, plan)
-    return max(each, copies, each / 2 + max(bits, fp8_casts(layer, plan, batch)))  # in 16 bits, before they are summed
+    # half: at that time, tensors are in 16 bits and the gradients are not summed yet
+    return max(each, copies, each / 2 + max(bits, fp8_casts(layer, plan, batch)))

@@ -1,4 +1,4 @@
-"""Memory that stays between steps: weights, adapters, gradients, optimizer state. All in bytes."""
+"""Compute the bytes of tensors that stay between steps: weights, adapters and optimizer state."""
 
 from dataclasses import dataclass
 
@@ -10,16 +10,16 @@ from ftbench.families.shape import Layer, ModelShape
 ALIGNED = 64  # fused_lora pads its buffers to a multiple of this number of columns (kernels/adapter_products.py)
 _SIBLINGS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate, up", "up_proj": "gate, up"}
 BLOCK = 64  # weights that share an absmax constant (bitsandbytes, Linear4bit)
-OUTER = 256  # block constants that share a constant under double quantization (Dettmers et al. 2023, section 3)
+OUTER = 256  # absmax constants that share a second constant with double quantization (Dettmers et al. 2023, section 3)
 PAGED_FROM = 100_000  # bitsandbytes pages the state of matrices with at least this many elements
 BLOCK_8BIT = 256  # elements that share a scale in an 8-bit state (bitsandbytes, blockwise quantisation)
 
 
 def four_bit(count: float, double_quant: bool) -> float:
-    """Return the bytes of `count` 4-bit weights and of their block constants.
+    """Return the bytes of `count` 4-bit weights and of their absmax constants.
 
-    n weights take n/2 bytes and have n/64 constants of 4 bytes. With double quantization, a constant takes 1 byte, and
-    each group of 256 constants takes 4 more bytes. This is 0.5 and 0.127 bits per parameter (Dettmers et al. 2023)."""
+    Each block of 64 weights has one constant of 4 bytes: 0.5 bits per weight. With double quantization, a constant has
+    1 byte, and 256 constants share 4 more bytes: 0.127 bits per weight (Dettmers et al. 2023)."""
     constants = count / BLOCK
     return count / 2 + (constants * (1 + 4 / OUTER) if double_quant else constants * 4)
 
@@ -27,11 +27,11 @@ def four_bit(count: float, double_quant: bool) -> float:
 def weights(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the bytes of the base model on the GPU.
 
-    The weights have 16 bits. With a 4-bit method, linear layers have 4 bits and the rest has 16 bits, or 32 bits if
-    peft's prepare_model_for_kbit_training casts it (dense models; `worker/methods/qlora.py`). unsloth keeps the experts
-    of gpt-oss in MXFP4, so the founding study could train the 120b on 96 GB. fp8 replaces the 16-bit matrix of each
-    linear layer by two 8-bit layouts (worker/optimizations/fp8.py). Weights in host memory are not included, but their
-    buffers on the GPU are."""
+    Without quantization, each weight has `plan.weight` bytes. With a 4-bit method, linear layers have 4 bits. The other
+    weights have 16 bits, or 32 bits if peft's prepare_model_for_kbit_training casts them (dense models;
+    worker/methods/qlora.py). unsloth keeps the experts of gpt-oss in MXFP4. fp8 replaces the 16-bit matrix of each
+    linear layer by two 8-bit copies with different layouts (worker/optimizations/fp8.py). With weight_offload, the
+    weights in host memory are not included, but their buffers on the GPU are."""
     linear = model.linear_parameters
     if plan.packed_experts:
         total = model.weight_bytes(plan.weight, mxfp4=True)
@@ -51,7 +51,7 @@ def buffers(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def matrices(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes of a layer's matrices. weight_offload copies them together."""
+    """Return the bytes of the matrices of one layer, which weight_offload copies to the GPU together."""
     linear = sum(each.inputs * each.outputs for each in layer.linears)
     others = layer.expert_matrices + layer.parameters["router"] - layer.router_biases
     four = plan.quantised and not plan.mxfp4
@@ -77,8 +77,8 @@ def on_host(model: ModelShape, plan: TrainingPlan) -> float:
 class Group:
     """Adapted layers that fused_lora computes together.
 
-    `inputs` is the width of their common input. `outputs` and `ranks` are the sums of their output widths and of their
-    ranks. fused_lora pads its buffers to `columns`, which is `ranks` rounded up to a multiple of 64."""
+    `inputs` is the width of the input that they share. `outputs` is the sum of their output widths, and `ranks` the sum
+    of their ranks. `columns` is `ranks` rounded up to a multiple of 64: the extra columns of fused_lora's buffers."""
 
     reads: str
     inputs: int
@@ -100,8 +100,8 @@ def groups(plan: TrainingPlan, layer: Layer) -> list[Group]:
 def fused(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the bytes that fused_lora needs in addition to the weights and adapters, in the compute dtype.
 
-    `augmented` uses matrices that are larger than the weights. `separate` keeps three copies for each group: all A
-    matrices, all B matrices, and B as a block matrix."""
+    `augmented` extends each weight by `columns` rows and columns, which contain the adapters. `separate` stores three
+    tensors per group: all A matrices, all B matrices, and the B matrices as one block-diagonal matrix."""
     if plan.fused == "off":
         return 0.0
     every = [(count, group) for layer, count in model.kinds for group in groups(plan, layer)]
@@ -115,9 +115,10 @@ def fused(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def loading(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the peak bytes during loading. A 16-bit model needs the memory of its weights. While a 4-bit model loads,
-    one matrix exists before it is quantized. Later, peft casts the embedding or the head, which then exists in both
-    dtypes."""
+    """Return the peak bytes during loading.
+
+    A 16-bit model needs the memory of its weights. A 4-bit model needs more while peft casts the embedding or the head
+    to float32, because the 16-bit tensor and the float32 tensor exist together."""
     resident = weights(model, plan)
     if not plan.quantised or plan.mxfp4 or plan.streamed:
         return resident
@@ -156,15 +157,15 @@ def kept_by(model: ModelShape, plan: TrainingPlan) -> tuple[str, float, float, f
 
 
 def optimizer_state(name: str, count: float, width: float, embedding: float = 0) -> float:
-    """Return the bytes of the optimizer state in torch's allocator. There are `count` parameters of `width` bytes, and
-    `embedding` of them belong to an embedding.
+    """Return the bytes of the optimizer state in torch's allocator.
 
-    adamw_torch and adamw_torch_fused keep two moments in the parameter's dtype (torch.optim.AdamW, zeros_like).
-    bitsandbytes keeps two moments of 1 byte, with a 4-byte scale per 256 elements (Dettmers et al. 2022). For an
-    embedding its moments are float32 (transformers.Trainer.create_optimizer). Paged optimizers keep everything except
-    the scales in unified memory, which the driver moves to the host if necessary. torchao's moments have the dtype in
-    the optimizer's name (torchao.optim, `_new_buffer`). With 8 bits they are like those of bitsandbytes, also for
-    embeddings. sgd has no momentum here, so it keeps nothing."""
+    `count` is the number of parameters, `width` their bytes per parameter, and `embedding` the number of parameters of
+    an embedding. adamw_torch and adamw_torch_fused keep two moments in the dtype of the parameters (torch.optim.AdamW,
+    zeros_like). bitsandbytes keeps two moments of 1 byte per parameter, with a 4-byte scale per 256 elements (Dettmers
+    et al. 2022). For an embedding, it keeps float32 moments (transformers.Trainer.create_optimizer). Paged optimizers
+    keep only the scales here. Their moments are in unified memory, which the driver can move to the host. torchao's
+    moments have the dtype in the optimizer's name (torchao.optim, `_new_buffer`). Its 8-bit moments have the sizes of
+    those of bitsandbytes, also for embeddings. sgd runs without momentum, so it has no state."""
     if name == "adamw_bnb_8bit":
         return 8 * embedding + 2 * (1 + 4 / BLOCK_8BIT) * (count - embedding)
     if name == "paged_adamw_8bit":
@@ -177,13 +178,13 @@ def optimizer_state(name: str, count: float, width: float, embedding: float = 0)
 
 
 def paged_state(name: str, count: float, width: float, embedding: float = 0) -> float:
-    """Return the bytes that a paged optimizer keeps outside torch's allocator, on the GPU while it has free memory."""
+    """Return the bytes of a paged optimizer outside torch's allocator. They are on the GPU if it has free memory."""
     return 8 * embedding + 2 * (count - embedding) if name.startswith("paged") else 0.0
 
 
 def optimizer_step(name: str, count: float, width: float) -> float:
     """Return the bytes of the temporary tensors in the optimizer step.
 
-    `adamw_torch` updates all parameters at once (foreach), and its denominator needs as much memory as the parameters
-    (torch.optim.adamw, _multi_tensor_adamw). The other optimizers work in place."""
+    `adamw_torch` updates all parameters together (foreach). The denominators of the update need as much memory as the
+    parameters (torch.optim.adamw, _multi_tensor_adamw). The other optimizers work in place."""
     return count * width if name == "adamw_torch" else 0
