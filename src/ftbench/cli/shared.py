@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ftbench.core import processes
-from ftbench.core.table import printable
+from ftbench.core.table import printable, wrapped
 from ftbench.core.units import some
 from ftbench.errors import BROKEN_PIPE, MissingError, SpecError
 
@@ -158,9 +158,9 @@ def emit(result: object, end: str = "\n") -> None:
 
 
 def log(text: str) -> None:
-    """Print a line on stderr without control characters. Cut the middle of a very long line."""
+    """Print a line on stderr, wrapped and without control characters. Cut the middle of a very long line."""
     line = printable(text)
     if (more := len(line) - _MAX_LINE) > 0:
         line = f"{line[: _MAX_LINE // 2]}… ({some(more, 'character')} more) …{line[-_MAX_LINE // 2 :]}"
     with processes.optional_stderr():
-        print(line, file=sys.stderr, flush=True)
+        print(wrapped(line), file=sys.stderr, flush=True)

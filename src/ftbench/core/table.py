@@ -6,7 +6,9 @@ import re
 import shlex
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -19,6 +21,9 @@ _LEAST_TERMINAL, _PAGE, _UNLIMITED = 40, 120, 10_000
 _PIPE: int | None = _PAGE  # maximum line length of a table without a terminal
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _CURSOR = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# A command, or an option with its value.
+_COMMAND = re.compile(r"""`[^`]*`|--[a-z-]+ (?:"[^"]*"|[^\s:]+)|(?:\S+ -m )?pip install (?:-U )?(?:'[^']*'|\S+)""")
+_KEPT_SPACE = "\ue000"  # for a space where a line must not be broken
 _wide = False
 
 
@@ -79,7 +84,20 @@ def folded(text: str, width: int | None = None) -> str:
     list item (`- …`) or an indented line."""
     mark, _, words = text.partition(" ")
     cells = [mark, words.lstrip()] if mark in ("-", "") else [text]
-    return text_table([""] * len(cells), [cells], width or terminal_width() or _PAGE)
+    drawn = text_table([""] * len(cells), [[*map(_unbroken, cells)]], width or terminal_width() or _PAGE)
+    return drawn.replace(_KEPT_SPACE, " ")
+
+
+def wrapped(text: str, indent: int = 2) -> str:
+    """Return lines of a log wrapped at the terminal's width, with an indentation. Words and commands are not broken."""
+    width = terminal_width() or _UNLIMITED
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * indent}
+    lines = [part for line in text.split("\n") for part in textwrap.wrap(_unbroken(line), width, **options) or [""]]
+    return "\n".join(lines).replace(_KEPT_SPACE, " ")
+
+
+def _unbroken(text: str) -> str:
+    return _COMMAND.sub(lambda command: command[0].replace(" ", _KEPT_SPACE), text)
 
 
 def folded_command(command: str, indent: int = 2) -> str:

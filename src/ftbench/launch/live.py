@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ftbench.core import processes
+from ftbench.core.table import wrapped
 
 REFRESH_S = 1.0  # the view uses the CPU of the measured run
 _LOG_LINE = 110  # columns after the time of a line without a terminal
@@ -43,7 +44,7 @@ class LiveView:
     def event(self, text: str) -> None:
         """Print a line with the time."""
         with processes.optional_stderr():
-            self._console.print(Text(f"{time.strftime('%H:%M:%S')}  {text}"))
+            self._console.print(Text(wrapped(f"{time.strftime('%H:%M:%S')}  {text}", 10)))
 
     def show(self, lines: Sequence[str]) -> None:
         """Show the lines, at most once per interval. Before the first call, the terminal is free for questions."""

@@ -1,12 +1,11 @@
 """`--dry-run`: all jobs of a plan with their status, command, and expected time, memory and energy."""
 
 import shlex
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ftbench.core.table import folded_command, terminal_width
+from ftbench.core.table import folded_command, wrapped
 from ftbench.core.units import JOULES_PER_KWH, gibibytes, seconds, some
 from ftbench.sweep.plan.base import Job, Standing, run_command
 from ftbench.sweep.plan.search import Search
@@ -76,16 +75,10 @@ def as_text(lines: Sequence[Planned], ready: Ready | None = None) -> str:
         memory = f"{gibibytes(line.peak_gb)} GiB" if line.peak_gb else ""
         verdict = line.verdict if line.verdict != "fits" else None
         details = ", ".join(part for part in (line.reason, duration, memory, verdict) if part)
-        text.append(_folded(f"{line.state:<10} {line.what}" + (f": {details}" if details else "")))
+        text.append(wrapped(f"{line.state:<10} {line.what}" + (f": {details}" if details else ""), 11))
         if line.command:
             text.append(folded_command(shlex.join(line.command), 11))
     return "\n".join([*text, *_totals([line for line in lines if line.state == "pending"], ready)])
-
-
-def _folded(text: str) -> str:
-    """Return the line of a job, wrapped at the terminal's width."""
-    width = terminal_width() or len(text)
-    return text if len(text) <= width else textwrap.fill(text, width, subsequent_indent=" " * 11)
 
 
 def known_total(ready: Ready) -> str | None:
@@ -110,4 +103,4 @@ def _totals(pending: Sequence[Planned], ready: Ready | None) -> list[str]:
     parts = [some(len(pending), "run"), f"about {seconds(total / slots)}" + (f" on {slots} GPUs" if slots > 1 else "")]
     parts += [f"{joules / JOULES_PER_KWH:.3g} kWh of the GPU"] if energies else []
     parts += [f"times known for {len(lasting)} of {len(pending)} runs"] if len(lasting) < len(pending) else []
-    return ["\n" + _folded("total: " + ", ".join(parts))]
+    return ["\n" + wrapped("total: " + ", ".join(parts))]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ftbench.core.rows import RunSummary
+from ftbench.core.table import wrapped
 from ftbench.core.units import gibibytes, rate, seconds, some
 from ftbench.errors import SpecError
 from ftbench.launch.progress import Progress
@@ -86,4 +87,4 @@ def as_text(board: dict[str, Any]) -> str:
     if not board["alive"] and left:
         lines.append(f"  stopped at {board['at']}: run the same command to continue")
     lines.append(f"  table    {Path(board['folder']) / 'summary.md'}")
-    return "\n".join(lines)
+    return "\n".join(wrapped(line, 11) for line in lines)

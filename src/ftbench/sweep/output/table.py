@@ -5,7 +5,7 @@ from typing import Any
 
 from ftbench.core import units
 from ftbench.core.redact import without_secrets
-from ftbench.core.table import printable
+from ftbench.core.table import printable, wrapped
 from ftbench.report import formats, select
 from ftbench.report.data import groups
 from ftbench.report.data.collect import Record, collect
@@ -69,8 +69,9 @@ class Tables:
         parts = ["".join(f"{line}\n" for line in lines)] if (lines := [*self.lines()]) else []
         sections = [f"{title.upper()}\n{formats.terminal(table)}" for title, table in self.sections(runs)]
         parts += sections or ([formats.render(_report(runs), "table")] if runs else [])
-        others = [*(("skipped   ", *pair) for pair in self._skipped()), *(("impossible", *p) for p in self._impossible)]
-        parts += ["".join(f"{state}  {what}: {reason}\n" for state, what, reason in others)] if others else []
+        others = [*(("skipped", *pair) for pair in self._skipped()), *(("impossible", *p) for p in self._impossible)]
+        lines = [wrapped(f"{state:<10}  {what}: {reason}", 12) + "\n" for state, what, reason in others]
+        parts += ["".join(lines)] if lines else []
         return "\n".join(parts)
 
     def document(self) -> dict[str, Any]:
