@@ -1,16 +1,22 @@
-"""Fuse the gate of an MLP, silu(gate) * up, with the adapter products around it, forward and backward.
+"""Compute silu(gate) * up of an MLP and the LoRA products before and after it in one kernel per direction.
 
-The kernels are used between 8-bit products. Between 16-bit products, their backward pass was slower on an H200 than
-three separate parts: the compiled gate, the gradient kernel of `swiglu`, and the adapter products.
+These kernels replace separate ones only if the MLP's products use 8-bit weights. With 16-bit weights, the fused
+backward kernel was slower on an H200 than separate kernels for the gate, its gradient and the adapters.
 
-Costs are counted in passes. One pass reads or writes 16-bit activations of tokens x inner once.
+Costs are counted in passes. One pass reads or writes 16-bit activations (tokens, inner) once. `inner` is the width of
+the MLP. `gate_proj`, `up_proj` and `down_proj` are its three linear layers.
 
 - Forward, 2.5 passes: read gate and up (2), write the 8-bit result (0.5).
 - Backward, 4 passes: read gate, up and the gradient (3), write the 8-bit gradients of gate and up (1).
-- Separate adapter products would add 5 passes: the gradients of B of gate and up (2), the gradient of A of down (1),
-  and the gradients of A and the input (2).
-- Sums over rows stay in registers. Sums over columns (tokens x rank) are written per tile and added by another kernel.
-  This takes half a pass for rank 16, and one pass for rank 32.
+- Separate adapter products would add 5 passes: the gradients of B of gate_proj and up_proj (2), the gradient of A of
+  down_proj (1), and the gradients of A of gate_proj and up_proj and of the MLP's input (2).
+- A program keeps sums over rows in registers. It writes its sums over columns (tokens, rank) to memory, and a second
+  kernel adds them. This costs half a pass for rank 16, and one pass for rank 32.
+
+Names: base (tokens, 2 inner) is the product of the input with the frozen weights of gate_proj and up_proj. mid (tokens,
+rank) is its product with their A. b (2 inner, rank) is their s B, where s is the scale of LoRA. a (down_rank, inner) is
+A of down_proj. [gate up] = base + mid b'. ' is the transpose. thin (tokens, down_rank) is the gradient of
+(silu(gate) * up) a'.
 """
 
 from __future__ import annotations
@@ -25,12 +31,13 @@ from triton.language import constexpr, tensor
 from ftbench.kernels.delayed_cast import scale_to, shortened
 
 TILE = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
-PARTS = 8  # number of parts of the columns (forward) or rows (backward); a program loops over the tiles of a part
+PARTS = 8  # programs per group of rows (forward) or columns (backward); each program loops over its share of the tiles
 
 
 @triton.jit
 def _tile(x: tensor, row: tensor, column: tensor, width: tensor, rows: tensor, columns: tensor) -> tensor:
-    """Return a tile, with zeros outside its rows and columns. Rows are `width` elements apart."""
+    """Load x[row, column] as a tile. `row` and `column` are vectors of indices. `width` is the row stride in elements.
+    Indices from `rows` or `columns` on are out of range and give zeros."""
     there = (row < rows)[:, None] & (column < columns)[None, :]
     return tl.load(x + row[:, None] * width + column[None, :], mask=there, other=0.0)
 
@@ -45,7 +52,7 @@ def _put(
 
 @triton.jit
 def _dot(x: tensor, y: tensor, TYPE: constexpr) -> tensor:
-    """Return the product of tiles of this type, summed in 32 bits."""
+    """Convert two tiles to TYPE and return their matrix product in float32."""
     return tl.dot(x.to(TYPE), y.to(TYPE), input_precision="ieee")
 
 
@@ -55,8 +62,8 @@ def _adapted_swiglu_forward(
     tokens: tensor, columns: tensor, mid_row: tensor, b_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor,
     LIMIT: constexpr, AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Write silu(gate) * up in 8 bits, and its product with a'. One program handles ROWS rows and one part of the
-    columns."""
+    """Write silu(gate) * up in 8 bits to `small`. Write partial sums of its product with a' to `of_rows`. One program
+    handles ROWS tokens and every n-th tile of columns, where n is the number of programs per group of tokens."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
@@ -89,9 +96,9 @@ def _adapted_swiglu_backward(
     b_row: tensor, thin_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor, size: tensor, LIMIT: constexpr,
     AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of gate and up side by side in 8 bits. One program handles COLUMNS columns and `size` rows.
-    It also writes two partial sums, which are added up later: the products of these gradients with b over its columns,
-    and the adapter gradients over its rows."""
+    """Write the gradients of gate and up in 8 bits to `small` (tokens, 2 inner). One program handles COLUMNS columns
+    and `size` tokens. It also writes two partial sums. `of_rows` is the gradient of mid, summed over the program's
+    columns. `of_columns` contains the gradients of b and a, summed over the program's tokens."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
@@ -131,8 +138,8 @@ def _adapted_swiglu_backward(
 
 
 def constants_of(rank: int, dtype: torch.dtype, small: torch.dtype, interpreted: bool) -> dict[str, Any]:
-    """Return the constants of a kernel. Its rank is at least 16, because tensor cores need this inner width. Its type
-    is float32 under Triton's interpreter, which has no 16-bit products."""
+    """Return the compile-time constants of a kernel. RANK is at least 16, the smallest inner dimension of tensor
+    cores. TYPE is float32 if the kernel is `interpreted`, because Triton's interpreter cannot multiply 16-bit values."""
     types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     TYPE = tl.float32 if interpreted else types.get(dtype, tl.float32)
     return {"RANK": max(16, triton.next_power_of_2(rank)), "TYPE": TYPE, "LIMIT": torch.finfo(small).max, **TILE}
@@ -142,8 +149,9 @@ def constants_of(rank: int, dtype: torch.dtype, small: torch.dtype, interpreted:
 def gate_and_cast(
     base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, a: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return three tensors: silu(gate) * up in 8 bits (tokens x inner), its factor, and its product with a' (tokens
-    x rank of down). [gate up] = base + mid b' (tokens x 2 inner) is contiguous. `cast_by_last` describes the maxima."""
+    """Return silu(gate) * up in 8 bits (tokens, inner), the factor that undoes its scale, and its product with a'
+    (tokens, down_rank). `base` must be contiguous. The module docstring defines the other names. `maxima` and `dtype`
+    are as in `cast_by_last`."""
     tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
     constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
     parts = min(PARTS, triton.cdiv(columns, TILE["COLUMNS"]))
@@ -170,10 +178,10 @@ def gate_gradients(
     dout: torch.Tensor, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, thin: torch.Tensor, a: torch.Tensor,
     maxima: torch.Tensor, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return five tensors: the gradients of gate and up side by side in 8 bits (tokens x 2 inner), their factor,
-    their product with b (tokens x rank), the gradient of b (2 inner x rank), and the gradient of a (rank of down x
-    inner). [gate up] is base + mid b'. The gradient of silu(gate) * up is dout + thin a. base is contiguous. Rows of
-    mid, b, thin and a may have any stride."""
+    """Return five tensors: the gradients of gate and up side by side in 8 bits (tokens, 2 inner), the factor that
+    undoes their scale, and the gradients of mid, b and a (shapes of mid, b and a). The gradient of silu(gate) * up is
+    dout + thin a, where dout (tokens, inner) comes from the frozen weight of down_proj. `base` must be contiguous.
+    Rows of mid, b, thin and a may have any stride."""
     tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
     constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
     tiles, wide = triton.cdiv(columns, TILE["COLUMNS"]), constants["RANK"]

@@ -1,8 +1,11 @@
-"""Compute linear layers with adapters that read the same input, y_i = x W_i' + s (x A_i') B_i', and their gradients.
+"""Compute linear layers that read the same input, together with their LoRA adapters, and the gradients.
 
-The table counts passes over the activations of a Qwen3-8B layer (hidden 4,096, heads 4,096 and 2 x 1,024 wide, MLP
-12,288). A unit is tokens x 4,096 values. The inputs of the seven projections have 9 units, and their outputs have 9.5.
-The numbers come from the code that torch.compile generated for a layer (torch 2.13):
+Layer i computes y_i = x W_i' + s (x A_i') B_i'. Here ' is the transpose and s is the scale of LoRA. The shapes are
+x: (tokens, in), W_i: (out, in), A_i: (rank, in), B_i: (out, rank).
+
+The table counts reads and writes of activations in one Qwen3-8B layer. The hidden size is 4,096, the queries are 4,096
+wide, keys and values 1,024 each, and the MLP 12,288. One unit is tokens x 4,096 values. The seven projections read 9
+units and write 9.5 units. The counts come from the code that torch.compile generated for the layer (torch 2.13):
 
 | reads and writes for the adapters                      | peft | beside | augmented |
 |--------------------------------------------------------|-----:|-------:|----------:|
@@ -17,50 +20,50 @@ The numbers come from the code that torch.compile generated for a layer (torch 2
 | sum                                                    | 91.5 |     70 |        35 |
 | small products                                         |   42 |     33 |        16 |
 
-`augmented` includes the adapters in the base product: y = [x | x A'] [W | s B]' and dx = [dy | dy s B] [W ; A], with
-the layers that share x as one matrix. The code that computes x or dy writes into the wider buffer (torch.compile turns
-a torch.cat of it into a view). `beside` leaves the base product to the base layer, which can have any format (fp8, 4
-bits). An in-place addmm_ would need as many passes as `beside`. Adding s B A to W once per step would need fewer
-passes. But the model would learn less, because bfloat16 loses updates below 1/256 of a weight.
+`augmented` joins base weights and adapters of all layers in one matrix: y = [x | x A'] [W | s B]' and
+dx = [dy | dy s B] [W ; A]. The operation that computes x or dy writes into the wider buffer, so torch.cat copies
+nothing after torch.compile. `beside` computes only the adapters. The base layer can have any format (fp8, 4 bits).
+Adding s B A to W once per step would need fewer passes. But bfloat16 would lose updates below 1/256 of a weight.
 """
 
 from typing import Any
 
 import torch
 
-# Extra columns of a buffer: 128 bytes in a 16-bit type. If rows are not a multiple of them, torch.compile pads GPU
-# buffers (torch._inductor.config.padding_alignment_bytes) and copies them for custom operations.
+# The number of extra columns of a buffer is a multiple of this: 64 16-bit values have 128 bytes. torch.compile pads
+# rows of other sizes (torch._inductor.config.padding_alignment_bytes) and then copies them for custom operations.
 ALIGNED = 64
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # names of layers that read the same input
 
 
 def siblings(name: str) -> tuple[str, Any]:
-    """Return a key that all layers with the same input share. `name` is the dotted name of a layer or its base
-    layer."""
+    """Return a key that is equal for all layers with the same input. `name` is the dotted name of a layer, with or
+    without peft's suffix `.base_layer`."""
     parent, _, own = name.removesuffix(".base_layer").rpartition(".")
     return parent, next((names for names in _SIBLINGS if own in names), own)
 
 
 @torch.library.custom_op("ftbench::fill_columns", mutates_args=("wide",))
 def fill_columns(wide: torch.Tensor, factor: torch.Tensor, width: int) -> None:
-    """Multiply the first `width` columns of `wide` by `factor`, and write the product into the columns after them. This
-    is a custom operation because torch.compile would copy all of `wide` to write a part of it."""
+    """Multiply the first `width` columns of `wide` (tokens, width + rank) by `factor` (width, rank). Write the product
+    into the last columns of `wide`. A custom operation writes in place. torch.compile would copy all of `wide`."""
     torch.mm(wide[:, :width], factor, out=wide[:, width:])
 
 
 @torch.library.custom_op("ftbench::add_product", mutates_args=("total",))
 def add_product(total: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> None:
-    """Add the product of two thin matrices to `total` in place. torch.addmm with a new output would copy `total`."""
+    """Add x @ factor to `total` (tokens, out) in place. torch.compile would write a second tensor of this size. The
+    shapes are x: (tokens, rank) and factor: (rank, out)."""
     total.addmm_(x, factor)
 
 
 class Augmented(torch.autograd.Function):
-    """Compute the outputs of all layers, tokens x (out + r), from tokens x in. The last r columns are unused until the
-    backward pass.
+    """Compute the outputs of all layers side by side: (tokens, in) → (tokens, out + r). `out` is the sum of the layers'
+    output widths, and r is the number of extra columns. The backward pass writes into the extra columns of the gradient.
 
-    `weight` is [[W, s B], [A, 0]], (out + r) x (in + r). B is block diagonal. The next arguments are the scales, then
-    A and B of each layer in turn, which get gradients but are not read. The incoming gradient is overwritten. x is
-    overwritten too if it has the extra columns.
+    `weight` is [[W, s B], [A, 0]] (out + r, in + r), where B is block diagonal. `scales_and_adapters` are the scales of
+    all layers, then A and B of each layer. A and B are passed only to receive gradients. The forward pass overwrites
+    the extra columns of x if x is (tokens, in + r). The backward pass overwrites those of the incoming gradient.
     """
 
     @staticmethod
@@ -92,8 +95,8 @@ class Augmented(torch.autograd.Function):
 
 
 def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: Any) -> list[torch.Tensor]:
-    """Split the gradients of A (rank x in) and B (out x rank) of all layers into the gradients of each adapter, in
-    order."""
+    """Return the gradients of A and B of each layer, in the order of `adapters`. `da` (ranks, in) and `db` (out, ranks)
+    are the gradients of all layers in one matrix, where `ranks` is the sum of the layers' ranks."""
     of_adapters, rank, out = [], 0, 0
     for a, b, scale in zip(adapters[::2], adapters[1::2], scales, strict=True):
         r, n = a.shape[0], b.shape[0]
@@ -104,15 +107,15 @@ def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: A
 
 
 class Beside(torch.autograd.Function):
-    """Compute, from tokens x in, the values that the adapters of each layer add to its product.
+    """Compute only the adapters: return s (x A') B' of each layer, (tokens, output width), from x: (tokens, in).
 
-    `a` contains A of all layers, (layers r) x in. `b` contains s B of all layers, out x r. `sizes` are the output
-    widths of the layers. The next arguments are the scales, then A and B of each layer in turn, which get
-    gradients but are not read.
+    `a` is A of all layers (layers * rank, in). `b` is s B of all layers (sum of output widths, rank). `sizes` are the
+    output widths. `scales_and_adapters` are the scales of all layers, then A and B of each layer. A and B are passed
+    only to receive gradients.
 
-    The scales are passed together with the adapters to change the number of arguments. Without gradients, torch.compile
-    assumes that `forward` has no context if a call has as many arguments as `forward` has parameters (torch 2.11 and
-    2.13, `call_apply`). With one layer these counts would be equal.
+    `forward` takes scales and adapters as one `*` parameter, to change its number of parameters. Without gradients,
+    torch.compile assumes that `forward` has no `ctx` if a call has as many arguments as `forward` has parameters (torch
+    2.11 and 2.13, `call_apply`). For one layer, separate parameters would lead to equal numbers.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Products of a mixture of experts.
+"""Compute the matrix products of mixture-of-experts layers and their LoRA adapters.
 
-Tokens are sorted by expert and each group of rows is multiplied by its matrix. Adapters of experts are two thin
-grouped products, which are added to the product with the frozen matrices. peft adds the adapters' product to a copy of
-each expert's matrix and computes gradients as large as the copies.
+The rows (tokens) are sorted by expert. A grouped product multiplies all rows of an expert by the matrix of this
+expert. The adapters are two more grouped products with inner dimension `rank`. Their result is added to the product
+with the frozen matrices. peft instead adds B A to a copy of each expert's matrix, and its gradients have that size too.
 """
 
 from collections.abc import Iterator
@@ -14,19 +14,19 @@ import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch.nn import functional as F
 
-ALIGNED = 8  # 16-bit values: grouped products need rows of a multiple of 16 bytes
+ALIGNED = 8  # the rank is padded to a multiple of 8: grouped products need rows of a multiple of 16 bytes
 
 
 def grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply each group of rows by its matrix: rows x in, groups x in x out → rows x out. `ends` (int32) holds the
-    end row of each group."""
+    """Multiply each group of rows by the matrix of the group. The shapes are rows: (tokens, in), matrices: (groups, in,
+    out), result: (tokens, out). `ends` (groups,) has dtype int32. Group g ends before row ends[g]."""
     return F.grouped_mm(rows, matrices, offs=ends)
 
 
 @torch.library.custom_op("ftbench::in_rows", mutates_args=())
 def in_rows(matrices: torch.Tensor) -> torch.Tensor:
-    """Copy to row-major order. The compiler removes a plain `contiguous()` after a pointwise operation, and a grouped
-    product rejects the result."""
+    """Return a copy in row-major order, as grouped products require. torch.compile removes a plain `contiguous()` after
+    a pointwise operation. It cannot remove this custom operation."""
     return matrices.clone(memory_format=torch.contiguous_format)
 
 
@@ -35,7 +35,8 @@ in_rows.register_autograd(lambda _, gradient: gradient)
 
 
 class GroupedExperts:
-    """Fused experts with gate and up in one matrix: a mixin for transformers' class or for `nn.Module`."""
+    """Mixin that computes all experts of a layer with grouped products. It comes before transformers' class of fused
+    experts or `nn.Module`. Gate and up share one matrix. `adapters` maps its parameter names to (A, B, scale)."""
 
     adapters: dict[str, tuple[torch.Tensor, torch.Tensor, float]]
     num_experts: int
@@ -46,8 +47,8 @@ class GroupedExperts:
     def forward(
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return tokens x width from hidden states (tokens x width), chosen experts and their weights (tokens x k
-        each)."""
+        """Return the weighted sum of k experts per token: (tokens, width) → (tokens, width). `router_indices` and
+        `routing_weights` (tokens, k) contain the experts of each token and their weights."""
         tokens, k = router_indices.shape
         experts, order = router_indices.reshape(-1).sort(stable=True)
         numbers = torch.arange(self.num_experts, device=experts.device)
@@ -70,13 +71,14 @@ class GroupedExperts:
         return result
 
     def frozen(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Return the product with the frozen matrices. `experts` holds the expert of each row."""
+        """Return the product of the rows with the frozen matrices. `experts` contains the expert index of each row."""
         matrices = getattr(self, name)
         return grouped(rows, matrices if self.is_transposed else matrices.transpose(-2, -1), ends)
 
 
 class ExpertAdapter(ParamWrapper):
-    """peft's adapter of a fused matrix, with peft's names and shapes. It passes its two factors to the experts."""
+    """Replaces peft's adapter of the experts' matrices. Parameter names and shapes are the same. During a forward pass,
+    `GroupedExperts.adapters` contains its factors A and B."""
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
@@ -99,7 +101,7 @@ def _grouped_class(kind: Any) -> Any:
 
 
 def group_adapters(model: Any) -> int:
-    """Compute peft's adapters of fused experts as grouped products. Return the number of adapted matrices."""
+    """Replace peft's adapters of fused experts by grouped products. Return the number of replaced adapters."""
     wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     for wrapper in wrappers:
         experts = wrapper.get_base_layer()

@@ -1,10 +1,12 @@
-"""Compute RMSNorm with a frozen weight, fused with the sum before it. Each direction is one kernel.
+"""Compute RMSNorm with a frozen weight, with or without the residual addition before it. Each direction is one kernel.
 
-Costs are in passes over tokens x width. Forward: the input is read and the norm is written (2). With a sum, the second
-summand is read and the sum is written too (4). Backward: the normed values and the gradient of the norm are read, and
-the gradient is written (3). With a sum, the gradient of the sum is read too (4). One pass is added if the input came
-in a wider buffer with a separate gradient. The compiler uses one kernel for the mean square and one for the norm: 3
-and 5 forward. The scale of a row is recomputed from the row, which is read anyway.
+The norm of a row x is weight * x / sqrt(mean(x²) + eps). With a residual, x is first replaced by x + residual.
+Costs are counted in passes. One pass reads or writes values of shape (tokens, width) once.
+
+- Forward, 2 passes: read x, write the norm. A residual adds 2: read the residual, write the sum.
+- Backward, 3 passes: read x and the gradient of the norm, write the gradient of x. A residual adds 1: read the
+  gradient of the sum. If x has extra columns, 1 more: write its gradient a second time, with extra columns.
+- torch.compile needs 3 forward passes (5 with a residual), because it computes mean(x²) and the norm in two kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from triton.language import constexpr, tensor
 
 @triton.jit
 def _scale(values: tensor, columns: tensor, eps: tensor) -> tensor:
-    """Return 1 / sqrt(mean square + eps) of a row that is padded with zeros."""
+    """Return 1 / sqrt(mean(values²) + eps) of a row with `columns` values, padded with zeros."""
     return tl.rsqrt(tl.sum(values * values, 0) / columns + eps)
 
 
@@ -28,7 +30,8 @@ def _rms_norm_forward(
     x: tensor, residual: tensor, weight: tensor, total: tensor, normed: tensor, x_row: tensor, normed_row: tensor,
     columns: tensor, eps: tensor, SUM: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write the norm of a row, and with SUM also the sum of x and the residual. One program handles one row."""
+    """Write the norm of one row to `normed`. If SUM, add the residual to x first, and write the sum to `total`. One
+    program handles one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     there = column < columns
@@ -48,7 +51,8 @@ def _rms_norm_backward(
     dnormed: tensor, dtotal: tensor, total: tensor, weight: tensor, dx: tensor, wide: tensor, dnormed_row: tensor,
     wide_row: tensor, columns: tensor, eps: tensor, SUM: constexpr, WIDE: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradient of a normed row. SUM adds the gradient of the sum. WIDE also writes to a wider buffer."""
+    """Write the gradient of one row of `total`, the input of the norm, to `dx`. If SUM, add `dtotal` to it. If WIDE,
+    also write it to `wide`, whose rows have extra columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     there = column < columns
@@ -66,7 +70,7 @@ def _rms_norm_backward(
 
 
 def _block(columns: int) -> dict[str, int]:
-    """Return the columns of a program (a full row) and its warps, with sixteen values per thread."""
+    """Return the launch options of a kernel: one program per row, and one warp per 512 columns (1 to 16 warps)."""
     block = triton.next_power_of_2(columns)
     return {"BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
 
@@ -85,9 +89,9 @@ def _total(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
 def rms_norm_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, room: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of x + residual (tokens x (width + room)) and the sum (tokens x width). The last `room` columns
-    of the norm are not written. Without a residual, the second result is an empty tensor. x may be wider than the
-    weight."""
+    """Return the norm of x + residual (tokens, width + room) and the sum x + residual (tokens, width). The last `room`
+    columns of the norm are not initialized. Without a residual, return the norm of x and an empty tensor. The shapes
+    are x: (tokens, width or more), residual: (tokens, width), weight: (width,). Extra columns of x are ignored."""
     width = len(weight)
     residual = None if residual is None else residual.contiguous()
     normed, total = _normed(x if residual is None else _total(x, residual), weight, width, room), _total(x, residual)
@@ -112,9 +116,9 @@ def rms_norm_backward(
     dnormed: torch.Tensor, dtotal: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor, eps: float,
     room: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradient of `total`, the values before the norm (tokens x width, contiguous). The arguments are the
-    gradient of the norm, which may be wider, and the gradient of the sum (or None). With room, also return a copy with
-    extra columns in `dtype`."""
+    """Return the gradient of `total`, the input of the norm (tokens, width), and a copy of it in `dtype` with `room`
+    uninitialized extra columns. The copy is an empty tensor if room is 0. `dnormed` (tokens, width or more) is the
+    gradient of the norm. `dtotal` (tokens, width) is the direct gradient of `total`, or None. `total` is contiguous."""
     width = len(weight)
     dnormed = dnormed if dnormed.stride(1) == 1 else dnormed.contiguous()
     dtotal = None if dtotal is None else dtotal.contiguous()
@@ -131,8 +135,8 @@ rms_norm_backward.register_fake(
 
 
 class RmsNorm(torch.autograd.Function):
-    """Return the norm of x (tokens x width → tokens x (width + room)), and x. If the residual stream continues from
-    the returned x, the backward kernel also adds its gradient. The weight is frozen and gets no gradient."""
+    """Return the norm of x: (tokens, width) → (tokens, width + room), and x itself. Use the returned x for the residual
+    connection: the backward kernel then also adds the gradient of that connection. The weight is frozen."""
 
     @staticmethod
     def forward(
@@ -150,8 +154,8 @@ class RmsNorm(torch.autograd.Function):
 
 
 class SumRmsNorm(torch.autograd.Function):
-    """Return the norm of x + residual (tokens x (width + room)) and the sum (tokens x width). x may have extra columns.
-    Its gradient has them too, but they are not written."""
+    """Return the norm of x + residual (tokens, width + room) and the sum x + residual (tokens, width). x may have extra
+    columns, which are ignored. The gradient of x has the same shape as x, and its extra columns are uninitialized."""
 
     @staticmethod
     def forward(
