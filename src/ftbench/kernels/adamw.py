@@ -1,11 +1,11 @@
 """Run an AdamW step with one kernel per parameter.
 
-The kernel reads weight, gradient and two moments once, and writes weight and moments once. These are 14 bytes per
-weight if all tensors are 16-bit. The kernel also multiplies the gradients by the clipping factor, which saves a
-separate pass over them.
+The kernel reads weight, gradient and two moments once, and writes weight and moments once. If all tensors have 16 bits,
+it moves 14 bytes per weight. The kernel also multiplies the gradients by the clipping factor. A separate clipping
+operation would read and write the gradients once more.
 
-16-bit values are rounded stochastically. Most updates of a weight are smaller than half of its last bit. The second
-moment decays by a thousandth per step. Rounding to the nearest value would lose both changes.
+bfloat16 weights and second moments are rounded stochastically. Most updates of a weight are smaller than half of its
+last bit. The second moment decays by 0.1 % per step. Rounding to the nearest value would lose both changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _A, _B = constexpr(0x7FEB352D), constexpr(0x846CA68B)  # multipliers of lowbias3
 
 @triton.jit
 def _hash(x: tensor) -> tensor:
-    """Hash 32 bits to 32 bits that look random."""
+    """Return pseudorandom 32-bit integers, one for each 32-bit integer in x."""
     x = (x ^ (x >> 16)) * tl.full((), _A, tl.uint32)
     x = (x ^ (x >> 15)) * tl.full((), _B, tl.uint32)
     return x ^ (x >> 16)
@@ -31,8 +31,8 @@ def _hash(x: tensor) -> tensor:
 
 @triton.jit
 def _rounded(values: tensor, bits: tensor, to: constexpr) -> tensor:
-    """Convert float32 to another type. bfloat16 is rounded stochastically with 16 random bits. NaN stays NaN. It needs
-    a check, because a GPU's NaN is 0x7FFFFFFF, and adding one gives -0."""
+    """Convert float32 values to another type. Round to bfloat16 stochastically, with 16 random bits per value. Keep
+    NaN unchanged: adding 1 or more to a GPU's NaN (0x7FFFFFFF) would give -0."""
     if to == tl.bfloat16:
         drawn = (values.to(tl.uint32, bitcast=True) + bits) & tl.full((), 0xFFFF0000, tl.uint32)
         values = tl.where(values == values, drawn.to(tl.float32, bitcast=True), values)
@@ -45,8 +45,8 @@ def _adamw(
     lr: tensor, decay: tensor, fresh1: tensor, fresh2: tensor, root: tensor, eps: tensor, BLOCK: constexpr,
 ) -> None:  # fmt: skip
     """Update a parameter in place. `lr` is the learning rate divided by the bias correction of the first moment.
-    `decay` is the factor of weight decay. `fresh1` and `fresh2` are 1 - beta, computed in float64 because float32 would
-    leave four digits. `root` is 1 / sqrt(bias correction of the second moment)."""
+    `decay` is 1 - learning rate * weight decay. `fresh1` and `fresh2` are 1 - beta, computed in float64, because in
+    float32 only four digits are exact. `root` is 1 / sqrt(bias correction of the second moment)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < size
     p = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
@@ -66,9 +66,9 @@ def adamw_step(
     weight: torch.Tensor, gradient: torch.Tensor, first: torch.Tensor, second: torch.Tensor, factor: torch.Tensor,
     step: int, seed: int, group: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Update a dense parameter in optimizer step `step` (from 1). The gradient is multiplied by `factor`, a number on
-    the device. `seed` has 32 bits and differs for each call. `group` has lr, betas, weight_decay and eps, as in
-    torch.optim.AdamW."""
+    """Update a contiguous parameter in place. `step` is the number of the optimizer step (first: 1). `factor` is a
+    tensor with one number, which multiplies the gradient. `seed` is a 32-bit integer that differs for each call.
+    `group` has lr, betas, weight_decay and eps, as in torch.optim.AdamW."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     numbers = (
         lr / (1 - beta1**step), 1 - lr * group["weight_decay"], 1 - beta1, 1 - beta2, (1 - beta2**step) ** -0.5,

@@ -139,7 +139,7 @@ def _adapted_swiglu_backward(
 
 def constants_of(rank: int, dtype: torch.dtype, small: torch.dtype, interpreted: bool) -> dict[str, Any]:
     """Return the compile-time constants of a kernel. RANK is at least 16, the smallest inner dimension of tensor
-    cores. TYPE is float32 if the kernel is `interpreted`, because Triton's interpreter cannot multiply 16-bit values."""
+    cores. TYPE is float32 if the kernel is `interpreted`, because Triton's interpreter cannot multiply 16 bits."""
     types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     TYPE = tl.float32 if interpreted else types.get(dtype, tl.float32)
     return {"RANK": max(16, triton.next_power_of_2(rank)), "TYPE": TYPE, "LIMIT": torch.finfo(small).max, **TILE}

@@ -59,7 +59,7 @@ def add_product(total: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> N
 
 class Augmented(torch.autograd.Function):
     """Compute the outputs of all layers side by side: (tokens, in) → (tokens, out + r). `out` is the sum of the layers'
-    output widths, and r is the number of extra columns. The backward pass writes into the extra columns of the gradient.
+    output widths, and r is the number of extra columns. The backward pass uses the extra columns of the gradient.
 
     `weight` is [[W, s B], [A, 0]] (out + r, in + r), where B is block diagonal. `scales_and_adapters` are the scales of
     all layers, then A and B of each layer. A and B are passed only to receive gradients. The forward pass overwrites

@@ -1,8 +1,8 @@
-"""Run the operations between the products of a decoder layer as Triton kernels. `spec/optimizations/compute.py` lists
-the supported model families.
+"""Compute norms, rotary embedding and silu(gate) * up of a decoder layer with Triton kernels.
+`spec/optimizations/compute.py` lists the supported model families.
 
-A kernel writes into the buffer that a product of `fused_lora` reads. The buffer has room for the adapters' columns, so
-nothing is copied.
+The next matrix product may belong to `fused_lora`, whose input has extra columns for the adapters. The kernels write
+rows with these extra columns, so no copy is needed.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ftbench.kernels.rms_norm import RmsNorm, SumRmsNorm
 from ftbench.kernels.rotary import RotaryHeads
 from ftbench.kernels.swiglu import SwiGlu
 
-_GROUP = "joined_group"  # attribute of a module: the group that computes its first products
+_GROUP = "joined_group"  # attribute of a module: the AdapterGroup of fused_lora that computes its linear layers
 
 
 def _group(module: Any) -> Any:
-    """Return the group that multiplies the module's first layers and their adapters as one matrix. Return None if
+    """Return the AdapterGroup of fused_lora for the module's linear layers with the same input. Return None if
     fused_lora is off."""
     group = getattr(module, _GROUP, None)
     return group if group is not None and group.is_on() else None
@@ -38,7 +38,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _together(group: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return the outputs of a group side by side: tokens x (sum of their widths + extra columns)."""
+    """Return the outputs of a group's layers side by side: (tokens, sum of their widths + extra columns)."""
     return group.product(_rows(x))
 
 
@@ -86,7 +86,7 @@ class _Attention:
 
 
 def _heads(attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-    """Return queries, keys and values, tokens x heads x width."""
+    """Return query, key and value: (tokens, heads, head_dim). Heads are rotated, after a norm if the model has it."""
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     weights = [None if norm is None else norm.weight for norm in norms]
     layers = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -113,12 +113,12 @@ class _Mlp:
 
 @lru_cache
 def _with_kernels(kind: Any, ours: Any) -> Any:
-    """Return the class for the modules of all layers. There is only one, as a second class would be compiled again."""
+    """Return the class that replaces `kind`. All layers share it, because torch.compile compiles each class again."""
     return type(kind.__name__, (ours, kind), {"__module__": kind.__module__})
 
 
 def replace_forward(layer: Any) -> None:
-    """Make a layer use the kernels."""
+    """Make a decoder layer use the kernels, by replacing the classes of its modules."""
     attention, mlp = layer.self_attn, layer.mlp
     _join(attention, attention.q_proj, attention.k_proj, attention.v_proj)
     _join(attention.o_proj, attention.o_proj)
@@ -137,8 +137,7 @@ def replace_norm(norm: Any) -> None:
 
 
 def _join(module: Any, *layers: Any) -> None:
-    """Store the group of these layers in the module. The group must contain exactly these layers and multiply them as
-    one matrix without biases."""
+    """Store the AdapterGroup of these layers in the module. Do nothing if the group has other layers or biases."""
     group = getattr(layers[0], "group", None)
     if group is not None and group.holds(layers):
         setattr(module, _GROUP, group)

@@ -1,10 +1,10 @@
-"""Cast to 8 bits in one pass. The scale comes from the largest value of the previous step.
+"""Cast tensors to 8 bits. Compute the scale from the largest magnitude of the previous step ("delayed scaling").
 
-A cast with the current maximum needs 2.5 passes: it reads all values twice and writes half as many bytes. This cast
-needs 1.5 passes, because it reads the values once. The scale leaves room for values twice as large as the previous
-maximum. Larger values are clamped to the largest 8-bit number. In the first step no maximum is known, so the kernel
-runs again with the maximum that it found. In later steps, this second launch returns immediately, so the host never
-waits for the device.
+A pass reads or writes the 16-bit tensor once. A cast that first finds the current maximum needs 2.5 passes: it reads
+the values twice and writes half as many bytes. This cast reads them once and needs 1.5 passes. Values up to twice the
+previous maximum fit. Larger values are clamped to the largest 8-bit number. The kernel is always launched twice, so
+the host does not wait for a result. In the first step, the second launch casts with the maximum that the first launch
+found. In later steps, the second launch returns immediately.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ SMALLEST = constexpr(1e-12)
 
 @triton.jit
 def scale_to(known: tensor, seen: tensor, LIMIT: constexpr) -> tensor:
-    """Return the factor that scales the expected values to within LIMIT. `known` is 0 in the first step."""
+    """Return the scale of the cast: LIMIT divided by the expected maximum. `known` is the maximum magnitude of the
+    previous step, or 0 in the first step. `seen` points to the maximum of the current step."""
     largest = tl.where(known > 0, known * ROOM, tl.load(seen))
     return LIMIT / tl.maximum(largest, SMALLEST)
 
 
 @triton.jit
 def shortened(values: tensor, scale: tensor, LIMIT: constexpr) -> tensor:
-    """Return scaled values, clipped to LIMIT, to store them in 8 bits."""
+    """Multiply values by `scale` and clamp them to [-LIMIT, LIMIT], the range of the 8-bit type."""
     return tl.minimum(tl.maximum(values * scale, -LIMIT), LIMIT)
 
 
@@ -39,8 +40,8 @@ def _cast_to_fp8(
     x: tensor, small: tensor, factor: tensor, maxima: tensor, size: tensor, LIMIT: constexpr, AGAIN: constexpr,
     BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write the values in 8 bits, the factor that undoes their scale, and their largest magnitude. The blocks are dealt
-    to the programs in turn."""
+    """Write x in 8 bits to `small`, the factor that undoes the scale to `factor`, and the largest magnitude to
+    maxima[1]. With n programs, a program handles every n-th block of x."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
@@ -55,12 +56,12 @@ def _cast_to_fp8(
     tl.store(factor, 1.0 / scale)
 
 
-# `maxima` is not declared as mutated: torch would copy the layers' numbers, which are views of one buffer, into the
-# graph and back. Nothing reads them before the next step, and writing them twice changes nothing.
+# `maxima` is mutated, but not declared so: torch.compile would copy it, because the maxima of all layers are views of
+# one tensor. This is safe: maxima[1] is first read in the next step, and a repeated update gives the same value.
 @torch.library.custom_op("ftbench::cast_by_last", mutates_args=())
 def cast_by_last(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x in 8 bits and the factor of its products. `maxima` holds the largest value of the previous step (0 if
-    unknown) and of the current step. The latter is updated."""
+    """Return x in 8 bits and the factor that undoes its scale. `maxima` (2,) contains the largest magnitudes in the
+    previous step (0 if unknown) and in the current step. The second one is updated."""
     x = x.contiguous()
     small, factor = torch.empty_like(x, dtype=dtype), maxima.new_empty(())
     grid = (min(triton.cdiv(x.numel(), BLOCK), PROGRAMS),)
@@ -74,8 +75,8 @@ cast_by_last.register_fake(lambda x, maxima, dtype: (x.new_empty(x.shape, dtype=
 
 
 class Maxima:
-    """The largest values of the input and the gradient of every layer, layers x (input, gradient) x (previous step,
-    current step). They are not saved, so a resumed run starts without them."""
+    """Keeps the largest magnitudes of each layer. The shape of `values` is (layers, 2, 2): layer, input or gradient,
+    previous or current step. They are not saved in checkpoints, so a resumed run starts with zeros."""
 
     def __init__(self, layers: int, device: Any) -> None:
         self.values = torch.zeros(layers, 2, 2, device=device)
@@ -84,7 +85,8 @@ class Maxima:
     def next_pass(self, model: torch.nn.Module, *_: Any) -> None:
         """Start a forward pass with the maxima of the last training pass. Values seen in evaluation are discarded.
         Recomputed layers and the backward pass use the same scales."""
-        # `data` has no version counter: a pass may be open, for example of the policy while its reference runs.
+        # `.data` hides this write from autograd, which may still need the maxima for the backward pass of an earlier
+        # forward pass. Example: the reference model runs between the two passes of the policy.
         known, seen = self.values.data.unbind(-1)
         if self.trained:
             known.copy_(torch.where((seen > 0) & seen.isfinite(), seen, known))

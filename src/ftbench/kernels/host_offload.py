@@ -1,8 +1,8 @@
 """Keep activations for the backward pass in pinned host memory.
 
-The copies run on a separate stream. Tensors are copied to the host while the next layers compute. They are copied back
-one layer before the backward pass needs them. The module uses torch's saved-tensor hooks. Around a non-reentrant
-checkpoint, the hooks only receive the layer's input (torch.utils.checkpoint, `_NoopSaveInputs`).
+The copies run on a separate CUDA stream. A tensor is copied to the host while the next layers compute. The copy back
+starts when the backward pass takes the tensor that was saved after it. The module uses torch's saved-tensor hooks. With
+non-reentrant checkpointing, autograd only saves the layer's input (torch.utils.checkpoint, `_NoopSaveInputs`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-_SMALL = 1 << 20  # bytes; smaller tensors are not worth a copy on a GPU
+_SMALL = 1 << 20  # bytes; smaller tensors stay on the GPU, because copying them costs more than it saves
 
 
 class Kept:
-    """One tensor on the host: its copy, its device, and the tensor that was kept before it."""
+    """A saved tensor on the host. `before` refers to the tensor that was saved before it. `back` is its copy on the
+    device, once that copy has started."""
 
     __slots__ = ("__weakref__", "back", "before", "copied", "device", "fetched", "host")
 
@@ -30,8 +31,8 @@ class Kept:
 
 
 class HostTensors:
-    """Move saved tensors to the host and back. `moved`, `moved_bytes` and `fetched` count the copied tensors and
-    bytes."""
+    """Copy saved tensors to the host and back. `moved` and `moved_bytes` count tensors and bytes copied to the host.
+    `fetched` counts tensors copied back."""
 
     def __init__(self) -> None:
         self.moved = self.moved_bytes = self.fetched = 0
@@ -39,7 +40,7 @@ class HostTensors:
         self._last: weakref.ref[Kept] | None = None
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function so that the tensors it saves for the backward pass are kept here."""
+        """Wrap a function: autograd keeps the tensors that it saves for the backward pass on the host."""
 
         def keeping(*args: Any, **kwargs: Any) -> Any:
             with saved_tensors_hooks(self._pack, self._unpack):
@@ -59,7 +60,7 @@ class HostTensors:
             with torch.cuda.stream(stream):
                 host.copy_(tensor, non_blocking=True)
                 kept.copied = stream.record_event()
-            tensor.record_stream(stream)  # the allocator does not reuse the memory before the copy is complete
+            tensor.record_stream(stream)  # the allocator must not reuse the memory before the copy is complete
         else:
             host.copy_(tensor)
         self._last = weakref.ref(kept)
@@ -85,7 +86,7 @@ class HostTensors:
         return tensor
 
     def _fetch(self, kept: Kept) -> None:
-        """Start the copy back to the device, which `fetched` completes."""
+        """Start to copy the tensor back to the device. The event `kept.fetched` marks the end of the copy."""
         if kept.device.type != "cuda":
             kept.back = kept.host.clone()
             return

@@ -1,8 +1,8 @@
 """Keep optimizer states in pinned host memory, except while their parameter is updated.
 
-A state is fetched while the previous parameter is updated. The order of the parameters is known from the last step.
-The first states of a step are fetched on demand, so they take no memory during the forward pass. Copies to the host
-overlap with the following updates, and their device memory is free two updates later.
+The states of a parameter are copied to the device while the previous parameter is updated. The order of the parameters
+is the order of the last optimizer step. The first states of a step are copied on demand, so they take no device memory
+during the forward pass. Copies to the host overlap with later updates. Two updates later, their device memory is free.
 """
 
 from collections import deque
@@ -15,12 +15,12 @@ import torch
 from ftbench.kernels.weight_stream import Copies, Weight, view
 
 _SMALL = 1 << 16  # bytes; smaller states stay on the device
-_LEAVING = 2  # parameters whose states may still be copied to the host
+_LEAVING = 2  # maximum number of parameters whose states are being copied to the host
 _Copied = list[tuple[torch.Tensor, Any]]  # tensors on the device, each with the event that marks its copy as complete
 
 
 class HostStates:
-    """Keeps optimizer states on the host. `state` maps parameter → name → value."""
+    """Keeps optimizer states on the host. `state` is optimizer.state: state[parameter][name] is a value."""
 
     def __init__(self, state: Any, device: torch.device) -> None:
         self._state, self._in, self._out = state, Copies(device), Copies(device)

@@ -1,9 +1,11 @@
-"""Write queries, keys and values in the layout that attention reads, with one kernel per direction. Heads of queries
-and keys are normed (optional) and rotated. Forward: every value is read and written once. Backward: the gradients are
-read and written, and the original queries and keys are read if heads are normed. If one product computed all heads,
-its backward pass needs the gradients side by side, so they are written that way. torch.compile's code needs more: it
-reads each head twice (mean square, norm), writes queries and keys twice (the second time in attention's order), and
-joins the gradients in a separate pass."""
+"""Apply RMSNorm (optional) and rotary embedding to the heads of query and key. Write query, key and value in the layout
+of attention, (tokens, heads, head_dim). Each direction is one kernel.
+
+The forward kernel reads and writes each value once. The backward kernel reads and writes each gradient once. With
+norms, it also reads the original query and key. It writes the three gradients side by side, as one matrix product needs
+them. torch.compile needs more passes: it reads each head twice (mean square, norm), writes query and key twice (the
+second time in the layout of attention), and joins the gradients separately. `pairs` is the number of key/value heads.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from triton.language import constexpr, tensor
 
 @triton.jit
 def _turns(cos: tensor, sin: tensor, row: tensor, half: tensor, HALF: constexpr) -> tensor:
-    """Return cosine and sine of the first and of the second half of a head."""
+    """Return four vectors of one position: the cosines of the first and second half of a head, then the sines."""
     at, there = row * 2 * HALF + half, half < HALF
     return (
         tl.load(cos + at, mask=there, other=0.0).to(tl.float32),
@@ -29,7 +31,7 @@ def _turns(cos: tensor, sin: tensor, row: tensor, half: tensor, HALF: constexpr)
 
 @triton.jit
 def _halves(heads: tensor, head_stride: tensor, head: tensor, half: tensor, there: tensor, HALF: constexpr) -> tensor:
-    """Return both halves of a token's heads, heads x half."""
+    """Return the first and second halves of a token's heads, each (heads, head_dim / 2)."""
     at = heads + head * head_stride + half
     first = tl.load(at, mask=there, other=0.0).to(tl.float32)
     return first, tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
@@ -46,7 +48,7 @@ def _put(
 
 @triton.jit
 def _scale(first: tensor, second: tensor, eps: tensor, HALF: constexpr) -> tensor:
-    """Return 1 / sqrt(mean square + eps) of each head."""
+    """Return 1 / sqrt(mean(x²) + eps) of each head x. `first` and `second` are its halves."""
     return tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
 
 
@@ -55,7 +57,7 @@ def _rotate(
     heads: tensor, out: tensor, weight: tensor, count: tensor, c1: tensor, c2: tensor, s1: tensor, s2: tensor,
     eps: tensor, NORM: constexpr, HALF: constexpr, BLOCK_HEADS: constexpr, BLOCK_HALF: constexpr,
 ) -> None:  # fmt: skip
-    """Write a token's heads normed and rotated."""
+    """Norm (if NORM) and rotate the heads of one token, and write them to `out`."""
     head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     there = (head < count) & (half < HALF)
     first, second = _halves(heads, 2 * HALF, head, half, there, HALF)
@@ -72,7 +74,7 @@ def _rotate_back(
     c2: tensor, s1: tensor, s2: tensor, eps: tensor, NORM: constexpr, HALF: constexpr, BLOCK_HEADS: constexpr,
     BLOCK_HALF: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients with respect to a token's heads before norm and rotation."""
+    """Write the gradients of one token's heads before norm and rotation to `out`."""
     head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     there = (head < count) & (half < HALF)
     d1, d2 = _halves(dout, head_stride, head, half, there, HALF)
@@ -108,7 +110,7 @@ def _rotary_forward(
     value_row: tensor, positions: tensor, heads: tensor, pairs: tensor, eps: tensor, NORM: constexpr, HALF: constexpr,
     BLOCK_HALF: constexpr, BLOCK_HEADS: constexpr, BLOCK_PAIRS: constexpr,
 ) -> None:  # fmt: skip
-    """Write a token's heads, tokens x heads x width. One program handles a token and reads its cosines once."""
+    """Write query, key and value of one token. One program handles one token, so it loads cosines and sines once."""
     row = tl.program_id(0).to(tl.int64)
     c1, c2, s1, s2 = _turns(cos, sin, row % positions, tl.arange(0, BLOCK_HALF)[None, :], HALF)
     q, k, v = query + row * query_row, key + row * key_row, value + row * value_row
@@ -146,7 +148,7 @@ def _blocks(heads: int, pairs: int, width: int) -> dict[str, int]:
 
 
 def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor) -> Any:
-    """Return new tensors for queries, keys and values, tokens x heads x width."""
+    """Return uninitialized tensors for query, key and value: (tokens, heads, head_dim)."""
     width = cos.shape[1]
     return tuple(part.new_empty(part.shape[0], part.shape[1] // width, width) for part in (query, key, value))
 
@@ -156,9 +158,9 @@ def rotary_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_weight: torch.Tensor | None,
     key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return queries, keys and values (tokens x heads x width). The arguments are the outputs of the projections
-    (tokens x (heads width)), whose rows may have any stride. cos and sin are positions x width, and are repeated for
-    each sequence. Without weights the heads are only rotated."""
+    """Return query, key and value in the layout of attention: (tokens, heads, head_dim). The arguments query, key and
+    value are the outputs of the projections (tokens, heads * head_dim). cos and sin are (positions, head_dim), and
+    token t has position t % positions. Without the weights of the norms, heads are only rotated."""
     width, made = cos.shape[1], _heads(query, key, value, cos)
     heads, pairs = made[0].shape[1], made[1].shape[1]
     weights = (cos, cos) if query_weight is None else (query_weight, key_weight)
@@ -179,8 +181,8 @@ def rotary_backward(
     query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
     eps: float, room: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Join the gradients of queries, keys and values from attention (tokens x heads x width, in any memory order).
-    Return tokens x (total width of the heads + room that is not written)."""
+    """Return the gradients of the projections' outputs side by side: (tokens, sum of their widths + room). The last
+    `room` columns are uninitialized. dquery, dkey and dvalue are (tokens, heads, head_dim), with any strides."""
     tokens, heads, width = dquery.shape
     pairs = dkey.shape[1]
     given = [part if part.stride(2) == 1 else part.contiguous() for part in (dquery, dkey, dvalue)]
@@ -203,9 +205,9 @@ rotary_backward.register_fake(
 
 
 class RotaryHeads(torch.autograd.Function):
-    """Norm (optional, with frozen weights) and rotate the outputs of the projections: tokens x (heads width) → tokens x
-    heads x width. Queries, keys and values are three tensors, or one tensor that holds them side by side and may be
-    wider (`key` and `value` are None). The gradient has the same form. `sizes` are their numbers of columns."""
+    """Norm (optional, frozen weights) and rotate the outputs of the projections: (tokens, heads * head_dim) → (tokens,
+    heads, head_dim). If `key` and `value` are None, `query` contains all three side by side and may have extra columns.
+    `sizes` are the widths of the three outputs. The gradients have the shapes of the inputs."""
 
     @staticmethod
     def forward(

@@ -1,12 +1,11 @@
-"""Compute causal attention within each sample of a row, with the sinks of gpt-oss. A sink is an extra logit per head.
-It takes part in the softmax, but has no value vector.
+"""Compute causal attention within each sample of a row, with the attention sinks of gpt-oss. A sink is a trained number
+per head. The softmax treats it as one more logit, which has no value vector.
 
-Flash attention does not support sinks, but its result can be corrected. Let L be the logarithm of the sum of a query's
-exponentials, and L' = log(exp L + exp sink). With sinks, each probability and the output are exp(L - L') times their
-values without sinks. The backward kernel computes the probabilities from L, and the softmax term from the output and
-its gradient. If it gets L' and the output with sinks, it returns the gradients with sinks. The gradient of a sink is
--exp(sink
-- L') (output · its gradient), summed over the queries. This needs two more passes over the output.
+Flash attention does not support sinks, but its result can be corrected. For each query and head, let
+L = log(sum of exp(logit)) and L' = log(exp(L) + exp(sink)). The output with sinks is exp(L - L') times the output
+without sinks. The backward kernel takes L and the output as inputs. If it gets L' and the output with sinks, it returns
+the gradients with sinks. The gradient of a sink is -exp(sink - L') * (output · gradient of the output), summed over all
+queries. These corrections read the output twice more.
 """
 
 from typing import Any
@@ -18,9 +17,9 @@ BACKWARD = torch.ops.aten._flash_attention_backward
 
 
 class SinkAttention(torch.autograd.Function):
-    """Compute attention in 16 bits with one sink per head. Queries and the output are tokens x heads x width. Keys and
-    values are tokens x fewer heads x width. Samples end at `bounds` (int32, starting with 0) and have at most
-    `longest` tokens. A token attends to itself and to `window` tokens before it. -1 means all tokens before it."""
+    """Compute attention in 16 bits with sinks: (heads,). Query and output are (tokens, heads, head_dim). Key and value
+    are (tokens, kv_heads, head_dim). `bounds` (int32) is 0 and the end of each sample. `longest` is the length of the
+    longest sample. A token attends to itself and to `window` tokens before it (-1: all tokens before it)."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Compute products with frozen 8-bit weights: without adapters, with adapters, and for a complete MLP."""
+"""Multiply activations by frozen 8-bit weights: without adapters, with LoRA adapters, and for a complete MLP."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from ftbench.kernels.adapter_products import add_product, split_gradients
 WEIGHT = torch.float8_e4m3fn
 DELAYED = "tensorwise-delayed"
 FAST = ("tensorwise-fast", DELAYED)
-# torchao's recipe `tensorwise` and two of our own. `tensorwise-fast` uses sums of fewer bits in the gradient's product
-# too. `tensorwise-delayed` also scales inputs and gradients by the previous step's maxima (`kernels/delayed_cast.py`).
+# The recipes are torchao's `tensorwise` and two of ftbench. `tensorwise-fast` uses fast accumulation also in the
+# backward pass. `tensorwise-delayed` also scales by the maxima of the previous step (`kernels/delayed_cast.py`).
 GRADIENT = torch.float8_e5m2
 SMALLEST = 1e-12  # torchao.float8.float8_utils.EPS: no division by zero
 
@@ -18,9 +18,9 @@ SMALLEST = 1e-12  # torchao.float8.float8_utils.EPS: no division by zero
 def cast(
     values: torch.Tensor, dtype: torch.dtype, largest: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cast a matrix to 8 bits. Return the cast matrix and the number that undoes its scale. The result equals
-    torchao's hp_tensor_to_float8_dynamic. `largest` is the maximum of the values, or of several tensors that share a
-    factor."""
+    """Scale a matrix and cast it to 8 bits. Return the cast matrix and its factor, which undoes the scale when
+    multiplied. torchao's hp_tensor_to_float8_dynamic gives the same values. `largest` is the maximum magnitude of the
+    values, or of several tensors that share a factor."""
     limit, largest = torch.finfo(dtype).max, values.abs().amax() if largest is None else largest
     scale = (limit / largest.double().clamp(min=SMALLEST)).float()
     return (values.float() * scale).clamp(-limit, limit).to(dtype), scale.reciprocal()
@@ -38,9 +38,9 @@ def _cast(values: torch.Tensor, dtype: torch.dtype, maxima: torch.Tensor | None)
 def multiply(
     x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, maxima: torch.Tensor | None, short: Any = None
 ) -> torch.Tensor:
-    """Multiply tokens x in by an 8-bit weight (out x in). Return tokens x out. `maxima` has the maxima of the input
-    and of the gradient (None unless scales are delayed). `short` is x after its cast, with its factor. In this case,
-    only the dtype of x is used."""
+    """Return x @ weight' (tokens, out) from x: (tokens, in) and an 8-bit weight (out, in) with its factor. `maxima` are
+    the maxima of input and gradient for delayed scales, or None. If x was cast before, `short` is (x in 8 bits, its
+    factor). Then only the dtype of the argument x is used."""
     small, scale = short or _cast(x, WEIGHT, None if maxima is None else maxima[0])
     return torch._scaled_mm(small, weight.t(), scale, factor, out_dtype=x.dtype, use_fast_accum=True)
 
@@ -49,15 +49,15 @@ def multiply_back(
     dy: torch.Tensor, turned: torch.Tensor, factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None,
     short: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradient of `multiply`'s input. `turned` is the transposed weight (in x out). Sums have 32 bits,
-    except for the recipes in FAST. torchao's recipes only use fast accumulation in the forward pass. `short` is dy
-    after its cast, with its factor. In this case, only the dtype of dy is used."""
+    """Return the gradient of the input of `multiply` (tokens, in) from the gradient of its output, dy: (tokens, out).
+    `turned` is the transposed 8-bit weight (in, out). The recipes in FAST use fast accumulation, and other recipes sum
+    in 32 bits. If dy was cast before, `short` is (dy in 8 bits, its factor). Then only the dtype of dy is used."""
     small, scale = short or _cast(dy, GRADIENT, None if maxima is None else maxima[1])
     return torch._scaled_mm(small, turned.t(), scale, factor, out_dtype=dy.dtype, use_fast_accum=recipe in FAST)
 
 
 class Product(torch.autograd.Function):
-    """Multiply tokens x in by a frozen 8-bit weight. The gradient uses its transposed copy."""
+    """Multiply x: (tokens, in) by a frozen 8-bit weight (out, in). The backward pass uses a transposed copy of it."""
 
     @staticmethod
     def forward(
@@ -77,12 +77,12 @@ class Product(torch.autograd.Function):
 
 
 class AdaptedProduct(torch.autograd.Function):
-    """Compute `Product` of several layers and add the products of their adapters in place. Forward and backward have
-    one product with A and one with B each. The sum needs no separate pass if custom kernels read the result.
+    """Compute `Product` for several layers with the same input, and add the results of their LoRA adapters in place.
+    Each direction has one product with A of all layers and one with B of all layers.
 
-    `given` are the arguments of `Product`, A of all layers ((layers r) x in), s B of all layers (block diagonal,
-    out x (layers r)), the scales, and A and B of each layer in turn. The separate A and B are not read: autograd needs
-    them to return their gradients.
+    `given` are the arguments of `Product`, A of all layers (ranks, in), s B of all layers (out, ranks), the scales, and
+    A and B of each layer. `ranks` is the sum of the layers' ranks, and s is the scale of LoRA. s B is block diagonal.
+    The last A and B are passed only to receive gradients.
     """
 
     @staticmethod
@@ -106,10 +106,10 @@ class AdaptedProduct(torch.autograd.Function):
 
 
 class GatedMlp(torch.autograd.Function):
-    """Compute an MLP: `AdaptedProduct` of gate and up, silu(gate) * up, and `AdaptedProduct` of down. The
-    intermediate values are written in 8 bits only, by kernels that also compute the adapters' products
-    (`kernels/adapted_swiglu.py`). `given` are the arguments of both products; the first `count` of them belong to
-    the first product."""
+    """Compute an MLP: `AdaptedProduct` of gate_proj and up_proj, then silu(gate) * up, then `AdaptedProduct` of
+    down_proj. The kernels of `kernels/adapted_swiglu.py` write silu(gate) * up and the gradients of gate and up only in
+    8 bits. They also compute adapter products. `given` are the arguments of the first `AdaptedProduct` (`count`
+    arguments), then those of the second."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, count: int, *given: Any) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""The gate of an MLP, a = silu(gate) * up, with a fused backward kernel.
+"""Compute silu(gate) * up of an MLP. A Triton kernel computes both gradients.
 
-The backward kernel needs 5 passes over the activations (tokens x inner): it reads gate, up and the gradient, and writes
-two gradients. The compiler needs 8, because it writes the two gradients into one buffer separately and reads all three
-inputs for each of them. The compiler computes the forward pass, because it already needs the minimum of 3 passes.
+A pass reads or writes values of shape (tokens, inner) once. The backward kernel needs 5 passes: it reads gate, up and
+the gradient, and writes two gradients. torch.compile needs 8, because it reads all three inputs for each of the two
+gradients. The forward pass is left to torch.compile, which already needs the minimum of 3 passes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _swiglu_backward(
 
 @torch.library.custom_op("ftbench::swiglu_backward", mutates_args=())
 def swiglu_backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, room: int) -> torch.Tensor:
-    """Return the gradients of gate and up side by side, tokens x (2 inner + room), from the gradient of silu(gate) *
-    up. gate and up are tokens x inner each, with rows of any stride. The last `room` columns are not written."""
+    """Return the gradients of gate and up side by side (tokens, 2 inner + room). dout, gate and up are (tokens, inner).
+    dout is the gradient of silu(gate) * up. The last `room` columns of the result are uninitialized."""
     tokens, columns = gate.shape
     dout = dout if dout.stride(1) == 1 else dout.contiguous()
     both = gate.new_empty(tokens, 2 * columns + room)
@@ -55,8 +55,8 @@ def _(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, room: int) -> to
 
 
 class SwiGlu(torch.autograd.Function):
-    """Compute silu(gate) * up from gate and up (tokens x inner each). They are two tensors, or one tensor that holds
-    them side by side and may be wider (`up` is None). The gradient has the same form."""
+    """Compute silu(gate) * up (tokens, inner) from gate and up (tokens, inner each). If `up` is None, `gate` contains
+    both side by side: (tokens, 2 inner or more). The gradients have the shapes of the inputs."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, inner: int) -> torch.Tensor:

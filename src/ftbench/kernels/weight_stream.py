@@ -1,11 +1,11 @@
 """Keep frozen weights in pinned host memory, and copy them into two buffers on the device.
 
-Even layers share one buffer, and odd layers share the other. A weight is a permanent view of its layer's buffer. For
-the backward pass, torch keeps a view of the memory, and bitsandbytes keeps the tensor. Both are valid whenever the
-layer is loaded. When a layer starts in the forward pass or in recomputation, the weights of the next layer are copied
-into the other buffer. The copy runs on a separate stream. At this time, all work that reads the other buffer is
-already queued, because the backward pass enters a layer after it has left the next one. The copies wait for the queued
-work, a layer waits for its copy, and nothing waits for the host.
+Even layers share one buffer, and odd layers share the other. Each weight is a view of its layer's buffer, and this view
+never changes. So tensors that autograd or bitsandbytes saved for the backward pass are valid while the layer is loaded.
+
+When a layer starts (forward or recomputation), the weights of the next layer are copied into the other buffer, on a
+separate CUDA stream. The copy waits until the device has finished all queued work, because that work may still read the
+buffer. A layer waits until its own copy is complete. The device does this waiting, and the CPU continues.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-ALIGNED = 256  # bytes, as torch's allocator does; compiled layers read 16 at a time
-_MAPPED = 2  # cudaHostRegisterMapped: the device may read it in place
+ALIGNED = 256  # each weight starts at a multiple of 256 bytes, as in torch's allocator; compiled code needs 16
+_MAPPED = 2  # cudaHostRegisterMapped: the device may read the host memory directly
 
 
 class Weight(NamedTuple):
-    """A tensor in host memory, and the function that replaces the model's tensor."""
+    """A tensor of the model, and the function that puts another tensor in its place."""
 
     tensor: torch.Tensor
     put: Callable[[torch.Tensor], None]
 
 
 class HostMatrix:
-    """A matrix in pinned host memory. `view` is the same memory as a device tensor, for reading a few rows. `fetch`
-    copies the full matrix to the device."""
+    """A matrix in pinned host memory. `view` is a device tensor of the same memory. The GPU reads single rows through
+    it. `fetch` copies all rows to the device."""
 
     def __init__(self, matrix: torch.Tensor, copies: Copies) -> None:
         self._copies, self.fetches = copies, 0
@@ -40,12 +40,12 @@ class HostMatrix:
         self.view = view(copies.as_seen(self._host), 0, matrix)
 
     def begin(self) -> None:
-        """Start the copy, which overlaps with queued work."""
+        """Start to copy the matrix to the device, on a separate stream."""
         there = torch.empty_like(self._host, device=self._copies.device)
         self._coming = there, self._copies.start(there, self._host)
 
     def fetch(self) -> torch.Tensor:
-        """Return a copy on the device. This object does not keep it."""
+        """Return a copy on the device. Its memory is free as soon as the caller drops it."""
         if self._coming is None:
             self.begin()
         assert self._coming is not None
@@ -56,8 +56,8 @@ class HostMatrix:
 
 
 class _LockedPages(mmap):
-    """Shared memory pages that are locked while a tensor uses them. They are unlocked afterwards, because the driver
-    cannot lock a new allocation at an address that is still locked."""
+    """Shared memory pages, locked until the last tensor that uses them is deleted. Then they are unlocked, because the
+    driver cannot lock new pages at an address that is still locked."""
 
     _address = 0
 
@@ -73,15 +73,16 @@ class _LockedPages(mmap):
 
 
 class Copies:
-    """Copy to the device on a separate stream. Without a GPU, copy immediately. `bytes` counts the copied bytes, and
-    `held` the allocated host memory."""
+    """Copies between host and device on a separate stream. Without a GPU, the copies run immediately. `bytes` counts
+    the copied bytes. `held` counts the bytes of allocated host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.bytes, self.held = device, 0, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, there: torch.Tensor, host: torch.Tensor) -> Any:
-        """Copy after all queued work on the device. Return the event that marks the end of the copy."""
+        """Copy `host` to `there` after all work that is queued on the device. Return an event for the end of the copy
+        (None without a GPU)."""
         self.bytes += host.nbytes
         if self._stream is None:
             there.copy_(host)
@@ -97,9 +98,9 @@ class Copies:
             torch.cuda.current_stream(self.device).wait_event(ready)
 
     def pinned(self, size: int) -> torch.Tensor:
-        """Return locked host memory of this size (plain memory without a GPU). The pages are shared, because a
-        forked loader process would get copies of private locked pages. torch's pinned memory comes in powers of two
-        and could waste half."""
+        """Return `size` bytes of locked host memory (ordinary memory without a GPU). The pages are shared, because the
+        kernel copies private locked pages for forked processes, such as data loader workers. torch's own pinned memory
+        is not used: it rounds sizes up to powers of two."""
         self.held += size
         if self._stream is None or not size:
             return torch.empty(size, dtype=torch.uint8)
@@ -111,17 +112,18 @@ class Copies:
 
 
 class _OnDevice:
-    """Host memory, described to torch as memory that a GPU can read."""
+    """Pinned host memory with the attribute that lets torch create a CUDA tensor from it."""
 
     def __init__(self, host: torch.Tensor) -> None:
-        self._host = host  # torch keeps this object, and so the memory, as long as the tensor
+        self._host = host  # the CUDA tensor keeps this object, and this object keeps the memory
         self.__cuda_array_interface__ = {
             "shape": (host.nbytes,), "typestr": "|u1", "data": (host.data_ptr(), False), "version": 3,
         }  # fmt: skip
 
 
 class WeightStream:
-    """The layers' weights. `turns` counts how often each layer was loaded. `head` is fetched for the loss."""
+    """Keeps the weights of all layers on the host and loads them. `turns` counts how often each layer was used. `head`
+    is the matrix of lm_head, which is copied before the loss."""
 
     head: HostMatrix | None = None
 
@@ -142,20 +144,20 @@ class WeightStream:
         self._last = -1
 
     def _packed(self, weights: Sequence[Weight]) -> list[tuple[int, torch.Tensor, Callable[[torch.Tensor], None]]]:
-        """Copy a layer's weights to host memory without gaps. Return the offset, shape and `put` function of each."""
+        """Copy a layer's weights to one block of host memory. Return (byte offset, meta tensor, put) of each weight."""
         sizes = [-(-weight.tensor.nbytes // ALIGNED) * ALIGNED for weight in weights]
         *offsets, size = accumulate(sizes, initial=0)
         host = self.copies.pinned(size)
         shapes = [torch.empty_like(weight.tensor, device="meta") for weight in weights]
         for offset, (tensor, put) in zip(offsets, weights, strict=True):
             view(host, offset, tensor).copy_(tensor)
-            put(tensor.new_empty(0))  # its own memory is free now
+            put(tensor.new_empty(0))  # frees the device memory of the weight
         self._hosts.append(host)
         return [(offset, shape, weight.put) for offset, shape, weight in zip(offsets, shapes, weights, strict=True)]
 
     def take(self, index: int) -> None:
-        """Load a layer's weights, and start to copy the weights of the layer that is expected next. If another layer
-        comes next, it waits for its copy and is still correct."""
+        """Load a layer's weights, and start to copy the weights of the layer that is expected next. If a different
+        layer follows, its weights are copied on demand. This is slower, but correct."""
         self.turns[index] += 1
         if self._there[index % 2] != index:
             self._fetch(index)
@@ -169,8 +171,8 @@ class WeightStream:
         self._last = index
 
     def _following(self, index: int) -> int | None:
-        """Return the layer expected next: the following one in the forward pass, the preceding one in the backward
-        pass."""
+        """Return the index of the layer that is expected after `index`: the following layer in the forward pass, and
+        the previous layer in the backward pass."""
         last = len(self.turns) - 1
         if index in (0, last):
             return None if last == 0 else 1 if index == 0 else last - 1
