@@ -84,5 +84,6 @@ def test_the_end_of_a_sweep_is_ranked_and_has_a_row_for_all_repeats(ftbench, tmp
     assert names[:2] == ["plain at batch 1", "plain qlora at batch 1"]
     assert [line[line.index("ok") + 1] for line in lines[:2]] == ["2", "2"]
     assert ["oom" in " ".join(line) for line in lines[2:]] == [True, True]
+    assert "without optimizations" in out
     reported = ftbench("report", tmp_path / "out" / "sweep-mock")[1]
     assert all(f"{line[0]}  {name} " in reported for line, name in zip(lines, names, strict=True))

@@ -380,6 +380,7 @@ def test_framework_libraries_are_one_note(of_frameworks, ftbench):
     assert "also differs: launch." not in out
     assert "axolotl's best lora at batch" in out
     assert "(framework" not in out
+    assert re.search(r"baseline trl: \d+ rows, each above the rows compared with it · model", out)
 
 
 def test_narrow_comparison_names_the_rows_of_notes_and_baseline(ftbench, monkeypatch):

@@ -82,12 +82,11 @@ def as_text(lines: Sequence[Planned], ready: Ready | None = None) -> str:
 
 
 def known_total(ready: Ready) -> str | None:
-    """Return the number of a sweep's runs and their total time, before the sweep starts. Return None for a search, or
-    if no time is known."""
+    """Return the number of a sweep's pending runs and their total time. Return None for a search or without runs."""
     if isinstance(ready.plan, Search):
         return None
     pending = [line for line in dry_run(ready) if line.state == "pending"]
-    return _totals(pending, ready)[0].strip() if any(line.seconds for line in pending) else None
+    return _totals(pending, ready)[0].strip() if pending else None
 
 
 def _totals(pending: Sequence[Planned], ready: Ready | None) -> list[str]:
@@ -95,12 +94,13 @@ def _totals(pending: Sequence[Planned], ready: Ready | None) -> list[str]:
     lasting = [line.seconds for line in pending if line.seconds]
     energies = [line.joules for line in pending if line.joules is not None]
     if not lasting:
-        why = "no formula and no run of these cells" if ready and ready.device else "this machine has no GPU"
+        why = "no formula and no run of these cells" if ready and ready.device else "formulas need a GPU"
         why = why if _estimator() else NO_ESTIMATOR
-        return [f"\ntotal: {some(len(pending), 'run')}; time unknown: {why}"]
+        return ["\n" + wrapped(f"total: {some(len(pending), 'run')}; time unknown until the first run ends: {why}")]
     slots = len(ready.slots) if ready else 1
     total, joules = sum(lasting), sum(energies)
-    parts = [some(len(pending), "run"), f"about {seconds(total / slots)}" + (f" on {slots} GPUs" if slots > 1 else "")]
+    parts = [some(len(pending), "run"), f"about {seconds(total / slots)}"]
+    parts += [f"{slots} at a time"] if slots > 1 else []
     parts += [f"{joules / JOULES_PER_KWH:.3g} kWh of the GPU"] if energies else []
     parts += [f"times known for {len(lasting)} of {len(pending)} runs"] if len(lasting) < len(pending) else []
     return ["\n" + wrapped("total: " + ", ".join(parts))]

@@ -86,7 +86,8 @@ def _table(comparison: Comparison, cells: Sequence[tuple[Cell, Pair | None]], ke
     words = (*TEXT, *(heading for heading in axes if heading != "batch"))
     notes = [*_notes(comparison, [cell for cell, _ in cells], lists)]
     rows = [run_of(cell.runs[0].record) for cell, pair in cells if pair is None]
-    baseline = f"{comparison.baseline} ({units.listed(rows, MOST_NAMED)})"
+    below = f": {len(rows)} rows, each above the rows compared with it"
+    baseline = comparison.baseline + (f" ({rows[0]})" if len(rows) == 1 else below)
     return table_of(columns, notes, words, {"baseline": baseline, **shared})
 
 
