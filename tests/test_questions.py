@@ -34,7 +34,8 @@ def test_what_does_a_night_with_an_rtx_4090_make_of_20000_rows_of_my_own(ftbench
     assert "deadline 8 h 00 min" in words(out)
     first = next(line for line in out.splitlines() if line.startswith("RTX 4090"))
     assert re.search(r"\d+ min \d\d s .* keeps", first)
-    assert re.search(r"in 8 h 00 min the best trains [\d,]+ samples \([\d,]+ to [\d,]+\), [\d,]+ passes", words(out))
+    trains = r"in 8 h 00 min the best variant trains [\d,]+ samples \([\d,]+ to [\d,]+\), [\d,]+ passes"
+    assert re.search(trains, words(out))
     best = load(tmp_path / "best.yaml")
     assert (best.dataset.samples or 20_000, best.dataset.path) == (20_000, str(tmp_path / "own.jsonl"))
     assert best.name == "mine-best"

@@ -398,7 +398,7 @@ def test_several_machines_are_estimated_with_a_wider_range(
     near, far = (estimate_duration(each, h100) for each in (one, two))
     assert far.step_s.expected == near.step_s.expected
     assert far.step_s.high == pytest.approx(2 * near.step_s.high)
-    assert "taking links between 2 machines to be as fast as within one" in far.confidence
+    assert "assuming that links between 2 machines are as fast as within one" in far.confidence
     assert "machines" not in near.confidence
     assert [on_gpus(two, count, "fsdp").launch.nodes for count in (1, 4, 8, 16, 32)] == [1, 1, 1, 2, 2]
 

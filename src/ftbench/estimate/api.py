@@ -62,10 +62,9 @@ def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, history: RunHi
 
 
 def first_trial(spec: Experiment, gpu: dict[str, Any] | None, store: Path, most: int) -> int | None:
-    """Return the batch size at which a search starts. It is the largest batch that is expected to fit, and at most
-    `most`.
+    """Return the batch size at which a search starts: the largest that is expected to fit, and at most `most`.
 
-    Trials put the longest samples first. Synthetic data gets enough samples for the batch."""
+    Trials train the longest samples first. For synthetic data, the estimate assumes enough samples for the batch."""
     if gpu is None or memory_on_machine(spec, gpu, store) is None:
         return None
     changed: dict[str, Any] = {"longest_first": True}

@@ -55,8 +55,7 @@ class Answer:
 
 
 class Target(NamedTuple):
-    """A GPU to estimate for: a row of the table, or the GiB of an unknown GPU. The driver reports `total` GiB, if
-    known."""
+    """A GPU to estimate for: a row of the table, or the GiB of an unknown GPU. `total` is the driver's GiB if known."""
 
     name: str
     gpu: Gpu | float
@@ -64,7 +63,7 @@ class Target(NamedTuple):
 
 
 def estimate(request: EstimateRequest) -> Answer:
-    """Return the answer to a request. Raise SpecError if the request is wrong, or if the model or GPU is not known."""
+    """Return the answer to a request. Raise SpecError if an option is wrong, or if the model or GPU is not known."""
     every, launch = request.strategy == ALL, {"gpus": request.gpus, "strategy": request.strategy}
     given = [f"launch.{key}={value}" for key, value in launch.items() if value is not None]
     sets = [*request.sets, *([] if every else given)]

@@ -39,8 +39,8 @@ class Capacity:
 def capacity(gpu: Gpu | float, total: float | None = None) -> Capacity:
     """Return the capacity of a GPU of the table, or of an unknown GPU with this many GiB.
 
-    `total` is the memory that the driver reports, if known. Otherwise it comes from the table, or from the data sheet,
-    whose GB count as 10**9 bytes (GiB would be more)."""
+    `total` is the memory in GiB that the driver reports, if known. Otherwise it comes from the table, or from the data
+    sheet. A GB of a data sheet counts as 10**9 bytes, so that the result is not too large."""
     if not isinstance(gpu, Gpu):
         size = total or gpu
         return Capacity(size, max(0.0, size - RESERVE))
@@ -73,7 +73,7 @@ def gpus_named(text: str) -> list[Gpu]:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the only GPU that matches `name`, which can be the name of the table or the driver, or words of them.
+    """Return the only GPU that matches `name`: its name in the table, its name by the driver, or some words of these.
 
     Raises:
         SpecError: No GPU matches, or several do."""
@@ -94,8 +94,8 @@ def gpu_named(name: str) -> Gpu:
 
 
 def _by_driver(name: str) -> Gpu | None:
-    """Return the GPU with this full driver name. A part that several driver names share, such as A100, does not
-    match."""
+    """Return the GPU with this complete driver name. `A100`, which is a part of several driver names, does not match.
+    """
     gpu = find_gpu(name)
     if gpu is None:
         return None

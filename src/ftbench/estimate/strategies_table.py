@@ -23,7 +23,7 @@ _MARKS = {"fits": "", "uncertain": " ?", "does not fit": " no"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A strategy on a number of GPUs, with its memory and time if they are known, or the problems why it cannot run."""
+    """A strategy on a number of GPUs: its memory and time if they are known, or reasons why it cannot run."""
 
     launch: Launch
     memory: MemoryEstimate | None

@@ -15,7 +15,7 @@ from ftbench.estimate.workload.sharding import shared_how
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Amount, Prices, amount
 
-_Z = 1.645  # quantile of the normal distribution at the ends of a 90 % range
+_Z = 1.645  # 95 % quantile of the standard normal distribution: a 90 % range ends there
 _BAR = 32  # characters of the longest bar
 LIMITS = {"host": "launch-bound", "images": "image loading"}  # what limits a step, if it is not the GPU
 LAUNCH_BOUND = "launch-bound: the CPU starts kernels too slowly, so a faster GPU gains little"
@@ -68,8 +68,9 @@ def as_text(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope, nearest
 
 
 def fit_words(memory: MemoryEstimate) -> str:
-    """Return `fits`, `does not fit`, or how likely the training fits. The probability is the share of the range that is
-    below the memory of a process."""
+    """Return `fits`, `does not fit`, or the probability that the training fits.
+
+    The probability is computed from the range of the estimate and the memory that a process can use."""
     if memory.verdict != "uncertain":
         return memory.verdict
     device, room = memory.device, memory.usable - memory.margin + RESERVE

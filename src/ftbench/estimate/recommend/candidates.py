@@ -25,8 +25,7 @@ _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "u
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """The spec with another method or other optimizations. If it cannot run on any machine, `problems` has the
-    reasons."""
+    """A variant: the spec with another method or other optimizations. `problems` are reasons why it can never run."""
 
     spec: Experiment
     problems: tuple[str, ...] = ()
@@ -57,8 +56,8 @@ def launches(spec: Experiment, gpus: int) -> list[Launch]:
 def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:
     """Yield each variant once: the spec itself if its method is allowed, the shipped recipes, and all combinations.
 
-    With `equal_lengths`, batches do not have padding, so variants that avoid padding are left out. ftbench's own
-    kernels are included if they support the model."""
+    With `equal_lengths`, batches do not have padding, so variants that avoid padding are left out. Variants with
+    ftbench's kernels are included if the kernels support the model."""
     seen, known = set(), shape_of(spec.model).family in KERNEL_FAMILIES
     own = [spec] if spec.method.name in methods else []
     for candidate in (*own, *_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths)):
@@ -74,8 +73,8 @@ def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Itera
 def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
     """Yield the spec with the method, optimizations and optimizer of each shipped recipe.
 
-    Options that both methods have keep the values of the spec, and so does the precision. If all samples have one
-    length, packing is off."""
+    The precision comes from the spec, and so do the options that the recipe's method shares with the spec's method. If
+    all samples have the same length, packing is off."""
     unpacked = {"packing": False, "attention": "auto"}
     for shipped in shipped_recipes().values():
         method = shipped.get("method", {})
@@ -113,7 +112,7 @@ def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> 
                 for layout in ({},) if equal_lengths else layouts[: 2 if method == "unsloth" else None]:
                     on = Optimizations.model_validate({**switches, **layout, **_for_images(spec)})
                     yield (made := spec.model_copy(update={"method": chosen, "optimizations": on}))
-                    if method == "full" and spec.train.optimizer == "adamw_torch":  # fused: the same in one pass
+                    if method == "full" and spec.train.optimizer == "adamw_torch":  # fused: same update in one pass
                         fused = spec.train.model_copy(update={"optimizer": "adamw_torch_fused"})
                         yield made.model_copy(update={"train": fused})
 

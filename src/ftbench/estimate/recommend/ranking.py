@@ -1,5 +1,4 @@
-"""Estimate all training variants of a spec, and rank those that keep the time limit, the budget and the GPU's
-memory."""
+"""Estimate all training variants of a spec, and rank those that keep the limits for time, cost and GPU memory."""
 
 import math
 from bisect import bisect_left
@@ -24,7 +23,7 @@ from ftbench.spec.prices import Amount, Prices, amount
 
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = get_args(Objective)
-PACKED = 0.1  # a packed step may differ from the effective batch by this share of its samples
+PACKED = 0.1  # with packing, the samples of a step may differ from the effective batch by this share
 NO_ROWS = "no number of packed rows holds as many samples as a step has (--effective-batch)"
 
 
@@ -33,9 +32,8 @@ class Goal:
     """The task: the number of `samples` to train, the limits, and the quantity to optimize.
 
     `deadline_s` and `max_cost` (in the currency of the prices) are optional limits. `counts` are the numbers of GPUs
-    that may share the work. Gradient accumulation makes each step train `effective_batch` samples. With None, a step
-    may have any number.
-    """
+    that may share the work. Each step trains `effective_batch` samples, by gradient accumulation if necessary. None
+    allows any number."""
 
     spec: Experiment
     gpus: tuple[Gpu, ...]
@@ -70,11 +68,12 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The ranked variants. The expected values of `options` meet all limits. The best option comes first, and options
-    that may miss the deadline come last. If there are no options, `closest` fits a GPU and misses a limit by the least,
-    and `missed` names this limit. `ruled_out` has the number of rejected variants for each reason, and `considered` is
-    the number of all variants. `lengths` has pairs of a factor and the best variant if all lengths are multiplied by
-    it."""
+    """The ranked variants.
+
+    The expected values of `options` meet all limits. The best option comes first, and options that may miss the
+    deadline come last. If no option meets the limits, `closest` is the option that misses a limit by the smallest
+    factor, and `missed` names this limit. `ruled_out` maps each reason to the number of rejected variants. `considered`
+    is the number of all variants. `lengths` has pairs: a factor, and the best variant if samples are longer by it."""
 
     goal: Goal
     options: tuple[Option, ...]
@@ -114,7 +113,7 @@ def recommend(goal: Goal, memory_cache: MemoryCache | None = None) -> Recommenda
             known, considered = len(seen), considered + 1
             on = resolve(with_batch(way.spec, 1, 1), capability_of(gpu))
             seen.add((gpu.name, on.method, on.optimizations, on.train, on.launch))
-            if len(seen) > known:  # otherwise it equals an earlier variant after `auto` was resolved
+            if len(seen) > known:  # otherwise the variant equals an earlier one after `auto` was resolved
                 tried.append(_refused(way, gpu, unrated) or _best_batch(way, on, gpu, goal, memory_cache))
     reasons.update(outcome for outcome in tried if isinstance(outcome, str))
     fitting = [outcome for outcome in tried if isinstance(outcome, Option)]
@@ -138,7 +137,7 @@ def _best_batch(way: Way, resolved: Experiment, gpu: Gpu, goal: Goal, memory_cac
     effective = _rows_per_step(resolved, goal)
     if effective == 0:
         if not way.spec.optimizations.packing:
-            return f"the samples of a step do not divide by {way.spec.launch.gpus} GPUs (--effective-batch)"
+            return f"the samples of a step are not divisible by {way.spec.launch.gpus} GPUs (--effective-batch)"
         return NO_ROWS
     smallest = with_batch(resolved, 1, 2 if (effective or 1) > 1 else 1)
     sizes = _fitting_batches(smallest, gpu, effective, goal, memory_cache)
@@ -159,10 +158,10 @@ def _best_batch(way: Way, resolved: Experiment, gpu: Gpu, goal: Goal, memory_cac
 def _fitting_batches(
     smallest: Experiment, gpu: Gpu, effective: int | None, goal: Goal, memory_cache: MemoryCache
 ) -> list[int]:
-    """Return the batch sizes that fit a GPU, largest first. They divide `effective`. If it is None, they are the
-    largest batch size that fits and smaller powers of two.
+    """Return the batch sizes that fit a GPU, largest first.
 
-    `effective` is the number of rows that each data-parallel rank trains per step."""
+    `effective` is the number of rows that each data-parallel rank trains per step. The batch sizes divide it. If it is
+    None, they are the largest batch size that fits, and smaller powers of two."""
     most = max(1, math.ceil(goal.samples / sharding_of(smallest.launch).data))  # the first step has a full batch
     unit = smallest.launch.micro_batches or 1
     if effective is None:
@@ -194,8 +193,9 @@ def alternative(spec: Experiment, gpu: Gpu, history: RunHistory) -> Option | Non
 
 
 def _rows_per_step(smallest: Experiment, goal: Goal) -> int | None:
-    """Return the number of rows that each GPU trains per step, so that the step has the effective batch. Return None if
-    any number is allowed, and 0 if it is impossible.
+    """Return the number of rows that each GPU must train per step to reach the effective batch.
+
+    Return None if any number is allowed, and 0 if no number is possible.
 
     With packed rows, the number of samples may differ from the effective batch by up to PACKED."""
     shares = sharding_of(smallest.launch).data
@@ -229,7 +229,7 @@ def may_miss(option: Option, goal: Goal) -> bool:
 
 
 def rank(option: Option, goal: Goal) -> tuple[bool, float, float]:
-    """Return the sort key: options that keep the deadline even at their slow end come first, then the objective."""
+    """Return the sort key of an option: first whether it may miss the deadline, then the objective."""
     cost = math.inf if option.cost is None else option.cost.value
     first = {
         "speed": option.seconds.expected, "cost": cost, "energy": option.joules.expected,

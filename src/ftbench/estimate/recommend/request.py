@@ -166,9 +166,9 @@ def _samples(request: RecommendRequest, spec: Experiment, history: RunHistory) -
 
 
 def with_lengths(answer: Recommendation) -> Recommendation:
-    """Return the recommendation with the best variants of the best GPU for samples of half and of twice the length.
+    """Add the best variants for samples of half and of twice the length, on the best GPU, to a recommendation.
 
-    Nothing is added if the lengths are not known, or if they do not determine the time (images)."""
+    Nothing is added if the lengths are not known. Nothing is added for images either: their sizes decide the time."""
     goal, memory_cache = answer.goal, MemoryCache()
     if not answer.options or goal.spec.dataset.has_images or goal.history.lengths(goal.spec).upper_bound:
         return answer

@@ -69,7 +69,7 @@ def _shipped() -> dict[str, Optimizations]:
 
 
 def same_recipe(spec: Experiment) -> str | None:
-    """Return the name of the shipped recipe that has exactly the optimizations of a spec, or None."""
+    """Return the name of the shipped recipe with the same optimizations as a spec, or None."""
     known, fields = shipped_recipes(), type(spec.method).model_fields.keys()
     same = (name for name, on in _shipped().items() if name != "plain" and on == spec.optimizations)
     return next((name for name in same if known[name].get("method", {}).keys() <= fields), None)
@@ -94,10 +94,9 @@ def _switches(optimizations: Optimizations, spec: Experiment, optimizer: str = "
 
 
 def _nearest_recipe(spec: Experiment) -> tuple[str, list[str]]:
-    """Return the shipped recipe with the most similar optimizations, and the differences. If there is no similar
-    recipe, both are empty.
+    """Return the shipped recipe with the most similar optimizations, and the differences.
 
-    Whether AdamW is fused matters for full training only, because adapters are small."""
+    Both are empty if no recipe is similar. For adapters, fused and unfused AdamW count as equal: adapters are small."""
     own, similar = set(_switches(spec.optimizations, spec)), list[tuple[str, list[str]]]()
     for name, keys in shipped_recipes().items() if spec.method.name != "unsloth" else ():
         optimizer = keys["train"]["optimizer"] if spec.method.name == "full" else ""
@@ -109,8 +108,7 @@ def _nearest_recipe(spec: Experiment) -> tuple[str, list[str]]:
 
 
 def run_command(path: Path, sets: Sequence[str], best: Experiment) -> str:
-    """Return the shortest `ftbench run` command that trains `best`, with the user's spec, `--set` values and changed
-    keys."""
+    """Return the shortest `ftbench run` command that trains `best`. It uses the user's spec file and `--set` values."""
     (name, _), commands = _nearest_recipe(best), list[list[str]]()
     has_recipe = any(text.startswith("recipe=") for text in sets)
     for first in ([], *([[f"recipe={name}"]] if name and not has_recipe else [])):

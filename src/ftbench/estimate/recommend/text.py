@@ -29,15 +29,15 @@ def as_text(answer: Recommendation, command: str = "", every: bool = False) -> s
         lines += [folded_command(command)] if command else []
         lines += ["", *map(folded, _notes(answer))]
         if not every and (more := len(answer.options) - len(per_gpu)):
-            lines.append(folded(f"{units.some(more, 'more way')} fit and meet the limits: --all lists them"))
+            lines.append(folded(f"{units.some(more, 'more variant')} fit and meet the limits: --all lists them"))
     else:
         names = units.listed([gpu.name for gpu in goal.gpus], 3)
-        missed = f"no way meets these limits. The closest is {answer.missed}:"
+        missed = f"no variant meets these limits. The closest is {answer.missed}:"
         lines.append(folded(missed if answer.closest else f"no training variant fits {names}"))
         lines += ["", _table([answer.closest], goal)] if answer.closest else []
     if answer.ruled_out and (every or not answer.options):
         rows = [("", units.count(count), reason) for reason, count in answer.ruled_out.items()]
-        lines += ["", f"ruled out, of {units.some(answer.considered, 'way')}:", text_table(["", ">", ""], rows)]
+        lines += ["", f"rejected, of {units.some(answer.considered, 'variant')}:", text_table(["", ">", ""], rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -107,7 +107,7 @@ def _notes(answer: Recommendation) -> list[str]:
         most = best.duration.samples_in(goal.deadline_s)
         passes = f", {most.expected / own:,.0f} passes over the data set" if own else ""
         lines.append(
-            f"in {units.seconds(goal.deadline_s)} the best trains {units.count(most.expected)} samples "
+            f"in {units.seconds(goal.deadline_s)} the best variant trains {units.count(most.expected)} samples "
             f"({units.count(most.low)} to {units.count(most.high)}){passes}"
         )
     if best.duration.upper_bound:
@@ -133,7 +133,7 @@ def _other_lengths(answer: Recommendation) -> list[str]:
             texts.append(f"{at} nothing fits{where}")
         elif _identity(option) != _identity(best):
             texts.append(f"{at} the best{where} is {way_words(option.spec)}, batch {_batch(option.spec)}")
-    return ["; ".join(texts) if texts else f"the same way is best{where} at half and at twice the mean length"]
+    return ["; ".join(texts) if texts else f"the same variant is best{where} at half and at twice the mean length"]
 
 
 def _identity(option: Option) -> tuple[object, ...]:

@@ -1,7 +1,7 @@
-"""Estimate the communication between the GPUs of a run, and how long they wait for it.
+"""Estimate the communication between the GPUs of a run, and the time for which GPUs wait for it.
 
-The formulas count the bytes that one GPU sends in a ring of n GPUs. An all-reduce sends each byte 2 (n - 1) / n times.
-An all-gather or a reduce-scatter sends it (n - 1) / n times (nccl-tests, PERFORMANCE.md)."""
+The formulas count the bytes that one GPU sends in a ring of n GPUs. For a tensor of S bytes, an all-reduce sends
+2 S (n - 1) / n bytes. An all-gather or a reduce-scatter sends S (n - 1) / n bytes (nccl-tests, PERFORMANCE.md)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ftbench.estimate.workload.sharding import Sharding, sharding_of
 from ftbench.spec.experiment import Experiment
 
 COMMUNICATION, OFFLOADED, BUBBLE = "communication", "offloaded", "bubble"  # the names of the terms
-HALF, FLOAT = 2, 4  # bytes per element: of gathered weights and activations, and of weights that FSDP trains
-DDP_BUCKET = 25 * 2**20  # bytes of a message with gradients (torch, bucket_cap_mb); the last message does not overlap
+HALF, FLOAT = 2, 4  # bytes per element: 2 for gathered weights and activations, 4 for weights that FSDP trains
+DDP_BUCKET = 25 * 2**20  # bytes of gradients per all-reduce (torch, bucket_cap_mb); the last one does not overlap
 CALL_S = 20e-6  # seconds per collective
 # Share of the GPU's time in which communication can overlap. DDP sends only in the backward pass, which takes two
 # thirds of the time. FSDP and ZeRO-3 fetch the next layer during computation.
@@ -60,14 +60,14 @@ def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -
     plan, passes = plan_of(spec, shape.model), spec.train.gradient_accumulation_steps
     positions = passes * sum(batch.weight * batch.positions for batch in batches)
     sent = _of_states(sharding, plan, shape, passes)
-    # number of times that hidden states are reduced: forward, backward, and for recomputed layers
+    # number of passes that all-reduce hidden states: forward, backward, and recomputation
     times = 2 + {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)
     for parts, calls in ((sharding.tensor, 2 * len(shape.model.layers)), (sharding.experts, shape.moe_layers)):
         each = 2 * (parts - 1) / parts * positions * shape.model.hidden * HALF
         sent += Traffic(waited=times * calls * each, calls=times * calls * passes) if parts > 1 else Traffic()
     if sharding.pipeline > 1:
         sent += _of_stages(sharding, shape, positions, passes)
-    if (parts := sharding.sequence) > 1:  # a ring passes keys and values on; the backward pass also their gradients
+    if (parts := sharding.sequence) > 1:  # GPUs send keys and values in a ring; in the backward pass also gradients
         each = sum(2 * layer.key for layer in shape.model.layers) * positions * HALF
         sent += Traffic(hidden=3 * (parts - 1) * each)
     return sent
@@ -95,8 +95,8 @@ def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, pa
 def _copied(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape) -> float:
     """Return the bytes that FSDP2 moves to fill and empty its communication buffers (_fsdp_collectives.py).
 
-    In each of the two passes, FSDP2 casts each shard into the send buffer and copies each unit out of the receive
-    buffer. It copies gradients into the send buffer, and casts the received gradients to the dtype of the shard."""
+    In the forward and in the backward pass, FSDP2 casts each shard into the send buffer, and copies each unit out of
+    the receive buffer. It also copies gradients into the send buffer, and casts received gradients."""
     count, trained, part = shape.model.weight_bytes(HALF) / HALF, shape.trained, 1 / sharding.holders
     kept = FLOAT if plan.in_32_bits else plan.weight
     gathered = count * (part * (kept + HALF) + 2 * HALF)
@@ -114,7 +114,7 @@ def _offloaded(sharding: Sharding, shape: TrainableShape, passes: int) -> Traffi
 def _of_stages(sharding: Sharding, shape: TrainableShape, positions: float, passes: int) -> Traffic:
     """Return the communication of a pipeline stage. It sends hidden states forward and their gradients back.
 
-    They overlap with computation, except for the first and last micro-batches of a pass."""
+    Sending overlaps with computation, except for the first and last micro-batches of a pass."""
     sent = 2 * pipeline.parts(sharding.schedule) * positions * shape.model.hidden * HALF
     waited = sent * min(1.0, (sharding.pipeline - 1) / sharding.micro)
     return Traffic(sent - waited, waited, 2 * passes * (sharding.pipeline - 1))
@@ -130,7 +130,7 @@ def exposed_seconds(
         sharding: How the GPUs share the work.
         limits: The rates of the links and the memory of this GPU.
         device_s: Seconds per step in which this GPU computes.
-        copying: Coefficient for eager copies, which multiplies their time at full memory bandwidth."""
+        copying: Measured time of eager copies, divided by their time at full memory bandwidth."""
     if sharding.gpus == 1:
         return 0.0
     hidden, room = sent.hidden / limits.network, _HIDES.get(sharding.states, _HIDES_GATHERED) * device_s

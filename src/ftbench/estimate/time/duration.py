@@ -29,10 +29,10 @@ from ftbench.estimate.workload.sharding import rank_batch, sharding_of
 from ftbench.facts import read_facts
 from ftbench.spec.experiment import Experiment, resolve
 
-MEASURED, FORMULA, SHEET = "measured", "formula", "data sheet"  # FORMULA: the formulas were fitted to runs on this GPU
+MEASURED, FORMULA, SHEET = "measured", "formula", "data sheet"  # FORMULA: formulas that were fitted to runs on this GPU
 # Factors between the expected time and the ends of its 90 % range. For a GPU with runs, the factor is `spread` in
-# facts/durations.yaml. MEASURED_SPREAD comes from repeats on one machine. SHEET_SPREAD is multiplied by `spread`, and
-# comes from the rows of other cards in docs/evidence/published.md.
+# facts/durations.yaml. MEASURED_SPREAD comes from repeats on one machine. For other GPUs, `spread` is multiplied by
+# SHEET_SPREAD, which comes from the rows of other cards in docs/evidence/published.md.
 MEASURED_SPREAD, SHEET_SPREAD = 1.05, 1.2
 ROUGH_SPREAD = 2.0  # additional factor for specs that are known only roughly, and for several machines
 JOINED_SPREAD = 1.25  # additional factor for padding-free batches of unsloth (six scripts: -30 to +42 %)
@@ -41,9 +41,9 @@ SEVERAL_SPREAD = 1.15  # additional factor for several GPUs, because waiting for
 # step of ZeRO-3 without prefetching took 1.5 times the estimated time (results/h200/several-gpus).
 ZERO_SPREAD = 1.5
 EXPERTS_SPREAD = 1.2  # additional factor for a mixture of experts, if this step was not measured
-# If the memory is full, the allocator frees its pool and allocates it again for the optimizer's temporary tensors, at
-# this many bytes per second. With 16.4 GB, a step took 38 ms longer (results/h200/qwen3-8b-frontier, method full, batch
-# 6 compared with 4, two flushes per step).
+# Bytes per second at which the allocator frees its pool and allocates it again. This happens if the memory is too full
+# for the optimizer's temporary tensors. With 16.4 GB, a step took 38 ms longer (results/h200/qwen3-8b-frontier, method
+# full, batch 6 compared with 4, two flushes per step).
 _REMAPPED = 4.3e11
 FLUSHES = "flushes"  # the name of the term
 # Seconds for imports, and bytes per second at which weights are read from disk.
@@ -51,8 +51,8 @@ _IMPORT_S, _LOAD_BYTES_S = 10.0, 1.5e9
 # Additional seconds of the first step: the medians of results/h200 for eager and compiled layers, and for unsloth
 # seconds per layer. unsloth took 11.5 s with 36 layers there, and 18 and 27 s with 64 layers on an H100.
 _FIRST_S, _FIRST_COMPILED_S, _FIRST_UNSLOTH_S = 1.0, 12.0, 0.32
-# A waiting GPU draws the first share of the board power. A GPU that is always busy draws both shares. In results/h200,
-# launch-bound runs drew 0.33 to 0.42 of the board power, and runs with a busy GPU 0.93 to 0.99.
+# The first value is the share of the board power that a waiting GPU draws. The second is what computing adds. In
+# results/h200, launch-bound runs drew 0.33 to 0.42 of the board power, and runs with a busy GPU 0.93 to 0.99.
 _WAITING, _WORKING = 0.2, 0.77
 _WATTS_SPREAD, _WATTS_MEASURED = 1.3, 1.05
 
@@ -61,11 +61,11 @@ _WATTS_SPREAD, _WATTS_MEASURED = 1.3, 1.05
 class DurationEstimate:
     """The estimated time of an optimizer step over all `gpus`.
 
-    A step has `samples` samples and `tokens` real tokens, and `padding` is the share of padded positions. `start_s` is
-    the time until the first steady step, and `first_s` is the additional time of the first step, both in seconds.
-    `watts` is the power of one GPU. `parts` are the terms of the step in seconds. For `exposed_s` seconds of a step, a
-    GPU waits for other GPUs. `bound` is `GPU`, `host` (the GPU waits for Python) or `images` (the GPU waits for image
-    processing). `basis` is MEASURED, FORMULA or SHEET, and `confidence` explains it."""
+    A step has `samples` samples and `tokens` real tokens. `padding` is the share of padding in all tokens. `start_s` is
+    the time until the first steady step, and `first_s` the additional time of the first step, both in seconds. `watts`
+    is the power of one GPU. `parts` are the terms of the step in seconds. `exposed_s` are the seconds per step in which
+    a GPU waits for other GPUs. `bound` is what limits the speed: `GPU`, `host` (the GPU waits for Python) or `images`
+    (it waits for image processing). `basis` is MEASURED, FORMULA or SHEET, and `confidence` explains it."""
 
     step_s: Band
     samples: float
@@ -90,13 +90,12 @@ class DurationEstimate:
         return Band(*(self.start_s + steps * each for each in (step.low, step.expected, step.high)))
 
     def training_s(self, samples: float) -> Band:
-        """Return the seconds of the training loop for this number of samples, with the first step but without
-        loading."""
+        """Return the seconds of the training loop for this number of samples. Loading is not included."""
         steps, step = math.ceil(samples / self.samples), self.step_s
         return Band(*(self.first_s + steps * each for each in (step.low, step.expected, step.high)))
 
     def samples_in(self, seconds: float) -> Band:
-        """Return the number of samples that are trained within this many seconds, which include the start."""
+        """Return the number of samples that are trained in this time. The time includes the start."""
         left, step = self.samples * max(0.0, seconds - self.start_s), self.step_s
         return Band(left / step.high, left / step.expected, left / step.low)
 
@@ -115,7 +114,7 @@ class DurationEstimate:
         return 3600 * self.tokens_per_s / self.mean_tokens
 
     def joules_for(self, samples: float) -> Band:
-        """Return the energy of all GPUs in joules for the steps of this number of samples, without the start."""
+        """Return the energy in joules that all GPUs need to train this number of samples, without the start."""
         steps, step, watts = self.gpus * samples / self.samples, self.step_s, self.watts
         return Band(
             steps * step.low * watts.low, steps * step.expected * watts.expected, steps * step.high * watts.high
@@ -128,7 +127,7 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     Args:
         spec: The experiment; `launch` gives the number of GPUs.
         gpu: A GPU of the table.
-        history: Runs and probes to learn from.
+        history: The earlier runs and probes to use.
 
     Raises:
         SpecError: The shape of the model or the rate of its precision is not known."""
@@ -154,7 +153,7 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
     if basis != MEASURED:
         seconds += sum(waits.values())
         nodes = spec.launch.nodes
-        between = f", taking links between {nodes} machines to be as fast as within one" if nodes > 1 else ""
+        between = f", assuming that links between {nodes} machines are as fast as within one" if nodes > 1 else ""
         confidence += f"; communication of {sharding.gpus} GPUs from their links{between}" if sharding.gpus > 1 else ""
         confidence += "; its memory is full, so the allocator flushes its cache" if flushes else ""
     if left_out := [units.some(count, why) for (name, why), count in history.invalid.items() if name == gpu.name]:
@@ -186,9 +185,9 @@ def _spread(spec: Experiment, basis: str, host_bound: bool, unlike: bool) -> flo
 
 
 def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape) -> float:
-    """Return the seconds per step in which the allocator frees its cache, if the GPU's memory is full.
+    """Return the seconds per step in which the allocator frees its cache. This happens if the GPU's memory is full.
 
-    The reason is that the optimizer's temporary tensors need memory that the activations used."""
+    The allocator then frees cached blocks of activations to get memory for the optimizer's temporary tensors."""
     if spec.method.name != "full":
         return 0.0
     part = share(sharding_of(spec.launch))

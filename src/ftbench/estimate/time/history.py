@@ -26,10 +26,10 @@ from ftbench.store.rundir import RunDir
 # All settings that change the time of a step. Names, seeds, learning rates and the number of steps do not change it.
 StepKey = tuple[Any, ...]
 SAME_WATTS = 0.02  # relative difference of two power limits that count as the same
-AGREE = 0.05  # two to four steady steps agree if their coefficient of variation is at most this
+AGREE = 0.05  # with only two to four steady steps, the largest coefficient of variation of their times
 MOST_RUNS = 500  # reading this many runs takes at most a second
-# Phases before the first steady step that every run has. Other phases are rare: random weights are made once per
-# machine, and a run waits for its GPU only if other runs use it.
+# Phases before the first steady step that every run has. Other phases are rare: a machine creates random weights only
+# once, and a run waits for its GPU only if other runs use this GPU.
 _STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_step", "warmup", "start_and_exit")
 
 
@@ -76,8 +76,7 @@ class RunHistory:
     def read(cls, path: Path, spec: Experiment | None = None, gpus: Iterable[str] = ()) -> RunHistory:
         """Return the history of a folder. It is empty if the folder is missing. Raise SpecError if `path` is a file.
 
-        With `spec`, read only the runs that its estimate may need. These are runs of its model on the `gpus`, and runs
-        on its data."""
+        With `spec`, read only runs of the same model on `gpus`, and runs on the same data."""
         if path.exists() and not path.is_dir():
             raise SpecError(f"--store {path}: not a folder; give the folder that holds the runs")
         names = frozenset(map(canonical_name, gpus))
@@ -146,9 +145,8 @@ def step_key(spec: Experiment) -> StepKey:
 def recorded_spec(run: RunDir) -> Experiment | None:
     """Return the spec of a run if estimates can learn from it, or None.
 
-    They cannot learn from imported logs, mock runs, runs on shared GPUs, specs of incompatible versions, and steps
-    without a formula. They cannot learn from runs of older code either, which computed the logits of a chunked loss
-    twice."""
+    Estimates ignore imported logs, mock runs, runs on shared GPUs, specs of incompatible versions, and steps without a
+    formula. They also ignore runs of older code that computed the logits of a chunked loss twice."""
     values = rundir.read_json(run.spec_json)
     if "imported" in values or values.get("measure", {}).get("share_gpu"):
         return None
@@ -187,8 +185,9 @@ def is_outdated(run: RunDir, spec: Experiment) -> bool:
 def timed_runs(
     paths: Iterable[Path], wanted: Callable[[dict[str, Any]], bool] = lambda summary: True
 ) -> list[TimedRun]:
-    """Return the timed runs below `paths` whose summary is `wanted`. Read only the newest MOST_RUNS, and return each
-    run ID once."""
+    """Return the timed runs in `paths` for whose summary `wanted` is true, each run ID once.
+
+    Only the newest MOST_RUNS runs are read."""
     runs = [run for path in paths for run in rundir.find_runs(path)]
     if len(runs) > MOST_RUNS:
         runs = sorted(runs, key=lambda run: rundir.modified(run.state))[-MOST_RUNS:]
@@ -200,8 +199,9 @@ def timed_runs(
 
 
 def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun | None:
-    """Return the timed run if its summary is `wanted`. Return None for failed runs, runs that are too short, runs
-    without a GPU, mock runs and runs of older code."""
+    """Return the timed run, or None if `wanted` is false for its summary or the run cannot be used.
+
+    Failed runs, short runs, runs without a GPU, mock runs, and runs of older code cannot be used."""
     summary = rundir.read_json(run.summary)  # the summary is read first, because it rejects most runs
     try:
         seconds = summary["step_time_s"].get("mean") or 0.0

@@ -1,8 +1,7 @@
-"""Convert the work of a step to seconds. Each term is divided by the GPU's ceiling and multiplied by a coefficient,
-which was fitted to runs.
+"""Convert the work of a step to seconds: divide each term by the GPU's highest rate, and multiply it by a coefficient.
 
-A ceiling comes from a probe in the results folder, from published measurements, or from the data sheet. The
-coefficients are in facts/durations.yaml."""
+The highest rate is the term's ceiling. Ceilings come from a probe in the results folder, from published measurements,
+or from the data sheet. The coefficients were fitted to runs (facts/durations.yaml)."""
 
 import math
 from collections import defaultdict
@@ -30,9 +29,9 @@ _OLDER_LINK_GBS, _PCIE_5 = 25.0, (9, 0)  # PCIe 4.0 x16 of Ampere and Ada: 31.5 
 # With a lower power limit, a board has a lower clock and voltage. Its rate is proportional to the watts to the power of
 # this exponent. In the GPU table, the exponent is 0.47 between H100 PCIe and SXM5, and 0.49 between L4 and L40S.
 _POWER_EXPONENT = 0.5
-# A board with fewer watts per GB/s of bandwidth reaches its power limit by memory traffic alone. The value is that of
-# an H200 (700 W, 4,800 GB/s). Its eager runs in results/h200 spend half of a step on memory traffic and draw 0.99 of
-# the limit.
+# With fewer watts per GB/s of bandwidth, memory traffic alone reaches the power limit of a board. The value is that of
+# an H200 (700 W, 4,800 GB/s). In its eager runs (results/h200), memory traffic takes half of a step, and the power is
+# 0.99 of the limit.
 _WATTS_PER_GBS = 700 / 4800
 # Pixel values that an image processor computes per second. On the host of an H200, a plain script with Pillow took 0.25
 # s for 20 tiles of 336 x 336. (Batch 4 of 500 x 500 pixels: a step took 1.65 s without and 1.40 s with loader
@@ -41,8 +40,8 @@ PIXEL_VALUES_S = 2.7e7
 # Share of the GPU's work in a step that belongs to the forward pass. Checkpointed layers compute their forward pass
 # twice, and the gradients of their inputs need about as much work as one forward pass.
 _FORWARD = 0.3
-# Copies that overlap with computation, and the shares of the GPU's work with which they overlap. Weights are copied in
-# both passes, and optimizer states in the backward pass. The step waits for the rest of a copy.
+# Copies that overlap with computation, and the share of the GPU's work during which each copy can run. Weights are
+# copied in both passes, and optimizer states in the backward pass. The step waits for the rest of a copy.
 WEIGHTS, STATES = "offload.weights", "offload.states"
 OVERLAPS = {WEIGHTS: (_FORWARD, 1 - _FORWARD), STATES: (1 - _FORWARD,)}
 HOST_OPERATIONS_S = 1e5  # Python operations and kernel launches per second; a fitted coefficient corrects this value
@@ -50,11 +49,10 @@ HOST_OPERATIONS_S = 1e5  # Python operations and kernel launches per second; a f
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Highest rates of a GPU in FLOP/s and bytes/s. The rate of 8-bit products is None if the GPU does not support
-    them.
+    """Highest rates of a GPU in FLOP/s and bytes/s. The rate of 8-bit products is None if the GPU lacks them.
 
     `link` is the rate of copies to the host, and `from_host` of copies from the host. `network` is the rate between two
-    GPUs of this kind, or 0 if it is not known. `source` describes where `products` comes from."""
+    GPUs of this kind, or 0 if it is not known. `source` is the source of `products`, the rate of 16-bit products."""
 
     products: float
     products_fp8: float | None
@@ -69,9 +67,9 @@ class Ceilings:
 class Step:
     """The time of one optimizer step in seconds.
 
-    `device` and `host` are the times in which the GPU and Python work. `parts` are the times of the terms. They add up
-    to `seconds`, because for each micro-batch only the terms of the slower side count. `host_bound` means that Python
-    is slower than the GPU. `by_images` means that Python spends most of its time on images."""
+    `device` is the time in which the GPU computes, and `host` the time in which Python works. For each micro-batch,
+    only the terms of the slower of the two count. `parts` are the times of these terms, and their sum is `seconds`.
+    `host_bound` means that Python is slower. `by_images` means that Python spends most of its time on images."""
 
     seconds: float
     device: float
@@ -126,8 +124,9 @@ def _network(gpu: Gpu) -> float:
 
 
 def _share_of_sheet(gpu: Gpu) -> float:
-    """Return the share of the data sheet's rate that a GPU reaches in large products. It is the share of the measured
-    GPU of the same kind with the most similar watts per TFLOP/s, corrected for the difference in power."""
+    """Return the share of the data sheet's rate that a GPU reaches in large products.
+
+    It comes from the measured GPU with the most similar watts per TFLOP/s, corrected for the difference in power."""
     measured = [other for other in gpus() if other.gemm_bf16 and other.bf16 and other.arch == gpu.arch]
     kind = [other for other in measured if other.compute_capability == gpu.compute_capability] or measured
     if not kind:
@@ -138,18 +137,18 @@ def _share_of_sheet(gpu: Gpu) -> float:
 
 
 def _slowed(power: float) -> float:
-    """Return a board's relative speed if its power limit is this share of the power that it needs at full speed."""
+    """Return a board's relative speed. `power` is its power limit divided by the power that full speed needs."""
     return float(min(1.0, power) ** _POWER_EXPONENT)
 
 
 @cache
 def shipped_coefficients() -> dict[str, float]:
-    """Return term → coefficient (facts/durations.yaml), which multiplies the time of the term at its ceiling."""
+    """Return the coefficient of each term. It multiplies the time that the term takes at its highest rate."""
     return {name: term["value"] for name, term in read_facts("durations.yaml")["coefficients"].items()}
 
 
 def ideal(work: StepWork, limits: Ceilings) -> StepWork:
-    """Return the work of a step in seconds if each term reaches its ceiling."""
+    """Return the work of a step, with each amount replaced by its time in seconds at the highest rate."""
     rates = _rates(limits)
 
     def seconds(terms: Mapping[str, float]) -> dict[str, float]:
@@ -161,7 +160,7 @@ def ideal(work: StepWork, limits: Ceilings) -> StepWork:
 
 @lru_cache(maxsize=256)
 def _rates(limits: Ceilings) -> dict[str, float]:
-    """Return term → highest rate per second. Terms without a known rate are left out."""
+    """Return the highest rate of each term in FLOP/s or bytes/s. Terms without a known rate are left out."""
     rates: dict[str, float | None] = dict.fromkeys(shipped_coefficients(), limits.memory)
     for name in rates:
         if name.startswith(("products", "attention")):  # FLOPs

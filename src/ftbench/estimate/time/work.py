@@ -17,9 +17,9 @@ from ftbench.families.vision import VisionShape
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.optimizations.compute import DELAYED
 
-# Bytes per element that the forward pass moves. A norm moves 36 (upcast, square, mean, scale, cast). There are two
-# norms of the hidden state, and one each of queries and keys. Residual sums move 12, the rotary embedding 20, a
-# transposition 4, silu 4, and the product with it 6.
+# Bytes per element that the forward pass reads and writes: a norm 36 (upcast, square, mean, scale, cast), residual sums
+# 12, the rotary embedding 20, a transposition 4, silu 4, and silu(gate) * up 6. A layer has two norms of the hidden
+# state, one of queries and one of keys.
 _HIDDEN, _HEADS, _INNER = 2 * 36 + 12, 36 + 20 + 4, 10
 _ADAPTER_IN, _ADAPTER_OUT = 14, 12  # the input is cast to float32 and back; the output is scaled and added
 # Bytes per element for each active expert. Rows are gathered, weighted, put back in order and added. gpt-oss has
@@ -31,7 +31,7 @@ _ADAPTER_BACKWARD = 1.3
 _FUSED_PASSES: dict[Fused, float] = {"off": 1.0, "augmented": 35 / 91.5, "separate": 70 / 91.5}
 _FUSED_OPS: dict[Fused, float] = {"off": 1.0, "augmented": 16 / 42, "separate": 33 / 42}
 # Bytes per logit. trl's loss writes it in 16 bits, reads and writes it in float32, and does the same for its gradient.
-# The values of our loss come from its memory passes, eager and compiled (worker/optimizations/chunked_loss.py).
+# The values of ftbench's loss count its reads and writes, eager and compiled (worker/optimizations/chunked_loss.py).
 _LOGIT, _OUR_LOGIT, _OUR_LOGIT_COMPILED = 20, 36, 12
 # Bytes per logit with DPO. The logit is written in 16 bits, cast, and read by trl's kernel and metrics. Its gradient is
 # written, copied and cast. Logits of the reference are only written, cast and read.
@@ -49,8 +49,8 @@ _LAYER_OPS, _ADAPTER_OPS, _QUANTISED_OPS, _MASK_OPS, _EXPERT_OPS = 320, 26, 20, 
 _ENCODER_OPS, _WINDOW_OPS = 40, 8  # in the forward pass: per encoder layer, and per attention window
 _HOST_SHARE = {"eager": 1.0, "liger": 0.85, "compiled": 0.5, "unsloth": 0.45}  # share of the operations that remain
 # Each value was fitted to one run (results/h200/headline). The first is the number of operations per layer of unsloth's
-# checkpointing, which copies inputs to host memory and back. The second is the share of operations with our 8-bit
-# products.
+# checkpointing, which copies inputs to host memory and back. The second is the share of operations that remain with
+# ftbench's kernels and 8-bit products.
 _OFFLOADED_OPS, _EIGHT_BIT_SHARE = 450, 0.8
 # A CUDA graph reduces the time to start operations to this share. The second value is the number of operations outside
 # the graph (batch copy, clipping, update). Neither was measured.
@@ -78,8 +78,8 @@ _OPTIMIZER_TERM = {"adamw_torch": "optimizer", "adamw_bnb_8bit": "optimizer.8bit
 class StepWork:
     """The work of an optimizer step, split into terms.
 
-    The step has `passes` micro-batches. They form groups of similar size, and each group has a weight and the amount of
-    each term. `update` is the work of the optimizer update, which happens once. `products`, `products.fp8` and
+    The step has `passes` micro-batches in groups of similar size. Each group has a weight and an amount of each term.
+    `update` is the work of the optimizer update, which happens once per step. `products`, `products.fp8` and
     `attention` are in FLOPs. `offload` is in bytes over the link to the host. `host` is the number of operations that
     Python starts. All other amounts are bytes of GPU memory."""
 
@@ -163,7 +163,7 @@ def _products(
 
 
 def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
-    """Return term → bytes that the GPU reads and writes."""
+    """Return the bytes that the GPU reads and writes for each term."""
     n, compiled = batch.positions, plan.compiled
     kind = "triton" if plan.triton else plan.kernels
     moved: dict[str, float] = defaultdict(float)
@@ -186,7 +186,7 @@ def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: B
         moved["casts"] += each * n * (_CAST_DELAYED if delayed else _CAST if compiled else _CAST_EAGER)
     name, logits = _logits(spec, plan, batch)
     moved[name] += logits * shape.model.vocab
-    if plan.attention == "eager":  # both passes write, scale, mask and normalize the scores
+    if plan.attention == "eager":  # the forward and backward pass write, scale, mask and normalize the scores
         scores = batch.square * shape.heads
         moved["elementwise.eager"] += SCORE * scores * (1 + _RECOMPUTED * again)
     if shape.expert_matmul:  # weights of all visited experts are read
@@ -205,24 +205,26 @@ def _logits(spec: Experiment, plan: TrainingPlan, batch: Batch) -> tuple[str, fl
 
 
 def _attention(shape: TrainableShape, batch: Batch, again: float, whole: bool) -> float:
-    """Return the FLOPs of attention. With `whole`, all pairs of positions count. Otherwise only causal pairs count.
+    """Return the FLOPs of attention. With `whole`, all query-key pairs count. Otherwise only causal pairs count.
 
-    A pair needs `4 width` FLOPs in the forward pass, and twice as many in the backward pass."""
+    A pair needs 4 x width FLOPs in the forward pass, and twice as many in the backward pass. The width is that of all
+    query heads."""
     if whole:
         return (3 + again) * 4 * batch.square * sum(shape.matmul.attention_width)
     return batch.positions * (3 + again) / 3 * flops.attention_per_token(shape.matmul, batch.square / batch.positions)
 
 
 def _elementwise(shape: TrainableShape, again: float) -> tuple[float, float]:
-    """Return the bytes per position that elementwise operations of all layers move, including the backward pass. The
-    first value is for the base model, and the second for the adapters."""
+    """Return the bytes per token that the elementwise operations of all layers read and write, in both passes.
+
+    The first value is for the base model, and the second for the adapters."""
     base = _HIDDEN * shape.model.hidden * len(shape.model.layers) + _HEADS * shape.query_key + _INNER * shape.inner
     adapters = _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs
     return base * (1 + _BACKWARD + again), adapters * (1 + _ADAPTER_BACKWARD + again)
 
 
 def expert_bytes(layer: Layer) -> int:
-    """Return the bytes per position that a layer's experts move in the forward pass, without their products."""
+    """Return the bytes per token that a layer's experts read and write in the forward pass, without their products."""
     if (moe := layer.experts) is None:
         return 0
     row = (_BIASED_ROW if moe.biases else _EXPERT_ROW) * layer.hidden
@@ -230,7 +232,7 @@ def expert_bytes(layer: Layer) -> int:
 
 
 def _kept(shape: TrainableShape) -> float:
-    """Return the bytes per position that are saved for the backward pass. Norms and products save their inputs."""
+    """Return the bytes per token that are saved for the backward pass. Norms and products save their inputs."""
     return 2 * (8 * shape.model.hidden * len(shape.model.layers) + 4 * shape.query_key + 4 * shape.inner)
 
 
@@ -253,7 +255,7 @@ def operations(plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: f
 
 
 def update(spec: Experiment, shape: TrainableShape) -> dict[str, float]:
-    """Return the bytes that one GPU moves per step for clipping and for the optimizer's update."""
+    """Return the bytes that one GPU reads and writes per step for clipping and for the optimizer's update."""
     part = share(sharding_of(spec.launch))
     own = plan_of(spec, shape.model)
     masters = part.keeper != "torch" and own.autocast  # FSDP and ZeRO update float32 shards

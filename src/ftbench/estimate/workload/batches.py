@@ -14,7 +14,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth, family
 
 CLASSES = 8  # number of groups of micro-batches of similar size; time is not proportional to size
-# Attention kernels that know where samples end.
+# Attention kernels that separate the samples of a row.
 BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -24,7 +24,7 @@ class Layout:
 
     `flat`: the samples of a batch are concatenated. `packing`: rows are filled with samples. `fixed`: rows are
     padded to one shape. `grouping`: the samples of a batch have similar lengths. `ordered`: samples are sorted by
-    length, longest first. `seen`: the number of samples that are trained if the number of steps is limited.
+    length, longest first. `seen`: if the number of steps is limited, the number of samples that these steps train.
     `boundaries`: the attention kernel separates the samples of a row. `unmasked`: attention gets no mask for
     padding. `sequences`: the number of rows per sample."""
 
@@ -46,7 +46,7 @@ def layout_of(spec: Experiment) -> Layout:
     flat = on.packing or on.padding_free or concatenates(spec)
     size, passes = train.batch_size * spec.objective.sequences, train.gradient_accumulation_steps
     seen = None if train.max_steps is None else train.max_steps * size * passes
-    # unsloth drops the mask of a batch that is padded on the right: a causal kernel never looks there
+    # unsloth drops the mask if padding is on the right: with causal attention, no token attends to this padding
     return Layout(
         size, data.max_length, on.packing, flat, on.fixed_shape, on.length_grouping,
         data.longest_first or on.length_grouping, seen, on.attention in BOUNDARIES or (unsloth and flat), unsloth,
@@ -55,10 +55,10 @@ def layout_of(spec: Experiment) -> Layout:
 
 
 def concatenates(spec: Experiment) -> bool:
-    """Return whether unsloth makes padding-free batches by itself.
+    """Return whether unsloth makes padding-free batches by default.
 
-    It does so for text since December 2025, except for Gemma 2 and gpt_oss (unsloth/trainer.py,
-    PADDING_FREE_BLOCKLIST). Its rule for small steps (utils/padding_choice.py) is not modelled."""
+    unsloth does this for text since December 2025, except for Gemma 2 and gpt_oss (unsloth/trainer.py,
+    PADDING_FREE_BLOCKLIST). unsloth's rule for small steps (utils/padding_choice.py) is not part of this model."""
     if not isinstance(spec.method, Unsloth) or spec.method.padded or spec.optimizations.fixed_shape:
         return False
     return not spec.dataset.has_images and family(spec.model) not in ("gemma2", "gpt_oss")
@@ -66,11 +66,11 @@ def concatenates(spec: Experiment) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The mean micro-batch of a group with share `weight` of all micro-batches.
+    """The mean micro-batch of a group of micro-batches. The group has the share `weight` of all micro-batches.
 
-    `positions` include padding. `square` is the number of query-key pairs per layer without a window. If `masked`,
-    attention computes all pairs with a mask instead of the causal half. Rows hold `joined` samples one after the other.
-    An encoder reads `patches` of images in `tiles`."""
+    `positions` is the number of tokens with padding. `square` is the number of query-key pairs per layer without a
+    window. With `masked`, attention computes all pairs with a mask, instead of only the causal half. `joined` is the
+    number of samples that are concatenated. `patches` and `tiles` are the numbers of image patches and image tiles."""
 
     weight: float
     samples: float
@@ -105,7 +105,7 @@ def mean_batch(
 ) -> Batch:
     """Return the mean micro-batch of a run, computed from the run's mean values.
 
-    `of_a_token` is the token-weighted mean length of a sample."""
+    `of_a_token` is the mean length of the samples that tokens belong to: the length of the sample of a random token."""
     on, padded = spec.optimizations, positions > real * 1.0001
     if on.attention in BOUNDARIES:
         return Batch(1.0, samples, positions, real, labels, real * of_a_token, False)
@@ -135,10 +135,9 @@ def _mean(columns: npt.NDArray[np.float64], weight: float, labels: float) -> Bat
 
 @lru_cache(maxsize=64)
 def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> npt.NDArray[np.float64]:
-    """Return three values for each row, in batch order: its tokens, the sum of its squared sample lengths, and its
-    number of samples.
+    """Return three values for each row, in batch order: tokens, sum of squared sample lengths, number of samples.
 
-    `grouping` is the batch size if batches have samples of similar length, otherwise 0."""
+    `grouping` is the batch size if the samples of a batch have similar lengths, otherwise 0."""
     values = np.asarray(lengths.values, dtype=float)
     if packing:
         rows = packed(lengths.values, max_length)

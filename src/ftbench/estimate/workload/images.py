@@ -40,7 +40,7 @@ class SampleWithImages:
 class KnownSamples:
     """The known samples in training order, or some samples of a file. `basis` describes their source.
 
-    If not `exact`, the training may see other samples."""
+    If `exact` is false, training may use other samples."""
 
     samples: tuple[SampleWithImages, ...]
     basis: str
@@ -129,7 +129,7 @@ def _sample(vision: VisionShape, sizes: Sequence[Sides], text: int, longest: int
 
 
 def _of_file(dataset: Dataset, model: Any, vision: VisionShape, longest: int) -> KnownSamples | None:
-    """Return the samples of the rows that `file_lengths` reads, or None if the file has no images."""
+    """Return one sample for each row that `file_lengths` reads, or None if the file does not contain images."""
     counted, path = file_lengths(dataset, model), Path(dataset.path or "")
     if isinstance(counted, str):
         return None

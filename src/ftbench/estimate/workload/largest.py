@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from ftbench.estimate.workload.images import KnownSamples
 
 Lengths = npt.NDArray[np.int64]
-_UNLIKELY = 0.05  # the low end of the range has the length that the longest sample exceeds with a probability of 95 %
+_UNLIKELY = 0.05  # probability that the longest sample is shorter than the length at the low end of the range
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The largest batch as the model sees it.
+    """The shape of a batch when the model computes it: `rows` rows of `length` tokens with padding.
 
-    It has `rows` of `length` positions each, and `labels` label tokens. `images` is the size of its images."""
+    `labels` is the number of label tokens. `images` has the numbers of patches, tiles and tokens of its images."""
 
     rows: int
     length: int
@@ -44,10 +44,10 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The batch that is expected to be the largest, the largest possible one, and the smallest likely one.
+    """The largest batch of a run: its expected shape, its largest possible shape, and its smallest likely shape.
 
-    `padded` means that a batch has padding, or rows with several samples. `whole` means that all rows have one length
-    and one sample each. `basis` is the source of the lengths."""
+    `padded` means that a batch has padding, or rows with several samples. `whole` means that each row has one sample,
+    and all rows have the same length. `basis` is the source of the lengths."""
 
     expected: BatchShape
     most: BatchShape
@@ -74,8 +74,9 @@ def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
 
 @lru_cache(maxsize=1024)
 def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
-    """Return the largest batch of samples with images. If not all samples are known, the largest possible batch has
-    only samples like the longest known one."""
+    """Return the largest batch of samples with images.
+
+    If some samples are unknown, all samples of the largest possible batch have the size of the longest known sample."""
     samples = known.samples * (1 if known.exact else -(-layout.size // len(known.samples)))
     lengths = [sample.length for sample in samples]
     rows = packed(lengths, layout.max_length) if layout.packing else [[index] for index in range(len(samples))]
@@ -101,10 +102,10 @@ def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
 
 
 def _whole(layout: Layout, lengths: Lengths) -> bool:
-    """Return whether each row that attention processes has one sample and the same length.
+    """Return whether each row that attention processes has one sample, and all rows have the same length.
 
-    This is true if every sample has max_length tokens. It is also true if each row has one sample (packing is off, or
-    no two samples fit) and is padded to a fixed length (worker/data/collate.py, `_concatenated`)."""
+    This is true if every sample has max_length tokens. It is also true if rows with one sample are padded to a fixed
+    length (worker/data/collate.py, `_concatenated`). With packing, rows have one sample if no two samples fit."""
     if lengths.min() == layout.max_length or not (layout.flat and layout.fixed):
         return bool(lengths.min() == layout.max_length)
     return not layout.packing or len(lengths) < 2 or bool(np.sort(lengths)[:2].sum() > layout.max_length)
@@ -166,10 +167,10 @@ def _packed(dataset: Dataset, layout: Layout, lengths: Lengths | None) -> BatchS
 
 
 def _unknown(dataset: Dataset, layout: Layout, file: FileLengths | None, chance: float = 0.5) -> BatchShape:
-    """Return an upper bound of the largest batch of real data. The batch is larger with probability 1 - `chance`.
+    """Return the shape that the largest batch of real data does not exceed with probability `chance`.
 
-    The length of the longest sample comes from the file. Without a file, it follows from the known mean length of the
-    data set. Without a known mean, it is max_length."""
+    The length of the longest sample comes from the file. Without a file, it is computed from the known mean length of
+    the data set. Without a known mean, it is max_length."""
     source, size = DATASETS[dataset.like] if dataset.like else dataset.source, layout.size
     longest, mean = dataset.max_length, float(dataset.max_length)
     known = source.mean_tokens or dataset.mean_length

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 MOST_SAMPLES = 4096  # an estimate uses at most this many samples; more would change a batch's mean by about 1 %
 DRAWN = 20_000  # at most this many lengths are drawn; for more samples, the longest is computed from the distribution
-# UTF-8 bytes per token. Qwen's documentation has 3 to 4 English or 1.5 to 1.8 Chinese characters. The tokenizer of a
-# model with random weights is trained on the shipped sample: 6.7 there and 2.6 on other text.
+# UTF-8 bytes per token. Qwen's documentation: a token has 3 to 4 English or 1.5 to 1.8 Chinese characters. A model with
+# random weights has a tokenizer trained on the shipped sample: 6.7 bytes per token there, 2.6 on other text.
 _BYTES, _BYTES_RANDOM, _BYTES_SAMPLE = 4.0, 2.6, 6.6
 _BYTES_TINY = 3.0  # UTF-8 bytes per token with the tiny models' vocabulary of 2,048, measured on the sample data
 _TURN = 5  # tokens that a chat template adds per turn: role, start and end
@@ -85,8 +85,8 @@ def lengths_of(
         dataset: The data set.
         recorded: Data sets of earlier runs of the same objective, with the `dataset` section of their summaries.
         model: The model whose tokenizer counts a local file.
-        pairs: Whether samples are preference pairs, of which both sequences count.
-        prompts: Whether only the prompts count and not the answers, if prompts are known."""
+        pairs: Whether samples are preference pairs. Both sequences of a pair count as samples.
+        prompts: Whether only prompts count, not answers. Without known prompts, answers are included."""
     sequences = 2 if pairs else 1
     if dataset.name == "synthetic":
         count = min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES) * sequences
@@ -133,8 +133,10 @@ def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[npt.NDArray[np
 
 
 def expected_longest(mean: float, sigma: float, count: int, longest: int, chance: float = 0.5) -> int:
-    """Return the length that the longest of `count` samples does not exceed with probability `chance`. The lengths are
-    log-normal with this mean, and at most `longest`."""
+    """Return the length that the longest of `count` samples does not exceed with probability `chance`.
+
+    The lengths are log-normal with this mean and `sigma`, the standard deviation of their logarithm, and at most
+    `longest`."""
     # Use the complement: 0.5 ** (1 / count) rounds to 1 from 10^16 on.
     quantile = -NormalDist().inv_cdf(-math.expm1(math.log(chance) / max(count, 1)))
     return max(SHORTEST, min(longest, round(math.exp(math.log(mean) - sigma * sigma / 2 + sigma * quantile))))
@@ -160,10 +162,10 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
 
 @lru_cache(maxsize=8)
 def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: bool = False) -> FileLengths | str:
-    """Return the lengths of a file's rows. If the file is not on this machine, return this as text. Raise an
-    FtbenchError if the file cannot be read.
+    """Return the lengths of a file's rows, or the reason as text if the file is not on this machine.
 
-    With `pairs`, count both sequences of a row. With `prompts`, count only the questions."""
+    With `pairs`, count both sequences of a row. With `prompts`, count only the questions. Raise an FtbenchError if the
+    file cannot be read."""
     from ftbench.core.data_files import read_file  # imported late: most estimates read no file
     from ftbench.spec.datasets import row_example, row_format  # rarely needed
 
@@ -208,8 +210,7 @@ def _bytes_held(value: Any) -> int:
 
 
 def _sequences(row: Example, prompts: bool) -> Iterator[tuple[dict[str, Any], ...]]:
-    """Yield the messages of each sequence of a row. A pair has two sequences. With `prompts`, yield only the
-    question."""
+    """Yield the messages of each sequence of a row. A pair has two sequences. With `prompts`, yield only questions."""
     if row.text is not None:
         yield ({"content": row.text},)
     elif prompts:

@@ -20,11 +20,10 @@ from ftbench.spec.reading import read_config
 
 
 def check_modelled(spec: Experiment) -> None:
-    """Raise SpecError if no formula describes the step of a spec. The message names the most similar spec with a
-    formula.
+    """Raise SpecError if no formula describes the step of a spec. The message names the most similar spec with one.
 
-    This concerns other methods, other frameworks with their best settings, and settings of unsloth that were not
-    measured."""
+    There is no formula for added methods, for `launch.settings: best` of other frameworks, and for some settings of
+    unsloth that were not measured."""
     method, on, measure = spec.method, spec.optimizations, "train a few steps with --set train.max_steps=5"
     if spec.objective.prompts:
         raise SpecError(f"objective {spec.objective.name} has no formula for memory and time: {measure}")
@@ -46,15 +45,15 @@ def check_modelled(spec: Experiment) -> None:
         "optimizations.packing=off": on.packing and method.load_in_4bit,
     }  # fmt: skip
     if changes := [f"--set {change}" for change, given in unmeasured.items() if given]:
-        raise SpecError(f"unsloth like this was never measured: estimate with {' '.join(changes)}, or {measure}")
+        raise SpecError(f"these unsloth settings were never measured: estimate with {' '.join(changes)}, or {measure}")
 
 
 def is_rough(spec: Experiment) -> bool:
     """Return whether the formulas describe the step of a spec only roughly.
 
-    unsloth's packing on a large model took 14 % more memory than rows of one sample, and more than twice the time.
-    Other frameworks took 17 % more, and with QLoRA 19 % less, than ftbench's own loop (headline-first/short-equal and
-    frameworks in results/h200)."""
+    On a large model, unsloth with packing took 14 % more memory than without packing, and more than twice the time.
+    Other frameworks took 17 % more memory than ftbench's own loop, and with QLoRA 19 % less (headline-first/short-equal
+    and frameworks in results/h200)."""
     packed = isinstance(spec.method, Unsloth) and spec.optimizations.packing
     return packed or spec.launch.framework != "trl"
 
@@ -99,10 +98,12 @@ class Linears:
 
 @dataclass(frozen=True, slots=True)
 class TrainableShape:
-    """A model with a method. `linears` are all linear layers, `adapters` are the layers with adapters. A token uses
-    `expert_matmul` parameters of the experts. Three fields are sums over all layers: `inner` of the widths of gated
-    products per token, `heads` of attention heads, `query_key` of the widths of queries and keys. `moe_layers` is
-    the number of layers with experts."""
+    """The shape of a model with a method.
+
+    `linears` are all linear layers, and `adapters` are those with adapters. A token uses `expert_matmul` parameters of
+    the experts. Three fields are sums over all layers: `inner` (widths of the MLPs and experts of one token), `heads`
+    (attention heads), and `query_key` (widths of queries and keys). `moe_layers` is the number of layers with experts.
+    """
 
     model: ModelShape
     matmul: MatmulShape
@@ -128,7 +129,7 @@ def trainable_shape(spec: Experiment) -> TrainableShape:
 
 @lru_cache(maxsize=256)
 def _trainable(model: ModelShape, names: frozenset[str], rank: int, sharding: Sharding) -> TrainableShape:
-    """Return the trainable shape. `rank` 0 trains all weights. The experts of a token are spread over the GPUs."""
+    """Return the trainable shape. `rank` 0 means that all weights are trained. With `ep`, each GPU has some experts."""
     full = not rank
     reached = _summed(model, lambda layer: _adapted(layer, names))
     experts = model.summed(
@@ -173,7 +174,7 @@ def expert_adapter(layer: Layer) -> int:
 
 
 def _used(layer: Layer) -> list[tuple[int, int]]:
-    """Return inputs and outputs of the matrices that a token uses in a layer. Its experts count as one matrix."""
+    """Return (inputs, outputs) of each matrix that a token uses in a layer. The experts count as one matrix."""
     inner = layer.experts.inner * layer.experts.active if layer.experts else 0
     gated = [(layer.hidden, inner), (layer.hidden, inner), (inner, layer.hidden)] if inner else []
     return [(linear.inputs, linear.outputs) for linear in layer.linears] + gated

@@ -24,10 +24,11 @@ MESH = 2  # by default, this many GPUs share a matrix under tp+fsdp
 class Sharding:
     """How several GPUs share one training.
 
-    `states` shards weights, gradients and optimizer state over the `holders` (none, ddp, fsdp, zero1, zero2, zero3),
-    and `offload` moves some of them to the host. The products of each layer are split into `tensor` parts, the experts
-    into `experts`, and each sequence into `sequence`. `data` is the number of different batches per step. The layers
-    are split over `pipeline` GPUs, of which this is the `rank` (None: the slowest), and a batch into `micro` parts."""
+    `states` (none, ddp, fsdp, zero1, zero2 or zero3) decides how `holders` GPUs shard weights, gradients and optimizer
+    state. `offload` moves some of them to the host. Four fields are numbers of parts: `tensor` of each matrix,
+    `experts` of the experts, `sequence` of each sequence, and `pipeline` of the layers. `rank` is the pipeline rank of
+    this GPU (None: the slowest). `data` is the number of GPU groups that train different batches. With a pipeline, a
+    batch is split into `micro` micro-batches."""
 
     gpus: int = 1
     name: str = "none"
@@ -53,7 +54,7 @@ class Sharding:
 
     @property
     def waiting(self) -> float:
-        """The number of micro-batches whose activations a GPU keeps, without the one that it computes."""
+        """The number of micro-batches whose activations a GPU keeps while it computes another micro-batch."""
         if self.pipeline == 1:
             return 0.0
         return pipeline.in_flight(self.schedule, self.pipeline, self.micro, self.rank or 0) - 1
@@ -136,8 +137,8 @@ def problem(model: ModelShape, launch: Launch) -> str | None:
 def rank_model(model: ModelShape, sharding: Sharding) -> ModelShape:
     """Return the part of the model that one GPU computes: heads, columns and experts of each layer.
 
-    Norms, the embedding and layers without a plan are not split. The head is split. If the embedding shares its weight,
-    it is split too."""
+    Norms, the embedding, and layers that are missing in the tensor-parallel plan are not split. The head is split. An
+    embedding that shares the weight of the head is split too."""
     if sharding.pipeline > 1:
         model = _stages_of(model, sharding)
     if sharding.tensor == sharding.experts == 1:
@@ -175,7 +176,7 @@ def _layer(layer: Layer, sharding: Sharding) -> Layer:
         norms=tuple(_norm(norm, parts) for norm in layer.norms), experts=local,
         fused_values=_part(layer.fused_values, parts),
     )  # fmt: skip
-    # every GPU routes among all experts
+    # the router of each GPU still chooses among all experts
     return replace(cut, others=cut.others + kept - (cut.parameters["router"] if moe else 0))
 
 
@@ -196,7 +197,7 @@ def _norm(norm: Norm, parts: int) -> Norm:
 def _experts(moe: Experts, sharding: Sharding) -> Experts:
     """Return the experts that this GPU holds.
 
-    Its tensors still have the rows for experts of other GPUs, but these rows are masked (transformers,
+    The activations still have rows for the experts of other GPUs, but these rows are masked (transformers,
     grouped_mm_experts_forward)."""
     return replace(moe, count=_part(moe.count, sharding.experts), inner=_part(moe.inner, sharding.tensor))
 
@@ -206,7 +207,7 @@ def _part(count: int, parts: int) -> int:
 
 
 def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
-    """Return the part of a batch that one GPU computes. With `cp`, it has two equal parts of each padded sequence."""
+    """Return the part of a batch that one GPU computes. With `cp`, each GPU has two equal parts of each sequence."""
     if (micro := sharding.micro) > 1:  # a packed batch is one row of samples
         rows, length = (batch.rows // micro, batch.length) if batch.rows >= micro else (1, ceil(batch.length / micro))
         return BatchShape(rows, length, ceil(batch.labels / micro))
@@ -217,8 +218,7 @@ def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
 
 
 def rank_batch(batch: Batch, sharding: Sharding) -> Batch:
-    """Return the part of a mean micro-batch that one GPU computes. With `cp`, all GPUs have equally many query-key
-    pairs."""
+    """Return the part of a mean micro-batch that one GPU computes. `cp` shares the query-key pairs equally."""
     if (parts := sharding.sequence) == 1:
         return batch
     return replace(
