@@ -196,7 +196,7 @@ def test_failed_cell_keeps_its_row_and_reason(tmp_path):
     shown = comparison.section(compared(tmp_path, "method", "lora")).table
     assert "oom" in dict(zip(shown.headings, shown.rows[1], strict=True))["state"]
     other = only(compared(tmp_path, "method", "full"))
-    assert other.reason == "the baseline did not end well"
+    assert other.reason == "the baseline failed"
 
 
 @pytest.mark.parametrize("missing", ["spec_json", "machine", "applied", "phases", "state", "summary", "steps"])

@@ -94,8 +94,7 @@ def gpu_named(name: str) -> Gpu:
 
 
 def _by_driver(name: str) -> Gpu | None:
-    """Return the GPU with this complete driver name. `A100`, which is a part of several driver names, does not match.
-    """
+    """Return the GPU with this complete driver name. `A100` is a part of several driver names and does not match."""
     gpu = find_gpu(name)
     if gpu is None:
         return None

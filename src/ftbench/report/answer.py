@@ -20,17 +20,17 @@ from ftbench.store.rundir import NOT_FINITE
 from ftbench.store.summary import PROFILED, SHARED
 
 _NUMBERS = {1: "one", 2: "two", 3: "three"}
-_SMALLER = 0.95  # the answer names a recipe that saves memory if it needs less than this share of the winner's memory
+_SMALLER = 0.95  # the answer names the recipe with the least memory if it needs less than this share of the winner's
 _MOST_NAMED, _MOST_GROUPS, _MOST_ROWS = 6, 6, 20
 _STATES = {"oom": "out of memory", NOT_FINITE: "not finite", "running": "unfinished", "interrupted": "unfinished"}
 _WARNINGS = {PROFILED: "profiled", SHARED: "contended", DAMAGED: "control", RECORDED: "control"}
-# Facts that comparable runs share. The text describes runs that differ in this fact.
+# Facts that comparable runs share, and words for runs that are left out because they differ in this fact.
 _SHARED = {
     "model": "of other models", "data": "of other data", "dataset.max_length": "of other sample lengths",
     "objective.name": "of other objectives", "launch.gpus": "on another number of GPUs", "gpu": "on other machines",
     CARD: "on other cards", LIMIT: "at other power limits", COMMIT: "of other commits",
 }  # fmt: skip
-# Names show these facts, or they only change the length of the training.
+# Facts that are not listed as differences: names show them, or they only change the length of the training.
 _IN_NAMES = ("method.", "optimizations.", "applied.", "train.optimizer", "train.batch_size", "launch.framework",
              "launch.settings", "train.gradient_accumulation_steps", "dataset.hash", "dataset.order_hash",
              "train.max_steps", "train.epochs", "dataset.samples")  # fmt: skip
@@ -58,7 +58,7 @@ def _shared_facts(cell: Cell) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Comparable cells with their usable runs. It has the fastest cell of each recipe, the fastest recipe first."""
+    """Comparable cells with their usable runs. `best` has the fastest cell of each recipe, the fastest recipe first."""
 
     key: tuple[str, ...]
     cells: tuple[Cell, ...]
@@ -96,8 +96,7 @@ class Ranking:
         return cell.recipe if len({each.batch for each in self.cells}) == 1 else f"{cell.recipe} at batch {cell.batch}"
 
     def against(self, baseline: Cell, cell: Cell | None = None) -> Pair:
-        """Return the pair of a baseline and a cell (by default the winner), without differences that the names
-        show."""
+        """Return the pair of a baseline and a cell (default: the winner). Differences that names show are removed."""
         pair = pair_of("method.name", cell or self.winner, baseline, noise=self.noise)
         return replace(pair, differences=tuple(
             fact for fact in pair.differences if not fact.key.startswith(_IN_NAMES)
@@ -142,7 +141,7 @@ def left_out_text(ranked: Sequence[Ranking], left_out: Mapping[str, int]) -> tup
 
 
 def sections(cells: Iterable[Cell], *, full: bool = False) -> list[Section]:
-    """Return the sections of the answer. There are none without runs. `full` adds the other comparable groups."""
+    """Return the sections of the answer, or an empty list without runs. `full` adds the other comparable groups."""
     ranked, reasons = rankings(cells)
     text, counts = left_out_text(ranked, reasons)
     if not ranked:
@@ -175,8 +174,7 @@ def _winner(ranking: Ranking) -> str:
 
 
 def _rounds(ranking: Ranking) -> str:
-    """Return `: three rounds, one card, one commit` if there are several recipes. The runs of a ranking share card
-    and commit."""
+    """Return `: three rounds, one card, one commit` if there are several recipes. All runs share card and commit."""
     least, *_, most = sorted([len(cell.runs) for cell in ranking.best] * 2)
     if len(ranking.best) == 1 or most == 1:
         return ""

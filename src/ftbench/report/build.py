@@ -82,8 +82,7 @@ def report(request: Request) -> Rendered:
 
 
 def _merges(request: Request) -> bool:
-    """Return whether repeats share a row. By default, they only do in tables of a sitting
-    (scripts/studies/records)."""
+    """Return whether repeats share a row. The default is true only for a sitting made by scripts/studies/records."""
     if request.repeats != "auto" or request.format not in ("table", "md"):
         return request.repeats == "merge"
     return any(any(path.glob(name)) for path in request.paths for name in ("sitting.json", "*/sitting.json"))

@@ -75,8 +75,8 @@ class Column:
 class Section:
     """One part of a report.
 
-    `key` names it for programs. `records` hold the table's values as plain numbers (None if unknown). The answer counts
-    the runs that it does not use, by reason, in `left_out`.
+    `key` is its name in JSON. `records` contain the values of the table as plain numbers (None if unknown). `left_out`
+    maps each reason to the number of runs that the answer does not use.
     """
 
     key: str
@@ -109,11 +109,11 @@ def section(
 ) -> Section | None:  # fmt: skip
     """Return a section with a row per record, or None without records.
 
-    Number and name come first. Model, GPU and data are in the title if all rows agree, else in columns. The state has a
-    column if a run was contended.
+    The first columns are number and name. Model, GPU and data are in the title if they are equal in all rows, otherwise
+    in columns. The state has a column if other processes disturbed a run (contended).
 
     Args:
-        key: name of the section for programs.
+        key: name of the section in JSON.
         title: heading.
         records: flat records with the fields of `names_of`.
         columns: heading → function that formats a record.

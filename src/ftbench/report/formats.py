@@ -18,10 +18,10 @@ from ftbench.report.document import ANSWER, Report, Table
 from ftbench.report.runs_table import FOOTNOTE, NUMBER, runs_table
 from ftbench.spec.base import nearest
 
-# Also full-width signs, and cells that begin after a semicolon or a tab.
+# Characters that start a formula in a spreadsheet, also as full-width characters, and after a semicolon or a tab.
 _UNSEEN = r"[\s\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u206f\ufeff]*"
 _FORMULA = re.compile(rf"^(?={_UNSEEN}[\t\r])|(?:^|(?<=[;\t\r\n]))(?={_UNSEEN}[=+\-@＝＋－＠﹦﹢﹣﹫])")
-MOST_NOTES = 10  # below a table for people
+MOST_NOTES = 10  # largest number of notes below a table in text formats
 
 
 def render(report: Report, format_name: str) -> str:
@@ -150,7 +150,7 @@ def _harmless(value: Any) -> Any:
 
 
 def _json(report: Report) -> str:
-    """Return `{schema, runs, <section>: {title, records, text, notes}}`. Unknown values are null."""
+    """Return the JSON document `{schema, runs, <section>: {title, records, text, notes}}`. Unknown values are null."""
     document: dict[str, Any] = {"schema": SCHEMA}
     if report.runs:
         document["runs"] = named_paths(report.records)

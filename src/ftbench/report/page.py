@@ -1,5 +1,4 @@
-"""Render the report as one HTML document. It has its data, style and script, and a policy that blocks other
-content."""
+"""Render the report as one HTML document that contains its data, style and script. A policy blocks other content."""
 
 import base64
 import hashlib
@@ -76,9 +75,9 @@ def _title(answer: Section | None, count: int) -> str:
 
 
 def _bars(answer: Section | None, report: Report) -> list[Record]:
-    """Return a bar per recipe, or per recipe and GPU if these are compared: tokens per second, with the interval.
+    """Return one bar per recipe, or per recipe and GPU if GPUs are compared: tokens per second with their interval.
 
-    Lengths are in percent of the longest whisker.
+    Lengths are in percent of the highest end of an interval.
     """
     compared = [record for section in report.sections for record in section.records if record.get("axis") == "gpu"]
     rows = [_by_gpu(record) for record in compared] or (answer.records if answer else [])
@@ -98,7 +97,7 @@ def _bars(answer: Section | None, report: Report) -> list[Record]:
 
 
 def _by_gpu(record: Record) -> Record:
-    """Return a record of a comparison by GPU as a record of the answer."""
+    """Convert a record of a comparison by GPU to a record of the answer."""
     parts = [record[name] for name in ("model.id", "data", "name") if name in record]
     return {
         "recipe": ", ".join([*parts, canonical_name(record["value"])]), "tokens_per_s": record[TOKENS],
@@ -110,8 +109,7 @@ def _by_gpu(record: Record) -> Record:
 
 
 def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Record]:
-    """Return a row of the table per run. A row has the run's number and id, the class of its state, and the text and
-    sort key of each column."""
+    """Return one table row per run: number, id, CSS class of the state, and the text and sort key of each column."""
     sources = {column.heading: column.source for column in FIGURES}
     shown = []
     for record, number, texts in zip(records, _numbers(records), rows, strict=True):
@@ -147,11 +145,10 @@ def _curves(records: Sequence[Record]) -> Record | None:
 
 
 def _learned(losses: Sequence[float]) -> bool:
-    """Return whether a model learned. Its mean loss must be more than 1.96 standard errors below the mean loss of the
-    first tenth of the steps.
+    """Return whether the loss fell beyond noise: by more than 1.96 standard errors.
 
-    The noise comes from the differences of successive steps, which a trend hardly changes (J. von Neumann, Ann. Math.
-    Stat. 12, 1941).
+    Compare the mean loss of all steps with the mean of the first tenth of the steps. The noise is computed from the
+    differences of successive steps, which a trend hardly changes (J. von Neumann, Ann. Math. Stat. 12, 1941).
     """
     if len(losses) < _FEWEST_STEPS:
         return False
@@ -166,8 +163,8 @@ def _hourly(run: Run) -> float:
 
 
 def _path(points: Sequence[tuple[int, float]], first: int, last: int, low: float, high: float) -> str:
-    """Return the SVG path of a curve. A long curve is divided into equal parts, and each part has its lowest and
-    highest point."""
+    """Return the SVG path of a curve. A long curve is divided into equal parts, and only the lowest and the highest
+    point of each part are drawn."""
     parts = min(len(points), MOST_POINTS // 2)
     kept = {*points[:1], *points[-1:]}
     for part in (points[len(points) * at // parts : len(points) * (at + 1) // parts] for at in range(parts)):

@@ -82,8 +82,7 @@ def _figures(records: Sequence[Record]) -> dict[str, list[str]]:
 
 
 def _costs(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Return the price of a thousand samples, if a price file was given. It is the price of renting or, if that is
-    unknown, of owning."""
+    """Return the cost of a thousand samples if a price file was given: of renting, or of owning if rent is unknown."""
     for way in ("rent", "owned"):
         prices, currency = f"cost.{way}.per_1k_samples", f"cost.{way}.currency"
         if any(record.get(prices) is not None for record in records):
@@ -112,7 +111,7 @@ def _figure(record: Mapping[str, Any], column: Column) -> str:
 
 
 def _notes(records: Sequence[Record]) -> list[str]:
-    """Return the warnings of all runs and the long failure reasons. Each sentence occurs once, with its runs.
+    """Return the warnings and the long failure reasons of all runs, each with the numbers of its runs.
 
     Sentences that differ only in figures are shown once.
     """

@@ -49,8 +49,9 @@ def matching(records: Sequence[Record], conditions: Sequence[str]) -> list[Recor
 
 
 def arranged(records: Sequence[Record], sort: str | None) -> list[Record]:
-    """Return the records sorted by a column, the best first: figures descending if higher is better, words by the
-    alphabet. A leading minus reverses the order. Unknown values and figures of contended runs come last.
+    """Return the records sorted by a column, the best first. Words are in alphabetical order.
+
+    A minus before the name reverses the order. Unknown values and figures of contended runs come last.
     """
     if sort is None:
         return list(records)
@@ -126,8 +127,8 @@ def _number(value: object) -> float | None:
 
 
 def _fitting(values: Values, sign: str, wanted: str) -> list[bool]:
-    """Return for each value whether it matches. `=` matches equal values. If no value is equal, `=` matches words that
-    contain the given text."""
+    """Return for each value whether it matches. `=` matches equal values, or texts that contain `wanted` if no value is
+    equal."""
     numbers = list(map(_number, values))
     if sign in _ORDERED:
         limit = _number(wanted)

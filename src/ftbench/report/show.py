@@ -1,5 +1,6 @@
-"""`ftbench show`: show one finished run with a verdict and one thing to try. The user names its folder, its id or its
-number in a report."""
+"""`ftbench show`: show one finished run, what limits its speed, and one thing to try.
+
+The user selects the run by its folder, its id, or its number in a report."""
 
 import dataclasses
 import shlex
@@ -27,7 +28,7 @@ from ftbench.store.rundir import KERNELS, NOT_FINITE, RunDir, first_gpu, read_js
 from ftbench.store.summary import read_summary
 
 _MAX_NAMED = 5  # runs in a message
-_MUCH_PADDING, _MUCH_IDLE = 0.1, 0.15  # shares of the computed positions and of a step
+_MUCH_PADDING, _MUCH_IDLE = 0.1, 0.15  # share of padding in the computed positions, share of idle GPU time in a step
 _DATA = ("loader_processes", "image_cache")  # optimizations for data-bound runs
 _BATCH, _ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
 
@@ -102,7 +103,7 @@ def shown(run: RunDir, records: Sequence[Record] = ()) -> Shown:
 
 
 def _verdict(summary: Mapping[str, Any]) -> str:
-    """Return the bottleneck of a run, or why it has no valid speed."""
+    """Return what limits the speed of a run, or why the speed is not valid."""
     state, bound = summary["state"], summary.get("bound") or {}
     if state != "ok":
         return f"{'out of memory' if state == 'oom' else state}: {summary.get('reason') or 'no reason is recorded'}"
@@ -118,7 +119,7 @@ def _verdict(summary: Mapping[str, Any]) -> str:
 
 
 def _profile_verdict(document: Mapping[str, Any]) -> tuple[str, dict[str, str] | None]:
-    """Return a sentence about a profiled step. Also return a summary's `bound` if the GPU waits for launches."""
+    """Return a sentence about a profiled step, and `{"verdict": "launch-bound"}` if the GPU waits for launches."""
     listed, on_gpu = document["groups"], document["device"] == "cuda"
     busy = document["busy_share_unprofiled"] or document["busy_share"]
     work, share = ("kernels" if on_gpu else "operators"), units.percent(listed[0]["share"], 0) if listed else ""

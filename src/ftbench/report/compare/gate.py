@@ -35,8 +35,8 @@ def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> tuple[Se
     """Pair the cells of both sides by spec and GPU, and return their comparison and the regressions by run ids.
 
     A cell regresses if its rate falls by more than `limit` and by more than the noise. It also regresses if its peak
-    memory rises by more than `limit`, or if a run now fails. With fewer than six steady steps the noise is unknown,
-    and only the limit counts.
+    memory rises by more than `limit`, or if a run now fails. With fewer than six steady steps, the noise is unknown, so
+    only `limit` is used.
 
     Raises:
         SpecError: the two sides have no spec and GPU in common.

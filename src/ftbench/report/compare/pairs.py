@@ -19,10 +19,10 @@ from ftbench.store.steps import read_columns
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Noise between runs. For each figure, this is the standard deviation of its logarithm between repeats.
+    """Noise between runs: for each figure, the standard deviation of its logarithm between repeats.
 
-    `comparisons` is the number of comparisons that are read together (for the Bonferroni correction). `sittings` adds
-    the spread between sittings to ratios of single runs and of different sittings.
+    `comparisons` is the number of comparisons for the Bonferroni correction. `sittings` means that the spread between
+    sittings is added to ratios of single runs and to ratios of runs from different sittings.
     """
 
     spread: Mapping[str, float] = field(default_factory=dict)
@@ -84,9 +84,9 @@ def compare(
 ) -> Comparison:  # fmt: skip
     """Compare runs along an axis: a short name (`gpu`, `method`, …), a spec key, or a fact of the machine.
 
-    `baseline` is the baseline value, by default the plainest or the most frequent one. Runs of one sitting are read
-    together, so the intervals are corrected for the number of comparisons: 1 of 20 differs by chance. Raise SpecError
-    if the axis or the baseline does not exist.
+    `baseline` is the baseline value, by default the plainest or the most frequent one. With `one_sitting`, intervals
+    are corrected for the number of comparisons, because 1 of 20 uncorrected ones would differ by chance. Raise
+    SpecError if the axis or the baseline does not exist.
     """
     from ftbench.report.compare.partners import along, baseline_value, partners
 
@@ -105,7 +105,7 @@ def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", nois
     facts = core.differences(baseline.facts, cell.facts, lambda key: implied(axis, baseline.facts, cell.facts, key))
     differences = tuple(fact for fact in facts if _of_recipe(fact, baseline, cell))
     if not baseline.ok or not cell.ok:
-        reason = "" if baseline.ok else "the baseline did not end well"
+        reason = "" if baseline.ok else "the baseline failed"
         return Pair(cell, baseline, differences, reason=reason)
     noise = noise or Noise()
     rate = TOKENS if baseline.values(TOKENS) and cell.values(TOKENS) else SAMPLES
@@ -128,7 +128,7 @@ _RECENT = ("applied.trained_dtype", "applied.weights_dtype", "applied.loss_norma
 def _of_recipe(fact: Difference, baseline: Cell, cell: Cell) -> bool:
     """Return whether a difference belongs to the recipe.
 
-    A library that only one machine has does not count. A run that ended early did not record all facts.
+    A library that only one machine has is not a difference. Facts that a failed run did not record are not either.
     """
     if fact.key.startswith("versions.") or fact.key in _RECENT:
         return None not in (fact.baseline, fact.candidate)
@@ -171,7 +171,7 @@ class Steps:
         return [int(number or 0) for number in self.columns["step"]]
 
     def per_step(self, above: str, below: str) -> dict[int, float]:
-        """Return step → ratio of two columns, for the steady steps with both."""
+        """Return the ratio of two columns for each steady step that has both: {step: ratio}."""
         steady = list(zip(self.numbers, self.columns[above], self.columns[below], strict=True))[self.warmup :]
         return {step: a / b for step, a, b in steady if a and b and a > 0 and b > 0}
 

@@ -24,7 +24,7 @@ from ftbench.report.data.facts import CARD, COMMIT
 from ftbench.report.data.groups import cells_of
 from ftbench.spec.base import nearest
 
-# Paired cells agree in these, except for the compared axis.
+# Facts that are equal in paired cells, except for the compared axis.
 _HARD = (
     "gpu", "model.id", "method.name", "objective.name", "dataset.name", "dataset.path", "dataset.length",
     "dataset.mean_length", "dataset.like",
@@ -94,8 +94,8 @@ def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
 def partners(axis: str, baseline: Sequence[Cell]) -> Find:
     """Return a function that finds the baseline cell of a cell, or None and the reason.
 
-    A pair has the same model, data and GPU. It also agrees in every key that varies among the baseline cells with this
-    model, data and GPU. Other differences are listed, but do not prevent a pair.
+    The two cells of a pair have the same model, data and GPU. If several baseline cells have them, the keys in which
+    these baseline cells differ must also be equal. Other differences are listed, but do not prevent a pair.
     """
     section = axis.partition(".")[0]
     hard = [key for key in _HARD if not on_axis(axis, key) and key.partition(".")[0] != section]

@@ -58,8 +58,8 @@ def differences(pair: Pair) -> list[str]:
 def difference_lists(pairs: Sequence[Pair]) -> tuple[list[str], dict[int, list[str]]]:
     """Return numbered lists of differences, for notes below a table.
 
-    Differences that always occur together share a number. Each list starts with its rows, because a narrow table may
-    hide the column with the numbers.
+    Differences that always occur together share a number. Each list starts with the numbers of its rows, because a
+    narrow table may hide the column with the list numbers.
 
     Returns:
         The lists, and for each pair (by id) the numbers of its lists.

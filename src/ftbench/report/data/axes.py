@@ -26,9 +26,9 @@ PLAIN = ("plain", NO_OPTIMIZATION)
 def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
     """Return the value of a run on an axis.
 
-    For `optimizations`: the names of all that are on. For `recipe`: the shipped recipe whose keys match the run, with
-    any further optimizations (`fastest + triton kernels`), or the optimizations and the optimizer. `unsloth` counts
-    as a recipe.
+    On the axis `optimizations`, the value lists all optimizations that are on. On the axis `recipe`, it is the shipped
+    recipe that matches the run, plus additional optimizations (`fastest + triton kernels`). If no recipe matches, it
+    lists optimizations and optimizer. `unsloth` counts as a recipe.
     """
     if axis == RECIPE:
         return _recipe(facts)
@@ -56,8 +56,8 @@ def _recipe(facts: Mapping[str, str]) -> str:
 
 
 def _shipped(facts: Mapping[str, str]) -> str | None:
-    """Return the matching recipe with the fewest further optimizations, followed by these optimizations. `plain` only
-    matches without further optimizations."""
+    """Return the matching recipe with the fewest additional optimizations, followed by these optimizations. `plain`
+    matches only without additional optimizations."""
     fitting, on = {}, _on(facts)
     for name, keys in _outcomes():
         extra = {key: text for key, text in on.items() if keys.get(key, "off") == "off" and name not in PLAIN}
@@ -90,7 +90,7 @@ def recipe_keys() -> dict[str, dict[str, str]]:
 
 
 def framework_words(facts: Mapping[str, str]) -> str:
-    """Return a prefix for a name: `axolotl `, `axolotl's best ` for its best settings, or empty if unknown."""
+    """Return a prefix for a name: `axolotl `, `axolotl's best ` for its best settings, or an empty text if unknown."""
     name = facts.get(FRAMEWORK, "")
     return name and name + ("'s best " if facts.get(SETTINGS) == "best" else " ")
 
@@ -156,8 +156,7 @@ def _highest(limit: str | None) -> bool:
 
 
 def in_order(values: Iterable[str]) -> list[str]:
-    """Return the distinct values of an axis, sorted: numbers by size, plain values first, methods in the order of
-    METHODS."""
+    """Return the distinct values of an axis, sorted: plain values first, numbers by size, methods as in METHODS."""
     methods = list(METHODS)
 
     def rank(value: str) -> tuple[Any, ...]:
@@ -182,11 +181,11 @@ _SHOWN = ("model.id", "model.weights", "dataset.name", "method.name", "train.bat
 def varying_keys(specs: Sequence[Mapping[str, str]], labels: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the spec keys that vary between runs and that the table does not show yet.
 
-    A key of section `model` or `dataset` is skipped if the label of that section determines it.
+    A key of the sections `model` and `dataset` is skipped if runs with the same label have the same value.
 
     Args:
         specs: the facts of each run.
-        labels: section → the label of each run.
+        labels: for each section, the label of each run.
     """
     seen: dict[str, dict[str, None]] = {}
     for spec in specs:

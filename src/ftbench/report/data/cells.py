@@ -22,7 +22,7 @@ from ftbench.store.rundir import RunDir
 TOKENS, SAMPLES = "tokens_per_s.real", "samples_per_s"
 PEAK, FIRST, ENERGY = "memory_gb.allocated_peak", "first_step_s", "energy.joules_per_1k_samples"
 BATCH, ACCUMULATION = "train.batch_size", "train.gradient_accumulation_steps"
-_SITTING_S = 12 * 3600  # a sitting: runs of one commit on one card that start within this time
+_SITTING_S = 12 * 3600  # seconds; a sitting is a group of runs of one commit on one card that start within this time
 # The part of a name that gives the length of the training.
 _DURATION = re.compile(r" \((?:(?:samples|max steps|epochs|longest first) [^,()]*(?:, )?)+\)$")
 
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def valid(self) -> bool:
-        """Whether means may use the figures of this run. It must have succeeded without a disturbance."""
+        """Whether means may use the figures of this run: it succeeded, and no other process disturbed it."""
         return self.ok and not self.contended
 
     @property
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def started_s(self) -> float | None:
-        """The start by the clock of its machine, in seconds since 1970."""
+        """The start time in seconds since 1970, by the clock of the machine."""
         with suppress(ValueError):
             return datetime.fromisoformat(self.record.get("started_at") or "").timestamp()
         return None
@@ -95,7 +95,7 @@ class Cell:
 
     @property
     def recipe(self) -> str:
-        """`way` without the number of samples or steps, because it only changes the length of the training."""
+        """`way` without the number of samples or steps, which change only the length of the training."""
         return _DURATION.sub("", self.way)
 
     @property
@@ -180,9 +180,9 @@ class Cell:
 
 
 def sitting_spread(sides: Sequence[Cell]) -> float:
-    """Return the standard deviation that sittings add to the logarithm of the ratio of two cells.
+    """Return the standard deviation that differences between sittings add to the logarithm of the ratio of two cells.
 
-    It is 0 if both were repeated in one sitting.
+    It is 0 if all repeats of both cells are from one sitting.
     """
     runs = [run for side in sides for run in side.valid]
     starts = [start for run in runs if (start := run.started_s) is not None]

@@ -21,7 +21,7 @@ _PER_SAMPLE = "energy.joules_per_1k_samples"
 
 
 def collect(paths: Sequence[Path]) -> list[Record]:
-    """Return the runs at or below `paths`.
+    """Return the runs in `paths` and their subfolders.
 
     Returns:
         A record per run: the fields of its summary with dotted names (`memory_gb.host_peak`), its `path`, when it
@@ -31,7 +31,7 @@ def collect(paths: Sequence[Path]) -> list[Record]:
         SpecError: a path does not exist or contains no run.
     """
     collected = records(map(_summary, _runs(paths)))
-    # A copy, for example in a bundle, is not a second repeat.
+    # A copy of a run, for example in a bundle, does not count as a second repeat.
     collected = list({_copy_key(record): record for record in reversed(collected)}.values())[::-1]
     rank = {name: number for number, name in enumerate(METHODS)}
 
@@ -45,7 +45,7 @@ def collect(paths: Sequence[Path]) -> list[Record]:
 def _summary(run: RunDir) -> dict[str, Any]:
     """Return the summary of a run with the facts that reports read from its other files."""
     summary, state = read_summary(run), read_json(run.state)
-    cache = summary.get("first_step_cache") or read_json(run.applied).get("compile_cache")  # where older runs have it
+    cache = summary.get("first_step_cache") or read_json(run.applied).get("compile_cache")  # older runs have it here
     times = {name: state.get(name) for name in ("started_at", "ended_at")}
     return summary | {"path": str(run.path), "first_step_cache": cache or "none", **times}
 
@@ -58,7 +58,7 @@ def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
 
 
 def _sentences(record: Record) -> Record:
-    """Return the sentences of a run in today's wording. Redact secrets before calling this."""
+    """Return the warnings and reasons of a record in the current wording. Redact secrets before calling this."""
     sentences = {key: reworded(record[key]) for key in ("reason", "bound.why") if record.get(key)}
     return {"warnings": list(map(reworded, record["warnings"])), **sentences}
 
@@ -129,7 +129,7 @@ def _unpacked(path: Path) -> Path:
 
 
 def named_paths(runs: Sequence[Record]) -> list[Record]:
-    """Return the records with the paths that the user gave: a bundle is unpacked into a temporary folder."""
+    """Return the records with the paths that the user gave, instead of temporary folders of unpacked bundles."""
     unpack = sys.modules.get("ftbench.store.bundle")
     if unpack is None:  # the user gave no bundle
         return list(runs)
@@ -150,7 +150,7 @@ def figure(record: Mapping[str, Any], name: str) -> float | None:
 def data_labels(runs: Sequence[Record]) -> list[str]:
     """Return the data set of each record with the mean sample length in tokens, if known: `alpaca ~110`.
 
-    If a run ended before tokenization, the length comes from the other runs of that data set, provided they agree.
+    If a run ended before tokenization, the length comes from other runs on the same data set if they agree.
     """
     lengths: dict[str, set[str]] = {}
     texts = []

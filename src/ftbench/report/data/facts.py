@@ -36,9 +36,9 @@ _APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_ch
 def spec_facts(run: RunDir) -> Mapping[str, str]:
     """Return the flat resolved spec: the keys that change the result (see spec/identity.py), and the framework.
 
-    Paths are reduced to file names. A key that an older version of ftbench did not have gets today's default, because
-    that version behaved in the same way. The exception is unsloth, whose batches were padded then. A key that no longer
-    exists is left out if it was off.
+    Paths are reduced to file names. If an older version of ftbench did not have a key, the fact is the current default,
+    because that version behaved in the same way. The exception is unsloth, whose batches were padded then. A key that
+    no longer exists is left out if it was off.
     """
     written = read_json(run.spec_json)
     facts = {key: as_fact(key, value) for key, value in flat(written) if _matters(key)}

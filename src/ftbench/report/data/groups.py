@@ -58,9 +58,9 @@ def runs_of(records: Sequence[Record]) -> list[Run]:
 def repeats(runs: Iterable[Run], axis: str = "") -> list[list[Run]]:
     """Return runs in groups of repeats, in the order of their first run.
 
-    Repeats share spec, card, power limit, commit and tokens. They also share the fact `axis` if it describes the
-    machine. An edited data file or another chat template gives other tokens, so it is another experiment. A run that
-    ended before tokenization is a repeat of the first run of its spec that has tokens.
+    Repeats have the same spec, card, power limit, commit and tokens. They also have the same value of `axis` if this
+    fact describes the machine. Runs with an edited data file or another chat template have other tokens, so they are
+    not repeats. A run that ended before tokenization is a repeat of the first run of its spec that has tokens.
     """
     same = (axis, LIMIT, CARD, COMMIT)
     keyed = [((identity(run), *map(run.ran.get, same)), run.ran.get(DATA), run) for run in runs]
@@ -129,8 +129,8 @@ def with_axes(runs: Sequence[Run]) -> tuple[list[Record], list[str]]:
     """Return the records with a unique `label` and the varying spec keys.
 
     Returns:
-        The records, with a field `spec.<key>` for each varying key that no other column of the table shows. The second
-            value has the names of these fields, the most important first.
+        The records, with a field `spec.<key>` for each varying key that no other column of the table shows.
+        The names of these fields, the most important first.
     """
     labels = {"model": [str(run.record["model"]) for run in runs], "dataset": [run.data for run in runs]}
     keys = varying_keys([run.spec for run in runs], labels)

@@ -108,9 +108,8 @@ def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any
 
 
 def _cheapest(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield the cheapest and the most expensive recipe per model and data set.
-
-    Rent is not compared with purchase. Different currencies are not compared either.
+    """Yield a sentence with the cheapest and the most expensive recipe for each model, data set, currency, and way
+    (rent or purchase).
     """
     known = (record for record in records if record["per_1k_samples"] is not None)
     groups = grouped_by(known, itemgetter("model", "data", "way", "currency"))

@@ -29,8 +29,8 @@ _WORDS = (
 def night(cells: Sequence[Cell], hours: float = 8.0) -> Section | None:
     """Return samples per hour at steady speed, and samples in `hours` from the start of the process.
 
-    The time until the speed is steady counts, but the samples trained in this time do not. Samples are real tokens
-    divided by the mean sample length.
+    The `hours` include the time until the speed is steady, but samples trained in this time are not counted. Samples
+    are real tokens divided by the mean sample length.
     """
     records = []
     for cell in cells:
