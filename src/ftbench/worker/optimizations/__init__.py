@@ -1,10 +1,9 @@
-"""How each optimization is applied and verified. A module has as many of these functions as it needs:
+"""Apply and verify optimizations. Each module is one optimization and has one or more of these functions:
 
-apply(model, spec): called before the trainer is built, if the optimization is on callback(spec): a TrainerCallback for
-changes at the start of training, or None verify(model, spec): one sentence per setting that was not applied; called in
-every run after the first step applied(model, spec): the optimization's fields of applied.json
-
-Optimizations of batches or of the trainer are verified in `data/collate.py` and `trainer.py`.
+- apply(model, spec): change the model. It is called before the trainer is built, if the optimization is on.
+- callback(spec): return a TrainerCallback for changes at the start of training, or None.
+- verify(model, spec): return one sentence per setting that was not applied. It is called after the first step.
+- applied(model, spec): return the fields of the optimization in applied.json.
 """
 
 import importlib

@@ -1,5 +1,5 @@
-"""The attention implementation, chosen when the model is loaded. This module registers one more with transformers:
-`varlen`, torch's attention for rows without padding."""
+"""Register the attention implementation `varlen` with transformers. It is torch's attention for rows without padding.
+transformers selects the implementation when it loads the model."""
 
 import inspect
 from typing import Any
@@ -19,14 +19,14 @@ def register() -> None:
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
 
-    # The boundaries are passed as cu_seq_lens. Without a registered mask function, transformers makes no mask and does
-    # not wait for the device to find out whether a row has several samples.
+    # cu_seq_lens contains the sample boundaries, so no mask is needed. Because no mask function is registered,
+    # transformers makes no mask. To make one, the CPU would have to wait for the device.
     AttentionInterface.register(VARLEN, attention(varlen_attn))
 
 
 def attention(kernel: Any) -> Any:
-    """Return an attention function for transformers that calls torch's kernel. The kernel's arguments differ between
-    torch versions. They are looked up once here, outside of compiled code."""
+    """Return an attention function for transformers that calls `kernel` (torch's varlen_attn). Its parameters depend on
+    the torch version. They are read once here, because compiled code cannot read them."""
     takes = frozenset(inspect.signature(kernel).parameters)
 
     def varlen(
@@ -34,9 +34,9 @@ def attention(kernel: Any) -> Any:
         scaling: float | None = None, cu_seq_lens_q: Any = None, max_length_q: Any = None, sliding_window: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Compute causal attention within each sample of a row: 1 x heads x tokens x width → 1 x tokens x heads x
-        width. Samples of equal length are computed as a batch of rows, for which torch has faster kernels. Raises
-        SpecError for features that torch's kernel does not support."""
+        """Compute causal attention within each sample of a row: (1, heads, tokens, head_dim) → (1, tokens, heads,
+        head_dim). If all samples have the same length, compute them as a batch, because torch has faster kernels for
+        that. Raise SpecError for features that torch's kernel does not support."""
         if cu_seq_lens_q is None or query.shape[0] != 1:
             raise SpecError("optimizations.attention varlen was given a padded batch: set packing or padding_free")
         if kwargs.get("softcap"):
@@ -45,7 +45,7 @@ def attention(kernel: Any) -> Any:
             window = sliding_window - 1 if sliding_window else -1
             return _with_sinks(query, key, value, kwargs["s_aux"], cu_seq_lens_q, max_length_q, scaling, window), None
         samples = cu_seq_lens_q.shape[0] - 1
-        whole = samples * max_length_q == query.shape[2]  # the total equals the maximum, so no sample is shorter
+        whole = samples * max_length_q == query.shape[2]  # all samples have the maximum length
         if whole and not (sliding_window and sliding_window < max_length_q):
             return _by_rows(samples, query, key, value, scaling), None
         options: dict[str, Any] = {}
@@ -72,9 +72,9 @@ def attention(kernel: Any) -> Any:
 
 
 def _rows(*parts: torch.Tensor) -> list[torch.Tensor]:
-    """Return tokens x heads x width in 16 bits."""
+    """Convert tensors (1, heads, tokens, head_dim) to (tokens, heads, head_dim) in 16 bits."""
     half = (part.to(torch.bfloat16) if part.dtype == torch.float32 else part for part in parts)
-    return [part.squeeze(0).transpose(0, 1) for part in half]  # the gradient of part[0] would be a copy
+    return [part.squeeze(0).transpose(0, 1) for part in half]  # unlike squeeze, part[0] would copy the gradient
 
 
 def _with_sinks(

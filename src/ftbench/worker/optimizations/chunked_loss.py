@@ -1,10 +1,10 @@
 """Compute the loss over chunks of the label tokens, without waiting for the device.
 
-trl's chunked loss counts the label tokens on the device and waits for the count. It also computes entropy and
-accuracy, and waits for them. Here the collator counts the label tokens and passes their positions. Only the logits of
-one chunk exist at a time, and their gradient is computed immediately, as in Liger's fused loss. This needs two
-products with the head per label. With recomputed logits, there would be three. With `compile` the softmax of a chunk
-is one compiled function, which reads or writes the logits three times instead of eleven.
+trl's chunked loss counts the label tokens on the device and waits for the count. It also computes entropy and accuracy,
+and waits for them. Here the collator counts the label tokens and passes their positions. Only the logits of one chunk
+exist at a time. Their gradient is computed immediately, as in Liger's fused loss. So the weight of the head is used in
+two products per label. Recomputing the logits in the backward pass would need a third one. With `compile`, the softmax
+of a chunk is one compiled function. It reads or writes the logits 3 times instead of 11 times.
 """
 
 import inspect
@@ -21,13 +21,13 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model
 
 SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # logit scales of gemma2, cohere2, granite
-CHUNK = 2048  # label tokens; x 152k words x 4 bytes is 1.2 GB of logits
+CHUNK = 2048  # label tokens per chunk; with a vocabulary of 152k, the float32 logits have 1.2 GB
 POSITIONS = "label_positions"  # key of the batch: positions of labels in the flattened labels
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Replace the base model's forward pass by one that returns the loss. Raises SpecError for a model whose logits are
-    not simply a product with the head."""
+    """Replace the base model's forward pass by one that returns the loss. Raise SpecError for a model that scales its
+    logits after the product with the head."""
     setting = spec.optimizations.chunked_loss
     base = base_model(model)
     text = base.config.get_text_config()
@@ -60,26 +60,26 @@ def chunked_loss(
     hidden: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor, head: Any, softmax: Any = None,
     size: int = CHUNK,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the sum of the cross entropies in nats. `hidden` is batch x length x width. `positions` are the indexes
-    of the label tokens in the flattened `labels`. Each label is predicted from the position before it. `size` is the
-    chunk length. `softmax` is `probabilities`, compiled or not."""
+    """Return the sum of the cross entropies in nats. `hidden` is (batch, length, width), and `labels` is (batch,
+    length). `positions` are the indices of the label tokens in the flattened `labels`. The hidden state at position
+    p - 1 predicts the label at p. `size` is the chunk length. `softmax` is `probabilities`, compiled or not."""
     weight, bias = _whole(head.weight), _whole(head.bias)
     given = (labels, positions, softmax or probabilities, size, torch.is_grad_enabled())
     return _Loss.apply(hidden, weight, bias, *given)
 
 
 def _whole(parameter: Any) -> Any:
-    """Return a parameter of the head as a plain tensor. Under FSDP2, a frozen head is a separate unit, which only its
-    forward pass would gather. That pass is not called, so the parameter is gathered here. A trained head shares the
-    unit of the last norm, whose forward pass has gathered both. With `weight_offload`, it is copied from the host."""
+    """Return a parameter of the head as a plain tensor on the device. With `weight_offload`, copy it from the host.
+    With FSDP2, gather a frozen head here, because the loss does not call its forward pass, which would gather it. A
+    trained head is sharded together with the last norm, so it is already gathered."""
     if (fetch := getattr(parameter, "fetch", None)) is not None:
         return fetch()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def probabilities(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probabilities (labels x vocabulary) in the dtype of the logits, and the log probability of the target
-    (labels x 1, float32). Both are zero for ignored targets, which then add nothing to the loss and its gradient."""
+    """Return the probabilities (labels, vocabulary) in the dtype of the logits, and the log probability of each target
+    (labels, 1) in float32. Both are 0 for ignored (negative) targets, so that these do not affect loss or gradients."""
     logarithms, there = torch.log_softmax(logits.float(), -1), targets[:, None] >= 0
     of_targets = torch.where(there, logarithms.gather(1, targets.clamp(min=0)[:, None]), 0.0)
     return torch.where(there, logarithms.exp(), 0.0).to(logits.dtype), of_targets
@@ -102,7 +102,7 @@ class _Loss(torch.autograd.Function):
             logits = F.linear(states, weight, bias)
             targets = labels.reshape(-1)[chunk]
             if any(wanted):
-                if len(chunk) < size:  # the last chunk's length differs between batches: use one graph for all lengths
+                if len(chunk) < size:  # the last chunk has a different length in each batch: compile one graph for all
                     torch._dynamo.maybe_mark_dynamic(logits, 0)
                     torch._dynamo.maybe_mark_dynamic(targets, 0)
                 gradient, of_targets = softmax(logits, targets)
@@ -125,13 +125,13 @@ class _Loss(torch.autograd.Function):
 
 
 def _add(gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, rows: Any) -> None:
-    """Add one chunk's part to the gradients of the hidden states, the head's weight and its bias."""
+    """Add the gradients of one chunk to `gradients`: those of the hidden states, of the head's weight and its bias."""
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         of_hidden.view(-1, of_hidden.shape[-1])[rows] = (gradient @ weight).to(of_hidden.dtype)
     if of_weight is not None and gradient.dtype == states.dtype == of_weight.dtype:
         of_weight.addmm_(gradient.t(), states)  # in place, without a temporary product
-    elif of_weight is not None:  # under autocast only the products are in 16 bits
+    elif of_weight is not None:  # with autocast, the products have 16 bits, but the weight's gradient has 32
         of_weight += gradient.t() @ states
     if of_bias is not None:
         of_bias += gradient.sum(0)

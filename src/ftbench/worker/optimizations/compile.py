@@ -1,5 +1,5 @@
-"""Compile each layer of the decoder and of the image encoder with torch.compile. All layers share one small graph, and
-the model needs no large one."""
+"""Compile each layer of the decoder and of the image encoder with torch.compile. All layers of a kind share one graph,
+which compiles faster than one graph of the complete model."""
 
 from functools import lru_cache
 from types import MethodType
@@ -11,15 +11,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model, decoder_layers, unwrapped, vision_layers
 
-# Settings that keep the compiler from recomputing values. They affect its speed and not its results.
+# Settings ban_recompute_...: torch.compile does not recompute such values in the backward pass.
 _GUARDS = ("used_far_apart", "long_fusible_chains", "materialized_backward")
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Compile the layers. With images, batches have many lengths. The decoder's graphs are then dynamic unless a fixed
-    shape is set, and the encoder's graphs are dynamic if image sizes differ. Qwen3-VL always gets dynamic graphs:
-    compiled for one length (torch 2.11, H200), its gradients were 4 % too small, and once NaN."""
-    torch._dynamo.config.specialize_float = True  # scales never change, and dynamic ones need a C++ kernel on the host
+    """Compile the layers. Dynamic graphs support all input sizes. The encoder gets them if image sizes differ. The
+    decoder gets them if the dataset has images, because batches then have many lengths, unless a fixed shape is set.
+    Qwen3-VL always gets them: with one length (torch 2.11, H200), its gradients were 4 % too small, and once NaN."""
+    torch._dynamo.config.specialize_float = True  # constants, because variable floats need a C++ kernel on the CPU
     for guard in _GUARDS:
         setattr(torch._functorch.config, f"ban_recompute_{guard}", spec.optimizations.compile != "lean")
     read, always = vision_layers(model), spec.optimizations.compile == "dynamic"
@@ -31,7 +31,7 @@ def apply(model: Any, spec: Experiment) -> None:
     for layer in decoder_layers(model):
         _compile(layer, spec, any_length or None)
     for layer in read:
-        if hasattr(layer, "attn"):  # Qwen loops over images or windows: a graph would depend on their number
+        if hasattr(layer, "attn"):  # Qwen loops over images or windows: each number of them would need a new graph
             layer.attn.__class__ = _not_compiled(type(layer.attn))  # type: ignore[arg-type]
         _compile(layer, spec, any_size or None)
     tower: Any = getattr(base_model(model).base_model, "vision_tower", None)
@@ -40,7 +40,7 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def _compile(layer: Any, spec: Experiment, dynamic: bool | None) -> None:
-    """Compile a layer. The hooks that gather and release sharded weights are not part of its graph."""
+    """Compile a layer. For sharded weights, compile only `forward`: hooks outside it gather and release the weights."""
     if {"fsdp", "zero3"} & {*spec.launch.strategy.split("+")}:
         layer.forward = torch.compile(layer.forward, dynamic=dynamic)
     else:
@@ -59,8 +59,8 @@ def _not_compiled(kind: Any) -> Any:
 
 
 def _clip(tower: Any, pixel_values: torch.Tensor, **_: Any) -> BaseModelOutputWithPooling:
-    """Return the outputs of each layer of a CLIP encoder. transformers collects them with hooks, which break the
-    graph in each layer."""
+    """Run a CLIP encoder and return the outputs of all layers. Unlike transformers' version, it does not use hooks,
+    because a hook interrupts the compiled graph of its layer."""
     states = [tower.pre_layrnorm(tower.embeddings(pixel_values))]
     for layer in tower.encoder.layers:
         states.append(layer(states[-1], None))

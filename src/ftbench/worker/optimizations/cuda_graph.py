@@ -1,8 +1,8 @@
-"""Run the forward and backward pass as one CUDA graph. It is recorded after a warm-up, and replayed for each batch.
+"""Run the forward and backward pass as one CUDA graph. The graph is recorded after a warm-up, and replayed per batch.
 
-A graph holds kernels with the addresses of their tensors. So each batch is copied into the recorded tensors, and
-gradients are put back after the trainer drops them. No Python runs during a replay. Clipping, the optimizer and the
-recorder stay outside.
+A graph contains kernels with the memory addresses of their tensors. So each batch is copied into the tensors of the
+recorded batch. After each replay, the recorded gradients are set as `parameter.grad` again, because the trainer removes
+them. Python code of the model does not run during a replay. Clipping and the optimizer are not part of the graph.
 """
 
 from collections.abc import Callable
@@ -13,19 +13,19 @@ import torch
 from ftbench.errors import NotAppliedError, SpecError
 from ftbench.spec.experiment import Experiment
 
-WARM_UP = 3  # passes before the recorded one (torch.cuda.make_graphed_callables): kernels load, graphs are compiled
+WARM_UP = 3  # passes before the recording, as in torch.cuda.make_graphed_callables: they load and compile kernels
 _TOKENS = "num_items_in_batch"
 _HELD = "graphed_step"  # attribute of the model
 
 
 class CudaGraph:
-    """Wrap the parts of torch.cuda.CUDAGraph that a step needs."""
+    """Wraps torch.cuda.CUDAGraph."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, function: Callable[[], Any]) -> None:
-        """Call a function on a side stream, as it will be during recording."""
+        """Call a function WARM_UP times on a separate stream, because the recording also uses a separate stream."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -34,8 +34,8 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(stream)
 
     def record(self, function: Callable[[], Any]) -> Any:
-        """Record a function and return its outputs. Nothing is computed before the first replay. Other threads may use
-        CUDA during the recording: the recorder reads events, and the data loader pins memory."""
+        """Record a function and return its outputs, which get values in the first replay. `thread_local` allows CUDA
+        calls of other threads meanwhile: the step recorder reads events, and the data loader pins memory."""
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             return function()
 
@@ -44,7 +44,7 @@ class CudaGraph:
 
 
 class GraphedStep:
-    """Replaces the trainer's forward and backward pass. Counts its `replays`."""
+    """Replaces the trainer's forward and backward pass by a CUDA graph. `replays` counts the replays of the graph."""
 
     def __init__(self) -> None:
         self.replays = 0
@@ -55,8 +55,8 @@ class GraphedStep:
 
     def __call__(self, train: Callable[..., Any], model: Any, batch: dict[str, Any], tokens: Any) -> torch.Tensor:
         """Return the loss of a batch and set its gradients. `train` is the trainer's forward and backward pass, and
-        `tokens` is the divisor of the loss. Raise SpecError if the batch has another shape. Raise NotAppliedError if
-        the pass waits for the device."""
+        `tokens` is the divisor of the loss. Raise SpecError if the shape of the batch differs from the recorded batch.
+        Raise NotAppliedError if the pass cannot be recorded, for example because it waits for the device."""
         given = {**batch, _TOKENS: tokens}
         if self._graph is None:
             self._record(train, model, given)
@@ -78,7 +78,7 @@ class GraphedStep:
 
         def passes() -> Any:
             for parameter in trained:
-                parameter.grad = None  # so that the pass allocates it; later passes reuse the address
+                parameter.grad = None  # the recorded pass allocates the gradient, and replays write to the same address
             return train(model, dict(batch), self._batch[_TOKENS]), [parameter.grad for parameter in trained]
 
         graph = CudaGraph()
@@ -88,7 +88,7 @@ class GraphedStep:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            first: BaseException = error  # the final error only reports that recording failed earlier
+            first: BaseException = error  # the first error is the cause; the last one only reports a failed recording
             while first.__context__ is not None:
                 first = first.__context__
             why = str(first).strip().partition("\n")[0]
@@ -113,7 +113,7 @@ class GraphedStep:
 
 
 def _shapes(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of a batch that a recorded graph depends on: shapes and numbers."""
+    """Return the shapes of a batch's tensors, and its other values. They must be equal in every replay."""
     return {
         name: tuple(value.shape) if torch.is_tensor(value) else value
         for name, value in batch.items() if torch.is_tensor(value) or isinstance(value, (int, float, type(None)))

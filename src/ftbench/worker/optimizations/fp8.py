@@ -1,10 +1,10 @@
-"""Compute products with frozen base layers in 8-bit floats. Weights are cast once. Adapters and head stay in 16 bits.
+"""Compute the matrix products of frozen base layers with 8-bit floats. Adapters and the head stay in 16 bits.
 
-torchao's recipes of the same names (Float8LinearConfig, torchao 0.17) cast a weight twice per step, once for each
-pass. Each cast reads the weight twice (once for its maximum) and writes half as much: 5 bytes per weight. A frozen
-weight never changes, so it is cast at set-up, once per pass direction, and the 16-bit weight is dropped. Hopper's
-8-bit products need both operands along the inner dimension (cuBLASLt: TN only), so each direction needs a separate
-layout. Together they are as large as the 16-bit weight.
+torchao (Float8LinearConfig, torchao 0.17) casts each weight twice per step, once per direction. A cast moves 5 bytes
+per weight: it reads 16 bits twice (first for the maximum) and writes 8 bits. Frozen weights never change. So ftbench
+casts them once, before training, and frees the 16-bit weights. It stores each 8-bit weight and its transposed copy,
+because 8-bit products on Hopper need both operands contiguous along the inner dimension (cuBLASLt: TN only). The two
+copies together are as large as the 16-bit weight.
 """
 
 import copy
@@ -30,7 +30,7 @@ class Fp8Linear(torch.nn.Module):
     maxima: torch.Tensor | None
 
     def __init__(self, base: torch.nn.Linear, recipe: str, largest: torch.Tensor | None = None) -> None:
-        """Cast a layer's weight. `largest` is the maximum over all layers that share a factor with it."""
+        """Cast the weight of `base`. `largest` is the maximum over all layers that share a scale (None: no sharing)."""
         super().__init__()
         self.in_features, self.out_features, self.recipe = base.in_features, base.out_features, recipe
         weight = base.weight.data
@@ -51,21 +51,21 @@ class Fp8Linear(torch.nn.Module):
         return made if self.bias is None else made + self.bias.to(made.dtype)
 
     def operands(self) -> tuple[Any, ...]:
-        """Return the arguments that a product takes after its input."""
+        """Return the arguments of `small_products.Product` after x."""
         return self.weight, self.factor, self.turned, self.turned_factor, self.recipe, self.maxima
 
 
 def wanted(module: Any, name: str) -> bool:
-    """Return whether a layer is multiplied in 8 bits."""
+    """Return whether fp8 can convert this module: a frozen linear layer, not the head, with sizes divisible by 16."""
     frozen = not any(parameter.requires_grad for parameter in module.parameters())
     fits = isinstance(module, torch.nn.Linear) and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
     return fits and frozen and "lm_head" not in name and "lora_" not in name
 
 
 def join(layers: list[Any]) -> Any:
-    """Join layers that share a factor into one layer. Its output is the concatenation of the layers' outputs. The
-    weights of the layers become views of its weight. A single layer is returned unchanged. Return None if the factors
-    differ or a layer is not in 8 bits."""
+    """Join 8-bit layers with equal scale factors into one layer, which returns their outputs side by side. The layers'
+    weights become views of the joined weight. Return a single 8-bit layer unchanged. Return None if the factors
+    differ, a layer is not in 8 bits, or only some layers have a bias."""
     first = layers[0]
     if len(layers) == 1:
         return first if type(first) is Fp8Linear else None
@@ -88,7 +88,7 @@ def join(layers: list[Any]) -> Any:
 
 def apply(model: Any, spec: Experiment) -> None:
     recipe = spec.optimizations.fp8
-    groups = grouped_by(_wanted_names(model), siblings)  # layers with one input share a factor and can share a product
+    groups = grouped_by(_wanted_names(model), siblings)  # layers with the same input share a scale (see `join`)
     for names in groups.values():  # names, because references to modules would keep all 16-bit weights in memory
         largest = torch.stack([model.get_submodule(name).weight.abs().amax() for name in names]).amax()
         for name in names:
@@ -98,7 +98,7 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def _keep_maxima(model: Any) -> None:
-    """Give each layer its slice of the maxima that are kept between steps."""
+    """Create the maxima for delayed scaling, and give each layer a view of its part."""
     from ftbench.kernels.delayed_cast import Maxima  # needs triton
 
     small = [module for module in model.modules() if type(module) is Fp8Linear]

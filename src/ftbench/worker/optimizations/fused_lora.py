@@ -1,5 +1,5 @@
-"""Fuse LoRA's small products with the base product, for all layers that read the same input. This needs fewer passes
-over the activations than peft (`adapter_products` counts them). peft's modules keep the parameters."""
+"""Compute base layers and LoRA adapters together, for all layers that read the same input. This reads and writes fewer
+activations than peft (`kernels/adapter_products.py` has a table). The parameters stay in peft's modules."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -18,7 +18,7 @@ from ftbench.worker.model.parts import base_model
 from ftbench.worker.optimizations import fp8
 
 ADAPTER = "default"  # peft's name of the only adapter
-MOST = 32  # maximum adapter columns of the fused MLP kernels (`kernels/adapted_swiglu.py`)
+MOST = 32  # maximum rank, summed over a group, for which the kernels of `kernels/adapted_swiglu.py` are used
 
 
 class AdapterGroup(torch.nn.Module):
@@ -27,7 +27,7 @@ class AdapterGroup(torch.nn.Module):
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__()
-        self.layers = tuple(layers)  # a tuple, so that they are not registered here a second time
+        self.layers = tuple(layers)  # torch does not register modules in a tuple; peft's model already contains these
         self.sizes = [layer.out_features for layer in layers]
         self.scales = [layer.scaling[ADAPTER] for layer in layers]
         self.rank = layers[0].r[ADAPTER]
@@ -37,7 +37,7 @@ class AdapterGroup(torch.nn.Module):
         self.read: torch.Tensor | None = None
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of the layer with this index."""
+        """Return the output of layer `index` for x. The first call for an x computes the outputs of all layers."""
         if self.read is not x or index not in self.ready:
             self.read, self.ready = x, dict(enumerate(self.outputs(x)))
         output = self.ready.pop(index)
@@ -54,8 +54,8 @@ class AdapterGroup(torch.nn.Module):
         return self.layers == tuple(layers) and all(bias is None for bias in biases)
 
     def gated(self, x: torch.Tensor, down: Any) -> torch.Tensor | None:
-        """Return the output of an MLP with this group as its first layers and `down` as its last layer. Return None if
-        no fused MLP supports them."""
+        """Return the output of an MLP. This group is gate_proj and up_proj, and `down` is the group of down_proj.
+        Return None if `GatedMlp` does not support them."""
         return None
 
     def is_on(self) -> bool:
@@ -72,7 +72,7 @@ class AdapterGroup(torch.nn.Module):
 
 
 class AugmentedGroup(AdapterGroup):
-    """A group with one matrix for the layers and their adapters. The layers' weights become views of it."""
+    """A group that stores base weights and adapters of all layers in one matrix. The base weights are views of it."""
 
     weight: torch.Tensor
 
@@ -97,8 +97,8 @@ class AugmentedGroup(AdapterGroup):
             start += self.sizes[index]
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layers' outputs side by side, followed by extra columns. x is tokens x width or wider. The extra
-        columns of x are overwritten."""
+        """Return the layers' outputs side by side: (tokens, sum of output widths + columns). x is (tokens, width) or
+        (tokens, width + columns). The last `columns` columns of x are overwritten."""
         return Augmented.apply(x.to(self.weight.dtype), self.weight, self.scales, *self.adapters())
 
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -109,8 +109,8 @@ class AugmentedGroup(AdapterGroup):
 
 
 class BesideGroup(AdapterGroup):
-    """A group whose base layers compute as before, except that 8-bit layers share one product. The adapters' products
-    are added to the outputs."""
+    """A group that computes only the adapters together and adds their results to the outputs of the base layers. 8-bit
+    base layers also share one product."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -122,7 +122,7 @@ class BesideGroup(AdapterGroup):
         self.register_buffer("a", torch.zeros(len(layers) * self.rank, self.width, **options), persistent=False)
         self.register_buffer("b", torch.zeros(sum(self.sizes), self.rank, **options), persistent=False)
         self.register_buffer("blocks", torch.zeros(sum(self.sizes), len(self.a), **options), persistent=False)
-        # a tuple, so that no parameters are registered
+        # in a tuple, because torch must not register the layer's parameters here
         self.joined = (fp8.join([layer.get_base_layer() for layer in layers]),)
 
     @torch.no_grad()
@@ -134,12 +134,12 @@ class BesideGroup(AdapterGroup):
             self.blocks.split(self.sizes)[index][:, index * self.rank : (index + 1) * self.rank].copy_(b)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layers' outputs for x (tokens x width), side by side."""
+        """Return the layers' outputs side by side, (tokens, sum of output widths), for x: (tokens, width)."""
         made: torch.Tensor = AdaptedProduct.apply(x.to(self.a.dtype), *self.operands())
         return made
 
     def operands(self) -> tuple[Any, ...]:
-        """Return the arguments that the product takes after its input."""
+        """Return the arguments of `AdaptedProduct` after x."""
         return *self.joined[0].operands(), self.a, self.blocks, self.scales, *self.adapters()
 
     def gated(self, x: torch.Tensor, down: Any) -> torch.Tensor | None:
@@ -166,13 +166,13 @@ class BesideGroup(AdapterGroup):
         return [base + part.view(*x.shape[:-1], -1) for base, part in zip(made, added, strict=True)]
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the matrices A and s B of all layers, where s is LoRA's scale."""
+        """Return A of all layers (ranks, in) and s B of all layers (out, rank), where s is the scale of LoRA."""
         return self.a, self.b
 
 
 class ShardedGroup(BesideGroup):
-    """A group for sharded layers. Their weights are only complete while the decoder layer computes, so `refresh`
-    copies nothing."""
+    """A group for sharded layers. Their weights are only gathered while the decoder layer computes. So this group reads
+    the adapters in each forward pass, and `refresh` does nothing."""
 
     def __init__(self, layers: list[Any]) -> None:
         AdapterGroup.__init__(self, layers)
@@ -188,7 +188,7 @@ class ShardedGroup(BesideGroup):
 
 
 class _Fused:
-    """Mixin that is put before peft's class in an adapted layer."""
+    """Mixin that comes before peft's class. The forward pass of the layer returns its output from the group."""
 
     group: AdapterGroup
     place_in_group: int
@@ -201,12 +201,12 @@ class _Fused:
 
 @lru_cache
 def _fused(kind: Any) -> Any:
-    """Return the class for all layers of a kind. There is only one, because a second class would be compiled again."""
+    """Return the class that replaces `kind`. All layers share it, because torch.compile compiles each class again."""
     return type(f"Fused{kind.__name__}", (_Fused, kind), {})
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Group the adapted layers. Raise SpecError for adapters that need more than two products."""
+    """Group the adapted layers and replace their forward passes. Raise SpecError for variants of LoRA, such as DoRA."""
     group_adapters(model)
     groups = []
     for layers in grouped(adapted(model)):
@@ -233,7 +233,7 @@ def _group(layers: list[Any], spec: Experiment) -> AdapterGroup:
 
 
 def adapted(model: Any) -> dict[str, Any]:
-    """Return the linear layers with adapters by name, without fused experts. Raise SpecError for other adapters."""
+    """Return the linear layers with LoRA adapters by name, without fused experts. Raise SpecError for LoRA variants."""
     from peft.tuners.lora import LoraLayer
 
     adapters = {
@@ -248,7 +248,7 @@ def adapted(model: Any) -> dict[str, Any]:
 
 
 def grouped(layers: dict[str, Any]) -> list[list[Any]]:
-    """Group the layers of a module that read the same input, in model order. Other layers form groups of one."""
+    """Return lists of layers that read the same input, in model order. Other layers are in lists of one."""
     kinds = {name: (siblings(name), each.in_features, type(each.get_base_layer())) for name, each in layers.items()}
     return [[layers[name] for name in names] for names in grouped_by(kinds, kinds.__getitem__).values()]
 
@@ -259,7 +259,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Return the adapted layers that are in no group."""
+    """Return a problem if an adapted layer is not in a group."""
     if not spec.optimizations.fused_lora:
         return []
     left = [name for name, module in adapted(model).items() if not isinstance(module, _Fused)]

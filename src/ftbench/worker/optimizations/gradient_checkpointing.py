@@ -38,7 +38,7 @@ def select(model: Any) -> None:
 
 
 def offload(model: Any) -> HostTensors:
-    """Make every checkpointed layer keep its input in host memory, and return that memory."""
+    """Make every checkpointed layer keep its input in host memory. Return the object that holds these inputs."""
     memory = HostTensors()
     layers = decoder_layers(model)
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Liger's Triton kernels in place of the model's norms, rotary embedding, MLP and loss."""
+"""Replace norms, rotary embedding, MLP and loss of the model by Liger's Triton kernels."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def modules(model: Any) -> int:
-    """Count how many modules run a function of Liger's."""
+    """Return the number of modules that use Liger's functions."""
     return sum("liger_kernel" in str(getattr(module.forward, "__module__", "")) for module in model.modules())
 
 

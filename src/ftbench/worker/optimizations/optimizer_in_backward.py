@@ -17,9 +17,9 @@ _STEPS = "steps_in_backward"  # attribute of the model: the object that updates 
 
 
 class StepsInBackward(TrainerCallback):
-    """Update each parameter when its gradient is complete. The trainer's own step then finds no gradients and does
-    nothing. The norm for the trainer is recorded before the gradients are freed. `counts` holds the updates per
-    parameter. `most` is the maximum number of gradients that existed at once."""
+    """Update each parameter when its gradient is complete, then free the gradient. The optimizer step of the trainer
+    then finds no gradients and does nothing. The norm of each gradient is stored before it is freed. `counts` has the
+    number of updates per parameter. `most` is the maximum number of gradients that existed at the same time."""
 
     def __init__(self, offload: bool) -> None:
         self.counts: dict[Any, int] = {}
@@ -53,7 +53,7 @@ class StepsInBackward(TrainerCallback):
             self.states.end_step()
 
     def norm(self, parameters: Iterable[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the norm of the last step's gradients. This replaces the function that clips them."""
+        """Return the norm of the last step's gradients. The trainer calls it instead of `clip_grad_norm_`."""
         norms = [self._norms[parameter] for parameter in parameters if parameter in self._norms]
         self._norms.clear()
         return torch.linalg.vector_norm(torch.stack(norms))
@@ -82,7 +82,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     steps = getattr(base_model(model), _STEPS, None)
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     stepped = {name for name, each in trained.items() if steps and steps.counts[each]}
-    # The last layer of an encoder may be unused (LLaVA reads the one before it): it gets no gradient.
+    # The last layer of a vision encoder may be unused (LLaVA reads the layer before it). It then has no gradient.
     unread = {"vision"} & set(map(part_of, stepped))
     left = [name for name in trained if name not in stepped and part_of(name) not in unread]
     if left or steps is None:

@@ -38,7 +38,7 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def _with_both_positions(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Expand text positions to the index in the sample plus time, row and column."""
+    """Expand text positions to four tensors: the index in the sample, time, row and column."""
     positions = kwargs.get("position_ids")
     if positions is None or positions.ndim != 2:
         return None

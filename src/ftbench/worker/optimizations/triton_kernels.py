@@ -1,4 +1,4 @@
-"""Triton kernels for the operations between a layer's products (`kernels/decoder_layer.py`)."""
+"""Use Triton kernels for norms, rotary embedding and silu(gate) * up (`kernels/decoder_layer.py`)."""
 
 from typing import Any
 

@@ -38,8 +38,8 @@ def quantised_on(device: torch.device) -> Iterator[None]:
 
 
 def keep_on_host(model: Any, spec: Experiment, device: torch.device) -> Any:
-    """Return a model that was loaded in host memory. The layers' matrices, the embedding and the head stay there, and
-    the rest moves to the device."""
+    """Take a model in host memory and return it. The layers' matrices, the embedding and the head stay there. All other
+    tensors move to the device."""
     copies = Copies(device)
     stream = WeightStream(([*_matrices(layer)] for layer in decoder_layers(model)), copies)
     embedding, head = (part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()))
@@ -72,7 +72,7 @@ def _matrices(layer: Any) -> Iterator[Weight]:
 
 
 def _to_device(module: nn.Module, device: torch.device) -> None:
-    """Move a module's own tensors in place, keeping names and ties."""
+    """Move the tensors of a module (without its submodules) to the device. Names and tied weights stay the same."""
     for parameter in module.parameters(recurse=False):
         if (state := getattr(parameter, "quant_state", None)) is not None:
             state.to(device)
@@ -82,7 +82,8 @@ def _to_device(module: nn.Module, device: torch.device) -> None:
 
 
 class _InTurn(nn.Module):
-    """Mixin that is put after a layer's class, so that it runs within a checkpoint and outside compiled code."""
+    """Mixin that loads the weights before each forward pass. It comes after the layer's class, so that it runs inside
+    a checkpoint (also during recomputation) and outside compiled code."""
 
     stream: WeightStream
     index: int
