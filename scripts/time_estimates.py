@@ -48,19 +48,21 @@ ROUNDS = 12
 GPUS = {gpu.name: gpu for gpu in gpus()}
 HEAD = """# How far the time of `ftbench estimate` is off
 
-Made by `scripts/time_estimates.py --write` from the committed runs in `results/h200` with at least five steady steps,
-or fewer that agree within 5 % (coefficient of variation). Each step is estimated with coefficients that were fitted
-without the runs of this step. Runs on several GPUs are in a separate table and do not change the coefficients. These
-runs are left out: runs of older code (which computed the logits of the chunked loss twice, or ran ZeRO-3 without
-prefetching), runs of other frameworks, and runs on shared GPUs. The ZeRO-3 run of older code
-(`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5 times the estimated time. The current code prefetches
-weights. It was not measured yet, so ZeRO has a wider range.
+`scripts/time_estimates.py --write` writes this page from the committed runs in `results/h200`. A run needs at least
+five steady steps, or fewer steps that agree within 5 % (coefficient of variation). When ftbench estimates a run, its
+coefficients are fitted without this run and without other runs of the same step. Runs on several GPUs are in a separate
+table and do not change the coefficients. Runs of other frameworks and runs on shared GPUs are excluded. Runs of older
+code are excluded too: it computed the logits of the chunked loss twice, or ran ZeRO-3 without prefetching. The ZeRO-3
+run of older code (`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5 times the estimated time. The current code
+prefetches weights, but it was not measured yet. Therefore estimates of ZeRO have a wider range.
 
-The GPU and the Python code that starts its kernels work at the same time, and the slower of the two determines the time
-of a step. The GPU's time is a sum of terms: FLOPs divided by the rate of large products, and bytes divided by the
-memory bandwidth, each multiplied by a coefficient of the table below. The rates come from `ftbench probe`, from
-publications or from the data sheet, in this order. Estimates are not scaled by similar runs on the same GPU: this would
-change the mean error from 5.7 to 5.4 % on the H200, and from 16 to 32 % for the four steps of `results/h100`.
+The GPU and the Python code that starts its kernels (the host) work at the same time. The slower of the two determines
+the time of a step. The GPU's time is a sum of terms: FLOPs divided by the rate of large matrix products, and bytes
+divided by the memory bandwidth. Each term is multiplied by a coefficient. In the table, "without runs" is the value
+from before the fit, and "runs" counts the runs in which the term takes at least 5 % of the step. The rates come from
+`ftbench probe`, otherwise from publications, otherwise from the data sheet. Similar runs on the same GPU do not scale
+an estimate: this would change the mean error from 5.7 to 5.4 % on the H200, and from 16 to 32 % for the four steps of
+`results/h100`.
 
 """
 FACTS_HEAD = """\
@@ -233,7 +235,7 @@ def coefficient_table(terms: Mapping[str, Term]) -> str:
 
 def as_text(rows: Sequence[LeftOut]) -> str:
     """Return the rows as a Markdown table, followed by their errors in a sentence."""
-    lines = ["| run | with | measured step | estimated | error | inside its range |", "|---|---|--:|--:|--:|---|"]
+    lines = ["| run | optimizations | measured step time | estimated | error | inside its range |", "|---|---|--:|--:|--:|---|"]
     for row in rows:
         on = ", ".join(optimizations_on(row.run.spec.optimizations.model_dump())) or "none"
         times = " | ".join(units.seconds(step) for step in (row.run.step_s, row.estimate.step_s.expected))
@@ -243,8 +245,8 @@ def as_text(rows: Sequence[LeftOut]) -> str:
     mean, worst = errors_of(rows)
     steps, inside = len({same_step(row.run) for row in rows}), sum(row.is_inside for row in rows)
     return "\n".join([*lines, "", (
-        f"{units.some(len(rows), 'run')} of {units.some(steps, 'different step')}, each estimated without the runs of "
-        f"its step: the mean error is {percent(mean)}, the worst {percent(worst)}. {inside} of {len(rows)} runs are "
+        f"{units.some(len(rows), 'run')} of {units.some(steps, 'different step')}, each estimated without runs of the "
+        f"same step: the mean error is {percent(mean)}, the worst {percent(worst)}. {inside} of {len(rows)} runs are "
         "inside their range."
     )]) + "\n"  # fmt: skip
 
@@ -272,8 +274,8 @@ def main() -> None:
     factors = " and ".join(f"{value:.2f} if the {bound} limits the speed" for bound, value in ranges.items())
     text = (
         f"{coefficient_table(terms)}\n{as_text(rows)}"
-        f"If all runs of the same method and optimizations are left out, the mean error is {percent(mean)}, the "
-        f"worst {percent(worst)}.\nIf all runs of the same model are left out, the mean error is "
+        f"If the fit also excludes all runs with the same method and optimizations, the mean error is {percent(mean)}, the "
+        f"worst {percent(worst)}.\nIf it excludes all runs of the same model, the mean error is "
         f"{percent(errors_of(models)[0])}. Ranges that were fitted to other models contain {percent(coverage(models))} "
         "of these runs.\nThe range goes from the expected time divided by a factor to the expected time multiplied by "
         f"it. The factor is {factors}.\n"
