@@ -334,8 +334,8 @@ to 0.6 GiB (2 to 6 %) more than its source code explains. The runs in `results/h
 estimated before they were made. Three terms were corrected after a comparison with fitted runs: 8-bit optimizer states
 of embeddings, activations in host memory, and the logits of batches smaller than a chunk (`results/h200/launch-bound`).
 
-This page excludes {some(len(older), "older run")}, because the old chunked loss computed the logits twice (`chunked (ftbench)`
-in applied.json) and the current one does not: {", ".join(older)}.
+This page excludes {some(len(older), "older run")}, because the old chunked loss computed the logits twice
+(`chunked (ftbench)` in applied.json) and the current one does not: {", ".join(older)}.
 Another older run with `chunked_loss`, {PROFILED}, kept the gradient of one chunk together with the
 logits of the next chunk (0.58 GiB with 2,048 tokens of Qwen3). Its estimate is too low by this amount.
 
@@ -348,18 +348,18 @@ inside their range. The bias is the mean of the signed errors: a plus means that
 
 Some model families have no committed run (`src/ftbench/families`). Their estimates are compared with recorded memory
 peaks of small models: allocated memory agrees within 2 % (`tests/estimate/test_recorded_peaks.py`). The range of these
-families is ±{percent(UNSEEN_SPREAD)}. The range of strategies without measured runs (all except {measured_strategies}) is ±15 %.
-This page does not include runs of other frameworks (`launch.framework`) and on shared GPUs (`measure.share_gpu`).
+families is ±{percent(UNSEEN_SPREAD)}. Strategies without measured runs (all except {measured_strategies}) have a range
+of ±15 %. This page excludes runs of other frameworks (`launch.framework`) and on shared GPUs (`measure.share_gpu`).
 Device memory is the value of the driver (NVML, nvidia-smi). It includes about 0.6 GiB of the driver itself. The verdict
 *fits* compares it with the memory that cudaMemGetInfo reports for a process (`facts/gpus.yaml`: probed or published).
 On cards with display outputs, 0.5 GiB are subtracted for a screen.
 
 Estimates of reserved memory are least accurate for very small models and for batches of varying length. There, the
-allocator's pool depends on the order of the requested sizes. The range of reserved memory therefore includes free blocks
-that are too small to be reused at the peak (`_not_reused` in estimate/memory/estimate.py), the minimum size of the
-allocator's segments, and kernels that are loaded late.
+allocator's pool depends on the order of the requested sizes. Therefore the range of reserved memory includes free
+blocks that are too small to be reused at the peak (`_not_reused` in estimate/memory/estimate.py), the minimum size of
+the allocator's segments, and kernels that are loaded late.
 
-The following runs ran out of memory. Their estimate should be *does not fit* or *uncertain*. It was *fits* for {len(wrong)} runs:
+These runs ran out of memory. A correct estimate is *does not fit* or *uncertain*. {len(wrong)} estimates were *fits*:
 
 | run | verdict |
 |---|---|

@@ -235,7 +235,7 @@ def coefficient_table(terms: Mapping[str, Term]) -> str:
 
 def as_text(rows: Sequence[LeftOut]) -> str:
     """Return the rows as a Markdown table, followed by their errors in a sentence."""
-    lines = ["| run | optimizations | measured step time | estimated | error | inside its range |", "|---|---|--:|--:|--:|---|"]
+    lines = ["| run | optimizations | measured step | estimated | error | in its range |", "|---|---|--:|--:|--:|---|"]
     for row in rows:
         on = ", ".join(optimizations_on(row.run.spec.optimizations.model_dump())) or "none"
         times = " | ".join(units.seconds(step) for step in (row.run.step_s, row.estimate.step_s.expected))
@@ -274,8 +274,8 @@ def main() -> None:
     factors = " and ".join(f"{value:.2f} if the {bound} limits the speed" for bound, value in ranges.items())
     text = (
         f"{coefficient_table(terms)}\n{as_text(rows)}"
-        f"If the fit also excludes all runs with the same method and optimizations, the mean error is {percent(mean)}, the "
-        f"worst {percent(worst)}.\nIf it excludes all runs of the same model, the mean error is "
+        f"If the fit also excludes all runs with the same method and optimizations, the mean error is {percent(mean)}, "
+        f"the worst {percent(worst)}.\nIf it excludes all runs of the same model, the mean error is "
         f"{percent(errors_of(models)[0])}. Ranges that were fitted to other models contain {percent(coverage(models))} "
         "of these runs.\nThe range goes from the expected time divided by a factor to the expected time multiplied by "
         f"it. The factor is {factors}.\n"
