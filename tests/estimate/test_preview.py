@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ftbench.core.hardware import find_gpu
 from ftbench.errors import DataError, MissingError, SpecError
 from ftbench.estimate import preview
+from ftbench.estimate.time.duration import estimate_duration
 from ftbench.spec.datasets import Dataset
+from ftbench.spec.load import load
 from ftbench.worker.data import sources
 
 
@@ -52,6 +56,16 @@ def test_the_models_tokenizer_is_used(tmp_path):
     spec = spec_of(tmp_path, [{"question": "one two one", "answer": "two"}], model=f"{{path: {model}}}")
     document = preview.preview(spec, [])
     assert document["tokens"]["max"] == 3 + 1 + 2 * 5  # words and turn tokens
+
+
+def test_padding_is_that_of_the_estimate_and_of_shuffled_batches(tmp_path):
+    """Rows of 20 and of 60 tokens: in file order, no batch of two would have padding."""
+    spec = spec_of(tmp_path, [{"text": "a" * letters} for letters in [60] * 10 + [220] * 10], model="Qwen/Qwen3-8B")
+    lengths = np.array([20] * 10 + [60] * 10)[np.random.default_rng(load(spec).dataset.seed).permutation(20)]
+    padding = preview.preview(spec, [])["padding"]
+    assert padding == pytest.approx(1 - lengths.sum() / (2 * lengths.reshape(10, 2).max(axis=1).sum()))
+    assert padding == pytest.approx(estimate_duration(load(spec), find_gpu("NVIDIA H200")).padding)
+    assert padding > 0
 
 
 def test_synthetic_data_has_lengths_without_samples(tmp_path):

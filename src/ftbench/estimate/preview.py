@@ -15,8 +15,9 @@ from ftbench.core.data_formats import Example
 from ftbench.core.processes import run_program
 from ftbench.core.table import folded
 from ftbench.errors import DataError, MissingError, SpecError
+from ftbench.estimate.workload.batches import batches_of, per_step
 from ftbench.estimate.workload.images import KnownSamples, known_samples
-from ftbench.estimate.workload.lengths import MOST_SAMPLES, file_lengths, lengths_of
+from ftbench.estimate.workload.lengths import MOST_SAMPLES, Lengths, file_lengths, lengths_of, shuffled
 from ftbench.estimate.workload.model import shape_of
 from ftbench.facts import SAMPLE
 from ftbench.spec.datasets import Dataset, check_file, row_example, row_format
@@ -97,7 +98,7 @@ def _document(
     prompts, longest = spec.objective.prompts, spec.dataset.max_length
     batch = spec.global_batch // spec.objective.group if prompts else spec.train.batch_size * spec.objective.sequences
     kept = [min(value, longest) for value in values if not prompts or value <= longest] or [longest]
-    padded = stats.padding_efficiency(kept, batch)
+    padded = stats.padding_efficiency(kept, batch) if prompts else _real_share(spec, kept, images)
     packed = stats.packing_efficiency(kept, max(longest, *kept))
     return {
         "schema": 1, "dataset": spec.dataset.name, "rows": rows, "format": format_name, "source": source,
@@ -112,6 +113,14 @@ def _document(
             "left_out": fmean(each.images.tokens >= longest for each in images.samples),
         },
     }  # fmt: skip
+
+
+def _real_share(spec: Experiment, kept: Sequence[int], images: KnownSamples | None) -> float:
+    """Return real tokens over positions in the batches of training, as `estimate` counts them."""
+    ordered = spec.dataset.is_made or images
+    trained = tuple(kept) if ordered else shuffled(kept, spec.dataset, spec.objective.sequences)
+    batches = batches_of(spec, Lengths(trained, 1.0, ""))
+    return per_step(spec, batches, "real") / per_step(spec, batches, "positions")
 
 
 def _rendered(example: Example) -> str:

@@ -103,14 +103,18 @@ def lengths_of(
     why = f"the lengths of {dataset.name} are not known"
     if dataset.name in ("file", "sample") and model is not None:
         file = file_lengths(dataset, model, pairs, prompts)
-        if not isinstance(file, str):  # in random order, as in training
-            trained = max(1, min((dataset.samples or file.rows) * sequences, len(file.values)))
-            shuffled = random.Random(dataset.seed).sample(file.values, trained)
-            cut = tuple(min(length, dataset.max_length) for length in shuffled)
-            return Lengths(cut, 1.0, file.source, rows=file.rows)
+        if not isinstance(file, str):
+            return Lengths(shuffled(file.values, dataset, sequences), 1.0, file.source, rows=file.rows)
         why += f" ({file})"
     why += f": every sample counts as max_length {dataset.max_length:,}"
     return Lengths((dataset.max_length,) * 64, 1.0, why, upper_bound=True)
+
+
+def shuffled(values: Sequence[int], dataset: Dataset, sequences: int = 1) -> tuple[int, ...]:
+    """Return the lengths of a file's rows after truncation, in the order of training. A pair has two lengths."""
+    every = np.minimum(values, dataset.max_length).reshape(-1, sequences)
+    order = np.random.default_rng(dataset.seed).permutation(len(every))  # as in worker/data/prepare.py
+    return tuple(every[order[: dataset.samples]].ravel().tolist())
 
 
 @lru_cache(maxsize=64)
