@@ -40,7 +40,7 @@ from ftbench.sweep.plan.base import Job, read_standing
 ORDER, OUTCOME, SCRIPT, LOG, ERRORS = "order.json", "outcome.json", "job.sh", "log.txt", "sbatch.txt"
 NODE = "node"  # name of the job that describes a node, and of the file with its result
 SHARED_S = 30.0  # longest wait for a file of another node to appear on the shared disk
-AWAY_S = 1800.0  # longest time without an answer of the controller
+AWAY_S = 1800.0  # longest time without an answer of Slurm's controller
 _RETRY_S = 30.0
 _POLL_S = 0.5
 _ANSWER_S = 60.0  # longest wait for scancel and scontrol

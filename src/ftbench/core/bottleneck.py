@@ -14,7 +14,7 @@ from ftbench.core.units import reworded
 DATA_BOUND = 0.10  # share of the steady window spent waiting for batches
 UTILIZED = 0.90  # if the GPU's busy share is lower, the run is launch-bound
 # A run is compute-bound if its matrix products alone would take this share of the time at the best known rate. If the
-# driver reports how busy tensor cores and memory were, the busier one decides instead.
+# driver reports how busy tensor cores and memory were, the run is bound by the busier of the two instead.
 COMPUTE_BOUND = 1 / 3
 # The driver counts the GPU as busy from a kernel's launch, the profiler from its first block. The difference is 0.9 to
 # 1.3 µs per kernel (five profiles of an H200, results/h200/profiles and launch-bound). The number of kernels is taken

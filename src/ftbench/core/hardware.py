@@ -113,8 +113,7 @@ MODERN = (8, 0)  # assumed for unknown GPUs: with this capability, bfloat16 is f
 
 
 def capability_of(gpu: Gpu | float) -> tuple[int, int] | None:
-    """Return the compute capability of a GPU. For an unknown GPU, of which only the GiB are given, return the
-    default."""
+    """Return the compute capability of a GPU. A number is the memory in GiB of an unknown GPU: return the default."""
     return gpu.compute_capability or _ROCM.get(gpu.arch) if isinstance(gpu, Gpu) else MODERN
 
 

@@ -39,9 +39,9 @@ def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int) -> float
 def balanced(costs: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[int, ...]:
     """Return the number of layers of each stage, so that the slowest stage is as fast as possible.
 
-    `costs` are the parameters that multiply a token, for each layer and then for the head. `sizes` are the stored
-    parameters, for the embedding, each layer and the head. If several splits are equally fast, return the one whose
-    largest stage is smallest."""
+    `costs` has the numbers of parameters that a token uses: of each layer, then of the head. `sizes` has the numbers of
+    stored parameters: of the embedding, each layer and the head. If several splits are equally fast, return the one
+    whose largest stage is smallest."""
     layers = len(sizes) - 2
     cost = [0, *accumulate(costs[:layers])]
     size = [0, *accumulate(sizes[1:-1])]
@@ -68,7 +68,7 @@ def balanced(costs: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[i
 
 
 def bounds(split: Sequence[int], stages: Sequence[int]) -> tuple[list[int], bool, bool]:
-    """Return the indices of some stages' layers, whether these stages have the embedding, and whether they have the
+    """Return the indices of the layers in `stages`, whether the stages have the embedding, and whether they have the
     head."""
     return [at for stage in stages for at in layers_of(split, stage)], 0 in stages, len(split) - 1 in stages
 

@@ -38,7 +38,7 @@ _VALUE = (
     r"|[\"']?[^\s\"',;}\]]{4,}"
 )
 _PLAIN_JSON = re.compile(r"-?[\d.]+(?:[eE][+-]?\d+)?|true|false|null")
-# The lookahead makes the search fast. ſ and K match s and k under re.IGNORECASE.
+# The lookahead makes the search fast. With re.IGNORECASE, the characters ſ and K (Kelvin) match s and k.
 _NAMED = re.compile(
     rf"(?=[tspacA-Z][oearpcA-Z0-9_][kcsieA-Z0-9_ſK])((?:(?i:{_WORDS})|{_VARIABLE})\\*[\"']?\s*[:=]\s*)(?!\\*[\"']?\[redacted\])({_VALUE})"
 )

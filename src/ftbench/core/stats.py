@@ -15,7 +15,7 @@ MAD_TO_SIGMA = 1.4826  # converts a median absolute deviation to the standard de
 
 
 def grouped_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Return key → items. Keys and items keep their order."""
+    """Return the items of each key: {key: items}. Keys and items keep their order."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -192,7 +192,7 @@ def histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
 
 
 def padding_efficiency(lengths: Sequence[int], batch_size: int) -> float:
-    """Return real tokens over positions if consecutive samples form batches padded to their longest sample."""
+    """Return the share of real tokens if consecutive samples form batches that are padded to their longest sample."""
     computed = sum(
         max(batch) * len(batch)
         for start in range(0, len(lengths), batch_size)

@@ -16,7 +16,7 @@ START_S = 1800.0  # limit before the third step, while weights are downloaded an
 STEP_S = 300.0  # minimum for later steps: a new shape, a slow disk
 COMPILE_S = 900.0  # minimum if a new shape is compiled again
 _RECENT = 20  # steps used for the remaining time
-PATIENCE = 20  # limit without progress, relative to the slowest step so far
+PATIENCE = 20  # a run is ended if it makes no progress for this many times the slowest step so far
 
 
 class Progress:

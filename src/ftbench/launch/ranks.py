@@ -33,7 +33,7 @@ LISTENER = "FTBENCH_RENDEZVOUS"  # variable with the file descriptor of rank 0's
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 POSITIONS = ("data", "forward", "backward", "optimizer")  # phases of a step, in order
-Ended = dict[int, tuple[int, bool]]  # rank → exit code, and whether ftbench ended the rank
+Ended = dict[int, tuple[int, bool]]  # for each rank: its exit code, and whether ftbench ended it
 
 
 def node_number(spec: Experiment) -> int:
@@ -151,9 +151,9 @@ def _start(
 
 
 def _verdict(ended: Ended, states: Mapping[int, dict[str, Any]]) -> tuple[int, int, dict[str, Any]]:
-    """Return the rank whose state becomes the run's, its exit code, and additions to the state.
+    """Return the rank whose state becomes the run's state, an exit code, and the keys to add to this state.
 
-    A rank that lost the connection to another rank is not the cause. Nor is a rank that ftbench ended.
+    A rank that lost the connection to another rank is not the cause. A rank that ftbench ended is not either.
     """
     stopped = [rank for rank, state in states.items() if ended[rank][1] and state.get("state") in (None, "interrupted")]
     failed = [rank for rank, (code, _) in ended.items() if code and rank not in stopped]

@@ -38,7 +38,7 @@ class FinishedRun:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A run to execute: the resolved spec, the text of its file, and the `--set` changes.
+    """A run that is to be executed: the resolved spec, the text of its file, and the `--set` changes.
 
     `store` is the results folder if the run directory is elsewhere.
     """

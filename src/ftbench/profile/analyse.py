@@ -11,7 +11,7 @@ from ftbench.profile.work import COMMUNICATION, GROUPS, OTHER, DeviceWork, Phase
 
 SCHEMA = 1
 _MOST_KERNELS = 300
-_WAITS = 3  # times the usual call
+_WAITS = 3  # a driver call that takes this many times the usual duration counts as waiting
 
 
 def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | None = None) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
 def _host_waits(trace: Trace) -> float | None:
     """Return the time for which threads that launch kernels waited in the driver. Return None without a GPU.
 
-    A launch waits while the queue of the GPU is full. If this time is zero, the step is launch-bound. The profiler
-    slows launches, so launches wait longer in an ordinary run.
+    A launch waits while the queue of the GPU is full. If the launches never wait, the step is launch-bound. Without the
+    profiler, launches are faster and therefore wait longer.
     """
     calls = [[span for span in spans if span.kind == "call"] for spans in trace.threads.values()]
     launching = [own for own in calls if any(LAUNCH.match(call.name) for call in own)]

@@ -45,7 +45,7 @@ def run_text(run: RunDir) -> str:
 
 
 def _sent(document: dict[str, Any], folder: Path) -> str:
-    """Return a row per rank: the time of its communication, and the part that the step waits for."""
+    """Return a row per rank: the time of its communication, and the part of it for which the step waits."""
     documents = [document, *(read_json(path) for path in sorted(folder.glob("rank[0-9]*/kernels.json")))]
     ranks = [(rank, each["communication"]) for rank, each in enumerate(documents) if each.get("communication")]
     if not ranks:

@@ -225,7 +225,7 @@ def _on_cpu(trace: Trace, phases: PhaseSpans, loss: set[int]) -> list[DeviceWork
 
 
 def _own_time(spans: list[Span], phases: PhaseSpans, loss: set[int]) -> Iterator[DeviceWork]:
-    """Yield the intervals in which an operator itself ran, and none of the operators that it calls."""
+    """Yield the intervals in which an operator itself ran. Intervals of the operators that it calls are excluded."""
     stack: list[Span] = []
     begun: set[int] = set()
     begin = 0.0

@@ -15,7 +15,7 @@ OPTIMIZER = "train.optimizer"
 OPTIMIZERS = ("adamw_torch_fused", "adamw_bnb_8bit", "paged_adamw_8bit")  # tried instead of adamw_torch
 ROUNDED = ("adamw_torchao_fp32", "adamw_torchao_bf16", "adamw_torchao_8bit")  # also tried for 16-bit weights
 
-Changes = Mapping[str, Any]  # dotted key → value; the keys are `optimizations.*` and `train.optimizer`
+Changes = Mapping[str, Any]  # values by dotted key; the keys are `optimizations.*` and `train.optimizer`
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,7 @@ class Part(BaseModel):
 
 
 class OlderPart(Part):
-    """A section that had more keys in earlier versions. The spec.json of an older run may contain these keys with the
-    value off."""
+    """A section that had more keys in earlier versions. In older runs, spec.json may have these keys with value off."""
 
     removed: ClassVar[tuple[str, ...]] = ()
 
@@ -105,11 +104,11 @@ class Optimization:
         not_with_unsloth: Why it does not work with method unsloth, and what to do instead. None if it works.
         not_with_dpo: Why it does not work with objective dpo. It is None only if a test compares it with plain dpo.
         needs_images: Whether it only makes sense for a dataset with images.
-        excludes: Key of the spec → why this key and the optimization cannot be on at the same time.
+        excludes: For each excluded key of the spec, why this key and the optimization cannot be on at the same time.
         incompatibilities: Returns other problems, which do not depend on the machine.
         machine_incompatibilities: Returns problems on a GPU of a given compute capability.
         after: The optimizations that must be applied first.
-        ablate_with: Value → further changes that an ablation makes along with this value.
+        ablate_with: For each value, additional changes that an ablation makes together with it.
         not_ablated: Values that an ablation does not try.
     """
 

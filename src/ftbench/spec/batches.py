@@ -40,7 +40,7 @@ def synthetic_lengths(dataset: Dataset, count: int) -> list[int]:
 
 
 def _scale(spread: npt.NDArray[np.float64], mean: float, sigma: float, longest: int) -> float:
-    """Return the smallest scale such that lengths with this `spread` have this mean after truncation."""
+    """Return the smallest factor by which `spread` must be multiplied to have this mean after truncation."""
     low, high = math.log(SHORTEST), math.log(longest) + 4 * sigma
     below, above = 0.0, math.inf
     for _ in range(60):  # bisection: the mean grows with the factor

@@ -77,7 +77,7 @@ Side = Annotated[Int, Field(ge=8, le=16_384)]
 
 
 HUB, _MADE = "owner/name", ("synthetic", "images")
-_ONLY_FOR = {  # key → the datasets that have it
+_ONLY_FOR = {  # for each key, the datasets that have it
     **dict.fromkeys(("format", "columns"), ("file", HUB)), **dict.fromkeys(("subset", "split"), (HUB,)),
     **dict.fromkeys(("length", "mean_length", "like", "structure"), _MADE), "path": ("file",),
     **dict.fromkeys(("image_size", "image_sizes", "images_per_sample"), ("images",)),

@@ -94,7 +94,7 @@ def resolve(spec: Experiment, capability: Capability) -> Experiment:
 
 
 def decisions(spec: Experiment, capability: Capability) -> dict[str, tuple[Any, str]]:
-    """Return the settings that depend on the machine, as dotted key → value and reason.
+    """Return the settings that depend on the machine: {dotted key: (value, reason)}.
 
     bfloat16 products need compute capability 8.0 to be fast. A CPU without instructions for bfloat16 computes it many
     times slower than float32."""

@@ -26,7 +26,7 @@ from ftbench.store.steps import StepsWriter, read_steps
 COLUMNS = ("step", "epoch", "elapsed_time_sec", "progress_ratio", "memory_allocated_gb", "memory_reserved_gb",
            "peak_memory_gb")  # fmt: skip
 _NEEDED = ("step", "elapsed_time_sec")
-# Keys of trainer_state.json → the column. axolotl reports GiB.
+# Columns by the keys of trainer_state.json. axolotl reports GiB.
 _FIELDS = {
     "epoch": "epoch", "loss": "loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate",
     "memory/max_active (GiB)": "peak_memory_gb", "memory/device_reserved (GiB)": "peak_reserved_gb",

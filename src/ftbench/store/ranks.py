@@ -92,8 +92,8 @@ _WITH_UNKNOWN: dict[str, Callable[[list[Any]], Any]] = {
 def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
     """Return the `ranks` section of a summary. The section is empty for one rank.
 
-    It has the `count` of ranks, the `lowest` and `highest` value of the ranks per column (median steady step time,
-    memory peaks), `memory_gb` per rank, and the `token_skew`.
+    It contains the `count` of ranks, the `lowest` and `highest` value over the ranks (of the median steady step time
+    and of memory peaks), `memory_gb` per rank, and `token_skew`.
     """
     if len(ranks) < 2:
         return {}
@@ -112,8 +112,8 @@ def stages(run: RunDir, count: int) -> dict[str, Any]:
     """Return the layers of each pipeline stage, and the `bubble`, of a run with `count` ranks. The result is empty
     without a pipeline.
 
-    The bubble is the share of a pass in which the mean rank does not compute. The last stage finishes early, so the
-    slowest rank gives the time of the pass.
+    The bubble is the share of a pass in which a rank does not compute, as a mean over ranks. The time of the pass is
+    that of the slowest rank, because the last stage finishes early.
     """
     parts = [read_json(run.of_rank(rank).applied).get("parallel", {}) for rank in range(count)]
     if not parts or "split" not in parts[0]:

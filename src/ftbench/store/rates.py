@@ -118,7 +118,7 @@ def completion_rates(steady: Sequence[StepRow]) -> tuple[dict[str, float | None]
 
 
 def rewards(everything: Sequence[StepRow]) -> dict[str, float | None]:
-    """Return the accuracy and margin of the last step's pairs, and the first and last reward of completions."""
+    """Return accuracy and margin of the pairs in the last step, and the rewards of the first and the last step."""
     train = [row for row in everything if row.phase == "train"]
     pairs = [row for row in train if row.reward_accuracy is not None]
     judged = [row.reward for row in train if row.reward is not None]

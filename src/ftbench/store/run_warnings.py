@@ -86,10 +86,10 @@ def drift(steady: Sequence[StepRow]) -> float | None:
 
 
 def outliers(steady: Sequence[StepRow]) -> list[dict[str, Any]]:
-    """Return the steady steps that took much longer than the others, both in total and per padded token. The slowest
-    step comes first.
+    """Return the steady steps that took much longer than the others, both in total and per padded token.
 
-    A step has `step`, `step_time_s`, `times_the_median`, and `with`, the other unusual values of the step.
+    The slowest step comes first. Each has the keys `step`, `step_time_s`, `times_the_median`, and `with`, which are the
+    other unusual values of the step.
     """
     times, rates = [row.step_time_s or 0.0 for row in steady], _per_position(steady)
     if len(steady) < stats.MINIMUM_STEADY:
@@ -146,8 +146,8 @@ def wall_gap(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int)
 
 # --- finite losses, and contention ------------------------------------------------------------------------------------
 
-# A run is contended if other processes use more than these shares of the CPUs or of the GPU's time. A run on the CPU
-# needs all CPUs. A run on a GPU keeps one or two busy. Kernels of other processes always delay a run.
+# A run is contended if other processes use more than these shares of the CPUs or of the GPU's time. The CPU limit is
+# higher for runs on a GPU: they keep only one or two CPUs busy. Kernels of other processes always delay a run.
 HOST_SHARE, HOST_SHARE_BESIDE_GPU = 0.25, 0.5
 GPU_SHARE = 0.05
 

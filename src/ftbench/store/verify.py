@@ -15,7 +15,7 @@ from ftbench.store import bundle
 from ftbench.store.rundir import RunDir, find_runs
 from ftbench.store.summary import as_dict, read_documents, summarise
 
-# Python 3.12 sums floats more exactly than 3.11. A figure that somebody changed differs by more.
+# Python 3.12 sums floats more exactly than 3.11. Manipulated figures differ by more than this.
 TOLERANCE = 1e-9
 
 

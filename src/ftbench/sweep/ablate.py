@@ -66,8 +66,9 @@ def _refused(spec: Experiment, described: dict[str, Any]) -> str | None:
 
 
 class AblationPlan(Grid):
-    """The runs of an ablation: the plain `spec`, which has the number of repeats, and its `variants`. `refused`
-    returns why a spec cannot run on this machine, or None."""
+    """The runs of an ablation: the plain `spec` and its `variants`. `spec.measure` has the number of repeats.
+
+    `refused` is a function that returns why a spec cannot run on this machine, or None."""
 
     def __init__(
         self, spec: Experiment, variants: Sequence[Variant], refused: Callable[[Experiment], str | None],

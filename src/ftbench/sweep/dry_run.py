@@ -16,7 +16,7 @@ NO_ESTIMATOR = "no predictions: the package ftbench.estimate is not installed"
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One job. `seconds` is an estimate if `confidence` is set. Otherwise it is an upper bound from finished runs."""
+    """One job. `seconds` is an estimate if `confidence` is set. Otherwise it is an upper bound, from finished runs."""
 
     what: str
     state: str

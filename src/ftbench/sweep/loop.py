@@ -27,7 +27,7 @@ from ftbench.sweep.plan.search import Search
 
 SCHEMA = 1
 _TICK_S = 0.5
-_SPACING = 20  # pause between table updates per duration of one; hundreds of runs take seconds to read
+_SPACING = 20  # pause between two updates of the tables, relative to the duration of an update
 
 
 @dataclass(slots=True)

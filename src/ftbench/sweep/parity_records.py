@@ -1,4 +1,4 @@
-"""Compare what two runs of parity recorded at the same weights (`worker/measure/levels.py`), and make their samples."""
+"""Compare the losses and gradients that two parity runs recorded at the same weights, and make their samples."""
 
 import json
 import math
@@ -137,8 +137,10 @@ def _loaded(run: RunDir) -> dict[str, Any]:
 
 
 def same_samples(spec: Experiment) -> dict[str, Any]:
-    """Return changes to a packed spec. With them, a packed step trains about as many samples as a padded step. They
-    change the rows per step and shorten the maximum length. This needs generated data, whose lengths are known."""
+    """Return changes to a packed spec, so that a packed step trains about as many samples as a padded step.
+
+    The changes are the number of rows per step and the maximum length. Return no changes if the spec does not pack, or
+    if the sample lengths are not known because the data is not generated."""
     if not spec.optimizations.packing or not spec.dataset.is_made:
         return {}
     every = _lengths(spec)
@@ -168,10 +170,11 @@ def _lengths(spec: Experiment) -> list[int]:
 
 
 def probe(spec: Experiment, batch: int) -> Dataset:
-    """Return the samples of a recording run. There are two batches of the reference and one more sample, so that the
-    last batch is not full. Data with images come from the spec. All other runs use built-in tasks with prompts and
-    unequal lengths. If packed samples can attend to each other, their answers contradict each other. One sample is as
-    long as the longest sample of the spec."""
+    """Return the samples of a recording run: two batches of the reference and one more sample.
+
+    The last batch is therefore not full. Images come from the spec. Without images, samples are built-in tasks with
+    prompts and unequal lengths. Their answers contradict each other, to detect packed samples that attend to other
+    samples. One sample is as long as the longest sample of the spec."""
     count = max(9, 2 * batch + 1)
     if spec.dataset.has_images:
         structure = "tasks" if spec.dataset.is_made else "random"

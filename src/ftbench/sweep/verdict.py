@@ -26,10 +26,11 @@ LEARNED = 0.05  # allowed difference of held-out losses, as a share of the loss 
 
 @dataclass(frozen=True, slots=True)
 class ErrorBudget:
-    """The largest errors that are allowed. `loss` is in nats (root mean square over samples). `direction` and `norm`
-    limit the gradient of one tensor: the distance of the unit vectors, and the log of the norm ratio. `update` limits
-    the direction error of its weight change. The limits for medians over tensors are half as large. If a limit is
-    None, plain bfloat16 sets it. `source` is the origin of the numbers."""
+    """The largest allowed errors of a recipe. `loss` is in nats (root mean square over samples).
+
+    For the gradient g of a tensor and its reference r, `direction` limits the norm of g / |g| - r / |r|, and `norm`
+    limits the absolute value of log(|g| / |r|). `update` is like `direction`, for the weight change. The limits for
+    medians over tensors are half as large. If a limit is None, plain bfloat16 sets it. `source` names the source."""
 
     source: str
     loss: float | None = None
@@ -184,13 +185,13 @@ def tensor_checks(record: Mapping[str, Any], rounding: Sequence[Mapping[str, Any
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Limits of one kind of error. A limit is the stated budget, which is halved for medians, or the error of plain
-    bfloat16 if that is larger.
+    """Limits of one kind of error. A limit is the larger of two values: the stated budget (half of it for medians), and
+    a limit computed from the errors of plain bfloat16.
 
-    A direction error sums over all elements, so medians of a few tensors are stable. Errors of norms scatter around 0,
-    and their median over a few tensors can be small by chance. Therefore, the root mean square over all tensors counts
-    too. An error d at right angles to the gradient increases its norm by d² / 2. Norms may differ by this amount, with
-    the limit of `direction` as d.
+    A direction error sums over all elements, so its median over a few tensors is stable. Errors of norms scatter around
+    0, so their median over a few tensors can be small by chance. Therefore, the root mean square over all tensors is
+    used. A relative error d that is orthogonal to the gradient increases its norm by the share d² / 2. Norms may differ
+    by this share, where d is the limit of `direction`.
     """
 
     budget: float | None

@@ -1,8 +1,8 @@
 """The plan of a parity check: the runs that a verdict needs, and the verdict from their files.
 
 Each recipe has a reference: the plain recipe in float32 that trains the same tensors. There are three kinds of runs.
-Recordings are short runs that record losses, gradients and weight changes at the weights of the reference's first
-training. Trainings run with several seeds. Controls are damaged on purpose and must fail.
+Recordings are short runs that record losses, gradients and weight changes. They read the weights that the reference's
+first training saved. Trainings run with several seeds. Controls are damaged on purpose and must fail.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,8 +72,8 @@ class ControlResult:
 
 
 class ParityPlan(Grid):
-    """The runs of `recipes` with their references. The training level needs `seeds` trainings. With 0 seeds, there is
-    no training level. `every_control` adds all graded controls."""
+    """The runs of `recipes` and their references. The training level needs `seeds` trainings per recipe. With 0 seeds,
+    there is no training level. With `every_control`, all controls run instead of one per level."""
 
     has_commands = False  # references and controls change keys that the spec file does not have
 

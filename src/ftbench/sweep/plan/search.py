@@ -75,7 +75,7 @@ def _larger(largest: int, candidates: Sequence[int], seed: int | None) -> int | 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """The limit found so far: the largest batch that fits, the smallest that does not, the knee, and a note."""
+    """The limit found so far: the largest batch that fits, the smallest that does not fit, the `knee`, and a note."""
 
     largest: Trial | None
     first_failing: Trial | None
