@@ -62,15 +62,15 @@ class BatchCount:
 
 
 def count_of(rows: Sequence[np.ndarray], padded: int, labels: int) -> BatchCount:
-    """Count a batch of samples. `rows` are token ids, `padded` is the number of computed positions, and `labels` the
-    number of positions with loss."""
+    """Return the counts of a batch. `rows` are the token ids of each sample without padding. `padded` is the number of
+    computed positions, including padding. `labels` is the number of positions with a loss."""
     longest = max(map(len, rows), default=0)
     tokens = [row.tobytes() for row in rows]
     return BatchCount(sum(map(len, rows)), padded, labels, len(rows), longest, tokens=tokens)
 
 
 def padding_of(shapes: Collection[Shape]) -> str | None:
-    """Return a description of the padding, or None if it is unknown."""
+    """Return a description of how batches with these shapes are padded, or None if it is unknown."""
     widths = {(longest, tokens / samples) for samples, longest, tokens in shapes if samples and longest}
     if any(width < longest for longest, width in widths):
         return "samples end to end"

@@ -1,4 +1,5 @@
-"""Damage a training on purpose. `spec/experiment.py` describes the values of `measure.control`."""
+"""Damage a training run on purpose, to test whether `ftbench parity` detects it. `spec/experiment.py` describes the
+values of `measure.control`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.levels import trained
 
-LOST, NOISE = 0.01, 0.05  # shares of the entries and of the weights' standard deviation
+LOST, NOISE = 0.01, 0.05  # share of gradient entries set to 0; noise relative to a weight's std
 
 
 def apply(loop: Any, spec: Experiment) -> dict[str, Any]:
@@ -56,7 +57,7 @@ class _BeforeStep(TrainerCallback):
 def _rate(loop: Any, factor: float) -> int:
     def change(optimizer: Any) -> None:
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * factor  # the scheduler writes the next step's
+            group["lr"] = group["lr"] * factor  # not cumulative: the scheduler sets `lr` again after each step
 
     loop.add_callback(_BeforeStep(change))
     return 1
@@ -144,7 +145,7 @@ def _one_sample(batch: dict[str, Any]) -> None:
 
 
 def _mean_of_means(loop: Any) -> int:
-    """Remove the step's number of label tokens. Then each micro-batch divides its loss by its own number."""
+    """Make each micro-batch divide its loss by its own number of label tokens, instead of the number of the step."""
     gather = loop.get_batch_samples
     loop.get_batch_samples = lambda *args, **kwargs: (gather(*args, **kwargs)[0], None)
     return 1

@@ -22,7 +22,7 @@ from ftbench.worker.model.vision import reads_images
 
 SCHEMA = 1
 AUTOCAST = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}  # accelerate's names of train.precision
-# The first pattern that a name contains decides its kind.
+# A parameter has the kind of the first pattern that its name contains.
 _KINDS = (
     ("head", r"\blm_head\b"), ("embedding", "embed"), ("experts", r"\bexperts\b"),
     ("router", r"\brouter\b|\.mlp\.gate\."), ("attention", r"\b[qk]_norm\b"), ("norm", r"norm\b"),
@@ -93,7 +93,7 @@ def autocast(trainer: Any) -> str:
 
 
 def optimizer_facts(optimizer: Any) -> dict[str, Any]:
-    """Return the class of an optimizer and the dtypes of its state, which may not exist yet."""
+    """Return the class of an optimizer and the dtypes of its state. The state is empty before the first step."""
     state: Counter[str] = Counter()
     for values in (optimizer.state if optimizer is not None else {}).values():
         for name, value in values.items():
@@ -178,7 +178,7 @@ def numel(name: str, parameter: Any) -> int:
 
 
 def matmul_shape(model: Any) -> MatmulShape:
-    """Return the sizes of the matrices that multiply a token. Only the experts that a token uses count."""
+    """Return the sizes of the matrices that multiply one token. Count only the experts that a token uses."""
     config, base = model.config.get_text_config(), base_model(model)
     visited = _visited_share(config)
     tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight

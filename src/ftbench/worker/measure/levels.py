@@ -1,13 +1,14 @@
 """Record losses, gradients and weight changes for a parity check, in gradients.npz.
 
-Recording happens at the initial weights and at the trained weights of the reference run. It records the loss of each
-sample. For each trained tensor it records the gradient, the root of Adam's second moment after one step, and the
-weight change after one and after several steps. The moment shows the scale of the gradient that the optimizer used.
-Every step trains on all samples, so packed and padded runs can be compared.
+The values are recorded at two points: at the initial weights, and at the trained weights of the reference run. They are
+the loss of each sample, and for each trained tensor the gradient, the square root of Adam's second moment after one
+step, and the weight change after one step and after several steps. The moment shows the scale of the gradient that the
+optimizer used. Every step trains on all samples, so packed and padded runs can be compared.
 
-A tensor is kept as its norm and a count sketch (M. Charikar, K. Chen and M. Farach-Colton, ICALP 2002): every element
-is added, with a random sign, to one of `WIDTH` sums. The difference of two sketches has the norm of the difference of
-the tensors, within about sqrt(2 / WIDTH), 4 %. Signs and places depend only on the tensor's name and the device type.
+For each tensor, the file contains its norm and a count sketch (M. Charikar, K. Chen and M. Farach-Colton, ICALP 2002).
+A sketch has `WIDTH` sums. Every element is added to one random sum, with a random sign. The norm of the difference of
+two sketches equals the norm of the difference of the tensors within about sqrt(2 / WIDTH) = 4 %. The random choices
+depend only on the tensor's name and the device type, so sketches of two runs can be compared.
 """
 
 import json
@@ -28,7 +29,7 @@ from ftbench.worker.data.collate import samples_of
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.effective_config import innermost
 
-WIDTH = 1024  # sums of a sketch; a smaller tensor is kept unchanged
+WIDTH = 1024  # number of sums in a sketch; a tensor with at most this many elements is stored unchanged
 POINTS = ("initial", "trained")
 CHANGES = ("gradient", "moment", "step", "steps")
 SETTINGS = ("lr", "betas", "eps", "weight_decay")
@@ -76,7 +77,7 @@ class Levels(TrainerCallback):
 
     @torch.no_grad()
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        step = (state.global_step - 1) % self._period  # it is counted already
+        step = (state.global_step - 1) % self._period  # global_step already includes this step
         if step == 1:
             states = innermost(self._loop.optimizer).state
             self._keep("moment", {name: _moment(states.get(p, {}), p) for name, p in self._parameters.items()})
@@ -100,9 +101,9 @@ class Levels(TrainerCallback):
         self._kept[what].append(np.stack(rows))
 
     def _load(self, point: str) -> None:
-        """Copy the reference's weights into the trained tensors. Raise MissingError if its run did not leave them."""
+        """Copy the reference run's weights at `point` into the model. Raise MissingError if the file is missing."""
         if not self._weights.is_file():
-            raise MissingError(f"{self._weights}: the reference run left no weights; run the parity check again")
+            raise MissingError(f"{self._weights}: weights of the reference run not found; run the parity check again")
         with safe_open(self._weights, "pt") as file:
             known = set(file.keys())
             for name, parameter in self._parameters.items():
@@ -110,14 +111,13 @@ class Levels(TrainerCallback):
                     parameter.data.copy_(file.get_tensor(f"{point}/{name}"))
 
     def _samples(self) -> Iterator[int]:
-        """Yield a number for each sample that depends only on its tokens and labels, in the order of `_losses`."""
+        """Yield a checksum of the tokens and labels of each sample, in the order of `_losses`."""
         for row in self._loop.train_dataset:
             for ids, labels in samples_of(row):
                 yield zlib.crc32(labels.tobytes(), zlib.crc32(ids.tobytes()))
 
     def _losses(self) -> np.ndarray:
-        """Return the loss of each sample within its batch. The labels of other samples are masked; their tokens
-        remain."""
+        """Return the loss of each sample. The other samples of its batch remain, but their labels are masked."""
         loop, losses = self._loop, list[float]()
         rows, size = list(loop.train_dataset), loop.args.per_device_train_batch_size
         loop.model.eval()
@@ -131,7 +131,7 @@ class Levels(TrainerCallback):
 
 
 class Weights(TrainerCallback):
-    """Writes the trained tensors before and after training. Recording runs load them."""
+    """Saves the trained tensors before and after training of the reference run. `Levels` loads them in other runs."""
 
     def __init__(self, directory: RunDir) -> None:
         self._path = directory.weights
@@ -147,7 +147,7 @@ class Weights(TrainerCallback):
 
 
 def trained(model: Any) -> dict[str, torch.nn.Parameter]:
-    """Return the trained parameters by name, without the parts of a name that compilation and wrappers add."""
+    """Return the trained parameters by name. Remove the parts of names that torch.compile and wrappers add."""
     named = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     return {name.replace("_orig_mod.", "").removeprefix("module."): p for name, p in named}
 
@@ -163,7 +163,7 @@ def _only(row: dict[str, Any], sample: int | None) -> dict[str, Any]:
 
 
 def _moment(state: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
-    """Return the root of Adam's second moment. Return zeros if the moment is not stored in 16 or 32 bits."""
+    """Return the square root of Adam's second moment, or zeros if it is missing or stored in 8 bits."""
     kept: Any = state.get("exp_avg_sq")
     return (
         kept.float().sqrt() if type(kept) is torch.Tensor and kept.is_floating_point() else torch.zeros_like(parameter)
@@ -177,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 
 def sketch(name: str, values: torch.Tensor) -> torch.Tensor:
-    """Return `WIDTH` sums of a tensor's elements in float32. A smaller tensor is only padded with zeros."""
+    """Return the count sketch of a tensor: `WIDTH` sums in float32. A smaller tensor is only padded with zeros."""
     flat = values.reshape(-1).float()
     if len(flat) <= WIDTH:
         return torch.nn.functional.pad(flat, (0, WIDTH - len(flat)))

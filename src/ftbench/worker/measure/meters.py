@@ -38,8 +38,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Measures time with events in a GPU's current stream. `seconds` needs `done` marks. `wait()` waits for all
-    work."""
+    """Measures time with events in a GPU's current stream. `seconds` only works for marks that are `done`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,7 +72,8 @@ class CudaMemory:
         self._retries = self._allocations = 0
 
     def read(self) -> dict[str, Any]:
-        """Return columns of steps.csv since the last `reset`. `torch.cuda.memory_stats` takes ten times as long."""
+        """Return memory columns of steps.csv since the last `reset`. `torch.cuda.memory_stats` would take 10 times as
+        long."""
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         if not stats:
             return {}
@@ -100,8 +100,7 @@ class CudaMemory:
 
 
 class HostMemory:
-    """Reads the resident memory of the process. Linux records the peak. A process can reset it (proc(5),
-    clear_refs)."""
+    """Reads the resident memory of the process. Linux records the peak, and `reset` clears it (proc(5), clear_refs)."""
 
     def read(self) -> dict[str, Any]:
         with open("/proc/self/status") as file:
@@ -146,7 +145,7 @@ SHORTEST_S = 0.1  # shortest interval, because the kernel counts CPU time in tic
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading of the counters at `time` (perf_counter seconds). Energy counts from the load of the driver."""
+    """One reading of the counters at `time` (perf_counter seconds). Energy is the total since the driver was loaded."""
 
     time: float
     power_w: float | None = None
@@ -240,7 +239,7 @@ class Sampler:
         }
 
     def _shares(self, begin: float, end: float) -> dict[str, float | None]:
-        """Return the utilization during a step: the mean over overlapping intervals, weighted by the overlap."""
+        """Return the utilization during a step: the mean of the intervals that overlap it, weighted by the overlap."""
         pairs: dict[str, list[tuple[float, float | None]]] = {name: [] for name in COLUMNS}
         first = bisect_left(self._intervals, begin, key=lambda interval: interval.end)
         for interval in takewhile(lambda interval: interval.begin < end, self._intervals[first:]):

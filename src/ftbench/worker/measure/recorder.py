@@ -1,10 +1,10 @@
 """Record every optimizer step of a training loop in steps.csv: time, memory, tokens, loss and energy.
 
-Any loop can be recorded. It reports the begin of a step, each finished micro-batch, the begin of the optimizer, and the
-end of the step. The recorder never synchronizes inside a step. At the end of a step it only waits for the step before
-the previous one. Marks are events in the stream, and loss and gradient norm are copied to the host asynchronously. A
-thread reads finished steps twice a second, joins them with the driver's samples and appends complete lines. A killed
-run therefore loses only its last moments.
+Any training loop can be recorded. The loop calls the recorder when a step begins, after each micro-batch, when the
+optimizer begins, and when the step ends. The recorder never synchronizes inside a step. At the end of step n, it only
+waits for step n - 2. Times come from events in the CUDA stream. Loss and gradient norm are copied to the host
+asynchronously. A thread processes finished steps every 0.5 s: it adds the driver's samples and appends lines to the
+file. So a killed run only loses its last steps.
 
 This module only needs the standard library and torch, so that it runs in the environments of other frameworks.
 """
@@ -27,7 +27,7 @@ from ftbench.store.steps import StepsWriter
 from ftbench.worker.measure.batch_count import BEFORE_FORWARD, BatchCount, Shape
 from ftbench.worker.measure.meters import Sampler, meters, resident_gb
 
-TICK_S = 0.5  # each tick holds the GIL, which delays kernel launches of the training thread
+TICK_S = 0.5  # not shorter, because the thread takes the GIL and so delays kernel launches of the training thread
 _AHEAD = 2  # the host may be this many steps ahead of the device
 _IN_FLIGHT = 16384  # steps whose values are being copied to the host; the thread reads them within a tick
 
@@ -73,7 +73,7 @@ class Recorder:
     # --- called by the loop, in the order of a step -------------------------------------------------------------------
 
     def start(self, planned_steps: int | None = None) -> None:
-        """Start recording. The first step is timed from here. `planned_steps` is used for the progress."""
+        """Start recording. The time of the first step starts now. `planned_steps` is used for the progress display."""
         self._planned = planned_steps
         if self._device.type == "cuda":
             self._slots = torch.empty((_IN_FLIGHT, 4), dtype=torch.float32, pin_memory=True)
@@ -108,7 +108,7 @@ class Recorder:
         self.position = "forward"
 
     def mark_part(self, column: str | None, then: str = "forward") -> None:
-        """Mark the end of a part of the forward pass or of the generation before it.
+        """Mark the end of a part of the forward pass, or of the generation before the forward pass.
 
         Args:
             column: Gets the time since the previous mark. None only marks the begin of a part.
@@ -163,14 +163,14 @@ class Recorder:
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
-        """Mark the begin of an evaluation. It synchronizes anyway, so the host's clock times it."""
+        """Mark the begin of an evaluation. Its time is host time, because an evaluation synchronizes anyway."""
         self.clock.wait()
         self.memory.reset()
         self._evaluation_begin = time.perf_counter()
         self.position = "evaluate"
 
     def end_evaluation(self, count: BatchCount, loss: float | None, epoch: float | None = None) -> None:
-        """Record an evaluation. The next step is timed from here."""
+        """Record an evaluation. The time of the next step starts now."""
         self.clock.wait()
         now = time.perf_counter()
         row = StepRow(
@@ -183,7 +183,7 @@ class Recorder:
         self.position = "data"
 
     def restart(self) -> None:
-        """Start the time of the next step here. The time since the last step does not count."""
+        """Start the time of the next step now. The time since the last step does not count."""
         self._mark, self._host_mark = self.clock.mark(), time.perf_counter()
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -206,10 +206,8 @@ class Recorder:
         self._raise_failure()
 
     def drain(self, last: bool = False) -> None:
-        """Write the steps whose events have passed, without synchronizing. Any thread can call it.
-
-        A step is written after the sampler has a later sample. The `last` call does not wait for it.
-        """
+        """Write the steps that the device has finished, without synchronizing. Any thread can call it. A step is
+        written once the sampler has a later sample. The `last` call writes it without this sample."""
         done = []
         with self._draining:
             while self._pending and (not (marks := self._pending[0].marks) or self.clock.done(marks[3])):
@@ -260,7 +258,7 @@ class Recorder:
                 return
 
     def _host_time(self, step: _Pending) -> float:
-        """Return the time on the host's clock when a step ended: the start plus the device's time since then."""
+        """Return the end of a step on the host's clock: the start of recording plus the device's time since then."""
         if step.marks is None:
             return self._origin + (step.row.elapsed_time_sec or 0.0)
         return self._origin + self.clock.seconds(self._origin_mark, step.marks[3])

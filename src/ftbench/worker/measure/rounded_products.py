@@ -1,8 +1,7 @@
-"""Round the operands of frozen layers to 8 bits, as an exact fp8 product does. `ftbench parity` compares fp8 with
-this.
+"""Emulate fp8: round the inputs of a frozen layer's matrix products to 8 bits. `ftbench parity` compares fp8 with this.
 
-Inputs and weights are rounded to E4M3 and gradients to E5M2 (P. Micikevicius et al., arXiv 2209.05433), with one scale
-per tensor from its maximum. The products have 32 bits.
+Layer inputs and weights are rounded to E4M3, and gradients to E5M2 (P. Micikevicius et al., arXiv 2209.05433). Each
+tensor has one scale, computed from its maximum. The products are computed in 32 bits.
 """
 
 from functools import partial

@@ -144,5 +144,5 @@ def is_on(model: Any) -> bool:
 
 def verify(model: Any, spec: Experiment) -> list[str]:
     if spec.optimizations.chunked_loss and not is_on(model):
-        return [f"optimizations.chunked_loss is on and {type(base_model(model)).__name__} computes its loss otherwise"]
+        return [f"optimizations.chunked_loss is on and {type(base_model(model)).__name__} uses another loss"]
     return []

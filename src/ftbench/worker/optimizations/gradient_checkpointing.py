@@ -89,7 +89,7 @@ def _verify_offload(model: Any, layers: int) -> list[str]:
     moved, back = (memory.moved, memory.fetched) if memory else (0, 0)
     if moved < layers or back < layers:
         return [
-            f"optimizations.gradient_checkpointing is offload and of {layers} layers {moved} moved their input to the "
-            f"host and {back} took it back"
+            f"optimizations.gradient_checkpointing is offload and {moved} of {layers} layers copied their input to "
+            f"the host and {back} copied it back"
         ]
     return []

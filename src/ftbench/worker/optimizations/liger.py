@@ -27,7 +27,7 @@ def modules(model: Any) -> int:
 def verify(model: Any, spec: Experiment) -> list[str]:
     if not spec.optimizations.liger:
         return []
-    sentences = [] if modules(model) else ["optimizations.liger is on and no module runs a kernel of Liger's"]
+    sentences = [] if modules(model) else ["optimizations.liger is on and no module uses Liger's kernels"]
     if not spec.optimizations.chunked_loss and chunked_loss.is_on(model):
-        sentences.append("optimizations.liger is on and the loss is another's")
+        sentences.append("optimizations.liger is on and the loss is not Liger's")
     return sentences

@@ -88,7 +88,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
     if left or steps is None:
         return [f"optimizations.optimizer_in_backward is {setting} and {left[0]} was not stepped in the backward pass"]
     if steps.most > max(2, len(steps.counts) // 2):
-        return [f"optimizations.optimizer_in_backward is {setting} and {steps.most} gradients were there at once"]
+        return [f"optimizations.optimizer_in_backward is {setting} and {steps.most} gradients existed at the same time"]
     if steps.states is not None and not steps.states.bytes:
-        return ["optimizations.optimizer_in_backward is offload and no state waits in host memory"]
+        return ["optimizations.optimizer_in_backward is offload and no optimizer state is in host memory"]
     return []

@@ -28,8 +28,8 @@ def apply(model: Any, spec: Experiment) -> None:
     base = base_model(model)
     if "linear_attention" in (getattr(base.config.get_text_config(), "layer_types", None) or ()):
         raise SpecError(
-            f"optimizations.{name}: {type(base).__name__} has layers of linear attention, in which a sample would see "
-            "the previous ones of its row: set it to off"
+            f"optimizations.{name}: {type(base).__name__} has layers of linear attention, in which the samples "
+            "of a row would affect each other: set it to off"
         )
     if base.config.get_text_config().model_type == GPT_OSS:
         decoder(model).register_forward_pre_hook(_with_masks, with_kwargs=True)

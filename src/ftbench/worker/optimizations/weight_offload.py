@@ -137,7 +137,7 @@ def verify(model: Any, spec: Experiment) -> list[str]:
             sentences.append(f"optimizations.weight_offload is on, but {left[0]} of layer {index} has separate memory")
     if min(stream.turns) < 2:
         idle = stream.turns.index(min(stream.turns))
-        sentences.append(f"optimizations.weight_offload is on and layer {idle} had {min(stream.turns)} turns in a step")
+        sentences.append(f"optimizations.weight_offload is on and layer {idle} was loaded {min(stream.turns)} times")
     if stream.head is not None and not stream.head.fetches:
         sentences.append("optimizations.weight_offload is on and the head was not fetched for the loss")
     return sentences[:1]

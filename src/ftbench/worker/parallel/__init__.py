@@ -1,15 +1,15 @@
-"""Ranks of one run, and one module per strategy with these functions (only `arguments`, `verify` and `applied` are
-required):
+"""Find the rank of this process, and load the module of a strategy. Each strategy has one module with these functions
+(`arguments`, `verify` and `applied` are required):
 
-loading(spec, config): arguments for from_pretrained, if it shards the weights while loading
-arguments(spec): arguments for the trainer
-prepare(made): changes after the trainer's arguments are made
-attach(trainer, spec): changes after the trainer has its model
-reads(spec): whether this rank reads the weights
-read(kind, source, config, spec, arguments): the model, instead of from_pretrained
-cut(model, spec): the part of the model on this rank, after the method and the optimizations
-verify(trainer, spec): problems, checked after the first step
-applied(trainer): facts for applied.json, read after the first step
+loading(spec, config): return the arguments of from_pretrained that shard the weights while loading
+arguments(spec): return arguments for the trainer
+prepare(made): make changes after the trainer's arguments are created
+attach(trainer, spec): make changes after the trainer is created
+reads(spec): return whether this rank reads the weights from files
+read(kind, source, config, spec, arguments): load and return the model, instead of from_pretrained
+cut(model, spec): return this rank's part of the model, after the method and the optimizations are applied
+verify(trainer, spec): return the problems that are visible after the first step
+applied(trainer): return facts for applied.json, read after the first step
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MODULES = {"zero1": "zero", "zero2": "zero", "zero3": "zero", "tp+fsdp": "tp_fsdp"}  # all pp+… use pp
 
-COMPLETE = "ftbench_complete"  # attribute of a model that has lost layers
+COMPLETE = "ftbench_complete"  # attribute of a model that lacks the layers of other ranks: a copy with all layers
 
 
 def rank() -> int | None:
@@ -49,7 +49,7 @@ def load(strategy: str) -> ModuleType:
 
 
 def complete(model: Any) -> Any:
-    """Return a model with all layers. With pp this is a copy without values."""
+    """Return a model with all layers. With pp, this is a copy on the meta device, so it has shapes but no values."""
     return model.__dict__.get(COMPLETE, model)
 
 

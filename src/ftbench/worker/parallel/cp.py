@@ -27,9 +27,8 @@ _rounds = 0  # number of ring passes so far
 
 
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
-    """Return no arguments. Raise SpecError for layers with local attention or a recurrent state.
-
-    Ring attention only supports causal masks.
+    """Raise SpecError for layers with local attention or a recurrent state: ring attention only supports causal masks.
+    Return no arguments.
     """
     text = config.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}
@@ -95,13 +94,12 @@ def _as_shards(results: Any, mesh: Any) -> Any:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return the problems with the weights, as with fsdp, and a problem if attention did not see the keys of all parts.
-
-    Without this check, nobody would notice an inactive ring, in which each part attends only to itself.
+    """Return the problems of `fsdp.verify`, and a problem if GPUs did not exchange keys and values. Each part of a
+    sequence would then only attend to itself, without an error.
     """
     problems = fsdp.verify(trainer, spec)
     if applied(trainer)["rounds"] < len(list(decoder_layers(trainer.model_wrapped))):
-        problems.append("launch.strategy is cp, but no layer passed its keys and values on")
+        problems.append("launch.strategy is cp, but the GPUs did not exchange keys and values")
     return problems
 
 

@@ -13,9 +13,8 @@ from ftbench.spec.methods import reads_images
 def arguments(spec: Experiment) -> dict[str, Any]:
     """Return the arguments of the trainer.
 
-    Each layer has a separate graph, so graphs need not be split at gradient buckets. The last layer of a vision
-    encoder may be unused (LLaVA reads the layer before it). Therefore, a trained encoder needs
-    `find_unused_parameters`.
+    `optimize_ddp`, which splits compiled graphs at gradient buckets, is off: each layer already has a separate graph.
+    A trained vision encoder needs `find_unused_parameters`: its last layer may be unused (LLaVA reads the one before).
     """
     torch._dynamo.config.optimize_ddp = False
     has_images = spec.dataset.may_have_images and reads_images(spec.model)
@@ -35,8 +34,8 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def different_copies(model: Any, group: Any) -> list[int]:
-    """Return the ranks whose trained weights differ from those of the first rank of their group. The sums of the
-    weights are compared."""
+    """Return the ranks whose trained weights differ from those of the first rank in `group`. Compare only the sum of
+    the weights."""
     sums = torch.stack([each.detach().double().sum() for each in model.parameters() if each.requires_grad])
     gathered = [torch.empty_like(sums) for _ in range(group.size())]
     dist.all_gather(gathered, sums, group)

@@ -30,9 +30,8 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return no arguments: the trainer reads the strategy from the model.
-
-    On a CPU, accelerate refuses such a model, although its code does not need a GPU. So its check is disabled.
+    """Return no arguments, because the trainer reads the strategy from the model. On a CPU, also disable a check of
+    accelerate, which rejects such a model although its code does not need a GPU.
     """
     if device().type == "cpu":
         ParallelismConfig._validate_accelerator = lambda self, accelerator: None
@@ -40,8 +39,8 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Split the optimizer's parameter groups by mesh: torch's fused and foreach steps do not support a mixture of
-    sharded and unsharded tensors."""
+    """Split the optimizer's parameter groups by device mesh. torch's fused and foreach steps need groups in which
+    either all tensors or no tensors are sharded."""
     split_groups(trainer)
     save_gathered(trainer)
 
@@ -69,7 +68,7 @@ def save_gathered(trainer: Any) -> None:
         if saves:
             trainer._save(folder, state_dict=state)
         elif base_model(model) is model:
-            model.save_pretrained(folder, state_dict={})  # a barrier of transformers
+            model.save_pretrained(folder, state_dict={})  # contains a barrier that all ranks must reach
 
     trainer.save_model = save_model
 

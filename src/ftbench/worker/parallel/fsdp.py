@@ -31,12 +31,12 @@ applied = ep.applied
 
 
 def reads(spec: Experiment) -> bool:
-    """Return whether this rank reads the weights. All ranks do if they are quantised while loading."""
+    """Return whether this rank reads the weights from files. All ranks read weights that are quantised on loading."""
     return spec.method.quantised or (spec.model.weights == "pretrained" and parallel.is_first())
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Draw random weights while accelerate distributes the state dict of rank 0, tensor by tensor."""
+    """Make accelerate initialize random weights while it sends the state dict of rank 0, one tensor at a time."""
     correct_plugin(trainer, spec)
     if spec.model.weights == "random" and not reads(spec):
         distribute = fsdp_utils.fsdp2_load_full_state_dict
@@ -52,7 +52,7 @@ def shard(accelerator: Any, model: Any, spec: Experiment) -> Any:
     """
     state, precision = accelerator.state, accelerator.state._mixed_precision
     if spec.method.name == "full" and not trains_in_32_bits(spec):
-        state._mixed_precision = "no"  # the policy of the products already exists
+        state._mixed_precision = "no"  # FSDP2's precision policy already sets the dtype of the products
     model = fsdp_utils.fsdp2_prepare_model(accelerator, model)
     state._mixed_precision = precision
     for layer, following in pairwise(map(unwrapped, decoder_layers(model))):
@@ -63,7 +63,7 @@ def shard(accelerator: Any, model: Any, spec: Experiment) -> Any:
 
 
 def _checkpoint_every_second(accelerator: Any, model: Any) -> Any:
-    """Wrap every second layer in the same way as accelerate wraps all layers."""
+    """Turn on checkpointing in every second layer. accelerate would turn it on in all layers."""
     layers = decoder(model).layers
     for at in range(0, len(layers), 2):
         layers[at] = checkpoint_wrapper(layers[at], preserve_rng_state=False)
@@ -100,8 +100,8 @@ def _shard_head_with_norm(trainer: Any) -> None:
 
 
 def _match_adapter_names() -> None:
-    """Make peft find the adapters to save. peft searches by module names. In checkpointed layers, module names have an
-    extra part that the names in the state dict lack, so peft would save no adapter."""
+    """Make peft find the adapters to save. peft searches the state dict for module names. In checkpointed layers,
+    module names have an extra part, which names in the state dict do not have. So peft would not save the adapters."""
     if (names := getattr(tuners_utils, "_get_tuner_state_dict_key_prefixes", None)) is not None:  # of peft 0.21.2
         tuners_utils._get_tuner_state_dict_key_prefixes = lambda *args, **kwargs: {
             name.replace(_CHECKPOINT_PREFIX, "") for name in names(*args, **kwargs)
@@ -117,7 +117,7 @@ def _last_norm(model: Any) -> Any:
 
 
 def _keep_loss_in_float32(trainer: Any) -> None:
-    """Keep the loss in float32. accelerate would round all outputs of the model to the type of its products."""
+    """Keep the loss in float32. accelerate would round all outputs of the model to 16 bits, like its products."""
     plugin = trainer.accelerator.state.fsdp_plugin
     if plugin.mixed_precision_policy:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)
@@ -137,7 +137,7 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def prepare(made: Any) -> None:
-    """Let accelerate shard on a CPU. It would silently use DDP there."""
+    """Make accelerate use FSDP2 on a CPU. By default, it uses DDP there, without a message."""
     if made.device.type == "cpu":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 

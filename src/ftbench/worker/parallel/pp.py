@@ -34,7 +34,7 @@ from ftbench.worker.parallel.stages import Pipeline
 
 @cache
 def _mesh(shares: int, stages: int, tensor: int) -> Any:
-    """Return the mesh of all ranks. Ranks with the same batch are neighbours, as accelerate expects."""
+    """Return the mesh of all ranks. Ranks with the same batch have consecutive numbers, as accelerate expects."""
     return init_device_mesh(device().type, (shares, stages, tensor), mesh_dim_names=("dp", "pp", "tp"))
 
 
@@ -86,7 +86,7 @@ def read(kind: Any, source: str, config: Any, spec: Experiment, arguments: dict[
             if not parameter.is_meta:
                 parameter.data = values[name].to(target)
         del values
-        torch.cuda.empty_cache()  # shards drawn on the GPU hold other layers too
+        torch.cuda.empty_cache()  # frees shards of other ranks' layers, which were also initialized on the GPU
     return model
 
 
@@ -144,8 +144,8 @@ def _forget(model: Any, modules: list[Any]) -> None:
 
 
 def _as_quantised(layers: Any, own: int) -> None:
-    """Give the layers of other ranks the same 4-bit descriptions as the layers of this rank. Their weights were not
-    loaded, and so not quantised."""
+    """Give the layers of other ranks 4-bit parameters without values. bitsandbytes did not convert these layers,
+    because their weights were not loaded."""
     for name, example in layers[own].named_parameters():
         for layer in layers:
             path, _, last = name.rpartition(".")
@@ -191,7 +191,7 @@ def _without_values(model: Any) -> Any:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of the trainer. As with tp, all ranks that share a batch get the same rows."""
+    """Return the arguments of the trainer. As with tp, ranks that compute the same batch get the same rows."""
     same = spec.launch.ranks // spec.launch.shares
     sizes = {"dp_shard_size": spec.launch.shares} if spec.launch.shares > 1 else {}
     return ep.arguments(spec) | {"parallelism_config": ParallelismConfig(tp_size=same, **sizes)}

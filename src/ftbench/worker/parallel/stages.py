@@ -1,5 +1,5 @@
-"""The stages of a pipeline. This module holds their layers, orders the micro-batches (torch.distributed.pipelining),
-and sums the gradients of weights that several GPUs share."""
+"""Run the stages of a pipeline. This module contains their layers, runs the micro-batches in the order of a schedule
+(torch.distributed.pipelining), and sums the gradients of weights of which several GPUs have a copy."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ _SCHEDULES = {
     "zbv": pipelining.ScheduleZBVZeroBubble,
 }
 _KEY = "ftbench_pipeline"  # attribute of a model with stages
-_TIMED = 64  # latest passes whose waiting time is measured
+_TIMED = 64  # number of the latest passes from which the median times are computed
 Batch = dict[str, Any]
 
 
 class Layers(nn.Module):
     """The layers of one stage. The first stage also has the embedding, and the last stage the head and the loss.
 
-    Its input and output are hidden states. The last stage returns its loss as one element."""
+    Input and output are hidden states. The last stage returns the loss as a tensor with one element."""
 
     def __init__(self, model: Any, layers: range, stages: tuple[int, int], autocast: torch.dtype | None) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Layers(nn.Module):
         self.batches, self.items, self.passed = batches, items, 0
 
     def forward(self, *hidden: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of the next micro-batch after these layers, or its loss."""
+        """Return the output of these layers for the next micro-batch: hidden states, or the loss in the last stage."""
         base, inner, view = self._model
         batch = dict(self.batches[self.passed])
         self.passed += 1
@@ -124,7 +124,7 @@ class Pipeline:
         self.passes: deque[tuple[Any, list[Any], Any]] = deque(maxlen=_TIMED)
         self._made: tuple[Any, Any] = (None, None)
         self.tied = self._tied_weight()
-        self.copy = None if self.layers[0].first else self.tied  # the first stage also has this weight
+        self.copy = None if self.layers[0].first else self.tied  # `norm` skips it: the first stage counts this weight
         self.partial: list[Any] = []  # weights whose gradient is summed over the ranks of tp
         self.ends = self._ends() if self.config.tie_word_embeddings else None
 
@@ -157,9 +157,8 @@ class Pipeline:
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def train(self, batch: Batch, items: Any) -> torch.Tensor:
-        """Pass a batch forward and backward through all stages. Return its loss on every rank.
-
-        The loss is the sum over label tokens divided by `items`."""
+        """Run the forward and backward pass of a batch through all stages. Return its loss on every rank: the sum of
+        the label tokens' losses divided by `items`."""
         batches = self._begin(batch, items)
         schedule, marks = self._schedule(batches[0]["input_ids"].shape)
         losses: list[torch.Tensor] = []
@@ -187,7 +186,7 @@ class Pipeline:
         return self._everywhere(losses)
 
     def _rank_of(self, index: int) -> int:
-        """Return the rank of the pipeline that has a stage."""
+        """Return the rank, within its pipeline, that has the stage with this index."""
         ranks = self.mesh["pp"].size()
         return next(rank for rank in range(ranks) if index in pipeline.of_rank(self.launch.schedule, ranks, rank))
 
@@ -206,8 +205,8 @@ class Pipeline:
         return loss
 
     def _schedule(self, shape: Sequence[int]) -> tuple[Any, list[Any]]:
-        """Return torch's schedule, and the time marks of its stages. A schedule has buffers of one shape, so a
-        micro-batch of another shape needs another schedule."""
+        """Return torch's schedule for micro-batches of this shape, and the list of its time marks. Each shape has its
+        own schedule, because a schedule allocates buffers of one shape."""
         if self._made[0] != shape:
             marks: list[Any] = []
             stages = [self._stage(*pair, shape, marks) for pair in zip(self.indices, self.modules, strict=True)]
@@ -263,7 +262,7 @@ class Pipeline:
         return (ends[0].parts[0] if ends[0].first else ends[0].parts[-1]).weight if there else None
 
     def finish_gradients(self) -> None:
-        """Sum the gradients of weights that several ranks have. Call this after the last backward pass of a step."""
+        """Sum the gradients of weights of which several ranks have a copy. Call this after a step's last backward."""
         for weight in self.partial:
             _sum(weight, self.mesh["tp"].get_group())
         has_both = len(self.split) - 1 - self.indices[-1] == self.indices[0] == 0

@@ -55,11 +55,11 @@ def require_even(spec: Experiment, config: Any, key: str, parts: int) -> None:
 
 
 def on_mesh(spec: Experiment, config: Any, tensor: int, mesh: Callable[[], Any]) -> dict[str, Any]:
-    """Return the arguments of from_pretrained for a mesh on which `tensor` ranks share a matrix. Raise SpecError for
-    heads that they cannot share evenly, before `mesh` makes the mesh.
+    """Return the arguments of from_pretrained for a mesh on which `tensor` ranks share each matrix. `mesh` creates the
+    mesh. Before that, raise SpecError for heads that the ranks cannot share evenly.
 
-    Adapters get the full shape: on a mesh with named dimensions, peft treats shards of matrices as full matrices and
-    would draw equal halves.
+    Adapters are created with the full shape. On a mesh with named dimensions, peft would create an adapter per shard,
+    with the same initial values on each rank.
     """
     require_even(spec, config, "launch.tp", tensor)
     require_shared_adapters(spec)
@@ -69,10 +69,10 @@ def on_mesh(spec: Experiment, config: Any, tensor: int, mesh: Callable[[], Any])
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Sum the gradients of norms within heads in each backward pass, and split the optimizer's groups.
+    """Sum the gradients of head norms (q_norm, k_norm) over the ranks, and split the optimizer's parameter groups.
 
-    Such a norm acts on each head. Every rank has all of its weights, but only computes the gradient of its own heads.
-    transformers sums the accumulated gradient, so that it would sum earlier batches again.
+    Every rank has all weights of such a norm, but only computes the gradient of its own heads. transformers sums the
+    accumulated gradient after each micro-batch. So it would add the gradients of earlier micro-batches again.
     """
     ep.attach(trainer, spec)
     for parameter in norms_within_heads(trainer.model):
@@ -80,7 +80,7 @@ def attach(trainer: Any, spec: Experiment) -> None:
 
 
 def norms_within_heads(model: Any) -> Iterator[Any]:
-    """Yield the trained weights of norms within heads. Remove the hook with which transformers sums their gradients."""
+    """Yield the trained weights of head norms, and remove transformers' hooks that sum their gradients."""
     for module in model.modules():
         for key, hook in [*module._backward_hooks.items()]:
             if getattr(hook, "__name__", "") == "_all_reduce_grads":

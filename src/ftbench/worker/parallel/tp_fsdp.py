@@ -22,7 +22,7 @@ __all__ = ["applied", "arguments", "attach", "loading", "prepare", "verify"]
 
 
 def _mesh_shape(spec: Experiment) -> tuple[int, int]:
-    """Return the number of GPUs that share a matrix, and the number of such groups."""
+    """Return the number of GPUs that share each matrix, and the number of groups of such GPUs."""
     return spec.launch.ranks // spec.launch.shares, spec.launch.shares
 
 
@@ -50,8 +50,8 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def prepare(made: Any) -> None:
-    """Let accelerate shard on a CPU. Also keep it from converting unsharded weights to DTensors, because this needs a
-    class that transformers no longer has."""
+    """Make accelerate shard on a CPU too. Also prevent it from converting unsharded weights to DTensors, because this
+    needs a class that transformers no longer has."""
     fsdp.prepare(made)
     Accelerator._prepare_tp = lambda self, *objects: objects
 

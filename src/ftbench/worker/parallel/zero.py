@@ -16,8 +16,8 @@ _UPDATED = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return DeepSpeed's configuration, in which the trainer replaces `auto`. Offloaded state is updated by torch's
-    optimizer, which needs no compiler."""
+    """Return DeepSpeed's configuration. The trainer replaces the values `auto`. torch's optimizer updates offloaded
+    states, because DeepSpeed's own CPU optimizer needs a compiler."""
     stage, offload = int(spec.launch.strategy.removeprefix("zero")), spec.launch.offload
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": "auto"}
     if stage == 3:
@@ -34,7 +34,7 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def prepare(made: Any) -> None:
-    """Use gloo on a CPU, because DeepSpeed's own sums would have to be compiled."""
+    """Use gloo on a CPU, because DeepSpeed's shared-memory communication would have to be compiled."""
     from deepspeed import ops
 
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -73,7 +73,7 @@ def _prefetch_one_layer(model: Any) -> dict[str, int]:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return the parts that are not sharded as the stage requires, read from DeepSpeed's engine."""
+    """Return a problem if DeepSpeed's engine does not shard what the ZeRO stage should shard."""
     engine, name, ranks = trainer.model_wrapped, spec.launch.strategy, spec.launch.ranks
     if type(engine).__name__ != "DeepSpeedEngine":
         return [f"launch.strategy is {name}, but the trainer has a {type(engine).__name__}"]
