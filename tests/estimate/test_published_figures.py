@@ -43,4 +43,4 @@ def test_the_founding_table_is_predicted(script, blocks):
     verdicts = [line.split(" | ")[-2:] for line in script.pairs(rows).splitlines()[2:]]
     assert len(verdicts) == 4
     for published, estimated in verdicts:
-        assert "cannot tell" in estimated or published.split(",")[0] == estimated.strip(" |")
+        assert "not certain" in estimated or published.split(",")[0] == estimated.strip(" |")

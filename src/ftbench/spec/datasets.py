@@ -95,7 +95,7 @@ class Dataset(Part):
     )
     seed: Int = Field(42, ge=0, description="seed of the sample order and of synthetic data")
     eval_samples: Int = Field(0, ge=0, description="samples held out for evaluation")
-    loss_on: Literal["completion", "all"] = Field("completion", description="which tokens carry loss")
+    loss_on: Literal["completion", "all"] = Field("completion", description="which tokens contribute to the loss")
     longest_first: Switch = Field(
         False, description="put the longest samples in the first batch, so that the memory peak appears in step 1"
     )
@@ -116,7 +116,7 @@ class Dataset(Part):
     subset: str | None = Field(None, description="configuration of a hub dataset")
     split: str = Field("train", min_length=1, description="split of a hub dataset")
     length: Int | None = Field(None, ge=2, description="synthetic: every sample has this many tokens")
-    mean_length: Float | None = Field(None, ge=2, description="synthetic: mean of log-normal lengths")
+    mean_length: Float | None = Field(None, ge=2, description="synthetic: mean length; the lengths are log-normal")
     like: Literal[*LIKE] | None = Field(  # type: ignore[valid-type]
         None, description="synthetic: lengths distributed like this dataset's"
     )

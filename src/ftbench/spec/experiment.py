@@ -150,14 +150,14 @@ class Measure(OlderPart):
         False, description="save the trained adapters, or the model with method full, in the run's directory"
     )
     profile: Annotated[Literal["off", "on"], Word] = Field(
-        "off", description="profile a few steps; such a run does not count for speed"
+        "off", description="profile a few steps; reports ignore the speed of this run"
     )
     profile_steps: Int = Field(3, ge=1, le=20, description="number of profiled steps, after speed is steady")
     gradients: Int = Field(
-        0, ge=0, le=20, description="parity: steps at the initial and at trained weights whose gradients are recorded"
+        0, ge=0, le=20, description="parity: number of steps with recorded gradients, at initial and trained weights"
     )
     weights_of: str = Field(
-        "", pattern=r"[A-Za-z0-9._-]*", description="parity: run in the same folder whose weights are compared at"
+        "", pattern=r"[A-Za-z0-9._-]*", description="parity: name of the run whose trained weights are compared"
     )
     keep_weights: Switch = Field(False, description="parity: keep the trained tensors before and after training")
     round_products: Switch = Field(

@@ -17,23 +17,23 @@ class Launch(Part):
     """The processes of a run."""
 
     gpus: Int = Field(1, ge=1, le=MOST_GPUS, description="GPUs of one run, with one process each")
-    nodes: Int = Field(1, ge=1, le=MOST_GPUS, description="machines; each has the same number of these GPUs")
+    nodes: Int = Field(1, ge=1, le=MOST_GPUS, description="number of machines; each has the same number of GPUs")
     strategy: Literal[
         "none", "ddp", "fsdp", "zero1", "zero2", "zero3", "tp", "tp+fsdp", "ep", "cp",
         "pp", "pp+ddp", "pp+fsdp", "pp+tp", "pp+tp+fsdp",
     ] = Field("none", description="how a run uses several GPUs; default with several GPUs: ddp")  # fmt: skip
     tp: Int | None = Field(
-        None, ge=2, le=512, description="GPUs that share each matrix with tp+fsdp and pp+tp; default: 2"
+        None, ge=2, le=512, description="number of GPUs that share a matrix, with tp+fsdp and pp+tp; default: 2"
     )
     pp: Int | None = Field(None, ge=2, le=512, description="GPUs that share the layers with pp; default: all, or 2")
     micro_batches: Int | None = Field(
-        None, ge=1, le=4096, description="parts of a batch that pass through the stages of pp; default: 2 * pp"
+        None, ge=1, le=4096, description="number of parts of a batch that pass through pp; default: 2 * pp"
     )
     schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zbv"] = Field(
         "1f1b", description="order of the micro-batches in a stage of pp; the last two give each GPU two stages"
     )
     split: tuple[Annotated[Int, Field(ge=1)], ...] | None = Field(
-        None, description="layers of each stage of pp, in order; default: equally slow stages"
+        None, description="number of layers of each stage of pp; default: all stages take the same time"
     )
     offload: Literal["none", "optimizer", "params"] = Field(
         "none", description="what is kept in host memory: the optimizer state, or the optimizer state and parameters"
@@ -47,7 +47,7 @@ class Launch(Part):
     )
     timeout_s: Float | None = Field(None, gt=0, description="end the run after this many seconds")
     no_step_s: Annotated[Literal["auto", "off"] | Annotated[Float, Field(gt=0)], Word] = Field(
-        "auto", description="end the run if nothing happens for this many seconds; auto: learned from the run's steps"
+        "auto", description="end the run after this many seconds without progress; auto: learned from its steps"
     )
     mock: Annotated[Literal["off", "ok", "oom", "crash", "hang", "slow", "flaky"], Word] = Field(
         "off", description="pretend to train, to try a sweep without a GPU"

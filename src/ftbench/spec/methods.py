@@ -110,7 +110,7 @@ class _Adapters(_Method):
         PROJECTIONS,
         description="names of the linear layers that get adapters, or all-linear; fused experts are not included",
     )
-    vision: Trained = Field("frozen", description="how the vision encoder is trained: not, by adapters, or completely")
+    vision: Trained = Field("frozen", description="training of the vision encoder: none, with adapters, or full")
     projector: Trained = Field("frozen", description="how the projector between encoder and language model is trained")
     experts: Switch = Field(
         False,
@@ -145,14 +145,14 @@ class Qlora(_Adapters):
         description="4-bit type of the frozen weights; mxfp4: gpt-oss as published, experts in 4 bits and the rest in "
         "16 (docs/how-to/gpt-oss.md)",
     )
-    double_quant: Switch = Field(True, description="also quantise the block constants (nf4 and fp4)")
+    double_quant: Switch = Field(True, description="also quantize the scales of the blocks (nf4 and fp4)")
     upcast: Switch = Field(
         True,
         description="cast the other weights (embedding, norms, output head) to float32 as peft does; off: keep them in "
         "model.dtype to save memory",
     )
     compute_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="type of dequantised weights in products; auto: like model.dtype"
+        "auto", description="type of 4-bit weights in matrix products; auto: like model.dtype"
     )
 
     @property
