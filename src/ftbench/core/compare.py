@@ -183,8 +183,9 @@ def _standard_error(sides: Sequence[Sequence[float]], spread: float | None) -> t
 
 
 def variance_of(logs: Sequence[float], spread: float | None) -> tuple[float, float]:
-    """Return the variance of the logarithms of two or more runs and its degrees of freedom. A known `spread` adds
-    one degree of freedom, but does not reduce the variance."""
+    """Return the variance of the logarithms of two or more runs, and its degrees of freedom.
+
+    A known `spread` adds one degree of freedom. It can increase the variance, but does not reduce it."""
     own, freedom = statistics.variance(logs), len(logs) - 1
     if spread is None:
         return own, float(freedom)
@@ -265,16 +266,17 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """When the candidate is ahead: `at once` (from its first step), `after` its step `steps`, `until` this step, or
-    `never`."""
+    """When the candidate has trained more samples than the baseline. `when` is `at once` (from its first step),
+    `never`, `after` (its step `steps`) or `until` (its step `steps`)."""
 
     when: str
     steps: float | None = None
 
 
 def break_even(baseline: Pace, candidate: Pace) -> BreakEven:
-    """Return from which step of the candidate one side is ahead for the same samples. The time of a side is its
-    start plus samples / rate. A crossing within the candidate's first step does not count."""
+    """Return when the candidate needs less time than the baseline for the same number of samples.
+
+    The time of a run is its start plus samples / rate. A change of order in the candidate's first step is ignored."""
     later = candidate.start_s - baseline.start_s
     gain = 1 / baseline.samples_per_s - 1 / candidate.samples_per_s
     if later <= 0 <= gain:

@@ -1,8 +1,8 @@
 """Compute training FLOPs.
 
-Convention: a multiply-add is 2 FLOPs. Attention is causal (half of the square). Recomputation counts in HFU only. The
-output head counts for label tokens only, the input embedding does not count. A mixture of experts counts the active
-experts.
+Convention: a multiply-add is 2 FLOPs, and N is the number of parameters that a token uses. Attention is causal (half of
+the square). Recomputation counts in HFU only. The output head counts for label tokens only, and the input embedding
+does not count. In a mixture of experts, only active experts count.
 Sources: Kaplan et al. 2020 (6 N for full training), PaLM (Chowdhery et al. 2022) appendix B (MFU and the attention
 term). With LoRA the frozen weights need no weight gradient, which leaves 4 N.
 """
@@ -98,8 +98,9 @@ def linear_recompute_per_token(shape: MatmulShape) -> int:
 def attention_per_token(shape: MatmulShape, length: float, passes: int = 3) -> float:
     """Return the FLOPs of one token in attention, in a causal sequence of `length` tokens.
 
-    Scores and values each need 2 * width * context FLOPs forward and twice that backward (`passes` = 3, or 1 for a
-    forward pass only). The mean context of a causal sequence is length / 2, or less with a sliding window.
+    The products of queries with keys, and of scores with values, each need 2 * width * context FLOPs in the forward
+    pass, and twice as many in the backward pass. `passes` is 3, or 1 for a forward pass only. `context` is the mean
+    number of tokens that a token attends to: length / 2, or less with a sliding window.
     """
     kinds = Counter(zip(shape.attention_width, shape.windows, strict=True))
     return sum(layers * passes * 4 * width * _mean_context(length, window) for (width, window), layers in kinds.items())

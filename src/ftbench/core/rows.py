@@ -14,7 +14,7 @@ SCHEMA = 1
 # The phases of a training step, as named in a profile.
 PREFIX = "ftbench."  # of range names in a trace
 DATA, FORWARD, LOSS, METRICS, BACKWARD = "data", "forward", "loss", "metrics", "backward"
-STAGES = "other stages"  # waiting for them
+STAGES = "other stages"  # waiting for other pipeline stages
 CLIP, OPTIMIZER = "clip", "optimizer"
 OTHER = "other"  # time that no range covers
 
@@ -199,10 +199,10 @@ class RunSummary:
     first_step_cache: str | None = field(default=None, metadata=_LATER)
     # grpo: mean seconds per step: `generation`, `scoring`, `forward_backward`, `optimizer`
     parts_s: dict[str, float | None] = field(default_factory=dict, metadata=_LATER)
-    # several ranks: `count`; `spread` (`lowest`, `highest`) of values that are the worst rank's; `memory_gb` per rank
-    # (allocated, reserved, device); `token_skew`: share of a step that the mean rank waits for the rank with the
-    # most positions; real `tokens_per_s_per_gpu`: the rate of all ranks divided by their count; pp: `layers` of each
-    # stage, and the `bubble`: the share of a pass that the mean rank waits for other stages
+    # several ranks: `count`; `spread`: the `lowest` and `highest` value over ranks; `memory_gb` per rank (allocated,
+    # reserved, device); `token_skew`: share of a step for which a rank waits for the rank with the most positions
+    # (mean over ranks); `tokens_per_s_per_gpu`: real tokens/s of all ranks divided by `count`; pp: `layers` of each
+    # stage, and `bubble`: share of a pass for which a rank waits for other stages (mean over ranks)
     ranks: dict[str, Any] = field(default_factory=dict, metadata=_LATER)
     # `images` and `tiles` per second; empty without images
     images_per_s: dict[str, float | None] = field(default_factory=dict, metadata=_LATER)

@@ -30,11 +30,11 @@ def total(values: Iterable[float | int | None]) -> float:
 def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) -> int:
     """Return the number of warm-up steps.
 
-    The second half of the run defines a steady step: median m, spread s (from the median absolute deviation) and 90th
-    percentile p. Warm-up contains the first step, and the following steps that take longer than m + max(10 %, 3 s). A
-    new shape can load, tune and compile kernels later. If a step of the first half took more than 2 p or compiled a
-    graph, warm-up therefore ends after the last such step. At most half of the steps are warm-up, so that a run that
-    slows down later keeps its slow steps.
+    The second half of the run defines a steady step: median m, standard deviation d (from the median absolute
+    deviation) and 90th percentile p of the step times. Warm-up contains the first step, and the steps after it until
+    one takes at most m + max(0.1 m, 3 d). A new shape can cause more compilation and tuning later. If a step of the
+    first half took more than 2 p or compiled a graph, warm-up therefore ends after the last such step. At most half of
+    the steps are warm-up, so a run that slows down later keeps its slow steps.
     """
     n = len(times)
     if n < 2:
@@ -183,7 +183,7 @@ def describe(lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
-    """Return HISTOGRAM_BINS bins of equal integer width; bin i counts edges[i] <= n < edges[i+1]."""
+    """Return HISTOGRAM_BINS bins of equal integer width. Bin i counts the lengths n with edges[i] <= n < edges[i+1]."""
     width = max(1, -(-(max(lengths) + 1) // HISTOGRAM_BINS))
     counts = [0] * HISTOGRAM_BINS
     for n in lengths:

@@ -96,7 +96,7 @@ class Train(OlderPart):
     seed: Int = Field(42, ge=0, lt=2**32, description="seed of adapters and dropout")
 
 
-# The values of `measure.control`: each damages a training on purpose, to test that a check of learning detects it.
+# The values of `measure.control`. Each one damages the training on purpose, to test that `ftbench parity` detects it.
 # `worker/measure/controls.py` applies them.
 CONTROLS = {
     "learning_rate_0": "nothing is learned",
@@ -189,7 +189,7 @@ class Experiment(Part):
 
     @property
     def resolved(self) -> dict[str, dict[str, object]]:
-        """Return the settings that were `auto`, as dotted key → `value` and `reason`."""
+        """Return the settings that were `auto`: {dotted key: {value, reason}}."""
         kept: dict[str, dict[str, object]] = self.__dict__.get("_resolved", {})
         return kept
 

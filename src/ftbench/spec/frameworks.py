@@ -148,8 +148,8 @@ def _of_trl(launch: Launch) -> list[str]:
 def packs(spec: Experiment) -> bool:
     """Return whether the framework's best settings include its packing.
 
-    Packing needs an attention kernel that separates the samples of a row. A mask over all pairs would be slower than no
-    packing. LLaMA-Factory packs only while it tokenizes, and here it gets tokenized rows.
+    Packing needs an attention kernel that separates the samples of a row, because a mask over all pairs would be slower
+    than training without packing. LLaMA-Factory packs only during tokenization, but it gets tokenized rows here.
     """
     launch = spec.launch
     flash = spec.optimizations.attention == "flash_attention_2"
@@ -157,7 +157,7 @@ def packs(spec: Experiment) -> bool:
 
 
 def needs(spec: Experiment, on_gpu: bool) -> dict[str, str]:
-    """Return package → reason for the packages that a spec needs in addition to the framework."""
+    """Return the packages that a spec needs in addition to the framework: {package: reason}."""
     wanted = {"nvidia-ml-py": "recording on a GPU"} if on_gpu else {}
     if spec.launch.settings == "best":
         wanted["liger-kernel"] = "launch.settings best"

@@ -28,16 +28,16 @@ def checkpoint_buffers(hidden: int, plan: TrainingPlan, batch: BatchShape) -> fl
 def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
     """Return the peak bytes of the temporary tensors of one layer's MLP. Saved tensors are not included.
 
-    "Product" means silu(gate) * up, which is the input of down_proj. The peak depends on the plan:
+    z is silu(gate) * up, the input of down_proj. The tensors depend on the plan:
 
-    - Full training: the gradients of the product, of the activation and of up, minus the freed product, and a tensor of
-      the size of the residual stream.
-    - Float32 adapters: the product, its float32 copy for down_proj, and five tensors of h elements.
-    - bfloat16 adapters, float32 residual stream, backward pass: the gradient of the product through the base layer, the
-      one through the adapters, and their sum. The saved input of down_proj is freed. In the forward pass: the product,
-      the residual stream, and its copy in the compute dtype.
-    - Compiled layers: only gradients. With fused adapters, the gradient of the product is freed earlier. In the forward
-      pass: only the output of down_proj, because the other tensors are saved.
+    - Full training: the gradients of z, of the activation and of up, minus the freed z, and a tensor of the size of the
+      residual stream.
+    - Float32 adapters: z, its float32 copy for down_proj, and five tensors of h elements.
+    - bfloat16 adapters, float32 residual stream, backward pass: the gradient of z through the base layer, the gradient
+      of z through the adapters, and their sum, minus the freed z. Forward pass: z, the residual stream, and its copy in
+      the compute dtype.
+    - Compiled layers: only gradients. With fused adapters, the gradient of z is freed earlier. Forward pass: only the
+      output of down_proj, because the other tensors are saved.
     - unsloth: two gradients, which it computes in place."""
     h, i, p, c = layer.hidden, layer.inner, plan.product, plan.compute
     if plan.unsloth:
@@ -67,7 +67,7 @@ def unkept(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     - peft: the output of gate. For up, the output of the base layer, the output of the adapter, and their sum.
     - `separate`: for gate and for up, the base output, the adapter output, and their sum.
     - `augmented`: one buffer for gate and up, and two tensors of the gate function.
-    - Without adapters, or unsloth: gate, up and their product."""
+    - Without adapters, or unsloth: gate, up and silu(gate) * up."""
     h, i = plan.stream * layer.hidden, plan.product * layer.inner
     adapted = "up_proj" in plan.targets and not plan.unsloth
     if plan.compiled:

@@ -73,7 +73,7 @@ class ControlResult:
 
 class ParityPlan(Grid):
     """The runs of `recipes` and their references. The training level needs `seeds` trainings per recipe. With 0 seeds,
-    there is no training level. With `every_control`, all controls run instead of one per level."""
+    there is no training level. `every_control` adds all other controls to the subtle control of each level."""
 
     has_commands = False  # references and controls change keys that the spec file does not have
 
