@@ -66,10 +66,10 @@ def shape_of(model: Model) -> ModelShape:
         return _known(model.id)
     if not model.path:
         folder = f" (write a folder as `model: {{path: {model.id}}}`)" if model.id.startswith((".", "/", "~")) else ""
-        meant = folder or nearest(model.id, architectures())
+        meant = "" if folder else nearest(model.id, architectures())
         raise SpecError(
-            f"the shape of {model.id} is not known{meant}: set model.path to a folder with its config.json, or "
-            "use a model of `ftbench list models`"
+            f"the shape of {model.id} is not known{folder}: set model.path to a folder with its config.json, or "
+            f"use a model of `ftbench list models`{meant}"
         )
     try:
         return describe(read_config(Path(model.path)))
