@@ -1,4 +1,4 @@
-"""Let runs of ftbench on one GPU take turns, because simultaneous runs would distort each other's figures."""
+"""Make ftbench runs on one GPU wait for each other, because simultaneous runs would slow each other down."""
 
 import fcntl
 import os
@@ -13,7 +13,7 @@ from ftbench.store.rundir import WAITING, RunDir, gpus_of, read_json, write_json
 from ftbench.worker.outcome import Phases
 
 RETURN_S = 30.0  # longest wait until the memory of a finished process is free
-STILL_S = 5.0  # longest wait without a change: then another program is using it
+STILL_S = 5.0  # if used memory does not change for this time, another program is using it: stop waiting
 _POLL_S = 0.1
 _held: list[int] = []  # kept until this process ends; the kernel then releases the locks
 

@@ -25,7 +25,7 @@ from ftbench.worker.device import check_device, device
 from ftbench.worker.outcome import exit_now
 
 BEST_S, LASTING_S = 0.6, 2.5
-MOST_CALLS = 8  # fewest calls of a product within BEST_S
+MOST_CALLS = 8  # larger sizes are skipped if fewer calls of a product would fit in BEST_S
 SIZES = {"cuda": (4096, 8192, 16384), "cpu": (512, 1024, 2048)}
 ELEMENT_BYTES = 12  # upper bound: both matrices, the product, and the 16-bit originals of fp8 operands
 MEMORY_BYTES = 2**30  # per tensor: eight times the largest cache of an NVIDIA GPU (128 MB)

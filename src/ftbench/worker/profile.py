@@ -37,7 +37,7 @@ _LATEST = 20  # from this step on, a run is profiled even if it still compiles
 
 
 def spreads_over_cpus(on_gpu: bool) -> bool:
-    """Return whether ranks send each other tensors over gloo."""
+    """Return whether several ranks exchange tensors through gloo on CPUs."""
     return parallel.rank() is not None and not on_gpu
 
 

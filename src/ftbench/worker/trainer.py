@@ -55,7 +55,7 @@ class TrainerMixin:
     def forget_copy(self) -> None:
         """Delete trl's copy of the adapters, so that the base weights are the reference.
 
-        trl copies adapters because they may already be trained. New adapters start at zero.
+        trl copies adapters because they may already be trained. New adapters start at zero, so a copy is not needed.
         """
         if self.has_copy():
             self.model.delete_adapter(COPY)

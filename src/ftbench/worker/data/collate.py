@@ -17,7 +17,7 @@ from ftbench.worker.measure.batch_count import COUNT, count_of
 
 NO_TOKENS = (np.empty(0, dtype=np.int64),) * 2
 BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention kernels that take sequence boundaries
-# In float32 torch's attention kernel pads its output to a multiple of this, and ring attention adds the outputs up.
+# In float32 ring attention, each GPU's part of a row is a multiple of 32 tokens, because torch's kernel pads to it.
 ROWS_IN_32_BITS = 32
 _COLUMNS = {"input_ids": "input_ids", "labels": "labels", "seq_lengths": "lengths"}  # trl's names of ftbench's columns
 
@@ -72,7 +72,7 @@ class Collator:
         count.tokens += [picture.key.encode() for picture in pictures]
         if self._positions:
             labels = batch["labels"].copy()
-            labels[:, 0] = IGNORE  # nothing predicts the first token
+            labels[:, 0] = IGNORE  # the first token has no token before it that could predict it
             labeled = labels.reshape(-1) != IGNORE
             missing = max(0, self._labels - int(labeled.sum()))
             others = np.flatnonzero(~labeled)[:missing]
@@ -182,8 +182,8 @@ def counting(collate: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Sequen
 
 
 def verify(spec: Experiment, batches: Iterable[tuple[tuple[int, ...], bool]]) -> list[str]:
-    """Return the batch optimizations that were not applied. `batches` has the shape of each batch and whether the
-    batch had padding."""
+    """Return the batch optimizations that were not applied. `batches` are pairs: the shape of a batch, and whether it
+    has padding."""
     problems, on = [], spec.optimizations
     unpadded = (on.packing or on.padding_free) and not (on.fixed_shape or spec.launch.pp)
     if unpadded and any(padded for _, padded in batches):
@@ -209,8 +209,8 @@ def filled(rows: Sequence[Row], size: int) -> list[Row]:
 
 
 def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice = slice(None)) -> str:
-    """Return the hash that the recorder computes after `count` batches. `dealt` selects the batches of one rank. After
-    the last batch, the first one follows again."""
+    """Return the hash that the recorder should have after `count` batches. `dealt` selects the batches of one rank.
+    The batches repeat after the last one."""
     size = spec.train.batch_size
     full = filled(rows, size * spec.launch.shares)
     batches = [full[at : at + size] for at in range(0, len(full), size)]
@@ -225,7 +225,7 @@ def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice =
 
 
 def verify_order(rows: Sequence[Row], spec: Experiment, count: int, order_hash: str, rank: int) -> list[str]:
-    """Return a problem if the `count` batches of a rank are not its rows in order. A single rank has all rows."""
+    """Return a problem if the hash of a rank's `count` batches is not the hash of its rows in order."""
     shares = spec.launch.shares
     share = rank * shares // spec.launch.ranks
     if order_hash == token_hash(rows, spec, count, slice(share, None, shares)):

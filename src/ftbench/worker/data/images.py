@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 256 * 2**20  # largest image file
 _BLOCKS = 8  # a generated picture interpolates between this many colors per side
-CELLS = 4  # cells per side of a picture that tasks ask about
+CELLS = 4  # a picture for tasks is a grid of 4 x 4 cells, each with one color
 COLORS = np.array([[r, g, b] for r in (0, 255) for g in (0, 255) for b in (0, 255)], dtype=np.uint8)
 
 
@@ -198,7 +198,7 @@ class Pixels:
             with NamedTemporaryFile(dir=path.parent, suffix=".partial") as file:
                 np.save(file, self.process(picture))
                 file.flush()
-                with suppress(FileExistsError):  # another process was faster
+                with suppress(FileExistsError):  # another process has already written this file
                     os.link(file.name, path)
 
     def _path(self, picture: Picture) -> Path:

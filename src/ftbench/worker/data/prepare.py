@@ -38,7 +38,7 @@ class Prepared:
         return max(_total([row]) for row in (*self.train, *self.evaluation))
 
     def most_parts(self, batch_size: int, max_length: int) -> int | None:
-        """Return the largest number of samples in a batch, with filler samples. None means that every row is one
+        """Return the largest number of samples in a batch, including filler samples. Return None if every row is one
         sample."""
         if all(len(row) == 1 for row in (*self.train, *self.evaluation)):
             return None
@@ -138,8 +138,8 @@ def _lengths(samples: Sequence[Tokens]) -> list[int]:
 def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple[list[Tokens], list[str]]:
     """Read the requested number of rows in the order of `datasets.Dataset.shuffle`, and return warnings about skips.
 
-    An unusable row is an error in a file and is skipped in a public data set. Samples whose answer is beyond
-    max_length would have no loss, so they are skipped too, and the next row replaces them.
+    For an unusable row, raise an error if the data set is a file, and skip the row if it is a public data set. Also
+    skip samples whose answer is completely cut by max_length, because they have no loss. The next row replaces them.
     """
     dataset = spec.dataset
     rows = open_rows(dataset)

@@ -1,7 +1,7 @@
 """Open the rows of a data set: from the hub, the shipped sample, or a file.
 
-`python -m ftbench.worker.data.sources SPEC OUT MOST [pairs]` exports rows of a hub data set to a file, for parents that
-cannot import `datasets`.
+`python -m ftbench.worker.data.sources SPEC OUT MOST [pairs]` exports rows of a hub data set to a file, because
+the process that starts it does not import `datasets`.
 """
 
 import json
@@ -17,7 +17,7 @@ from ftbench.spec.datasets import Dataset, row_example, row_format
 
 
 class HubRows:
-    """Rows of a hub data set, read on demand, with undecoded images and the names of classes."""
+    """Rows of a hub data set, read on demand. Images are not decoded, and class numbers are replaced by their names."""
 
     folder = None  # base of relative paths
 

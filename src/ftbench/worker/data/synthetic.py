@@ -1,5 +1,5 @@
-"""Generate token sequences of chosen lengths. They are deterministic and need no tokenizer and no download. A model
-cannot learn random tokens. It can learn tasks, which need attention, positions and masks."""
+"""Generate token sequences of chosen lengths: random tokens, which a model cannot learn, or tasks, which it can learn
+if attention, positions and masks are correct. The same seed gives the same sequences. No download is needed."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,8 +26,8 @@ def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
 
 
 def draw_pairs(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
-    """Return `count` preference pairs. The two sequences share a prompt, which is half of the shorter sequence. The
-    chosen answer follows the structure, and the rejected answer is random. A model can learn pairs of tasks."""
+    """Return `count` preference pairs. The two sequences share a prompt, which is half of the shorter sequence. With
+    tasks, the chosen answer is correct, so a model can learn it. The rejected answer is random."""
     drawn = draw(dataset, 2 * count, vocab_size)
     noise = _random(np.random.default_rng(dataset.seed + 1), [len(each.ids) for each in drawn[1::2]], vocab_size)
     return [_pair(chosen.ids, rejected, vocab_size) for chosen, rejected in zip(drawn[::2], noise, strict=True)]
@@ -69,7 +69,8 @@ def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, s
 
 
 def _roles(generator: np.random.Generator, vocabulary: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the markers and the symbols of the tasks. The tokens do not depend on the seed, but their roles do."""
+    """Return the token ids of the tasks' markers and symbols. The set of ids is fixed, but its order depends on the
+    seed."""
     if len(vocabulary) < SYMBOLS + 4:
         raise SpecError(f"dataset.structure tasks needs a vocabulary of {SYMBOLS + 4} tokens, not {len(vocabulary)}")
     tokens = generator.permutation(np.random.default_rng(0).choice(vocabulary, SYMBOLS + 4, replace=False))
@@ -130,7 +131,7 @@ def _recall(generator: np.random.Generator, count: int, symbols: np.ndarray) -> 
 
 
 def _brackets(generator: np.random.Generator, count: int, symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return brackets of several kinds, of which some are still open. The answer closes these from the inside out.
+    """Return brackets of several kinds, some of them not closed. The answer closes them, the innermost bracket first.
     `count` brackets are opened, so question and answer have 2 * `count` tokens."""
     opening, closing = symbols[: SYMBOLS // 2], symbols[SYMBOLS // 2 :]
     open_kinds: list[int] = []

@@ -118,7 +118,7 @@ def render(tokenizer: Any, messages: Sequence[dict[str, Any]], answer: bool = Fa
 
 
 def _fixed_date(pattern: str) -> str:
-    """Return a fixed date for templates that print today's, so that runs on two days train on the same tokens."""
+    """Return a fixed date for templates that print the current date, so that the tokens do not depend on the day."""
     return date(2025, 1, 1).strftime(pattern)
 
 
@@ -143,7 +143,7 @@ def _expand_images(ids: list[int], labels: list[int], images: SampleImages) -> t
 
 
 def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Return ids and labels. Each answer has loss, and so have the tokens that close it (such as `<|im_end|>`).
+    """Return ids and labels. Each answer and the tokens that end it (such as `<|im_end|>`) have labels.
 
     An answer begins after the longest prefix that the dialogue shares with the earlier turns and the generation
     prompt. To find its end, the answer is replaced by another text: the tokens after the answer do not change.
@@ -183,7 +183,8 @@ def _dialogue(tokenizer: Any, messages: Sequence[dict[str, str]], answer: bool) 
 
 
 def _plain_turns(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Return ids and labels for a base model without a chat template: turns separated by empty lines, answers ended."""
+    """Return ids and labels for a model without a chat template. Empty lines separate the turns. Answers get an end
+    token."""
     ids: list[int] = []
     labels: list[int] = []
     for turn, message in enumerate(messages):

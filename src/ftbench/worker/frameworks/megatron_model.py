@@ -163,7 +163,7 @@ class SdpaAttention(torch.nn.Module):
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """Creates tensors on the CPU where Megatron asks for CUDA."""
+    """Creates tensors on the CPU where Megatron's code requests CUDA tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -174,7 +174,7 @@ class _CudaIsCpu(TorchFunctionMode):
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Let Megatron run on a CPU, to try a spec: its schedule, optimizer and buffers name CUDA directly."""
+    """Make Megatron run on a CPU, to test a spec. Its schedule, optimizer and buffers always request CUDA tensors."""
     answers = {"current_device": torch.device("cpu"), "synchronize": None, "current_stream": None}
     with ExitStack() as stack:
         for name, answer in answers.items():

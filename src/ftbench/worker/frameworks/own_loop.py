@@ -1,4 +1,4 @@
-"""Code for Megatron and verl, which do not train through transformers.Trainer."""
+"""Read rows, form batches and report facts for Megatron and verl, which do not use transformers.Trainer."""
 
 import math
 import os
@@ -21,7 +21,7 @@ Sample = tuple[np.ndarray, np.ndarray]  # ids and labels
 
 
 def read_rows() -> list[Sample]:
-    """Return the prepared rows in training order. The first token of a row has no label, as nothing predicts it."""
+    """Return the prepared rows in training order. The first token of a row has no label."""
     data = load_from_disk(frameworks.DATA)["train"]
     rows = [
         (np.asarray(ids, dtype=np.int64), np.asarray(labels, dtype=np.int64))

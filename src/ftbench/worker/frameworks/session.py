@@ -105,11 +105,11 @@ def _recorded(run: TrainingRun, plain: Callable[..., Any]) -> Callable[..., Any]
 
 @torch.no_grad()
 def draw_adapters(model: Any, seed: int) -> None:
-    """Give the LoRA matrices the values that peft draws with trl after the same seed.
+    """Give the LoRA matrices the initial values that they have with trl and the same seed.
 
-    Frameworks draw them at another time, so the first gradient norm would differ. For each pair, peft makes two linear
-    layers on the host, which draw their weights. Then it draws A again (Kaiming uniform, a = sqrt(5)) and sets B to
-    zero. This function repeats these draws in the same order.
+    Other frameworks create the matrices at another time, so the first gradient norm would differ. peft creates two
+    linear layers with random weights per adapter on the CPU. Then it initializes A again (Kaiming uniform, a = sqrt(5))
+    and sets B to zero. This function takes the same random numbers in the same order.
     """
     set_seed(seed)
     for module in model.modules():

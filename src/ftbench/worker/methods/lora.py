@@ -42,9 +42,9 @@ def adapt(model: Any, spec: Experiment) -> Any:
 def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
     """Return peft's names of the linear layers in `targets`. `all-linear` means all but the output head.
 
-    Fused experts only get adapters with `method.experts`. In models whose experts were fused (qwen3_moe, mixtral …),
-    peft takes gate_proj, up_proj and down_proj (mixtral: w1, w2, w3) as names of the experts, and always adapts the
-    experts. It cannot address a dense layer or a shared expert by these names, so the names are dropped.
+    Fused experts only get adapters with `method.experts`. In models with fused experts (qwen3_moe, mixtral …), peft
+    treats gate_proj, up_proj and down_proj (mixtral: w1, w2, w3) as names of the experts and always adapts the experts.
+    So these names are removed. Dense layers and shared experts with these names then get no adapters.
 
     Raises:
         SpecError: No layer matches.

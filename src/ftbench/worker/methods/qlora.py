@@ -54,8 +54,8 @@ def _load_mxfp4(spec: Experiment, source: str) -> Any:
 def adapt(model: Any, spec: Experiment) -> Any:
     """Return the quantised model with adapters.
 
-    peft's preparation casts all unquantised weights to float32. This would double the memory of fused experts.
-    Therefore a model with fused experts, or with `upcast` off, is only frozen.
+    `prepare_model_for_kbit_training` of peft casts all unquantised weights to float32. This would double the memory of
+    fused experts. So models with fused experts, or with `upcast` off, are only frozen.
     """
     method: Any = spec.method
     if method.mxfp4:

@@ -24,9 +24,9 @@ from ftbench.worker.optimizations.attention import VARLEN, register
 def source_of(model: Model, method: Any = None, drawn: bool = False, packed: bool = False) -> str:
     """Return the argument of from_pretrained: a directory or a hub id. Random weights are written first.
 
-    Random weights are created in memory instead if the method has MXFP4 experts (61 GiB for gpt-oss-120b), or if ranks
-    draw and shard them at the same time (`drawn`). unsloth always gets files in the published format. The files are in
-    NF4 if `packed`.
+    No files are written if the method creates MXFP4 experts in memory (61 GiB for gpt-oss-120b), or if the ranks create
+    random weights while they shard them (`drawn`). unsloth always gets files in the published format. With `packed`,
+    the files are in NF4.
     """
     if model.weights == "random":
         mxfp4 = method is not None and method.mxfp4
@@ -42,7 +42,7 @@ def are_packed(spec: Experiment) -> bool:
 
 
 def are_drawn(spec: Experiment) -> bool:
-    """Return whether ranks draw random weights while they shard the model, without files."""
+    """Return whether the ranks create random weights while they shard the model, without files."""
     strategy: Any = parallel.load(spec.launch.strategy) if spec.launch.ranks > 1 else None
     return spec.model.weights == "random" and hasattr(strategy, "reads") and not strategy.reads(spec)
 

@@ -1,5 +1,4 @@
-"""Train gpt-oss with its experts in MXFP4, the published format. The experts are frozen in 4 bits, and one matrix at a
-time is dequantised.
+"""Train gpt-oss with frozen experts in MXFP4, the published 4-bit format. Only one matrix at a time is dequantised.
 
 The kernel of transformers' own MXFP4 experts has no backward pass. Here the backward pass dequantises the matrix again,
 so that no 16-bit copy stays in memory, and frozen matrices get no gradient. Adapters of experts are two low-rank
@@ -28,7 +27,7 @@ BLOCK = 32  # values that share a scale
 
 
 def scale_for(std: float) -> int:
-    """Return the scale byte for which uniformly drawn codes have the standard deviation nearest to `std`."""
+    """Return the scale byte with which uniformly random codes have the standard deviation nearest to `std`."""
     spread = math.sqrt(sum(size * size for size in SIZES) / len(SIZES))
     return 127 + round(math.log2(std / spread))
 
@@ -47,7 +46,7 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     rows, powers = blocks.view(-1, BLOCK // 2), scales.view(-1)
     decode = fused() if blocks.is_cuda else decoded
     for tensor in (rows, powers):
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # one kernel for every number of rows
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # compile one kernel for all numbers of rows
     return decode(rows, powers, dtype).view(*blocks.shape[:-2], -1)
 
 
@@ -68,7 +67,8 @@ def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
 
 @cache
 def fused() -> Any:
-    """Return `decoded`, compiled into one kernel. It moves a twentieth of the bytes of the eager operations."""
+    """Return `decoded`, compiled into one kernel. It reads and writes 20 times fewer bytes than the separate
+    operations."""
     return torch.compile(decoded)
 
 
@@ -110,7 +110,7 @@ class Mxfp4Experts(GroupedExperts, nn.Module):
 
     def frozen(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         blocks, scales = getattr(self, f"{name}_blocks"), getattr(self, f"{name}_scales")
-        if 2 * len(rows) <= self.num_experts:  # generation: dequantise only the visited experts
+        if 2 * len(rows) <= self.num_experts:  # few rows, as in generation: dequantise only the chosen experts
             blocks, scales = blocks[experts], scales[experts]
             ends = torch.arange(1, len(rows) + 1, dtype=torch.int32, device=rows.device)
         product: torch.Tensor = _FrozenProduct.apply(rows, blocks, scales, ends)

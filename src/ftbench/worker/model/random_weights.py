@@ -1,7 +1,7 @@
-"""Create models with random weights. They are drawn from a seed, saved once, and loaded like published weights.
+"""Create models with random weights from a seed, save them once, and load them like published weights.
 
-The generator of each tensor is seeded with the model's seed and the tensor's name. Shards can therefore be drawn in
-parallel, and the same spec gives the same weights on every machine.
+The seed of each tensor depends on the model's seed and the tensor's name. So files can be written in parallel, and the
+same spec gives the same weights on every machine.
 """
 
 import fcntl
@@ -35,7 +35,7 @@ SHARD_BYTES = 4 * 10**9
 _IN_16_BITS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]  # as published
 _CHUNK = 64 * 2**20  # elements per generator: bounds memory and lets large tensors use several cores
 _HOST = torch.device("cpu")
-_LARGE = 10**9  # elements of a model that ranks draw on the GPU: seconds instead of a minute
+_LARGE = 10**9  # models with more elements are created on the GPU, which takes seconds instead of a minute
 
 
 def is_gpt_oss(model: Model) -> bool:
@@ -135,9 +135,9 @@ def deviation(config: Any) -> float:
 
 
 class Drawn(Mapping[str, torch.Tensor]):
-    """A state dict that makes the random weights when they are read, a few layers ahead. Adapters are unchanged.
+    """A state dict that creates the random weights when they are read, a few layers ahead. Adapters are unchanged.
 
-    Large models are drawn on the GPU. The GPU's generator gives different values than the host's generator.
+    Weights of large models are created on the GPU, whose generator gives other values than the CPU's generator.
     """
 
     def __init__(self, state: Mapping[str, torch.Tensor], model: Model) -> None:

@@ -1,4 +1,4 @@
-"""A tokenizer for models with random weights, trained on the shipped sample in a second without a download."""
+"""Create a tokenizer for models with random weights. It is trained on the shipped sample in a second."""
 
 import json
 from functools import cache
