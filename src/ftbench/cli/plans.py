@@ -157,12 +157,12 @@ def ablate(
 @app.command()
 def parity(
     spec: Spec,
-    recipe: Annotated[str | None, typer.Option(help="recipes to judge (the spec itself)", metavar="A,B")] = None,
+    recipe: Annotated[str | None, typer.Option(help="recipes to judge (default: the spec)", metavar="A,B")] = None,
     seeds: Annotated[int, typer.Option(min=0, max=20, help="trainings per recipe; 0: only forward and gradient")] = 3,
     steps: Annotated[int | None, typer.Option(min=6, help="optimizer steps per run: train.max_steps")] = None,
     sets: Sets = None,
     dry_run: DryRun = False,
-    controls: Annotated[str, of(ADVANCED, "damaged runs that must fail: few (one per level), or all")] = "few",
+    controls: Annotated[str, of(ADVANCED, "controls (runs that must fail): few (one per level), or all")] = "few",
     time_budget: TimeBudget = None,
     out: Out = Path("results"),
     retry_failed: RetryFailed = False,

@@ -66,7 +66,7 @@ def report(
 @app.command()
 def show(
     run: Annotated[str, typer.Argument(help="folder, id or a part of it, or number in `report`")],
-    paths: Annotated[list[Path] | None, typer.Argument(help="folders of the runs (results)")] = None,
+    paths: Annotated[list[Path] | None, typer.Argument(help="folders of the runs (default: results)")] = None,
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
