@@ -175,7 +175,7 @@ def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
     table = text_table(columns, [[row[name] for name in columns] for row in cells])
     margin = max(row.memory.margin for row in rows)
     notes = [
-        f"mean sample length: {units.rate(each.mean_tokens)} tokens ({each.lengths}), which decides samples/h and costs"
+        f"mean sample length: {units.rate(each.mean_tokens)} tokens ({each.lengths}); it determines samples/h and costs"
         for each in known
     ]
     notes.append("GiB: of the device, as nvidia-smi counts. For a process: what CUDA gives one" + (

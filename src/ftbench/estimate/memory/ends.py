@@ -43,7 +43,7 @@ def logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the peak bytes of the logits and of the temporary tensors that the loss computes from them.
 
     `trl`: a chunk has up to 256 tokens. It holds logits, log-probabilities, probabilities and their product: 16 V bytes
-    per token. A softcap saves a tanh of 4 V more. `chunked` (ftbench): a chunk holds logits and their gradient. Without
+    per token. A softcap adds 4 V bytes (tanh). `chunked` (ftbench): a chunk holds logits and their gradient. Without
     compile, float32 log-probabilities and probabilities are added (worker/optimizations/chunked_loss.py).
     `liger`: a chunk has T h / V tokens, rounded up to a power of two. It holds the logits in 16 bits and in float32.
 
@@ -143,7 +143,7 @@ def _classes(vision: VisionShape, batch: BatchShape) -> int:
 def stream(vision: VisionShape, plan: TrainingPlan) -> int:
     """Return the bytes per element of the encoder's residual stream.
 
-    Under autocast CLIP's first LayerNorm returns float32, and Qwen's first product returns the compute type."""
+    Under autocast, CLIP's first LayerNorm returns float32. Qwen's patch embedding returns the compute dtype."""
     if not plan.autocast:
         return plan.weight
     return FLOAT if vision.tile else plan.compute

@@ -236,14 +236,14 @@ def _of_images(case: MemoryCase) -> tuple[float, float, float, float]:
     if vision is None or not batch.images.patches:
         return 0.0, 0.0, 0.0, 0.0
     saved = ends.encoder_saved(vision, plan, batch)
-    if plan.checkpointing != "off":  # the embeddings before image features are inserted
+    if plan.checkpointing != "off":  # add the embeddings before image features are inserted
         saved += plan.stream * case.model.hidden * batch.tokens
     remade = ends.encoder_remade(vision, plan, batch)
     return ends.images_shown(case.model, plan, batch), saved, ends.encoder_moment(vision, plan, batch), remade
 
 
 def _grown(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the share of all gradients that exist when the backward pass enters the first layer.
+    """Return the share of all gradients that exist when the backward pass of the first layer starts.
 
     The gradients of the embedding and of most of the first layer do not exist yet."""
     if not plan.full:

@@ -1,4 +1,4 @@
-"""The training plan of a spec, which has all properties that memory and time depend on."""
+"""Compute the training plan of a spec. The plan has all properties that determine memory and time."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -25,7 +25,7 @@ class EarlierUnsloth(Unsloth):
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """All properties of a training that memory and time depend on.
+    """All properties of a training that determine its memory and time. A "product" is a matrix multiplication.
 
     Args:
         mxfp4: Experts stay in the 4-bit format in which gpt-oss is published.
@@ -43,7 +43,7 @@ class TrainingPlan:
         lean: Compiled layers recompute everything except products.
         graphed: Forward and backward pass are one CUDA graph, and gradients stay in place.
         fused: How fused_lora multiplies adapters.
-        triton: ftbench's kernels run between the products.
+        triton: ftbench's Triton kernels compute norms, rotation and the gate function.
         whole_mlp: ftbench's kernels recompute silu(gate) * up instead of saving it.
         streamed: Frozen weights are in host memory.
         reference: How a dpo step computes the reference."""
@@ -111,7 +111,7 @@ class TrainingPlan:
 
     @property
     def joined(self) -> bool:
-        """Whether all projections of an input, with their adapters, are one product, as our kernels need."""
+        """Whether one product computes all projections of an input and their adapters. ftbench's kernels need this."""
         return self.triton and (self.fused == "augmented" or (self.fused == "separate" and self.fp8))
 
     @property
@@ -136,7 +136,7 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         spec: The resolved experiment.
         model: The shape of its model.
         padded: Whether a batch has padding, or rows with several samples.
-        whole: Whether all rows have one length and one sample."""
+        whole: Whether each row has one sample, and all rows have the same length."""
     method, on = spec.method, spec.optimizations
     if on.triton_kernels and model.family not in KERNEL_FAMILIES:
         raise SpecError(f"optimizations.triton_kernels does not support {model.family}: set it to off")
