@@ -117,7 +117,7 @@ class Command(Left):
     ) -> None:
         super().__init__(out)
         words = ["run", str(spec), "--out", str(out), "--json", *arguments]
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         self.process = (
             subprocess.Popen(
                 [sys.executable, "-m", "ftbench", *words], env=env, cwd=cwd, text=True,
