@@ -409,6 +409,11 @@ def test_unsupported_launch_is_an_error_with_a_fix(problems, section, fix):
     assert any(fix in problem for problem in problems(f"{MODEL}launch: {{{section}}}\n"))
 
 
+def test_more_stages_than_gpus_are_an_error_with_verl(problems):
+    said = problems(f"{MODEL}dataset: {{samples: 8}}\nlaunch: {{gpus: 1, strategy: none, pp: 2, framework: verl}}\n")
+    assert any("launch.pp needs strategy pp, and launch.strategy is none" in problem for problem in said)
+
+
 @pytest.mark.parametrize(
     ("section", "strategy", "sizes"),
     [

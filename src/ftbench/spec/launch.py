@@ -83,7 +83,7 @@ class Launch(Part):
     def shares(self) -> int:
         """The number of different batches per step (data-parallel size)."""
         if self.tp or self.pp:
-            return self.ranks // ((self.tp or 1) * (self.pp or 1))
+            return max(1, self.ranks // ((self.tp or 1) * (self.pp or 1)))
         strategy = STRATEGIES.get(self.strategy)
         return 1 if strategy and strategy.same_samples else self.ranks
 
