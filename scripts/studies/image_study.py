@@ -63,12 +63,12 @@ def guide(cells: Sequence[Cell]) -> Section | None:
     if not records:
         return None
     published = published_study()
-    rules = "; ".join(f"{rule['take']} if {rule['where']}" for rule in published["guide"])
+    rules = "; ".join(f"if {rule['where']}, use {rule['take']}" for rule in published["guide"])
     words = (
         "Each row has the combination that trains this number of images in the shortest time, including start-up. Its "
         f"tensors need at most {units.percent(_ROOM, 0)} of the memory. A row also applies to larger memory, up to the "
         "next row.",
-        f"The study's guide ({published['source']}): {rules}.",
+        f"The study recommends ({published['source']}): {rules}.",
     )
     table = table_of_rows(records, text=("model", "GPU", "data", "take"), shared=("model", "GPU", "data"))
     return Section("image_guide", "Images: which combination, from how many steps on", table, words, records)

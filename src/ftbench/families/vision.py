@@ -128,7 +128,7 @@ def describe(family: str, config: dict[str, Any]) -> VisionShape:
 
 
 def _clip(family: str, config: dict[str, Any]) -> VisionShape:
-    """Describe transformers' CLIPVisionModel and LlavaNextMultiModalProjector of two layers."""
+    """Describe transformers' CLIPVisionModel, and LlavaNextMultiModalProjector, which has two linear layers."""
     vision = Config(config["vision_config"], _CLIP_DEFAULTS)
     hidden, layers, inner = (vision.whole(key) for key in ("hidden_size", "num_hidden_layers", "intermediate_size"))
     patch, tile = vision.whole("patch_size"), vision.whole("image_size")

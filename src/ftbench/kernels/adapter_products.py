@@ -113,9 +113,9 @@ class Beside(torch.autograd.Function):
     output widths. `scales_and_adapters` are the scales of all layers, then A and B of each layer. A and B are passed
     only to receive gradients.
 
-    `forward` takes scales and adapters as one `*` parameter, to change its number of parameters. Without gradients,
-    torch.compile assumes that `forward` has no `ctx` if a call has as many arguments as `forward` has parameters (torch
-    2.11 and 2.13, `call_apply`). For one layer, separate parameters would lead to equal numbers.
+    Scales and adapters are one `*` parameter, because torch.compile assumes without gradients that `forward` has no
+    `ctx` if a call has as many arguments as `forward` has parameters (torch 2.11 and 2.13, `call_apply`). With separate
+    parameters, this would be so for one layer.
     """
 
     @staticmethod

@@ -137,7 +137,7 @@ def replace_norm(norm: Any) -> None:
 
 
 def _join(module: Any, *layers: Any) -> None:
-    """Store the AdapterGroup of these layers in the module. Do nothing if the group has other layers or biases."""
+    """Store the AdapterGroup of these layers in the module if it holds exactly these layers and none has a bias."""
     group = getattr(layers[0], "group", None)
     if group is not None and group.holds(layers):
         setattr(module, _GROUP, group)

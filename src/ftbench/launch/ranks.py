@@ -153,7 +153,7 @@ def _start(
 def _verdict(ended: Ended, states: Mapping[int, dict[str, Any]]) -> tuple[int, int, dict[str, Any]]:
     """Return the rank whose state becomes the run's state, an exit code, and the keys to add to this state.
 
-    A rank that lost the connection to another rank is not the cause. A rank that ftbench ended is not either.
+    A rank that lost the connection to another rank is not the cause. Neither is a rank that ftbench ended.
     """
     stopped = [rank for rank, state in states.items() if ended[rank][1] and state.get("state") in (None, "interrupted")]
     failed = [rank for rank, (code, _) in ended.items() if code and rank not in stopped]

@@ -55,8 +55,8 @@ def analyse(trace: Trace, work: Sequence[DeviceWork], step_before_s: float | Non
 def _host_waits(trace: Trace) -> float | None:
     """Return the time for which threads that launch kernels waited in the driver. Return None without a GPU.
 
-    A launch waits while the queue of the GPU is full. If the launches never wait, the step is launch-bound. Without the
-    profiler, launches are faster and therefore wait longer.
+    A launch waits while the queue of the GPU is full. If the launches never wait, the step is launch-bound. The
+    profiler slows launches. Without it, the queue fills earlier and launches wait longer than this time.
     """
     calls = [[span for span in spans if span.kind == "call"] for spans in trace.threads.values()]
     launching = [own for own in calls if any(LAUNCH.match(call.name) for call in own)]

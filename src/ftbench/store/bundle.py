@@ -247,6 +247,6 @@ def opened(path: Path) -> Path:
 
 
 def shown(path: str) -> str:
-    """Return the path of a run for display. A run of a bundle has the path of the bundle."""
+    """Return the path of a run for display. For a run in a bundle, this is BUNDLE:PATH."""
     folders = {f"{folder.name}/runs/": bundle for bundle, folder in _OPENED.items()}
     return next((f"{folders[each]}:{path[len(each) :]}" for each in folders if path.startswith(each)), path)

@@ -81,8 +81,9 @@ def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> f
 def tied_gradients(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the additional bytes at the end of the backward pass if embedding and head share a trained weight.
 
-    autograd adds the gradient from the embedding to the gradient from the head. During the addition, both gradients and
-    their sum exist. One of the three is not included, because it is counted as a gradient."""
+    autograd adds the gradient from the embedding to the gradient from the head. During the addition, three
+    tensors exist: both gradients and their sum. This function returns the bytes of two. The third is counted with the
+    gradients of all weights."""
     return 2.0 * model.vocab * model.hidden * plan.weight if plan.full and model.tied else 0.0
 
 

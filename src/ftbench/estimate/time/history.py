@@ -110,7 +110,7 @@ class RunHistory:
         return self._lengths[key]
 
     def with_sample_count(self, spec: Experiment) -> Experiment:
-        """Return the spec with a number of samples. By default, this is the number of rows in the file."""
+        """Return the spec with dataset.samples set. The default is the rows of the file minus dataset.eval_samples."""
         data = spec.dataset
         rows = self.lengths(spec).rows if data.samples is None else None
         if rows is None:

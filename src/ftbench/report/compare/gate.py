@@ -70,7 +70,7 @@ def _ids(cell: Cell) -> str:
 
 
 def _nearest(cell: Cell, candidates: Sequence[Cell]) -> Cell:
-    """Return the candidate that agrees best in tokens, power limit and card."""
+    """Return the candidate whose tokens, power limit and card agree best with those of `cell`."""
     keys = (DATA, LIMIT, CARD)
     return max(candidates, key=lambda other: [other.facts.get(key) == cell.facts.get(key) for key in keys])
 

@@ -153,7 +153,7 @@ OPTIMIZATIONS = {
     "loader_processes": Optimization(
         type=Switch | Annotated[Int, Field(ge=1, le=64)],
         description="prepare batches and images in worker processes; each prepares two batches in advance; a number "
-        "sets how many processes (on: 4)",
+        "is the number of processes, `on` means 4",
         not_with_dpo=None,
     ),
     "image_cache": Optimization(

@@ -74,7 +74,8 @@ def tokenise(
 def tokenise_pair(tokenizer: Any, example: Example, max_length: int) -> Tokens:
     """Return the chosen sequence with the rejected one.
 
-    Loss starts at the first token that differs from the rendered prompt in either sequence, as in trl's DPOTrainer.
+    In both sequences, loss starts at the first position where one of them differs from the rendered prompt, as in trl's
+    DPOTrainer.
     """
     prompt = _dialogue(tokenizer, example.messages[:-1], True)
     rendered = [_dialogue(tokenizer, messages, False) for messages in (example.messages, example.rejected)]

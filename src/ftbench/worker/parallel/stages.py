@@ -52,7 +52,7 @@ class Layers(nn.Module):
         self.passed = 0
 
     def begin(self, batches: Sequence[Batch], items: Any) -> None:
-        """Set the micro-batches of the next pass, and the number of label tokens that divides the loss."""
+        """Set the micro-batches of the next pass, and the number of label tokens by which the loss is divided."""
         self.batches, self.items, self.passed = batches, items, 0
 
     def forward(self, *hidden: torch.Tensor) -> torch.Tensor:
