@@ -45,6 +45,6 @@ def record(run: RunDir, state: str, reason: str, **more: Any) -> FinishedRun:
 
 
 def finished(run: RunDir) -> FinishedRun:
-    """Return a run that has ended."""
+    """Return the result of a run that has ended: its summary and exit code."""
     summarised = summary.summarise(run)
     return FinishedRun(run, summarised, 0 if summarised.state == "ok" else FtbenchError.exit_code)

@@ -154,7 +154,10 @@ class _StoppedError(Exception):
 
 @dataclass(slots=True)
 class SlurmSlot:
-    """Runs one job at a time. All cells must train on the GPU `gpu`. The runs in `earlier` are not new results."""
+    """Runs one job at a time. `gpu` is the GPU model that each node must have.
+
+    `earlier` names the runs that existed when the sweep started, and those that it submitted. A job with such a run
+    trains again. Any other run was written by another job of the sweep, so its result is used."""
 
     name: str
     settings: SlurmSettings

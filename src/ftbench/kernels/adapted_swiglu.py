@@ -149,9 +149,9 @@ def constants_of(rank: int, dtype: torch.dtype, small: torch.dtype, interpreted:
 def gate_and_cast(
     base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, a: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return silu(gate) * up in 8 bits (tokens, inner), the factor that undoes its scale, and its product with a'
-    (tokens, down_rank). `base` must be contiguous. The module docstring defines the other names. `maxima` and `dtype`
-    are as in `cast_by_last`."""
+    """Return three tensors: silu(gate) * up in 8 bits (tokens, inner), the factor that undoes the scale of these
+    values, and (silu(gate) * up) a' (tokens, down_rank). `base` must be contiguous. The module docstring defines the
+    other names. `maxima` and `dtype` are as in `cast_by_last`."""
     tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
     constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
     parts = min(PARTS, triton.cdiv(columns, TILE["COLUMNS"]))

@@ -21,7 +21,7 @@ TOLERANCE = 1e-9
 
 @dataclass(slots=True)
 class Verdict:
-    """The result of a check. A sentence is a reason to distrust the bundle, or names a run that was not compared."""
+    """The result of a check. `problems` are reasons to distrust the bundle, `unchecked` are runs not compared."""
 
     runs: int = 0
     files: int = 0

@@ -41,7 +41,7 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
             return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Compute the reference under autocast. Before training, accelerate has not wrapped the model for it."""
+        """Compute log probabilities of the reference under autocast, which accelerate adds when training starts."""
         with self.accelerator.autocast():
             return super().compute_ref_log_probs(model, {key: inputs[key] for key in inputs if key != COUNT})
 

@@ -100,8 +100,8 @@ def groups(plan: TrainingPlan, layer: Layer) -> list[Group]:
 def fused(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the bytes that fused_lora needs in addition to the weights and adapters, in the compute dtype.
 
-    `augmented` extends each weight by `columns` rows and columns, which contain the adapters. `separate` stores three
-    tensors per group: all A matrices, all B matrices, and the B matrices as one block-diagonal matrix."""
+    `augmented` adds `Group.columns` rows and as many columns to the weight of each group, for the adapters. `separate`
+    stores three tensors per group: all A matrices, all B matrices, and the B matrices as one block-diagonal matrix."""
     if plan.fused == "off":
         return 0.0
     every = [(count, group) for layer, count in model.kinds for group in groups(plan, layer)]

@@ -118,9 +118,9 @@ def _known(samples: Sequence[SampleWithImages], basis: str, exact: bool) -> Know
 
 
 def _sample(vision: VisionShape, sizes: Sequence[Sides], text: int, longest: int, heads: int = 0) -> SampleWithImages:
-    """Return a sample with images of these sizes, `text` tokens with labels, and `heads` tokens without.
+    """Return a sample with images of these sizes, `text` tokens with labels, and `heads` tokens without labels.
 
-    worker/data/synthetic.py puts one such token after each image."""
+    worker/data/synthetic.py puts one token without a label after each image."""
     images = NOTHING
     for width, height in sizes:  # the longest side is scaled to at most `longest` pixels (0: no limit)
         scale = min(1.0, (longest or max(width, height)) / max(width, height))

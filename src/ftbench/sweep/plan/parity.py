@@ -233,7 +233,7 @@ class ParityPlan(Grid):
         return ControlResult(name, level, state, failed or results[0])
 
     def _recorded(self, recipe: Contender, record: Job) -> tuple[LevelResult, LevelResult]:
-        """Return the forward and gradient levels of a run that recorded them."""
+        """Return the results of the forward and gradient levels from a run that recorded losses and gradients."""
         rounding = [self.record_of(self.plain(recipe), recipe)] if verdict.rounds(recipe.spec) else []
         if why := self._missing([self.record_of(recipe.reference, recipe), *rounding], [record]):
             return (LevelResult("forward", *why), LevelResult("gradient", *why))

@@ -70,8 +70,8 @@ def chunked_loss(
 
 def _whole(parameter: Any) -> Any:
     """Return a parameter of the head as a plain tensor on the device. With `weight_offload`, copy it from the host.
-    With FSDP2, gather a frozen head here, because the loss does not call its forward pass, which would gather it. A
-    trained head is sharded together with the last norm, so it is already gathered."""
+    FSDP2 gathers weights when the forward pass of their module is called. The loss does not call that of the head, so
+    gather a frozen head here. A trained head is gathered together with the last norm."""
     if (fetch := getattr(parameter, "fetch", None)) is not None:
         return fetch()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

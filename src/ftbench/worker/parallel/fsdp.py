@@ -48,7 +48,8 @@ def attach(trainer: Any, spec: Experiment) -> None:
 def shard(accelerator: Any, model: Any, spec: Experiment) -> Any:
     """Shard a model as accelerate does, and prefetch each layer while the layer before it computes.
 
-    accelerate casts all trained weights to float32 if products are in 16 bits.
+    accelerate casts all trained weights to float32 if products are in 16 bits. This is avoided for `full` with 16-bit
+    weights.
     """
     state, precision = accelerator.state, accelerator.state._mixed_precision
     if spec.method.name == "full" and not trains_in_32_bits(spec):
