@@ -76,7 +76,7 @@ def members(path: Path) -> dict[str, bytes]:
 
 
 def command(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    return warm.run(arguments, os.environ | variables)
+    return warm.run(arguments, os.environ | {"COLUMNS": "2000"} | variables)
 
 
 # --- packing ---------------------------------------------------------------------------------------------------------

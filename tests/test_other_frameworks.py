@@ -191,7 +191,7 @@ def test_the_page_lists_what_differs_and_what_does_not():
     page = (ROOT / "docs/evidence/frameworks.md").read_text().partition("<!-- written by")[2]
     for said in (
         "All runs used the same rows in the same order",
-        "; trained parameters 21,823,488; trained in float32",
+        "; trained parameters 21,823,488; type of trained weights float32",
         "axolotl.core.trainers.base.AxolotlTrainer | axolotl, liger_kernel |",
         " differ: applied.trained_dtype: bfloat16 → float32",
     ):

@@ -88,6 +88,7 @@ def test_missing_settings_file_is_named(ftbench, tmp_path):
 ], ids=["away", "refused", "not shared"])  # fmt: skip
 def test_problem_of_the_cluster_is_one_clear_error(ftbench, tmp_path, monkeypatch, sbatch, code, message):
     install(tmp_path / "slurm", monkeypatch, sbatch=sbatch)
+    monkeypatch.setenv("COLUMNS", "2000")
     ended, _, err = ftbench("sweep", written(tmp_path), "--out", tmp_path / "out", "--on", "slurm")
     assert (ended, message in err) == (code, True), err
 

@@ -30,7 +30,7 @@ TRAIN = {"batch_size": 2, "gradient_accumulation_steps": 2}
 
 def profile(spec: Path, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     words = ("profile", spec, "--out", out, "--json", *arguments)
-    return warm.run(words, os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"})
+    return warm.run(words, os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "200"})
 
 
 @pytest.fixture(scope="module")

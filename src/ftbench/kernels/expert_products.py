@@ -47,7 +47,7 @@ class GroupedExperts:
     def forward(
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum of k experts per token: (tokens, width) → (tokens, width). `router_indices` and
+        """Return (tokens, width): for each token, the weighted sum of k experts. `router_indices` and
         `routing_weights` (tokens, k) contain the experts of each token and their weights."""
         tokens, k = router_indices.shape
         experts, order = router_indices.reshape(-1).sort(stable=True)
