@@ -33,8 +33,8 @@ class Table:
     @property
     def title(self) -> str:
         """The values that all rows share, in one line."""
-        shared = (f"{key} {value}" for key, value in self.context.items() if value)
-        return " · ".join("without optimizations" if words == "with none" else words for words in shared)
+        shared = [(key, value) for key, value in self.context.items() if value]
+        return " · ".join("without optimizations" if each == ("with", "none") else " ".join(each) for each in shared)
 
     @property
     def words(self) -> list[bool]:

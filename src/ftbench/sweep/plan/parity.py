@@ -66,10 +66,6 @@ class ControlResult:
     state: str
     result: LevelResult | None = None
 
-    @property
-    def caught(self) -> bool:
-        return self.state == "caught"
-
 
 class ParityPlan(Grid):
     """The runs of `recipes` and their references. The training level needs `seeds` trainings per recipe. With 0 seeds,
