@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ftbench.core.hardware import gpus
 from ftbench.spec import sweep
 from ftbench.spec.experiment import resolve
 from ftbench.spec.incompatibilities import machine_incompatibilities
@@ -34,11 +35,11 @@ def test_every_shipped_spec_loads_and_can_run_on_an_h100(path):
     assert machine_incompatibilities(spec, H100) == []
 
 
-def test_shipped_prices_have_a_currency_a_date_and_a_source():
+def test_each_known_card_has_a_price_with_a_currency_a_date_and_a_source():
     prices = load_prices(CONFIGS / "prices.yaml").by_gpu
-    assert len(prices) > 20
-    assert all((price.rent and price.rent.currency == "USD" and "(" in price.rent.source) or price.rent.source.isalpha()
-               for price in prices.values())  # fmt: skip
+    assert set(prices) == {gpu.name for gpu in gpus()}
+    known = [price.rent or price.owned for price in prices.values()]
+    assert all(price.currency == "USD" and price.date and price.source[0].isupper() for price in known)
 
 
 @pytest.mark.parametrize("name", STUDY)
