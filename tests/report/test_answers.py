@@ -115,7 +115,7 @@ def test_answer_uses_valid_runs_and_counts_the_others(tmp_path):
     assert found.left_out == {
         "contended": 1, "not finite": 2, "with fewer than 5 steady steps": 1, "on other machines": 1,
     }  # fmt: skip
-    assert found.paragraphs[-1].startswith("Left out: 5 runs: ")
+    assert found.paragraphs[-1].startswith("Left out: 5 runs (")
 
 
 def test_cells_of_one_recipe_get_unique_names(tmp_path):
@@ -137,7 +137,7 @@ def test_other_differences_are_listed_once_without_the_length(tmp_path):
 
 def test_store_of_failures_has_no_answer(tmp_path):
     make_run(tmp_path, "a", steps(0), state=OOM)
-    assert words(tmp_path) == "No run has a valid speed. Left out: 1 run: 1 out of memory."
+    assert words(tmp_path) == "No run has a valid speed. Left out: 1 run out of memory."
 
 
 def test_answer_of_the_committed_sweep():

@@ -30,6 +30,7 @@ _SHARED = {
     "objective.name": "of other objectives", "launch.gpus": "on another number of GPUs", "gpu": "on other machines",
     CARD: "on other cards", LIMIT: "at other power limits", COMMIT: "of other commits",
 }  # fmt: skip
+_PLACE = ("gpu", CARD, LIMIT, COMMIT)  # facts that do not change the work
 # Facts that are not listed as differences: names show them, or they only change the length of the training.
 _IN_NAMES = ("method.", "optimizations.", "applied.", "train.optimizer", "train.batch_size", "launch.framework",
              "launch.settings", "train.gradient_accumulation_steps", "dataset.hash", "dataset.order_hash",
@@ -125,16 +126,20 @@ def rate_of(cell: Cell) -> float:
 
 def left_out_text(ranked: Sequence[Ranking], left_out: Mapping[str, int]) -> tuple[str, dict[str, int]]:
     """Count the runs outside the first ranking by reason. Return the counts as a line of text and as numbers."""
-    counts = Counter(left_out)
+    counts, faster, highest = Counter(left_out), "", rate_of(ranked[0].winner) if ranked else 0.0
     for other in ranked[1:]:
-        differing = (name for name, a, b in zip(_SHARED, ranked[0].key, other.key, strict=True) if a != b)
-        counts[_SHARED[next(differing)]] += other.runs
+        differing = [name for name, a, b in zip(_SHARED, ranked[0].key, other.key, strict=True) if a != b]
+        counts[_SHARED[differing[0]]] += other.runs
+        if differing[0] in _PLACE and rate_of(other.winner) > highest:
+            highest = rate_of(other.winner)
+            faster = f" The fastest of them: {other.name(other.winner)}, {_speed(other.winner)}."
     if not counts:
         return "", {}
-    words = ", ".join(f"{count:,} {reason}" for reason, count in counts.items())
+    words = [f"{count:,} {reason}" for reason, count in counts.items()]
     total = units.some(sum(counts.values()), "run")
+    text = f"{total} {next(iter(counts))}" if len(words) == 1 else f"{total} ({', '.join(words)})"
     more = " `--answers` compares other groups." if len(ranked) > 1 else ""
-    return f"Left out: {total}: {words}.{more}", dict(counts)
+    return f"Left out: {text}.{faster}{more}", dict(counts)
 
 
 # --- the sentences --------------------------------------------------------------------------------------------------
@@ -163,14 +168,18 @@ def _section(key: str, ranking: Ranking, more: Sequence[str] = ()) -> Section:
 def _winner(ranking: Ranking) -> str:
     winner, count = ranking.winner, len(ranking.best)
     rank = f"is the fastest of {count} recipes" if count > 1 else "is the only recipe"
-    figures = [f"{units.rate(winner.figure(TOKENS))} tokens/s" if winner.figure(TOKENS) else
-               f"{units.rate(winner.samples_per_hour)} samples/h"]  # fmt: skip
+    figures = [_speed(winner)]
     if winner.figure(TOKENS) and (ends := winner.speed_interval()):
         figures[0] += f" (95 %: {units.rate(ends[0])} to {units.rate(ends[1])})"
     if peak := winner.figure(PEAK):
         figures.append(f"{units.gibibytes(peak)} GiB")
     figures.append(units.some(len(winner.runs), "run"))
     return f"{ranking.name(winner)} {rank}: {', '.join(figures)}. {ranking.about}{_rounds(ranking)}."
+
+
+def _speed(cell: Cell) -> str:
+    tokens = cell.figure(TOKENS)
+    return f"{units.rate(tokens)} tokens/s" if tokens else f"{units.rate(cell.samples_per_hour)} samples/h"
 
 
 def _rounds(ranking: Ranking) -> str:
