@@ -458,8 +458,8 @@ def test_help_begins_with_at_most_five_options(ftbench, monkeypatch, command):
     """The options that are used most are in the first group; --help is the sixth."""
     monkeypatch.setenv("COLUMNS", "120")
     _, out, _ = ftbench(command, "--help")
-    first = out.partition("─ Options ")[2].partition("╰")[0]
-    assert len(re.findall(r"(?m)^│ [* ]*--?\w", first)) <= 6
+    first = out.partition("\nOptions:\n")[2].partition("\n\n")[0]
+    assert 1 <= len(re.findall(r"(?m)^  -", first)) <= 6
 
 
 @pytest.mark.parametrize("command", [None, *typer.main.get_command(app).commands])

@@ -24,8 +24,8 @@ from ftbench.cli.shared import (
     Spec,
     Store,
     Wide,
-    app,
     check_output,
+    command,
     emit,
     gpu_count,
     of,
@@ -45,7 +45,7 @@ def _joined(names: list[str] | None) -> str | None:
     return ",".join(names) if names else None
 
 
-@app.command()
+@command()
 def estimate(
     spec: Spec,
     gpu: GpuNames = None,
@@ -84,7 +84,7 @@ def estimate(
     raise typer.Exit(answer.code if check else 0)
 
 
-@app.command()
+@command()
 def data(spec: Spec, dataset: Data = None, sets: Sets = None, as_json: Json = False) -> None:
     """Show a data set: lengths, truncation, padding, packing gain, three samples."""
     from ftbench.estimate import preview
@@ -94,7 +94,7 @@ def data(spec: Spec, dataset: Data = None, sets: Sets = None, as_json: Json = Fa
     emit(document if as_json else preview.as_text(document))
 
 
-@app.command()
+@command()
 def recommend(
     spec: Spec,
     gpu: GpuNames = None,
@@ -146,7 +146,7 @@ def _recommend(request: RecommendRequest, force: bool, as_json: bool = False, ev
     raise typer.Exit(0 if answer.options else 1)
 
 
-@app.command()
+@command()
 def init(
     model: Annotated[Path | None, typer.Argument(help="the model: Qwen/Qwen3-8B, or a local folder")] = None,
     dataset: Annotated[

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from ftbench.cli.shared import Json, Out, Sets, Wide, app, emit, log
+from ftbench.cli.shared import Json, Out, Sets, Wide, command, emit, log
 from ftbench.errors import MissingError, SpecError
 
 
-@app.command()
+@command()
 def probe(out: Out = Path("results"), as_json: Json = False) -> None:
     """Measure this machine's peak rates, in at most a minute. Matrix products, memory, host link, launches."""
     from ftbench.doctor import probe as probing
@@ -19,7 +19,7 @@ def probe(out: Out = Path("results"), as_json: Json = False) -> None:
     emit(document if as_json else f"{probing.as_text(document)}\nfile        {path}")
 
 
-@app.command()
+@command()
 def doctor(
     spec: Annotated[Path | None, typer.Argument(help="check whether this spec can run here")] = None,
     sets: Sets = None,
@@ -37,7 +37,7 @@ def doctor(
     raise typer.Exit(MissingError.exit_code if diagnosis.can_run is False else 0)
 
 
-@app.command("list")
+@command("list")
 def list_(
     what: Annotated[
         str,

@@ -22,7 +22,7 @@ from ftbench.cli.shared import (
     Spec,
     TimeBudget,
     Wide,
-    app,
+    command,
     emit,
     log,
     of,
@@ -39,7 +39,7 @@ Gpus = Annotated[str | None, of(CLUSTER, "run one cell at a time on each of thes
 On = Annotated[str | None, of(CLUSTER, "a cluster: slurm (with slurm.yaml), ray or ray://host:port", metavar="slurm")]
 
 
-@app.command()
+@command()
 def sweep(
     spec: Annotated[
         Path | None, typer.Argument(help="YAML file with a `sweep:` section; or a model or file with axes below")
@@ -128,7 +128,7 @@ def _plan(
     return {"sets": sets or [], "out": out, "time_budget": time_budget, "retry_failed": retry_failed, "force": force}
 
 
-@app.command()
+@command()
 def ablate(
     spec: Spec,
     only: Annotated[str | None, typer.Option(help="only these optimizations or variants", metavar="A,B")] = None,
@@ -154,7 +154,7 @@ def ablate(
     _run_plan(command.prepare(request), dry_run, log_every, as_json)
 
 
-@app.command()
+@command()
 def parity(
     spec: Spec,
     recipe: Annotated[str | None, typer.Option(help="recipes to judge (default: the spec)", metavar="A,B")] = None,

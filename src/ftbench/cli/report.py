@@ -15,8 +15,8 @@ from ftbench.cli.shared import (
     Overwrite,
     Runs,
     Wide,
-    app,
     check_output,
+    command,
     emit,
     log,
     of,
@@ -25,7 +25,7 @@ from ftbench.cli.shared import (
 from ftbench.core import units
 
 
-@app.command()
+@command()
 def report(
     paths: Runs,
     answers: Annotated[bool, typer.Option("--answers", help="add other groups, energy, samples per night")] = False,
@@ -63,7 +63,7 @@ def report(
     raise typer.Exit(1 if answer.regressed else 0)
 
 
-@app.command()
+@command()
 def show(
     run: Annotated[str, typer.Argument(help="folder, id or a part of it, or number in `report`")],
     paths: Annotated[list[Path] | None, typer.Argument(help="folders of the runs (default: results)")] = None,
@@ -77,7 +77,7 @@ def show(
     emit(answer.document() if as_json else answer.text())
 
 
-@app.command()
+@command()
 def bundle(
     paths: Runs, output: Annotated[Path, typer.Option("-o", "--output", help="the archive to write: x.tar.zst")]
 ) -> None:
@@ -91,7 +91,7 @@ def bundle(
     emit(f"{output}: {units.some(made.runs, 'run')}, {units.some(made.files, 'file')}{redacted}")
 
 
-@app.command()
+@command()
 def verify(
     bundle: Annotated[Path, typer.Argument(help="an archive of `ftbench bundle`")], as_json: Json = False
 ) -> None:
@@ -104,7 +104,7 @@ def verify(
     raise typer.Exit(1 if checked.problems else 0)
 
 
-@app.command("import")
+@command("import")
 def import_(
     file: Annotated[Path, typer.Argument(help="trainer_state.json, or a seven-column CSV")],
     name: Annotated[str, typer.Option(help="name of the experiment: the folder below --out")],

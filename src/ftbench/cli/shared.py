@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from ftbench.core import processes
-from ftbench.core.table import printable, wrapped
 from ftbench.core.units import some
 from ftbench.errors import BROKEN_PIPE, MissingError, SpecError
 
@@ -27,12 +28,42 @@ KEYS = {"--gpus": "launch.gpus=2", "--method": "method=qlora", "--batch-size": "
 # Groups of options in --help. The five that are used most are in the first group, which has no name.
 OUTPUT, INPUT, LIMITS, CLUSTER, ADVANCED = "Output", "Input", "Limits", "Several GPUs", "Advanced"
 
+
+class Command(TyperCommand):
+    """A command that lists its options in groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, then the options without a group, then each group."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            default = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            if record := parameter.get_help_record(ctx):
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or default, []).append(record)
+        for name, rows in groups.items():
+            if rows:
+                with formatter.section(name):
+                    formatter.write_dl(rows)
+
+
+class Commands(TyperGroup):
+    """A group of commands that shows their whole descriptions."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a line for each command."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.help) for name, command in self.commands.items()])
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # the help of rich takes three times as long, because it imports a Markdown parser
     help="Measure what fine-tuning a language model costs on this machine: time, memory, energy, step by step.",
 )
+
+
+command = partial(app.command, cls=Command)
 
 
 def of(panel: str, help: str, *names: str, **more: Any) -> Any:
@@ -147,6 +178,8 @@ def emit(result: object, end: str = "\n") -> None:
         typer.Exit: The reader has closed stdout.
         MissingError: stdout cannot be written, e.g. because the disk is full.
     """
+    from ftbench.core.table import printable
+
     text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     try:
         print(printable(text), end=end, flush=True)
@@ -159,6 +192,8 @@ def emit(result: object, end: str = "\n") -> None:
 
 def log(text: str) -> None:
     """Print a line on stderr, wrapped and without control characters. Cut the middle of a very long line."""
+    from ftbench.core.table import printable, wrapped
+
     line = printable(text)
     if (more := len(line) - _MAX_LINE) > 0:
         line = f"{line[: _MAX_LINE // 2]}… ({some(more, 'character')} more) …{line[-_MAX_LINE // 2 :]}"

@@ -19,7 +19,7 @@ from ftbench.cli.shared import (
     Sets,
     Spec,
     Yes,
-    app,
+    command,
     emit,
     log,
 )
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ftbench.spec.experiment import Experiment
 
 
-@app.command()
+@command()
 def run(
     spec: Spec, recipe: Recipe = None, dataset: Data = None, length: Length = None, sets: Sets = None,
     out: Out = Path("results"), log_every: LogEvery = "60s", yes: Yes = False, as_json: Json = False,
@@ -45,7 +45,7 @@ def run(
     raise typer.Exit(result.exit_code)
 
 
-@app.command()
+@command()
 def profile(
     spec: Spec,
     recipe: Recipe = None,
