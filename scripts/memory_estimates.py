@@ -324,42 +324,46 @@ def main() -> None:
     wrong, measured_strategies = false_fits(runs, known), " and ".join(known.strategies) or "none"
     page = f"""# How far `ftbench estimate` is off
 
-`scripts/memory_estimates.py` writes this page from the committed runs in `results/h200`. It estimates each run with the
-batch shape that the run really had, and compares the estimate with the measured memory. The constants of
-`src/ftbench/facts/estimator.yaml` were fitted to the runs marked "fitted". The "held out" runs were not used for the
-fit: one third of the experiments (chosen by a hash of their settings) and all runs with images. The other terms of the
-formulas count the tensors that autograd saves (with compiled layers: that AOTAutograd's partitioner saves). The terms
-of unsloth and Liger come from their source code and were checked with these runs. The checkpointing of unsloth needs up
-to 0.6 GiB (2 to 6 %) more than its source code explains. The runs in `results/h200/grid` (`scripts/studies/grid`) were
-estimated before they were made. Three terms were corrected after a comparison with fitted runs: 8-bit optimizer states
-of embeddings, activations in host memory, and the logits of batches smaller than a chunk (`results/h200/launch-bound`).
+`scripts/memory_estimates.py` writes this page from the committed runs in `results/h200`. The script estimates the
+memory of each run with the batch shape that the run really had, and compares the estimate with the measured memory. The
+constants of `src/ftbench/facts/estimator.yaml` were fitted to the runs marked "fitted". The "held out" runs were not
+used for the fit. They are one third of the experiments, chosen by a hash of the settings, and all runs with images.
+Some terms of the formulas were not fitted. They count the tensors that autograd saves or, with compiled layers, the
+tensors that AOTAutograd's partitioner saves. The terms of unsloth and Liger come from the source code of these
+libraries and were checked with the runs on this page. The checkpointing of unsloth needs up to 0.6 GiB (2 to 6 %) more
+than its source code explains. The runs in `results/h200/grid` (`scripts/studies/grid`) were estimated before the runs
+were made. Three terms were corrected after a comparison with fitted runs: 8-bit optimizer states of embeddings,
+activations in host memory, and the logits of batches smaller than a chunk (`results/h200/launch-bound`).
 
-This page excludes {some(len(older), "older run")}, because the old chunked loss computed the logits twice
-(`chunked (ftbench)` in applied.json) and the current one does not: {", ".join(older)}.
-Another older run with `chunked_loss`, {PROFILED}, kept the gradient of one chunk together with the
-logits of the next chunk (0.58 GiB with 2,048 tokens of Qwen3). Its estimate is too low by this amount.
+This page excludes {some(len(older), "older run")}: {", ".join(older)}. In these runs, the chunked loss computed the
+logits twice (`chunked (ftbench)` in applied.json). The current chunked loss computes the logits once. Another older run
+with `chunked_loss`, {PROFILED}, kept the gradient of one chunk together with the logits of the next chunk (0.58 GiB
+with 2,048 tokens of Qwen3). The estimate of this run is too low by 0.58 GiB.
 
-The ranges were fitted so that they contain 90 % of the fitted runs. The last column shows the share of runs that are
-inside their range. The bias is the mean of the signed errors: a plus means that estimates are too high.
+The ranges of the estimates were fitted to contain 90 % of the fitted runs. The last column of the table shows the share
+of runs whose measured memory is inside the range. The bias is the mean of the signed errors: a positive bias means that
+the estimates are too high on average.
 
 | runs | kind of memory | number | mean error | worst error | bias | inside the range |
 |---|---|--:|--:|--:|--:|--:|
 {chr(10).join(error_lines("fitted", own) + error_lines("held out", rest))}
 
-Some model families have no committed run (`src/ftbench/families`). Their estimates are compared with recorded memory
-peaks of small models: allocated memory agrees within 2 % (`tests/estimate/test_recorded_peaks.py`). The range of these
-families is ±{percent(UNSEEN_SPREAD)}. Strategies without measured runs (all except {measured_strategies}) have a range
-of ±15 %. This page excludes runs of other frameworks (`launch.framework`) and on shared GPUs (`measure.share_gpu`).
-Device memory is the value of the driver (NVML, nvidia-smi). It includes about 0.6 GiB of the driver itself. The verdict
-*fits* compares it with the memory that cudaMemGetInfo reports for a process (`facts/gpus.yaml`: probed or published).
-On cards with display outputs, 0.5 GiB are subtracted for a screen.
+Some model families in `src/ftbench/families` do not have a committed run. The estimates of these families were compared
+with recorded memory peaks of small models. The allocated memory agrees within 2 %
+(`tests/estimate/test_recorded_peaks.py`), and the range of these families is ±{percent(UNSEEN_SPREAD)}. Strategies
+without measured runs (all except {measured_strategies}) have a range of ±15 %. This page excludes runs of other
+frameworks (`launch.framework`) and runs on shared GPUs (`measure.share_gpu`). Device memory is the value that the
+driver reports (NVML, nvidia-smi). This value includes about 0.6 GiB that the driver itself needs. The verdict *fits*
+compares the estimated device memory with the memory that cudaMemGetInfo reports for a process (`facts/gpus.yaml`:
+probed or published). On cards with display outputs, ftbench subtracts 0.5 GiB for a screen.
 
-Estimates of reserved memory are least accurate for very small models and for batches of varying length. There, the
-allocator's pool depends on the order of the requested sizes. Therefore the range of reserved memory includes free
-blocks that are too small to be reused at the peak (`_not_reused` in estimate/memory/estimate.py), the minimum size of
-the allocator's segments, and kernels that are loaded late.
+Estimates of reserved memory are least accurate for very small models and for batches of varying length. In these cases,
+the allocator's pool depends on the order of the requested sizes. Therefore the range of reserved memory includes three
+extra amounts: free blocks that are too small to be reused at the peak (`_not_reused` in estimate/memory/estimate.py),
+the minimum size of the allocator's segments, and kernels that are loaded late.
 
-These runs ran out of memory. A correct estimate is *does not fit* or *uncertain*. {len(wrong)} estimates were *fits*:
+The runs in this table ran out of memory. A correct estimate of such a run is *does not fit* or *uncertain*.
+{len(wrong)} of these runs were estimated as *fits*:
 
 | run | verdict |
 |---|---|

@@ -28,11 +28,7 @@ from memory_estimates import quantile  # noqa: E402
 from ftbench.core import units  # noqa: E402
 from ftbench.core.hardware import gpus  # noqa: E402
 from ftbench.core.stats import grouped_by  # noqa: E402
-from ftbench.core.units import (  # noqa: E402
-    change,
-    optimizations_on,
-    percent,
-)
+from ftbench.core.units import change, optimizations_on, percent  # noqa: E402
 from ftbench.errors import SpecError  # noqa: E402
 from ftbench.estimate.time.duration import DurationEstimate, estimate_duration  # noqa: E402
 from ftbench.estimate.time.history import RunHistory, TimedRun, timed_runs  # noqa: E402
@@ -48,20 +44,22 @@ ROUNDS = 12
 GPUS = {gpu.name: gpu for gpu in gpus()}
 HEAD = """# How far the time of `ftbench estimate` is off
 
-`scripts/time_estimates.py --write` writes this page from the committed runs in `results/h200`. A run needs at least
-five steady steps, or fewer steps that agree within 5 % (coefficient of variation). When ftbench estimates a run, its
-coefficients are fitted without this run and without other runs of the same step. Runs on several GPUs are in a separate
-table and do not change the coefficients. Runs of other frameworks and runs on shared GPUs are excluded. Runs of older
-code are excluded too: it computed the logits of the chunked loss twice, or ran ZeRO-3 without prefetching. The ZeRO-3
-run of older code (`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5 times the estimated time. The current code
-prefetches weights, but it was not measured yet. Therefore estimates of ZeRO have a wider range.
+`scripts/time_estimates.py --write` writes this page from the committed runs in `results/h200`. The page includes runs
+with at least five steady steps. Shorter runs are also included if their step times agree within 5 % (coefficient of
+variation). For the estimate of a run, the coefficients are fitted to other runs, without any run of the same step. Runs
+on several GPUs have a separate table and do not change the coefficients. This page excludes runs of other frameworks,
+runs on shared GPUs, and runs of older code. The older code computed the logits of the chunked loss twice, or ran ZeRO-3
+without prefetching. The excluded ZeRO-3 run (`qwen3-14b-full-zero3-2gpus-b1-8422a04877ba-r1`) took 1.5 times the
+estimated time. The current code prefetches weights, but ZeRO-3 was not measured again on an H200. Therefore estimates
+of ZeRO have a wider range.
 
-The GPU and the Python code that starts its kernels (the host) work at the same time. The slower of the two determines
-the time of a step. The GPU's time is a sum of terms: FLOPs divided by the rate of large matrix products, and bytes
-divided by the memory bandwidth. Each term is multiplied by a coefficient. In the table, "without runs" is the value
-from before the fit, and "runs" counts the runs in which the term takes at least 5 % of the step. The rates come from
-`ftbench probe`, otherwise from publications, otherwise from the data sheet. Similar runs on the same GPU do not scale
-an estimate: this would change the mean error from 5.7 to 5.4 % on the H200, and from 16 to 32 % for the four steps of
+While the GPU computes, Python code on the CPU (the *host*) starts the next kernels. The slower of GPU and host
+determines the time of a step. The time of the GPU is a sum of terms. Each term is
+`coefficient * FLOPs / rate of large matrix products`, or `coefficient * bytes / memory bandwidth`. In the table,
+"value" is the coefficient after the fit, "without runs" is the coefficient before the fit, and "runs" counts the runs
+in which the term takes at least 5 % of the step. The rates of a GPU come from `ftbench probe`. Without a probe, the
+rates come from publications or from the data sheet. Measured times of similar runs do not scale an estimate. Such
+scaling would change the mean error from 5.7 to 5.4 % on the H200, and from 16 to 32 % for the four steps of
 `results/h100`.
 
 """
@@ -245,9 +243,9 @@ def as_text(rows: Sequence[LeftOut]) -> str:
     mean, worst = errors_of(rows)
     steps, inside = len({same_step(row.run) for row in rows}), sum(row.is_inside for row in rows)
     return "\n".join([*lines, "", (
-        f"{units.some(len(rows), 'run')} of {units.some(steps, 'different step')}, each estimated without runs of the "
-        f"same step: the mean error is {percent(mean)}, the worst {percent(worst)}. {inside} of {len(rows)} runs are "
-        "inside their range."
+        f"The table has {units.some(len(rows), 'run')} of {units.some(steps, 'different step')}. Each run was "
+        f"estimated without runs of the same step. The mean error is {percent(mean)}, and the largest error is "
+        f"{percent(worst)}. {inside} of {len(rows)} runs are inside the range of their estimate."
     )]) + "\n"  # fmt: skip
 
 
@@ -273,13 +271,12 @@ def main() -> None:
     several = several_gpus(history, {name: term.value for name, term in terms.items()})
     factors = " and ".join(f"{value:.2f} if the {bound} limits the speed" for bound, value in ranges.items())
     text = (
-        f"{coefficient_table(terms)}\n{as_text(rows)}"
-        f"If the fit also excludes all runs with the same method and optimizations, the mean error is {percent(mean)}, "
-        f"the worst {percent(worst)}.\nIf it excludes all runs of the same model, the mean error is "
-        f"{percent(errors_of(models)[0])}. Ranges that were fitted to other models contain {percent(coverage(models))} "
-        "of these runs.\nThe range goes from the expected time divided by a factor to the expected time multiplied by "
-        f"it. The factor is {factors}.\n"
-        f"\n## Several GPUs\n\n{as_text(several)}"
+        f"{coefficient_table(terms)}\n{as_text(rows)}If the fit excludes all runs with the same method and "
+        f"optimizations, the mean error is {percent(mean)} and the largest error is {percent(worst)}.\nIf the fit "
+        f"excludes all runs of the same model, the mean error is {percent(errors_of(models)[0])}. Ranges that were "
+        f"fitted to the other models contain {percent(coverage(models))} of the runs of a model.\nThe range of an "
+        f"estimate is from `expected time / factor` to `expected time * factor`. The factor is {factors}.\n\n## "
+        f"Several GPUs\n\n{as_text(several)}"
     )
     print(text, end="")
     if "--write" in sys.argv:

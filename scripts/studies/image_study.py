@@ -65,10 +65,10 @@ def guide(cells: Sequence[Cell]) -> Section | None:
     published = published_study()
     rules = "; ".join(f"if {rule['where']}, use {rule['take']}" for rule in published["guide"])
     words = (
-        "Each row has the combination that trains this number of images in the shortest time, including start-up. Its "
-        f"tensors need at most {units.percent(_ROOM, 0)} of the memory. A row also applies to larger memory, up to the "
-        "next row.",
-        f"The study recommends ({published['source']}): {rules}.",
+        "Each row shows the combination that trains this number of images in the shortest time, including the "
+        f"start. The tensors of this combination need at most {units.percent(_ROOM, 0)} of the GPU's memory. A row "
+        "also applies to GPUs with more memory, up to the next row.",
+        f"The founding study recommends ({published['source']}): {rules}.",
     )
     table = table_of_rows(records, text=("model", "GPU", "data", "take"), shared=("model", "GPU", "data"))
     return Section("image_guide", "Images: which combination, from how many steps on", table, words, records)

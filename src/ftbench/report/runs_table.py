@@ -14,8 +14,8 @@ from ftbench.report.document import Column, Table, table_of
 
 CONTEXT = {"model": "model", "weights": "weights", "gpu": "GPU", "data": "data", "optimizations": "with"}
 FOOTNOTE = (
-    "step: the median of the steady window. tokens/s: tokens without padding. samples/h: tokens/s divided by the mean "
-    "sample length. peak GiB: the memory of tensors (on a CPU: of the process)."
+    "step: median step time in the steady window. tokens/s: tokens per second, without padding. samples/h: tokens/s "
+    "divided by the mean sample length. peak GiB: peak memory of all tensors (on a CPU: peak memory of the process)."
 )
 _SHOWN = ("model", "dataset", "method", "train.batch_size", "train.gradient_accumulation_steps", "optimizations")
 MOST_NAMED = 4  # run numbers in a note

@@ -158,13 +158,13 @@ def split_problems(spec: Experiment, layers: int | None) -> Iterator[str]:
         yield f"launch.split: its sum is {sum(launch.split)}, and {spec.model.id} has {layers} layers: change it"
 
 
-_STAGES = "each GPU holds some of the layers, and micro-batches pass through them (torch)"
+_STAGES = "each GPU holds some of the layers; micro-batches pass from one GPU to the next (torch)"
 STRATEGIES = {
     "ddp": Strategy(
-        description="each GPU has a copy of the model and trains on its share of the batch; gradients are summed",
+        description="each GPU has a copy of the model and trains on a share of the batch; the GPUs sum their gradients",
     ),
     "fsdp": Strategy(
-        description="each GPU holds a part of each layer; the GPUs gather a layer to compute it (PyTorch's FSDP2)",
+        description="each GPU holds a part of each layer; GPUs gather a layer before computing it (PyTorch's FSDP2)",
         shards=("optimizer", "gradients", "weights"),
         offloads=("params",),
         incompatibilities=_optimizers,
@@ -175,12 +175,12 @@ STRATEGIES = {
         offloads=("optimizer",),
     ),
     "zero2": Strategy(
-        description="like zero1; each GPU also has only a share of the gradients",
+        description="each GPU has a copy of the weights, and a share of the gradients and of the optimizer state",
         shards=("optimizer", "gradients"),
         offloads=("optimizer",),
     ),
     "zero3": Strategy(
-        description="like zero2; each GPU also has only a share of the weights; the GPUs gather a layer to compute it",
+        description="each GPU has a share of weights, gradients and states; GPUs gather a layer before computing it",
         shards=("optimizer", "gradients", "weights"),
         offloads=("optimizer", "params"),
     ),
@@ -191,40 +191,40 @@ STRATEGIES = {
         incompatibilities=_tp,
     ),
     "tp+fsdp": Strategy(
-        description="tp within groups of `launch.tp` GPUs, and fsdp between the groups (FSDP2)",
+        description="`tp` within groups of `launch.tp` GPUs, and `fsdp` between the groups (FSDP2)",
         shards=("optimizer", "gradients", "weights", "matrices"),
         incompatibilities=_tp,
     ),
     "ep": Strategy(
-        description="each GPU holds a part of the experts; all GPUs work on the same tokens (transformers)",
+        description="each GPU holds some of the experts; all GPUs work on the same tokens (transformers)",
         shards=("experts",),
         same_samples=True,
         incompatibilities=_ep,
     ),
     "cp": Strategy(
-        description="each GPU has a part of each sequence; GPUs exchange keys and values; FSDP2 shards the weights",
+        description="each GPU has a part of each sequence; the GPUs exchange keys and values; FSDP2 shards the weights",
         shards=("optimizer", "gradients", "weights", "sequence"),
         same_samples=True,
         incompatibilities=_cp,
     ),
     "pp": Strategy(description=_STAGES, shards=("layers",), same_samples=True, incompatibilities=_pp),
     "pp+ddp": Strategy(
-        description="several copies of a pp pipeline; the copies of a stage sum their gradients",
+        description="several copies of a `pp` pipeline; the copies of each stage sum their gradients",
         shards=("layers",),
         incompatibilities=_pp,
     ),
     "pp+fsdp": Strategy(
-        description="like pp; each layer is also sharded over several GPUs (FSDP2)",
+        description="like `pp`, and several GPUs also shard each layer (FSDP2)",
         shards=("optimizer", "gradients", "weights", "layers"),
         incompatibilities=_pp,
     ),
     "pp+tp": Strategy(
-        description="like pp; `launch.tp` GPUs also share each matrix of a stage",
+        description="like `pp`, and `launch.tp` GPUs also share each matrix of a stage",
         shards=("matrices", "layers"),
         incompatibilities=_pp,
     ),
     "pp+tp+fsdp": Strategy(
-        description="like pp; the GPUs of each stage use tp+fsdp",
+        description="like `pp`, and the GPUs of each stage use `tp+fsdp`",
         shards=("optimizer", "gradients", "weights", "matrices", "layers"),
         incompatibilities=_pp,
     ),

@@ -44,9 +44,9 @@ _EXACT = 0.0005
 _FIRST = ("speed", "peak GiB", "samples/h", "also differs", "state")  # the leftmost columns
 TEXT = ("speed", "peak GiB", "first step", "energy", "break-even", "also differs", "state", "name")
 NOTE = (
-    "Changes are relative to the baseline, with 95 % intervals. ≈: not distinguishable; likely: one run per side; "
-    "?: no interval. Energy is that of the GPU per sample. Reports do not judge whether a recipe learns the same: use "
-    "`ftbench parity`."
+    "Changes are relative to the baseline, with 95 % intervals. ≈ means not distinguishable, likely means one run "
+    "per side, ? means that there is no interval. Energy is the energy of the GPU per sample. Reports do not judge "
+    "whether a recipe learns the same: use `ftbench parity`."
 )
 
 
