@@ -1,6 +1,6 @@
-"""The functions through which the commands run, sweep, report, list and doctor use the estimator.
+"""The interface of the estimator for the commands run, sweep, report, list and doctor.
 
-Callers import this module inside functions and work without it: they then report that predictions are missing."""
+Commands import this module inside functions. If the import fails, a command reports that predictions are missing."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -19,13 +19,13 @@ from ftbench.store.rundir import first_gpu
 
 
 class Predictor:
-    """Predict the memory and time of many specs on one GPU, with the runs and probes of a results folder."""
+    """Predict the memory and time of many specs on one GPU, from the runs and probes of a results folder."""
 
     def __init__(self, gpu: dict[str, Any], folder: Path) -> None:
         self._gpu, self._history, self._cache = gpu, RunHistory.read(folder), MemoryCache(gpu.get("memory_gb"))
 
     def predict(self, spec: Experiment) -> tuple[MemoryEstimate | None, DurationEstimate | None, float | None]:
-        """Return memory, step time and wall seconds of a run, each None if it is not known."""
+        """Return the memory, the step time and the wall time in seconds of a run. An unknown value is None."""
         memory = memory_on_machine(spec, self._gpu, self._history.path, self._cache)
         time = time_on_machine(spec, self._gpu, self._history)
         samples = epochs_samples(spec, time.samples) if time else None
@@ -33,19 +33,19 @@ class Predictor:
 
 
 def usable_gib(gpu: Gpu) -> float:
-    """Return the GiB of a GPU that processes can use."""
+    """Return the memory of a GPU that processes can use, in GiB."""
     return capacity(gpu).usable
 
 
 def problem(spec: Experiment, described: dict[str, Any], store: Path) -> str | None:
-    """Return why a run will not fit into the memory of this machine (a machine.json), or None if it may fit."""
+    """Return an error message if a run needs more memory than a machine (`described`, a machine.json) has, or None."""
     return memory_problem(spec, first_gpu(described) or None, store, (described.get("cpu") or {}).get("memory_gb"))
 
 
 def memory_on_machine(
     spec: Experiment, gpu: dict[str, Any] | None, store: Path | None, cache: MemoryCache | None = None
 ) -> MemoryEstimate | None:
-    """Return the estimated memory on this GPU. It is None without a GPU, for a mock run, and for an unknown model."""
+    """Return the estimated memory on this GPU. Return None without a GPU, for a mock run, and for an unknown model."""
     with suppress(FtbenchError):
         if gpu is not None and gpu.get("memory_gb") and spec.launch.mock == "off":
             return (cache or MemoryCache(gpu["memory_gb"])).estimate(spec, machine_gpu(gpu, store))
@@ -53,8 +53,7 @@ def memory_on_machine(
 
 
 def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, history: RunHistory) -> DurationEstimate | None:
-    """Return the estimated time on this GPU. It is None without a known GPU, for a mock run, and if no rate is
-    known."""
+    """Return the estimated time on this GPU. Return None for a mock run, and for an unknown GPU, model or speed."""
     with suppress(FtbenchError):
         if (known := limited_gpu(gpu)) is not None and spec.launch.mock == "off":
             return estimate_duration(spec, known, history)
@@ -62,9 +61,9 @@ def time_on_machine(spec: Experiment, gpu: dict[str, Any] | None, history: RunHi
 
 
 def first_trial(spec: Experiment, gpu: dict[str, Any] | None, store: Path, most: int) -> int | None:
-    """Return the batch size at which a search starts: the largest that is expected to fit, and at most `most`.
+    """Return the first batch size of a batch size search: the largest size that is expected to fit.
 
-    Trials train the longest samples first. For synthetic data, the estimate assumes enough samples for the batch."""
+    The search trains the longest samples first. For synthetic data, the estimate assumes at least `most` samples."""
     if gpu is None or memory_on_machine(spec, gpu, store) is None:
         return None
     changed: dict[str, Any] = {"longest_first": True}
@@ -77,7 +76,7 @@ def first_trial(spec: Experiment, gpu: dict[str, Any] | None, store: Path, most:
 def memory_problem(
     spec: Experiment, gpu: dict[str, Any] | None, store: Path, host_gb: float | None = None
 ) -> str | None:
-    """Return why a run will not fit the GPU of a machine.json, or the host's memory."""
+    """Return an error message if a run needs more memory than the GPU or the host (`host_gb` GiB) has, else None."""
     memory = memory_on_machine(spec, gpu, store)
     if gpu is None or memory is None:
         return None
@@ -99,7 +98,7 @@ def memory_problem(
 
 
 def expectation(spec: Experiment, gpu: dict[str, Any] | None, store: Path) -> str | None:
-    """Return the prediction in one line: `expected: 77.9 GiB of 140.4, about 4 min 05 s (...)`, or None."""
+    """Return one line such as `expected: 77.9 GiB of 140.4, about 4 min 05 s (...)`, or None without a prediction."""
     if gpu is None:
         return None
     history = RunHistory.read(store, spec, [gpu["name"]])

@@ -1,4 +1,4 @@
-"""Answer `ftbench estimate`: the memory and time of a spec on one or several GPUs."""
+"""Compute the answer of `ftbench estimate`: the memory and time of a spec on one or several GPUs."""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _MOST_HOURS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class EstimateRequest:
-    """The options of `ftbench estimate`. `gpus` and `strategy` replace the spec's `launch`."""
+    """The options of `ftbench estimate`. `gpus` and `strategy` override the `launch` section of the spec."""
 
     spec: Path
     sets: Sequence[str] = ()
@@ -47,7 +47,7 @@ class EstimateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer as text and as a JSON document. `--check` exits with a code that depends on the best verdict."""
+    """The answer as text and as JSON. `code` is the exit code of `--check`: 0 fits, 1 uncertain, 2 does not fit."""
 
     text: str
     document: str
@@ -55,7 +55,7 @@ class Answer:
 
 
 class Target(NamedTuple):
-    """A GPU to estimate for: a row of the table, or the GiB of an unknown GPU. `total` is the driver's GiB if known."""
+    """A GPU to estimate for. `gpu` is a row of the GPU table, or a size in GiB. The driver reports `total` GiB."""
 
     name: str
     gpu: Gpu | float
@@ -63,7 +63,7 @@ class Target(NamedTuple):
 
 
 def estimate(request: EstimateRequest) -> Answer:
-    """Return the answer to a request. Raise SpecError if an option is wrong, or if the model or GPU is not known."""
+    """Return the answer to a request. Raise SpecError for a wrong option, an unknown model or an unknown GPU."""
     every, launch = request.strategy == ALL, {"gpus": request.gpus, "strategy": request.strategy}
     given = [f"launch.{key}={value}" for key, value in launch.items() if value is not None]
     sets = [*request.sets, *([] if every else given)]
@@ -85,7 +85,7 @@ def estimate(request: EstimateRequest) -> Answer:
 
 
 def _estimated(spec: Experiment, target: Target, history: RunHistory, memory_cache: MemoryCache) -> GpuEstimate:
-    """Return memory and time on one GPU. If the time is not known, `reason` explains it."""
+    """Return the estimate for one GPU. If the time is unknown, the field `reason` explains why."""
     memory = memory_cache.estimate(spec, target.gpu)
     most = memory_cache.largest_batch(spec, target.gpu)
     row = GpuEstimate(target.name, memory, most)
@@ -100,7 +100,7 @@ def _estimated(spec: Experiment, target: Target, history: RunHistory, memory_cac
 
 
 def _scope(request: EstimateRequest) -> Scope:
-    """Return the number of samples, the hours and the prices of a request. Raise SpecError for impossible amounts."""
+    """Return the requested samples, hours and prices. Raise SpecError if the samples or hours are out of range."""
     hours = NIGHT_H if request.hours is None else request.hours
     prices = None if request.prices is None else load_prices(request.prices)
     if wrong := wrong_samples(request.samples):
@@ -111,7 +111,7 @@ def _scope(request: EstimateRequest) -> Scope:
 
 
 def wrong_samples(samples: int | None) -> list[str]:
-    """Return an error for an impossible number of samples."""
+    """Return an error message if the number of samples is out of range. Otherwise return an empty list."""
     possible = samples is None or 1 <= samples <= MOST_SAMPLES
     return [] if possible else [f"--samples {samples}: must be from 1 to 10^15, for example --samples 20000"]
 
@@ -119,7 +119,7 @@ def wrong_samples(samples: int | None) -> list[str]:
 def _compare_strategies(
     spec: Experiment, targets: Sequence[Target], request: EstimateRequest, history: RunHistory
 ) -> Answer:
-    """Return a table of strategies and numbers of GPUs of one kind."""
+    """Return the answer to `--strategy all`: a table of all strategies on different numbers of GPUs."""
     from ftbench.estimate import strategies_table
 
     given = {"--samples": request.samples, "--hours": request.hours, "--prices": request.prices}
@@ -143,7 +143,7 @@ def _compare_strategies(
 def _alternative(
     spec: Experiment, target: Target, request: EstimateRequest, sets: Sequence[str], history: RunHistory
 ) -> tuple[str, dict[str, Any] | None]:
-    """Return the fastest settings that fit and keep the samples per step, as text and as a record."""
+    """Return the fastest settings that fit with the same samples per step, as text and as a JSON record."""
     from ftbench.estimate.recommend import ranking, spec_file  # most specs fit
 
     if not isinstance(target.gpu, Gpu):
@@ -159,8 +159,8 @@ def _alternative(
 
 
 def _targets(request: EstimateRequest) -> list[Target]:
-    """Return the requested GPUs, or this machine's GPU. Their memory comes from the probes in the results folder and
-    from the driver."""
+    """Return the GPUs that `--gpu` names, or this machine's GPU. The memory of a GPU comes from probes in the results
+    folder, from the driver, or from the GPU table."""
     if request.gpu is not None:
         return [Target(gpu.name, probed(gpu, request.store)) for gpu in gpus_named(request.gpu)]
     described = machine.gpu()
@@ -170,7 +170,7 @@ def _targets(request: EstimateRequest) -> list[Target]:
 
 
 def as_document(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> dict[str, Any]:
-    """Return the document for --json: sizes in GiB, times in seconds."""
+    """Return the JSON document of an estimate: sizes in GiB, times in seconds."""
     records = [
         {"gpu": row.name, **asdict(row.memory), "largest_batch": row.largest, "time": _time_record(spec, row, scope)}
         for row in rows

@@ -1,6 +1,6 @@
-"""Find the GPUs that `--gpu` names, and the memory that a process can use on each.
+"""Find the GPUs that the option `--gpu` names, and the memory that a process can use on each GPU.
 
-If a name fits several cards, the error lists them."""
+If a name matches several GPUs, the error message lists these GPUs."""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ DISPLAY = 0.5  # GiB left for a display on cards with display outputs
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The memory of a GPU in GiB. The driver reports `total`. Processes can use `usable`. `margin` should stay free."""
+    """The memory of a GPU in GiB: `total` (driver), `usable` (processes) and `margin` (kept free for a display)."""
 
     total: float
     usable: float
@@ -31,16 +31,16 @@ class Capacity:
 
     @property
     def words(self) -> str:
-        """The total, the usable memory and the margin as text."""
+        """Total memory, usable memory and margin as text."""
         kept = f", less {gibibytes(self.margin)} for a display" if self.margin else ""
         return f"{gibibytes(self.total)} GiB by its driver (NVML), {gibibytes(self.usable)} for a process{kept}"
 
 
 def capacity(gpu: Gpu | float, total: float | None = None) -> Capacity:
-    """Return the capacity of a GPU of the table, or of an unknown GPU with this many GiB.
+    """Return the memory of a GPU. `gpu` is a row of the GPU table, or the GiB of a GPU that is not in the table.
 
-    `total` is the memory in GiB that the driver reports, if known. Otherwise it comes from the table, or from the data
-    sheet. A GB of a data sheet counts as 10**9 bytes, so that the result is not too large."""
+    `total` is the memory in GiB that the driver reports. The default comes from the table or the data sheet. A GB of a
+    data sheet counts as 10**9 bytes, the smaller of its two usual meanings."""
     if not isinstance(gpu, Gpu):
         size = total or gpu
         return Capacity(size, max(0.0, size - RESERVE))
@@ -50,7 +50,7 @@ def capacity(gpu: Gpu | float, total: float | None = None) -> Capacity:
 
 
 def probed(gpu: Gpu, store: Path | None) -> Gpu:
-    """Return the GPU. If the results folder has a probe of it, its usable memory is the measured one."""
+    """Return the GPU with the memory that `ftbench probe` measured. Without a probe, return the GPU unchanged."""
     figures = machine.ceilings(store, gpu.name) if store else {}
     if "usable_gb" not in figures:
         return gpu
@@ -59,13 +59,13 @@ def probed(gpu: Gpu, store: Path | None) -> Gpu:
 
 
 def machine_gpu(described: Mapping[str, Any], store: Path | None) -> Gpu | float:
-    """Return the GPU of a machine.json as a row of the table, updated with probes, or its GiB if it is unknown."""
+    """Return the GPU of a machine.json as a row of the GPU table. Return the memory in GiB of an unknown GPU."""
     gpu = limited_gpu(described)
     return probed(gpu, store) if gpu else float(described["memory_gb"])
 
 
 def gpus_named(text: str) -> list[Gpu]:
-    """Return the GPUs of `--gpu NAME[,NAME]` or `--gpu all`, each once. Raise SpecError for an unknown name."""
+    """Return the distinct GPUs of `--gpu NAME[,NAME]` or `--gpu all`. Raise SpecError for an unknown name."""
     names = [part.strip() for part in text.split(",") if part.strip()]
     if not names:
         raise SpecError("--gpu: name GPUs of `ftbench list gpus`, separated by commas, or all")
@@ -73,10 +73,10 @@ def gpus_named(text: str) -> list[Gpu]:
 
 
 def gpu_named(name: str) -> Gpu:
-    """Return the only GPU that matches `name`: its name in the table, its name by the driver, or some words of these.
+    """Return the only GPU that matches `name`: a name in the GPU table, a driver name, or some words of such a name.
 
     Raises:
-        SpecError: No GPU matches, or several do."""
+        SpecError: No GPU matches, or several GPUs match."""
     plain = name.casefold()
     if (exact := next((gpu for gpu in gpus() if plain == gpu.name.casefold()), None)) is not None:
         return exact
@@ -94,7 +94,7 @@ def gpu_named(name: str) -> Gpu:
 
 
 def _by_driver(name: str) -> Gpu | None:
-    """Return the GPU with this complete driver name. `A100` is a part of several driver names and does not match."""
+    """Return the GPU with the driver name `name`. Return None for `A100`, which is a part of several driver names."""
     gpu = find_gpu(name)
     if gpu is None:
         return None
@@ -104,7 +104,7 @@ def _by_driver(name: str) -> Gpu | None:
 
 
 def gpus_called(text: str) -> list[Gpu]:
-    """Return the GPUs that match each word of a user's spelling: `rtx4090`, `4090`, `h100-pcie`, `A100 SXM 80GB`."""
+    """Return the GPUs that match each word of a name: `rtx4090`, `4090`, `h100-pcie`, `A100 SXM 80GB`."""
     words = _words(text)
     several = len(words) > 1  # `40` alone does not name a card, but `A100 40` does
     return [gpu for gpu in gpus()
@@ -112,13 +112,13 @@ def gpus_called(text: str) -> list[Gpu]:
 
 
 def _same(word: str, own: str, or_memory: bool) -> bool:
-    """Return whether a word is a word of the GPU's name or a short form of it: `sxm` for `sxm4`, `80` for `80gb`."""
+    """Return whether `word` equals `own` or shortens it: `sxm` for `sxm4`, or with `or_memory` also `80` for `80gb`."""
     return own == word or (word.isalpha() and own.rstrip("0123456789") == word) or (or_memory and own == f"{word}gb")
 
 
 @cache
 def _names(gpu: Gpu) -> frozenset[str]:
-    """Return the words of a GPU's names and memory. Words that follow each other are also returned as one word."""
+    """Return the words of a GPU's names and memory. Adjacent words are also returned as one joined word."""
     names = [_words(name) for name in (gpu.name, *gpu.match)]
     runs = ("".join(name[start:end]) for name in names for start in range(len(name))
             for end in range(start + 1, len(name) + 1))  # fmt: skip

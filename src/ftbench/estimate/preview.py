@@ -29,11 +29,11 @@ _EXPORT_S = 3600.0  # seconds; enough to download gigabytes over a slow connecti
 
 
 def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
-    """Return the lengths of the samples, truncation, padding, packing gain, and three samples.
+    """Return sample lengths, truncation, padding, packing gain and three samples of a spec's data set.
 
     Raises:
-        DataError: The rows cannot be used.
-        MissingError: A data set of the hub cannot be loaded."""
+        DataError: ftbench cannot use the rows of the data set.
+        MissingError: A data set of the Hugging Face Hub cannot be loaded."""
     spec = load(spec_path, sets)
     dataset, images = spec.dataset, _with_images(spec)
     if dataset.is_made:
@@ -50,7 +50,7 @@ def preview(spec_path: Path, sets: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_images(spec: Experiment) -> KnownSamples | None:
-    """Return the samples with the image tokens of the model's family, or None if the samples have no images."""
+    """Return the samples including image tokens. Return None for samples without images and for text-only models."""
     try:
         vision = shape_of(spec.model).vision
     except SpecError:  # the model is not known
@@ -59,7 +59,7 @@ def _with_images(spec: Experiment) -> KnownSamples | None:
 
 
 def _exported(dataset: Dataset, pairs: bool, out: Path) -> dict[str, Any]:
-    """Write rows of a hub data set to a file, in a child process that may import the datasets library."""
+    """Write rows of a Hub data set to the file `out`. Return the number of all rows and the data format."""
     command = [sys.executable, "-P", "-m", "ftbench.worker.data.sources", dataset.model_dump_json(), str(out)]
     try:
         ended = run_program([*command, str(MOST_SAMPLES), *(["pairs"] if pairs else [])], _EXPORT_S)
@@ -94,7 +94,7 @@ def _document(
     spec: Experiment, values: Sequence[int], source: str, rows: int, format_name: str, samples: list[dict[str, Any]],
     images: KnownSamples | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the document; `values` are sample lengths in tokens before truncation."""
+    """Return the JSON document of `preview`. `values` are the sample lengths in tokens before truncation."""
     prompts, longest = spec.objective.prompts, spec.dataset.max_length
     batch = spec.global_batch // spec.objective.group if prompts else spec.train.batch_size * spec.objective.sequences
     kept = [min(value, longest) for value in values if not prompts or value <= longest] or [longest]
@@ -116,7 +116,7 @@ def _document(
 
 
 def _real_share(spec: Experiment, kept: Sequence[int], images: KnownSamples | None) -> float:
-    """Return real tokens over positions in the batches of training, as `estimate` counts them."""
+    """Return `real tokens / positions` in the training batches. Positions are real tokens and padding."""
     ordered = spec.dataset.is_made or images
     trained = tuple(kept) if ordered else shuffled(kept, spec.dataset, spec.objective.sequences)
     batches = batches_of(spec, Lengths(trained, 1.0, ""))
@@ -124,7 +124,7 @@ def _real_share(spec: Experiment, kept: Sequence[int], images: KnownSamples | No
 
 
 def _rendered(example: Example) -> str:
-    """Return the text of an example. The turns of a dialogue follow each other."""
+    """Return an example as text. Each chat message starts with its role, for example `user: `."""
     if example.text is not None:
         return example.text
     if example.rejected:
@@ -140,7 +140,7 @@ def _content(content: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def as_text(document: Mapping[str, Any]) -> str:
-    """Return the preview as text: figures and samples."""
+    """Format the document that `preview` returns for the terminal."""
     tokens, gain, prompts, images = (document[key] for key in ("tokens", "packing_gain", "prompts", "images"))
     what, size = "prompt" if prompts else "sample" if gain else "sequence", document["batch_size"]
     longest, beyond = units.count(document["max_length"]), units.percent(document["truncated_samples"])

@@ -1,4 +1,4 @@
-"""Compare all strategies for a spec on several GPUs: the memory of each GPU, and the speed of all GPUs together."""
+"""Compare all multi-GPU strategies for a spec: the memory of each GPU, and the tokens per second of all GPUs."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _MARKS = {"fits": "", "uncertain": " ?", "does not fit": " no"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A strategy on a number of GPUs: its memory and time if they are known, or reasons why it cannot run."""
+    """One strategy on one number of GPUs, with its estimates. `problems` lists why the strategy cannot run."""
 
     launch: Launch
     memory: MemoryEstimate | None
@@ -34,7 +34,7 @@ class Row:
 def rows(spec: Experiment, gpu: Gpu | float, most: int, store: RunHistory, total: float | None) -> list[Row]:
     """Return one row for a single GPU, and one row for each strategy on 2, 4, ... and `most` GPUs.
 
-    The spec's offloading is kept if the strategy supports it."""
+    A row uses the spec's `offload` setting if the strategy supports this setting."""
     mesh, table = {"tp+fsdp": 2 * (spec.launch.tp or 1)}, list[Row]()
     pairs = [("none", 1), *((strategy, count) for strategy in STRATEGIES[1:] for count in counts(most)[1:]
                             if count >= max(fewest(strategy), mesh.get(strategy, 2)))]  # fmt: skip
@@ -54,7 +54,7 @@ def rows(spec: Experiment, gpu: Gpu | float, most: int, store: RunHistory, total
 
 
 def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
-    """Return two tables, with one line per strategy and one column per number of GPUs."""
+    """Return a memory table and a speed table, with one row per strategy and one column per number of GPUs."""
     columns = sorted({row.launch.gpus for row in table})
     headings = ["strategy", *(f">{count} GPUs" if count > 1 else ">1 GPU" for count in columns)]
     memory, speeds = dict[str, dict[int, str]](), dict[str, dict[int, str]]()
@@ -86,7 +86,7 @@ def as_text(spec: Experiment, name: str, table: Sequence[Row]) -> str:
 
 
 def as_document(spec: Experiment, name: str, table: Sequence[Row]) -> str:
-    """Return the document for --json: sizes in GiB, times in seconds."""
+    """Return the comparison as a JSON document: sizes in GiB, times in seconds."""
     records = [
         {
             **row.launch.model_dump(include={"strategy", "gpus", "offload"}), "problems": list(row.problems),

@@ -1,4 +1,4 @@
-"""Write the estimate for one or several GPUs as text."""
+"""Format the estimates of `ftbench estimate` as text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
@@ -23,8 +23,8 @@ LAUNCH_BOUND = "launch-bound: the CPU starts kernels too slowly, so a faster GPU
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The totals to print: the time for `samples` (None: the samples of the spec), the number of samples in `hours`,
-    and the cost if there are `prices`."""
+    """The totals to print: the time to train `samples` samples, the samples trained in `hours`, and the cost by
+    `prices`. If `samples` is None, the spec gives the number of samples."""
 
     samples: float | None
     hours: float
@@ -33,8 +33,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class GpuEstimate:
-    """The estimate for one GPU: memory, largest batch that fits, and time. `reason` explains why a time is not
-    known."""
+    """The estimate for one GPU. `largest` is the largest batch size that fits. `reason` explains an unknown time."""
 
     name: str
     memory: MemoryEstimate
@@ -46,7 +45,7 @@ class GpuEstimate:
 def totals(
     spec: Experiment, name: str, time: DurationEstimate, scope: Scope
 ) -> tuple[float | None, Band | None, Amount | None]:
-    """Return the number of samples, and the time and cost to train them. Each is None if it is not known."""
+    """Return the number of samples to train, the time in seconds, and the cost. An unknown value is None."""
     if (samples := scope.samples or epochs_samples(spec, time.samples)) is None:
         return None, None, None
     seconds, price = time.seconds_for(samples), scope.prices.of(name) if scope.prices else None
@@ -55,7 +54,7 @@ def totals(
 
 
 def as_text(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope, nearest: str = "") -> str:
-    """Return details for one GPU, or a table for several. `nearest` is a text about the nearest spec that fits."""
+    """Return details of one GPU, or a table of several GPUs. `nearest` is a text about settings that fit."""
     more = [nearest] if nearest else []
     if len(rows) > 1:
         return "\n".join([_fitting(rows), "", _table(spec, rows, scope), *more])
@@ -70,7 +69,7 @@ def as_text(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope, nearest
 def fit_words(memory: MemoryEstimate) -> str:
     """Return `fits`, `does not fit`, or the probability that the training fits.
 
-    The probability is computed from the range of the estimate and the memory that a process can use."""
+    The probability is computed from two values: the range of the estimated memory, and the usable memory of the GPU."""
     if memory.verdict != "uncertain":
         return memory.verdict
     device, room = memory.device, memory.usable - memory.margin + RESERVE
@@ -81,7 +80,7 @@ def fit_words(memory: MemoryEstimate) -> str:
 
 
 def _fitting(rows: Sequence[GpuEstimate]) -> str:
-    """Return a sentence: the number of GPUs on which the spec fits, and the smallest and the fastest of them."""
+    """Return a sentence that counts the GPUs with enough memory, and names the smallest and the fastest of them."""
     fit = [row for row in rows if row.memory.verdict == VERDICTS[0]]
     if not fit:
         return folded(f"It is not sure to fit any of these {len(rows)} GPUs.")
@@ -94,7 +93,7 @@ def _fitting(rows: Sequence[GpuEstimate]) -> str:
 
 
 def _summary(spec: Experiment, row: GpuEstimate, scope: Scope) -> str:
-    """Return the lines with memory, largest batch, time and cost of one GPU."""
+    """Return a text table with memory, largest batch, time and cost on one GPU."""
     memory, time = row.memory, row.time
     lines = [
         ("memory", f"{_band(memory.device, gibibytes, ' GiB')} as nvidia-smi counts; {row.name} has "
@@ -149,7 +148,7 @@ def _bars(parts: Mapping[str, float]) -> str:
 
 
 def _band(band: Band, written: Callable[[float], str], unit: str = "") -> str:
-    """Return an expected value with its 90 % range as text."""
+    """Return an expected value and its 90 % range as text."""
     return f"{written(band.expected)}{unit} (90 %: {written(band.low)} to {written(band.high)})"
 
 
@@ -167,7 +166,7 @@ def _time_details(time: DurationEstimate) -> list[str]:
 
 
 def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
-    """Return a table with one line per GPU. Notes explain unknown times and sample lengths."""
+    """Return a table with one row per GPU. Notes below the table explain sample lengths and unknown times."""
     known = [row.time for row in rows if row.time]
     samples = scope.samples or epochs_samples(spec, known[0].samples if known else 0.0)
     cells = [_cells(spec, row, scope, f">{units.count(samples)} samples" if samples else "") for row in rows]
@@ -190,7 +189,7 @@ def _table(spec: Experiment, rows: Sequence[GpuEstimate], scope: Scope) -> str:
 
 
 def _cells(spec: Experiment, row: GpuEstimate, scope: Scope, training: str) -> dict[str, str]:
-    """Return heading → cell for one GPU: verdict, memory, time, basis, cost, largest batch and speeds."""
+    """Return the table row of one GPU as {column heading: text}. `training` is the heading of the time column."""
     memory, time = row.memory, row.time
     _, seconds, cost = totals(spec, row.name, time, scope) if time else (None, None, None)
     return {
@@ -210,7 +209,7 @@ def _cells(spec: Experiment, row: GpuEstimate, scope: Scope, training: str) -> d
 
 
 def _unknown(rows: Sequence[GpuEstimate]) -> list[str]:
-    """Return one sentence for each reason why the time of GPUs is not known."""
+    """Return one sentence per reason for an unknown time. Each sentence names the GPUs with this reason."""
     groups = grouped_by((row for row in rows if row.time is None), lambda row: row.reason.replace(row.name, ""))
     return [
         f"{first.name}: {first.reason}" + (f"; also {', '.join(row.name for row in more)}" if more else "")

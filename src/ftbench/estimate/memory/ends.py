@@ -1,8 +1,8 @@
 """Compute the memory outside the decoder layers: image encoder, projector, final norm, and loss.
 
-Functions return bytes for the full batch, unless noted otherwise. Symbols: T is the number of tokens in the batch with
-padding, h the hidden size, V the vocabulary size. The saved tensors of images were read from training steps of
-CLIP, Qwen2.5-VL and Qwen3-VL on fake tensors, with transformers 5.17 under peft 0.21 and autocast."""
+Functions return bytes for all tokens of the batch, unless the docstring names another unit. Padding counts as tokens.
+The saved tensors of images were recorded in training steps of CLIP, Qwen2.5-VL and Qwen3-VL on fake tensors
+(transformers 5.17, peft 0.21, autocast)."""
 
 from ftbench.estimate.workload.largest import BatchShape
 from ftbench.estimate.workload.plan import TrainingPlan
@@ -15,41 +15,42 @@ UNSLOTH_ROWS = 1024  # rows per chunk of unsloth's fused loss, fitted: unsloth 2
 
 
 def tail(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes saved after the last layer: the input of the final norm, and the normalized hidden states.
+    """Return the bytes saved after the last layer: the input and the output of the final norm.
 
-    An eager norm saves its input in float32. A norm kernel saves it without a cast. A trained eager norm also saves its
-    normalized input. The losses of Liger and unsloth compute the gradient of the hidden states in the forward pass.
-    They save this gradient, which has the same size, instead of the hidden states."""
+    An eager norm saves its input in float32. A fused norm kernel saves its input without a cast. A trained eager norm
+    also saves the normalized input. The losses of Liger and unsloth save the gradient of the norm's output instead of
+    the output. The gradient and the output have the same size."""
     normed = plan.stream
     norm = plan.stream if plan.norms_keep_inputs else FLOAT + (plan.stream if plan.full else 0)
     return float((norm + normed) * model.hidden * batch.tokens)
 
 
 def final_norm_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes of the final norm's backward pass: five float32 copies of its input, minus its output."""
+    """Return the peak bytes of the final norm's backward pass: five float32 input copies minus the freed output."""
     if plan.norms_keep_inputs:
         return 0.0
     return float((5 * FLOAT - plan.stream) * model.hidden * batch.tokens)
 
 
 def head_cast(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the bytes of the copy of a frozen float32 head in the compute dtype.
+    """Return the bytes of the copy that autocast makes of a frozen float32 LM head, in the compute dtype.
 
-    autocast makes this copy for each use of the head, because it caches only trained weights."""
+    autocast copies the head at each use, because autocast caches only the copies of trained weights."""
     return model.vocab * model.hidden * plan.compute if plan.upcast > plan.compute and plan.autocast else 0.0
 
 
 def logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes of the logits and of the temporary tensors that the loss computes from them.
+    """Return the peak bytes of the logits and of the loss's temporary tensors. V is the vocabulary size.
 
-    `trl`: a chunk has up to 256 tokens. It holds logits, log-probabilities, probabilities and their product: 16 V bytes
-    per token. A softcap adds 4 V bytes (tanh). `chunked` (ftbench): a chunk holds logits and their gradient. Without
-    compile, float32 log-probabilities and probabilities are added (worker/optimizations/chunked_loss.py).
-    `liger`: a chunk has T h / V tokens, rounded up to a power of two. It holds the logits in 16 bits and in float32.
-
-    `pairs` (dpo): the logits of all tokens exist in the dtype of the head and, under autocast, also in float32
-    (accelerate). In the backward pass, the logits and their gradient exist together. If the step uses a reference
-    model, the reference's logits exist too, while trl computes metrics of the chosen answers."""
+    - `trl`: a chunk has up to 256 tokens. Logits, log-probabilities, probabilities and their product need `16 * V`
+      bytes per token. A softcap adds `4 * V` bytes (tanh).
+    - `chunked` (ftbench): a chunk needs logits and their gradient. Without compile, float32 log-probabilities and
+      probabilities are added (worker/optimizations/chunked_loss.py).
+    - `liger`: a chunk has `tokens * hidden size / V` tokens, rounded up to a power of two. Logits exist in 16 and 32
+      bits.
+    - `pairs` (dpo): logits of all tokens exist in the head's dtype. Under autocast, a float32 copy is added
+      (accelerate). The backward pass needs logits and their gradient. A reference model adds its logits while trl
+      computes metrics."""
     if plan.loss == "pairs":
         kept = FLOAT if plan.autocast else plan.compute
         made = kept + (plan.compute if plan.autocast else 0)
@@ -68,10 +69,11 @@ def logits(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes of the temporary gradients of a trained head.
+    """Return the bytes of the temporary gradients of a trained LM head.
 
-    `trl`: autograd adds the gradients of two chunks, so both and their sum exist at the same time. `chunked`: the sum
-    and the gradient of one chunk exist in the forward pass. In the backward pass, the sum and its scaled copy exist."""
+    `trl`: autograd adds the gradients of two chunks, so three tensors exist: the two gradients and their sum.
+    `chunked`: the sum and the gradient of one chunk exist in the forward pass. The sum and a scaled copy exist in the
+    backward pass."""
     if not plan.full:
         return 0.0
     copies = 2 if plan.loss == "chunked" else 3 if plan.loss == "trl" and batch.labels > TRL_CHUNK else 1
@@ -79,20 +81,20 @@ def head_gradient(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> f
 
 
 def tied_gradients(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the additional bytes at the end of the backward pass if embedding and head share a trained weight.
+    """Return the additional bytes at the end of the backward pass for a trained weight of embedding and LM head.
 
-    autograd adds the gradient from the embedding to the gradient from the head. During the addition, three
-    tensors exist: both gradients and their sum. This function returns the bytes of two. The third is counted with the
-    gradients of all weights."""
+    autograd adds the gradient from the embedding to the gradient from the head. During the addition, three tensors
+    exist: the two gradients and their sum. This function counts two of the tensors. `phases` counts the third with all
+    other gradients."""
     return 2.0 * model.vocab * model.hidden * plan.weight if plan.full and model.tied else 0.0
 
 
 def transient_peak(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes of the loss. Saved tensors are not included.
+    """Return the peak bytes of the loss's temporary tensors, without saved tensors.
 
-    The peak is the larger of two sizes: the logits with the cast copy of the head, or the gradients of the head. One
-    gradient or copy of the hidden states is added. ftbench's loss frees the cast copy before it computes probabilities.
-    Half of its head gradients exist while the logits exist."""
+    The peak is `max(logits + cast copy of the head, head gradients) + hidden states`. The last term is one gradient or
+    copy of the hidden states. ftbench's loss frees the cast copy before it computes probabilities. Half of its head
+    gradients exist together with the logits."""
     hidden = plan.stream * model.hidden * batch.tokens
     chunk, cast, head = (logits(model, plan, batch), head_cast(model, plan), head_gradient(model, plan, batch))
     if plan.loss != "chunked":
@@ -109,8 +111,8 @@ def pixels(vision: VisionShape, batch: BatchShape) -> float:
 def images_shown(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the bytes of the image tensors that stay until the forward pass ends.
 
-    They are the image features, and the embeddings with inserted features. Qwen3-VL adds the features that it inserts
-    into later decoder layers, and the last hidden states of its encoder."""
+    These tensors are the image features, and the embeddings with inserted image features. Qwen3-VL also keeps image
+    features for later decoder layers, and the last hidden states of its encoder."""
     if (vision := model.vision) is None:
         return 0.0
     features = (1 + 2 * vision.deep) if vision.deep else 1
@@ -119,7 +121,7 @@ def images_shown(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> fl
 
 
 def encoder_saved(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that encoder and projector save for the backward pass. A checkpointed layer saves its input."""
+    """Return the bytes that image encoder and projector save for backward. A checkpointed layer saves its input."""
     encoder = 0.0
     if reached(vision, plan):
         again, used = plan.checkpointing != "off", vision.layers - bool(vision.tile)  # LLaVA skips the last one
@@ -129,15 +131,15 @@ def encoder_saved(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) ->
 
 
 def reached(vision: VisionShape, plan: TrainingPlan) -> bool:
-    """Return whether the backward pass reaches the encoder.
+    """Return whether the backward pass reaches the image encoder.
 
-    With gradient checkpointing, it also reaches a frozen CLIP encoder, because transformers makes the output of CLIP's
-    patch embedding require a gradient (enable_input_require_grads)."""
+    A trained encoder is always reached. Gradient checkpointing also reaches a frozen CLIP encoder, because transformers
+    makes CLIP's patch embeddings require a gradient (enable_input_require_grads)."""
     return plan.vision != "frozen" or (plan.checkpointing != "off" and bool(vision.tile))
 
 
 def _classes(vision: VisionShape, batch: BatchShape) -> int:
-    """Return the number of class tokens. CLIP has one per tile."""
+    """Return the number of class tokens in the batch. CLIP has one class token per image tile."""
     return batch.images.tiles if vision.tile else 0
 
 
@@ -151,11 +153,11 @@ def stream(vision: VisionShape, plan: TrainingPlan) -> int:
 
 
 def _ends(vision: VisionShape, plan: TrainingPlan) -> float:
-    """Return the bytes per patch that the encoder saves outside its layers.
+    """Return the bytes per patch that the image encoder saves outside its layers.
 
-    Qwen's rotation saves sines and cosines. If all weights are trained, the pixels for the patch embedding and the
-    tensors of CLIP's first norm are saved too. With adapters, the first norm of the first layer saves nothing, so its
-    bytes are subtracted. With checkpoints, CLIP saves the output of its patch embedding, before and after the norm."""
+    Qwen's rotary embedding saves sines and cosines. Full training saves the pixels for the patch embedding, and the
+    tensors of CLIP's first norm. With adapters, the first norm of the first layer saves nothing, so its bytes are
+    subtracted. With gradient checkpointing, CLIP saves the output of its patch embedding before and after the norm."""
     rotation = 0 if vision.tile else 2 * FLOAT * (vision.hidden // vision.heads)
     norm = FLOAT * vision.hidden + 2 * FLOAT
     if plan.vision == "full":
@@ -166,11 +168,11 @@ def _ends(vision: VisionShape, plan: TrainingPlan) -> float:
 
 
 def _layer(vision: VisionShape, plan: TrainingPlan) -> float:
-    """Return the bytes per patch that an encoder layer saves.
+    """Return the bytes per patch that one layer of the image encoder saves.
 
     Each of the two norms saves its input in float32. Attention saves queries, keys, values, output, and one float32
-    number per head. Qwen also saves queries and keys before rotation. The MLP saves `vision.activations` tensors, which
-    include the input of its last matrix. `_inputs` counts the inputs of the other matrices."""
+    number per head. Qwen also saves queries and keys before the rotary embedding. The MLP saves `vision.activations`
+    tensors, which include the input of its last matrix. `_inputs` counts the inputs of the other matrices."""
     h, c = vision.hidden, plan.compute
     norms = 2 * (FLOAT * h + 2 * FLOAT)
     attention = c * (4 if vision.tile else 6) * h + FLOAT * vision.heads
@@ -180,9 +182,9 @@ def _layer(vision: VisionShape, plan: TrainingPlan) -> float:
 def _inputs(vision: VisionShape, plan: TrainingPlan) -> float:
     """Return the bytes per patch of the inputs that the matrices of one encoder layer save.
 
-    Each adapter saves a copy of its input. Trained matrices of CLIP save four inputs in the compute dtype: for q, k, v
-    and fc1. Trained matrices of Qwen save the concatenated outputs of the attention windows and the outputs of the two
-    norms. They save an RMSNorm's output twice: before and after the multiplication by the weight."""
+    Each adapter saves a copy of its input. Fully trained CLIP matrices save four inputs in the compute dtype: for q, k,
+    v and fc1. Fully trained Qwen matrices save the outputs of the two norms and the concatenated outputs of the
+    attention windows. RMSNorm outputs are saved twice: before and after the multiplication by the weight."""
     if plan.vision == "frozen":
         return 0.0
     if plan.vision == "lora":
@@ -192,7 +194,7 @@ def _inputs(vision: VisionShape, plan: TrainingPlan) -> float:
 
 
 def projector(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that the projector saves: the input of its activation, and the inputs of trained matrices.
+    """Return the bytes that the projector saves: inputs of its activation function and of trained matrices.
 
     The inputs of Qwen's norms are added if the gradient passes through these norms."""
     if not (plan.trains_vision or reached(vision, plan)):
@@ -210,10 +212,10 @@ def projector(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> flo
 
 
 def encoder_moment(vision: VisionShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes of the encoder's temporary tensors.
+    """Return the peak bytes of the image encoder's temporary tensors.
 
-    LLaVA keeps the outputs of all layers (modeling_llava_next.py, output_hidden_states) while it computes an MLP. Qwen
-    keeps the pixels in the compute dtype. The rotation of queries and keys needs eight float32 tensors of size h."""
+    LLaVA keeps the outputs of all encoder layers during each MLP (modeling_llava_next.py, output_hidden_states). Qwen
+    keeps the pixels in the compute dtype. Qwen's rotary embedding needs eight float32 tensors of the hidden size."""
     h, c = vision.hidden, plan.compute
     if vision.tile:
         each = (vision.layers + 1) * stream(vision, plan) * h + c * vision.activations * vision.inner

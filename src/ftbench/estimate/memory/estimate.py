@@ -1,4 +1,4 @@
-"""Estimate the memory of a spec on a GPU: allocated, reserved and device memory, its parts, and whether it fits."""
+"""Estimate the allocated, reserved and device memory of a spec on a GPU, and whether the spec fits."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ SEGMENTS = 0.1  # GiB that stay unused in the pool's segments of 2 and 20 MiB, e
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Constants of `facts/estimator.yaml`.
+    """The constants of `facts/estimator.yaml`, fitted to measured runs.
 
-    `allocated_factor` multiplies the sum of all tensors. `context_gib` is the memory of driver and CUDA context.
-    The unused part of the allocator's pool is the sum of four terms: `logits_share` of the logits; `compiled_gib` for
-    compiled graphs; `varying_share` of the activations if batch shapes vary; and `optimizer_share` of the optimizer's
-    temporary tensors if the optimizer step needs as much memory as the backward pass. For 90 % of the fitted runs, the
-    error is within `allocated_range` (a share of the tensors) and `pool_range` (a share of the largest possible error
-    of the pool). `runs` are the fitted runs. `strategies` are those with measured runs that agree with the estimate."""
+    `allocated_factor` multiplies the sum of all tensors. `context_gib` is the memory of driver and CUDA context. The
+    unused part of the allocator's pool is a sum: `logits_share` * logits, `compiled_gib` for compiled layers,
+    `varying_share` * activations for varying batch shapes, and `optimizer_share` * temporary tensors of the optimizer.
+    For 90 % of the fitted runs, the error is within two limits: `allocated_range` is a share of the tensors, and
+    `pool_range` is a share of the largest possible pool error. `runs` are the fitted runs. `strategies` have measured
+    runs that agree with the estimate."""
 
     allocated_factor: float
     context_gib: float
@@ -68,7 +68,7 @@ FITTED = tuple(field.name for field in fields(Constants) if field.name not in ("
 
 @cache
 def constants() -> Constants:
-    """Return the shipped constants."""
+    """Return the constants of `facts/estimator.yaml`."""
     values: dict[str, Any] = read_facts("estimator.yaml")
     lists: dict[str, Any] = {name: tuple(values.get(name, ())) for name in ("runs", "strategies")}
     return Constants(**lists | {name: float(values[name]) for name in FITTED})
@@ -76,7 +76,7 @@ def constants() -> Constants:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """An expected value with its range, in GiB or another unit."""
+    """An expected value with the low and the high end of its range, in GiB or another unit."""
 
     low: float
     expected: float
@@ -85,12 +85,12 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """The memory of one GPU in GiB.
+    """The estimated memory of one GPU in GiB.
 
-    `parts` are the sizes of tensors at the peak by name. Their sum is `allocated.expected`. `device` includes the
-    driver's own memory, as in NVML. `total` is the GPU's memory that the driver reports. Processes can use `usable` of
-    it, and `margin` should stay free (see `verdict_of`). `host` is the host memory of the run. `batch` is the largest
-    batch, rows x length, and `basis` the source of its shape. `stages` is the device memory of each pipeline rank."""
+    `parts` are the tensor sizes at the memory peak by name. Their sum is `allocated.expected`. `device` is the memory
+    that NVML reports, which includes driver memory. `total`, `usable` and `margin` are the fields of `Capacity`. `host`
+    is the host memory of the run. `batch` is the shape `(rows, length)` of the largest batch, and `basis` is the source
+    of this shape. `stages` is the device memory of each pipeline rank."""
 
     allocated: Band
     reserved: Band
@@ -117,13 +117,13 @@ def estimate_memory(
     spec: Experiment, gpu: Gpu | float, *, total: float | None = None, batch: Largest | None = None,
     known: Constants | None = None, rank: int | None = None,
 ) -> MemoryEstimate:  # fmt: skip
-    """Return the memory of one GPU of a run. With pp, it is the GPU that needs the most memory.
+    """Return the estimated memory of one GPU. With pipeline parallelism, this is the GPU with the most memory.
 
     Args:
         spec: The experiment; `launch` gives the number of GPUs.
         gpu: A GPU of the table, or the memory of a GPU in GiB.
         total: The GPU memory in GiB that the driver reports, if known.
-        batch: The largest batch of a run on one GPU. By default it is predicted from the spec.
+        batch: The largest batch of a run on one GPU. The default is predicted from the spec.
         known: The fitted constants. The default is `facts/estimator.yaml`.
         rank: The pipeline rank to estimate. The default is the rank with the most memory.
 
@@ -162,14 +162,14 @@ def estimate_memory(
 def _peak_of(case: MemoryCase, named: dict[str, Parts], batch: Largest, end: BatchShape | None) -> float:
     """Return the peak bytes with the batch shape `end`, or with the expected batch if `end` is None.
 
-    `named` are the phases with the expected batch."""
+    `named` contains the memory phases with the expected batch."""
     if end is None or end == batch.expected:
         return peak(named)[1]
     return peak(phases(replace(case, batch=rank_shape(end, case.sharding))))[1]
 
 
 def _host(case: MemoryCase) -> float:
-    """Return the host memory of the run in GiB, summed over all GPUs."""
+    """Return the host memory of a run in GiB, summed over the processes of all GPUs."""
     states = optimizer_state(*kept_by(case.model, case.plan)) if case.plan.in_backward == "offload" else 0.0
     each = HOST * GIB + on_host(case.model, case.plan) + checkpoints_on_host(case) + states
     return (case.sharding.gpus * each + offloaded(case.model, case.plan, case.sharding)) / GIB
@@ -178,9 +178,9 @@ def _host(case: MemoryCase) -> float:
 def _case(
     spec: Experiment, gpu: Gpu | float, batch: Largest | None, rank: int | None = None
 ) -> tuple[MemoryCase, Largest]:
-    """Return the run with its expected largest batch, and that batch.
+    """Return the inputs of the memory formulas, and the largest batch of the run.
 
-    cuBLAS keeps a workspace for the forward thread and one for the backward thread."""
+    The workspace counts twice, because cuBLAS keeps one for the forward thread and one for the backward thread."""
     capability = (gpu.compute_capability if isinstance(gpu, Gpu) else None) or MODERN
     spec = resolve(spec, capability)
     check_modelled(spec)
@@ -201,8 +201,7 @@ def _tiers(
 ) -> list[Band]:
     """Return the allocated, reserved and device memory in GiB, with their ranges.
 
-    `ends` are the bytes that a step allocates with the lightest likely batch and with the heaviest batch.
-    """
+    `ends` are the peak bytes with the smallest likely batch and with the largest possible batch."""
     phase, size = peak(named)
     lowest, at_peak, highest = (each * known.allocated_factor / GIB for each in (ends[0], size, ends[1]))
     below = SHARDED_BELOW if spread == SHARDED_SPREAD else spread
@@ -227,11 +226,11 @@ def _tiers(
 
 
 def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float:
-    """Return an upper bound, in GiB, of the free blocks that cannot be reused at the peak in `phase`.
+    """Return an upper bound in GiB of the allocator's free blocks that tensors of the peak `phase` cannot reuse.
 
-    It is the largest of four sizes: half of the activations if batch shapes vary, the logits if the peak is not in the
-    loss, the optimizer's temporary tensors if the backward pass leaves few blocks for them, and gathered weights.
-    Gathered weights use a separate CUDA stream, whose blocks other tensors cannot use."""
+    The bound is the largest of four sizes: half of the activations (if batch shapes vary), the logits (if the peak is
+    not in the loss), the optimizer's temporary tensors (if the backward pass frees too few blocks), and gathered
+    weights. Gathered weights use a separate CUDA stream, so other tensors cannot use their blocks."""
     loss_only = named["loss"]["logits"] / GIB if phase != "loss" else 0.0
     temporary = named["optimizer step"]["one step"] / GIB if basis["optimizer_share"] else 0.0
     gathered = max(parts.get(GATHERED, 0.0) for parts in named.values()) / GIB
@@ -241,15 +240,15 @@ def _not_reused(named: dict[str, Parts], phase: str, basis: SlackBasis) -> float
 def verdict_of(allocated: Band, device: Band, has: Capacity) -> Verdict:
     """Return whether a run fits into the memory of a GPU.
 
-    The allocator frees unused blocks before it reports out of memory. Therefore the verdict is "does not fit" only if
-    the tensors alone do not fit."""
+    The allocator frees unused blocks before an out-of-memory error. Therefore only the tensors count for the verdict
+    "does not fit"."""
     if device.high - RESERVE <= has.usable - has.margin:
         return "fits"
     return "does not fit" if allocated.low + CONTEXT_LEAST > has.usable else "uncertain"
 
 
 def _spread(case: MemoryCase, known: Constants) -> float:
-    """Return the half-width of the range as a share. It is larger for settings without committed runs."""
+    """Return the half-width of the range as a share of the expected value. Settings without committed runs get more."""
     plan = case.plan
     unsloths = plan.checkpointing == "unsloth"  # measured up to 6 % above the formula
     family = case.model.vision.family if case.model.vision else case.model.family
@@ -266,10 +265,10 @@ SlackBasis = dict[str, float]  # name of a constant to the GiB that it multiplie
 
 
 def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
-    """Return the sizes of the blocks that the pool may not be able to reuse, each under the name of its constant.
+    """Return the GiB of the tensors that may leave unused blocks in the allocator's pool, by constant name.
 
-    The logits of our chunked loss do not count, because its blocks have one size and are reused. The optimizer's
-    temporary tensors reuse the blocks of the backward pass, if these are large enough."""
+    The logits of ftbench's chunked loss do not count, because its blocks have one size and are reused. The optimizer's
+    temporary tensors reuse free blocks of the backward pass. Only the rest counts."""
     logits = 0.0 if case.plan.loss == "chunked" else ends.logits(case.model, case.plan, case.batch)
     transient = logits + ends.head_cast(case.model, case.plan)
     acts = named["loss"].get("activations", 0) + named["loss"].get("checkpoints", 0)
@@ -283,6 +282,6 @@ def slack_basis(case: MemoryCase, named: dict[str, Parts]) -> SlackBasis:
 
 
 def slack_basis_of(spec: Experiment, gpu: Gpu | float, batch: Largest | None) -> SlackBasis:
-    """Return `slack_basis` of a run, to fit the constants."""
+    """Return `slack_basis` of a spec on a GPU. `scripts/memory_estimates.py` uses the result to fit the constants."""
     case, _ = _case(spec, gpu, batch)
     return slack_basis(case, phases(case))

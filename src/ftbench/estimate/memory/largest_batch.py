@@ -1,4 +1,4 @@
-"""Find the largest batch that fits, and cache memory estimates. Similar GPUs share an estimate."""
+"""Find the largest batch size that fits a GPU, and cache memory estimates. Similar GPUs share one estimate."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -14,14 +14,14 @@ MOST_BATCH = 65_536  # spec.experiment.Train.batch_size
 
 
 def with_batch(spec: Experiment, batch: int, accumulation: int | None = None) -> Experiment:
-    """Return the spec with another batch size. The number of accumulated batches stays the same unless it is given."""
+    """Return the spec with another batch size. The number of gradient accumulation steps stays the same by default."""
     passes = accumulation or spec.train.gradient_accumulation_steps
     train = spec.train.model_copy(update={"batch_size": batch, "gradient_accumulation_steps": passes})
     return spec.model_copy(update={"train": train})
 
 
 class MemoryCache:
-    """Cache the memory estimates of many specs on many GPUs. `total` is passed to `estimate_memory`."""
+    """Cache the memory estimates of many specs on many GPUs. The driver reports `total` GiB of memory, if known."""
 
     def __init__(self, total: float | None = None) -> None:
         self._total = total
@@ -43,10 +43,10 @@ class MemoryCache:
     def largest_batch(
         self, spec: Experiment, gpu: Gpu | float, likely: bool = False, most: int = MOST_BATCH
     ) -> int | None:
-        """Return the largest train.batch_size that fits, or None if the smallest does not.
+        """Return the largest `train.batch_size` that fits, or None if no size fits.
 
-        With pp, the batch size is a multiple of the number of micro-batches. It is at most the number of samples, and
-        at most `most`. With `likely`, return the largest batch whose expected memory fits without a margin."""
+        The result is at most `most`, and at most the number of samples. With pipeline parallelism, the result is a
+        multiple of the number of micro-batches. With `likely`, only the expected memory must fit, without a margin."""
         has, unit = capacity(gpu, self._total), spec.launch.micro_batches or 1
 
         def fits(units: int) -> bool:
@@ -60,12 +60,12 @@ class MemoryCache:
 def largest_batch(
     spec: Experiment, gpu: Gpu | float, *, likely: bool = False, total: float | None = None
 ) -> int | None:
-    """Return the largest batch of one spec that fits, or None."""
+    """Return the largest batch size of a spec that fits a GPU, or None. See `MemoryCache.largest_batch`."""
     return MemoryCache(total).largest_batch(spec, gpu, likely)
 
 
 def _largest_within(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest batch up to `most` that fits, or 0. Double the batch until it fails, then bisect."""
+    """Return the largest batch size up to `most` that fits, or 0. Double the size until a size fails, then bisect."""
     limit = min(1, most)
     while limit < most and fits(limit):
         limit = min(2 * limit, most)

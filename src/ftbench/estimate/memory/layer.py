@@ -1,9 +1,8 @@
 """Compute the bytes that one decoder layer saves for the backward pass.
 
-Functions return bytes per token of the batch, unless noted otherwise. Padding counts as tokens. Symbols: h is the
-hidden size, i the width of the MLP or of one expert, and r the rank of the adapters. A "product" is the output of a
-matrix multiplication. The formulas follow the tensors that autograd saves in the modules of transformers 5.17 under
-peft 0.21 and autocast. They were read with torch.autograd.graph.saved_tensors_hooks. Other sources are named."""
+Functions return bytes per token of the batch, unless the docstring names another unit. Padding counts as tokens. The
+formulas follow the tensors that autograd saves in the modules of transformers 5.17, under peft 0.21 and autocast. The
+tensors were recorded with torch.autograd.graph.saved_tensors_hooks. Other sources are named."""
 
 from collections.abc import Sequence
 
@@ -19,11 +18,11 @@ _PROJECTIONS = {"q_proj", "k_proj", "v_proj"}
 
 
 def norms(layer: Layer, plan: TrainingPlan, of: Sequence[Norm] | None = None) -> float:
-    """Return the bytes that norms save. A norm saves its input in float32 (4 h bytes) and a float32 scale (4 bytes).
+    """Return the bytes per token that norms save. An eager norm saves its input and one scale per group in float32.
 
-    A trained norm also saves its normalized input, in the dtype in which the norm's weight multiplies it. A LayerNorm
-    in Python code saves its centered input twice. Liger (LigerRMSNormFunction) and unsloth save the input without a
-    cast to float32. ftbench's kernels do the same, and recompute the scale (kernels/rms_norm.py).
+    A trained norm also saves its normalized input. A LayerNorm in Python code saves its centered input twice. The
+    kernels of Liger (LigerRMSNormFunction), unsloth and ftbench save the input without a cast to float32. ftbench's
+    kernels recompute the scale (kernels/rms_norm.py).
 
     Args:
         layer: The decoder layer.
@@ -42,38 +41,38 @@ def norms(layer: Layer, plan: TrainingPlan, of: Sequence[Norm] | None = None) ->
 
 
 def saved_twice(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes of the inputs that eager norms save twice. Two operations of a norm save its float32 input.
+    """Return the bytes per token of norm inputs that trl's activation offloading leaves on the GPU.
 
-    trl's activation offloading moves the first saved tensor to host memory. The second saved tensor has the same
-    storage and stays on the GPU (activation_offloading.py, deduplication of storages)."""
+    Two operations of an eager norm save its float32 input. trl moves the first saved tensor to host memory. The second
+    saved tensor has the same storage and stays on the GPU (activation_offloading.py, deduplication of storages)."""
     if plan.norms_keep_inputs or plan.compiled:
         return 0.0
     return float(FLOAT * sum(norm.width for norm in layer.norms))
 
 
 def adapter_input(plan: TrainingPlan, linear: Linear) -> float:
-    """Return the bytes that the adapters of one matrix save: their input, and its product with A (r elements).
+    """Return the bytes per token that a LoRA adapter saves: its input x, and `lora_A(x)` with `rank` elements.
 
-    peft casts the input to the dtype of the adapters, and autocast casts it back to the compute dtype. Therefore each
-    matrix saves a separate copy. No copy is needed if the input already has the dtype of the adapters, as the input of
-    o_proj in a quantized model."""
+    peft casts x to the dtype of the adapter, and autocast casts the result back to the compute dtype. Therefore each
+    matrix saves a separate copy of x. If x already has the dtype of the adapter, no copy is needed. This is the case
+    for the input of o_proj in a quantized model."""
     shared = linear.reads == "attention" and plan.adapter == plan.compute
     copy = 0 if shared or plan.casts_nothing else plan.compute * linear.inputs
     return copy + plan.compute * plan.rank
 
 
 def distinct(linears: Sequence[Linear]) -> int:
-    """Return the sum of the widths of distinct inputs. The input of o_proj is not included: attention saves it."""
+    """Return the summed widths of the distinct inputs of linear layers. Attention already saves the input of o_proj."""
     return sum({each.reads: each.inputs for each in linears if each.reads != "attention"}.values())
 
 
 def linear_inputs(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes of the inputs that the layer's matrices save.
+    """Return the bytes per token of the inputs that linear layers save.
 
-    Trained matrices save their input in the compute dtype. Matrices with the same input share one saved tensor, unless
-    autocast casts a float32 input separately for each matrix. Frozen matrices save only the inputs of their adapters.
-    unsloth (LoRA_QKV, LoRA_MLP) and fused_lora save one input for q, k and v, and one input for gate and up. 8-bit
-    products do not save their inputs, because their backward pass reads only the transposed weight."""
+    Trained linear layers save their input in the compute dtype. Linear layers with the same input share one saved
+    tensor. If autocast casts a float32 input, each layer saves a separate copy. Frozen linear layers save only the
+    inputs of their adapters. unsloth (LoRA_QKV, LoRA_MLP) and fused_lora save one input for q, k and v, and one input
+    for gate and up. 8-bit products do not save inputs, because their backward pass reads only the weight."""
     reached = layer.reached(plan.targets)
     if plan.unsloth:
         return plan.compute * (2 * layer.hidden + plan.rank * plan.adapted(layer))
@@ -89,10 +88,11 @@ def linear_inputs(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fused_inputs(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes of the inputs that fused_lora saves for its groups (kernels/adapter_products.py).
+    """Return the bytes per token of the inputs that fused_lora saves for its groups (kernels/adapter_products.py).
 
-    `augmented` saves a buffer with a copy of the input and the input's product with A. `separate` saves the input in
-    the compute dtype, and its product with A. The input of o_proj is not counted: attention already saves it."""
+    The layers of a group share an input x. `augmented` saves one buffer that contains x and `lora_A(x)`. `separate`
+    saves x and `lora_A(x)` in the compute dtype. For o_proj, `separate` does not save x, because attention already
+    saves x."""
     if plan.fused == "augmented":
         return plan.compute * sum(group.inputs + group.columns for group in groups(plan, layer))
     widths = sum(group.inputs for group in groups(plan, layer) if group.reads != "attention")
@@ -100,12 +100,12 @@ def fused_inputs(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fused_outputs(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the additional bytes that stay because the outputs of a group are views of one buffer.
+    """Return the additional bytes per token that fused_lora keeps because layer outputs are views of one buffer.
 
-    A buffer stays while one of its views is saved. Each buffer has extra columns (`Group.columns`) for the backward
-    pass. The buffer of queries, keys and values also contains queries and keys before rotation. It stays if attention
-    saves the values as a view. If attention saves a copy, because values are repeated for each query head, the buffer
-    stays only for a compiled head norm or ftbench's kernel (kernels/rotary.py). Then its values are added too."""
+    The complete buffer stays in memory while one view is saved. Each buffer has extra columns (`Group.columns`) for the
+    backward pass. The buffer of q, k and v also contains q and k before the rotary embedding. Attention saves v as a
+    view, or as a copy that repeats v for each query head. With a copy, the buffer and its values stay only for a
+    compiled head norm or ftbench's kernel (kernels/rotary.py)."""
     if plan.fused != "augmented":
         return 0.0
     copied = plan.triton or layer.sinks or repeats(layer, plan, batch)
@@ -133,14 +133,13 @@ def repeats(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> bool:
 
 
 def attention(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that attention saves: queries, keys, values, output, and one float32 number per head.
+    """Return the bytes per token that attention saves: q, k, v, the output, and one float32 number per head.
 
-    With a mask, sdpa repeats keys and values for each query head (transformers, use_gqa_in_sdpa). It saves a mask of
-    rows x length x length elements in the compute dtype. varlen of torch 2.11 also repeats keys and values.
-    Eager attention saves the attention weights (heads x length elements per token) in float32 and in the compute dtype.
-    gpt_oss saves them only in the compute dtype, with one more element per head for the sink.
-    unsloth keeps queries and keys both before and after rotation. If the values are a view of a wider product, the full
-    product stays, unless the values are repeated."""
+    With a mask, sdpa repeats k and v for each query head (transformers, use_gqa_in_sdpa). The saved mask has the shape
+    `(rows, length, length)` and the compute dtype. varlen of torch 2.11 also repeats k and v. Eager attention saves the
+    attention weights (`heads * length` elements per token) in float32 and in the compute dtype. gpt_oss saves the
+    weights only in the compute dtype, with one more element per head for the sink. unsloth keeps q and k before and
+    after the rotary embedding. If v is a view of a wider tensor, the complete tensor stays. Repeated v is a copy."""
     c, scores, by = plan.compute, float(layer.heads * batch.length), kernel(layer, plan, batch)
     if by == "eager":
         output = layer.query if plan.full or plan.adapter == c else 0  # only if o reads it without a cast
@@ -156,10 +155,10 @@ def attention(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def before_rotation(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes of saved queries and keys before rotation. Those that `fused_outputs` counts are not included.
+    """Return the bytes per token of queries and keys that are saved before the rotary embedding.
 
-    A compiled head norm saves them and recomputes its output from them. ftbench's kernel always saves them. It also
-    saves the values if one product computes queries, keys and values."""
+    A compiled head norm saves these tensors and recomputes its output. ftbench's kernel always saves these tensors. If
+    one product computes q, k and v, the kernel also saves v. Tensors that `fused_outputs` counts are not included."""
     together = plan.fused == "augmented" and plan.targets >= _PROJECTIONS
     if together or not (layer.head_norms or plan.triton):
         return 0.0
@@ -167,19 +166,19 @@ def before_rotation(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def mlp(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes that a gated MLP saves: gate, the activation of gate, and up (3 i elements).
+    """Return the bytes per token that a gated MLP saves: gate, silu(gate), and up.
 
-    The kernels of Liger, unsloth and ftbench recompute the activation and save 2 i elements."""
+    The kernels of Liger, unsloth and ftbench recompute silu(gate) and save only gate and up."""
     return plan.product * (2 if plan.norms_keep_inputs else 3) * layer.inner
 
 
 def experts(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes that fused experts save through grouped products (transformers, grouped_mm_experts_forward).
+    """Return the bytes per token that fused experts save (transformers, grouped_mm_experts_forward).
 
-    A token has `active` experts. For each of them, these tensors are saved: gate and up (2 i elements), the operands of
-    the gate function, the output before the routing weight multiplies it (h elements), and indices. The operands are i
-    elements for silu, and 4 i elements for gpt_oss's clamped function. Compiled layers recompute the operands. Trained
-    experts also save the inputs of their two products (h + i elements)."""
+    h is the hidden size, and i is the width of one expert. Each active expert of a token saves gate and up (`2 * i`
+    elements), tensors of the gate function, its output before the routing weight (h elements), and indices. The gate
+    function silu saves i elements, and gpt_oss's clamped function `4 * i` elements. Compiled layers recompute the
+    tensors of the gate function. Trained experts also save the inputs of their two products (`h + i` elements)."""
     moe = layer.experts
     if moe is None:
         return 0.0
@@ -190,10 +189,10 @@ def experts(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def router(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes that the router saves: float32 probabilities of all experts, and indices of the chosen experts.
+    """Return the bytes per token that the router saves: float32 probabilities of all experts, and the chosen indices.
 
-    gpt_oss saves only the probabilities of the chosen experts. A trained router also saves its input, unless the
-    layer's MLP already saves it."""
+    gpt_oss saves only the probabilities of the chosen experts. A trained router also saves its input, if the layer does
+    not have an MLP that already saves this input."""
     moe = layer.experts
     if moe is None:
         return 0.0
@@ -203,15 +202,15 @@ def router(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def inside(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes that the MLP, the experts and the router of a layer save."""
+    """Return the bytes per token that the MLP, the experts and the router of a layer save."""
     return (mlp(layer, plan) if layer.inner else 0.0) + experts(layer, plan) + router(layer, plan)
 
 
 def expert_copies(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the bytes of the copies of expert weights in one layer. They do not depend on the number of tokens.
+    """Return the bytes of the expert weight copies that LoRA on experts saves in one layer, for any number of tokens.
 
-    In each forward pass, peft adds the product of A and B to a copy of the weights (ParamWrapper). autograd saves this
-    copy, and the adapters in the compute dtype."""
+    In each forward pass, peft adds the product of A and B to a copy of the expert weights (ParamWrapper). autograd
+    saves this copy, and the adapters in the compute dtype."""
     moe = layer.experts
     if moe is None or "experts" not in plan.targets:
         return 0.0
@@ -222,14 +221,14 @@ def expert_copies(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def compiled(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that a compiled layer saves.
+    """Return the bytes per token that a compiled layer saves.
 
-    Inductor's partitioner recomputes norms, rotation and activation. The layer saves the residual stream and its
-    normalized values twice: before attention and before the MLP. It saves queries and keys (see `before_rotation`),
-    values, the output of attention, and a copy of this output if o_proj needs another dtype or layout. In the MLP, it
-    saves gate, up and silu(gate) * up. Norms save float32 scales, but ftbench's kernels do not.
-    With compile: lean, the layer also recomputes the normalized values and silu(gate) * up, unless they are in the
-    buffers of `augmented`."""
+    Inductor recomputes norms, rotary embedding and activation function. The layer saves the residual stream and its
+    normalized values before attention and before the MLP. Attention saves q, k, v and its output. If o_proj needs
+    another dtype or layout, attention also saves a copy of its output. The MLP saves gate, up and silu(gate) * up.
+    Norms save float32 scales, except in ftbench's kernels. With `compile: lean`, the layer also recomputes the
+    normalized values and silu(gate) * up. The `augmented` buffers of fused_lora contain these tensors, so `lean` then
+    saves no memory."""
     h, c = layer.hidden, plan.compute
     before = before_rotation(layer, plan)
     middle = c * 3 * layer.inner + experts(layer, plan) + router(layer, plan)
@@ -246,7 +245,7 @@ def compiled(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def saved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that one layer saves for the whole batch, without gradient checkpointing."""
+    """Return the bytes that one layer saves for the complete batch, without gradient checkpointing."""
     if plan.compiled:
         each = compiled(layer, plan, batch)
     else:
@@ -259,9 +258,9 @@ def saved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def unsaved(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that the first layer does not save if the embedding is frozen.
+    """Return the bytes that the first layer does not save for the batch, because the embedding is frozen.
 
-    The tensors before the first adapter do not need a gradient."""
+    Tensors before the first adapter do not require a gradient."""
     if plan.full or plan.checkpointing != "off" or plan.compiled:
         return 0.0
     before = [linear for linear in layer.reached(plan.targets) if linear.part == "attention"]

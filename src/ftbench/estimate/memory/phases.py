@@ -15,11 +15,11 @@ GATHERED = "gathered layers"  # full weights of sharded layers, which exist only
 
 @dataclass(frozen=True, slots=True)
 class MemoryCase:
-    """The model, plan and batch of one GPU. With several GPUs (`sharding`), `model` and `batch` are this GPU's parts.
+    """The inputs of the memory formulas for one GPU. With several GPUs, `model` and `batch` are the parts on this GPU.
 
     `accumulates` means that gradients stay during the next forward pass (gradient accumulation). `workspace` is the
-    memory in bytes that libraries hold in torch's allocator. `varies` means that batch shapes vary, so that blocks of
-    many sizes stay in the allocator."""
+    memory in bytes that libraries hold in torch's allocator. `varies` means that batch shapes vary. Then the allocator
+    keeps blocks of many sizes."""
 
     model: ModelShape
     plan: TrainingPlan
@@ -61,7 +61,7 @@ def resident(case: MemoryCase) -> Parts:
 def _messages(case: MemoryCase) -> float:
     """Return the bytes of the receive buffers of a pipeline stage (torch, PipelineStage).
 
-    They hold hidden states from the previous stage and gradients from the next stage, for all micro-batches."""
+    The buffers hold hidden states from the previous stage and gradients from the next stage, for all micro-batches."""
     sharding, model = case.sharding, case.model
     if sharding.pipeline == 1:
         return 0.0
@@ -71,12 +71,12 @@ def _messages(case: MemoryCase) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Activations:
-    """Bytes of the activations of all layers. The "peak layer" is the layer whose backward pass needs the most memory.
+    """Bytes of the activations of all layers. The "peak layer" needs the most memory in its backward pass.
 
     Args:
         kept: Saved activations of all layers.
         marks: Checkpoints, which are the inputs of checkpointed layers.
-        there: Saved activations during the backward pass of the peak layer. This is usually the last layer.
+        there: Saved activations during the backward pass of the peak layer. The last layer is usually the peak layer.
         again: Recomputed activations of the peak layer.
         peak: Temporary tensors of the peak layer in its backward pass.
         forward_peak: Temporary tensors of a layer in the forward pass.
@@ -139,8 +139,8 @@ def checkpoints_on_host(case: MemoryCase) -> float:
 def _frozen(model: ModelShape, plan: TrainingPlan) -> int:
     """Return the number of layers before the first layer with adapters. These layers save nothing.
 
-    With gradient checkpointing, all layers save tensors, so the number is 0. The reason is that the output of the
-    embedding requires a gradient (transformers, enable_input_require_grads)."""
+    With gradient checkpointing, the number is 0. Then all layers save tensors, because the output of the embedding
+    requires a gradient (transformers, enable_input_require_grads)."""
     if plan.full or plan.checkpointing != "off" or plan.trains_vision:
         return 0
     adapted = (index for index, each in enumerate(model.layers) if plan.adapted(each))
@@ -148,7 +148,8 @@ def _frozen(model: ModelShape, plan: TrainingPlan) -> int:
 
 
 def _keeps(plan: TrainingPlan, layers: int) -> list[bool]:
-    """Return one value per layer: whether it saves its activations. With `selective`, every second layer does."""
+    """Return for each layer whether it saves its activations. With `selective`, every second layer saves its
+    activations."""
     if plan.checkpointing == "selective":
         return [index % 2 == 1 for index in range(layers)]
     return [plan.checkpointing == "off" or plan.offload] * layers
@@ -202,11 +203,11 @@ def phases(case: MemoryCase) -> dict[str, Parts]:
 
 
 def _stepped_in_backward(case: MemoryCase, named: dict[str, Parts], held: Parts) -> dict[str, Parts]:
-    """Return the phases for `optimizer_in_backward`, which updates each parameter as soon as its gradient is complete.
+    """Return the phases with `optimizer_in_backward`, which updates each parameter when its gradient is complete.
 
-    Only one matrix at a time has a gradient. If head and embedding share a weight, its gradient stays until the end of
-    the backward pass. With `offload`, the optimizer states are in host memory, and the states of four matrices are on
-    the GPU at a time (kernels/host_states.py)."""
+    Only one matrix at a time has a gradient. If head and embedding share a weight, the gradient of this weight stays
+    until the end of the backward pass. `offload` keeps optimizer states in host memory. The GPU then holds the states
+    of four matrices at a time (kernels/host_states.py)."""
     model, plan = case.model, case.plan
     matrix, words = (max((each.inputs * each.outputs for layer, _ in model.kinds for each in layer.linears), default=0),
                      model.vocab * model.hidden) if plan.full else (0, 0)  # fmt: skip
@@ -228,10 +229,10 @@ def _stepped_in_backward(case: MemoryCase, named: dict[str, Parts], held: Parts)
 
 
 def _of_images(case: MemoryCase) -> tuple[float, float, float, float]:
-    """Return four sizes of image tensors in bytes.
+    """Return the bytes of four kinds of image tensors.
 
-    These are: tensors that stay until the forward pass ends; tensors that encoder and projector save; the encoder's
-    temporary tensors in the forward pass; tensors that a checkpointed encoder layer recomputes."""
+    These are: tensors that stay until the forward pass ends; tensors that image encoder and projector save; temporary
+    tensors of the encoder's forward pass; tensors that a checkpointed encoder layer recomputes."""
     vision, batch, plan = case.model.vision, case.batch, case.plan
     if vision is None or not batch.images.patches:
         return 0.0, 0.0, 0.0, 0.0
@@ -245,7 +246,7 @@ def _of_images(case: MemoryCase) -> tuple[float, float, float, float]:
 def _grown(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the share of all gradients that exist when the backward pass of the first layer starts.
 
-    The gradients of the embedding and of most of the first layer do not exist yet."""
+    At this time, the gradients of the embedding and of most matrices in the first layer do not exist yet."""
     if not plan.full:
         return 1.0
     first = sum(model.layers[0].parameters.values())
@@ -253,8 +254,8 @@ def _grown(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def _shared_input(model: ModelShape, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes of a layer's float32 input. In a recomputed layer, the first norm saves the checkpoint itself as
-    its input, so these bytes must not be counted twice."""
+    """Return the bytes of a layer's float32 input, which must not be counted twice. In a recomputed layer, the first
+    norm saves the checkpoint itself as its input."""
     return float(plan.stream * model.hidden * batch.tokens) if plan.stream == layer.FLOAT else 0.0
 
 

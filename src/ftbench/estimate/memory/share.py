@@ -1,8 +1,8 @@
-"""The memory of one GPU if several GPUs share a run. All sizes are in bytes.
+"""Compute the memory of one GPU in bytes if several GPUs share a run.
 
 Sources: Rajbhandari et al. 2020 (ZeRO, sections 5 and 6); DeepSpeed 0.19 (`step` in runtime/zero/stage_1_and_2.py and
-stage3.py, and its estimators of model states); torch's fully_shard (FSDP2) as accelerate 1.15 sets it up, which keeps
-trained weights in float32; DistributedDataParallel."""
+stage3.py, and its estimators of model states); torch's fully_shard (FSDP2) as configured by accelerate 1.15, which
+keeps trained weights in float32; DistributedDataParallel."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -19,12 +19,12 @@ SUB_GROUP = 10**9  # elements that ZeRO-3 updates at a time (DeepSpeed's default
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The shares of weights, gradients and optimizer state that one GPU holds, from 0 to 1.
+    """The shares of weights, gradients and optimizer state on one GPU, from 0 to 1.
 
     A share is 1 without sharding, and 0 if the tensors are in host memory. `keeper` is the library that stores the
     tensors. With `buckets`, DDP also holds flat copies of the gradients, because accelerate leaves
-    gradient_as_bucket_view off. With `pipelined`, FSDP does not shard weights and gradients between micro-batches
-    (torch, backward_maybe_with_nosync)."""
+    gradient_as_bucket_view off. With `pipelined`, weights and gradients stay unsharded between micro-batches (torch,
+    backward_maybe_with_nosync)."""
 
     weights: float
     gradients: float
@@ -35,7 +35,7 @@ class Share:
 
     @property
     def gathered(self) -> bool:
-        """Whether the full weights of a layer exist only while the layer computes."""
+        """Whether weights are sharded. Then the full weights of a layer exist only while the layer computes."""
         return self.weights < 1
 
     @property
@@ -45,11 +45,11 @@ class Share:
 
 
 def share(sharding: Sharding) -> Share:
-    """Return the shares of the states that one GPU holds.
+    """Return the shares of weights, gradients and optimizer state that one GPU holds.
 
-    DDP shards nothing. ZeRO-1 shards the optimizer state, and ZeRO-2 also the gradients. ZeRO-3 and FSDP also shard the
-    weights. Offloading moves the optimizer state and the gradients to host memory. With `params` it also moves the
-    weights."""
+    DDP shards nothing. ZeRO-1 shards the optimizer state. ZeRO-2 also shards the gradients. ZeRO-3 and FSDP also shard
+    the weights. Offloading moves the optimizer state and the gradients to host memory. With `params`, offloading also
+    moves the weights."""
     states, offload, part = sharding.states, sharding.offload, 1 / sharding.holders
     if states == "fsdp":
         part = 0.0 if offload == "params" else part
@@ -78,9 +78,9 @@ def kept_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
 
 
 def computed_as(plan: TrainingPlan, part: Share) -> TrainingPlan:
-    """Return the plan with the dtypes in which weights and adapters enter the computation.
+    """Return the plan with the dtypes of weights and adapters during computation.
 
-    DeepSpeed's weights and FSDP's gathered weights are in 16 bits. Therefore adapters do not cast their input."""
+    DeepSpeed's weights and FSDP's gathered weights have 16 bits. Therefore adapters do not cast their input."""
     if part.keeper == "torch" or not plan.autocast:
         return plan
     upcast = plan.upcast if plan.quantised else plan.compute
@@ -100,8 +100,8 @@ def optimizer_state(model: ModelShape, plan: TrainingPlan, part: Share) -> float
 def update(model: ModelShape, plan: TrainingPlan, part: Share) -> tuple[float, float]:
     """Return the bytes of gradients and of temporary tensors at the memory peak of the optimizer step.
 
-    DeepSpeed updates float32 copies, so it casts the gradients to float32 and frees the 16-bit ones. ZeRO-3 casts one
-    sub-group at a time and keeps all 16-bit gradients."""
+    DeepSpeed updates float32 copies of the weights. For this update, it casts the gradients to float32 and frees the
+    16-bit gradients. ZeRO-3 casts one sub-group at a time and keeps all 16-bit gradients."""
     count, width = weights.trained(model, plan)
     gradients = count * width * part.gradients
     if part.keeper != "deepspeed" or not plan.autocast:
@@ -115,10 +115,10 @@ def update(model: ModelShape, plan: TrainingPlan, part: Share) -> tuple[float, f
 
 
 def _sub_group(model: ModelShape, held: float) -> float:
-    """Return the number of elements in the largest sub-group of ZeRO-3. `held` are all elements that the GPU updates.
+    """Return the number of elements in the largest sub-group of ZeRO-3. The GPU updates `held` elements in total.
 
-    DeepSpeed adds matrices to a sub-group until it has SUB_GROUP elements (stage3.py, _create_fp16_sub_groups). If the
-    last matrix is large, such as the head, the sub-group is larger."""
+    DeepSpeed adds matrices to a sub-group until it has SUB_GROUP elements (stage3.py, _create_fp16_sub_groups). A large
+    last matrix, such as the LM head, makes the sub-group larger."""
     if held <= SUB_GROUP:
         return held
     sizes = [model.parameters["embedding"]]
@@ -148,7 +148,7 @@ def gathered(model: ModelShape, plan: TrainingPlan, part: Share) -> Gathered:
     accelerate makes one FSDP2 unit of the embedding, one of each layer, and one of the head with the last norm
     (fsdp2_prepare_model). In the forward pass, the weights of a unit exist twice: as parameters and in the receive
     buffer. The buffer is freed when the next unit arrives or the forward pass ends. In the backward pass, the next unit
-    arrives while the current one computes. During the loss, the head exists twice. ftbench's loss gathers the head
+    arrives while the current unit computes. During the loss, the head exists twice. ftbench's loss gathers the head
     separately, so the buffer of the last layer still exists. A head that shares the embedding's weight stays until the
     end. For trained units, the gradients and the buffers of the reduce-scatter are added."""
     if not part.gathered:
@@ -172,10 +172,11 @@ def gathered(model: ModelShape, plan: TrainingPlan, part: Share) -> Gathered:
 def _gathered_by_zero(model: ModelShape, plan: TrainingPlan) -> Gathered:
     """Return the bytes of the weights that ZeRO-3 gathers.
 
-    Source: DeepSpeed 0.19, partitioned_param_coordinator.py, and traces of its fetches on the CPU. The head is gathered
-    from start to end, because trl's loss reads its weight outside its forward pass. With gradient checkpointing, each
-    layer is gathered as one unit (worker/parallel/zero.py): the current layer and the next one are added, and at the
-    end the embedding. Otherwise, weights up to DeepSpeed's prefetch limit are gathered."""
+    Source: DeepSpeed 0.19, partitioned_param_coordinator.py, and traces of its fetches on the CPU. The head stays
+    gathered from start to end, because trl's loss reads the weight of the head outside the head's forward pass. With
+    gradient checkpointing, each layer is gathered as one unit (worker/parallel/zero.py). Then the current layer and the
+    next layer are added, and at the end the embedding. Otherwise, weights up to DeepSpeed's prefetch limit are
+    gathered."""
     largest, head = model.largest_layer, model.parameters["head"] or model.parameters["embedding"]
     embedding, c = 0 if model.tied else model.parameters["embedding"], float(plan.compute)
     there = head + 2 * largest if plan.checkpointing != "off" else max(head, min(LIVE, model.total))
@@ -185,8 +186,8 @@ def _gathered_by_zero(model: ModelShape, plan: TrainingPlan) -> Gathered:
 def offloaded(model: ModelShape, plan: TrainingPlan, sharding: Sharding) -> float:
     """Return the bytes in host memory of the offloaded states of all GPUs.
 
-    They contain the optimizer state, and the float32 weights and gradients of trained parameters. With `params`, they
-    also contain the 16-bit weights if these are separate tensors."""
+    The states are the optimizer state, and the float32 weights and gradients of trained parameters. With `params`, the
+    16-bit weights are added if they are separate tensors."""
     if sharding.offload == "none":
         return 0.0
     name, count, _, embedding = weights.kept_by(model, plan)
@@ -196,7 +197,7 @@ def offloaded(model: ModelShape, plan: TrainingPlan, sharding: Sharding) -> floa
 
 
 def whole_gradient(model: ModelShape, plan: TrainingPlan, part: Share) -> float:
-    """Return the bytes of the full embedding's gradient before ZeRO-3 shards it.
+    """Return the bytes of the full embedding gradient before ZeRO-3 shards this gradient.
 
     DeepSpeed's estimator counts 4 bytes per element of the largest layer: 2 for the gradient, 2 for the weight."""
     there = plan.full and part.gathered and part.keeper == "deepspeed"

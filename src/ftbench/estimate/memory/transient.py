@@ -1,5 +1,5 @@
 """Compute the bytes of a decoder layer's temporary tensors, and of the tensors that gradient checkpointing saves.
-Functions whose names end in `_peak` return bytes per token. `layer.py` defines the symbols and names the sources."""
+Functions with names that end in `_peak` return bytes per token. `layer.py` names the sources."""
 
 from ftbench.estimate.memory.layer import FLOAT, expert_copies, inside, kernel, norms, saved
 from ftbench.estimate.workload.largest import BatchShape
@@ -10,35 +10,35 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "gate_up_proj"}
 
 
 def checkpoint(hidden: int, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes that a checkpointed layer saves on the GPU for the batch: its input (Chen et al. 2016).
+    """Return the GPU bytes of one layer's checkpoint: the input of the layer for the batch (Chen et al. 2016).
 
-    unsloth keeps this input in host memory, and so does `offload`. For `offload`, phases.py multiplies these bytes by
-    the number of inputs that are on the GPU during copies."""
+    unsloth keeps checkpoints in host memory, so the result is 0. `offload` also keeps checkpoints in host memory, but
+    up to two are on the GPU during copies. phases.py multiplies the result by this number."""
     return 0.0 if plan.checkpointing == "unsloth" else float(plan.stream * hidden * batch.tokens)
 
 
 def checkpoint_buffers(hidden: int, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the bytes on the GPU that unsloth's checkpointing needs for all layers together.
+    """Return the GPU bytes that unsloth's gradient checkpointing needs for all layers together.
 
-    unsloth has two permanent buffers on the GPU and copies inputs back into them in turn. The input of the last layer
-    stays on the GPU (unsloth_zoo, gradient_checkpointing.py: GPU_BUFFERS, GPU_BUFFERS_B, LAST_GC_INDEX)."""
+    unsloth copies layer inputs from host memory to two permanent GPU buffers in turn. The input of the last layer stays
+    on the GPU (unsloth_zoo, gradient_checkpointing.py: GPU_BUFFERS, GPU_BUFFERS_B, LAST_GC_INDEX)."""
     return 3.0 * plan.stream * hidden * batch.tokens if plan.checkpointing == "unsloth" else 0.0
 
 
 def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
-    """Return the peak bytes of the temporary tensors of one layer's MLP. Saved tensors are not included.
+    """Return the peak bytes per token of the temporary tensors in one layer's MLP, without saved tensors.
 
-    z is silu(gate) * up, the input of down_proj. The tensors depend on the plan:
+    z is silu(gate) * up, the input of down_proj. The tensors depend on the training plan:
 
-    - Full training: the gradients of z, of the activation and of up, minus the freed z, and a tensor of the size of the
-      residual stream.
-    - Float32 adapters: z, its float32 copy for down_proj, and five tensors of h elements.
+    - Full training: the gradients of z, of silu(gate) and of up, and a tensor of the size of the residual stream. The
+      freed z is subtracted.
+    - Float32 adapters: z, a float32 copy of z for down_proj, and five tensors of the hidden size.
     - bfloat16 adapters, float32 residual stream, backward pass: the gradient of z through the base layer, the gradient
-      of z through the adapters, and their sum, minus the freed z. Forward pass: z, the residual stream, and its copy in
-      the compute dtype.
+      of z through the adapters, and their sum. The freed z is subtracted. Forward pass: z, the residual stream, and a
+      copy of the residual stream in the compute dtype.
     - Compiled layers: only gradients. With fused adapters, the gradient of z is freed earlier. Forward pass: only the
       output of down_proj, because the other tensors are saved.
-    - unsloth: two gradients, which it computes in place."""
+    - unsloth: two gradients, computed in place."""
     h, i, p, c = layer.hidden, layer.inner, plan.product, plan.compute
     if plan.unsloth:
         return c * (2 * i + 2 * h)
@@ -60,9 +60,9 @@ def mlp_peak(layer: Layer, plan: TrainingPlan, backward: bool = True) -> float:
 def unkept(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
     """Return the peak bytes in the forward pass of a checkpointed layer for the batch, without the layer's input.
 
-    A compiled layer returns all tensors to save at the end of its graph, so they exist at the same time. The adapter
-    outputs of gate and up, or the layer's output, are added. A layer that is not compiled needs the residual stream,
-    its normalized values, and these tensors of the MLP:
+    A compiled layer returns all tensors for the backward pass at the end of its graph, so all of them exist together.
+    The adapter outputs of gate and up, or the layer's output, are added. A layer without compile needs the residual
+    stream, its normalized values, and these tensors of the MLP:
 
     - peft: the output of gate. For up, the output of the base layer, the output of the adapter, and their sum.
     - `separate`: for gate and for up, the base output, the adapter output, and their sum.
@@ -78,11 +78,11 @@ def unkept(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def experts_peak(layer: Layer, plan: TrainingPlan, backward: bool) -> float:
-    """Return the peak bytes of the temporary tensors of one layer's experts. Saved tensors are not included.
+    """Return the peak bytes per token of the temporary tensors in one layer's experts, without saved tensors.
 
-    For each active expert, three tensors of h elements per token exist: the gradient of the expert's output, its
-    expanded copy, and its reordered copy. gpt_oss's gate function adds two tensors of i elements. With float32 routing
-    weights, the three tensors are float32 too, and one of them is also copied to the compute dtype."""
+    Each active expert needs three tensors of the hidden size: the gradient of the expert's output, an expanded copy,
+    and a reordered copy. gpt_oss's gate function adds two tensors of the expert's width. Float32 routing weights make
+    the three tensors float32, and add a copy in the compute dtype."""
     moe = layer.experts
     if moe is None:
         return 0.0
@@ -92,12 +92,12 @@ def experts_peak(layer: Layer, plan: TrainingPlan, backward: bool) -> float:
 
 
 def experts_again(layer: Layer, plan: TrainingPlan) -> float:
-    """Return the peak bytes per token of the temporary tensors of one checkpointed layer's experts.
+    """Return the peak bytes per token of the temporary tensors in one checkpointed layer's experts.
 
-    The peak is in the recomputation or in the backward pass. The recomputation needs the inputs in the order of the
-    experts (if they are not saved), the weighted outputs, the residual stream and its normalized values. The gradient
-    of the outputs, with one copy per active expert, already exists: torch recomputes a layer when the backward pass
-    first reads one of its saved tensors. In the backward pass, each saved tensor is freed after its use."""
+    The peak is in the recomputation or in the backward pass. The recomputation needs the reordered inputs (if they are
+    not saved), the weighted outputs, the residual stream and its normalized values. torch starts the recomputation when
+    the backward pass needs the first saved tensor. At that time, the gradient of the outputs already exists, with one
+    copy per active expert. In the backward pass, each saved tensor is freed after its use."""
     moe, c, h = layer.experts, plan.compute, layer.hidden
     assert moe is not None
     weighted = FLOAT if moe.float_weights else c
@@ -109,11 +109,11 @@ def experts_again(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def attention_peak(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes of the temporary tensors of one layer's attention. Saved tensors are not included.
+    """Return the peak bytes per token of the temporary tensors in one layer's attention, without saved tensors.
 
     The temporary tensors are the gradients of queries, keys, values and output. Eager attention needs two tensors of
     the width of queries, and two float32 tensors of the size of the attention weights. The attention weights in the
-    compute dtype are freed, so they are subtracted. For gpt_oss, the two tensors have the compute dtype."""
+    compute dtype are freed, so they are subtracted. For gpt_oss, the latter two tensors have the compute dtype."""
     c, scores, by = plan.compute, float(layer.heads * batch.length), kernel(layer, plan, batch)
     if by == "eager":
         return c * 2 * layer.query + scores * (2 * c if layer.sinks else 2 * FLOAT - c)
@@ -124,8 +124,8 @@ def attention_peak(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float
 def dequantised(layer: Layer, plan: TrainingPlan) -> float:
     """Return the bytes of the largest dequantized matrix in 16 bits.
 
-    bitsandbytes dequantizes a matrix in the backward pass (MatMul4Bit.backward). unsloth uses a permanent buffer for
-    it (fast_dequantize). With MXFP4, the matrix contains gate and up of all experts (worker/model/mxfp4.py)."""
+    bitsandbytes dequantizes a matrix in the backward pass (MatMul4Bit.backward). unsloth uses a permanent buffer
+    instead (fast_dequantize). In MXFP4, the largest matrix is gate and up of all experts (worker/model/mxfp4.py)."""
     if plan.packed_experts and layer.experts:
         return float(plan.compute * layer.experts.count * 2 * layer.experts.inner * layer.hidden)
     if not plan.quantised or plan.packed_experts:
@@ -134,7 +134,7 @@ def dequantised(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fp8_casts(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
-    """Return the peak bytes for the batch while the widest input (i elements per token) is cast to 8 bits.
+    """Return the peak bytes for the batch while the widest input of a layer, that of down_proj, is cast to 8 bits.
 
     Two float32 copies and the 8-bit result exist (kernels/small_products.py, `cast`). A compiled layer writes only the
     8-bit result."""
@@ -144,13 +144,13 @@ def fp8_casts(layer: Layer, plan: TrainingPlan, batch: BatchShape) -> float:
 
 
 def peak(layer: Layer, plan: TrainingPlan, batch: BatchShape, backward: bool, again: bool = False) -> float:
-    """Return the peak bytes of one layer's temporary tensors for the batch. Saved tensors are not included.
+    """Return the peak bytes of one layer's temporary tensors for the batch, without saved tensors.
 
-    `again` means that the layer recomputes its saved tensors. They are not included either. The peak is the largest of:
+    `again` means that the layer recomputes the saved tensors. The peak is the largest of five sizes:
 
     - The peak of the MLP or experts. In the forward pass, a norm after the MLP has not saved its tensors yet.
     - The backward pass of this norm. Five float32 copies of the norm's input exist, and the norm's output is freed.
-    - The peak of attention, minus the tensors that the MLP saves. They do not exist at that time.
+    - The peak of attention, minus the tensors that the MLP saves, because they do not exist at that time.
     - The gradient of a copy of expert weights.
     - Half of the largest of the first three sizes, plus the largest dequantized matrix or the casts to 8 bits."""
     if layer.experts:

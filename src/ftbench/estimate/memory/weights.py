@@ -16,10 +16,10 @@ BLOCK_8BIT = 256  # elements that share a scale in an 8-bit state (bitsandbytes,
 
 
 def four_bit(count: float, double_quant: bool) -> float:
-    """Return the bytes of `count` 4-bit weights and of their absmax constants.
+    """Return the bytes of `count` 4-bit weights and of their absmax constants (Dettmers et al. 2023).
 
-    Each block of 64 weights has one constant of 4 bytes: 0.5 bits per weight. With double quantization, a constant has
-    1 byte, and 256 constants share 4 more bytes: 0.127 bits per weight (Dettmers et al. 2023)."""
+    Each block of 64 weights has one constant of 4 bytes, which adds 0.5 bits per weight. With double quantization, a
+    constant has 1 byte, and 256 constants share 4 more bytes. This adds 0.127 bits per weight."""
     constants = count / BLOCK
     return count / 2 + (constants * (1 + 4 / OUTER) if double_quant else constants * 4)
 
@@ -27,11 +27,11 @@ def four_bit(count: float, double_quant: bool) -> float:
 def weights(model: ModelShape, plan: TrainingPlan) -> float:
     """Return the bytes of the base model on the GPU.
 
-    Without quantization, each weight has `plan.weight` bytes. With a 4-bit method, linear layers have 4 bits. The other
-    weights have 16 bits, or 32 bits if peft's prepare_model_for_kbit_training casts them (dense models;
-    worker/methods/qlora.py). unsloth keeps the experts of gpt-oss in MXFP4. fp8 replaces the 16-bit matrix of each
-    linear layer by two 8-bit copies with different layouts (worker/optimizations/fp8.py). With weight_offload, the
-    weights in host memory are not included, but their buffers on the GPU are."""
+    Without quantization, each weight has `plan.weight` bytes. With a 4-bit method, linear layers have 4 bits per
+    weight. The other weights have 16 bits. In dense models, peft's prepare_model_for_kbit_training casts the other
+    weights to 32 bits (worker/methods/qlora.py). unsloth keeps the experts of gpt-oss in MXFP4. fp8 replaces the 16-bit
+    matrix of each linear layer by two 8-bit copies with different layouts (worker/optimizations/fp8.py). With
+    weight_offload, the GPU buffers count instead of the weights in host memory."""
     linear = model.linear_parameters
     if plan.packed_experts:
         total = model.weight_bytes(plan.weight, mxfp4=True)
@@ -59,7 +59,7 @@ def matrices(layer: Layer, plan: TrainingPlan) -> float:
 
 
 def fetched_head(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the bytes of the head if weight_offload copies it to the GPU for the chunked loss."""
+    """Return the GPU bytes of the LM head if weight_offload copies the head to the GPU for the chunked loss."""
     there = plan.streamed and plan.loss == "chunked"
     return float(model.vocab * model.hidden * plan.upcast) if there else 0.0
 
@@ -75,10 +75,10 @@ def on_host(model: ModelShape, plan: TrainingPlan) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Adapted layers that fused_lora computes together.
+    """Linear layers with adapters and the same input, such as q, k and v. fused_lora computes a group together.
 
-    `inputs` is the width of the input that they share. `outputs` is the sum of their output widths, and `ranks` the sum
-    of their ranks. `columns` is `ranks` rounded up to a multiple of 64: the extra columns of fused_lora's buffers."""
+    `inputs` is the width of the input. `outputs` is the sum of the output widths, and `ranks` the sum of the LoRA
+    ranks. `columns` is `ranks` rounded up to a multiple of 64: the extra columns of fused_lora's buffers."""
 
     reads: str
     inputs: int
@@ -88,7 +88,7 @@ class Group:
 
 
 def groups(plan: TrainingPlan, layer: Layer) -> list[Group]:
-    """Return the groups of adapted layers in one decoder layer (worker/optimizations/fused_lora.py)."""
+    """Return the layer groups that fused_lora forms in one decoder layer (worker/optimizations/fused_lora.py)."""
     together = grouped_by(layer.reached(plan.targets), lambda linear: _SIBLINGS.get(linear.name, linear.name))
     return [
         Group(linears[0].reads, linears[0].inputs, sum(linear.outputs for linear in linears), plan.rank * len(linears),
@@ -98,10 +98,10 @@ def groups(plan: TrainingPlan, layer: Layer) -> list[Group]:
 
 
 def fused(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the bytes that fused_lora needs in addition to the weights and adapters, in the compute dtype.
+    """Return the bytes that fused_lora needs in addition to the weights and adapters.
 
-    `augmented` adds `Group.columns` rows and as many columns to the weight of each group, for the adapters. `separate`
-    stores three tensors per group: all A matrices, all B matrices, and the B matrices as one block-diagonal matrix."""
+    `augmented` adds `Group.columns` rows and columns to the weight of each group, for the adapters. `separate` stores
+    three tensors per group: all A matrices, all B matrices, and the B matrices as one block-diagonal matrix."""
     if plan.fused == "off":
         return 0.0
     every = [(count, group) for layer, count in model.kinds for group in groups(plan, layer)]
@@ -115,7 +115,7 @@ def fused(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def loading(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the peak bytes during loading.
+    """Return the peak bytes while the model is loaded.
 
     A 16-bit model needs the memory of its weights. A 4-bit model needs more while peft casts the embedding or the head
     to float32, because the 16-bit tensor and the float32 tensor exist together."""
@@ -126,7 +126,7 @@ def loading(model: ModelShape, plan: TrainingPlan) -> float:
 
 
 def adapters(model: ModelShape, plan: TrainingPlan) -> float:
-    """Return the bytes of the adapters. They are float32 (peft), or bfloat16 on a quantized model (trl)."""
+    """Return the bytes of the adapters, which are float32 (peft), or bfloat16 on a quantized model (trl)."""
     return _adapter_count(model, plan) * plan.adapter
 
 
@@ -144,7 +144,7 @@ def trained(model: ModelShape, plan: TrainingPlan) -> tuple[float, float]:
 
 
 def kept_by(model: ModelShape, plan: TrainingPlan) -> tuple[str, float, float, float]:
-    """Return the arguments of `optimizer_state` for a plan.
+    """Return the arguments of `optimizer_state` for a plan: (optimizer, parameters, bytes per parameter, embedding).
 
     bitsandbytes does not page the states of matrices with fewer than 100,000 elements (Optimizer8bit.get_state_buffer).
     Adapters of small rank are below this limit."""
@@ -159,13 +159,14 @@ def kept_by(model: ModelShape, plan: TrainingPlan) -> tuple[str, float, float, f
 def optimizer_state(name: str, count: float, width: float, embedding: float = 0) -> float:
     """Return the bytes of the optimizer state in torch's allocator.
 
-    `count` is the number of parameters, `width` their bytes per parameter, and `embedding` the number of parameters of
-    an embedding. adamw_torch and adamw_torch_fused keep two moments in the dtype of the parameters (torch.optim.AdamW,
-    zeros_like). bitsandbytes keeps two moments of 1 byte per parameter, with a 4-byte scale per 256 elements (Dettmers
-    et al. 2022). For an embedding, it keeps float32 moments (transformers.Trainer.create_optimizer). Paged optimizers
-    keep only the scales here. Their moments are in unified memory, which the driver can move to the host. torchao's
-    moments have the dtype in the optimizer's name (torchao.optim, `_new_buffer`). Its 8-bit moments have the sizes of
-    those of bitsandbytes, also for embeddings. sgd runs without momentum, so it has no state."""
+    `count` is the number of trained parameters, `width` is the number of bytes per parameter, and `embedding` is the
+    number of trained embedding parameters. adamw_torch and adamw_torch_fused keep two moments in the dtype of the
+    parameters (torch.optim.AdamW, zeros_like). bitsandbytes keeps two moments of 1 byte per parameter, and a 4-byte
+    scale per 256 elements (Dettmers et al. 2022). Its moments for embeddings are float32
+    (transformers.Trainer.create_optimizer). Paged optimizers keep moments in unified memory outside the allocator, so
+    only the scales count. torchao's moments have the dtype in the optimizer's name (torchao.optim, `_new_buffer`).
+    torchao's 8-bit moments need the same bytes as those of bitsandbytes, also for embeddings. sgd without momentum
+    keeps no state."""
     if name == "adamw_bnb_8bit":
         return 8 * embedding + 2 * (1 + 4 / BLOCK_8BIT) * (count - embedding)
     if name == "paged_adamw_8bit":
@@ -178,13 +179,14 @@ def optimizer_state(name: str, count: float, width: float, embedding: float = 0)
 
 
 def paged_state(name: str, count: float, width: float, embedding: float = 0) -> float:
-    """Return the bytes of a paged optimizer outside torch's allocator. They are on the GPU if it has free memory."""
+    """Return the bytes of a paged optimizer outside torch's allocator. If memory is free, these bytes are on the
+    GPU."""
     return 8 * embedding + 2 * (count - embedding) if name.startswith("paged") else 0.0
 
 
 def optimizer_step(name: str, count: float, width: float) -> float:
     """Return the bytes of the temporary tensors in the optimizer step.
 
-    `adamw_torch` updates all parameters together (foreach). The denominators of the update need as much memory as the
-    parameters (torch.optim.adamw, _multi_tensor_adamw). The other optimizers work in place."""
+    `adamw_torch` updates all parameters together (foreach). The temporary denominators of the update have the size of
+    all parameters (torch.optim.adamw, _multi_tensor_adamw). The other optimizers work in place."""
     return count * width if name == "adamw_torch" else 0

@@ -1,4 +1,4 @@
-"""The training variants that `recommend` compares: methods, optimizations, and how GPUs share the work."""
+"""Generate the training variants that `recommend` compares: methods, optimizations and multi-GPU strategies."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "u
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A variant: the spec with another method or other optimizations. `problems` are reasons why it can never run."""
+    """A variant: a spec with another method or other optimizations. `problems` lists why the variant cannot run."""
 
     spec: Experiment
     problems: tuple[str, ...] = ()
 
     def on(self, launch: Launch) -> Way:
-        """Return the same variant on several GPUs, with the problems that this causes."""
+        """Return the variant with the `launch` section `launch`, and with the problems of this combination."""
         if launch is self.spec.launch or launch == self.spec.launch:
             return self
         spec = self.spec.model_copy(update={"launch": launch})
@@ -41,7 +41,7 @@ class Way:
 
 
 def launches(spec: Experiment, gpus: int) -> list[Launch]:
-    """Return the `launch` sections for this number of GPUs: each strategy, with and without its offloading."""
+    """Return the possible `launch` sections for a number of GPUs: each strategy with and without offloading."""
     if gpus == 1:
         return [on_gpus(spec, 1, "none").launch]
     model = shape_of(spec.model)
@@ -54,10 +54,10 @@ def launches(spec: Experiment, gpus: int) -> list[Launch]:
 
 
 def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Way]:
-    """Yield each variant once: the spec itself if its method is allowed, the shipped recipes, and all combinations.
+    """Yield distinct variants: the spec if `methods` contains its method, the shipped recipes, and all combinations.
 
-    With `equal_lengths`, batches do not have padding, so variants that avoid padding are left out. Variants with
-    ftbench's kernels are included if the kernels support the model."""
+    With `equal_lengths`, batches have no padding, so variants that reduce padding are omitted. Variants with ftbench's
+    kernels are included if the kernels support the model."""
     seen, known = set(), shape_of(spec.model).family in KERNEL_FAMILIES
     own = [spec] if spec.method.name in methods else []
     for candidate in (*own, *_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths)):
@@ -73,8 +73,8 @@ def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Itera
 def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
     """Yield the spec with the method, optimizations and optimizer of each shipped recipe.
 
-    The precision comes from the spec, and so do the options that the recipe's method shares with the spec's method. If
-    all samples have the same length, packing is off."""
+    The precision comes from the spec, and also method options such as the LoRA rank. With `equal_lengths`, packing is
+    off, except in recipes with a CUDA graph."""
     unpacked = {"packing": False, "attention": "auto"}
     for shipped in shipped_recipes().values():
         method = shipped.get("method", {})
@@ -97,12 +97,12 @@ def _recipes(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> I
 
 
 def _for_images(spec: Experiment) -> dict[str, Any]:
-    """Return the optimizations for images that all variants use: the image size of the spec, and the image cache."""
+    """Return the optimizations of all variants for images: the image size of the spec, and the image cache."""
     return {"image_size": spec.optimizations.image_size, "image_cache": True} if spec.dataset.has_images else {}
 
 
 def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Iterator[Experiment]:
-    """Yield the combinations of facts/ways.yaml with each method."""
+    """Yield the spec with each method and each combination of optimizations in facts/ways.yaml."""
     combinations = read_facts("ways.yaml")
     estimated = [name for name in methods if name != "unsloth" or not spec.dataset.has_images]  # see check_modelled
     for method in estimated:
@@ -118,8 +118,8 @@ def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> 
 
 
 def _variants(spec: Experiment, name: str) -> Iterator[Any]:
-    """Yield the method with the options that the spec sets. For unsloth, yield 16 and 4 bits, each with and without
-    checkpointing."""
+    """Yield the method `name` with the options that the spec sets. For unsloth, yield four variants: 16 and 4 bits,
+    each with and without gradient checkpointing."""
     own = spec.method.model_dump() if spec.method.name == name else spec.method.model_dump(include=_SHARED)
     if name == "full":
         own = {}

@@ -1,4 +1,4 @@
-"""Estimate all training variants of a spec, and rank those that keep the limits for time, cost and GPU memory."""
+"""Estimate all training variants of a spec, and rank the variants within the limits for time, cost and GPU memory."""
 
 import math
 from bisect import bisect_left
@@ -29,11 +29,11 @@ NO_ROWS = "no number of packed rows holds as many samples as a step has (--effec
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """The task: the number of `samples` to train, the limits, and the quantity to optimize.
+    """The task of `ftbench recommend`: the number of `samples` to train, the limits, and the quantity to optimize.
 
-    `deadline_s` and `max_cost` (in the currency of the prices) are optional limits. `counts` are the numbers of GPUs
-    that may share the work. Each step trains `effective_batch` samples, by gradient accumulation if necessary. None
-    allows any number."""
+    `deadline_s` (seconds) and `max_cost` (currency of the prices) are optional limits. `counts` are the allowed numbers
+    of GPUs. Each step trains `effective_batch` samples, with gradient accumulation if necessary. None allows any number
+    of samples per step."""
 
     spec: Experiment
     gpus: tuple[Gpu, ...]
@@ -50,7 +50,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A variant with a batch size on a GPU, with its estimates. `cost` is None if the GPU has no price."""
+    """A variant with a batch size on a GPU, and its estimates. Without a price for the GPU, `cost` is None."""
 
     spec: Experiment
     gpu: Gpu
@@ -62,18 +62,18 @@ class Option:
 
     @property
     def location(self) -> str:
-        """`H200 SXM`, `4 x H200 SXM (fsdp)`, or `4 x H200 SXM (fsdp, params offloaded)`."""
+        """GPUs and strategy as text: `H200 SXM`, `4 x H200 SXM (fsdp)`, `4 x H200 SXM (fsdp, params offloaded)`."""
         return _location(self.spec, self.gpu)
 
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The ranked variants.
+    """The answer of `ftbench recommend`.
 
-    The expected values of `options` meet all limits. The best option comes first, and options that may miss the
-    deadline come last. If no option meets the limits, `closest` is the option that misses a limit by the smallest
-    factor, and `missed` names this limit. `ruled_out` maps each reason to the number of rejected variants. `considered`
-    is the number of all variants. `lengths` has pairs: a factor, and the best variant if samples are longer by it."""
+    `options` are the variants within all limits, best first. Variants that may miss the deadline come last. If
+    `options` is empty, `closest` is the variant that exceeds a limit by the smallest factor, and `missed` names this
+    limit. `ruled_out` counts the rejected variants by reason, and `considered` counts all variants. `lengths` has
+    pairs: a factor for the mean sample length, and the best variant with this length."""
 
     goal: Goal
     options: tuple[Option, ...]
@@ -84,7 +84,7 @@ class Recommendation:
     lengths: tuple[tuple[float, Option | None], ...] = ()
 
     def best_per_gpu(self) -> list[Option]:
-        """Return the best option of each GPU, best first."""
+        """Return the best variant for each GPU, best first."""
         best: dict[str, Option] = {}
         for option in self.options:
             best.setdefault(option.gpu.name, option)
@@ -92,7 +92,7 @@ class Recommendation:
 
 
 def recommend(goal: Goal, memory_cache: MemoryCache | None = None) -> Recommendation:
-    """Return all variants that meet the goal, ranked. Raise SpecError if the model or all rates are unknown."""
+    """Return the ranked variants for a goal. Raise SpecError if the model or the speed of all GPUs is unknown."""
     unrated = dict[Gpu, str]()  # GPU → why its speed in the spec's precision is not known
     for gpu in goal.gpus:
         try:
@@ -133,7 +133,7 @@ def _refused(way: Way, gpu: Gpu, unrated: Mapping[Gpu, str]) -> str | None:
 
 
 def _best_batch(way: Way, resolved: Experiment, gpu: Gpu, goal: Goal, memory_cache: MemoryCache) -> Option | str:
-    """Return a variant with its best batch, or the reason why no batch fits. `resolved` is the variant at batch 1."""
+    """Return the option with the best batch size, or the reason why no size works. `resolved` has batch size 1."""
     effective = _rows_per_step(resolved, goal)
     if effective == 0:
         if not way.spec.optimizations.packing:
@@ -160,8 +160,8 @@ def _fitting_batches(
 ) -> list[int]:
     """Return the batch sizes that fit a GPU, largest first.
 
-    `effective` is the number of rows that each data-parallel rank trains per step. The batch sizes divide it. If it is
-    None, they are the largest batch size that fits, and smaller powers of two."""
+    `effective` is the number of rows per step on each data-parallel rank. The batch sizes divide `effective`. If
+    `effective` is None, return the largest batch size that fits, and all smaller powers of two."""
     most = max(1, math.ceil(goal.samples / sharding_of(smallest.launch).data))  # the first step has a full batch
     unit = smallest.launch.micro_batches or 1
     if effective is None:
@@ -178,12 +178,12 @@ def _fitting_batches(
 
 
 def samples_per_step(spec: Experiment, history: RunHistory) -> float:
-    """Return the samples per step of a spec, over all GPUs."""
+    """Return the mean number of samples per step of a spec, over all GPUs."""
     return sharding_of(spec.launch).data * per_step(spec, batches_of(spec, history.lengths(spec)), "samples")
 
 
 def alternative(spec: Experiment, gpu: Gpu, history: RunHistory) -> Option | None:
-    """Return the fastest variant that fits a GPU and has the samples per step of a spec, or None."""
+    """Return the fastest variant that fits a GPU and trains the same number of samples per step, or None."""
     samples = max(1, round(samples_per_step(spec, history)))
     goal = Goal(spec, (gpu,), 1000 * samples, counts=(spec.launch.gpus,), effective_batch=samples, history=history)
     try:
@@ -193,11 +193,10 @@ def alternative(spec: Experiment, gpu: Gpu, history: RunHistory) -> Option | Non
 
 
 def _rows_per_step(smallest: Experiment, goal: Goal) -> int | None:
-    """Return the number of rows that each GPU must train per step to reach the effective batch.
+    """Return the rows per step on each data-parallel rank that give the effective batch.
 
-    Return None if any number is allowed, and 0 if no number is possible.
-
-    With packed rows, the number of samples may differ from the effective batch by up to PACKED."""
+    Return None if any number is allowed, and 0 if no number is possible. With packing, the samples per step may differ
+    from the effective batch by 10 % (PACKED)."""
     shares = sharding_of(smallest.launch).data
     if goal.effective_batch is None:
         return None
@@ -224,12 +223,12 @@ def _location(spec: Experiment, gpu: Gpu) -> str:
 
 
 def may_miss(option: Option, goal: Goal) -> bool:
-    """Return whether the slow end of an option's time is beyond the deadline."""
+    """Return whether the upper end of an option's estimated time is after the deadline."""
     return goal.deadline_s is not None and option.seconds.high > goal.deadline_s
 
 
 def rank(option: Option, goal: Goal) -> tuple[bool, float, float]:
-    """Return the sort key of an option: first whether it may miss the deadline, then the objective."""
+    """Return the sort key of an option: (may miss the deadline, value of the objective, time in seconds)."""
     cost = math.inf if option.cost is None else option.cost.value
     first = {
         "speed": option.seconds.expected, "cost": cost, "energy": option.joules.expected,
@@ -239,7 +238,7 @@ def rank(option: Option, goal: Goal) -> tuple[bool, float, float]:
 
 
 def _missed(option: Option, goal: Goal) -> tuple[str, float] | None:
-    """Return the limit that an option misses by the largest factor, and this factor."""
+    """Return the limit that an option exceeds by the largest factor, and this factor. Return None within all limits."""
     misses = []
     if goal.deadline_s is not None and option.seconds.expected > goal.deadline_s:
         misses.append(("later than the deadline", option.seconds.expected / goal.deadline_s))
@@ -249,14 +248,14 @@ def _missed(option: Option, goal: Goal) -> tuple[str, float] | None:
 
 
 def _closest(fitting: Sequence[Option], goal: Goal) -> tuple[Option | None, str]:
-    """Return the option that misses its limit by the smallest factor, and this limit."""
+    """Return the option that exceeds a limit by the smallest factor, and a text with limit and factor."""
     misses = [(missed, option) for option in fitting if (missed := _missed(option, goal))]
     (limit, factor), option = min(misses, key=lambda pair: pair[0][1])
     return option, f"{limit} ({factor:,.2f} times)"
 
 
 def as_runnable(option: Option, goal: Goal) -> Experiment:
-    """Return the spec that trains on the requested number of samples."""
+    """Return the spec of an option, with the number of steps that trains the requested samples."""
     spec = option.spec
     name = f"{goal.spec.name[:75]}-best"
     steps = max(1, math.ceil(goal.samples / option.duration.samples))

@@ -1,4 +1,4 @@
-"""Answer `ftbench recommend`: check its options, and turn them into a goal."""
+"""Answer `ftbench recommend`: check the options of the command, and search for the best variants."""
 
 import math
 import shlex
@@ -43,7 +43,7 @@ _USUAL_BATCH = 16  # samples per step if the user gave a model and no spec
 
 @dataclass(frozen=True, slots=True)
 class RecommendRequest:
-    """The options of `ftbench recommend`, as the user typed them."""
+    """The options of `ftbench recommend`, before any check."""
 
     spec: Path
     sets: Sequence[str] = ()
@@ -80,7 +80,7 @@ def answer(request: RecommendRequest) -> Recommendation:
 
 
 def command_of(request: RecommendRequest, recommendation: Recommendation) -> str:
-    """Return the command that trains the best variant. It uses the file that `-o` writes, or `--set` values."""
+    """Return the command that trains the best variant, with the spec file of `-o` or with `--set` values."""
     if not recommendation.options:
         return ""
     if request.output is not None:
@@ -113,7 +113,7 @@ def _limits(request: RecommendRequest) -> list[str]:
 
 
 def _prices(request: RecommendRequest, gpus: Sequence[Gpu], prices: Prices | None) -> list[str]:
-    """Return the problems with prices if the options need costs."""
+    """Return error messages if the cost matters, but prices are missing or have different currencies."""
     why = [f"--max-cost {request.max_cost:g}"] if request.max_cost is not None else []
     why += ["--goal cost"] if request.objective == "cost" else []
     if not why:
@@ -141,7 +141,7 @@ def _methods(request: RecommendRequest) -> tuple[str, ...]:
 
 
 def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[str]:
-    """Return an error that names the allowed words and the most similar one. Return nothing if the word is allowed."""
+    """Return an error message with the allowed words and the most similar word. Return [] for an allowed word."""
     try:
         known(word, words, kind)
     except ValueError as error:
@@ -150,7 +150,7 @@ def _unknown(option: str, word: str, words: Iterable[str], kind: str) -> list[st
 
 
 def _effective(request: RecommendRequest, spec: Experiment, history: RunHistory) -> int | None:
-    """Return the number of samples per step, from `--effective-batch` or the spec. None means any number."""
+    """Return the samples per step from `--effective-batch` or from the spec. None means any number."""
     if request.effective_batch == ANY:
         return None
     if request.effective_batch is None and names_model(request.spec):
@@ -166,9 +166,9 @@ def _samples(request: RecommendRequest, spec: Experiment, history: RunHistory) -
 
 
 def with_lengths(answer: Recommendation) -> Recommendation:
-    """Add the best variants for samples of half and of twice the length, on the best GPU, to a recommendation.
+    """Add the best variants for half and for twice the mean sample length, on the best GPU, to a recommendation.
 
-    Nothing is added if the lengths are not known. Nothing is added for images either: their sizes decide the time."""
+    The recommendation does not change if the sample lengths are unknown, or if the samples have images."""
     goal, memory_cache = answer.goal, MemoryCache()
     if not answer.options or goal.spec.dataset.has_images or goal.history.lengths(goal.spec).upper_bound:
         return answer
@@ -178,7 +178,7 @@ def with_lengths(answer: Recommendation) -> Recommendation:
 
 
 def _at_length(goal: Goal, factor: float, memory_cache: MemoryCache) -> tuple[Option, ...]:
-    """Return the ranked variants if the mean sample length is multiplied by `factor`."""
+    """Return the ranked variants for samples with `factor` times the mean length."""
     data, lengths = goal.spec.dataset, goal.history.lengths(goal.spec)
     mean = min(max(2, round(float(factor * lengths.mean))), LONGEST)
     equal = len(set(lengths.values)) == 1

@@ -1,4 +1,4 @@
-"""Name a training variant by its recipe, and write it as a command or a spec file."""
+"""Name a training variant by its recipe, and write the variant as a command or as a spec file."""
 
 import json
 import shlex
@@ -29,7 +29,7 @@ _COMMENTS = {
 
 
 def spec_file(spec: Experiment) -> str:
-    """Return a spec as YAML with comments. Sections are on one line where possible."""
+    """Return a spec as YAML with comments. A short section is on one line."""
     lines = list[str]()
     for key, value in spec_values(spec).items():
         (only,) = value.values() if isinstance(value, dict) and len(value) == 1 else (None,)
@@ -45,8 +45,8 @@ def spec_file(spec: Experiment) -> str:
 
 
 def spec_values(spec: Experiment) -> dict[str, Any]:
-    """Return the values of a spec that differ from the defaults. If a shipped recipe has the same optimizations,
-    `recipe` replaces them."""
+    """Return the values of a spec that differ from the defaults. If a shipped recipe has the same optimizations, the
+    key `recipe` replaces these optimizations."""
     values: dict[str, Any] = spec.model_dump(mode="json", exclude_defaults=True)
     values["method"] = {"name": spec.method.name, **values.get("method", {})}
     if spec.objective.name != "sft":
@@ -64,7 +64,7 @@ def spec_values(spec: Experiment) -> dict[str, Any]:
 
 @cache
 def _shipped() -> dict[str, Optimizations]:
-    """Return the optimizations of each shipped recipe."""
+    """Return the optimizations of each shipped recipe by recipe name."""
     return {name: Optimizations.model_validate(keys["optimizations"]) for name, keys in shipped_recipes().items()}
 
 
@@ -76,7 +76,7 @@ def same_recipe(spec: Experiment) -> str | None:
 
 
 def way_words(spec: Experiment) -> str:
-    """Return the method with its recipe or optimizations: `lora: fastest`, `lora: fastest without packing`."""
+    """Return a spec's method and optimizations as short text: `lora: fastest`, `lora: fastest without packing`."""
     name, differing = _nearest_recipe(spec)
     near = name and len(differing) <= 2
     on = " ".join([name, *differing]) if near else ", ".join(_switches(spec.optimizations, spec)) or "plain"
@@ -94,9 +94,9 @@ def _switches(optimizations: Optimizations, spec: Experiment, optimizer: str = "
 
 
 def _nearest_recipe(spec: Experiment) -> tuple[str, list[str]]:
-    """Return the shipped recipe with the most similar optimizations, and the differences.
+    """Return the name of the shipped recipe with the most similar optimizations, and a list of the differences.
 
-    Both are empty if no recipe is similar. For adapters, fused and unfused AdamW count as equal: adapters are small."""
+    Name and list are empty if no recipe supports the method. Only full fine-tuning also compares the optimizers."""
     own, similar = set(_switches(spec.optimizations, spec)), list[tuple[str, list[str]]]()
     for name, keys in shipped_recipes().items() if spec.method.name != "unsloth" else ():
         optimizer = keys["train"]["optimizer"] if spec.method.name == "full" else ""
@@ -108,7 +108,7 @@ def _nearest_recipe(spec: Experiment) -> tuple[str, list[str]]:
 
 
 def run_command(path: Path, sets: Sequence[str], best: Experiment) -> str:
-    """Return the shortest `ftbench run` command that trains `best`. It uses the user's spec file and `--set` values."""
+    """Return the shortest `ftbench run` command that trains `best`, with the user's spec file and `--set` values."""
     (name, _), commands = _nearest_recipe(best), list[list[str]]()
     has_recipe = any(text.startswith("recipe=") for text in sets)
     for first in ([], *([[f"recipe={name}"]] if name and not has_recipe else [])):
@@ -119,7 +119,7 @@ def run_command(path: Path, sets: Sequence[str], best: Experiment) -> str:
 
 
 def changed_keys(spec: Experiment, other: Experiment) -> list[str]:
-    """Return the `--set` values that turn `spec` into `other`, for the keys that a recommendation may change."""
+    """Return the `--set` values that change `spec` into `other`. Only keys that `recommend` may change are compared."""
     sets = []
     if other.method != spec.method:
         options = other.method.model_dump(mode="json", exclude_defaults=True)

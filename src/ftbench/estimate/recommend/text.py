@@ -1,4 +1,4 @@
-"""Write a recommendation as text, as JSON and as a spec file."""
+"""Format the answer of `ftbench recommend` as text, as JSON and as a YAML spec."""
 
 import textwrap
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ FP8 = "fp8 multiplies in 8 bits: the loss may differ, so compare it with a bf16 
 
 
 def as_text(answer: Recommendation, command: str = "", every: bool = False) -> str:
-    """Return a table of the best variant for each GPU, the answer in one sentence, its `command`, and notes.
+    """Return a table of the best variant per GPU, a sentence about the best variant, `command`, and notes.
 
-    With `every`, the table has all variants, and the reasons for rejected variants follow."""
+    With `every`, the table contains all variants. A second table counts the rejected variants by reason."""
     goal = answer.goal
     lines = [folded(" · ".join(_question(goal))), ""]
     if answer.options:
@@ -60,7 +60,7 @@ def _answer(best: Option) -> str:
 
 
 def _table(options: Sequence[Option], goal: Goal) -> str:
-    """Return a table with one line per option. Empty columns and columns that do not fit the terminal are hidden."""
+    """Return a table with one row per variant. Empty columns, and columns beyond the terminal width, are hidden."""
     headings = ["GPU", "recipe", ">batch", ">time", ">cost", ">GiB", "deadline", ">range", "limited by", "known from"]
     rows = [_row(option, goal) for option in options]
     kept = [at for at in range(len(headings)) if any(row[at] for row in rows)]
@@ -84,7 +84,7 @@ def _range(option: Option) -> str:
 
 
 def _batch(spec: Experiment) -> str:
-    """Return `8`, or `8 x 4` for four accumulated batches per step."""
+    """Return the batch size as text: `8`, or `8 x 4` with 4 gradient accumulation steps."""
     size, passes = spec.train.batch_size, spec.train.gradient_accumulation_steps
     return str(size) if passes == 1 else f"{size} x {passes}"
 
@@ -98,7 +98,7 @@ def _deadline(option: Option, goal: Goal) -> str:
 
 
 def _notes(answer: Recommendation) -> list[str]:
-    """Return the notes below the table."""
+    """Return the notes below the table, for example about the deadline and about sample lengths."""
     best, goal, per_gpu = answer.options[0], answer.goal, answer.best_per_gpu()
     lines = [f"basis of the time: {best.duration.confidence}", *_other_lengths(answer)]
     lines += [LAUNCH_BOUND] if any(option.duration.bound == "host" for option in per_gpu) else []
@@ -122,7 +122,7 @@ def _notes(answer: Recommendation) -> list[str]:
 
 
 def _other_lengths(answer: Recommendation) -> list[str]:
-    """Return a sentence that names the best variants for samples of half and of twice the length."""
+    """Return a note that names the best variants for half and for twice the mean sample length."""
     if not answer.lengths:
         return []
     best, mean = answer.options[0], answer.goal.history.lengths(answer.goal.spec).mean
@@ -141,7 +141,7 @@ def _identity(option: Option) -> tuple[object, ...]:
 
 
 def as_yaml(answer: Recommendation) -> str:
-    """Return the spec of the best variant as YAML. The first lines are comments with its estimate."""
+    """Return the spec of the best variant as YAML. Comments at the top show the estimated time and memory."""
     best, goal = answer.options[0], answer.goal
     lines = [
         f"# The best by {goal.objective} for {units.some(round(goal.samples), 'sample')} on {best.location}, according "
@@ -154,8 +154,7 @@ def as_yaml(answer: Recommendation) -> str:
 
 
 def as_json(answer: Recommendation) -> dict[str, Any]:
-    """Return the document for --json: options (best first), the number of rejected variants per reason, and the best
-    spec."""
+    """Return the JSON document: variants (best first), counts of rejected variants by reason, and the best spec."""
     goal = answer.goal
     return {
         "model": goal.spec.model.id, "samples": goal.samples, "deadline_s": goal.deadline_s,
