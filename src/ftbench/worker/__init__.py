@@ -1,1 +1,1 @@
-"""The training process. Only this package imports transformers, trl and peft. `kernels` also imports torch."""
+"""The worker process, which trains. Only this package imports transformers, trl and peft."""

@@ -1,4 +1,4 @@
-"""The worker process: `python -m ftbench.worker RUN_DIRECTORY` reads spec.json, trains and writes the outcome."""
+"""Worker process: `python -m ftbench.worker RUN_DIRECTORY` trains as spec.json requests and writes state.json."""
 
 import importlib
 import os
@@ -19,7 +19,7 @@ from ftbench.worker.outcome import Phases, Terminated, exit_now, of_exception
 
 
 def main(path: str, handed_over: bool = False) -> int:
-    """Train in a run's directory and return the exit code. `handed_over` is set in a framework's interpreter."""
+    """Train the run in `path` and return the exit code. Set `handed_over` in the interpreter of another framework."""
     signal.signal(signal.SIGTERM, _terminate)
     signal.signal(signal.SIGINT, _terminate)
     directory = RunDir(Path(path), parallel.rank())
@@ -28,7 +28,7 @@ def main(path: str, handed_over: bool = False) -> int:
     outcome: dict[str, Any]
     try:
         spec = _spec(directory)
-        if spec.method.name == "unsloth":  # patches the other libraries and initializes the GPU when it is imported
+        if spec.method.name == "unsloth":  # importing unsloth patches other libraries and uses the GPU
             _acquire_gpu(spec, directory, phases)
             _import_unsloth(spec.method)
         from ftbench.worker.training_run import TrainingRun
@@ -42,7 +42,7 @@ def main(path: str, handed_over: bool = False) -> int:
             _join_ranks(run)
         train(run)
         outcome = {"state": "ok"}
-    except BaseException as error:  # noqa: BLE001 - the outcome of the run
+    except BaseException as error:  # noqa: BLE001 - every error is an outcome of the run
         _ignore_signals()
         _log(error)
         outcome = of_exception(error, *(run.position() if run else (phases.current, None)))
@@ -53,7 +53,7 @@ def main(path: str, handed_over: bool = False) -> int:
 
 
 def _loop(spec: Experiment, handed_over: bool) -> Callable[[Any], None]:
-    """Return the function that trains. For another framework, return the part that this interpreter runs."""
+    """Return the function that trains. Frameworks other than trl first need `prepare.train`, then `session.train`."""
     if spec.launch.framework == "trl":
         module = "ftbench.worker.train"
     else:
@@ -66,13 +66,13 @@ def _write_outcome(directory: RunDir, outcome: dict[str, Any]) -> None:
 
 
 def _join_ranks(run: Any) -> None:
-    """Join the other ranks. Before this, the first rank of each node has acquired its GPUs."""
+    """Join the process group of all ranks. The first rank of each node joins after it has locked the node's GPUs."""
     from ftbench.worker.parallel.rendezvous import exit_on_sigterm, join
 
     def answer() -> None:
         _write_outcome(run.directory, of_exception(Terminated(), *run.position()))
         if run.recorder:
-            with suppress(FtbenchError):  # a full disk
+            with suppress(FtbenchError):  # raised on a full disk
                 run.recorder.drain(last=True)
 
     exit_on_sigterm(answer)
@@ -90,8 +90,8 @@ def _acquire_gpu(spec: Experiment, directory: RunDir, phases: Phases) -> None:
 
 
 def _import_unsloth(method: Any) -> None:
-    """Set unsloth's environment variables and import it, because it reads them during the import. They contain the
-    method's settings and the folder for generated modules, and turn off telemetry."""
+    """Set unsloth's environment variables and import unsloth, which reads the variables during the import. The
+    variables contain the method's settings and the folder for generated modules, and turn off telemetry."""
     os.environ |= {
         "UNSLOTH_DISABLE_STATISTICS": "1",
         "UNSLOTH_PADDING_CHOICE": "auto",
@@ -105,7 +105,7 @@ def _import_unsloth(method: Any) -> None:
 
 
 def _rescue(run: Any) -> None:
-    """Write the steps that finished before an error."""
+    """Write the optimizer steps that finished before an error to steps.csv."""
     try:
         if run:
             run.finish()
@@ -114,19 +114,19 @@ def _rescue(run: Any) -> None:
 
 
 def _log(error: BaseException) -> None:
-    with suppress(OSError):  # a full disk must not prevent the outcome from being written
+    with suppress(OSError):  # printing fails on a full disk, but the outcome must still be written
         traceback.print_exception(error)
 
 
 def _ignore_signals() -> None:
-    """Ignore further signals, which must not interrupt writing the finished steps."""
-    signal.signal(signal.SIGTERM, lambda *_: None)  # unlike SIG_IGN this still wakes the thread that answers
+    """Ignore SIGTERM and SIGINT from now on, because a signal must not interrupt the writing of finished steps."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # unlike SIG_IGN, this still wakes the thread of `exit_on_sigterm`
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _terminate(*_: object) -> None:
     _ignore_signals()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # data loaders get the signal too, and their exit is not an error
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # data loader processes also get SIGTERM, and may exit
     raise Terminated
 
 

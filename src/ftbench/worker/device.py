@@ -1,6 +1,6 @@
-"""The device that is measured: a GPU, or the CPU.
+"""Choose and check the device that ftbench measures: a GPU or the CPU.
 
-`python -m ftbench.worker.device` prints torch's versions and GPUs as JSON, for `ftbench doctor`.
+`python -m ftbench.worker.device` prints the torch version and the GPUs as JSON, for `ftbench doctor`.
 """
 
 import json
@@ -16,18 +16,18 @@ from ftbench.worker.outcome import exit_now
 
 
 def device() -> torch.device:
-    """Return this rank's GPU, or the CPU if torch sees no GPU."""
+    """Return the GPU of this rank. Return the CPU if torch does not see a GPU."""
     number = int(os.environ.get("LOCAL_RANK", "0"))
     return torch.device("cuda", number) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def sees_amd() -> bool:
-    """Return whether torch is a ROCm build and sees an AMD GPU, which it also calls `cuda`."""
+    """Return whether torch is a ROCm build and sees an AMD GPU. torch calls AMD GPUs `cuda` too."""
     return bool(torch.version.hip) and torch.cuda.is_available()
 
 
 def check_device(gpu: dict[str, Any] | None) -> None:
-    """Raise MissingError if torch cannot use the GPU that the driver reports, or would use an AMD GPU."""
+    """Raise MissingError if torch cannot use the GPU that the driver reports, or if torch would use an AMD GPU."""
     if sees_amd():
         raise MissingError(rocm_refusal(torch.__version__))
     if gpu and not torch.cuda.is_available():
@@ -38,10 +38,10 @@ def check_device(gpu: dict[str, Any] | None) -> None:
 
 
 def versions() -> dict[str, Any]:
-    """Return torch's versions and GPUs.
+    """Return the torch version and the GPUs, and test the first GPU.
 
-    `cuda` is null in a CPU or ROCm build, and `rocm` is whether torch sees an AMD GPU. `works` is whether a kernel ran
-    on the first GPU (null without a GPU), otherwise `error` has the reason.
+    `cuda` is the CUDA version of the torch build, or None. `rocm` is True if torch sees an AMD GPU. `works` is True if
+    a kernel ran on the first GPU. After a failure, `error` contains the reason.
     """
     result: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda, "rocm": sees_amd()}
     result |= {"devices": [], "works": None, "error": None}

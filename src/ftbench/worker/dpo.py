@@ -1,6 +1,6 @@
-"""trl's DPOTrainer on the preference pairs of a spec.
+"""Train on preference pairs with trl's DPOTrainer.
 
-The reference is computed once before training, or by the model without adapters, or by a second model.
+The reference is the model without adapters, or a second model. The spec can request precomputed log probabilities.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from ftbench.worker.outcome import Phases
 from ftbench.worker.trainer import TrainerMixin, dataset, training_arguments
 from ftbench.worker.training_run import TrainingRun
 
-REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # columns of a data set with a precomputed reference
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")  # data set columns with precomputed log probabilities
 
 
 class DpoTrainer(TrainerMixin, DPOTrainer):
-    """DPOTrainer on tokenized pairs."""
+    """DPOTrainer for preference pairs that are already tokenized."""
 
     def __init__(self, phases: Phases, **options: Any) -> None:
         self._phases = phases
@@ -36,17 +36,17 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         self.forget_copy()
-        self.model.train()  # on a CPU bitsandbytes repacks weights for inference in eval mode
+        self.model.train()  # in eval mode on a CPU, bitsandbytes repacks weights for inference
         with self._phases.within("reference"):
             return super()._precompute_ref_logps(dataset, name, batch_size)
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
-        """Compute log probabilities of the reference under autocast, which accelerate adds when training starts."""
+        """Return log probabilities of the reference. Use autocast here: accelerate adds autocast only for training."""
         with self.accelerator.autocast():
             return super().compute_ref_log_probs(model, {key: inputs[key] for key in inputs if key != COUNT})
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute trl's loss, and add its reward metrics to the batch's counts."""
+        """Return trl's loss. Add trl's reward metrics to the counts of the batch."""
         count = inputs.pop(COUNT)
         self.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
         result = super().compute_loss(model, inputs, *args, **kwargs)
@@ -55,7 +55,7 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
         return result
 
     def verify(self, spec: Experiment) -> list[str]:
-        """Return the settings of the reference that were not applied."""
+        """Return a message for each DPO setting that was not applied."""
         wanted: Any = spec.objective
         computed = set(REFERENCE) <= set(self.train_dataset.column_names)
         problems = mismatches({
@@ -75,7 +75,7 @@ class DpoTrainer(TrainerMixin, DPOTrainer):
 
 
 class PairCollator(Collator):
-    """Pads pairs as trl's collator does. All chosen sequences come first, then all rejected sequences."""
+    """Pads preference pairs like trl's collator. All chosen sequences come first, then all rejected sequences."""
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         pairs = [samples_of(row) for row in rows]
@@ -91,7 +91,7 @@ class PairCollator(Collator):
 
 
 def build(run: TrainingRun, model: Any, tokenizer: Any, data: Prepared, reference: Any) -> DpoTrainer:
-    """Return the trainer for the spec. It keeps the order of the pairs. `reference` is the optional second model."""
+    """Return the DPO trainer, which keeps the order of the pairs. `reference` is the second model or None."""
     spec, objective = run.spec, cast(Dpo, run.spec.objective)
     options = training_arguments(spec, run.directory, model) | {"disable_dropout": True, "beta": objective.beta}
     loop = DpoTrainer(

@@ -12,16 +12,16 @@ from ftbench.store.run_warnings import FOREIGN_MEMORY_GB
 from ftbench.store.rundir import WAITING, RunDir, gpus_of, read_json, write_json
 from ftbench.worker.outcome import Phases
 
-RETURN_S = 30.0  # longest wait until the memory of a finished process is free
-STILL_S = 5.0  # if used memory does not change for this time, another program is using it: stop waiting
+RETURN_S = 30.0  # longest wait until the driver has freed the memory of a finished process
+STILL_S = 5.0  # used memory that does not change for this time belongs to another program: stop waiting
 _POLL_S = 0.1
-_held: list[int] = []  # kept until this process ends; the kernel then releases the locks
+_held: list[int] = []  # lock files, which the kernel unlocks when this process ends
 
 
 def acquire(directory: RunDir, phases: Phases) -> None:
     """Wait until other ftbench runs on the GPUs of machine.json have ended and freed their memory. Lock the GPUs.
 
-    Then write the GPUs' current state to machine.json. The parent may have read the state during another run.
+    Then update the state of the GPUs in machine.json, because the parent may have read the state during another run.
     """
     gpus = [gpu for gpu in gpus_of(read_json(directory.machine)) if gpu.get("uuid")]
     if not gpus or _held:
@@ -39,7 +39,7 @@ def acquire(directory: RunDir, phases: Phases) -> None:
 
 
 def try_acquire(gpu: dict[str, Any] | None) -> bool:
-    """Lock the GPU for this process if it is free, and return whether it was."""
+    """Lock the GPU for this process. Return False if another process has locked the GPU."""
     if not gpu or not gpu.get("uuid"):
         return True
     if (lock := _open(Path(tempfile.gettempdir()) / f"ftbench-{gpu['uuid']}.lock")) is None:
@@ -53,8 +53,8 @@ def try_acquire(gpu: dict[str, Any] | None) -> bool:
 
 
 def _open(path: Path) -> int | None:
-    """Open the lock file. Return None if that fails, which disables locking."""
-    for flags in (os.O_RDONLY, os.O_RDONLY | os.O_CREAT):  # /tmp forbids O_CREAT on another user's file
+    """Open the lock file and return its file descriptor. If this fails, return None: the GPU is then not locked."""
+    for flags in (os.O_RDONLY, os.O_RDONLY | os.O_CREAT):  # in /tmp, Linux forbids O_CREAT for another user's file
         try:
             return os.open(path, flags, 0o644)
         except OSError:
@@ -67,7 +67,7 @@ def _is_free(gpu: dict[str, Any]) -> bool:
 
 
 def _when_free(gpu: dict[str, Any]) -> dict[str, Any]:
-    """Return the GPU's state once it is free, or after the longest wait."""
+    """Wait until the GPU is free, but at most `RETURN_S` seconds. Return the state of the GPU."""
     begin = changed = time.monotonic()
     while not _is_free(gpu) and (now := time.monotonic()) < begin + RETURN_S and now < changed + STILL_S:
         time.sleep(_POLL_S)

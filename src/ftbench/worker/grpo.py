@@ -1,7 +1,7 @@
-"""trl's GRPOTrainer on the prompts of a spec, and the rewards of completions.
+"""Train on prompts with trl's GRPOTrainer, and compute the rewards of completions.
 
-The trained model generates the completions itself with transformers' `generate`, once per step. Generation is timed as
-a separate part of the step. The reward is the built-in one, or functions in a user's file, which the worker executes.
+The trained model generates the completions with transformers' `generate`, once per step. Generation is timed
+separately. The reward is built in, or comes from functions in a user's file. The worker process executes this file.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from ftbench.worker.model.parts import base_model
 from ftbench.worker.model.vision import reads_images
 from ftbench.worker.trainer import TrainerMixin, dataset, training_arguments
 
-NORMALISATION = {  # divisor of the summed token losses, by trl's loss type
+NORMALISATION = {  # divisor of the sum of the token losses, by trl's loss type
     "dapo": "label tokens of the step", "dr_grpo": "completions x max_completion_length",
     "bnpo": "label tokens of a micro-batch", "grpo": "tokens of each completion",
 }  # fmt: skip
@@ -37,20 +37,20 @@ EVEN = "share of even token ids"
 
 
 class GrpoTrainer(TrainerMixin, GRPOTrainer):
-    """GRPOTrainer on tokenized prompts."""
+    """GRPOTrainer for prompts that are already tokenized."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.forget_copy()
         self.data_collator = _collated
-        self.columns: list[dict[str, Any]] = []  # one dictionary per prompt
+        self.columns: list[dict[str, Any]] = []  # data set columns of each prompt
         self._completions = BatchCount()
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
         return [ids.tolist() for ids in prompts], None, {}
 
     def _generate(self, prompts: list[Any]) -> Any:
-        """Generate completions, timed as a separate part of the step."""
+        """Generate completions, and time the generation as a separate part of the step."""
         self.recorder.mark_part(None, "generation")
         result = super()._generate(prompts)
         self.recorder.mark_part("generation_s", "scoring")
@@ -65,14 +65,14 @@ class GrpoTrainer(TrainerMixin, GRPOTrainer):
         return scored
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids: Any) -> Any:
-        """Compute rewards with functions that get texts and the columns of the prompts' rows."""
+        """Return the rewards. The reward functions get the texts, and the data set columns of the prompts."""
         texts = self.processing_class.batch_decode([ids.tolist() for ids in prompts], skip_special_tokens=True)
         rows = [self.columns[int(each["number"])] for each in inputs]
         return super()._calculate_rewards(rows, texts, completions, completion_ids)
 
     def _prepare_inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a micro-batch of completions. The first call of a step counts all completions of the step, before trl
-        shuffles them."""
+        """Return a micro-batch of completions. The first micro-batch of a step gets the counts of all completions in
+        the step, because trl shuffles the completions later."""
         inputs: dict[str, Any] = super()._prepare_inputs(batch["prompts"])
         if self._step % self.args.steps_per_generation == 0:
             batch[COUNT].add(self._completions)
@@ -84,7 +84,7 @@ class GrpoTrainer(TrainerMixin, GRPOTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def verify(self, spec: Experiment) -> list[str]:
-        """Return the settings of generation and reference that were not applied."""
+        """Return a message for each GRPO setting that was not applied."""
         wanted: Any = spec.objective
         live = {name: getattr(self, name) for name in ("beta", "num_generations", "loss_type")}
         live |= {"max_completion_length": self.generation_config.max_new_tokens,
@@ -108,12 +108,13 @@ class GrpoTrainer(TrainerMixin, GRPOTrainer):
 
 
 def _collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the prompts of a step and an empty count, which `_prepare_inputs` fills after generation."""
+    """Return the prompts of a step with an empty count. `_prepare_inputs` fills the count after generation."""
     return {"prompts": [{"prompt": row["input_ids"], "number": row["number"]} for row in rows], COUNT: BatchCount()}
 
 
 def _count(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> BatchCount:
-    """Count completions with their prompts. trl pads prompts and completions to the longest of each."""
+    """Return the token counts of prompts with completions. trl pads all prompts to the longest prompt, and all
+    completions to the longest completion."""
     rows = [np.array([*pair[0], *pair[1]], dtype=np.int64) for pair in zip(prompts, completions, strict=True)]
     padded = len(rows) * (max(map(len, prompts)) + max(map(len, completions)))
     count = count_of(rows, padded, sum(map(len, completions)))
@@ -122,7 +123,7 @@ def _count(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]
 
 
 def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared) -> GrpoTrainer:
-    """Return the trainer for the spec. It keeps the order of the prompts."""
+    """Return the GRPO trainer for the spec. The order of the prompts does not change."""
     objective: Any = spec.objective
     needed = spec.global_batch // objective.group
     if reads_images(base_model(model).config):
@@ -149,7 +150,7 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
         train_dataset=dataset(data.train, []).add_column("number", list(range(len(data.train)))),
     )  # fmt: skip
     rows = [row[0].row or {} for row in data.train]
-    # trl passes its own `prompts` and `completions` beside the columns.
+    # trl passes its own `prompts` and `completions` in addition to the columns.
     names = dict.fromkeys(name for row in rows for name in row if name not in ("prompts", "completions"))
     loop.columns = [{name: row.get(name) for name in names} for row in rows]
     loop.batches = set()
@@ -168,7 +169,7 @@ class Reward:
     function: Callable[..., Any]
 
     def __call__(self, completions: Sequence[str], **given: Any) -> list[float]:
-        """Return a finite number per completion. Raise SpecError for other values and for errors of the function."""
+        """Return a finite number per completion. Raise SpecError if the function fails or returns something else."""
         numbers = _call(self.name, lambda: [float(each) for each in self.function(completions=completions, **given)])
         if len(numbers) != len(completions) or not all(abs(number) <= FLOAT32 for number in numbers):
             raise SpecError(
@@ -184,7 +185,7 @@ def even_tokens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float
 
 
 def load_reward(reward: str) -> Reward:
-    """Execute a file and return its reward function. Raise SpecError if the file or the function is unusable."""
+    """Execute the file and return its reward function. `reward` is `FILE:FUNCTION`. Raise SpecError if this fails."""
     file, function = reward_parts(reward)
     name = f"{file.name}:{function}"
     sha256 = hashlib.sha256(_call(name, file.read_bytes)).hexdigest()
@@ -197,7 +198,7 @@ def load_reward(reward: str) -> Reward:
 
 
 def _call(name: str, call: Callable[[], Any]) -> Any:
-    """Call into a user's file. Turn its errors into SpecErrors, except for out of memory."""
+    """Call a function of a user's file. Convert its errors to SpecError, except for out-of-memory errors."""
     try:
         return call()
     except (FtbenchError, MemoryError):

@@ -1,4 +1,4 @@
-"""Set up and verify the optimizer of a run. Most optimizers come from transformers. This module adds torchao's."""
+"""Set up and verify the optimizer of a run. Most optimizers come from transformers. torchao's are added here."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker.measure.effective_config import innermost
 from ftbench.worker.model.parts import plain_tensors
 
-# Module and class of each choice of train.optimizer.
+# Module and class of the optimizer for each value of train.optimizer.
 OPTIMIZERS = {
     "adamw_torch": ("torch.optim", "AdamW"),
     "adamw_torch_fused": ("torch.optim", "AdamW"),
@@ -20,12 +20,12 @@ OPTIMIZERS = {
     "adamw_torchao_8bit": ("torchao.optim", "AdamW8bit"),
     "sgd": ("torch.optim", "SGD"),
 }
-# Type and bits of the state, by the suffix of the optimizer's name.
+# Dtype and bits of the state, by the suffix of the optimizer's name.
 STATES = {"8bit": (torch.uint8, 8), "fp32": (torch.float32, 32), "bf16": (torch.bfloat16, 16)}
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the trainer's arguments for a torchao optimizer. transformers does not support them by name."""
+    """Return trainer arguments for a torchao optimizer, because transformers cannot select these optimizers by name."""
     if "torchao" not in spec.train.optimizer:
         return {}
     options = {"lr": spec.train.learning_rate, "bf16_stochastic_round": True}
@@ -47,9 +47,9 @@ def _torchao(name: str) -> Any:
 
 
 class _RateOnHost:
-    """Mixin that keeps the learning rate of torchao's optimizers on the host.
+    """Mixin that keeps the learning rate of a torchao optimizer on the host.
 
-    The learning rate is a tensor. accelerate moves it to the GPU, where every read would synchronize.
+    The learning rate is a tensor, which accelerate moves to the GPU. There, every read would synchronize.
     """
 
     def load_state_dict(self: Any, state: Any) -> None:
@@ -60,15 +60,15 @@ class _RateOnHost:
 
 
 class _SteppedByKernel(_RateOnHost):
-    """Mixin that replaces torchao's step, which takes 0.5 ms of host time per parameter, by one kernel per parameter.
+    """Mixin that updates each parameter with one kernel. torchao's own step takes 0.5 ms of host time per parameter.
 
-    `factor` is a scalar on the device that scales the gradients (clipping).
+    `factor` is a scalar on the device. The kernel multiplies the gradients by `factor` to clip them.
     """
 
     factor: torch.Tensor | None = None
 
     def is_by_kernel(self: Any) -> bool:
-        """Return whether the kernel supports all parameters. With FSDP, this concerns the rank's shares of them."""
+        """Return whether the kernel supports all parameters. With FSDP, check only the shards of this rank."""
         plain = all(_is_plain(p) for group in self.param_groups for p in group["params"])
         return plain and self.bf16_stochastic_round and not any(group.get("amsgrad") for group in self.param_groups)
 
@@ -98,7 +98,7 @@ class _SteppedByKernel(_RateOnHost):
 
 
 def own_share(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's share of a sharded tensor. An unsharded tensor is returned unchanged."""
+    """Return this rank's shard of a sharded tensor. Return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -108,7 +108,7 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 
 
 def attach(loop: Any, spec: Experiment) -> None:
-    """Clip gradients inside the optimizer kernel instead of in a separate pass."""
+    """Clip gradients inside the optimizer kernel instead of in a separate pass, if the optimizer has this kernel."""
     original = loop.accelerator.clip_grad_norm_
 
     def clip_grad_norm(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -126,7 +126,7 @@ def attach(loop: Any, spec: Experiment) -> None:
 
 
 def verify(optimizer: Any, spec: Experiment) -> list[str]:
-    """Return the optimizer settings that were not applied, checked after the first step."""
+    """Return a message for each optimizer setting that was not applied. Call this after the first step."""
     optimizer, setting, problems = innermost(optimizer), spec.train.optimizer, []
     name = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     module, kind = OPTIMIZERS[setting]

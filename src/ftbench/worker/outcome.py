@@ -1,4 +1,4 @@
-"""Report the phases, the result and the exit of a worker process."""
+"""Write the phases and the outcome of a worker process, and exit the process."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from ftbench.core.processes import process_start
 from ftbench.errors import FtbenchError
 from ftbench.store.rundir import RunDir, read_json, write_json
 
-# Errors of gloo, NCCL and their store after another rank ended. The run reports that rank's reason.
+# Errors of gloo, NCCL and their store after another rank ended. The run reports the reason of the other rank.
 _LOST_ANOTHER = re.compile(r"gloo|NCCL|DistBackendError|DistNetworkError|DistStoreError|Connection (closed|reset)")
 
 _OF_LOADER = "in DataLoader worker process"
@@ -22,12 +22,10 @@ _SCHEMA = 1  # version of phases.json
 
 
 class Phases:
-    """The phases of a run, from the start of the process and without gaps. phases.json is rewritten whenever they
-    change.
+    """The phases of a run, in the format `{name, start_s, end_s, peak_memory_gb, peak_reserved_gb}`.
 
-    A list of `{name, start_s, end_s, peak_memory_gb, peak_reserved_gb}`. The last phase is open.
-
-    With `resumed`, continue the list of the interpreter that this one has replaced.
+    The first phase starts with the process, and there are no gaps. The last phase is open. Every change rewrites
+    phases.json. If `resumed` is True, continue the phases of the interpreter that this process ran before.
     """
 
     def __init__(self, run: RunDir, first: str, resumed: bool = False) -> None:
@@ -50,7 +48,7 @@ class Phases:
 
     @contextmanager
     def within(self, name: str) -> Iterator[None]:
-        """Enter another phase for a block, then return to the current one."""
+        """Enter another phase inside this context. Afterwards, return to the previous phase."""
         before = self.current
         self.enter(name)
         try:
@@ -71,7 +69,7 @@ class Phases:
 
 
 def _process_age_s() -> float:
-    """Return the seconds since this process started, so that the first phase includes the interpreter's startup."""
+    """Return the seconds since this process started. The first phase includes the startup of the interpreter."""
     started = process_start(os.getpid())
     if started is None:
         return 0.0
@@ -79,11 +77,11 @@ def _process_age_s() -> float:
 
 
 class Terminated(BaseException):
-    """The parent terminated this process."""
+    """Exception for a signal (SIGTERM or SIGINT) that ends this process."""
 
 
 def of_exception(error: BaseException, phase: str, step: int | None) -> dict[str, Any]:
-    """Return the fields of state.json for an error in `phase`, and in optimizer step `step` if known."""
+    """Return the fields of state.json for an error in `phase`. `step` is the optimizer step, or None if unknown."""
     if isinstance(error, (Terminated, KeyboardInterrupt)):
         return {"state": "interrupted", "reason": f"interrupted during {phase}", "phase": phase, "step": step}
     if isinstance(error, FtbenchError):
@@ -97,7 +95,7 @@ def of_exception(error: BaseException, phase: str, step: int | None) -> dict[str
         return {"state": "oom", "reason": f"out of memory ({recognised.kind}) in {where}{size}", "oom": described}
     lost = {"lost_another": True} if _LOST_ANOTHER.search(text) else {}
     lines = text.strip().splitlines()
-    message = lines[-1] if _OF_LOADER in lines[0] else lines[0]  # a loader process puts its traceback first
+    message = lines[-1] if _OF_LOADER in lines[0] else lines[0]  # errors of a loader process start with a traceback
     return {"state": "error", "reason": f"{message[:500]} (during {phase}; see log.txt)"} | lost
 
 

@@ -1,6 +1,6 @@
-"""The child process of `ftbench probe`: `python -m ftbench.worker.probe OUT_FILE`.
+"""Measure the machine in the child process of `ftbench probe`: `python -m ftbench.worker.probe OUT_FILE`.
 
-OUT_FILE is written after each item, so that earlier measurements are kept if this process is killed. A GB has 10**9
+OUT_FILE is written before each item. If the process is killed, the file contains the earlier results. A GB has 10**9
 bytes, as in data sheets.
 """
 
@@ -25,9 +25,9 @@ from ftbench.worker.device import check_device, device
 from ftbench.worker.outcome import exit_now
 
 BEST_S, LASTING_S = 0.6, 2.5
-MOST_CALLS = 8  # larger sizes are skipped if fewer calls of a product would fit in BEST_S
+MOST_CALLS = 8  # larger sizes are skipped if BEST_S is too short for this number of calls
 SIZES = {"cuda": (4096, 8192, 16384), "cpu": (512, 1024, 2048)}
-ELEMENT_BYTES = 12  # upper bound: both matrices, the product, and the 16-bit originals of fp8 operands
+ELEMENT_BYTES = 12  # upper limit: two matrices, their product, and 16-bit originals of fp8 matrices
 MEMORY_BYTES = 2**30  # per tensor: eight times the largest cache of an NVIDIA GPU (128 MB)
 LINK_BYTES = 2**28
 # Each data type with its minimum compute capability (CUDA C++ programming guide, tensor core types).
@@ -37,14 +37,14 @@ Call = Callable[[], object]
 
 
 class Document:
-    """The measurements so far and the current item."""
+    """The results so far and the name of the current item, in a JSON file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.figures: dict[str, Any] = {"notes": [], "products": {}}
 
     def item(self, name: str, measure: Callable[[], Any]) -> Any:
-        """Return the result of `measure`, or None with the reason in `notes`."""
+        """Return the result of `measure`. If `measure` fails, add the reason to `notes` and return None."""
         self.write(doing=name)
         try:
             return measure()
@@ -58,7 +58,7 @@ class Document:
 
 
 def main(out: Path) -> int:
-    """Measure this machine and write the results to `out`. Return exit code 3 if torch cannot use the GPU."""
+    """Measure this machine and write the results to `out`. Return exit code 3 if the GPU cannot be used, else 0."""
     document, gpu = Document(out), machine.gpu()
     try:
         if not gpu_lock.try_acquire(gpu):
@@ -83,7 +83,7 @@ def measure(document: Document, hardware: torch.device, gpu: dict[str, Any]) -> 
             figures["products"][kind] = document.item(kind, partial(product, kind, hardware, _free(hardware) / 2))
         figures["memory"] = document.item("memory", lambda: memory(hardware, _free(hardware)))
         if cuda:
-            # The memory that CUDA gives to processes, and that of the card according to NVML.
+            # Memory that CUDA gives to processes, and memory of the card according to NVML.
             total = torch.cuda.mem_get_info(hardware)[1] / GIB
             figures["capacity"] = {"total_gb": total, "driver_total_gb": gpu.get("memory_gb")}
             figures["host_link"] = document.item("host_link", lambda: _host_link(hardware))
@@ -94,7 +94,7 @@ def measure(document: Document, hardware: torch.device, gpu: dict[str, Any]) -> 
 
 
 def _free(hardware: torch.device) -> float:
-    """Return the free memory in bytes."""
+    """Return the free memory of the device in bytes."""
     if hardware.type != "cuda":
         return float(psutil.virtual_memory().available)
     torch.cuda.empty_cache()
@@ -107,7 +107,7 @@ def _free(hardware: torch.device) -> float:
 def best(call: Call) -> float:
     """Return the seconds of a call: the median of the faster half of the measurements.
 
-    Interrupts, other processes and rising clocks only make a call slower, so the slower half is ignored.
+    The slower half is ignored. Interrupts, other processes and low clocks slow down some calls.
     """
     timed = timer(call)
     timed.blocked_autorange(min_run_time=BEST_S / 3)  # warm-up of clocks and caches
@@ -116,15 +116,15 @@ def best(call: Call) -> float:
 
 
 def timer(call: Call) -> Any:
-    """Return torch's timer of a call, which waits for the device."""
+    """Return torch's timer for a call. The timer waits for the device."""
     return Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
 
 
 def operands(name: str, size: int, hardware: torch.device) -> Call:
-    """Return a product of two square matrices. They are random, because products of zeros need less power.
+    """Return a function that multiplies two random square matrices. Products of zeros would need less power.
 
-    With 8 bits, the right matrix is column-major, as cuBLAS requires. Products in fp8 have one scale per tensor and
-    use fast accumulation, like the forward pass of torchao's tensorwise recipe.
+    With 8 bits, the right matrix is column-major, as cuBLAS requires. Products in fp8 use one scale per tensor and fast
+    accumulation, like the forward pass of torchao's tensorwise recipe.
     """
     if name == "int8":
         left, right = (torch.randint(-127, 128, (size, size), device=hardware, dtype=torch.int8) for _ in range(2))
@@ -141,33 +141,33 @@ def operands(name: str, size: int, hardware: torch.device) -> Call:
 
 
 def product(name: str, hardware: torch.device, free: float) -> dict[str, Any]:
-    """Return the best and the sustained rate of one data type in TFLOP/s, with at most `free` bytes for operands.
+    """Return the best and the sustained rate of matrix products in TFLOP/s. Matrices use at most `free` bytes.
 
-    Raise RuntimeError if the GPU or the library does not support it.
+    Raise RuntimeError if the GPU or the library does not support the data type `name`.
     """
     if hardware.type == "cuda" and (have := torch.cuda.get_device_capability(hardware)) < (need := KINDS[name]):
         raise RuntimeError(f"needs compute capability {need[0]}.{need[1]}, but this GPU has {have[0]}.{have[1]}")
     times: dict[int, float] = {}
     for size in SIZES[hardware.type]:
-        slow = max(times.values(), default=0.0) * MOST_CALLS > BEST_S  # a next one takes about eight times as long
+        slow = max(times.values(), default=0.0) * MOST_CALLS > BEST_S  # the next size takes about 8 times longer
         if times and (slow or size * size * ELEMENT_BYTES > free):
             break
         times[size] = best(operands(name, size, hardware))
     size = max(times, key=lambda size: tflops(size, times[size]))
     timed, count = timer(operands(name, size, hardware)), max(1, round(LASTING_S / 3 / times[size]))
-    timed.timeit(count)  # until clocks and power have settled
+    timed.timeit(count)  # warm-up of clocks and power
     lasting = tflops(size, timed.timeit(2 * count).mean)
     return {"best_tflops": tflops(size, times[size]), "best_size": size, "sustained_tflops": lasting}
 
 
 def tflops(size: int, seconds: float) -> float:
-    """Return TFLOP/s of a product of two square matrices: 2 * size**3 FLOPs."""
+    """Return the TFLOP/s of a product of two square matrices: `2 * size**3 / seconds / 10**12`."""
     return 2 * size**3 / seconds / 1e12
 
 
 def memory(hardware: torch.device, free: float) -> dict[str, Any]:
-    """Return GB/s of a copy (one tensor is read, one is written) and of a triad `c = a + 3 b` (two are read, one is
-    written). Bytes are counted as in STREAM, without the reads of a write-allocate cache."""
+    """Return the GB/s of a copy (one tensor is read, one is written) and of a triad `c = a + 3 * b` (two are read, one
+    is written). Bytes are counted as in the STREAM benchmark, without reads of a write-allocate cache."""
     first, second, third = torch.ones(3, int(min(MEMORY_BYTES, free / 8)) // 4, device=hardware)
     return {
         "copy_gbs": 2 * first.nbytes / best(lambda: third.copy_(first)) / 1e9,
@@ -176,7 +176,7 @@ def memory(hardware: torch.device, free: float) -> dict[str, Any]:
 
 
 def _host_link(hardware: torch.device) -> dict[str, Any]:
-    """Return GB/s to and from the device with pinned host memory, one direction at a time."""
+    """Return the GB/s of copies to and from the GPU with pinned host memory, one direction at a time."""
     host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=hardware)
     return {
@@ -186,8 +186,8 @@ def _host_link(hardware: torch.device) -> dict[str, Any]:
 
 
 def _launch_us(hardware: torch.device) -> float:
-    """Return the microseconds per torch operation in a long sequence of operations on one number. The kernel takes less
-    time than its launch, so this is the host's time including torch's overhead."""
+    """Return the microseconds of host time per torch operation, including torch's overhead. Each operation changes one
+    number, because such a kernel takes less time than its launch."""
     number = torch.zeros(1, device=hardware)
     return best(lambda: number.add_(1)) * 1e6
 

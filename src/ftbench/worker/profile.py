@@ -1,16 +1,16 @@
-"""Record a run with `measure.profile`: a callback profiles a few steady steps and then ends the training.
+"""Profile a few steady steps with a callback, then end the training (`measure.profile`).
 
     steps  1 2 3 │ 4 5 6 │ 7       │ 8 9 10    │ 11
            load  │ timed │ profiler│ profiled  │ memory
            kernels│      │ warms up│           │
 
-The last part records every allocation with its stack for pytorch.org/memory_viz. It only exists on a GPU. The profiler
-and the memory recording slow down a step, so both are off in the timed steps. With compiled layers, the timed steps
-are the first three successive steps that compile nothing.
+On a GPU, the last step records every memory allocation with its stack, for pytorch.org/memory_viz. Profiler and memory
+recording slow down a step, so both are off in the timed steps. With compiled layers, the timed steps are the first
+three successive steps without compilation.
 
-The parts of a step are ranges in the trace. On the training thread, they follow each other without gaps: data →
-forward ⇄ loss → metrics → backward for each micro-batch, then clip → optimizer. `metrics` are the values that the
-trainer computes from the logits in addition to the loss.
+The trace has a range for each part of a step. The ranges on the training thread have no gaps: data → forward ⇄ loss →
+metrics → backward for each micro-batch, then clip → optimizer. `metrics` are the values that the trainer computes from
+the logits in addition to the loss.
 """
 
 import sys
@@ -33,16 +33,16 @@ from ftbench.worker.parallel.stages import Pipeline, Stage
 SCHEMA = 1
 _TIMED = 3
 _MOST_EVENTS = 400_000  # recorded events of the allocator
-_LATEST = 20  # from this step on, a run is profiled even if it still compiles
+_LATEST = 20  # from this step on, profile even if layers are still compiled
 
 
 def spreads_over_cpus(on_gpu: bool) -> bool:
-    """Return whether several ranks exchange tensors through gloo on CPUs."""
+    """Return whether several ranks train on CPUs and exchange tensors through gloo."""
     return parallel.rank() is not None and not on_gpu
 
 
 class Profiler(TrainerCallback):
-    """Profiles `measure.profile_steps` steps once speed is steady. Add it after the recorder."""
+    """Callback that profiles `measure.profile_steps` steps at steady speed. Add this callback after the recorder."""
 
     def __init__(self, spec: Experiment, run: RunDir, loop: Any, clock: Any) -> None:
         self._folder, self._clock = run.profile, clock
@@ -53,7 +53,7 @@ class Profiler(TrainerCallback):
         self._profiler: Any = None
         self._first: int | None = None  # first profiled step
         self._window: dict[str, Any] = {"schema": SCHEMA}
-        self._compiled = (0, 0)  # graphs so far, and the step that compiled the last of them
+        self._compiled = (0, 0)  # number of graphs, and the last step that compiled a graph
         self._folder.mkdir(parents=True, exist_ok=True)
         mark(loop, self._ranges)
 
@@ -107,15 +107,15 @@ class Profiler(TrainerCallback):
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(
             activities=activities,
-            record_shapes=spreads_over_cpus(self._on_gpu),  # NCCL records the bytes it sends, gloo does not
+            record_shapes=spreads_over_cpus(self._on_gpu),  # NCCL records sent bytes, gloo does not
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._count, repeat=1),
             on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(self._folder / TRACE)),
         )
         self._profiler.start()
 
     def _next(self, step: int, first: int) -> None:
-        """Advance the profiler after its warm-up step and after each profiled step. Wait for the device before the
-        first and after the last profiled step, so that the trace contains exactly their work."""
+        """Advance the profiler after a step. Wait for the device before the first and after the last profiled step. The
+        trace then contains exactly the work of the profiled steps."""
         begins, ends = step == first - 1, step == first + self._count - 1
         if begins or ends:
             self._clock.wait()
@@ -128,13 +128,13 @@ class Profiler(TrainerCallback):
 
 
 class Ranges:
-    """Marks one range at a time. Without a profiler, a range costs one or two microseconds."""
+    """Marks ranges of the trace, one at a time. Without a profiler, a range costs one or two microseconds."""
 
     def __init__(self) -> None:
         self._open: Any = None
 
     def enter(self, name: str) -> None:
-        """End the current range and begin another."""
+        """End the current range and begin the range `name`."""
         self.leave()
         opened = torch.profiler.record_function(PREFIX + name)
         opened.__enter__()
@@ -146,7 +146,7 @@ class Ranges:
             self._open = None
 
     def around(self, function: Callable[..., Any], name: str, then: str) -> Callable[..., Any]:
-        """Return the function, wrapped to run in the range `name` and to enter the range `then` afterwards."""
+        """Wrap `function` to run in the range `name`. After the call, enter the range `then`."""
 
         @wraps(function)
         def ranged(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ class Ranges:
 
 
 def mark(loop: Any, ranges: Ranges) -> None:
-    """Put ranges around the parts of this trainer's step. Stages of a pipeline have no range for the loss."""
+    """Add ranges for the parts of a step to the trainer. Pipeline stages do not have a range for the loss."""
     if Pipeline.of(loop.model):
         for name, part in (("forward", FORWARD), ("backward", BACKWARD), ("backward_weight", BACKWARD)):
             compute = getattr(Stage, f"{name}_one_chunk")
@@ -171,8 +171,8 @@ def mark(loop: Any, ranges: Ranges) -> None:
     loop.accelerator.backward = ranges.around(loop.accelerator.backward, BACKWARD, DATA)
     loop.accelerator.clip_grad_norm_ = ranges.around(loop.accelerator.clip_grad_norm_, CLIP, DATA)
     base = loop.model.get_base_model() if hasattr(loop.model, "get_base_model") else loop.model
-    if isinstance(getattr(type(base), "loss_function", None), property):  # transformers' own
+    if isinstance(getattr(type(base), "loss_function", None), property):  # defined by transformers
         base.loss_function = ranges.around(base.loss_function, LOSS, FORWARD)
     for module, name in ((chunked_loss, "chunked_loss"), (sft_trainer, "_chunked_cross_entropy_loss")):
-        if hasattr(module, name):  # trl's range has another name in other versions; its kernels identify it too
+        if hasattr(module, name):  # not in all versions of trl; kernels identify the loss too
             setattr(module, name, ranges.around(getattr(module, name), LOSS, FORWARD))

@@ -1,6 +1,6 @@
-"""One training run from top to bottom: data, model, method, optimizations, trainer, training, evaluation.
+"""Train one run with trl: data, model, method, optimizations, trainer, training, evaluation.
 
-`train` lists the stages in order. Each stage is implemented in the module of its name.
+`train` contains these stages in order. Other modules implement the stages.
 """
 
 import math
@@ -30,7 +30,7 @@ from ftbench.worker.training_run import AfterFirstStep, TrainingRun, recorder_of
 
 
 def train(run: TrainingRun) -> None:
-    """Train the spec and write applied.json and steps.csv."""
+    """Train as the spec requests, and write applied.json and steps.csv."""
     spec, phases = run.spec, run.phases
     check_device(first_gpu(read_json(run.directory.machine)))
     method = methods.load(spec.method.name)
@@ -71,17 +71,17 @@ def train(run: TrainingRun) -> None:
 
 
 def _write_final_facts(run: TrainingRun, loop: Any, data: Prepared, recorder: Recorder) -> None:
-    """Write the facts that are known after training."""
+    """Write the entries of applied.json that are known only after training."""
     spec = run.spec
     run.write_facts(
         dataset=data.description | {"order_hash": _hash_of(run, data, recorder)}, padding=padding_of(recorder.shapes),
         gpu_busy_method=recorder.sampler and recorder.sampler.busy_method, **cuda_graph.applied(loop.model, spec),
-        **(parallel.applied(loop, spec) if spec.launch.pp else {}),  # includes the time that stages waited
+        **(parallel.applied(loop, spec) if spec.launch.pp else {}),  # now with the waiting time of pipeline stages
     )  # fmt: skip
 
 
 def _save(run: TrainingRun, loop: Any, data: Prepared) -> None:
-    """Save the trained weights. Raise NotAppliedError if the library silently omitted some of the adapters."""
+    """Save the trained weights. Raise NotAppliedError if the library left out some of the adapters."""
     loop.save_model(str(run.directory.adapter))
     if data.pixels and not run.spec.method.adapters:
         data.pixels.save(run.directory.adapter)
@@ -95,8 +95,8 @@ def _save(run: TrainingRun, loop: Any, data: Prepared) -> None:
 
 
 def _hash_of(run: TrainingRun, data: Prepared, recorder: Recorder) -> str:
-    """Return the hash of all ranks' tokens in training order. Raise NotAppliedError if this rank did not train on its
-    share of the batches."""
+    """Return the SHA-256 of the tokens of all ranks in training order. Raise NotAppliedError if this rank did not train
+    on its part of the batches."""
     spec, rank = run.spec, parallel.rank()
     if spec.objective.name == "sft":
         run.require_applied(verify_order(data.train, spec, recorder.batches, recorder.order_hash, rank or 0))
@@ -106,7 +106,7 @@ def _hash_of(run: TrainingRun, data: Prepared, recorder: Recorder) -> str:
 
 
 def prepared(spec: Experiment, source: str) -> tuple[Any, Prepared]:
-    """Return the tokenizer and the data in training order."""
+    """Return the tokenizer, and the data in training order."""
     config = loading.load_config(spec.model, source)
     vocabulary = config.get_text_config().vocab_size
     synthetic = spec.dataset.name == "synthetic"
@@ -116,9 +116,9 @@ def prepared(spec: Experiment, source: str) -> tuple[Any, Prepared]:
 
 
 def build_trainer(run: TrainingRun, model: Any, tokenizer: Any, data: Prepared, reference: Any) -> Any:
-    """Return the trainer for a loaded model, after applying the method and the optimizations.
+    """Return the trainer for a loaded model. Apply the method and the optimizations to the model first.
 
-    `reference` is the second model of DPO, if any. The optimizations are applied to it too.
+    `reference` is the second model of DPO, or None. The optimizations are also applied to this model.
     """
     spec, directory = run.spec, run.directory
     set_seed(spec.train.seed)
@@ -145,7 +145,7 @@ def build_trainer(run: TrainingRun, model: Any, tokenizer: Any, data: Prepared, 
 
 
 def _attach(run: TrainingRun, loop: Any, recorder: Recorder) -> None:
-    """Attach controls, recorder, verification and profiler, in the order of their callbacks."""
+    """Attach controls, recorder, verification and profiler to the trainer. Callbacks run in this order."""
     spec, directory, run.trainer = run.spec, run.directory, loop
     if spec.measure.round_products:
         rounded_products.apply(loop.model)
@@ -168,13 +168,13 @@ def _attach(run: TrainingRun, loop: Any, recorder: Recorder) -> None:
 
 
 def _mark_forward_parts(model: Any, recorder: Recorder) -> None:
-    """Time encoder, language model and loss of a vision model separately, with hooks."""
+    """Add hooks that time the encoder, the language model and the loss of a vision model separately."""
     base = base_model(model)
     if not reads_images(base.config):
         return
     inner = base.base_model
     encoder = getattr(inner, "vision_tower", None) or inner.visual
-    projector = getattr(inner, "multi_modal_projector", encoder)  # Qwen's is part of its encoder
+    projector = getattr(inner, "multi_modal_projector", encoder)  # in Qwen models, part of the encoder
     for first, last, name in ((encoder, projector, "vision_s"), (decoder(model), decoder(model), "language_s")):
         first.register_forward_pre_hook(lambda *_: recorder.mark_part(None))
         last.register_forward_hook(lambda *_, name=name: recorder.mark_part(name))
@@ -182,7 +182,7 @@ def _mark_forward_parts(model: Any, recorder: Recorder) -> None:
 
 
 def _verify(run: TrainingRun, loop: Any) -> None:
-    """Verify the settings after the first step."""
+    """Write the settings in effect after the first step. Raise NotAppliedError if a setting was not applied."""
     run.write_facts(**effective_config.of_trainer(loop, run.spec))
     if "warm" in (run.facts["compile_cache"] or ""):
         run.warn("compiled graphs came from the disk cache: with an empty cache the first step takes longer")

@@ -1,4 +1,4 @@
-"""trl's SFTTrainer with a spec's settings, and their verification."""
+"""Build trl's SFTTrainer with the settings of a spec, and verify the settings."""
 
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
@@ -30,7 +30,7 @@ COPY = "ref"  # trl's name for its copy of the adapters
 
 
 class TrainerMixin:
-    """ftbench's additions to every trainer of trl. `batches` holds the shapes of the batches so far, and whether each
+    """ftbench's additions to every trainer of trl. `batches` contains pairs: the shape of a batch, and True if the
     batch had padding."""
 
     accelerator: Any
@@ -39,11 +39,11 @@ class TrainerMixin:
     batches: set[tuple[tuple[int, ...], bool]]
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return 0. The default iterates over all parameters for every micro-batch."""
+        """Return 0. The default method iterates over all parameters in every micro-batch, which is slow."""
         return 0
 
     def loaders(self) -> list[Any]:
-        """Return the data loader iterators, training first."""
+        """Return the iterators of the active data loaders. The iterator for training is first."""
         bases = [getattr(loader, "base_dataloader", loader) for loader in self.accelerator._dataloaders]
         return [iterator for loader in bases if (iterator := loader._iterator) is not None]
 
@@ -53,7 +53,7 @@ class TrainerMixin:
             iterator._shutdown_workers()
 
     def forget_copy(self) -> None:
-        """Delete trl's copy of the adapters, so that the base weights are the reference.
+        """Delete trl's copy of the adapters. The model without adapters is then the reference.
 
         trl copies adapters because they may already be trained. New adapters start at zero, so a copy is not needed.
         """
@@ -61,39 +61,39 @@ class TrainerMixin:
             self.model.delete_adapter(COPY)
 
     def has_copy(self) -> bool:
-        """Return whether trl copied the adapters as the reference."""
+        """Return whether trl uses a copy of the adapters for the reference."""
         return COPY in getattr(self.model, "peft_config", {})
 
     def verify(self, spec: Experiment) -> list[str]:
-        """Return the settings of the objective that were not applied."""
+        """Return a message for each setting of the objective that was not applied."""
         return []
 
     def facts(self) -> dict[str, Any]:
-        """Return the objective's facts for applied.json."""
+        """Return the entries of applied.json about the objective."""
         return {}
 
 
 class Trainer(TrainerMixin, SFTTrainer):
-    """SFTTrainer with CUDA graphs and losses without logits."""
+    """SFTTrainer that supports CUDA graphs, and losses that do not compute logits."""
 
     without_trls_metrics = False
-    shares: int | None = None  # number of data-parallel shares if several ranks process parts of the same sequences
+    shares: int | None = None  # with context parallelism: number of groups that process different sequences
     graph: cuda_graph.GraphedStep | None = None
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        """Run forward and backward, or replay the CUDA graph."""
+        """Run the forward and backward pass, or replay the CUDA graph. Return the loss."""
         if self.graph is None:
             return super().training_step(model, inputs, num_items_in_batch)
         return self.graph(super().training_step, model, inputs, num_items_in_batch)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute trl's loss with its entropy and accuracy metrics.
+        """Return trl's loss. trl also computes entropy and accuracy from the logits.
 
-        Fused losses have no logits for the metrics and use transformers' method.
+        Fused losses do not have logits. They use the method of transformers without these metrics.
         """
         count = inputs.pop(COUNT)
         if parallel.rank() is not None and not self.model.training:
-            # Normalize by this rank's tokens, with which the recorder weights the rows.
+            # Divide by the label tokens of this rank, which the recorder uses as weights.
             kwargs["num_items_in_batch"] = self.shares and max(1, count.labels) * self.shares
         self.batches.add((tuple(inputs["input_ids"].shape), count.padded > count.real))
         if not self.without_trls_metrics:
@@ -103,7 +103,7 @@ class Trainer(TrainerMixin, SFTTrainer):
 
 
 def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepared) -> Trainer:
-    """Return the trainer for the spec. It keeps the order of the samples, so that all methods see the same tokens."""
+    """Return the SFT trainer for the spec. The order of the samples is fixed: all methods train on the same tokens."""
     most = data.most_parts(spec.train.batch_size, max(data.longest, spec.dataset.max_length))
     pictures: list[Picture] = []
     several = spec.launch.shares > 1 or spec.launch.pp
@@ -129,8 +129,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
     )
     if own_batches:
         loop.data_collator.torch_call = collate.counting(loop.data_collator.torch_call)
-    # transformers does not pass the number of label tokens to Qwen's vision models, although their losses accept it.
-    # Without it micro-batches and ranks get equal weights, whatever their number of tokens.
+    # Losses of Qwen's vision models accept the number of label tokens, but transformers does not pass the number.
+    # Micro-batches and ranks with different numbers of tokens would then have equal weights.
     loop.model_accepts_loss_kwargs |= reads_images(model.config)
     if spec.launch.ranks > 1 and hasattr(strategy := parallel.load(spec.launch.strategy), "attach"):
         strategy.attach(loop, spec)
@@ -143,8 +143,8 @@ def build(spec: Experiment, run: RunDir, model: Any, tokenizer: Any, data: Prepa
 
 
 def _check_pictures(spec: Experiment, data: Prepared, size: int) -> None:
-    """Raise SpecError if a rank would get a batch without images. This rank would not take part in gathering the
-    encoder's weights."""
+    """Raise SpecError if a rank would get a batch without images. This rank would skip the encoder, and the other ranks
+    would wait for its part of the encoder's weights."""
     train, step = spec.train, size * spec.train.gradient_accumulation_steps
     used = data.train[: train.max_steps and train.max_steps * step]
     for key, rows in (("samples", used), ("eval_samples", data.evaluation)):
@@ -158,7 +158,7 @@ def _check_pictures(spec: Experiment, data: Prepared, size: int) -> None:
 
 
 def sft_config(spec: Experiment, run: RunDir, model: Any) -> SFTConfig:
-    """Return the arguments of SFTTrainer."""
+    """Return the SFTConfig for the spec."""
     options = training_arguments(spec, run, model) | {"dataset_kwargs": {"skip_prepare_dataset": True}}
     if spec.optimizations.chunked_loss or spec.optimizations.liger:
         options["loss_type"] = "nll"
@@ -174,7 +174,7 @@ def sft_config(spec: Experiment, run: RunDir, model: Any) -> SFTConfig:
 
 
 def training_arguments(spec: Experiment, run: RunDir, model: Any) -> dict[str, Any]:
-    """Return the spec's settings as trl's arguments. Logging, saving and tokenizing are off: ftbench does them."""
+    """Return the settings of the spec as arguments of trl. ftbench replaces trl's logging, saving and tokenization."""
     train, processes = spec.train, _loader_processes(spec)
     on_gpu = "cuda" in (next(model.parameters()).device.type, device().type)
     return trainer_arguments(spec) | {
@@ -196,10 +196,10 @@ def training_arguments(spec: Experiment, run: RunDir, model: Any) -> dict[str, A
         "train_sampling_strategy": "sequential",
         "max_length": None,
         "remove_unused_columns": False,
-        "logging_nan_inf_filter": False,  # it synchronizes with the device in every micro-batch
+        "logging_nan_inf_filter": False,  # the filter synchronizes with the device in every micro-batch
         "run_name": run.run_id,
         "project": "ftbench",
-        "router_aux_loss_coef": 0.0,  # keeps the loss in nats per token
+        "router_aux_loss_coef": 0.0,  # without this auxiliary loss, the loss is in nats per token
     }
 
 
@@ -209,8 +209,8 @@ def _loader_processes(spec: Experiment) -> int:
 
 
 def dataset(rows: list[Row], pictures: list[Picture]) -> Dataset:
-    """Return a data set of rows. A row has concatenated samples, their lengths, and indexes into `pictures`, to which
-    the images are appended."""
+    """Return a data set of rows. A row has concatenated samples, the lengths of the samples, and image indexes. Append
+    the images of the rows to `pictures`, the list to which the indexes refer."""
     shown = [[picture for sample in row for picture in sample.pictures] for row in rows]
     starts = list(accumulate(map(len, shown), initial=len(pictures)))
     pictures += [picture for row in shown for picture in row]
@@ -224,7 +224,7 @@ def dataset(rows: list[Row], pictures: list[Picture]) -> Dataset:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return the settings of optimizer, precision and batches that were not applied."""
+    """Return a message for each optimizer, precision or batch setting that was not applied."""
     problems = [*trainer.verify(spec), *optimizer.verify(trainer.optimizer, spec)]
     problems += collate.verify(spec, trainer.batches)
     problems += unsloth.verify_choices(trainer, spec) if spec.method.name == "unsloth" else []
@@ -242,7 +242,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def _verify_mean(trainer: Trainer) -> list[str]:
-    """Return a problem if all ranks have the same weight in the loss, whatever their number of tokens."""
+    """Return a message if the loss weights all ranks equally, although they have different numbers of tokens."""
     if trainer.args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs:
         return []
     return [f"{type(trainer.model).__name__} divides its loss by the tokens of each rank, not by those of all ranks"]

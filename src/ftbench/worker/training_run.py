@@ -1,6 +1,6 @@
-"""The state and the recorder of a run, shared by all training loops.
+"""The state and the recorder of a run, used by all training loops.
 
-This module must not import trl, because another framework's environment has a different version of it.
+This module must not import trl, because environments of other frameworks have other versions of trl.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHOWN = 3
 
 
 class TrainingRun:
-    """The objects that are needed when a run ends, for any reason."""
+    """The objects that are needed to finish a run after success or failure."""
 
     def __init__(self, spec: Experiment, directory: RunDir, phases: Phases) -> None:
         self.spec, self.directory, self.phases = spec, directory, phases
@@ -40,7 +40,7 @@ class TrainingRun:
         self.facts: dict[str, Any] = {"resolved": resolved} if resolved else {}
 
     def position(self) -> tuple[str, int | None]:
-        """Return the current phase and None. During training, return the part of the step and the step's number."""
+        """Return the current phase and None. During training, return the part of the step and the step number."""
         if self.phases.current == "train" and self.recorder and self.recorder.position:
             return self.recorder.position, self.recorder.step or None
         return self.phases.current, None
@@ -53,7 +53,7 @@ class TrainingRun:
             self.recorder.finish()
 
     def write_facts(self, **more: Any) -> None:
-        """Add to applied.json."""
+        """Add entries to applied.json."""
         self.facts |= more
         if "model" in more and self.spec.optimizations.attention == "auto":
             chosen = {"value": more["model"]["attention"], "reason": f"the default of {more['model']['class']}"}
@@ -66,7 +66,7 @@ class TrainingRun:
             self.write_facts(warnings=[*self.facts.get("warnings", []), *warnings])
 
     def require_applied(self, problems: list[str]) -> None:
-        """Raise NotAppliedError for settings that were not applied. With `measure.allow_fallback`, only warn."""
+        """Raise NotAppliedError for problems. With `measure.allow_fallback`, add the problems to the warnings."""
         if problems and not self.spec.measure.allow_fallback:
             raise NotAppliedError("; ".join(problems) + " (set measure.allow_fallback=on to measure anyway)")
         self.warn(*problems)
@@ -98,14 +98,14 @@ def watch_memory(phases: Phases) -> None:
 
 
 def recorder_of(spec: Experiment, directory: RunDir) -> Recorder:
-    """Return the recorder of this process, with a sampler of the host and the training GPU."""
+    """Return a recorder for this process. Its sampler reads the counters of the host and of this process's GPU."""
     gpu, others = device(), list[HostLoad | GpuLoad]([HostLoad()])
     nvml = nvml_module() if gpu.type == "cuda" else None
     handle = nvml and handle_of(nvml, f"GPU-{torch.cuda.get_device_properties(gpu).uuid}")
     if handle is not None:
         before = gpus_of(read_json(directory.machine))[gpu.index].get("process_ids") or ()
         own = own_processes(nvml, handle, before)
-        others += [GpuLoad(nvml, handle, own)] if own else []  # otherwise the share of others is unknown
+        others += [GpuLoad(nvml, handle, own)] if own else []  # else the share of other processes is unknown
     sampler = Sampler(nvml if handle is not None else None, handle, others)
     rank = parallel.rank()
     share = None if rank is None else rank * spec.launch.shares // spec.launch.ranks
@@ -115,15 +115,15 @@ def recorder_of(spec: Experiment, directory: RunDir) -> Recorder:
 
 @contextmanager
 def require_complete(model: Model) -> Iterator[list[str]]:
-    """Check the loading report of every `from_pretrained` call in the block, and yield the list of warnings.
+    """Check the loading report of every `from_pretrained` call in this context. Yield the list of warnings.
 
     Raises:
-        MissingError: The checkpoint lacks weights or has them in another shape. transformers would replace them with
-            random ones, and the run would be reported as training the published model.
+        MissingError: Weights are missing in the checkpoint or have another shape. transformers would use random weights
+            instead, and the run would not train the published model.
     """
     warnings: list[str] = []
     load = getattr(PreTrainedModel.from_pretrained, "__func__", None)
-    if load is None:  # a library replaced it with something that is not a class method
+    if load is None:  # a library replaced the class method
         yield warnings
         return
 
@@ -141,7 +141,7 @@ def require_complete(model: Model) -> Iterator[list[str]]:
 def _require(model: Model, loaded: Any, report: dict[str, Any]) -> None:
     own = {name for named in (loaded.named_parameters, loaded.named_buffers) for name, _ in named()}
     name = model.path or model.id
-    if missing := own & set(report["missing_keys"]):  # a replaced layer has other weights
+    if missing := own & set(report["missing_keys"]):  # weights of replaced layers do not count
         raise MissingError(
             f"model {name}: the checkpoint lacks weights of {type(loaded).__name__}, which would be random: "
             f"{_first(missing)}. Complete its files, or set model.weights=random to measure the same shape without them"
@@ -155,6 +155,6 @@ def _require(model: Model, loaded: Any, report: dict[str, Any]) -> None:
 
 
 def _first(names: Collection[str]) -> str:
-    """Return the first names and the number of the remaining names."""
+    """Return the first three names, and the number of the remaining names."""
     first = ", ".join(sorted(names)[:_SHOWN])
     return f"{first} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else first

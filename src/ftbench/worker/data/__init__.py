@@ -1,1 +1,1 @@
-"""Data sets, tokenization and batches."""
+"""Load data sets, tokenize samples and build batches."""

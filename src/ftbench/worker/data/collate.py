@@ -1,4 +1,4 @@
-"""Build batches from rows and count their tokens. Rows are padded on the right, or concatenated."""
+"""Build batches from tokenized rows, and count their tokens. Rows are padded on the right or concatenated."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -17,13 +17,13 @@ from ftbench.worker.measure.batch_count import COUNT, count_of
 
 NO_TOKENS = (np.empty(0, dtype=np.int64),) * 2
 BY_BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3")  # attention kernels that take sequence boundaries
-# In float32 ring attention, each GPU's part of a row is a multiple of 32 tokens, because torch's kernel pads to it.
+# Ring attention in float32 cuts rows into parts of a multiple of 32 tokens, because torch's kernel pads to 32 tokens.
 ROWS_IN_32_BITS = 32
-_COLUMNS = {"input_ids": "input_ids", "labels": "labels", "seq_lengths": "lengths"}  # trl's names of ftbench's columns
+_COLUMNS = {"input_ids": "input_ids", "labels": "labels", "seq_lengths": "lengths"}  # trl's and ftbench's names
 
 
 class Collator:
-    """Makes batches as the spec's optimizations request, and counts the tokens of each batch."""
+    """Builds batches for the optimizations of the spec, and counts the tokens of each batch."""
 
     def __init__(
         self, spec: Experiment, pad_token_id: int, longest: int, most: int | None, pixels: Pixels | None = None,
@@ -32,13 +32,13 @@ class Collator:
         """Create a collator.
 
         Args:
-            spec: The run.
-            pad_token_id: Id of padding tokens.
-            longest: Length in tokens to which `fixed_shape` pads rows.
-            most: Largest number of samples in a batch, including filler samples. None if every row is one sample.
-            pixels: The image processor.
-            pictures: The images of the data set. The column `shown` of a row has their indexes.
-            labels: Smallest length of `label_positions`. Unlabeled positions fill a shorter list.
+            spec: The spec of the run.
+            pad_token_id: Id of the padding token.
+            longest: Number of tokens in the longest row. `fixed_shape` pads every row to this length.
+            most: Largest number of samples in a batch, including filler samples. None if every row has one sample.
+            pixels: The image processor. None for text.
+            pictures: All images of the data set. The column `shown` of a row contains indexes into this list.
+            labels: Minimum length of `label_positions`. If a batch has fewer labels, other positions are added.
         """
         on = spec.optimizations
         self._flat = on.packing or on.padding_free
@@ -72,7 +72,7 @@ class Collator:
         count.tokens += [picture.key.encode() for picture in pictures]
         if self._positions:
             labels = batch["labels"].copy()
-            labels[:, 0] = IGNORE  # the first token has no token before it that could predict it
+            labels[:, 0] = IGNORE  # the model does not predict the first token
             labeled = labels.reshape(-1) != IGNORE
             missing = max(0, self._labels - int(labeled.sum()))
             others = np.flatnonzero(~labeled)[:missing]
@@ -92,15 +92,15 @@ class Collator:
             input_ids[row, : len(ids)] = ids
             mask[row, : len(ids)] = 1
             targets[row, : len(ids)] = labels
-        mask[len(samples) :, 0] = 1  # filler rows of the last batch: a fully masked row would give NaN
+        mask[len(samples) :, 0] = 1  # filler rows, because a fully masked row would give NaN
         return {"input_ids": input_ids, "attention_mask": mask, "labels": targets}
 
     def _even(self, length: int) -> int:
-        """Round a row length up to a multiple of the number of GPUs that share the row."""
+        """Return `length` in tokens, rounded up to a multiple of the number of GPUs that share each row."""
         return -(-length // self._parts) * self._parts
 
     def _rows_of_samples(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return one row of samples for each micro-batch of a pipeline. Shorter rows are padded to the longest one."""
+        """Return a batch with one row of concatenated samples for each pipeline micro-batch. Pad the shorter rows."""
         starts = range(0, self._micro * self._rows, self._rows)
         groups = [[each for row in rows[at : at + self._rows] for each in samples_of(row)] for at in starts]
         lengths = [sum(len(ids) for ids, _ in group) for group in groups]
@@ -109,18 +109,18 @@ class Collator:
         return {key: np.concatenate([each[key] for each in made]) for key in made[0]}
 
     def _concatenated(self, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
-        """Return one row of all samples.
+        """Return a batch with one row that contains all samples.
 
-        Positions restart at 0 in each sample, so that attention finds its start. The first token of a sample is
-        not a target. With a fixed shape, unlabeled filler samples complete the row. If every row is one sample, samples
-        are padded instead. This is safe under a causal mask, and attention can use its faster batched form.
+        Positions restart at 0 in each sample, and attention uses them to find the sample boundaries. The first token of
+        a sample has no label. With a fixed shape, filler samples without labels complete the row. If every row has one
+        sample, each sample is padded instead. A causal mask makes padding safe and allows faster batched attention.
         """
         if self._fixed and self._most is None:
             samples = [self._filled(sample, self._fixed) for sample in samples]
             samples += [self._filled(NO_TOKENS, self._fixed)] * (self._rows - len(samples))
         elif self._fixed:
             samples = [*samples, *self._filler(self._fixed * self._rows - sum(len(ids) for ids, _ in samples))]
-        samples = samples or self._filler(2)  # an empty batch in the last step of several ranks
+        samples = samples or self._filler(2)  # with several ranks, the last batch can be empty
         lengths = [len(ids) for ids, _ in samples]
         targets = np.concatenate([labels for _, labels in samples])
         starts = np.cumsum([0, *lengths])
@@ -132,36 +132,36 @@ class Collator:
         }
         if self._boundaries:
             bounds = self._bounds(starts)
-            # Constant across batches, because compiled graphs are specialized on the value.
+            # The same value for all batches, because torch.compile would recompile for a new value.
             longest = self._fixed if self._fixed and self._most is None else max(self._max_length, *lengths)
             batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             batch |= {"max_length_q": longest, "max_length_k": longest}
         return batch
 
     def _filled(self, sample: tuple[np.ndarray, np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return a sample padded to `length`."""
+        """Return the token ids and labels of a sample, padded to `length` tokens."""
         ids, labels = (np.pad(part, (0, length - len(part)), constant_values=fill)
                        for part, fill in zip(sample, (self._pad, IGNORE), strict=True))  # fmt: skip
         return ids, labels
 
     def _filler(self, length: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return `length` padding tokens as samples of at most the maximum length."""
+        """Return filler samples with `length` padding tokens in total, and at most `max_length` tokens each."""
         ids = np.full(length, self._pad, dtype=np.int64)
         cuts = range(self._max_length, length, self._max_length)
         return [(part, np.full_like(part, IGNORE)) for part in np.split(ids, cuts) if len(part)]
 
     def _bounds(self, starts: np.ndarray) -> np.ndarray:
-        """Return the sample boundaries. With a fixed shape, empty samples at the end keep the number of samples
-        constant."""
+        """Return the start of each sample and the end of the last sample. With a fixed shape, empty samples at the end
+        keep the number of boundaries constant."""
         missing = self._most + 1 - len(starts) if self._fixed and self._most else 0
         return np.concatenate([starts, np.full(max(missing, 0), starts[-1])]).astype(np.int32)
 
 
 def counting(collate: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Sequence[dict[str, Any]]], dict[str, Any]]:
-    """Wrap a library's own `collate` so that it takes ftbench's rows and counts each batch.
+    """Wrap a library's `collate` function. The wrapper accepts ftbench's rows, and adds token counts to each batch.
 
     Raises:
-        NotAppliedError: The tokens or labels of a batch differ from those of its samples.
+        NotAppliedError: A batch does not contain the tokens and labels of its samples.
     """
 
     def call(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def counting(collate: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Sequen
         kept = batch["attention_mask"].numpy().astype(bool) if "attention_mask" in batch else np.ones_like(ids, bool)
         starts = np.cumsum([0, *(len(each) for each, _ in samples)])[:-1]
         actual, expected = labels[kept].copy(), np.concatenate([each for _, each in samples])
-        actual[starts] = expected[starts] = IGNORE  # nothing predicts the first token
+        actual[starts] = expected[starts] = IGNORE  # the model does not predict the first token
         if not np.array_equal(ids[kept], np.concatenate([each for each, _ in samples])):
             raise NotAppliedError("a batch of the library's collator has other tokens than its samples")
         if not np.array_equal(actual, expected):
@@ -182,8 +182,8 @@ def counting(collate: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Sequen
 
 
 def verify(spec: Experiment, batches: Iterable[tuple[tuple[int, ...], bool]]) -> list[str]:
-    """Return the batch optimizations that were not applied. `batches` are pairs: the shape of a batch, and whether it
-    has padding."""
+    """Return a message for each batch optimization that was not applied. Each element of `batches` is a pair: the shape
+    of a batch, and True if the batch has padding."""
     problems, on = [], spec.optimizations
     unpadded = (on.packing or on.padding_free) and not (on.fixed_shape or spec.launch.pp)
     if unpadded and any(padded for _, padded in batches):
@@ -194,7 +194,7 @@ def verify(spec: Experiment, batches: Iterable[tuple[tuple[int, ...], bool]]) ->
 
 
 def samples_of(row: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the ids and labels of each sample of a row."""
+    """Return a pair of arrays for each sample in a row: the token ids and the labels."""
     ids = np.asarray(row["input_ids"], dtype=np.int64)
     labels = np.asarray(row["labels"], dtype=np.int64)
     if not len(row["lengths"]):
@@ -204,13 +204,13 @@ def samples_of(row: dict[str, Any]) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def filled(rows: Sequence[Row], size: int) -> list[Row]:
-    """Append empty rows up to a multiple of `size`. Then all ranks get equally many batches, and no row repeats."""
+    """Append empty rows up to a multiple of `size`. All ranks then get the same number of batches."""
     return [*rows, *([] for _ in range(-len(rows) % size))]
 
 
 def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice = slice(None)) -> str:
-    """Return the hash that the recorder should have after `count` batches. `dealt` selects the batches of one rank.
-    The batches repeat after the last one."""
+    """Return the SHA-256 of the tokens and images in the first `count` batches. The slice `dealt` selects the batches
+    of one rank. After the last batch, continue with the first batch."""
     size = spec.train.batch_size
     full = filled(rows, size * spec.launch.shares)
     batches = [full[at : at + size] for at in range(0, len(full), size)]
@@ -225,7 +225,7 @@ def token_hash(rows: Sequence[Row], spec: Experiment, count: int, dealt: slice =
 
 
 def verify_order(rows: Sequence[Row], spec: Experiment, count: int, order_hash: str, rank: int) -> list[str]:
-    """Return a problem if the hash of a rank's `count` batches is not the hash of its rows in order."""
+    """Return a message if `order_hash` differs from the hash of the `count` batches that `rank` should train on."""
     shares = spec.launch.shares
     share = rank * shares // spec.launch.ranks
     if order_hash == token_hash(rows, spec, count, slice(share, None, shares)):

@@ -1,4 +1,4 @@
-"""Read the images of samples and convert them to the model's pixel inputs with its family's processor."""
+"""Read images, and convert them to pixel inputs with the image processor of the model family."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MAX_BYTES = 256 * 2**20  # largest image file
-_BLOCKS = 8  # a generated picture interpolates between this many colors per side
+_BLOCKS = 8  # random colors per side of a generated picture, which is scaled up to its size
 CELLS = 4  # a picture for tasks is a grid of 4 x 4 cells, each with one color
 COLORS = np.array([[r, g, b] for r in (0, 255) for g in (0, 255) for b in (0, 255)], dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image of `width` x `height` pixels that is decoded on demand. `key` identifies its content."""
+    """An image of `width` x `height` pixels, decoded on demand. Images with the same content have the same `key`."""
 
     width: int
     height: int
     source: Path | bytes | int  # a path, the bytes of a file, or the seed of a generated picture
     key: str
-    for_tasks: bool = False  # a generated picture whose cells have one color each
+    for_tasks: bool = False  # a generated picture of 4 x 4 cells with one color each
 
     @property
     def colors(self) -> np.ndarray:
-        """Return the color number of each cell of a picture for tasks, row by row."""
+        """Return an index into `COLORS` for each cell of a generated picture, row by row."""
         assert isinstance(self.source, int)
         return np.random.default_rng(self.source).integers(0, len(COLORS), CELLS**2)
 
     def open(self) -> Image:
-        """Decode the image as upright RGB. Raise BadRow if the file changed after it was first read."""
+        """Return the decoded image in RGB, rotated upright. Raise BadRow if the file can no longer be read."""
         if isinstance(self.source, int):
             from PIL.Image import Resampling, fromarray  # Pillow is only needed for images
 
@@ -63,13 +63,13 @@ class Picture:
             return fromarray(blocks).resize((self.width, self.height))
         try:
             return _decode(self.source.read_bytes() if isinstance(self.source, Path) else self.source)
-        except Exception as error:  # noqa: BLE001 - as in `read`
+        except Exception as error:  # noqa: BLE001 - decoders raise errors of any type
             raise BadRow(f"image {self.source!s:.200} cannot be read any more ({image_problem(error)})") from None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleImages:
-    """The pictures of one sample, their token counts, and the id of the image token."""
+    """The images of one sample, the number of tokens of each image, and the id of the image token."""
 
     token: int
     pictures: tuple[Picture, ...]
@@ -77,8 +77,8 @@ class SampleImages:
 
 
 def read(reference: Any, folder: Path | None) -> Picture:
-    """Return an image. The value is a path relative to `folder`, the bytes of a file, or a dictionary of `datasets`
-    with one of them.
+    """Return the image that `reference` describes: a path relative to `folder`, the bytes of a file, or a dictionary of
+    the `datasets` library with the key `path` or `bytes`.
 
     Raises:
         BadRow: The image cannot be read.
@@ -98,7 +98,7 @@ def read(reference: Any, folder: Path | None) -> Picture:
     data = source if isinstance(source, bytes) else _read_file(source)
     try:
         image = _decode(data)
-    except Exception as error:  # noqa: BLE001 - decoders of broken files raise anything
+    except Exception as error:  # noqa: BLE001 - decoders raise errors of any type
         raise BadRow(f"{name} cannot be decoded ({image_problem(error)})") from None
     return Picture(*image.size, source, hashlib.sha256(data).hexdigest())
 
@@ -117,7 +117,7 @@ def _decode(data: bytes) -> Image:
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         image: Image.Image = Image.open(BytesIO(data))
-        if image.format == "EPS":  # Pillow would execute it with Ghostscript
+        if image.format == "EPS":  # Pillow would execute the file with Ghostscript
             raise ValueError("EPS files are not supported")
         if image.mode in ("I", "F"):
             raise ValueError("its values have 32 bits and an unknown range: convert it to 8 or 16 bits")
@@ -129,7 +129,7 @@ def _decode(data: bytes) -> Image:
 
 
 def generate(dataset: Dataset, count: int) -> list[Picture]:
-    """Return generated pictures for `count` samples, with the spec's sizes. The same seed gives the same pictures."""
+    """Return random pictures for `count` samples, in the sizes of the spec. The same seed gives the same pictures."""
     number = count * dataset.images_per_sample
     sizes, seeds = picture_sizes(dataset, number), range(dataset.seed * 2**32, dataset.seed * 2**32 + number)
     tasks = dataset.structure == "tasks"
@@ -138,42 +138,41 @@ def generate(dataset: Dataset, count: int) -> list[Picture]:
 
 
 class Pixels:
-    """Processes the images of one model."""
+    """Converts images to the pixel inputs of one model."""
 
     def __init__(
         self, shape: VisionShape, token: int, processor: Any, longest: int = 0, cache: Path | None = None
     ) -> None:
-        """Process images with a family's `processor` for an encoder of `shape`. `token` is the id of the image token.
-
-        Images are scaled down to the `longest` side in pixels (0: not scaled), and stored in the folder `cache`.
-        """
+        """Create a converter with the image `processor` for an encoder of `shape`. `token` is the id of the image
+        token. Images are scaled down to at most `longest` pixels per side (0: no limit). `cache` is a folder or
+        None."""
         self.shape, self.token = shape, token
         self._processor, self._longest, self._cache = processor, longest, cache
         described = json.dumps([type(processor).__name__, longest, processor.to_dict()], sort_keys=True, default=str)
         self._settings = hashlib.sha256(described.encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Write the settings of the processor, which `model.path` needs."""
+        """Save the settings of the image processor in `folder`, for runs with this folder as `model.path`."""
         self._processor.save_pretrained(folder)
 
     def side(self, picture: Picture) -> tuple[int, int]:
-        """Return height and width after scaling."""
+        """Return the height and width of an image in pixels, after scaling."""
         scale = min(1.0, (self._longest or math.inf) / max(picture.height, picture.width))
         return max(1, round(picture.height * scale)), max(1, round(picture.width * scale))
 
     def size(self, picture: Picture) -> ImageSize:
-        """Return the tiles, patches and tokens of a picture. Raise BadRow if its shape is not supported."""
+        """Return the tiles, patches and tokens of an image. Raise BadRow for an unsupported image size."""
         try:
             return self.shape.size(*self.side(picture))
         except ValueError as error:
             raise BadRow(f"an image cannot be used: {error}") from None
 
     def of_sample(self, pictures: Sequence[Picture]) -> SampleImages:
-        """Return the pictures of a sample with their token counts."""
+        """Return the images of a sample, with the number of tokens of each image."""
         return SampleImages(self.token, tuple(pictures), tuple(self.size(each).tokens for each in pictures))
 
     def process(self, picture: Picture) -> np.ndarray:
-        """Return the pixels of one picture: tiles x 3 x height x width, or patches x values."""
+        """Return the pixels of one image. The shape is `(tiles, 3, height, width)` or `(patches, values)`."""
         height, width = self.side(picture)
         image = picture.open()
         if image.size != (width, height):
@@ -182,7 +181,7 @@ class Pixels:
         return pixels[0] if self.shape.tile else pixels
 
     def fill_cache(self, pictures: Sequence[Picture]) -> None:
-        """Process the pictures that are not in the cache. Raise MissingError if the cache cannot be written."""
+        """Process the images that are not in the cache. Raise MissingError if the cache folder is not writable."""
         if self._cache is None:
             return
         try:
@@ -211,10 +210,8 @@ class Pixels:
         return np.load(self._path(picture), mmap_mode="r")
 
     def batch(self, pictures: Sequence[Picture], rows: Mapping[str, np.ndarray], tiles: int = 0) -> dict[str, Any]:
-        """Return the image inputs for a batch of token `rows`, padded to at least `tiles` tiles per image.
-
-        Rows that concatenate samples also get new `position_ids`.
-        """
+        """Return the image inputs for a batch with the token `rows`. Pad each image to at least `tiles` tiles. If the
+        batch concatenates samples and the model does not use tiles, also return new `position_ids`."""
         batch = self._inputs(pictures, rows["input_ids"], tiles)
         if "position_ids" in rows and not self.shape.tile:
             batch["position_ids"] = self._positions(pictures, rows)
@@ -226,7 +223,7 @@ class Pixels:
             pixels = np.zeros((len(arrays), max(tiles, *map(len, arrays), 0), *arrays[0].shape[1:]), dtype=np.float32)
             for row, tiled in zip(pixels, arrays, strict=True):
                 row[: len(tiled)] = tiled
-            # Python numbers: the model reads sizes one by one and would synchronize with the device for a tensor.
+            # Python numbers, because reading a size from a tensor would synchronize with the device.
             return {"pixel_values": pixels, "image_sizes": [self.side(picture) for picture in pictures]}
         grids = [(1, *self.shape.grid(*self.side(picture))) for picture in pictures]
         return {
@@ -236,12 +233,12 @@ class Pixels:
         }
 
     def _positions(self, pictures: Sequence[Picture], rows: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return positions of shape 4 x 1 x tokens: the index in the sample, then time, row and column for the rotary
-        embedding.
+        """Return four position values per token, in an array of shape `(4, 1, tokens)`.
 
-        A text token increments all three. The tokens of an image have the same time, and their row and column within
-        the image are added. The next text token continues after the largest of the three (Qwen2-VL, arXiv 2409.12191,
-        section 2.1).
+        The first value is the position in the sample. The others are time, row and column for rotary embedding
+        (Qwen2-VL, arXiv 2409.12191, section 2.1). A text token increases time, row and column by 1. All tokens of an
+        image have the same time. Row and column depend on the place in the image. The next text token continues after
+        the largest value.
         """
         (ids,), (positions,) = rows["input_ids"], rows["position_ids"]
         rotary, images = np.empty((3, len(ids)), dtype=np.int64), iter(pictures)

@@ -1,4 +1,4 @@
-"""Prepare a spec's data set: tokenize, order and describe its samples."""
+"""Prepare the data set of a spec: tokenize the samples, order them, and describe them for the summary."""
 
 import hashlib
 import math
@@ -24,7 +24,7 @@ from ftbench.worker.data.tokens import IGNORE, Row, Tokens
 
 @dataclass(frozen=True)
 class Prepared:
-    """The data of a run: rows in training order and held-out rows."""
+    """The data of a run: the training rows in order, and the rows for evaluation."""
 
     train: list[Row]
     evaluation: list[Row]
@@ -34,12 +34,11 @@ class Prepared:
 
     @cached_property
     def longest(self) -> int:
-        """Number of tokens of the longest row."""
+        """Number of tokens in the longest row."""
         return max(_total([row]) for row in (*self.train, *self.evaluation))
 
     def most_parts(self, batch_size: int, max_length: int) -> int | None:
-        """Return the largest number of samples in a batch, including filler samples. Return None if every row is one
-        sample."""
+        """Return the maximum number of samples in a batch, with filler samples, or None if every row has one sample."""
         if all(len(row) == 1 for row in (*self.train, *self.evaluation)):
             return None
         return max(
@@ -48,7 +47,7 @@ class Prepared:
         )
 
     def most_labels(self, batch_size: int) -> int:
-        """Return an upper bound of the number of labels in a batch of `batch_size` rows."""
+        """Return an upper limit for the number of labels in a batch of `batch_size` rows."""
         return max(
             sum(label != IGNORE for row in batch for sample in row for label in sample.labels)
             for batch in self._batches(batch_size)
@@ -63,10 +62,8 @@ def _total(rows: Sequence[Row]) -> int:
 
 
 def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | None = None) -> Prepared:
-    """Read or generate the samples, tokenize them and order them as the spec requests.
-
-    Synthetic ids stay below `vocab_size`. A vision model needs `pixels`. Raise DataError for an unusable row.
-    """
+    """Read or generate the samples, tokenize them, and order them as the spec requests. Generated token ids are below
+    `vocab_size`. A vision model needs `pixels`. Raise DataError for an unusable row of a file."""
     dataset = spec.dataset
     count, warnings = (dataset.samples or 0) + dataset.eval_samples, list[str]()
     if dataset.name == "synthetic":
@@ -94,7 +91,7 @@ def prepare(spec: Experiment, tokenizer: Any, vocab_size: int, pixels: Pixels | 
 
 
 def _require(pixels: Pixels | None, dataset: Dataset) -> Pixels:
-    """Return `pixels`. Raise SpecError for a text-only model."""
+    """Return `pixels`. Raise SpecError if `pixels` is None, because a text model cannot use images."""
     if pixels is None:
         raise SpecError(f"dataset {dataset.name} has images, and the model takes only text: use a vision model")
     return pixels
@@ -116,12 +113,12 @@ def packed(samples: Sequence[Tokens], max_length: int) -> list[Row]:
 
 
 def grouped(samples: Sequence[Tokens], batch_size: int, seed: int) -> list[Tokens]:
-    """Group samples of similar length into batches and shuffle the batches."""
+    """Return the samples in batches of similar length. The batches are in random order."""
     return [samples[index] for index in batches.grouped(_lengths(samples), batch_size, seed)]
 
 
 def longest_first(samples: Sequence[Tokens], batch_size: int) -> list[Tokens]:
-    """Move the `batch_size` longest samples to the front. Raise SpecError if there are fewer samples."""
+    """Move the `batch_size` longest samples to the front. Raise SpecError for fewer than `batch_size` samples."""
     if len(samples) < batch_size:
         raise SpecError(
             f"dataset.longest_first needs at least train.batch_size {batch_size} samples, and there are "
@@ -136,10 +133,10 @@ def _lengths(samples: Sequence[Tokens]) -> list[int]:
 
 
 def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple[list[Tokens], list[str]]:
-    """Read the requested number of rows in the order of `datasets.Dataset.shuffle`, and return warnings about skips.
+    """Return the requested samples in the order of `datasets.Dataset.shuffle`, and warnings about skipped rows.
 
-    For an unusable row, raise an error if the data set is a file, and skip the row if it is a public data set. Also
-    skip samples whose answer is completely cut by max_length, because they have no loss. The next row replaces them.
+    An unusable row raises an error in a file, and is skipped in a public data set. If `max_length` cuts off the
+    complete answer, the row has no loss and is also skipped. The next row replaces a skipped row.
     """
     dataset = spec.dataset
     rows = open_rows(dataset)
@@ -177,7 +174,7 @@ def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple
     return samples, [f"skipped {some(count, 'row')} of {dataset.name} {why}" for count, why in skipped if count]
 
 
-_CUT = {False: "answer", True: "prompt's end"}  # the key is true for prompts without answers
+_CUT = {False: "answer", True: "prompt's end"}  # True: the samples are prompts without answers
 
 
 def _check_count(spec: Experiment, rows: int, usable: int, too_long: int, cut_images: bool) -> None:
@@ -200,7 +197,7 @@ def _check_count(spec: Experiment, rows: int, usable: int, too_long: int, cut_im
 
 
 def _images(rows: Rows, index: int, parsed: Example, dataset: Dataset, pixels: Pixels | None) -> SampleImages | None:
-    """Read the images of an example. Raise DataError with the image and the row."""
+    """Return the images of an example, or None for a text model. Raise DataError for an unusable image."""
     if pixels is None and not parsed.images:
         return None
     with tokens.name_errors(rows.where(index)):
@@ -220,7 +217,7 @@ def _tokenised(
 
 
 def _describe(dataset: Dataset, train: Sequence[Tokens], evaluation: int, sequences: int) -> dict[str, Any]:
-    """Return the `dataset` section of the summary. `sequences` is the number of sequences per sample."""
+    """Return the `dataset` section of the summary. `sequences` is 2 for preference pairs, otherwise 1."""
     return {
         "name": dataset.name,
         "samples": len(train) // sequences,
@@ -235,7 +232,7 @@ def _describe(dataset: Dataset, train: Sequence[Tokens], evaluation: int, sequen
 
 
 def _describe_images(samples: Sequence[Tokens], pixels: Pixels) -> dict[str, Any]:
-    """Return the number of images and their sizes. `patches` is per tile, because the encoder attends within tiles."""
+    """Return the number and sizes of the images. `patches` is per tile, because tiles do not attend to each other."""
     sizes = [pixels.size(picture) for sample in samples for picture in sample.pictures]
     return {
         "count": len(sizes),
@@ -246,7 +243,7 @@ def _describe_images(samples: Sequence[Tokens], pixels: Pixels) -> dict[str, Any
 
 
 def _hash(samples: Sequence[Tokens]) -> str:
-    """Return the SHA-256 of ids, labels and images in order. Equal data sets have equal hashes."""
+    """Return the SHA-256 of the token ids, labels and images of all samples in order."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(np.asarray([sample.ids, sample.labels], dtype=np.int64).tobytes())

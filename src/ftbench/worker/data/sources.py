@@ -1,7 +1,7 @@
-"""Open the rows of a data set: from the hub, the shipped sample, or a file.
+"""Open a data set from the hub, from a file, or from the sample data set of ftbench.
 
-`python -m ftbench.worker.data.sources SPEC OUT MOST [pairs]` exports rows of a hub data set to a file, because
-the process that starts it does not import `datasets`.
+`python -m ftbench.worker.data.sources SPEC OUT MOST [pairs]` exports rows of a hub data set to a file. The parent
+process uses this command, because it does not import `datasets`.
 """
 
 import json
@@ -17,9 +17,9 @@ from ftbench.spec.datasets import Dataset, row_example, row_format
 
 
 class HubRows:
-    """Rows of a hub data set, read on demand. Images are not decoded, and class numbers are replaced by their names."""
+    """Rows of a hub data set, read on demand. Images stay encoded. Class names replace class numbers."""
 
-    folder = None  # base of relative paths
+    folder = None  # relative paths are not possible
 
     def __init__(self, name: str, data: Any) -> None:
         import datasets
@@ -43,7 +43,7 @@ class HubRows:
         return row | {key: names[row[key]] for key, names in self._classes.items() if row[key] is not None}
 
     def where(self, index: int) -> str:
-        """Return the name of a row for messages."""
+        """Return the name of the data set and the number of the row, for messages."""
         return f"{self._name}, row {index + 1}"
 
 
@@ -51,7 +51,7 @@ Rows = FileRows | HubRows
 
 
 def open_rows(dataset: Dataset) -> Rows:
-    """Return the rows of a named data set or file.
+    """Return the rows of a data set from the hub, from a file, or from the sample data set of ftbench.
 
     Raises:
         DataError: The file cannot be read.
@@ -72,7 +72,7 @@ def _hub(dataset: Dataset) -> HubRows:
         data = datasets.load_dataset(
             source.hub, source.config or dataset.subset, split=dataset.split, revision=dataset.revision
         )
-    except Exception as error:  # noqa: BLE001 - the hub client's errors share no base class
+    except Exception as error:  # noqa: BLE001 - errors of the hub client have no common base class
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise MissingError(
             f"data set {dataset.name} ({source.hub}) cannot be loaded: {reason}. Load it once on a machine with access "
@@ -82,10 +82,8 @@ def _hub(dataset: Dataset) -> HubRows:
 
 
 def export(dataset: Dataset, out: Path, most: int, pairs: bool = False) -> None:
-    """Write at most `most` evenly spaced rows to `out`. Write the total number of rows to a file next to it.
-
-    Unusable rows are skipped.
-    """
+    """Write at most `most` evenly spaced rows to `out`, without unusable rows. Write the total number of rows and the
+    row format to a second file with the suffix `.count`."""
     rows = open_rows(dataset)
     format_name = row_format(dataset, rows[0], rows.where(0), pairs)
     with out.open("w", encoding="utf-8") as file:
@@ -107,7 +105,7 @@ def _exported(parsed: Example) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Export the data set of the command line. Print errors to stderr."""
+    """Export the data set that the command line describes. Print errors to stderr, and return the exit code."""
     spec, out, most, *pairs = sys.argv[1:]
     try:
         export(Dataset.model_validate_json(spec), Path(out), int(most), bool(pairs))

@@ -1,5 +1,5 @@
-"""Generate token sequences of chosen lengths: random tokens, which a model cannot learn, or tasks, which it can learn
-if attention, positions and masks are correct. The same seed gives the same sequences. No download is needed."""
+"""Generate samples of chosen lengths, without a download. The same seed gives the same samples. A model cannot learn
+random tokens. A model can learn tasks if attention, positions and masks are correct."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +13,11 @@ from ftbench.spec.datasets import Dataset
 from ftbench.worker.data.images import CELLS, Picture, Pixels, generate
 from ftbench.worker.data.tokens import IGNORE, Tokens
 
-SYMBOLS = 24  # vocabulary of the tasks, in addition to a marker for each task and a separator
+SYMBOLS = 24  # number of tokens for questions and answers; markers of tasks and a separator are extra
 
 
 def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
-    """Return `count` samples with ids below `vocab_size`. Every token has a label, except the prompts of tasks."""
+    """Return `count` samples with token ids below `vocab_size`. All tokens have labels, except for prompts of tasks."""
     lengths = synthetic_lengths(dataset, count)
     generator = np.random.default_rng(dataset.seed)
     if dataset.structure == "tasks":
@@ -26,8 +26,8 @@ def draw(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
 
 
 def draw_pairs(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
-    """Return `count` preference pairs. The two sequences share a prompt, which is half of the shorter sequence. With
-    tasks, the chosen answer is correct, so a model can learn it. The rejected answer is random."""
+    """Return `count` preference pairs. The two sequences of a pair share a prompt: half of the shorter sequence. In
+    tasks, the chosen answer is correct, and a model can learn it. The rejected answer is random."""
     drawn = draw(dataset, 2 * count, vocab_size)
     noise = _random(np.random.default_rng(dataset.seed + 1), [len(each.ids) for each in drawn[1::2]], vocab_size)
     return [_pair(chosen.ids, rejected, vocab_size) for chosen, rejected in zip(drawn[::2], noise, strict=True)]
@@ -36,16 +36,16 @@ def draw_pairs(dataset: Dataset, count: int, vocab_size: int) -> list[Tokens]:
 def _pair(chosen: list[int], rejected: list[int], vocab_size: int) -> Tokens:
     prompt = min(len(chosen), len(rejected)) // 2
     rejected = chosen[:prompt] + rejected[prompt:]
-    if rejected[prompt] == chosen[prompt]:  # the two must differ
+    if rejected[prompt] == chosen[prompt]:  # the two answers must differ
         rejected[prompt] = (chosen[prompt] + 1) % vocab_size
     pair = [Tokens(ids, [IGNORE] * prompt + ids[prompt:], len(ids)) for ids in (chosen, rejected)]
     return replace(pair[0], rejected=pair[1])
 
 
 def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, special: set[int]) -> list[Tokens]:
-    """Return `count` samples with pictures, each followed by a token, and text without `special` ids. Every text token
-    has a label, except the prompts of tasks. Tasks ask about the first picture. Raise SpecError if a sample exceeds
-    `max_length`, because images cannot be truncated."""
+    """Return `count` samples with pictures, followed by text without `special` token ids. All text tokens have labels,
+    except for prompts of tasks. Tasks ask about the first picture. Raise SpecError for samples of more than
+    `max_length` tokens, because images cannot be truncated."""
     samples, drawn = list[Tokens](), iter(generate(dataset, count))
     pictures = [list(islice(drawn, dataset.images_per_sample)) for _ in range(count)]
     usable = [token for token in range(vocab_size) if token not in special]
@@ -69,8 +69,8 @@ def draw_images(dataset: Dataset, count: int, vocab_size: int, pixels: Pixels, s
 
 
 def _roles(generator: np.random.Generator, vocabulary: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token ids of the tasks' markers and symbols. The set of ids is fixed, but its order depends on the
-    seed."""
+    """Return two arrays of token ids: the markers and separator of the tasks, and the symbols. The seed changes only
+    the order of the ids."""
     if len(vocabulary) < SYMBOLS + 4:
         raise SpecError(f"dataset.structure tasks needs a vocabulary of {SYMBOLS + 4} tokens, not {len(vocabulary)}")
     tokens = generator.permutation(np.random.default_rng(0).choice(vocabulary, SYMBOLS + 4, replace=False))
@@ -78,9 +78,9 @@ def _roles(generator: np.random.Generator, vocabulary: Sequence[int]) -> tuple[n
 
 
 def _tasks(dataset: Dataset, generator: np.random.Generator, lengths: Sequence[int], vocab_size: int) -> list[Tokens]:
-    """Return samples whose answers need attention, positions and masks. The tasks alternate: copying, key-value recall
-    and bracket matching. All recall samples use the same keys with different values. If packed samples see each other,
-    the answer changes."""
+    """Return samples of three alternating tasks: copying, key-value recall and bracket matching. Correct answers
+    require correct attention, positions and masks. All recall samples use the same keys with different values. A model
+    that attends to another packed sample therefore answers incorrectly."""
     (*markers, separator), symbols = _roles(generator, range(vocab_size))
     makers = (_copying, _recall, _brackets)
     samples = []
@@ -97,8 +97,8 @@ def _tasks(dataset: Dataset, generator: np.random.Generator, lengths: Sequence[i
 def _picture_tasks(
     dataset: Dataset, lengths: Sequence[int], vocabulary: Sequence[int], pictures: Sequence[Picture]
 ) -> list[Tokens]:
-    """Return questions about pictures with their answers. A question asks for the color of a cell, for the color of
-    the next cell, or for the number of cells of one color. Answers need pixels, and positions of image tokens."""
+    """Return questions about pictures, with answers. A question asks for the color of a cell, the color of the next
+    cell, or the number of cells with one color. The answer depends on the pixels and the positions of image tokens."""
     generator = np.random.default_rng(dataset.seed)
     markers, symbols = _roles(generator, vocabulary)
     places, kinds, samples = symbols[: CELLS**2], symbols[CELLS**2 :], []
@@ -122,7 +122,8 @@ def _copying(generator: np.random.Generator, count: int, symbols: np.ndarray) ->
 
 
 def _recall(generator: np.random.Generator, count: int, symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return keys with values, followed by some of the keys. The answer consists of the values of these keys."""
+    """Return a question and its answer. The question contains keys with values, then some keys again. The answer
+    contains the values of these keys."""
     pairs = min(SYMBOLS // 3, max(1, count // 3))
     keys, values = symbols[:pairs], generator.choice(symbols[SYMBOLS // 3 :], pairs)
     queries = generator.integers(0, pairs, max(1, count - pairs))
@@ -131,8 +132,8 @@ def _recall(generator: np.random.Generator, count: int, symbols: np.ndarray) -> 
 
 
 def _brackets(generator: np.random.Generator, count: int, symbols: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return brackets of several kinds, some of them not closed. The answer closes them, the innermost bracket first.
-    `count` brackets are opened, so question and answer have 2 * `count` tokens."""
+    """Return a question and its answer. The question opens `count` brackets and closes some of them. The answer closes
+    the other brackets, the innermost first. Question and answer together have `2 * count` tokens."""
     opening, closing = symbols[: SYMBOLS // 2], symbols[SYMBOLS // 2 :]
     open_kinds: list[int] = []
     question: list[int] = []

@@ -1,4 +1,4 @@
-"""Convert examples to token ids and labels with the tokenizer's own chat template."""
+"""Convert examples to token ids and labels with the chat template of the tokenizer."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ IGNORE = -100
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One tokenized sample. In a preference pair it is the chosen sequence."""
+    """One tokenized sample. For a preference pair, `ids` and `labels` belong to the chosen sequence."""
 
     ids: list[int]
-    labels: list[int]  # the id of each token with loss, otherwise IGNORE
-    full_length: int  # tokens before truncation to `max_length`
+    labels: list[int]  # the token id at positions with a loss, otherwise IGNORE
+    full_length: int  # number of tokens before truncation to `max_length`
     pictures: tuple[Picture, ...] = ()
     rejected: Tokens | None = None  # the rejected sequence of a pair
-    row: Mapping[str, Any] | None = None  # the data set's row of a GRPO prompt
+    row: Mapping[str, Any] | None = None  # for GRPO: the row of the prompt in the data set
 
     @property
     def sequences(self) -> list[Tokens]:
-        """Return the sequences that the model processes: one, or two for a pair."""
+        """Return the sequences that the model processes: two for a preference pair, otherwise one."""
         return [self] if self.rejected is None else [self, self.rejected]
 
     @property
@@ -40,7 +40,7 @@ class Tokens:
 
     @property
     def learns(self) -> bool:
-        """Whether each sequence has a label and the sequences of a pair differ."""
+        """Return whether the sample is usable: each sequence has labels, and the sequences of a pair differ."""
         same = self.rejected is not None and self.ids == self.rejected.ids
         return not same and all(any(label != IGNORE for label in each.labels[1:]) for each in self.sequences)
 
@@ -51,7 +51,7 @@ Row = list[Tokens]  # the samples in one row of a batch
 def tokenise(
     tokenizer: Any, example: Example, max_length: int, loss_on: str, images: SampleImages | None = None
 ) -> Tokens:
-    """Return the tokens of an example. Plain text and `loss_on="all"` have loss on all tokens except images.
+    """Return the tokens of an example. For plain text and `loss_on="all"`, all tokens except image tokens have labels.
 
     Raises:
         BadRow: The number of image markers in the text differs from the number of images.
@@ -72,10 +72,10 @@ def tokenise(
 
 
 def tokenise_pair(tokenizer: Any, example: Example, max_length: int) -> Tokens:
-    """Return the chosen sequence with the rejected one.
+    """Return the tokens of the chosen sequence. The attribute `rejected` contains the rejected sequence.
 
-    In both sequences, loss starts at the first position where one of them differs from the rendered prompt, as in trl's
-    DPOTrainer.
+    The labels of both sequences start at the first position where one sequence differs from the prompt. trl's
+    DPOTrainer uses the same rule.
     """
     prompt = _dialogue(tokenizer, example.messages[:-1], True)
     rendered = [_dialogue(tokenizer, messages, False) for messages in (example.messages, example.rejected)]
@@ -88,7 +88,7 @@ def tokenise_pair(tokenizer: Any, example: Example, max_length: int) -> Tokens:
 
 
 def tokenise_prompt(tokenizer: Any, example: Example) -> Tokens:
-    """Return the dialogue up to the last answer, with the generation prompt. Raise BadRow for plain text."""
+    """Return the tokens before the last answer, with the generation prompt. Raise BadRow for plain text."""
     if not example.question:
         raise BadRow("it has no prompt: set dataset.format=prompt and dataset.columns={prompt: COLUMN}")
     ids = _dialogue(tokenizer, example.question, True)
@@ -97,7 +97,7 @@ def tokenise_prompt(tokenizer: Any, example: Example) -> Tokens:
 
 @contextmanager
 def name_errors(where: str) -> Iterator[None]:
-    """Turn any error of the tokenizer and its chat template into a DataError about `where`."""
+    """Convert an error of the tokenizer or its chat template to a DataError. `where` names the row in the message."""
     try:
         yield
     except BadRow as error:
@@ -110,7 +110,7 @@ def name_errors(where: str) -> Iterator[None]:
 
 
 def render(tokenizer: Any, messages: Sequence[dict[str, Any]], answer: bool = False) -> str:
-    """Return the dialogue as text, with the generation prompt if `answer`."""
+    """Return the dialogue as text. If `answer` is True, add the generation prompt."""
     return str(
         tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=answer, strftime_now=_fixed_date
@@ -119,7 +119,7 @@ def render(tokenizer: Any, messages: Sequence[dict[str, Any]], answer: bool = Fa
 
 
 def _fixed_date(pattern: str) -> str:
-    """Return a fixed date for templates that print the current date, so that the tokens do not depend on the day."""
+    """Return the same date every day. Chat templates that print the current date then always give the same tokens."""
     return date(2025, 1, 1).strftime(pattern)
 
 
@@ -132,7 +132,7 @@ def _template(tokenizer: Any, messages: Sequence[dict[str, str]], answer: bool) 
 
 
 def _expand_images(ids: list[int], labels: list[int], images: SampleImages) -> tuple[list[int], list[int]]:
-    """Repeat each image token as often as its image has tokens. Image tokens have no label."""
+    """Return ids and labels with each image token repeated `images.counts` times. Image tokens have no label."""
     places = np.flatnonzero(np.array(ids) == images.token)
     if len(places) != len(images.counts):
         raise BadRow(
@@ -144,11 +144,11 @@ def _expand_images(ids: list[int], labels: list[int], images: SampleImages) -> t
 
 
 def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Return ids and labels. Each answer and the tokens that end it (such as `<|im_end|>`) have labels.
+    """Return ids and labels of a dialogue. Each answer and the tokens that end it (such as `<|im_end|>`) have labels.
 
-    An answer begins after the longest prefix that the dialogue shares with the earlier turns and the generation
-    prompt. To find its end, the answer is replaced by another text: the tokens after the answer do not change.
-    Templates may render the last turn differently, so a shorter dialogue is not always a prefix.
+    To find the start of an answer, render the earlier turns with the generation prompt. The answer starts after the
+    common prefix of this text and the dialogue. To find the end, change the answer: the tokens after the answer stay
+    the same. Some templates render the last turn differently, so a shorter dialogue is not always a prefix.
     """
     ids = _template(tokenizer, messages, answer=False)
     labels = [IGNORE] * len(ids)
@@ -165,7 +165,7 @@ def _chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int]
 
 
 def _end_of_content(tokenizer: Any, messages: Sequence[dict[str, str]], turn: int, ids: list[int]) -> int:
-    """Return the position after a turn's text. The tokens after it stay the same when the text ends differently."""
+    """Return the position after the text of a turn. Tokens after this position do not depend on the end of the text."""
     content = messages[turn]["content"]
     mark = "!" if content.rstrip().endswith("?") else "?"
     other = [*messages[:turn], messages[turn] | {"content": f"{content} {mark}"}, *messages[turn + 1 :]]
@@ -173,19 +173,19 @@ def _end_of_content(tokenizer: Any, messages: Sequence[dict[str, str]], turn: in
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _dialogue(tokenizer: Any, messages: Sequence[dict[str, str]], answer: bool) -> list[int]:
-    """Return the ids of a dialogue, with the generation prompt if `answer` and if the tokenizer has a template."""
+    """Return the token ids of a dialogue. If `answer` is True, a chat template adds the generation prompt."""
     return _template(tokenizer, messages, answer) if tokenizer.chat_template else _plain_turns(tokenizer, messages)[0]
 
 
 def _plain_turns(tokenizer: Any, messages: Sequence[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Return ids and labels for a model without a chat template. Empty lines separate the turns. Answers get an end
-    token."""
+    """Return ids and labels for a tokenizer without a chat template. An empty line ends each prompt. The
+    end-of-sequence token ends each answer."""
     ids: list[int] = []
     labels: list[int] = []
     for turn, message in enumerate(messages):

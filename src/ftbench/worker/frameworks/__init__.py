@@ -1,12 +1,12 @@
-"""Training loops of other frameworks on the same tokens. There is one module per value of `launch.framework`:
+"""Train with other frameworks on the same tokens. Each value of `launch.framework` has a module with these functions:
 
-configuration(spec, model): the framework's configuration; paths are relative to the run's directory
-best(spec): the changes for the framework's best settings
-train(configuration): train through the framework's own entry point, in its own interpreter
+configuration(spec, model): return the framework's configuration; paths are relative to the run's directory
+best(spec): return the changes for the framework's best settings
+train(configuration): train through the framework's entry point, in the framework's interpreter
 
-A framework that does not train through transformers.Trainer has `record` instead of `best` and `train`:
+A framework that does not train with transformers.Trainer has `record` instead of `best` and `train`:
 
-record(run, configuration): train, record each step, and write the facts
+record(run, configuration): train, record each step, and write applied.json
 """
 
 import importlib
@@ -15,17 +15,17 @@ from typing import Any
 
 from ftbench.spec.experiment import Experiment
 
-# Folders in the run's directory while the run lasts.
+# Temporary folders in the run's directory, deleted after training.
 DATA, MODEL, OUTPUT = "data/train", "data/model", "trainer"
 
 
 def load(name: str) -> ModuleType:
-    """Return the module of a framework."""
+    """Return the module of the framework `name`."""
     return importlib.import_module(f"ftbench.worker.frameworks.{name.replace('-', '_')}")
 
 
 def quantisation(method: Any) -> dict[str, Any]:
-    """Return the 4-bit settings under transformers' names."""
+    """Return the 4-bit settings of a method under transformers' names."""
     return {
         "bnb_4bit_quant_type": method.quant_type,
         "bnb_4bit_use_double_quant": method.double_quant,
@@ -34,7 +34,7 @@ def quantisation(method: Any) -> dict[str, Any]:
 
 
 def trainer_arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the training settings under transformers' names. Logging and saving are off, as with trl."""
+    """Return the training settings under transformers' names. Logging and saving are off."""
     train = spec.train
     length = {"max_steps": train.max_steps} if train.max_steps else {"num_train_epochs": train.epochs}
     return {

@@ -1,4 +1,4 @@
-"""axolotl through `do_train`, which `axolotl train` calls."""
+"""Train with axolotl through `do_train`, which `axolotl train` calls."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ ATTENTION = {"eager": "eager_attention", "sdpa": "sdp_attention", "flash_attenti
 
 _LIGER = {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True,
           "liger_rms_norm": True, "liger_rope": True, "liger_glu_activation": True}  # fmt: skip
-# axolotl's names of transformers' arguments. None means that axolotl has no such option.
+# axolotl's names for transformers' arguments. None: axolotl does not have the option.
 _NAMES = {
     "per_device_train_batch_size": "micro_batch_size", "lr_scheduler_type": "lr_scheduler", "optim": "optimizer",
     "num_train_epochs": "num_epochs", "data_seed": None, "logging_strategy": None, "report_to": None,
@@ -20,7 +20,7 @@ _NAMES = {
 
 
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
-    """Return the values of axolotl's YAML file. axolotl's LoRA kernels are off, so that plain layers are compared."""
+    """Return the values of axolotl's YAML file. axolotl's LoRA kernels are off, for a comparison with plain layers."""
     values = {word: value for name, value in trainer_arguments(spec).items() if (word := _NAMES.get(name, name))} | {
         "base_model": model,
         "datasets": [{"path": DATA, "split": "train", "type": None}],
@@ -47,10 +47,8 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
 
 
 def best(spec: Experiment) -> dict[str, Any]:
-    """Return fused LoRA kernels, Liger's kernels and loss, and packing in the order of the samples.
-
-    Its cut cross-entropy needs a package that is not published.
-    """
+    """Return axolotl's best settings: fused LoRA kernels, Liger's kernels and loss, and packing without reordering.
+    axolotl's cut cross-entropy is off, because it needs a package that is not published."""
     kernels = dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel"), spec.method.adapters)
     packed = {"sample_packing": True, "sample_packing_sequentially": True, "pad_to_sequence_len": True}
     return _LIGER | kernels | (packed if packs(spec) else {})

@@ -1,6 +1,6 @@
-"""Second part of a run in another framework: `PYTHON entry.py RUN_DIRECTORY` in the framework's environment.
+"""Start the second part of a run with another framework: `PYTHON entry.py RUN_DIRECTORY`.
 
-ftbench is not installed there, so this file is run by its path and imports the package from the folder above it.
+PYTHON is the framework's interpreter. ftbench is not installed there, so this file imports the source folder.
 """
 
 import importlib.util
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def import_ftbench() -> None:
-    """Make `ftbench` importable, and remove this folder from the path: its `axolotl.py` is not the framework."""
+    """Make `ftbench` importable. Remove this folder from sys.path: its `axolotl.py` would hide the framework."""
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     package = Path(__file__).resolve().parents[2]
     spec = importlib.util.spec_from_file_location(

@@ -1,6 +1,6 @@
-"""Read the facts of a run in another framework from its live model and trainer.
+"""Read the settings in effect from the live model and trainer of another framework.
 
-This module only imports torch, because the versions of the other libraries differ.
+This module imports only torch, because the versions of other libraries depend on the framework.
 """
 
 import inspect
@@ -20,8 +20,8 @@ _PLAIN = {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "ftbenc
 
 
 def of_trainer(trainer: Any, labels: int, divisor: Any) -> dict[str, Any]:
-    """Return the facts of a live trainer after its first step, which had this number of `labels`. `divisor` is the
-    trainer's divisor of the loss, if known: transformers 4 also counts the first token of each row."""
+    """Return the settings in effect after the first step. `labels` is the number of label tokens in the step. `divisor`
+    divides the loss (None: unknown). With transformers 4, `divisor` also counts the first token of each row."""
     also = ", and first tokens of rows" if divisor is not None and int(divisor) > labels else ""
     optimizer = effective_config.innermost(trainer.optimizer)
     precision = trainer.accelerator.mixed_precision
@@ -38,11 +38,11 @@ def of_trainer(trainer: Any, labels: int, divisor: Any) -> dict[str, Any]:
 
 
 def patched_by(model: Any) -> set[str]:
-    """Return the packages that replace functions of transformers or peft, in modules or in the files of the model."""
+    """Return the packages that replace functions of transformers or peft in the live model or its source files."""
     files = {name for m in model.modules() if (name := type(m).__module__).startswith("transformers.models.")}
     called = (value for name in files for value in vars(sys.modules[name]).values() if inspect.isfunction(value))
     functions = (*called, *(method for module in model.modules() for method in _methods(module)))
-    modules = (getattr(function, "__module__", None) or "torch" for function in functions)  # C functions have none
+    modules = (getattr(function, "__module__", None) or "torch" for function in functions)  # C functions have no module
     return {module.partition(".")[0] for module in modules} - _PLAIN
 
 
@@ -52,7 +52,7 @@ def _methods(module: Any) -> Iterator[Any]:
 
 
 def model_problems(model: Any, spec: Experiment) -> list[str]:
-    """Return the differences between the model and the method of the spec."""
+    """Return a message for each difference between the model and the `method` settings of the spec."""
     method: Any = spec.method
     who, problems = f"{spec.launch.framework}: ", []
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -76,7 +76,7 @@ def model_problems(model: Any, spec: Experiment) -> list[str]:
 
 
 def _states(model: Any) -> set[str]:
-    """Return descriptions of the 4-bit weights, without the dtype of the packed tensors: frameworks use several."""
+    """Return descriptions of the 4-bit weights, without the storage dtype, which differs between frameworks."""
     own = ((module, weight) for module in model.modules() for weight in module.parameters(recurse=False))
     states = ((module.compute_dtype, weight.quant_state) for module, weight in own if hasattr(weight, "quant_state"))
     return {
@@ -90,7 +90,7 @@ def _quantised(kind: str, double_quant: bool, dtype: str) -> str:
 
 
 def trainer_problems(trainer: Any, spec: Experiment) -> list[str]:
-    """Return the differences between the trainer and the training settings of the spec."""
+    """Return a message for each difference between the trainer and the training settings of the spec."""
     who, train, args = f"{spec.launch.framework}: ", spec.train, trainer.args
     recipe = {
         "train.batch_size": (train.batch_size, args.per_device_train_batch_size),

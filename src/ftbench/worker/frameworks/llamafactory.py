@@ -1,4 +1,4 @@
-"""LLaMA-Factory through `run_exp`, which `llamafactory-cli train` calls."""
+"""Train with LLaMA-Factory through `run_exp`, which `llamafactory-cli train` calls."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
         "do_train": True,
         "model_name_or_path": model,
         "template": "empty",
-        "dataset": "given",  # required, but ignored with tokenized_path
+        "dataset": "given",  # a required option, but ignored with tokenized_path
         "tokenized_path": DATA,
         "cutoff_len": spec.dataset.max_length,
         "disable_shuffling": True,
@@ -25,7 +25,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
         "disable_gradient_checkpointing": not spec.optimizations.gradient_checkpointing,
         "enable_liger_kernel": bool(spec.optimizations.liger),
         "finetuning_type": "lora" if method.adapters else "full",
-        "pure_bf16": not method.adapters and spec.model.dtype == "bfloat16",  # full: keep the weights in 16 bits
+        "pure_bf16": not method.adapters and spec.model.dtype == "bfloat16",  # full fine-tuning: keep 16-bit weights
     }
     if method.adapters:
         targets = "all" if method.targets == "all-linear" else ",".join(method.targets)
@@ -38,7 +38,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
 
 
 def best(spec: Experiment) -> dict[str, Any]:
-    """Return Liger's kernels and loss. LLaMA-Factory also supports unsloth, but unsloth is a method of ftbench."""
+    """Return LLaMA-Factory's best settings: Liger's kernels and loss. For unsloth, use ftbench's method `unsloth`."""
     return {"enable_liger_kernel": True}
 
 

@@ -1,7 +1,7 @@
-"""Train with Megatron-core in the training loop of its examples. It uses Megatron's local layers, which need no
-Transformer Engine.
+"""Train with Megatron-core. The training loop follows Megatron's examples.
 
-ftbench does not change Megatron's schedule, optimizer and gradient buffers.
+The model uses Megatron's local layers, which do not need Transformer Engine. ftbench does not change Megatron's
+schedule, optimizer or gradient buffers.
 """
 
 from collections import Counter
@@ -28,10 +28,10 @@ _OPTIMIZERS = {"adamw_torch": "adam", "sgd": "sgd"}
 
 
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
-    """Return the settings under the names of Megatron's command line.
+    """Return the settings under the names of Megatron's command-line options.
 
-    The optimizer updates weights in model.dtype, as with trl. It updates bfloat16 weights directly. Float32 weights are
-    Megatron's main copies if products are in bf16.
+    The optimizer updates weights in `model.dtype`, as in trl. bfloat16 weights are updated directly. With float32
+    weights and bf16 matrix products, Megatron updates float32 main copies of bfloat16 weights.
     """
     train, launch = spec.train, spec.launch
     main_copies = spec.model.dtype == "float32" and train.precision == "bf16"
@@ -48,14 +48,14 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
 
 
 def record(run: TrainingRun, values: dict[str, Any]) -> None:
-    """Train the spec and record each step."""
+    """Train as the spec requests, and record each step."""
     with megatron_model.on_cpu() if device().type == "cpu" else nullcontext():
         own_loop.require_group()
         _Loop(run, values).train()
 
 
 class _Loop:
-    """A model in Megatron's layout, its optimizer, and the run that records them."""
+    """A training loop with Megatron's model and optimizer, which records each step."""
 
     def __init__(self, run: TrainingRun, values: dict[str, Any]) -> None:
         from megatron.core import parallel_state, tensor_parallel
@@ -63,7 +63,7 @@ class _Loop:
         self._run, self._values, self._spec = run, values, run.spec
         self._config = megatron_model.supported(values, run.spec.model.id)
         ranks = {name: values[name] for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
-        # Ranks of one share of the batch are neighbours.
+        # Ranks that process the same part of the batch have consecutive numbers.
         parallel_state.initialize_model_parallel(**ranks, order="tp-cp-ep-pp-dp", create_gloo_process_groups=False)
         if device().type == "cuda":
             tensor_parallel.model_parallel_cuda_manual_seed(values["seed"])
@@ -109,7 +109,7 @@ class _Loop:
         recorder.begin_step()
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
-        # The schedule divides by the micro-batches, and gradients are averaged over the shares.
+        # Megatron divides the loss by the micro-batches, and averages gradients over data-parallel ranks.
         scale = len(parts) * self._spec.launch.shares / max(labels, 1)
 
         def forward(batch: Iterator[tuple[Tensor, Tensor, BatchCount]], model: Any) -> tuple[Tensor, Any]:
@@ -133,9 +133,9 @@ class _Loop:
         recorder.end_step(norm, rate)
 
     def _clip(self) -> Tensor:
-        """Clip the gradients, if requested, and return their norm, as torch's clip_grad_norm_ does.
+        """Return the norm of all gradients. If requested, clip the gradients like torch's clip_grad_norm_.
 
-        Megatron's own function only takes float32 gradients, and without Apex it reads each norm on the host.
+        Megatron's function accepts only float32 gradients, and copies each norm to the host if Apex is not installed.
         """
         (optimizer,) = self._optimizer.chained_optimizers
         norms = torch._foreach_norm(optimizer.get_grads_for_grad_norm(), 2, dtype=torch.float32)
@@ -148,7 +148,7 @@ class _Loop:
         return norm
 
     def _loss_of_step(self, losses: list[Tensor]) -> Tensor:
-        """Return the loss of this rank's share. Only the last pipeline stage has it."""
+        """Return the loss of this rank's part of the batch. The last pipeline stage sends the loss to the others."""
         from megatron.core import parallel_state
 
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=device())
@@ -158,7 +158,7 @@ class _Loop:
         return total
 
     def _save(self, folder: Path) -> None:
-        """Write the trained weights in the layout of Hugging Face."""
+        """Write the trained weights to `folder` in the layout of Hugging Face."""
         from megatron.core import parallel_state
         from safetensors.torch import save_file
 
@@ -175,8 +175,8 @@ class _Loop:
             save_file(written, folder / "model.safetensors", {"format": "pt"})
 
     def _model_facts(self) -> dict[str, Any]:
-        """Return the facts of the live model. Parameters are counted in the Hugging Face model, because `fill` copied
-        each of them into a parameter of Megatron."""
+        """Return the entries of applied.json about the model. The parameters are counted in an equal Hugging Face
+        model, because `fill` has copied all of them to Megatron's model."""
         with torch.device("meta"):
             equal = AutoModelForCausalLM.from_config(self._config, dtype=self._model.module.config.params_dtype)
         facts = effective_config.of_model(equal, self._spec)
@@ -208,7 +208,7 @@ class _Loop:
 
 
 def _padded(samples: list[own_loop.Sample]) -> tuple[Tensor, Tensor, BatchCount]:
-    """Return ids, shifted targets and token counts of a micro-batch. The tensors are padded right, on the device."""
+    """Return ids and next-token targets of shape `(rows, tokens)`, and the token counts. Pad rows on the right."""
     width = max((len(ids) for ids, _ in samples), default=2)
     ids = torch.zeros(max(1, len(samples)), width, dtype=torch.long)
     targets = torch.full_like(ids, IGNORE)
@@ -219,6 +219,6 @@ def _padded(samples: list[own_loop.Sample]) -> tuple[Tensor, Tensor, BatchCount]
 
 
 def _loss(targets: Tensor, scale: float, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the scaled sum of the token losses, and a copy for the records."""
+    """Return `scale * sum(losses)` over positions with a target, and a copy for the recorder."""
     loss = losses.float().where(targets != IGNORE, 0.0).sum() * scale
     return loss, {"loss": loss.detach().clone()}

@@ -1,8 +1,8 @@
-"""The model and the optimizer of Megatron-core, with its local layers and torch's attention.
+"""Build a model and an optimizer of Megatron-core, with Megatron's local layers and torch's attention.
 
-Weights are converted between the layouts of Hugging Face and Megatron, for llama and qwen3. Megatron has one
-matrix for queries, keys and values, ordered by group, and one for gate and up projection. Under tensor parallelism a
-rank has a share of the rows or columns of each matrix.
+Weights of llama and qwen3 are converted between the layouts of Hugging Face and Megatron. Megatron has one matrix for
+the query, key and value projections, ordered by key head, and one matrix for the gate and up projections. With tensor
+parallelism, each rank has a part of the rows or columns of each matrix.
 """
 
 import re
@@ -24,12 +24,12 @@ from ftbench.errors import MissingError, SpecError
 from ftbench.spec.frameworks import MEGATRON_FAMILIES
 from ftbench.worker.device import device
 
-# The factors that Megatron has for `rope_scaling`.
+# Values of `rope_scaling` that are constants in Megatron.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def supported(values: dict[str, Any], name: str) -> Any:
-    """Return the model's configuration. Raise SpecError for a model or a sharding that Megatron does not support."""
+    """Return the configuration of the model. Raise SpecError if Megatron does not support the model or its sharding."""
     config = AutoConfig.from_pretrained(values["load"])
     rope = config.rope_parameters
     kind, llama3 = rope.get("rope_type", "default"), {key: float(rope.get(key, 0)) for key in _LLAMA3}
@@ -60,12 +60,12 @@ def supported(values: dict[str, Any], name: str) -> Any:
 
 
 def parameters(model: Any) -> dict[str, Tensor]:
-    """Return the parameters of this rank under Megatron's names."""
+    """Return the parameters of this rank by Megatron's names."""
     return {name.removeprefix("module."): value for name, value in model.named_parameters()}
 
 
 def read_weights(model: Any, config: Any, values: dict[str, Any]) -> None:
-    """Read this rank's share of the checkpoint. Raise MissingError if a weight is missing or has another shape."""
+    """Copy this rank's part of the checkpoint to the model. Raise MissingError if weights do not fit the model."""
     from megatron.core.parallel_state import get_tensor_model_parallel_rank
 
     files = [safe_open(file, "pt") for file in _files(values["load"])]
@@ -84,7 +84,7 @@ def read_weights(model: Any, config: Any, values: dict[str, Any]) -> None:
 
 
 def _files(source: str) -> list[str]:
-    """Return the safetensors files of a checkpoint: a folder or a hub id."""
+    """Return the safetensors files of the checkpoint `source`, which is a folder or a model id on the hub."""
     if Path(source).is_dir():
         return [str(file) for file in sorted(Path(source).glob("*.safetensors"))]
     if index := cached_file(source, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False):
@@ -93,7 +93,7 @@ def _files(source: str) -> list[str]:
 
 
 def build(config: Any, values: dict[str, Any]) -> Any:
-    """Return the model with Megatron's gradient buffers."""
+    """Return the model in Megatron's DistributedDataParallel, which contains the gradient buffers."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -127,8 +127,8 @@ def _transformer(config: Any, values: dict[str, Any]) -> Any:
         add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, persist_layer_norm=False,
         masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
         bias_activation_fusion=False, params_dtype=dtype, pipeline_dtype=dtype, bf16=values["bf16"],
-        use_cpu_initialization=device().type == "cpu", variable_seq_lengths=True,  # sent between pipeline stages
-        moe_token_dispatcher_type="alltoall",  # required with variable lengths, also by dense models
+        use_cpu_initialization=device().type == "cpu", variable_seq_lengths=True,  # for pipeline stages
+        moe_token_dispatcher_type="alltoall",  # required with variable_seq_lengths, also for dense models
         tensor_model_parallel_size=values["tensor_model_parallel_size"],
         pipeline_model_parallel_size=values["pipeline_model_parallel_size"],
         **(recompute if values["recompute"] else {}),
@@ -145,18 +145,19 @@ def optimizer(model: Any, values: dict[str, Any]) -> Any:
     )  # fmt: skip
     made = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
     for group in (group for each in made.chained_optimizers for group in each.optimizer.param_groups):
-        group["weight_decay"] = values["weight_decay"] * group["wd_mult"]  # as in Megatron; 0 for norms
+        group["weight_decay"] = values["weight_decay"] * group["wd_mult"]  # as in Megatron; wd_mult is 0 for norms
     return made
 
 
 class SdpaAttention(torch.nn.Module):
-    """Megatron's `core_attention` with torch's kernel. Rows are padded on the right, so the causal mask suffices."""
+    """Megatron's `core_attention` with torch's SDPA. Rows are padded on the right, so a causal mask is sufficient."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **_: Any) -> None:
         super().__init__()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the output, [tokens, rows, heads x width], from tensors of [tokens, rows, heads, width]."""
+        """Return a tensor `(tokens, rows, heads * width)`. The input tensors have shape `(tokens, rows, heads,
+        width)`."""
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         output = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return output.permute(2, 0, 1, 3).flatten(2)
@@ -174,7 +175,7 @@ class _CudaIsCpu(TorchFunctionMode):
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Make Megatron run on a CPU, to test a spec. Its schedule, optimizer and buffers always request CUDA tensors."""
+    """Run Megatron on a CPU inside this context, for tests. Megatron normally requests CUDA tensors."""
     answers = {"current_device": torch.device("cpu"), "synchronize": None, "current_stream": None}
     with ExitStack() as stack:
         for name, answer in answers.items():
@@ -201,16 +202,16 @@ _IN_LAYER = {
     "mlp.linear_fc2.weight": ["mlp.down_proj.weight"],
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")  # each rank has a share of the columns
+_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")  # matrices that are divided by columns
 
 
 def sources(name: str, first_layer: int = 0, tied: bool = False) -> list[str]:
-    """Return the Hugging Face names of the matrices in one of Megatron's parameters.
+    """Return the names of the Hugging Face matrices that one Megatron parameter contains.
 
     Args:
-        name: The parameter. Its layer number is relative to the first layer of the pipeline stage.
-        first_layer: Index of that first layer.
-        tied: Whether head and embedding share one weight. The last stage then has a copy of it.
+        name: Name of the Megatron parameter. Its layer number starts at 0 in each pipeline stage.
+        first_layer: Number of the first layer of this pipeline stage in the model.
+        tied: Whether output head and embedding share one weight. The last stage then has a copy of this weight.
     """
     if match := _LAYER.fullmatch(name):
         return [f"model.layers.{int(match[1]) + first_layer}.{part}" for part in _IN_LAYER[match[2]]]
@@ -218,9 +219,9 @@ def sources(name: str, first_layer: int = 0, tied: bool = False) -> list[str]:
 
 
 def share_of(name: str, parts: Sequence[Tensor], groups: int, rank: int, ranks: int) -> Tensor:
-    """Return one tensor-parallel rank's share of a Megatron parameter, built from Hugging Face matrices.
+    """Return the part of a Megatron parameter on the tensor-parallel rank `rank`, built from Hugging Face matrices.
 
-    `groups` is the number of key heads. `supported` checks that the ranks can share the parameter evenly.
+    `groups` is the number of key heads. `supported` checks that the ranks can divide the parameter evenly.
     """
     if name.endswith("norm.weight"):
         return parts[0]
@@ -231,9 +232,9 @@ def share_of(name: str, parts: Sequence[Tensor], groups: int, rank: int, ranks: 
 
 
 def joined(name: str, shares: Sequence[Tensor], groups: int, query_rows: int) -> list[Tensor]:
-    """Return the Hugging Face matrices of a Megatron parameter, given the shares of all tensor-parallel ranks.
+    """Return the Hugging Face matrices of a Megatron parameter, given its parts on all tensor-parallel ranks.
 
-    `query_rows` is the number of rows of the query matrix. This is the inverse of `share_of`.
+    `query_rows` is the number of rows of the query matrix. This function is the inverse of `share_of`.
     """
     if name.endswith("norm.weight"):
         return [shares[0]]
@@ -253,8 +254,8 @@ def fill(
     parameters: Mapping[str, Tensor], get: Callable[[str], Tensor], first_layer: int, tied: bool, groups: int,
     rank: int, ranks: int,
 ) -> None:  # fmt: skip
-    """Fill Megatron's parameters. `get` returns a Hugging Face tensor. Raise ValueError for a tensor of another
-    shape."""
+    """Copy Hugging Face tensors to Megatron's parameters. `get` returns a tensor by name. Raise ValueError for a tensor
+    with a wrong shape."""
     for name, parameter in parameters.items():
         values = share_of(name, [get(each) for each in sources(name, first_layer, tied)], groups, rank, ranks)
         if values.shape != parameter.shape:

@@ -1,4 +1,4 @@
-"""ms-swift through `sft_main`, which `swift sft` calls."""
+"""Train with ms-swift through `sft_main`, which `swift sft` calls."""
 
 import os
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from ftbench.spec.frameworks import packs
 from ftbench.spec.methods import family
 from ftbench.worker.frameworks import DATA, OUTPUT, quantisation, trainer_arguments
 
-TYPES = {"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama"}  # if several of its types have the same architecture
+TYPES = {"qwen3": "qwen3", "qwen2": "qwen2", "llama": "llama"}  # several types of ms-swift share an architecture
 
 
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
-    """Return the options of ms-swift's command line. Rows are tokenized already, so the template is not used."""
+    """Return ms-swift's command-line options. The rows are already tokenized, so a chat template is not needed."""
     method: Any = spec.method
     values = trainer_arguments(spec) | {
         "model": model,
@@ -27,7 +27,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
         "output_dir": OUTPUT,
         "add_version": False,
         "create_checkpoint_symlink": False,
-        "check_model": False,  # it would send the model's name to ModelScope and wait
+        "check_model": False,  # the check would send the model's name to ModelScope and wait
         "gradient_checkpointing": bool(spec.optimizations.gradient_checkpointing),
         "use_liger_kernel": bool(spec.optimizations.liger),
         "dataloader_num_workers": 0,
@@ -50,7 +50,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
 
 
 def best(spec: Experiment) -> dict[str, Any]:
-    """Return Liger's kernels and loss, and packing in the order of the samples."""
+    """Return ms-swift's best settings: Liger's kernels and loss, and packing without reordering."""
     packed = {"packing": True, "packing_strategy": "sequential"}
     return {"use_liger_kernel": True} | (packed if packs(spec) else {})
 
@@ -65,8 +65,8 @@ def train(values: dict[str, Any]) -> None:
 
 
 def _keep_tokenized(encode: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a template's `encode` to return tokenized rows unchanged. The original function only reads dialogues, and
-    replaces all other rows by random rows."""
+    """Wrap the `encode` method of a template to return tokenized rows unchanged. The original method accepts only
+    dialogues, and ms-swift replaces other rows by random rows."""
 
     def encode_row(template: Any, row: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(row, dict) or "input_ids" not in row:

@@ -1,4 +1,4 @@
-"""Read rows, form batches and report facts for Megatron and verl, which do not use transformers.Trainer."""
+"""Read rows, build batches and report settings for Megatron and verl, which do not use transformers.Trainer."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure import effective_config
 from ftbench.worker.measure.batch_count import BatchCount, count_of
 
-Sample = tuple[np.ndarray, np.ndarray]  # ids and labels
+Sample = tuple[np.ndarray, np.ndarray]  # token ids and labels
 
 
 def read_rows() -> list[Sample]:
@@ -33,13 +33,13 @@ def read_rows() -> list[Sample]:
 
 
 def count(samples: list[Sample], width: int) -> BatchCount:
-    """Count a micro-batch of rows that are padded to `width` tokens."""
+    """Return the token counts of a micro-batch with rows that are padded to `width` tokens."""
     labels = sum(int((labels != IGNORE).sum()) for _, labels in samples)
     return count_of([ids for ids, _ in samples], len(samples) * width, labels)
 
 
 def total_steps(spec: Experiment, rows: int) -> int:
-    """Return the number of optimizer steps, as trl counts them."""
+    """Return the number of optimizer steps for this number of rows. The result is the same as in trl."""
     batches = math.ceil(rows / (spec.train.batch_size * spec.launch.shares))
     return spec.train.max_steps or math.ceil(
         math.ceil(batches / spec.train.gradient_accumulation_steps) * spec.train.epochs
@@ -47,8 +47,8 @@ def total_steps(spec: Experiment, rows: int) -> int:
 
 
 def steps_of(spec: Experiment, rows: int) -> Iterator[list[list[range]]]:
-    """Yield a list of micro-batches per step. A micro-batch has a range of row numbers for each data-parallel group.
-    The batches are the same as trl's. The last batches of an epoch are shorter or empty."""
+    """Yield the micro-batches of each step. A micro-batch contains a range of row numbers for each data-parallel rank.
+    The batches are the same as in trl. The last batches of an epoch are shorter or empty."""
 
     def endless() -> Iterator[list[list[range]]]:
         size, shares, several = spec.train.batch_size, spec.launch.shares, spec.train.gradient_accumulation_steps
@@ -64,12 +64,12 @@ def steps_of(spec: Experiment, rows: int) -> Iterator[list[list[range]]]:
 
 
 def share_of_rank(spec: Experiment) -> int:
-    """Return the index of this rank's share of the batch."""
+    """Return the data-parallel index of this rank. All ranks of one model replica have the same index."""
     return (parallel.rank() or 0) * spec.launch.shares // spec.launch.ranks
 
 
 def require_group() -> None:
-    """Create a process group with one rank if this process has not joined a group."""
+    """If this process is not in a process group, create a process group with one rank."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     if torch.cuda.is_available():
@@ -80,7 +80,7 @@ def require_group() -> None:
 
 
 def step_facts(spec: Experiment, optimizer: Any, recomputes: bool, division: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of the first step for applied.json. `division` describes how several ranks share the work."""
+    """Return the entries of applied.json about the first step. `division` describes how the ranks divide the work."""
     launch = spec.launch
     facts = {"strategy": launch.strategy, "ranks": launch.ranks, "shares": launch.shares}
     return {

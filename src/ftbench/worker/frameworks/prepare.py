@@ -1,5 +1,5 @@
-"""First part of a run in another framework, in ftbench's interpreter: make weights, tokenize data, and exec the
-framework's interpreter."""
+"""First part of a run with another framework, in ftbench's interpreter: create weights, tokenize data, and replace this
+process by the framework's interpreter."""
 
 import json
 import os
@@ -25,12 +25,12 @@ _POLL_S = 0.1
 def train(run: TrainingRun) -> None:
     """Write data/ and the framework's configuration, and replace this process by the framework's interpreter.
 
-    The process id stays the same, so ftbench watches and ends one process. This function does not return.
+    The process id does not change, so ftbench can still watch and stop the process. This function does not return.
     """
     if parallel.is_first():
         _write_inputs(run)
     else:
-        while not run.directory.framework.exists():  # if the first rank fails, all are ended
+        while not run.directory.framework.exists():  # if the first rank fails, ftbench stops all ranks
             time.sleep(_POLL_S)
     run.phases.enter("import")
     python = interpreter(run.spec.launch)
@@ -56,10 +56,8 @@ def _write_inputs(run: TrainingRun) -> None:
 
 
 def write_rows(folder: Path, rows: list[Row], with_lengths: bool = False) -> None:
-    """Save the rows for `datasets`.
-
-    ms-swift needs `with_lengths` to filter and pack. axolotl's packing fails with them.
-    """
+    """Save the rows for the `datasets` library. If `with_lengths` is True, add a column of lengths. ms-swift needs this
+    column to filter and pack. axolotl's packing fails with this column."""
     samples = [sample for row in rows for sample in row]
     columns = {
         "input_ids": [list(map(int, sample.ids)) for sample in samples],
@@ -71,8 +69,8 @@ def write_rows(folder: Path, rows: list[Row], with_lengths: bool = False) -> Non
 
 
 def write_model(folder: Path, source: Path) -> None:
-    """Write a model directory that transformers 4 can read: links to the files of `source`, with a converted
-    configuration and tokenizer."""
+    """Write a model directory that transformers 4 can read. Convert the configuration and the tokenizer settings of
+    `source`, and link the other files."""
     folder.mkdir(parents=True)
     for file in source.resolve().iterdir():
         if file.name not in ("config.json", TOKENIZER):
@@ -80,14 +78,14 @@ def write_model(folder: Path, source: Path) -> None:
     write_json(folder / "config.json", for_transformers_4(json.loads((source / "config.json").read_text())))
     if (source / TOKENIZER).exists():
         tokenizer = json.loads((source / TOKENIZER).read_text())
-        if tokenizer.get("tokenizer_class") == "TokenizersBackend":  # the name that transformers 5 writes
+        if tokenizer.get("tokenizer_class") == "TokenizersBackend":  # transformers 5 writes this name
             tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
         write_json(folder / TOKENIZER, tokenizer)
 
 
 def for_transformers_4(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration that also has the names of transformers 4. Without `rope_theta`, transformers 4 would
-    silently use its default."""
+    """Return a configuration with additional keys for transformers 4. Without the key `rope_theta`, transformers 4
+    would silently use a default value."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope:
         return config

@@ -1,5 +1,5 @@
-"""Second part of a run in another framework, in the framework's interpreter: record its trainer, and read the
-results from the live objects."""
+"""Second part of a run with another framework, in the framework's interpreter: record the trainer, and read the
+settings in effect from the live objects."""
 
 import hashlib
 import importlib.metadata
@@ -32,11 +32,11 @@ from ftbench.worker.training_run import AfterFirstStep, TrainingRun, recorder_of
 
 
 class Trained(BaseException):
-    """Leave the framework after training, before it saves, plots and reports."""
+    """Exception that leaves the framework after training, before the framework saves, plots and reports."""
 
 
 def train(run: TrainingRun) -> None:
-    """Train through the framework of the spec, and write applied.json and steps.csv."""
+    """Train with the framework of the spec, and write applied.json and steps.csv."""
     spec, directory = run.spec, run.directory
     check_device(first_gpu(read_json(directory.machine)))
     run.facts = read_json(directory.applied)
@@ -50,7 +50,7 @@ def train(run: TrainingRun) -> None:
         if FRAMEWORKS[spec.launch.framework].own_loop:
             frameworks.load(spec.launch.framework).record(run, values)
             if spec.launch.ranks > 1:
-                torch.distributed.barrier()  # the other ranks read the same files
+                torch.distributed.barrier()  # the other ranks read the files that are deleted below
         else:
             _through_trainer(run, values)
     run.warn(*weights_left_out)
@@ -68,7 +68,7 @@ def _framework_facts(spec: Experiment) -> dict[str, Any]:
 
 
 def _through_trainer(run: TrainingRun, values: dict[str, Any]) -> None:
-    """Train through transformers' Trainer."""
+    """Train with a framework that uses transformers.Trainer."""
     plain = transformers.Trainer.train
     transformers.Trainer.train = _recorded(run, plain)
     try:
@@ -80,7 +80,7 @@ def _through_trainer(run: TrainingRun, values: dict[str, Any]) -> None:
 
 
 def _recorded(run: TrainingRun, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap transformers' `Trainer.train`, which all supported frameworks call, to record the trainer."""
+    """Wrap `Trainer.train` of transformers to record the training. `plain` is the original method."""
 
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         spec = run.spec
@@ -105,11 +105,11 @@ def _recorded(run: TrainingRun, plain: Callable[..., Any]) -> Callable[..., Any]
 
 @torch.no_grad()
 def draw_adapters(model: Any, seed: int) -> None:
-    """Give the LoRA matrices the initial values that they have with trl and the same seed.
+    """Set the LoRA matrices to the initial values that trl gives them with the same seed.
 
-    Other frameworks create the matrices at another time, so the first gradient norm would differ. peft creates two
-    linear layers with random weights per adapter on the CPU. Then it initializes A again (Kaiming uniform, a = sqrt(5))
-    and sets B to zero. This function takes the same random numbers in the same order.
+    Other frameworks create the matrices at another time, so the first gradient norm would differ. For each adapter,
+    peft creates two linear layers with random weights on the CPU. Then peft initializes A again (Kaiming uniform, a =
+    sqrt(5)) and sets B to zero. This function draws the same random numbers in the same order.
     """
     set_seed(seed)
     for module in model.modules():
@@ -129,22 +129,22 @@ def _check_trainer(run: TrainingRun, trainer: Any, first: list[tuple[int, Any]])
 
 
 def counted(collate: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Wrap a collator to count each batch on the host. If a framework packs, a row is a list of samples."""
+    """Wrap a collator to add token counts to each batch. A packed row is a list of samples."""
 
     def count(rows: list[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         samples = [sample for row in rows for sample in ([row] if isinstance(row, dict) else row)]
         ids = [np.asarray(sample["input_ids"], dtype=np.int64) for sample in samples]
         batch = collate(rows, *args, **kwargs)
         labels = int((batch["labels"][..., 1:] != IGNORE).sum())
-        batch[COUNT] = count_of(ids, batch["input_ids"].numel(), labels)  # BatchEncoding supports this too
+        batch[COUNT] = count_of(ids, batch["input_ids"].numel(), labels)  # a BatchEncoding supports this too
         return batch
 
     return count
 
 
 def _without_counts(trainer: Any, first: list[tuple[int, Any]]) -> Callable[..., Any]:
-    """Wrap compute_loss to remove the counts from a batch. `first` gets the label tokens of each micro-batch of the
-    first step, and the trainer's divisor of the loss."""
+    """Wrap compute_loss to remove the token counts from a batch. For each micro-batch of the first step, append the
+    number of label tokens and the trainer's divisor of the loss to `first`."""
     compute = trainer.compute_loss
 
     def compute_loss(model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -157,10 +157,10 @@ def _without_counts(trainer: Any, first: list[tuple[int, Any]]) -> Callable[...,
 
 
 def _check_order(run: TrainingRun) -> None:
-    """Warn if the trainer did not train on the given tokens in the given order."""
+    """Write the order hash to applied.json. Warn if the trainer used other tokens or another order."""
     if (recorder := run.recorder) is None:
         raise FtbenchError(f"{run.spec.launch.framework} ended without training: see log.txt")
-    given = load_from_disk(frameworks.DATA)["train"]["input_ids"]  # arrays need torchvision in older `datasets`
+    given = load_from_disk(frameworks.DATA)["train"]["input_ids"]  # arrays need torchvision in old `datasets`
     of_rank, of_all = _expected_rows(run, len(given), recorder)
     same = recorder.order_hash == order_hash_of(given, of_rank)
     order_hash = order_hash_of(given, of_all) if same else recorder.order_hash
@@ -172,7 +172,7 @@ def _check_order(run: TrainingRun) -> None:
 
 
 def _expected_rows(run: TrainingRun, count: int, recorder: Recorder) -> tuple[Iterable[int], Iterable[int]]:
-    """Return two lists of row numbers in training order: the rows for this rank, and the rows for all ranks."""
+    """Return two lists of row numbers in training order: the rows of this rank, and the rows of all ranks."""
     if run.spec.launch.ranks == 1:
         return range(recorder.samples), range(recorder.samples)
     share, steps = own_loop.share_of_rank(run.spec), [*own_loop.steps_of(run.spec, count)][: recorder.step]
@@ -182,7 +182,7 @@ def _expected_rows(run: TrainingRun, count: int, recorder: Recorder) -> tuple[It
 
 
 def order_hash_of(given: Any, rows: Iterable[int]) -> str:
-    """Return the hash of the tokens of these rows. Row numbers beyond the last row start again at the first."""
+    """Return the SHA-256 of the tokens of `rows` in `given`. Row numbers past the end start again at the first row."""
     digest = hashlib.sha256()
     for row in rows:
         digest.update(np.asarray(given[row % len(given)], dtype=np.int64).tobytes())

@@ -1,7 +1,7 @@
-"""verl's SFT trainer with FSDP2.
+"""Train with verl's SFT trainer and FSDP2.
 
-Its sampler shuffles with a fixed seed, so the data set applies the inverse permutation. Steps are recorded by wrapping
-the methods of its engine.
+verl's sampler shuffles with a fixed seed, so the data set applies the inverse permutation. Wrapped methods of verl's
+engine record the steps.
 """
 
 import os
@@ -22,11 +22,11 @@ from ftbench.worker.methods import mismatches
 from ftbench.worker.training_run import TrainingRun, recorder_of
 
 _OPTIMIZERS = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "sgd": "SGD"}
-_NO_CLIPPING = 1e30  # verl always clips
+_NO_CLIPPING = 1e30  # a limit without effect, because verl always clips
 
 
 def configuration(spec: Experiment, model: str) -> dict[str, Any]:
-    """Return the changes to `sft_trainer_engine.yaml`. Without flash-attn, verl only supports padded batches."""
+    """Return changes to verl's `sft_trainer_engine.yaml`. Without flash-attn, verl supports only padded batches."""
     method: Any = spec.method
     train, on = spec.train, spec.optimizations
     attention = "sdpa" if on.attention == "auto" else on.attention
@@ -39,7 +39,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
     engine = {
         "strategy": "fsdp2", "model_dtype": {"bfloat16": "bf16", "float32": "fp32"}[spec.model.dtype],
         "mixed_precision": {"param_dtype": products, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-        "use_torch_compile": False,  # only of the entropy, which training does not need
+        "use_torch_compile": False,  # verl compiles only the entropy, which training does not need
     }  # fmt: skip
     optimizer = {
         "optimizer": _OPTIMIZERS[train.optimizer], "lr": train.learning_rate, "weight_decay": train.weight_decay,
@@ -63,7 +63,7 @@ def configuration(spec: Experiment, model: str) -> dict[str, Any]:
 
 
 class VerlRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """verl's `data.custom_cls`: the prepared rows, in the order that undoes verl's shuffling."""
+    """Data set class for verl's `data.custom_cls`: the prepared rows, in an order that undoes verl's shuffling."""
 
     spec: Experiment  # set before verl creates the data set
 
@@ -81,10 +81,10 @@ class VerlRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def unshuffled(spec: Experiment, rows: int) -> list[int]:
-    """Return the row at each index of the data set, so that verl's sampler yields trl's batches on every rank.
+    """Return a row number for each index of the data set. In this order, verl's sampler yields the batches of trl.
 
     The sampler is torch's DistributedSampler with seed 0: rank r of n gets the indices r, r + n, ... of a permutation.
-    Raise SpecError if a batch is incomplete, because verl drops it.
+    Raise SpecError if a batch is incomplete, because verl drops incomplete batches.
     """
     shares, size = spec.launch.shares, spec.train.batch_size
     of_share: list[list[int]] = [[] for _ in range(shares)]
@@ -108,9 +108,9 @@ def unshuffled(spec: Experiment, rows: int) -> list[int]:
 
 
 def record(run: TrainingRun, values: dict[str, Any]) -> None:
-    """Train the spec with verl's trainer and record each step."""
+    """Train as the spec requests with verl's trainer, and record each step."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "0")  # verl reads it and, in an existing process group, does not use it
+    os.environ.setdefault("MASTER_PORT", "0")  # verl reads the port, but does not use it in an existing process group
     own_loop.require_group()
     from verl.trainer.sft_trainer import SFTTrainer
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
@@ -123,7 +123,7 @@ def record(run: TrainingRun, values: dict[str, Any]) -> None:
     trainer.ckpt_handler.save_checkpoint = lambda **_: None
     engine = trainer.engine
     train = run.spec.train
-    # transformers' schedules, because verl has no linear one
+    # use transformers' schedulers, because verl does not have a linear schedule
     engine.lr_scheduler = get_scheduler(train.lr_scheduler, engine.optimizer, train.warmup_steps, steps)
     run.phases.enter("setup")
     run.write_facts(**effective_config.of_model(engine.module, run.spec))
@@ -137,7 +137,7 @@ def record(run: TrainingRun, values: dict[str, Any]) -> None:
 
 
 def _config(values: dict[str, Any]) -> Any:
-    """Return verl's configuration with these changes."""
+    """Return verl's default configuration with the changes in `values`."""
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
@@ -159,7 +159,7 @@ def _with_trl_adapters(build: Callable[..., Any], seed: int) -> Callable[..., An
 
 
 class _Recording:
-    """Wraps the methods of verl's engine, in the order of a step."""
+    """Records each step by wrapping methods of verl's engine. The methods of this class follow the order of a step."""
 
     def __init__(self, run: TrainingRun, engine: Any, padded: bool) -> None:
         self._run, self._engine, self._padded = run, engine, padded
@@ -202,7 +202,7 @@ class _Recording:
 
 
 def _facts(engine: Any, spec: Experiment) -> dict[str, Any]:
-    """Return the facts of the engine after its first step."""
+    """Return the entries of applied.json about the engine after the first step."""
     in_bf16 = engine._autocast_dtype == torch.bfloat16
     return {
         "autocast": "bf16" if in_bf16 else "no",
@@ -215,7 +215,7 @@ def _facts(engine: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def _problems(engine: Any, spec: Experiment) -> list[str]:
-    """Return the differences between the engine and the training settings of the spec."""
+    """Return a message for each difference between the engine and the training settings of the spec."""
     train, on, group = spec.train, spec.optimizations, engine.optimizer.param_groups[0]
     attention = engine.module.config._attn_implementation
     settings = {

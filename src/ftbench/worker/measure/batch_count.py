@@ -10,14 +10,14 @@ import numpy as np
 
 from ftbench.families.vision import NOTHING, ImageSize
 
-BEFORE_FORWARD = ("generation", "scoring")  # timed parts of a GRPO step
-Shape = tuple[int, int, int]  # number of sequences, longest sequence and padded tokens of a batch
-COUNT = "count"  # key of the counts in a batch
+BEFORE_FORWARD = ("generation", "scoring")  # parts of a GRPO step before the forward pass
+Shape = tuple[int, int, int]  # of a batch: number of sequences, longest sequence, padded tokens
+COUNT = "count"  # key of the BatchCount in a batch
 
 
 @dataclass(slots=True)
 class BatchCount:
-    """Counts of one batch. `add` sums them over a step."""
+    """Token, sample and image counts of one batch. `add` sums the counts over a step."""
 
     real: int = 0  # tokens without padding
     padded: int = 0
@@ -27,12 +27,12 @@ class BatchCount:
     images: int = 0
     of_images: ImageSize = NOTHING
     sequences: int = 1  # sequences per sample: 2 for preference pairs
-    rewards: tuple[float, float] | None = None  # sums of accuracy and margin of pairs
-    generation: dict[str, float] = field(default_factory=dict)  # columns of a GRPO step
+    rewards: tuple[float, float] | None = None  # for pairs: sums of reward accuracy and margin
+    generation: dict[str, float] = field(default_factory=dict)  # for GRPO: more columns of steps.csv
     tokens: list[bytes] = field(default_factory=list)  # real tokens and image keys, for the order hash
 
     def add(self, other: BatchCount) -> None:
-        """Add another batch of the same step, without its tokens."""
+        """Add the counts of another batch in the same step. `tokens` does not change."""
         self.real += other.real
         self.padded += other.padded
         self.labels += other.labels
@@ -46,7 +46,7 @@ class BatchCount:
         self.generation |= other.generation
 
     def columns(self) -> dict[str, Any]:
-        """Return the counts by column of steps.csv. There are none if nothing was counted."""
+        """Return the counts by column name of steps.csv. Return an empty dictionary if nothing was counted."""
         if not self.padded:
             return {}
         columns = {"real_tokens": self.real, "padded_tokens": self.padded, "label_tokens": self.labels,
@@ -62,15 +62,15 @@ class BatchCount:
 
 
 def count_of(rows: Sequence[np.ndarray], padded: int, labels: int) -> BatchCount:
-    """Return the counts of a batch. `rows` are the token ids of each sample without padding. `padded` is the number of
-    computed positions, including padding. `labels` is the number of positions with a loss."""
+    """Return the counts of a batch. `rows` contains the token ids of each sample without padding. `padded` is the
+    number of computed positions, including padding. `labels` is the number of positions with a loss."""
     longest = max(map(len, rows), default=0)
     tokens = [row.tobytes() for row in rows]
     return BatchCount(sum(map(len, rows)), padded, labels, len(rows), longest, tokens=tokens)
 
 
 def padding_of(shapes: Collection[Shape]) -> str | None:
-    """Return a description of how batches with these shapes are padded, or None if it is unknown."""
+    """Return a description of the padding in batches with these shapes. Return None if there are no shapes."""
     widths = {(longest, tokens / samples) for samples, longest, tokens in shapes if samples and longest}
     if any(width < longest for longest, width in widths):
         return "samples end to end"

@@ -1,5 +1,5 @@
-"""Damage a training run on purpose, to test whether `ftbench parity` detects it. `spec/experiment.py` describes the
-values of `measure.control`."""
+"""Damage a training run on purpose, to test whether `ftbench parity` detects the damage. `spec/experiment.py` describes
+the values of `measure.control`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +13,11 @@ from ftbench.spec.experiment import Experiment
 from ftbench.worker.data.tokens import IGNORE
 from ftbench.worker.measure.levels import trained
 
-LOST, NOISE = 0.01, 0.05  # share of gradient entries set to 0; noise relative to a weight's std
+LOST, NOISE = 0.01, 0.05  # share of gradient elements set to 0; noise in standard deviations of a weight
 
 
 def apply(loop: Any, spec: Experiment) -> dict[str, Any]:
-    """Damage the live trainer, and return the entry of applied.json. Raise NotAppliedError if nothing is damaged."""
+    """Damage the live trainer, and return the entry of applied.json. Raise NotAppliedError if nothing was damaged."""
     name, _, factor = spec.measure.control.partition("_x")
     makers = {
         "learning_rate_0": partial(_rate, factor=0.0),
@@ -137,7 +137,7 @@ def _prompts_carry_loss(batch: dict[str, Any]) -> None:
 
 
 def _one_sample(batch: dict[str, Any]) -> None:
-    """Renumber the positions of a packed row, so that attention treats it as one sample."""
+    """Give the positions of a packed row consecutive numbers. Attention then treats the row as one sample."""
     batch["position_ids"] = torch.arange(batch["input_ids"].shape[1])[None]
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if name in batch:
@@ -145,7 +145,7 @@ def _one_sample(batch: dict[str, Any]) -> None:
 
 
 def _mean_of_means(loop: Any) -> int:
-    """Make each micro-batch divide its loss by its own number of label tokens, instead of the number of the step."""
+    """Divide the loss of each micro-batch by its own number of label tokens, not by the label tokens of the step."""
     gather = loop.get_batch_samples
     loop.get_batch_samples = lambda *args, **kwargs: (gather(*args, **kwargs)[0], None)
     return 1

@@ -1,6 +1,6 @@
 """Read the settings in effect from the live objects, for applied.json.
 
-Optimizations and methods are imported lazily, because another framework's environment has other libraries.
+Optimizations and methods are imported lazily, because environments of other frameworks lack some libraries.
 """
 
 import re
@@ -21,8 +21,8 @@ from ftbench.worker.model.parts import base_model, decoder_layers, part_of, plai
 from ftbench.worker.model.vision import reads_images
 
 SCHEMA = 1
-AUTOCAST = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}  # accelerate's names of train.precision
-# A parameter has the kind of the first pattern that its name contains.
+AUTOCAST = {"bf16": "bf16", "fp16": "fp16", "fp32": "no"}  # accelerate's names for values of train.precision
+# The first pattern that matches a parameter's name gives the kind of the parameter.
 _KINDS = (
     ("head", r"\blm_head\b"), ("embedding", "embed"), ("experts", r"\bexperts\b"),
     ("router", r"\brouter\b|\.mlp\.gate\."), ("attention", r"\b[qk]_norm\b"), ("norm", r"norm\b"),
@@ -51,7 +51,7 @@ def of_model(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def model_facts(model: Any) -> dict[str, Any]:
-    """Return class, attention, layers, weights and modules of a model."""
+    """Return the class, attention, number of layers, weight sizes and module counts of a model."""
     return {
         "class": type(base_model(model)).__name__,
         "attention": model.config.get_text_config()._attn_implementation,
@@ -62,10 +62,9 @@ def model_facts(model: Any) -> dict[str, Any]:
 
 
 def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
-    """Return the effective settings of the trainer.
+    """Return the trainer's settings in effect.
 
-    Optimizer state, gradient checkpointing and compiled graphs only exist after the first step, so the facts are read
-    again then.
+    Some values exist only after the first step: optimizer state, gradient checkpointing and compiled graphs.
     """
     from ftbench.worker import optimizations
     from ftbench.worker.methods import unsloth
@@ -85,7 +84,7 @@ def of_trainer(trainer: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def autocast(trainer: Any) -> str:
-    """Return the precision of matrix products as accelerate names it. DeepSpeed casts the weights instead."""
+    """Return the autocast precision: `bf16`, `fp16` or `no`. DeepSpeed casts the weights instead."""
     engine = getattr(trainer, "deepspeed", None)
     if engine is None:
         return str(trainer.accelerator.mixed_precision)
@@ -93,11 +92,11 @@ def autocast(trainer: Any) -> str:
 
 
 def optimizer_facts(optimizer: Any) -> dict[str, Any]:
-    """Return the class of an optimizer and the dtypes of its state. The state is empty before the first step."""
+    """Return the class of an optimizer, and the dtypes of its state. The state is empty before the first step."""
     state: Counter[str] = Counter()
     for values in (optimizer.state if optimizer is not None else {}).values():
         for name, value in values.items():
-            tensors = plain_tensors(value)[:1]  # the codes, without their scales
+            tensors = plain_tensors(value)[:1]  # the codes of a quantized state, without the scales
             state.update(f"{name}: {_dtype(tensor.dtype)}" for tensor in tensors if tensor.numel() > 1)
     return {
         "class": None if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__name__}",
@@ -107,12 +106,12 @@ def optimizer_facts(optimizer: Any) -> dict[str, Any]:
 
 
 def loss_normalisation(trainer: Any) -> str:
-    """Return the divisor of the summed token losses in a transformers.Trainer."""
+    """Return a description of the divisor of the loss in a transformers.Trainer."""
     return "label tokens of the step" if trainer.model_accepts_loss_kwargs else "label tokens of a micro-batch"
 
 
 def _loss(trainer: Any, spec: Experiment) -> str:
-    """Return the name of the loss implementation. It is trl's name unless ftbench or Liger computes the loss."""
+    """Return the name of the loss implementation: ftbench's chunked loss, Liger's loss, or trl's loss type."""
     if spec.optimizations.chunked_loss:
         return "fused over chunks (ftbench)"
     if spec.optimizations.liger:
@@ -121,7 +120,7 @@ def _loss(trainer: Any, spec: Experiment) -> str:
 
 
 def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]:
-    """Return warnings about the trained parameters for readers of the results."""
+    """Return warnings about damaged or interrupted runs, and about layers without adapters or quantization."""
     from ftbench.worker.methods import lora
 
     messages = []
@@ -146,8 +145,8 @@ def warnings(model: Any, spec: Experiment, applied: dict[str, Any]) -> list[str]
 
 
 def parameters_by_kind(model: Any) -> dict[str, dict[str, int]]:
-    """Return `total` and `trainable` parameters by module kind. Quantised weights count as their original elements,
-    not as packed bytes."""
+    """Return the number of `total` and `trainable` parameters for each module kind. A quantized weight counts with its
+    number of elements before quantization."""
     kinds = {kind: {"total": 0, "trainable": 0} for kind in KINDS}
     for name, parameter in model.named_parameters():
         kind = kinds.setdefault(module_kind(name), {"total": 0, "trainable": 0})
@@ -157,10 +156,8 @@ def parameters_by_kind(model: Any) -> dict[str, dict[str, int]]:
 
 
 def module_kind(name: str) -> str:
-    """Return the module kind of a parameter's dotted name: one of KINDS, `vision` or `projector`.
-
-    Adapters belong to the module that they adapt.
-    """
+    """Return the module kind of a parameter name: one of KINDS, `vision` or `projector`. An adapter has the kind of the
+    layer that it adapts."""
     if (part := part_of(name)) != "language":
         return part
     adapted = re.sub(r"\.lora_\w+", "", name)
@@ -168,7 +165,7 @@ def module_kind(name: str) -> str:
 
 
 def numel(name: str, parameter: Any) -> int:
-    """Return the number of elements of a parameter before quantisation. MXFP4 packs two per byte and adds scales."""
+    """Return the number of elements of a parameter before quantization. MXFP4 packs two elements into one byte."""
     if (shape := getattr(parameter, "_original_shape", None)) is not None:  # unsloth's experts in MXFP4
         return int(shape.numel())
     if parameter.dtype == torch.uint8 and name.endswith(("_blocks", "_scales")):
@@ -178,11 +175,11 @@ def numel(name: str, parameter: Any) -> int:
 
 
 def matmul_shape(model: Any) -> MatmulShape:
-    """Return the sizes of the matrices that multiply one token. Count only the experts that a token uses."""
+    """Return the number of weights that are multiplied with each token. Count only the experts that a token uses."""
     config, base = model.config.get_text_config(), base_model(model)
     visited = _visited_share(config)
     tied = base.get_output_embeddings().weight is base.get_input_embeddings().weight
-    layers, head, adapters = [0, 0], [0, 0], 0  # all, trained
+    layers, head, adapters = [0, 0], [0, 0], 0  # [all weights, trained weights]
     for name, kind, count, trained in _matrices(model):
         if kind in ("vision", "projector"):
             continue
@@ -197,7 +194,7 @@ def matmul_shape(model: Any) -> MatmulShape:
 
 
 def vision_shape(model: Any) -> VisionMatmulShape | None:
-    """Return the sizes of the matrices that multiply an image patch. Return None for a text model."""
+    """Return the number of weights that are multiplied with each image patch. Return None for a text model."""
     if not reads_images(model.config):
         return None
     shape = families.describe(model.config.model_type, model.config.to_dict())
@@ -214,7 +211,7 @@ def vision_shape(model: Any) -> VisionMatmulShape | None:
 
 
 def _matrices(model: Any) -> Iterator[tuple[str, str, int, bool]]:
-    """Yield for each matrix its name, its kind, its number of parameters, and whether it is trained."""
+    """Yield the name, module kind and number of elements of each matrix, and True if the matrix is trained."""
     for name, parameter in model.named_parameters():
         state = getattr(parameter, "quant_state", None)
         if (parameter.ndim >= 2 or state is not None) and not name.endswith("bias"):
@@ -222,10 +219,9 @@ def _matrices(model: Any) -> Iterator[tuple[str, str, int, bool]]:
 
 
 def _attention(config: Any) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
-    """Return attention width (heads x head_dim) and sliding window of each layer.
+    """Return the attention width (`heads * head_dim`) and the sliding window of each layer, in two tuples.
 
-    The width is 0 for linear attention. If queries are wider than values (latent attention), it is the mean of both
-    widths.
+    The width is 0 for linear attention. For latent attention, the width is the mean of query width and value width.
     """
     layers = config.num_hidden_layers
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -262,14 +258,14 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def innermost(optimizer: Any) -> Any:
-    """Return the optimizer without accelerate's wrappers."""
+    """Return the optimizer inside accelerate's wrappers."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def _product_precision(spec: Experiment, autocast: str, model: Any) -> str:
-    """Return the precision of the large matrix products, with the names of the GPU table."""
+    """Return the precision of the large matrix products: `fp8`, `bf16`, `fp16` or `fp32`."""
     from ftbench.worker.optimizations import fp8
 
     if fp8.layers(model):

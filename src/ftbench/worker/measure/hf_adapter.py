@@ -1,6 +1,6 @@
 """Record a transformers.Trainer with a callback and wrapped methods.
 
-The trainer is not subclassed, so that the loop of any framework built on transformers can be recorded from outside.
+A subclass is not needed. Therefore the trainers of other frameworks that use transformers can be recorded too.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from transformers import TrainerCallback
 from ftbench.worker.measure.batch_count import COUNT, BatchCount
 from ftbench.worker.outcome import Phases
 
-DIVERGED = 20  # steps in a row without a finite loss, after which training stops
+DIVERGED = 20  # training stops after this number of successive steps without a finite loss
 
 
 class HfRecording(TrainerCallback):
-    """Report one trainer's steps to `recorder` and its evaluations to `phases`.
+    """Callback that reports steps and evaluations of one trainer to `recorder`, and evaluation phases to `phases`.
 
-    `grad_norm` is the current step's norm before clipping, or None. The loss of a batch is a mean over `weighed_by`:
-    `labels` (label tokens) or `samples` (pairs).
+    `grad_norm` is the gradient norm of the current step before clipping, or None. The loss of a batch is a mean over
+    label tokens or over preference pairs. Set `weighed_by` to `labels` or `samples` accordingly.
     """
 
     def __init__(self, recorder: Any, phases: Phases | None = None, weighed_by: str = "labels") -> None:
@@ -33,7 +33,7 @@ class HfRecording(TrainerCallback):
         self._evaluated: list[tuple[BatchCount, Any]] = []
 
     def attach(self, trainer: Any) -> HfRecording:
-        """Wrap the methods of this trainer object and add the callback."""
+        """Wrap methods of the trainer object, add this callback to the trainer, and return the callback."""
         self._trainer = trainer
         trainer.add_callback(self)
         for owner, name, wrapper in (
@@ -42,7 +42,7 @@ class HfRecording(TrainerCallback):
             (trainer, "prediction_step", self._prediction_step),
             (trainer, "evaluate", self._evaluate),
             (trainer.accelerator, "clip_grad_norm_", self._clip_grad_norm),
-            (trainer, "_clip_grad_norm", self._clip_grad_norm),  # bypasses accelerate if some parameters are sharded
+            (trainer, "_clip_grad_norm", self._clip_grad_norm),  # used instead if some parameters are sharded
         ):
             if hasattr(owner, name):
                 setattr(owner, name, partial(wrapper, getattr(owner, name)))
@@ -105,9 +105,9 @@ class HfRecording(TrainerCallback):
 
 
 def mean_loss(evaluated: list[tuple[BatchCount, Any]], weighed_by: str) -> float | None:
-    """Return the mean loss per label token, or per pair.
+    """Return the mean loss per label token, or per preference pair.
 
-    The trainer's own `eval_loss` weights batches by samples, so for tokens it depends on the batch size.
+    The trainer's own `eval_loss` weights batches by samples, so its value per token depends on the batch size.
     """
     weights = [(float(getattr(count, weighed_by)), loss) for count, loss in evaluated if loss is not None]
     pairs = [(weight, float(loss)) for weight, loss in weights if weight]

@@ -1,14 +1,14 @@
-"""Record losses, gradients and weight changes for a parity check, in gradients.npz.
+"""Record losses, gradients and weight changes in gradients.npz, for `ftbench parity`.
 
-The values are recorded at two points: at the initial weights, and at the trained weights of the reference run. They are
-the loss of each sample, and for each trained tensor the gradient, the square root of Adam's second moment after one
-step, and the weight change after one step and after several steps. The moment shows the scale of the gradient that the
-optimizer used. Every step trains on all samples, so packed and padded runs can be compared.
+All values are recorded twice: at the initial weights, and at the trained weights of the reference run. The file
+contains the loss of each sample. For each trained tensor, the file contains the gradient, the square root of Adam's
+second moment after one step, and the weight changes after one step and after several steps. The moment shows the scale
+of the gradient that the optimizer used. Every step trains on all samples, so packed and padded runs can be compared.
 
-For each tensor, the file contains its norm and a count sketch (M. Charikar, K. Chen and M. Farach-Colton, ICALP 2002).
-A sketch has `WIDTH` sums. Every element is added to one random sum, with a random sign. The norm of the difference of
-two sketches equals the norm of the difference of the tensors within about sqrt(2 / WIDTH) = 4 %. The random choices
-depend only on the tensor's name and the device type, so sketches of two runs can be compared.
+Tensors are stored as a norm and a count sketch (M. Charikar, K. Chen and M. Farach-Colton, ICALP 2002). A sketch has
+`WIDTH` sums. Every element is added to one random sum, with a random sign. `norm(sketch_1 - sketch_2)` is equal to
+`norm(tensor_1 - tensor_2)` with an error of about `sqrt(2 / WIDTH)` = 4 %. The random choices depend only on the name
+of the tensor and the device type, so sketches of two runs can be compared.
 """
 
 import json
@@ -36,9 +36,10 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay")
 
 
 class Levels(TrainerCallback):
-    """Records losses, gradients and weight changes during `steps` optimizer steps at each of `POINTS`.
+    """Callback that records losses, gradients and weight changes at the initial weights and at the trained weights.
 
-    At each point, an extra step runs first and is undone. It compiles graphs and sets the scales of 8-bit casts.
+    At both points, an extra step runs first and is undone. The extra step compiles graphs and sets the scales of 8-bit
+    casts. Then `measure.gradients` optimizer steps are recorded.
     """
 
     def __init__(self, spec: Experiment, directory: RunDir, loop: Any, recording: Any) -> None:
@@ -101,7 +102,8 @@ class Levels(TrainerCallback):
         self._kept[what].append(np.stack(rows))
 
     def _load(self, point: str) -> None:
-        """Copy the reference run's weights at `point` into the model. Raise MissingError if the file is missing."""
+        """Copy weights of the reference run to the model. `point` is one of `POINTS`. Raise MissingError without the
+        file."""
         if not self._weights.is_file():
             raise MissingError(f"{self._weights}: weights of the reference run not found; run the parity check again")
         with safe_open(self._weights, "pt") as file:
@@ -117,7 +119,7 @@ class Levels(TrainerCallback):
                 yield zlib.crc32(labels.tobytes(), zlib.crc32(ids.tobytes()))
 
     def _losses(self) -> np.ndarray:
-        """Return the loss of each sample. The other samples of its batch remain, but their labels are masked."""
+        """Return the loss of each sample. Each sample runs in its batch, but labels of other samples are masked."""
         loop, losses = self._loop, list[float]()
         rows, size = list(loop.train_dataset), loop.args.per_device_train_batch_size
         loop.model.eval()
@@ -131,7 +133,7 @@ class Levels(TrainerCallback):
 
 
 class Weights(TrainerCallback):
-    """Saves the trained tensors before and after training of the reference run. `Levels` loads them in other runs."""
+    """Callback that saves the trained tensors of the reference run before and after training, for `Levels`."""
 
     def __init__(self, directory: RunDir) -> None:
         self._path = directory.weights
@@ -147,13 +149,13 @@ class Weights(TrainerCallback):
 
 
 def trained(model: Any) -> dict[str, torch.nn.Parameter]:
-    """Return the trained parameters by name. Remove the parts of names that torch.compile and wrappers add."""
+    """Return the trained parameters by name. Remove the name parts that torch.compile and wrappers add."""
     named = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     return {name.replace("_orig_mod.", "").removeprefix("module."): p for name, p in named}
 
 
 def _only(row: dict[str, Any], sample: int | None) -> dict[str, Any]:
-    """Return a row that keeps only the labels of one sample. With None, all labels are masked."""
+    """Return a row with the labels of one sample. Mask all other labels. If `sample` is None, mask all labels."""
     ends = np.cumsum(row["lengths"])
     labels = np.full_like(row["labels"], IGNORE)
     if sample is not None:
@@ -163,7 +165,7 @@ def _only(row: dict[str, Any], sample: int | None) -> dict[str, Any]:
 
 
 def _moment(state: dict[str, Any], parameter: torch.Tensor) -> torch.Tensor:
-    """Return the square root of Adam's second moment, or zeros if it is missing or stored in 8 bits."""
+    """Return the square root of Adam's second moment. Return zeros if the moment is missing or in 8 bits."""
     kept: Any = state.get("exp_avg_sq")
     return (
         kept.float().sqrt() if type(kept) is torch.Tensor and kept.is_floating_point() else torch.zeros_like(parameter)
@@ -177,7 +179,7 @@ def _plain(value: Any) -> Any:
 
 
 def sketch(name: str, values: torch.Tensor) -> torch.Tensor:
-    """Return the count sketch of a tensor: `WIDTH` sums in float32. A smaller tensor is only padded with zeros."""
+    """Return the count sketch of a tensor: `WIDTH` sums in float32. Smaller tensors are only padded with zeros."""
     flat = values.reshape(-1).float()
     if len(flat) <= WIDTH:
         return torch.nn.functional.pad(flat, (0, WIDTH - len(flat)))

@@ -1,9 +1,9 @@
-"""Clocks and memory meters of the training device, and the driver's counters.
+"""Measure time and memory of the training device, and read the counters of the GPU driver.
 
-Times and memory come from CUDA events and the caching allocator, or from the host's counters. Reading them does not
-synchronize. A mark on a GPU is a CUDA event, which is read after the GPU has reached it. The sampler reads the GPU's
-power, energy, clock, temperature, throttling, memory and load, and the load of other processes, with NVML and psutil.
-A counter that the driver does not have is None in every sample.
+On a GPU, times come from CUDA events, and memory from the caching allocator. On a CPU, the host's counters are read.
+Reading does not synchronize, because an event is read only after the GPU has reached it. `Sampler` reads the GPU's
+power, energy, clock, temperature, throttling, memory and load, and the load of other processes. A counter that the
+driver does not support is None in every sample.
 """
 
 import time
@@ -22,7 +22,7 @@ from ftbench.worker.measure.utilization import COLUMNS, BusyMeter, GpuLoad, Host
 
 
 class HostClock:
-    """The host's clock. On a CPU, the work of a call is complete when the call returns."""
+    """Measures time on a CPU with the host's clock. The work of a call is complete when the call returns."""
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -38,7 +38,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Measures time with events in a GPU's current stream. `seconds` only works for marks that are `done`."""
+    """Measures time with events in the current CUDA stream. `seconds` works only for marks that are `done`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,15 +65,15 @@ Clock = HostClock | CudaClock
 
 
 class CudaMemory:
-    """Reads the counters of the caching allocator."""
+    """Reads the counters of torch's caching allocator for CUDA memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._retries = self._allocations = 0
 
     def read(self) -> dict[str, Any]:
-        """Return memory columns of steps.csv since the last `reset`. `torch.cuda.memory_stats` would take 10 times as
-        long."""
+        """Return the memory columns of steps.csv. Peaks count from the last `reset`. `torch.cuda.memory_stats` would
+        take about 10 times longer."""
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         if not stats:
             return {}
@@ -95,12 +95,12 @@ class CudaMemory:
         return float(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["peak"] / GIB)
 
     def reset(self) -> None:
-        if torch.cuda.is_initialized():  # otherwise the call raises
+        if torch.cuda.is_initialized():  # before, the call raises
             torch.cuda.reset_peak_memory_stats(self._device)
 
 
 class HostMemory:
-    """Reads the resident memory of the process. Linux records the peak, and `reset` clears it (proc(5), clear_refs)."""
+    """Reads the resident memory of this process. Linux records the peak, which `reset` clears (proc(5), clear_refs)."""
 
     def read(self) -> dict[str, Any]:
         with open("/proc/self/status") as file:
@@ -117,7 +117,7 @@ class HostMemory:
 
 
 def resident_gb() -> float:
-    """Return the process's resident set in GiB."""
+    """Return the resident memory of this process in GiB."""
     return float(_process.memory_info().rss / GIB)
 
 
@@ -125,7 +125,7 @@ _process = psutil.Process()
 
 
 def meters(device: torch.device) -> tuple[Clock, CudaMemory | HostMemory]:
-    """Return the clock and the memory meter of a device."""
+    """Return a clock and a memory meter for the device."""
     if device.type == "cuda":
         return CudaClock(device), CudaMemory(device)
     return HostClock(), HostMemory()
@@ -145,7 +145,7 @@ SHORTEST_S = 0.1  # shortest interval, because the kernel counts CPU time in tic
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One reading of the counters at `time` (perf_counter seconds). Energy is the total since the driver was loaded."""
+    """One reading of the counters at `time` (seconds of perf_counter). Energy counts from the start of the driver."""
 
     time: float
     power_w: float | None = None
@@ -158,7 +158,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The values of utilization columns of steps.csv from `begin` to `end` (perf_counter seconds)."""
+    """Utilization from `begin` to `end` (seconds of perf_counter), by column name of steps.csv."""
 
     begin: float
     end: float
@@ -166,8 +166,7 @@ class Interval:
 
 
 class Sampler:
-    """Keeps the samples of a run. The recorder's thread calls `take`. Without `nvml`, the sampler only reads
-    `others`."""
+    """Keeps the samples of a run, which the recorder's thread takes. Without `nvml`, only `others` are read."""
 
     def __init__(self, nvml: Any = None, handle: Any = None, others: Sequence[HostLoad | GpuLoad] = ()) -> None:
         self._times: list[float] = []
@@ -202,7 +201,7 @@ class Sampler:
             self._begin = sample.time
 
     def _read(self, readers: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-        """Return the values by name. A reader that fails is not called again."""
+        """Call each reader and return the values by name. A reader that fails is removed."""
         values = {}
         for name, read in list(readers.items()):
             try:
@@ -213,13 +212,13 @@ class Sampler:
 
     @property
     def latest(self) -> float:
-        """Time of the last sample, or minus infinity."""
+        """Time of the last sample (seconds of perf_counter), or minus infinity without samples."""
         return self._times[-1] if self._times else float("-inf")
 
     def over(self, begin: float, end: float) -> dict[str, Any]:
-        """Return the columns of steps.csv for a step from `begin` to `end` (perf_counter seconds).
+        """Return the columns of steps.csv for a step from `begin` to `end` (seconds of perf_counter).
 
-        A step that is shorter than the sampling interval uses the samples around it.
+        If a step contains no sample, use the samples before and after the step.
         """
         inside = self._samples[bisect_left(self._times, begin) : bisect_right(self._times, end)]
         if not inside:
@@ -239,7 +238,7 @@ class Sampler:
         }
 
     def _shares(self, begin: float, end: float) -> dict[str, float | None]:
-        """Return the utilization during a step: the mean of the intervals that overlap it, weighted by the overlap."""
+        """Return the mean utilization during a step. Each interval is weighted by its overlap with the step."""
         pairs: dict[str, list[tuple[float, float | None]]] = {name: [] for name in COLUMNS}
         first = bisect_left(self._intervals, begin, key=lambda interval: interval.end)
         for interval in takewhile(lambda interval: interval.begin < end, self._intervals[first:]):
@@ -249,12 +248,13 @@ class Sampler:
         return {name: _mean(values) for name, values in pairs.items()}
 
     def _energy(self, begin: float, end: float) -> float | None:
-        """Return the joules of a step. The driver's counter has its own update times, so only long sums are exact."""
+        """Return the approximate energy of a step in joules. Between updates of the driver, the counter is
+        interpolated."""
         first, last = self._counter(begin), self._counter(end)
         return None if first is None or last is None else last - first
 
     def _counter(self, when: float) -> float | None:
-        """Interpolate the energy counter linearly. Return None outside the samples."""
+        """Return the energy counter at the time `when` by linear interpolation. Return None outside the samples."""
         after = bisect_left(self._times, when)
         if after == 0 or after == len(self._times):
             return None
@@ -265,12 +265,12 @@ class Sampler:
 
 
 def throttle_names(masks: list[int]) -> str:
-    """Return the throttle reasons of the bit masks, joined by |, or `none`."""
+    """Return the names of the throttle reasons in the bit masks, joined by `|`. Return `none` for no reason."""
     return "|".join(name for bit, name in THROTTLE.items() if any(mask & bit for mask in masks)) or "none"
 
 
 def _mean(pairs: Iterable[tuple[float, float | None]]) -> float | None:
-    """Return the mean of the known values, weighted by the first element of each pair."""
+    """Return the weighted mean of pairs `(weight, value)`. Ignore values of None. Return None if all are None."""
     known = [(weight, value) for weight, value in pairs if value is not None and weight > 0]
     total = sum(weight for weight, _ in known)
     return sum(weight * value for weight, value in known) / total if total else None

@@ -1,12 +1,12 @@
 """Record every optimizer step of a training loop in steps.csv: time, memory, tokens, loss and energy.
 
 Any training loop can be recorded. The loop calls the recorder when a step begins, after each micro-batch, when the
-optimizer begins, and when the step ends. The recorder never synchronizes inside a step. At the end of step n, it only
-waits for step n - 2. Times come from events in the CUDA stream. Loss and gradient norm are copied to the host
-asynchronously. A thread processes finished steps every 0.5 s: it adds the driver's samples and appends lines to the
-file. So a killed run only loses its last steps.
+optimizer begins, and when the step ends. The recorder never synchronizes inside a step. At the end of step n, the
+recorder waits only for step n - 2. Times come from events in the CUDA stream. Loss and gradient norm are copied to the
+host asynchronously. Every 0.5 s, a thread adds the driver's samples to finished steps and appends these steps to the
+file. A killed run therefore loses only its last steps.
 
-This module only needs the standard library and torch, so that it runs in the environments of other frameworks.
+This module imports few libraries, because it also runs in the environments of other frameworks.
 """
 
 import hashlib
@@ -27,14 +27,14 @@ from ftbench.store.steps import StepsWriter
 from ftbench.worker.measure.batch_count import BEFORE_FORWARD, BatchCount, Shape
 from ftbench.worker.measure.meters import Sampler, meters, resident_gb
 
-TICK_S = 0.5  # not shorter, because the thread takes the GIL and so delays kernel launches of the training thread
+TICK_S = 0.5  # a shorter tick would take the GIL more often and delay kernel launches of the training thread
 _AHEAD = 2  # the host may be this many steps ahead of the device
-_IN_FLIGHT = 16384  # steps whose values are being copied to the host; the thread reads them within a tick
+_IN_FLIGHT = 16384  # limit for steps with unfinished copies to the host; the thread reads the values within a tick
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A finished step, its device events and the values that are being copied to the host."""
+    """A finished step that is not yet in the file: its row, device events, and values on the way to the host."""
 
     row: StepRow
     marks: tuple[Any, Any, Any, Any] | None = None  # end of the previous step, begin, optimizer, end
@@ -67,7 +67,7 @@ class Recorder:
         self._draining = threading.Lock()
         self._thread: threading.Thread | None = None
         self._slots: torch.Tensor | None = None
-        self._graphs = self.without_loss = 0  # the last steps whose loss is not finite
+        self._graphs = self.without_loss = 0  # steps since the last finite loss
         self._finished = False
 
     # --- called by the loop, in the order of a step -------------------------------------------------------------------
@@ -88,7 +88,7 @@ class Recorder:
         self._thread.start()
 
     def begin_step(self) -> None:
-        """Mark that the batches of the next step are available."""
+        """Mark the start of a step, after its batches were loaded."""
         self._data_time = time.perf_counter() - self._host_mark
         self._begin, self._update = self.clock.mark(), None
         self._count, self._loss, self._parts = BatchCount(), None, []
@@ -96,7 +96,7 @@ class Recorder:
         self.position = "forward"
 
     def micro_batch(self, count: BatchCount | None, loss: torch.Tensor | None) -> None:
-        """Add one forward and backward pass, with the counts of its batch and its part of the step's loss."""
+        """Add a micro-batch to the step: the counts of its batch, and its part of the loss."""
         if count is not None:
             self._count.add(count)
             self.batches, self.samples = self.batches + 1, self.samples + len(count.tokens)
@@ -111,15 +111,15 @@ class Recorder:
         """Mark the end of a part of the forward pass, or of the generation before the forward pass.
 
         Args:
-            column: Gets the time since the previous mark. None only marks the begin of a part.
-            then: The next `position`.
+            column: Column of steps.csv for the time since the previous mark. With None, only start a part.
+            then: New value of `position`.
         """
         if self.position in ("forward", *BEFORE_FORWARD):
             self._parts.append((column, self.clock.mark()))
             self.position = then
 
     def begin_optimizer(self) -> None:
-        """Mark that the gradients are complete and the optimizer starts."""
+        """Mark that all gradients are computed and the optimizer starts."""
         self._update = self.clock.mark()
         self.position = "optimizer"
 
@@ -127,7 +127,7 @@ class Recorder:
         self, grad_norm: torch.Tensor | float | None = None, learning_rate: float | None = None,
         epoch: float | None = None,
     ) -> None:  # fmt: skip
-        """Mark that the update is done. Raise the error that prevented earlier steps from being written, if any."""
+        """Mark the end of the step. If an earlier step could not be written, raise the error of the writer."""
         figures: dict[str, Any] = {"loss": self._loss, "grad_norm": grad_norm}
         on_device = {name: value for name, value in figures.items()
                      if torch.is_tensor(value) and value.device.type == self._device.type}  # fmt: skip
@@ -135,7 +135,7 @@ class Recorder:
             name: float(value) for name, value in figures.items() if name not in on_device and value is not None
         }
         values = self._copy_to_host(list(on_device.values()))
-        end = self.clock.mark()  # after the copies
+        end = self.clock.mark()  # after the copies: a finished mark means finished copies
         if len(self._ends) == _AHEAD:
             self.clock.wait(self._ends[0])
         self._ends.append(end)
@@ -163,14 +163,14 @@ class Recorder:
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
-        """Mark the begin of an evaluation. Its time is host time, because an evaluation synchronizes anyway."""
+        """Mark the start of an evaluation. The host's clock is used, because an evaluation synchronizes anyway."""
         self.clock.wait()
         self.memory.reset()
         self._evaluation_begin = time.perf_counter()
         self.position = "evaluate"
 
     def end_evaluation(self, count: BatchCount, loss: float | None, epoch: float | None = None) -> None:
-        """Record an evaluation. The time of the next step starts now."""
+        """Record the evaluation that has ended, and start the time of the next step."""
         self.clock.wait()
         now = time.perf_counter()
         row = StepRow(
@@ -183,7 +183,7 @@ class Recorder:
         self.position = "data"
 
     def restart(self) -> None:
-        """Start the time of the next step now. The time since the last step does not count."""
+        """Start the time of the next step now. Ignore the time since the end of the last step."""
         self._mark, self._host_mark = self.clock.mark(), time.perf_counter()
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class Recorder:
         if self._finished:
             return
         self._finished = True
-        with suppress(RuntimeError):  # a broken CUDA context has already raised
+        with suppress(RuntimeError):  # the CUDA context is broken; an earlier call has raised
             self.clock.wait()
         self._stop.set()
         if self._thread:
@@ -206,8 +206,8 @@ class Recorder:
         self._raise_failure()
 
     def drain(self, last: bool = False) -> None:
-        """Write the steps that the device has finished, without synchronizing. Any thread can call it. A step is
-        written once the sampler has a later sample. The `last` call writes it without this sample."""
+        """Write the steps that the device has finished, without synchronizing. Any thread can call this method. A step
+        is written after the sampler has a later sample. If `last` is True, do not wait for a later sample."""
         done = []
         with self._draining:
             while self._pending and (not (marks := self._pending[0].marks) or self.clock.done(marks[3])):
@@ -219,17 +219,17 @@ class Recorder:
 
     @property
     def order_hash(self) -> str:
-        """SHA-256 of the real tokens in training order, without padding and batch boundaries."""
+        """SHA-256 of all tokens in training order, without padding. Batch boundaries do not change the hash."""
         return self._order.hexdigest()
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
-        """Return the columns of the process's current state."""
+        """Return the columns of steps.csv about the current state of this process: ranks and memory."""
         return {"rank": self._rank, "data_rank": self._data_rank, "host_memory_gb": resident_gb(), **self.memory.read()}
 
     def _copy_to_host(self, values: list[torch.Tensor]) -> torch.Tensor | None:
-        """Start copying values to the host. On a GPU the copy into pinned memory is asynchronous."""
+        """Start to copy values to the host. On a GPU, the copy to pinned memory is asynchronous."""
         if not values:
             return None
         sent = torch.stack([value.detach().float().reshape(()) for value in values])
@@ -253,12 +253,12 @@ class Recorder:
                 if self.sampler:
                     self.sampler.take()
                 self.drain()
-            except Exception as error:  # noqa: BLE001 - the training thread raises it
+            except Exception as error:  # noqa: BLE001 - the training thread raises this error
                 self._failure = error
                 return
 
     def _host_time(self, step: _Pending) -> float:
-        """Return the end of a step on the host's clock: the start of recording plus the device's time since then."""
+        """Return the end of a step on the host's clock: start of recording + device time since the start."""
         if step.marks is None:
             return self._origin + (step.row.elapsed_time_sec or 0.0)
         return self._origin + self.clock.seconds(self._origin_mark, step.marks[3])

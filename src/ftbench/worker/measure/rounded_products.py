@@ -1,7 +1,8 @@
-"""Emulate fp8: round the inputs of a frozen layer's matrix products to 8 bits. `ftbench parity` compares fp8 with this.
+"""Emulate fp8 in frozen layers by rounding the inputs of matrix products to 8 bits.
 
-Layer inputs and weights are rounded to E4M3, and gradients to E5M2 (P. Micikevicius et al., arXiv 2209.05433). Each
-tensor has one scale, computed from its maximum. The products are computed in 32 bits.
+`ftbench parity` compares fp8 with this emulation. Layer inputs and weights are rounded to E4M3, and gradients to E5M2
+(P. Micikevicius et al., arXiv 2209.05433). Each tensor has one scale, computed from its maximum. The products are
+computed in 32 bits.
 """
 
 from functools import partial
@@ -15,14 +16,14 @@ FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def apply(model: Any) -> None:
-    """Round the operands of all layers that fp8 recipes compute in 8 bits."""
+    """Round the inputs of matrix products in all layers that fp8 recipes compute in 8 bits."""
     for name, module in model.named_modules():
         if wanted(module, name):
             module.forward = partial(_product, module)
 
 
 def _product(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    if torch.is_autocast_enabled(x.device.type):  # as F.linear would
+    if torch.is_autocast_enabled(x.device.type):  # F.linear casts its input too
         x = x.to(torch.get_autocast_dtype(x.device.type))
     made: torch.Tensor = _Product.apply(x, layer.weight)
     return made if layer.bias is None else made + layer.bias.to(made.dtype)
@@ -43,7 +44,7 @@ class _Product(torch.autograd.Function):
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values in float32, rounded to an 8-bit type. The scale maps the largest value to the type's largest
-    number."""
+    """Return the values in float32 after rounding to an 8-bit `dtype`. The scale maps the largest absolute value to the
+    largest number of `dtype`."""
     scale = torch.finfo(dtype).max / values.detach().abs().amax().float().clamp(min=1e-12)
     return (values.detach().float() * scale).to(dtype).float() / scale

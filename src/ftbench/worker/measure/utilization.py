@@ -1,11 +1,11 @@
-"""Measure how busy the GPU is, and the share of the GPU and of the CPUs that other processes use.
+"""Measure the utilization of the GPU, and the shares of GPU and CPUs that other processes use.
 
-All values are shares (0 to 1) of the time since the previous read, by column of steps.csv. The recorder's thread reads
-them twice a second, outside the training thread. The sampler stops reading a meter that fails.
+All values are shares (0 to 1) of the time since the previous read, by column name of steps.csv. The recorder's thread
+reads them twice per second. After an error, a meter is not read again.
 
-The GPU's own counters have two sources. Hopper and later data-center GPUs have performance monitoring counters (GPM)
-that also show how busy tensor cores and memory are. Other GPUs report the utilization of nvidia-smi: the share of the
-last sampling period (up to a second) in which a kernel ran.
+There are two sources for GPU utilization. Hopper and later data-center GPUs have performance monitoring counters (GPM).
+These counters also cover tensor cores and memory. Other GPUs report the utilization of nvidia-smi: the share of the
+last sampling period (up to a second) with a running kernel.
 """
 
 import math
@@ -24,14 +24,14 @@ from ftbench.worker import parallel
 _GPM = {"gpu_busy": "GRAPHICS_UTIL", "tensor_busy": "ANY_TENSOR_UTIL", "memory_busy": "DRAM_BW_UTIL"}
 COLUMNS = tuple(_GPM)
 _TICKS = os.sysconf("SC_CLK_TCK")  # per second
-CHILDREN_S = 10.0  # looking for child processes reads the state of every process on the machine
+CHILDREN_S = 10.0  # seconds between slow searches for child processes
 
 
 Shares = dict[str, float | None]
 
 
 class BusyMeter:
-    """Reads how busy the GPU is. `method` is the source that works on this GPU, if any."""
+    """Reads the utilization of the GPU. `method` is the source that works on this GPU, or None."""
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
@@ -67,16 +67,16 @@ class BusyMeter:
         return {
             name: answer.value / 100 if answer.nvmlReturn == nvml.NVML_SUCCESS and math.isfinite(answer.value) else None
             for name, answer in zip(self._metrics, answers, strict=True)
-        }  # NaN if the counters did not change between the two samples
+        }  # values are NaN if the counters did not change between the two samples
 
     def _by_rates(self) -> Shares:
         return {"gpu_busy": self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100}
 
 
 class HostLoad:
-    """Reads the share of the CPUs available to this process that other processes use.
+    """Reads the CPU share of other processes, counting only the CPUs that this process may use.
 
-    This is the busy time in the kernel's counters (proc(5), stat) minus the CPU time of this process and its children.
+    Share = (busy time - CPU time of this process and its children) / total time. See proc(5) for the kernel's counters.
     """
 
     def __init__(self, own_s: Callable[[], float] | None = None, stat: Path = Path("/proc/stat")) -> None:
@@ -90,8 +90,8 @@ class HostLoad:
         return {"host_cpu_by_others": min(1.0, max(0.0, (busy - own) / passed))} if passed > 0 else {}
 
     def _counters(self) -> tuple[float, float, float]:
-        """Return the busy and total CPU seconds, and the CPU seconds of this process."""
-        lines = map(str.split, self._stat.read_text().splitlines())  # psutil loses the numbers if a CPU is offline
+        """Return busy CPU seconds, total CPU seconds, and the CPU seconds of this process and its children."""
+        lines = map(str.split, self._stat.read_text().splitlines())  # psutil loses the CPU numbers if a CPU is offline
         # user nice system idle iowait irq softirq steal; the other fields are parts of these
         every = [[int(ticks) / _TICKS for ticks in fields[:8]] for name, *fields in lines if name in self._names]
         seconds = [sum(values) for values in zip(*every, strict=True)]
@@ -99,7 +99,7 @@ class HostLoad:
 
 
 class OwnTime:
-    """Reads the CPU seconds of this process, of its children (running and finished), and of the other ranks."""
+    """Reads the CPU seconds of this process, its children (running and finished) and the other ranks."""
 
     def __init__(self) -> None:
         self._looked = float("-inf")
@@ -119,10 +119,8 @@ class OwnTime:
 
 
 class GpuLoad:
-    """Reads the share of time in which kernels of other processes ran, from NVML's samples per process.
-
-    `own` are the processes of this run.
-    """
+    """Reads the share of time with running kernels of other processes, from NVML's samples per process. `own` contains
+    the process ids of this run."""
 
     def __init__(self, nvml: Any, handle: Any, own: Collection[int]) -> None:
         self._nvml, self._handle, self._own = nvml, handle, own
@@ -134,7 +132,7 @@ class GpuLoad:
         except self._nvml.NVMLError as error:
             if getattr(error, "value", None) != self._nvml.NVML_ERROR_NOT_FOUND:
                 raise
-            samples = []  # no new ones
+            samples = []  # no new samples
         shares: dict[int, list[int]] = {}
         for sample in samples:
             if sample.timeStamp > self._last and sample.pid not in self._own:
@@ -145,10 +143,9 @@ class GpuLoad:
 
 
 def own_processes(nvml: Any, handle: Any, before: Collection[int]) -> set[int]:
-    """Return the ids under which NVML lists this run, once it has a context on the GPU.
+    """Return the process ids that NVML lists for this run. Call this after the run has a CUDA context.
 
-    NVML can list a process in a container under another id. In this case, return all processes that are not in
-    `before`.
+    In a container, NVML can list a process under another id. Then return all process ids that are not in `before`.
     """
     try:
         pids = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}

@@ -1,4 +1,4 @@
-"""The implementation of each method, in a module of its name.
+"""Implement the training methods. The module of each method has these functions:
 
 load(spec, source)     Return the model with its weights on the device.
 adapt(model, spec)     Return the model with its trainable parameters marked.
@@ -14,12 +14,12 @@ from ftbench.spec.reading import as_text
 
 
 def load(name: str) -> ModuleType:
-    """Return the module of a method in `spec.methods.METHODS`."""
+    """Return the module of the method `name`, such as `lora`."""
     return importlib.import_module(f"ftbench.worker.methods.{name}")
 
 
 def mismatches(settings: Mapping[str, tuple[Any, Any]], who: str = "") -> list[str]:
-    """Return a sentence for each setting whose live value differs from the requested value."""
+    """Return a message for each setting with two different values in its pair `(requested, live)`."""
     return [
         f"{who}{key} is {as_text(wanted)}, but it trains with {as_text(live)}"
         for key, (wanted, live) in settings.items() if wanted != live

@@ -19,7 +19,7 @@ def load(spec: Experiment, source: str) -> Any:
 
 
 def adapt(model: Any, spec: Experiment) -> Any:
-    """Return the model with adapters. Raise SpecError for targets without a layer."""
+    """Return the model with LoRA adapters. Raise SpecError if a target does not exist."""
     method: Any = spec.method
     config = LoraConfig(
         r=method.rank,
@@ -40,11 +40,11 @@ def adapt(model: Any, spec: Experiment) -> Any:
 
 
 def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
-    """Return peft's names of the linear layers in `targets`. `all-linear` means all but the output head.
+    """Return peft's `target_modules` for the targets of the spec. `all-linear` includes all layers but the output head.
 
-    Fused experts only get adapters with `method.experts`. In models with fused experts (qwen3_moe, mixtral …), peft
-    treats gate_proj, up_proj and down_proj (mixtral: w1, w2, w3) as names of the experts and always adapts the experts.
-    So these names are removed. Dense layers and shared experts with these names then get no adapters.
+    Fused experts get adapters only with `method.experts`. In models with fused experts (qwen3_moe, mixtral, ...), peft
+    treats gate_proj, up_proj and down_proj (mixtral: w1, w2, w3) as experts, and always adapts the experts. These names
+    are therefore removed. Dense layers and shared experts with these names then get no adapters.
 
     Raises:
         SpecError: No layer matches.
@@ -69,10 +69,10 @@ def linear_targets(model: Any, spec: Experiment) -> str | list[str]:
 
 
 def _targets_by_part(model: Any, method: Any) -> list[str]:
-    """Return the full names of the adapted linear layers of a vision model. Short names occur in several parts of it.
+    """Return the full names of the layers that get adapters in a vision model, because short names are not unique.
 
-    The adapted layers are the targets in the language model. They include all layers of encoder and projector if these
-    get adapters.
+    In the language model, these are the target layers. In encoder and projector, these are all linear layers if the
+    spec requests adapters there.
     """
     names = []
     for name, module in model.named_modules():
@@ -87,7 +87,7 @@ def _targets_by_part(model: Any, method: Any) -> list[str]:
 
 
 def expert_parameters(model: Any) -> list[str]:
-    """Return peft's names of the fused expert matrices (parameters of shape expert x out x in)."""
+    """Return peft's `target_parameters`: names of fused expert weights of shape `(experts, out, in)`."""
     names = {
         ".".join(name.split(".")[-3:])
         for name, p in model.named_parameters()
@@ -99,10 +99,8 @@ def expert_parameters(model: Any) -> list[str]:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Check that only adapters of the spec's rank are trained.
-
-    Targets without a layer are only warnings: `unmatched_targets`.
-    """
+    """Return messages if adapters are missing, adapters have a wrong rank, or other weights are trained. A target
+    without a layer is only a warning: see `unmatched_targets`."""
     method: Any = spec.method
     problems = []
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

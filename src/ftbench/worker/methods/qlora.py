@@ -1,4 +1,4 @@
-"""QLoRA: adapters on frozen 4-bit weights, of bitsandbytes or in gpt-oss's published MXFP4 (model/mxfp4.py)."""
+"""QLoRA: adapters on frozen 4-bit weights from bitsandbytes, or in the MXFP4 format of gpt-oss (model/mxfp4.py)."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def load(spec: Experiment, source: str) -> Any:
 
 
 def _load_mxfp4(spec: Experiment, source: str) -> Any:
-    """Load gpt-oss with its published experts. Raise SpecError for other models."""
+    """Load gpt-oss with the published MXFP4 experts. Raise SpecError for other models."""
     config = loading.load_config(spec.model, source)
     kind = getattr(config, "quantization_config", None) or {}
     if config.model_type != GPT_OSS or str(kind.get("quant_method")) != "mxfp4":
@@ -40,7 +40,7 @@ def _load_mxfp4(spec: Experiment, source: str) -> Any:
             f"method.quant_type mxfp4 needs the published format of gpt-oss, and {spec.model.path or spec.model.id} is "
             "different: use nf4 for 16-bit weights"
         )
-    del config.quantization_config  # transformers' own MXFP4 does not train
+    del config.quantization_config  # the MXFP4 layers of transformers cannot be trained
     with mxfp4.as_experts():
         if spec.model.weights == "pretrained":
             return loading.read(spec, source, config=config)
@@ -52,10 +52,10 @@ def _load_mxfp4(spec: Experiment, source: str) -> Any:
 
 
 def adapt(model: Any, spec: Experiment) -> Any:
-    """Return the quantised model with adapters.
+    """Return the quantized model with adapters.
 
-    `prepare_model_for_kbit_training` of peft casts all unquantised weights to float32. This would double the memory of
-    fused experts. So models with fused experts, or with `upcast` off, are only frozen.
+    peft's `prepare_model_for_kbit_training` casts all weights that are not quantized to float32. This would double the
+    memory of fused experts. Models with fused experts, or with `upcast` off, are frozen without a cast.
     """
     method: Any = spec.method
     if method.mxfp4:
@@ -72,7 +72,7 @@ def adapt(model: Any, spec: Experiment) -> Any:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Return the problems with the adapters and with the 4-bit type of the layers."""
+    """Return messages about adapters or 4-bit layers that differ from the spec."""
     method: Any = spec.method
     problems = lora.verify(model, spec)
     if method.mxfp4:

@@ -1,7 +1,7 @@
-"""Adapters with unsloth: its model classes, fused autograd functions and gradient checkpointing.
+"""Train adapters with unsloth's model classes, fused autograd functions and gradient checkpointing.
 
-unsloth patches transformers, peft and trl when it is imported. `worker/__main__.py` imports it before them, and only in
-runs with this method.
+unsloth patches transformers, peft and trl when it is imported. `worker/__main__.py` imports unsloth before these
+libraries, and only for this method.
 """
 
 import sys
@@ -16,13 +16,13 @@ from ftbench.worker.model import loading
 from ftbench.worker.model.parts import decoder_layers
 from ftbench.worker.model.vision import reads_images
 
-# The attribute of a data set with its longest row: unsloth keeps padding-free batches only if no row exceeds its limit.
+# Data set attribute with the length of the longest row. unsloth pads batches if this length exceeds its limit.
 LONGEST = "_unsloth_truncated_to"
 PACKED = "Mxfp4ExpertParam"  # unsloth's class for MXFP4 experts of gpt-oss
 
 
 def load(spec: Experiment, source: str) -> Any:
-    """Load the model with unsloth in 4 or 16 bits."""
+    """Load the model with unsloth, with weights in 4 or 16 bits."""
     method: Any = spec.method
     loader = _loader(loading.load_config(spec.model, source))
     model, _ = loading.reach(
@@ -35,7 +35,7 @@ def load(spec: Experiment, source: str) -> Any:
             use_gradient_checkpointing=_checkpointing(method),
             random_state=method.random_state,
             fix_tokenizer=False,
-            use_exact_model_name=True,  # not the 4-bit copy of the model on the hub
+            use_exact_model_name=True,  # do not load a 4-bit copy from the hub
             **loading.hub_arguments(spec.model),
         ),
     )
@@ -43,7 +43,7 @@ def load(spec: Experiment, source: str) -> Any:
 
 
 def _loader(config: Any) -> Any:
-    """Return unsloth's class for text or vision models."""
+    """Return unsloth's model class for text models or for vision models."""
     import unsloth
 
     return unsloth.FastVisionModel if reads_images(config) else unsloth.FastLanguageModel
@@ -55,7 +55,7 @@ def _checkpointing(method: Any) -> bool | str:
 
 
 def adapt(model: Any, spec: Experiment) -> Any:
-    """Return the model with adapters and unsloth's fused functions. Raise SpecError for targets without a layer."""
+    """Return the model with adapters and unsloth's fused functions. Raise SpecError if a target does not exist."""
     method: Any = spec.method
     experts = {"target_parameters": lora.expert_parameters(model)} if method.experts else {}
     try:
@@ -75,7 +75,7 @@ def adapt(model: Any, spec: Experiment) -> Any:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Return the problems with the adapters, the quantisation, and unsloth's functions in the layers."""
+    """Return messages if adapters, quantization or unsloth's functions were not applied."""
     method: Any = spec.method
     problems = lora.verify(model, spec)
     kinds = {type(module).__name__ for module in model.modules()}
@@ -87,13 +87,13 @@ def verify(model: Any, spec: Experiment) -> list[str]:
 
 
 def batches_itself(spec: Experiment, pixels: Any) -> bool:
-    """Return whether unsloth makes the batches. It makes batches of text unless the spec requests one shape for all
-    batches. If unsloth gets a collator, it turns off padding-free batches and packing."""
+    """Return whether unsloth builds the batches. ftbench's collator is used only for images and for `fixed_shape`,
+    because a collator turns off unsloth's padding-free batches and packing."""
     return spec.method.name == "unsloth" and pixels is None and not spec.optimizations.fixed_shape
 
 
 def batching(spec: Experiment) -> dict[str, Any]:
-    """Return trl's arguments for batches. Without `padding_free` unsloth decides."""
+    """Return trl's arguments for batches. unsloth decides about `padding_free` if this argument is missing."""
     method: Any = spec.method
     on = spec.optimizations
     chosen = {"padding_free": bool(on.padding_free)} if on.padding_free or method.padded else {}
@@ -108,7 +108,7 @@ def batches_of(trainer: Any) -> str:
 
 
 def verify_choices(trainer: Any, spec: Experiment) -> list[str]:
-    """Check unsloth's batches and compilation after the first step."""
+    """Return messages if unsloth's batches and compilation differ from the spec. Call this after the first step."""
     method: Any = spec.method
     on, facts = spec.optimizations, applied(trainer)
     requested = {"packed": ("optimizations.packing", on.packing),
@@ -130,14 +130,14 @@ def verify_choices(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return the choices of unsloth for applied.json: batches, compiled layers, functions and attention.
+    """Return unsloth's choices for applied.json: batches, compiled layers, functions and attention.
 
-    On Blackwell published wheels of xformers may lack kernels, and unsloth falls back to SDPA.
+    On Blackwell GPUs, published wheels of xformers may lack kernels. unsloth then uses SDPA.
     """
     import unsloth
 
     model, modules = trainer.model, sys.modules
-    dispatch = modules.get("unsloth.utils.attention_dispatch")  # loaded by unsloth if there is a GPU
+    dispatch = modules.get("unsloth.utils.attention_dispatch")  # unsloth imports this only on a GPU
     return {
         "version": unsloth.__version__,
         **_functions(model),
@@ -150,8 +150,8 @@ def applied(trainer: Any) -> dict[str, Any]:
 
 
 def _graph_shapes(layer: Any) -> int:
-    """Return the number of batch shapes for which unsloth records CUDA graphs of this layer's class. The number is in
-    the variables of the class's function."""
+    """Return the number of batch shapes for which unsloth has CUDA graphs of this layer class. The number comes from
+    closure variables of the class's `forward`."""
     forward = type(layer).forward
     for _ in range(2):  # the variables are in the function that `forward` calls
         names = getattr(getattr(forward, "__code__", None), "co_freevars", ())
@@ -166,7 +166,7 @@ def _graph_shapes(layer: Any) -> int:
 
 
 def _functions(model: Any) -> dict[str, int]:
-    """Return the number of layers with unsloth's functions, and the number of unsloth's modules."""
+    """Return the number of layers and modules that use unsloth's functions, by kind of function."""
     layers = decoder_layers(model)
     marked = [getattr(type(layer).forward, "_unsloth_block_compiled", False) for layer in layers]
     return {
