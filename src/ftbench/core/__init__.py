@@ -1,1 +1,1 @@
-"""Facts and arithmetic. The modules do not import torch and read only the data files that ftbench ships."""
+"""Shared helpers: statistics, FLOPs, units, GPU facts, text tables, data formats. No module here imports torch."""

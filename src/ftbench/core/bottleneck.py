@@ -1,6 +1,6 @@
 """Find the bottleneck of a run: data loading, kernel launches, arithmetic, memory bandwidth, temperature or power.
 
-The sentences in `why` are stored in summaries. `ftbench verify` compares them, so they must not change.
+The sentences in `why` are stored in summaries. Their wording must not change, because `ftbench verify` compares them.
 """
 
 import math
@@ -28,13 +28,13 @@ POWER = ("sw_power_cap",)
 
 @dataclass(slots=True)
 class Bottleneck:
-    """The bottleneck of a run. All shares refer to the steady window; unknown values are None.
+    """The bottleneck of a run. All shares refer to the steps after warm-up. Unknown values are None.
 
     Attributes:
         verdict: data-bound, launch-bound, compute-bound, memory-bound, thermally limited, or None.
-        also: Limits of the GPU's clock: power-capped, thermally limited.
-        why: The reason for the verdict, or for its absence.
-        gpu_busy: Share of the time in which kernels ran, without their launches.
+        also: Further limits of the GPU's clock: power-capped, thermally limited.
+        why: The reason for the verdict, or the reason why the verdict is None.
+        gpu_busy: Share of the time in which kernels ran, without the time to launch them.
     """
 
     verdict: str | None = None
@@ -54,12 +54,12 @@ class Bottleneck:
 def classify_bottleneck(
     steady: Sequence[StepRow], on_gpu: bool, products: float | None, busy_method: str | None = None
 ) -> Bottleneck:
-    """Return the bottleneck of a steady window.
+    """Return the bottleneck of a run.
 
     Args:
-        steady: Rows of the steady steps.
+        steady: Rows of the steps after warm-up.
         on_gpu: Whether the run used a GPU.
-        products: Share of the time that the run's matrix products would need at the best known rate of this GPU.
+        products: Share of the time that the matrix products would need at the best known rate of this GPU.
         busy_method: How `gpu_busy` was measured.
     """
     if not steady:
@@ -103,7 +103,7 @@ def _judge(bottleneck: Bottleneck, on_gpu: bool) -> tuple[str | None, str]:
 
 
 def _arithmetic_or_memory(bottleneck: Bottleneck) -> tuple[str | None, str]:
-    """Return whether a busy GPU is compute-bound or memory-bound."""
+    """Return `compute-bound`, `memory-bound` or None (unknown) for a busy GPU, and the reason."""
     busy = f"the GPU worked {bottleneck.gpu_busy:.0%} of the time"
     if bottleneck.tensor_busy is not None and bottleneck.memory_busy is not None:
         multiplied = max(bottleneck.tensor_busy, bottleneck.products or 0.0)  # products in fp32 do not use tensor cores
@@ -117,15 +117,15 @@ def _arithmetic_or_memory(bottleneck: Bottleneck) -> tuple[str | None, str]:
 
 
 def _in_kernels(row: StepRow) -> float | None:
-    """Return the busy share of a step. If the number of kernels is known, subtract LAUNCH_S for each."""
+    """Return the share of a step in which kernels ran. If their number is known, subtract LAUNCH_S per kernel."""
     if row.gpu_busy is None or not row.allocations or not row.step_time_s:
         return row.gpu_busy
     return max(0.0, row.gpu_busy - LAUNCH_S * row.allocations / row.step_time_s)
 
 
 def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_time: bool = False) -> float | None:
-    """Return the time-weighted mean of shares. With `of_time`, the values are seconds, and their share of the time is
-    returned."""
+    """Return the mean of shares, weighted by step time. With `of_time`, the values are seconds per step. The result is
+    then sum of values / sum of step times."""
     known = ((row, value) for row, value in zip(steady, values, strict=True) if value is not None)
     pairs = [(row.step_time_s or 0.0, value) for row, value in known if math.isfinite(value)]
     seconds = sum(time for time, _ in pairs)
@@ -133,7 +133,7 @@ def _over_time(steady: Sequence[StepRow], values: Sequence[float | None], of_tim
 
 
 def _under(steady: Sequence[StepRow], reasons: Sequence[str]) -> float | None:
-    """Return the share of the steady window in which the driver reported one of these throttle reasons."""
+    """Return the share of the steady step time in which the driver reported one of these throttle reasons."""
     known = [row for row in steady if row.throttle]
     seconds = total(row.step_time_s for row in known)
     held = [row for row in known if set((row.throttle or "").split("|")).intersection(reasons)]

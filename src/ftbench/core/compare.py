@@ -1,27 +1,25 @@
-"""Compare two groups of runs: differences in their settings, ratios with 95 % intervals, break-even points.
+"""Compare two groups of runs: settings that differ, ratios with 95 % intervals, break-even points.
 
-Unknown values are None.
+Unknown values are None. An interval has one of two bases:
 
-An interval is based on the best available evidence:
+`runs`: At least one side has several runs, each in a separate process. The ratio divides the geometric means of the two
+sides. The interval is the t interval of the difference between the mean logarithms. A known spread between repeated
+runs adds one degree of freedom (moderated variance: G. K. Smyth, Stat. Appl. Genet. Mol. Biol. 3, 2004). This spread
+never reduces the observed variance. The side with fewer runs gives the degrees of freedom. Without a known spread, the
+interval is Welch's (B. L. Welch, Biometrika 34, 1947). If only one side was repeated, both sides are assumed to have
+its variance (J. R. Crawford and D. C. Howell, The Clinical Neuropsychologist 12, 1998: one value and a sample). The
+verdict is then at most `likely`.
 
-`runs` Several runs on at least one side, each a separate process. The ratio is the ratio of the geometric means. Its
-interval is the t interval of the difference of the mean logarithms. If the spread between repeated runs is known, it
-adds one degree of freedom (moderated variance: G. K. Smyth, Stat. Appl. Genet. Mol. Biol. 3, 2004). It never reduces
-the observed variance, and the side with fewer runs gives the degrees of freedom. If the spread is unknown, the interval
-is Welch's (B. L. Welch, Biometrika 34, 1947). If only one side was repeated, both sides are assumed to have the same
-variance (J. R. Crawford and D. C. Howell, The Clinical Neuropsychologist 12, 1998: one value and a sample), and the
-verdict is at most `likely`.
-
-`steps` One run per side. The order-statistic interval of each run's median step gives the standard error of its
+`steps`: Each side has one run. The confidence interval of each run's median step gives a standard error of the
 logarithm (R. M. Price and D. G. Bonett, J. Stat. Comput. Simul. 72, 2002: ratios of medians). Steps are paired if both
-runs trained on the same tokens in the same order. Repeated runs differ by more than their steps do, so the spread
-between runs is added, and the verdict is at most `likely`.
+runs trained on the same tokens in the same order. Repeated runs differ more than the steps of one run. Therefore the
+spread between runs is added, and the verdict is at most `likely`.
 
-A speed also differs from one sitting to the next: another card, host or day. A ratio of repeated runs of one sitting
-does not contain this spread, because it is the same for both sides. All other intervals contain it (`sitting`).
+A sitting is a group of runs on one card on one day. Speeds also differ between sittings. If both sides were repeated in
+one sitting, the interval does not need this spread. All other intervals include this spread (parameter `sitting`).
 
-If several comparisons are shown together, each interval has the confidence 1 - 5 % / comparisons, so that all of them
-hold simultaneously with 95 % (Bonferroni correction).
+If several comparisons are shown together, each interval has the confidence `1 - 0.05 / comparisons`. All intervals
+together then hold with 95 % confidence (Bonferroni correction).
 """
 
 import math
@@ -32,14 +30,14 @@ from dataclasses import dataclass
 from ftbench.core.stats import CONFIDENCE, median_error, t_quantile
 
 UNPROVEN = ("dataset.hash", "dataset.order_hash")  # settings that count as different if both runs lack them
-# Standard deviation of the logarithm of a rate between runs of one spec on one GPU. It is used without repeats. The
-# value is the median of eight repeated specs on an H200 (results/h200/plain and results/h200/recipes).
+# Standard deviation of log(rate) between runs of one spec on one GPU, used if no spec was repeated. The value is the
+# median of eight repeated specs on an H200 (results/h200/plain and results/h200/recipes).
 TYPICAL_SPREAD = 0.0025
-# Weight of this known spread in degrees of freedom. The spreads of specs (0.01 to 13 % on an H200) vary about as much
-# as the variances of two runs vary by chance (tests/core/test_compare.py).
+# Weight of a known spread in degrees of freedom. Spreads of specs range from 0.01 to 13 % on an H200. Chance explains
+# a similar range for the variances of two runs (tests/core/test_compare.py).
 TYPICAL_FREEDOM = 1
-# Standard deviation of the logarithm of a rate between sittings (another card or day) of one spec, and of a
-# launch-bound one. In results/h200, seven specs have two to four sittings: median 1.7 %, launch-bound 6.2 %.
+# Standard deviation of log(rate) between sittings (cards or days) of one spec; the second value is for launch-bound
+# specs. In results/h200, seven specs have two to four sittings: median 1.7 %, launch-bound 6.2 %.
 SITTING_SPREAD, LAUNCH_BOUND_SPREAD = 0.02, 0.06
 _VAGUE = 4.0  # if the ends of an interval have a larger ratio, it shows little more than the direction
 
@@ -49,11 +47,11 @@ class Ratio:
     """A ratio with its 95 % interval.
 
     Attributes:
-        value: Candidate over baseline.
+        value: Figure of the candidate divided by the figure of the baseline.
         low: Lower bound, None if unknown.
         high: Upper bound, None if unknown.
-        basis: `runs`, `steps`, or empty without an interval.
-        runs: Number of runs of the baseline and of the candidate.
+        basis: Evidence for the interval: `runs` or `steps`. Empty if there is no interval.
+        runs: Number of baseline runs and number of candidate runs.
     """
 
     value: float
@@ -64,15 +62,15 @@ class Ratio:
 
     @property
     def direction(self) -> str:
-        """`higher` or `lower` if the interval excludes 1, otherwise empty."""
+        """`higher` or `lower` if the interval excludes 1, otherwise an empty string."""
         if self.low is None or self.high is None:
             return ""
         return "higher" if self.low > 1 else "lower" if self.high < 1 else ""
 
     @property
     def verdict(self) -> str:
-        """`higher`, `lower`, `not distinguishable`, or `unknown` without an interval. If a side has a single run, at
-        most `likely higher` or `likely lower`."""
+        """`higher`, `lower`, `not distinguishable` (the interval contains 1) or `unknown` (no interval). If a side has
+        a single run, `higher` and `lower` become `likely higher` and `likely lower`."""
         if self.low is None:
             return "unknown"
         likely = "likely " if min(self.runs) == 1 else ""
@@ -80,13 +78,13 @@ class Ratio:
 
     @property
     def vague(self) -> bool:
-        """Whether the interval is too wide to be useful."""
+        """Whether the interval is very wide: its upper bound is more than 4 times its lower bound."""
         return self.low is not None and self.high is not None and self.high > _VAGUE * self.low
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One setting that differs between two runs. A value of None is unknown."""
+    """One setting that differs between two runs. None means that the value is unknown."""
 
     key: str
     baseline: str | None
@@ -99,14 +97,15 @@ class Difference:
 def differences(
     baseline: Mapping[str, str], candidate: Mapping[str, str], implied: Callable[[str], bool] = lambda key: False
 ) -> list[Difference]:
-    """Return the settings in which two runs differ, without the settings that are compared.
+    """Return the settings that differ between two runs, without the settings that are compared on purpose.
 
-    A setting differs if the values are unequal, if one side lacks it, or if both lack a setting of `UNPROVEN`.
+    A setting differs if its values are unequal or if one run lacks it. Hashes in `UNPROVEN` also differ if both lack
+    them.
 
     Args:
         baseline: Settings of one run.
         candidate: Settings of the other run.
-        implied: Function that returns whether a setting belongs to the compared settings.
+        implied: Function that returns True for a setting that is compared on purpose.
     """
     keys = dict.fromkeys([*baseline, *candidate, *UNPROVEN])
     every = ((key, baseline.get(key), candidate.get(key)) for key in keys)
@@ -114,7 +113,7 @@ def differences(
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """Return the geometric mean. It is None without values, or if a value is not positive."""
+    """Return the geometric mean. Return None for an empty sequence or for a value that is not positive."""
     return math.exp(statistics.fmean(map(math.log, values))) if values and min(values) > 0 else None
 
 
@@ -122,14 +121,14 @@ def ratio_of_runs(
     baseline: Sequence[float], candidate: Sequence[float], *, spread: float | None = None, comparisons: int = 1,
     sitting: float = 0.0,
 ) -> Ratio | None:  # fmt: skip
-    """Return the ratio of two sides with an interval by the rule `runs` (see the module).
+    """Return the ratio candidate / baseline with an interval from repeated runs (`runs` in the module docstring).
 
     Args:
         baseline: One positive value per run.
         candidate: One positive value per run of the other side.
-        spread: Standard deviation of the logarithm between repeated runs, None if unknown.
+        spread: Standard deviation of log(value) between repeated runs, None if unknown.
         comparisons: Number of comparisons that are shown together.
-        sitting: Standard deviation of the logarithm of the ratio between sittings, 0 within one.
+        sitting: Standard deviation of log(ratio) between sittings (cards or days), 0 within one sitting.
 
     Returns:
         The ratio, without an interval if neither side was repeated. None if a side is empty.
@@ -147,8 +146,7 @@ def ratio_of_runs(
 
 
 def _two_sided(comparisons: int) -> float:
-    """Return the quantile level of an interval's upper end, corrected for the number of intervals that are shown
-    together."""
+    """Return the quantile level of the upper end of a two-sided interval: `1 - 0.05 / comparisons / 2`."""
     return 1 - (1 - CONFIDENCE) / comparisons / 2
 
 
@@ -157,9 +155,10 @@ def _normal(comparisons: int = 1) -> float:
 
 
 def interval(values: Sequence[float], sitting: float) -> tuple[float, float] | None:
-    """Return the 95 % interval of the geometric mean of runs, with the spread between sittings; None without a mean.
+    """Return the 95 % interval (low, high) of the geometric mean of runs. Return None if there is no mean.
 
-    With one run, the spread between repeated runs is `TYPICAL_SPREAD`.
+    `sitting` is the standard deviation of log(value) between sittings (cards or days). For a single run,
+    `TYPICAL_SPREAD` replaces the spread between repeated runs.
     """
     if (mean := geometric_mean(values)) is None:
         return None
@@ -172,7 +171,7 @@ def interval(values: Sequence[float], sitting: float) -> tuple[float, float] | N
 
 
 def _standard_error(sides: Sequence[Sequence[float]], spread: float | None) -> tuple[float, float]:
-    """Return the standard error of the difference of two means, and its degrees of freedom."""
+    """Return the standard error of the difference between the means of two sides, and its degrees of freedom."""
     repeated = [variance_of(side, spread) for side in sides if len(side) > 1]
     known = repeated if len(repeated) == len(sides) else repeated * 2
     parts = [variance / len(side) for (variance, _), side in zip(known, sides, strict=True)]
@@ -185,7 +184,7 @@ def _standard_error(sides: Sequence[Sequence[float]], spread: float | None) -> t
 def variance_of(logs: Sequence[float], spread: float | None) -> tuple[float, float]:
     """Return the variance of the logarithms of two or more runs, and its degrees of freedom.
 
-    A known `spread` adds one degree of freedom. It can increase the variance, but does not reduce it."""
+    A known `spread` between runs adds one degree of freedom. It can increase the variance, but not reduce it."""
     own, freedom = statistics.variance(logs), len(logs) - 1
     if spread is None:
         return own, float(freedom)
@@ -203,19 +202,19 @@ def ratio_of_steps(
     comparisons: int = 1,
     sitting: float = 0.0,
 ) -> Ratio:
-    """Return `value`, the ratio of two runs, with an interval by the rule `steps` (see the module).
+    """Return `value`, the ratio of two runs, with an interval from their steps (`steps` in the module docstring).
 
-    The interval contains both `value` and the ratio of the medians with their uncertainty. It is wide if a few long
-    steps make these two values differ. There is no interval with fewer than six steps per side.
+    The interval contains `value` and the ratio of the median steps. If a few long steps make these two ratios differ,
+    the interval is wide. With fewer than six steps on a side, there is no interval.
 
     Args:
-        value: Candidate over baseline.
-        baseline: One positive value per steady step.
+        value: Figure of the candidate divided by the figure of the baseline.
+        baseline: One positive value per step after warm-up.
         candidate: The same for the other run.
         paired: Whether step i of both runs trained on the same tokens.
-        spread: Standard deviation of the logarithm between repeated runs.
+        spread: Standard deviation of log(value) between repeated runs.
         comparisons: Number of comparisons that are shown together.
-        sitting: Standard deviation of the logarithm of the ratio between sittings.
+        sitting: Standard deviation of log(ratio) between sittings (cards or days).
     """
     if not baseline or not candidate or min(*baseline, *candidate) <= 0:
         return Ratio(value)
@@ -235,11 +234,11 @@ def ratio_of_steps(
 
 
 def spread_between(groups: Iterable[Sequence[float]]) -> float:
-    """Return the standard deviation of the logarithm between repeated runs, or `TYPICAL_SPREAD` without repeats.
+    """Return the standard deviation of log(value) between repeated runs. Without repeats, return `TYPICAL_SPREAD`.
 
-    It is the median over the groups, so that a single stalled run has little influence. Each deviation is divided by
-    its expected median for the group's size (the median of χ² after Wilson and Hilferty, Proc. Natl. Acad. Sci. 17,
-    1931).
+    The result is the median over all groups, so one stalled run has little influence. Standard deviations of small
+    groups tend to be too small. Each is divided by a correction for its group size (median of χ²: Wilson and Hilferty,
+    Proc. Natl. Acad. Sci. 17, 1931).
     """
     deviations = []
     for values in groups:
@@ -254,8 +253,8 @@ class Pace:
     """The speed of a run.
 
     Attributes:
-        start_s: Additional seconds of the start, compared with the same number of steady steps.
-        samples_per_s: Steady rate.
+        start_s: Extra seconds of the warm-up steps, compared with the same number of steady steps.
+        samples_per_s: Samples per second after warm-up.
         samples_per_step: Samples per optimizer step.
     """
 
@@ -266,8 +265,8 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """When the candidate has trained more samples than the baseline. `when` is `at once` (from its first step),
-    `never`, `after` (its step `steps`) or `until` (its step `steps`)."""
+    """When the candidate has trained more samples than the baseline. `when` is `at once`, `never`, `after` or `until`.
+    For `after` and `until`, `steps` is the step of the candidate."""
 
     when: str
     steps: float | None = None
@@ -276,7 +275,7 @@ class BreakEven:
 def break_even(baseline: Pace, candidate: Pace) -> BreakEven:
     """Return when the candidate needs less time than the baseline for the same number of samples.
 
-    The time of a run is its start plus samples / rate. A change of order in the candidate's first step is ignored."""
+    The time is `start_s + samples / samples_per_s`. A change of the leader within the first step is ignored."""
     later = candidate.start_s - baseline.start_s
     gain = 1 / baseline.samples_per_s - 1 / candidate.samples_per_s
     if later <= 0 <= gain:

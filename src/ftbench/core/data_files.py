@@ -1,4 +1,4 @@
-"""Read the rows of a user's JSON, JSONL, CSV or Parquet file, and where each row is in the file."""
+"""Read the rows of JSON, JSONL, CSV and Parquet files. Each row keeps its line number for error messages."""
 
 import csv
 import json
@@ -15,7 +15,7 @@ _ROWS = 1024  # number of rows of a Parquet file that are converted at once
 
 
 def image_problem(error: Exception) -> str:
-    """Return in one line why an image file cannot be used. Remove the object address from Pillow's message."""
+    """Return the reason why an image file cannot be used, in one line and without object addresses."""
     if isinstance(error, OSError) and error.strerror:
         return f"{str(error.filename)[-120:]}: {file_problem(error, '{}')}"
     message = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -23,8 +23,8 @@ def image_problem(error: Exception) -> str:
 
 
 def orientation(image: Any) -> int:
-    """Return the EXIF orientation of an opened image, 1 to 8 (EXIF 2.32): 1 is upright; from 5 on, width and height are
-    swapped. Missing or unreadable values count as upright."""
+    """Return the EXIF orientation of an open image, from 1 to 8 (EXIF 2.32). 1 is upright. From 5 on, width and height
+    are swapped. A missing or unreadable value counts as 1."""
     if image.format == "PNG" and "exif" not in image.info:
         return 1  # without this, Pillow decodes the image to search for metadata
     try:
@@ -35,7 +35,7 @@ def orientation(image: Any) -> int:
 
 
 class FileRows:
-    """The rows of one or more files. Each row has its line number or record number."""
+    """The rows of one or more data files, with the file and the line number or record number of each row."""
 
     def __init__(
         self, folder: Path, numbered: Iterable[tuple[Path, int, dict[str, Any]]], most: int | None = None
@@ -49,20 +49,20 @@ class FileRows:
         return self._rows[index][2]
 
     def where(self, index: int) -> str:
-        """Return the position of a row in words, such as `data.jsonl, line 3`."""
+        """Return the position of a row for error messages, such as `data.jsonl, line 3`."""
         path, number, _ = self._rows[index]
         return f"{path}, {_READERS[path.suffix.lower()][1]} {number}"
 
 
 def read_file(path: Path, most: int | None = None) -> FileRows:
-    """Read a .json, .jsonl, .csv or .parquet file, or a folder (see `_files_of`).
+    """Read a .json, .jsonl, .csv or .parquet file, or the data files of a folder.
 
     Args:
         path: A file or a folder.
-        most: Largest number of rows to read, from the start.
+        most: Maximum number of rows to read, None for all.
 
     Raises:
-        DataError: Names the file and the row that cannot be read.
+        DataError: A file or a row cannot be read. The message names the file and the row.
     """
     try:
         files = _files_of(path) if path.is_dir() else [path]
@@ -85,9 +85,9 @@ def _rows(files: Sequence[Path]) -> Iterator[tuple[Path, int, dict[str, Any]]]:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Return the data file in a folder or in its `data` subfolder (the layout of the Hub).
+    """Return the data file in a folder, or in its `data` subfolder if the folder has no data file (layout of the Hub).
 
-    If there are several, return those of the `train` split.
+    If there are several data files, return the files of the `train` split.
     """
     for parent in (folder, folder / "data"):
         files = sorted(parent.iterdir()) if parent.is_dir() else []

@@ -1,4 +1,4 @@
-"""Convert rows to messages and images, or plain text. The format follows from the columns unless the spec names it."""
+"""Convert rows of a data set to messages, images or plain text. Without a format in the spec, the columns decide."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -34,14 +34,14 @@ _ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ("user"
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One sample.
+    """One training sample.
 
     Attributes:
-        messages: Messages with `role` and `content`. A content with images is a list of parts of `type` image or text.
-            For a preference pair they end with the chosen answer.
-        rejected: The messages with the rejected answer of a preference pair.
+        messages: Messages with `role` and `content`. If a message has images, `content` is a list of parts of `type`
+            image or text. In a preference pair, the last message is the chosen answer.
+        rejected: The messages of a preference pair, with the rejected answer at the end.
         text: Plain text instead of messages.
-        images: The images in order of their parts.
+        images: The images, in the order of the image parts.
     """
 
     messages: tuple[dict[str, Any], ...] = ()
@@ -51,22 +51,22 @@ class Example:
 
     @property
     def question(self) -> tuple[dict[str, Any], ...]:
-        """The messages without the last answer."""
+        """The messages without the final answer of the assistant."""
         answered = bool(self.messages) and self.messages[-1]["role"] == "assistant"
         return self.messages[:-1] if answered else self.messages
 
 
 class BadRow(ValueError):
-    """A row cannot be used. The message is the reason."""
+    """Error for a row that cannot be used. The message gives the reason."""
 
 
 def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
-    """Return the format of rows with these columns.
+    """Return the name of the format of rows with these columns.
 
     Args:
         columns: Names of the columns.
-        where: Start of error messages.
-        pairs: Whether the objective needs preference pairs.
+        where: Prefix of error messages.
+        pairs: Whether the objective needs preference pairs (dpo).
 
     Raises:
         DataError: The columns do not fit any format, or the format does not fit the objective.
@@ -96,8 +96,8 @@ def detect(columns: Iterable[str], where: str, pairs: bool = False) -> str:
 
 
 def example(row: dict[str, Any], format_name: str, prompt: str = "") -> Example:
-    """Return the example in a row. `prompt` is the default question about an image. Raise BadRow if the row is
-    unusable."""
+    """Convert a row to an Example. `prompt` is the default question about an image. Raise BadRow if the row cannot be
+    used."""
     if format_name == "image-text":
         return _image_text(row, prompt)
     return _FORMATS[format_name](row)
@@ -126,7 +126,7 @@ def _preference(row: dict[str, Any]) -> Example:
 
 
 def _prompt(row: dict[str, Any]) -> Example:
-    """Return a prompt without an answer: a text, or messages that do not end with the assistant's."""
+    """Return an Example with a prompt and without an answer. The prompt is a text or a list of messages."""
     if not isinstance(row.get("prompt"), list):
         return Example(({"role": "user", "content": _text(row, "prompt")},))
     answered = [*row["prompt"], {"role": "assistant", "content": "-"}]
@@ -134,7 +134,7 @@ def _prompt(row: dict[str, Any]) -> Example:
 
 
 def _answered(row: dict[str, Any], column: str) -> tuple[dict[str, Any], ...]:
-    """Return the prompt with the answer of a column: a text, the messages after the prompt, or all messages."""
+    """Return the messages of a prompt and the answer in `column`: a text, the following messages, or all messages."""
     prompt, answer = row.get("prompt"), row.get(column)
     if not isinstance(answer, list):
         answer = [{"role": "assistant", "content": _text(row, column)}]
@@ -164,7 +164,7 @@ def _image_text(row: dict[str, Any], prompt: str) -> Example:
 
 
 def _images(row: dict[str, Any]) -> list[Any] | None:
-    """Return the images of a row; None without an image column."""
+    """Return the images of a row. Return None if the row does not have an image column."""
     name = next((name for name in _IMAGES if name in row), None)
     if name is None:
         return None
@@ -173,7 +173,7 @@ def _images(row: dict[str, Any]) -> list[Any] | None:
 
 
 def _dialogue(turns: list[Any], images: list[Any] | None = None) -> Example:
-    """Return the example of a row with messages. Images without a marker in the text come first."""
+    """Convert messages to an Example. Images without a marker come before the first text of the user."""
     messages: list[dict[str, Any]] = []
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict):
@@ -192,7 +192,7 @@ def _dialogue(turns: list[Any], images: list[Any] | None = None) -> Example:
 
 
 def _parts(content: Any, marked: bool) -> list[dict[str, Any]]:
-    """Return the parts of a message's content. Split a text at its image markers if `marked`."""
+    """Return the text parts and image parts of a message's content. If `marked`, split a text at its image markers."""
     if isinstance(content, str):
         texts = content.split(MARKER) if marked else [content]
         cut = [part for text in texts for part in ({"type": "image"}, {"type": "text", "text": text})][1:]
@@ -206,7 +206,7 @@ def _parts(content: Any, marked: bool) -> list[dict[str, Any]]:
 
 
 def _with_images(messages: list[dict[str, Any]], images: list[Any] | None) -> Example:
-    """Return the example with one image per image part. It is the image in the part, or the next image of the row."""
+    """Return an Example with one image for each image part. A part without an image gets the next image of the row."""
     shown = [part for message in messages for part in message["content"] if part["type"] == "image"]
     own = [next((part[key] for key in ("image", "path", "url") if part.get(key)), None) for part in shown]
     given, missing = list(images or ()), sum(image is None for image in own)
@@ -224,7 +224,7 @@ def _with_images(messages: list[dict[str, Any]], images: list[Any] | None) -> Ex
 
 
 def _joined(message: dict[str, Any]) -> str | list[dict[str, Any]]:
-    """Return a message's content: a text, or a list of parts if it contains images."""
+    """Return the content of a message: one text, or a list of parts if the message contains images."""
     parts = message["content"]
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
@@ -234,8 +234,8 @@ def _joined(message: dict[str, Any]) -> str | list[dict[str, Any]]:
 
 
 def wikipedia_title(row: dict[str, Any]) -> Example:
-    """Return an article as used by the founding study. The question is the body without its first sentence, which
-    contains the answer: the title."""
+    """Return an Example that asks for the title of a Wikipedia article. The question is the article without its first
+    sentence, because the first sentence contains the title."""
     body = _text(row, "text")
     first = re.search(r"[。．.!?！？\n]", body)
     rest = body[first.end() :].strip() if first else ""

@@ -1,10 +1,10 @@
-"""Compute training FLOPs.
+"""Compute the FLOPs of training.
 
-Convention: a multiply-add is 2 FLOPs, and N is the number of parameters that a token uses. Attention is causal (half of
-the square). Recomputation counts in HFU only. The output head counts for label tokens only, and the input embedding
-does not count. In a mixture of experts, only active experts count.
-Sources: Kaplan et al. 2020 (6 N for full training), PaLM (Chowdhery et al. 2022) appendix B (MFU and the attention
-term). With LoRA the frozen weights need no weight gradient, which leaves 4 N.
+Conventions: a multiply-add counts as 2 FLOPs. N is the number of parameters that a token uses. Attention is causal, so
+half of the score matrix counts. Recomputation counts only in HFU (hardware FLOPs utilization). The output head counts
+only for label tokens. The input embedding does not count. In a mixture of experts, only active experts count. Full
+training needs 6 N FLOPs per token (Kaplan et al. 2020). With LoRA, frozen weights need no weight gradient, so 4 N
+remain. MFU and the attention term are from PaLM (Chowdhery et al. 2022), appendix B.
 """
 
 from collections import Counter
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MatmulShape:
-    """The matrix products of one token, counted on the live model.
+    """Sizes of the weight matrices and of attention, to compute the FLOPs of one token.
 
     Attributes:
         base: Parameters of the layers' matrices that one token uses, without the output head.
-        base_trained: The parameters of `base` that are trained.
+        base_trained: The trained part of `base`.
         head: Parameters of the output head.
-        head_trained: The parameters of `head` that are trained.
+        head_trained: The trained part of `head`.
         adapters: Parameters of the adapter matrices that one token uses.
-        attention_width: heads x head_dim of each layer; 0 for a layer without attention.
-        windows: Sliding window of each layer in tokens, None for full attention.
+        attention_width: heads * head_dim of each layer; 0 for a layer without attention.
+        windows: Sliding window of each layer in tokens; None for full attention.
     """
 
     base: int
@@ -36,17 +36,17 @@ class MatmulShape:
 
 @dataclass(frozen=True, slots=True)
 class VisionMatmulShape:
-    """The matrix products of one image patch, counted on the live model.
+    """Sizes of the vision encoder and the projector, to compute the FLOPs of one image patch.
 
     Attributes:
         encoder: Parameters of the encoder's matrices.
-        encoder_trained: The parameters of `encoder` that are trained.
+        encoder_trained: The trained part of `encoder`.
         encoder_adapters: Parameters of the encoder's adapters.
-        projector: Parameters of the projector per patch: divided by the number of patches per token.
-        projector_trained: The parameters of `projector` that are trained.
-        projector_adapters: Parameters of the projector's adapters, divided in the same way.
-        width: heads x head_dim of an encoder layer.
-        windows: Attention window of each layer in patches, None for the full image or tile.
+        projector: Parameters of the projector, divided by the number of patches per image token.
+        projector_trained: The trained part of `projector`.
+        projector_adapters: Parameters of the projector's adapters, with the same division.
+        width: heads * head_dim of an encoder layer.
+        windows: Attention window of each layer in patches; None for the full image or tile.
     """
 
     encoder: int
@@ -60,14 +60,14 @@ class VisionMatmulShape:
 
 
 def vision_per_patch(shape: VisionMatmulShape, length: float, recompute: float = 0.0) -> float:
-    """Return the FLOPs of one patch in encoder and projector. Attention is bidirectional.
+    """Return the FLOPs of one image patch in the vision encoder and the projector. Attention is bidirectional.
 
-    If a part is frozen and no part before it is trained, it needs only a forward pass.
+    A frozen encoder needs only a forward pass. So does a frozen projector after a frozen encoder.
 
     Args:
         shape: The encoder and projector.
         length: Number of patches that attend to each other.
-        recompute: Share of the encoder's layers whose forward pass is recomputed.
+        recompute: Share of the encoder layers (0 to 1) that gradient checkpointing recomputes.
     """
     learns = bool(shape.encoder_trained or shape.encoder_adapters)
     attention = sum(4 * shape.width * min(length, window or length) for window in shape.windows)
@@ -80,27 +80,27 @@ def vision_per_patch(shape: VisionMatmulShape, length: float, recompute: float =
 
 
 def linear_per_token(shape: MatmulShape) -> int:
-    """Return the FLOPs of one token in the layers' weight matrices: forward 2 N, input gradient 2 N, weight gradient
-    2 N for trained weights. Adapters are trained and need 6 N."""
+    """Return the FLOPs of one token in the weight matrices of the layers. The forward pass and the input gradient need
+    2 N each. The weight gradient of trained weights needs another 2 N. Adapters are trained and need 6 N."""
     return 4 * shape.base + 2 * shape.base_trained + 6 * shape.adapters
 
 
 def head_per_token(shape: MatmulShape) -> int:
-    """Return the FLOPs of the logits of one token, forward and backward."""
+    """Return the FLOPs of the output head for one token, in the forward and the backward pass."""
     return 4 * shape.head + 2 * shape.head_trained
 
 
 def linear_recompute_per_token(shape: MatmulShape) -> int:
-    """Return the FLOPs of one recomputed forward pass of the layers (gradient checkpointing)."""
+    """Return the FLOPs per token of a second forward pass through all layers (gradient checkpointing)."""
     return 2 * shape.base + 2 * shape.adapters
 
 
 def attention_per_token(shape: MatmulShape, length: float, passes: int = 3) -> float:
-    """Return the FLOPs of one token in attention, in a causal sequence of `length` tokens.
+    """Return the FLOPs of one token in the attention of all layers, in a causal sequence of `length` tokens.
 
-    The products of queries with keys, and of scores with values, each need 2 * width * context FLOPs in the forward
-    pass, and twice as many in the backward pass. `passes` is 3, or 1 for a forward pass only. `context` is the mean
-    number of tokens that a token attends to: length / 2, or less with a sliding window.
+    A layer has two products: queries * keys and scores * values. Each needs 2 * width * context FLOPs in the forward
+    pass. The backward pass needs twice the FLOPs of the forward pass. `passes` is 3 for both passes, or 1 for the
+    forward pass. `context` is the mean number of attended tokens: length / 2, or less with a sliding window.
     """
     kinds = Counter(zip(shape.attention_width, shape.windows, strict=True))
     return sum(layers * passes * 4 * width * _mean_context(length, window) for (width, window), layers in kinds.items())
@@ -113,25 +113,25 @@ def _mean_context(length: float, window: int | None) -> float:
 
 
 def forward_flops(shape: MatmulShape, tokens: float, heads: float, length: float) -> float:
-    """Return the FLOPs of one forward pass without adapters, such as that of a reference model.
+    """Return the FLOPs of one forward pass without adapters, for example of the reference model in DPO.
 
     Args:
         shape: The model.
         tokens: Number of tokens.
-        heads: Number of tokens whose logits are computed.
+        heads: Number of tokens with logits.
         length: Sequence length in tokens.
     """
     return tokens * (2 * shape.base + attention_per_token(shape, length, passes=1)) + 2 * heads * shape.head
 
 
 def model_flops(shape: MatmulShape, tokens: float, labels: float, length: float) -> float:
-    """Return the FLOPs that the model requires (for MFU).
+    """Return the FLOPs that the model requires, without padding and recomputation. They are used for MFU.
 
     Args:
         shape: The model.
-        tokens: Number of tokens.
+        tokens: Number of real tokens.
         labels: Number of label tokens.
-        length: Token-weighted mean sequence length.
+        length: Mean sequence length in tokens, weighted by tokens.
     """
     return tokens * (linear_per_token(shape) + attention_per_token(shape, length)) + labels * head_per_token(shape)
 
@@ -139,16 +139,16 @@ def model_flops(shape: MatmulShape, tokens: float, labels: float, length: float)
 def hardware_flops(
     shape: MatmulShape, positions: float, head_positions: float, length: float, recompute: float, head_recompute: bool
 ) -> float:
-    """Return the FLOPs that are computed, including padding and recomputation (for HFU).
+    """Return the FLOPs that the GPU computes, including padding and recomputation. They are used for HFU.
 
-    Attention counts as causal, even if a kernel computes the full square.
+    Only the causal half of attention counts, even if a kernel computes the full score matrix.
 
     Args:
         shape: The model.
         positions: Number of positions, including padding.
-        head_positions: Number of positions whose logits are computed.
-        length: Token-weighted mean sequence length.
-        recompute: Share of the layers that gradient checkpointing recomputes.
+        head_positions: Number of positions with logits.
+        length: Mean sequence length in tokens, weighted by tokens.
+        recompute: Share of the layers (0 to 1) that gradient checkpointing recomputes.
         head_recompute: Whether a chunked loss recomputes the logits.
     """
     layers = linear_per_token(shape) + attention_per_token(shape, length)

@@ -11,19 +11,19 @@ from ftbench.facts import read_facts
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One row of the GPU table. Unknown values are None.
+    """One GPU of the table facts/gpus.yaml. Unknown values are None.
 
     Attributes:
-        match: Substrings of the driver's name.
-        bf16: Dense peak in TFLOP/s (without 2:4 sparsity).
-        fp8: Dense FP8 peak in TFLOP/s.
-        fp16: Dense FP16 peak in TFLOP/s of a GPU without bf16.
+        match: Parts of the name that the driver reports.
+        bf16: Peak bf16 rate in TFLOP/s, without 2:4 sparsity.
+        fp8: Peak FP8 rate in TFLOP/s, without 2:4 sparsity.
+        fp16: Peak FP16 rate in TFLOP/s of a GPU without bf16.
         memory_gb: Memory in GB (10**9 bytes).
         bandwidth: Memory bandwidth in GB/s.
-        watts: Board power.
-        gemm_bf16: Highest published rate of large bf16 products in TFLOP/s.
-        nvml_mib: Memory according to the driver.
-        usable_gib: Memory that CUDA gives to processes.
+        watts: Board power in watts.
+        gemm_bf16: Highest published rate of large bf16 matrix products in TFLOP/s.
+        nvml_mib: Memory in MiB according to the driver.
+        usable_gib: Memory in GiB that CUDA gives to processes.
         display: Whether the card can drive a display.
         link: Bandwidth between two GPUs in one direction, in GB/s.
         peer_access: Whether the driver supports peer access between two of these GPUs.
@@ -47,14 +47,14 @@ class Gpu:
     fp16: float | None = None
 
     def peak_tflops(self, precision: str) -> float | None:
-        """Return the dense peak of `bf16`, `fp16` (equal to bf16 if the GPU has it) or `fp8`. For other types return
-        None."""
+        """Return the peak rate in TFLOP/s of `bf16`, `fp16` or `fp8`. GPUs with bf16 have the same rate for fp16.
+        Return None for other types."""
         return {"bf16": self.bf16, "fp16": self.bf16 or self.fp16, "fp8": self.fp8}.get(precision)
 
 
 @cache
 def gpus() -> tuple[Gpu, ...]:
-    """Return all rows, the most specific names first."""
+    """Return all GPUs of the table. The most specific names come first."""
     return tuple(_gpu(row) for row in read_facts("gpus.yaml"))
 
 
@@ -75,7 +75,7 @@ _OTHER_CARD = re.compile(r"\bMIG\b|\bLaptop\b|\d D\b|\bSUPER\b|\bTi\b")
 
 @cache
 def find_gpu(driver_name: str) -> Gpu | None:
-    """Return the row for a driver's name ("NVIDIA H200"), or None. Only full words match, so an L40 is not an L4."""
+    """Return the GPU with this driver name, such as `NVIDIA H200`, or None. Words match in full: L40 is not L4."""
     if _OTHER_CARD.search(driver_name):
         return None
     called = (gpu for gpu in gpus() for part in gpu.match if re.search(rf"(?<!\w){re.escape(part)}(?!\w)", driver_name))
@@ -83,7 +83,7 @@ def find_gpu(driver_name: str) -> Gpu | None:
 
 
 def limited_gpu(described: Mapping[str, Any] | None) -> Gpu | None:
-    """Return the row of a GPU of machine.json, or None if the table does not have it. If its power limit is below the
+    """Return the table's GPU for an entry of machine.json, or None for an unknown GPU. If the power limit is below the
     board power, `watts` is the limit."""
     gpu = find_gpu(described["name"]) if described and described.get("name") else None
     limit = described.get("power_limit_w") if described else None
@@ -92,7 +92,7 @@ def limited_gpu(described: Mapping[str, Any] | None) -> Gpu | None:
 
 @cache
 def canonical_name(name: str) -> str:
-    """Return the table's name of a GPU, given that name or the driver's; other names are returned unchanged."""
+    """Return the name of a GPU in the table. `name` is that name or the driver's name. Other names stay unchanged."""
     if any(gpu.name == name for gpu in gpus()):
         return name
     gpu = find_gpu(name)
@@ -100,8 +100,7 @@ def canonical_name(name: str) -> str:
 
 
 def supports_fp8(compute_capability: tuple[int, int]) -> bool:
-    """Return whether a GPU supports FP8 products: Ada (8.9) and later (CUDA programming guide, compute
-    capabilities)."""
+    """Return whether a GPU supports FP8 matrix products: compute capability 8.9 and later (CUDA programming guide)."""
     return compute_capability >= (8, 9)
 
 
@@ -113,19 +112,19 @@ MODERN = (8, 0)  # assumed for unknown GPUs: with this capability, bfloat16 is f
 
 
 def capability_of(gpu: Gpu | float) -> tuple[int, int] | None:
-    """Return the compute capability of a GPU. A number is the memory in GiB of an unknown GPU: return the default."""
+    """Return the compute capability of a GPU. A float is the memory in GiB of an unknown GPU and gives `MODERN`."""
     return gpu.compute_capability or _ROCM.get(gpu.arch) if isinstance(gpu, Gpu) else MODERN
 
 
 def cublas_workspace(capability: tuple[int, int]) -> int:
-    """Return the size of cuBLAS's workspace per thread in bytes: 32 MiB on Hopper and data-centre Blackwell, otherwise
-    4096 KiB twice and 16 KiB eight times (at::cuda::getChosenWorkspaceSize in torch's CUDABlas.cpp or
+    """Return the size of the cuBLAS workspace per thread in bytes. Hopper and data-centre Blackwell have 32 MiB. Other
+    GPUs have 2 * 4096 KiB + 8 * 16 KiB (at::cuda::getChosenWorkspaceSize in torch's CUDABlas.cpp or
     CublasHandlePool.cpp)."""
     return 32 * 2**20 if capability in ((9, 0), (10, 0)) else (4096 * 2 + 16 * 8) * 1024
 
 
 def rocm_refusal(torch: str) -> str:
-    """Return why this build of torch for AMD GPUs cannot be used, and how to fix it."""
+    """Return the error message for a torch that is built for AMD GPUs. The message includes a solution."""
     return (
         f"torch {torch} is built for ROCm, but ftbench trains on NVIDIA GPUs and on CPUs. Estimates for AMD GPUs work "
         "(`ftbench estimate SPEC --gpu MI300X`). Set HIP_VISIBLE_DEVICES= (empty) to measure the CPU"

@@ -31,7 +31,7 @@ class Oom:
     """An out-of-memory error.
 
     Attributes:
-        kind: allocator, driver, cublas, cudnn, nccl, bitsandbytes (device memory), host, or kernel (OOM killer).
+        kind: Source: allocator, driver, cublas, cudnn, nccl or bitsandbytes (device memory), host, kernel (OOM killer).
         bytes_requested: Size of the failed allocation, None if unknown.
     """
 
@@ -42,7 +42,7 @@ class Oom:
 
 
 def recognise(text: str) -> Oom | None:
-    """Return the out-of-memory error in a message or at the end of a log; None for other errors."""
+    """Return the out-of-memory error in a message or at the end of a log. Return None for other errors."""
     text = _OTHER.split(text)[-1]
     for kind, pattern in _PATTERNS:
         if match := re.search(pattern, text, re.DOTALL if kind == "allocator" else 0):

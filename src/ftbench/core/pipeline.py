@@ -1,4 +1,4 @@
-"""Compute the layers of pipeline stages, the micro-batches that stages keep, and the time that GPUs wait.
+"""Compute the layers of pipeline stages, the micro-batches in memory on each rank, and the waiting time of GPUs.
 
 Sources: Narayanan et al. 2021 (1F1B and interleaved stages, sections 2.2 and 3.2); Qi et al. 2024 (ZB-V)."""
 
@@ -8,25 +8,25 @@ from itertools import accumulate, pairwise
 
 
 def parts(schedule: str) -> int:
-    """Return the number of stages on each GPU."""
+    """Return the number of pipeline stages on each GPU."""
     return 2 if schedule in ("interleaved-1f1b", "zbv") else 1
 
 
 def of_rank(schedule: str, ranks: int, rank: int) -> list[int]:
-    """Return the indices of a rank's stages. With ZB-V, the first rank has the first and the last stage."""
+    """Return the indices of the pipeline stages on a rank. With ZB-V, rank 0 has the first and the last stage."""
     if parts(schedule) == 1:
         return [rank]
     return [rank, 2 * ranks - 1 - rank if schedule == "zbv" else rank + ranks]
 
 
 def bubble(schedule: str, ranks: int, micro_batches: int) -> float:
-    """Return the share of a step in which a GPU waits for the others, if all stages take equally long."""
+    """Return the share of a step in which a GPU waits for other GPUs, if all stages take the same time."""
     waits = 0 if schedule == "zbv" else ranks - 1
     return waits / (micro_batches * parts(schedule) + waits)
 
 
 def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int) -> float:
-    """Return the largest number of micro-batches whose activations a rank keeps at the same time."""
+    """Return the maximum number of micro-batches with activations in the memory of a rank at the same time."""
     if schedule == "gpipe":
         return micro_batches
     if schedule == "1f1b":
@@ -37,11 +37,11 @@ def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int) -> float
 
 
 def balanced(costs: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage, so that the slowest stage is as fast as possible.
+    """Return the number of layers of each pipeline stage. This split minimizes the time of the slowest stage.
 
-    `costs` has the numbers of parameters that a token uses: of each layer, then of the head. `sizes` has the numbers of
-    stored parameters: of the embedding, each layer and the head. If several splits are equally fast, return the one
-    whose largest stage is smallest."""
+    `costs` has the number of parameters that a token uses in each layer, then in the output head. `sizes` has the
+    number of stored parameters of the embedding, of each layer and of the head. If several splits are equally fast, the
+    largest stage is minimized."""
     layers = len(sizes) - 2
     cost = [0, *accumulate(costs[:layers])]
     size = [0, *accumulate(sizes[1:-1])]
@@ -51,8 +51,8 @@ def balanced(costs: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[i
 
     @cache
     def best(start: int, left: int) -> tuple[tuple[int, int, int], tuple[int, ...]]:
-        """Return the best split of the layers from `start` on: largest cost, largest size, sum of squared costs, and
-        layers."""
+        """Return the best split of the layers from `start` on into `left` stages: (largest cost, largest size, sum of
+        squared costs), and the number of layers of each stage."""
         if left == 1:
             last = cost[-1] - cost[start]
             return (last, size[-1] - size[start], last**2), (layers - start,)
@@ -68,11 +68,11 @@ def balanced(costs: Sequence[int], sizes: Sequence[int], stages: int) -> tuple[i
 
 
 def bounds(split: Sequence[int], stages: Sequence[int]) -> tuple[list[int], bool, bool]:
-    """Return the indices of the layers in `stages`, whether the stages have the embedding, and whether they have the
-    head."""
+    """Return the indices of the layers in `stages`, whether `stages` include the embedding, and whether they include
+    the output head."""
     return [at for stage in stages for at in layers_of(split, stage)], 0 in stages, len(split) - 1 in stages
 
 
 def layers_of(split: Sequence[int], stage: int) -> range:
-    """Return the indices of a stage's layers."""
+    """Return the indices of the layers in a stage. `split` has the number of layers of each stage."""
     return range(*list(pairwise([0, *accumulate(split)]))[stage])

@@ -1,4 +1,4 @@
-"""Run programs, identify processes (Linux), and write to a stderr that may be closed."""
+"""Run programs, identify Linux processes, and handle a closed stderr."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ def run_program(
     """Run a program and return its exit code and output.
 
     Raises:
-        OSError: The program cannot be started. TimeoutError (a subclass): it runs longer than `limit_s` seconds.
+        OSError: The program cannot be started. TimeoutError (a subclass): the time limit of `limit_s` seconds is over.
     """
     try:
         return subprocess.run(
@@ -29,7 +29,7 @@ def run_program(
 
 
 def this_process() -> dict[str, Any]:
-    """Return the identity of this process, to store in a file."""
+    """Return a dict that identifies this process: `pid`, `start`, `boot` and `host`."""
     pid = os.getpid()
     return {"pid": pid, "start": process_start(pid), "boot": boot_id(), "host": platform.node()}
 
@@ -43,7 +43,7 @@ def alive(owner: dict[str, Any]) -> bool:
 
 
 def process_start(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks since boot, or None if it does not exist.
+    """Return the start time of a process in clock ticks since boot. Return None if the process does not exist.
 
     The pid and the start time identify a process until the next boot (proc(5), field 22 of stat).
     """
@@ -64,7 +64,7 @@ def boot_id() -> str:
 
 @contextmanager
 def optional_stderr() -> Iterator[None]:
-    """If the block cannot write to stderr (for example because a pipe is closed), discard all further output to it."""
+    """Run the block. If it cannot write to stderr, for example to a closed pipe, discard all later output to stderr."""
     try:
         yield
     except OSError:
@@ -72,7 +72,7 @@ def optional_stderr() -> Iterator[None]:
 
 
 def discard_stderr() -> None:
-    """Send stderr to /dev/null."""
+    """Redirect stderr to /dev/null."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stderr.fileno())
     os.close(null)

@@ -1,7 +1,7 @@
-"""Replace secrets in text that leaves the machine: bundles, reports in files, and logs.
+"""Replace secrets in text that leaves the machine: bundles, report files and logs.
 
-A secret is a string in the format of a known issuer, a value named like `api_key`, a password in a URL, or the value
-of an environment variable with such a name.
+Secrets are tokens in the format of a known issuer, values with a name like `api_key`, passwords in URLs, and values of
+environment variables with a name like `HF_TOKEN`.
 """
 
 import html
@@ -49,20 +49,20 @@ def redact(text: str, environment: Mapping[str, str]) -> tuple[str, int]:
 
     Args:
         text: Any text.
-        environment: Environment variables. If a name looks secret, its value is replaced, also in quoted or escaped
-            form.
+        environment: Environment variables. The value of a variable with a name like `HF_TOKEN` is replaced, also in
+            quoted or escaped form.
     """
     redacted = _redacted(text, _secrets_of(environment))
     return redacted, redacted.count(REDACTED) - text.count(REDACTED)
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` with its secrets replaced, including those of this process's environment."""
+    """Replace the secrets in `text`, including the secret environment variables of this process."""
     return redact(text, os.environ)[0]
 
 
 def redact_document(document: Any) -> Any:
-    """Return a JSON document with the secrets in its strings replaced, and all strings under secret keys."""
+    """Replace the secrets in all strings of a JSON document. Replace complete strings under keys like `api_key`."""
     secrets = _secrets_of(os.environ)
 
     def redacted(part: Any, key: str = "") -> Any:
@@ -106,8 +106,8 @@ _RULES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str], tuple
 
 
 def _secrets_of(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the secret values of an environment in all escaped forms, longest first. Values with fewer than 8
-    characters are left out, because they may be ordinary words."""
+    """Return the secret values of an environment in plain and escaped forms, the longest first. Skip values with fewer
+    than 8 characters, because short values may be ordinary words."""
     names = [name for name in environment if _SECRET_VARIABLE.search(name) and not _NAMES_A_PLACE.search(name)]
     return _forms(tuple(environment[name] for name in names if len(environment[name]) >= 8))
 

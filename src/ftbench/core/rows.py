@@ -1,7 +1,7 @@
 """The columns of steps.csv and the fields of summary.json, with units and meanings.
 
-Schema 1. "gb" in a name is GiB (2**30 bytes), as in the founding study. Unknown values are empty in CSV and `null` in
-JSON. This module uses only the standard library, so that the environments of other frameworks can import it.
+The schema version is 1. "gb" in a name means GiB (2**30 bytes). Unknown values are empty in CSV and `null` in JSON.
+This module needs only the standard library, because environments of other frameworks import it.
 """
 
 import csv
@@ -20,7 +20,7 @@ OTHER = "other"  # time that no range covers
 
 
 def _column(unit: str, meaning: str, ranks: str = "highest") -> Any:
-    """Declare a column. `ranks` says how store/ranks.py merges the values of several ranks."""
+    """Declare a column of steps.csv. `ranks` is the rule of store/ranks.py for merging the values of several ranks."""
     return field(default=None, metadata={"unit": unit, "meaning": meaning, "ranks": ranks})
 
 
@@ -107,12 +107,12 @@ _TYPES = {f.name: str(f.type) for f in fields(StepRow)}
 
 
 def header() -> str:
-    """Return the first line of steps.csv, with its newline."""
+    """Return the header line of steps.csv with a newline."""
     return ",".join(COLUMNS) + "\n"
 
 
 def to_csv(row: StepRow) -> str:
-    """Return one line of steps.csv, with its newline; floats keep nine significant digits."""
+    """Return a row as one line of steps.csv with a newline. Floats have nine significant digits."""
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerow([_text(getattr(row, name)) for name in COLUMNS])
     return out.getvalue()
@@ -125,13 +125,13 @@ def _text(value: Any) -> Any:
 
 
 def parse(values: dict[str, str]) -> StepRow:
-    """Return the row of one CSV record. Ignore unknown columns, and leave missing columns empty. Raise ValueError
-    for a value of the wrong type."""
+    """Convert a CSV record to a StepRow. Ignore unknown columns. Missing columns become None. Raise ValueError for a
+    value that does not fit its column."""
     return StepRow(**{name: value_of(name, values[name]) for name in COLUMNS if values.get(name)})
 
 
 def value_of(name: str, text: str) -> Any:
-    """Return the value of a field. Raise ValueError if it does not fit its column."""
+    """Convert the text of a CSV field to the type of its column. Raise ValueError if the text does not fit."""
     kind = _TYPES[name]
     if kind.startswith("str"):
         return text
@@ -150,11 +150,11 @@ _LATER = {"later": True}
 
 @dataclass(slots=True)
 class RunSummary:
-    """summary.json. Times in seconds, memory in GiB, energy in joules.
+    """The content of summary.json. Times are in seconds, memory is in GiB, energy is in joules.
 
-    All values are from the steady window of steps.csv unless the name says otherwise. `mfu` is relative to the dense
-    peak of the data sheet, `mfu_measured` to the highest rate that `ftbench probe` measured. The comments describe the
-    keys of dictionaries.
+    Values come from the steady window (the steps after warm-up), except for names such as `first_step_s`. `mfu` is
+    relative to the peak of the data sheet without sparsity. `mfu_measured` is relative to the highest rate that
+    `ftbench probe` measured. Comments describe the keys of dictionaries.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Statistics of step times (warm-up, medians, intervals; too little data gives None) and of token lengths."""
+"""Statistics of step times and of sample lengths in tokens. Step times without enough data give None."""
 
 import heapq
 import math
@@ -15,7 +15,7 @@ MAD_TO_SIGMA = 1.4826  # converts a median absolute deviation to the standard de
 
 
 def grouped_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Return the items of each key: {key: items}. Keys and items keep their order."""
+    """Group items by `key(item)` and return {key: list of items}. Keys and items keep their order."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -23,18 +23,17 @@ def grouped_by(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, l
 
 
 def total(values: Iterable[float | int | None]) -> float:
-    """Return the sum of the values that are known (not None)."""
+    """Return the sum of the values that are not None."""
     return sum(value for value in values if value is not None)
 
 
 def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) -> int:
     """Return the number of warm-up steps.
 
-    The second half of the run defines a steady step: median m, standard deviation d (from the median absolute
-    deviation) and 90th percentile p of the step times. Warm-up contains the first step, and the steps after it until
-    one takes at most m + max(0.1 m, 3 d). A new shape can cause more compilation and tuning later. If a step of the
-    first half took more than 2 p or compiled a graph, warm-up therefore ends after the last such step. At most half of
-    the steps are warm-up, so a run that slows down later keeps its slow steps.
+    The second half of the run shows the steady speed. Its step times have the median m, the standard deviation d (from
+    the median absolute deviation) and the 90th percentile p. Warm-up starts with the first step. It ends before the
+    first later step with at most `m + max(0.1 * m, 3 * d)` seconds. A step of the first half that took more than `2 *
+    p` or compiled a graph also belongs to warm-up, with all steps before it. At most half of the steps are warm-up.
     """
     n = len(times)
     if n < 2:
@@ -53,8 +52,8 @@ def warmup_steps(times: Sequence[float], recompiles: Sequence[int | None] = ()) 
 
 
 def step_time(times: Sequence[float]) -> dict[str, Any] | None:
-    """Return `median, mean, p10, p90, cv, ci95` of the steady steps in seconds; None for an empty window. `cv` is the
-    standard deviation over the mean, `ci95` the 95 % confidence interval of the median."""
+    """Return a dict with `median, mean, p10, p90, cv, ci95` of step times in seconds, or None without steps. `cv` is
+    standard deviation / mean. `ci95` is the 95 % confidence interval of the median."""
     if not times:
         return None
     mean = statistics.fmean(times)
@@ -65,7 +64,7 @@ def step_time(times: Sequence[float]) -> dict[str, Any] | None:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Return the q-quantile (0 ≤ q ≤ 1) by linear interpolation between order statistics."""
+    """Return the q-quantile (0 ≤ q ≤ 1) by linear interpolation between sorted values."""
     ordered = sorted(values)
     rank = q * (len(ordered) - 1)
     low = math.floor(rank)
@@ -74,10 +73,10 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return a distribution-free confidence interval of the median.
+    """Return a confidence interval of the median that does not assume a distribution.
 
-    It consists of the k-th smallest and the k-th largest value, for the largest k that covers `confidence` (Conover,
-    Practical Nonparametric Statistics, ch. 3). Return None if there are too few values (fewer than six for 95 %).
+    The interval is (k-th smallest value, k-th largest value), with the largest k that reaches the coverage `confidence`
+    (Conover, Practical Nonparametric Statistics, ch. 3). Return None for fewer than six values at 95 %.
     """
     ordered, (k, _) = sorted(values), _order_statistic(len(values), confidence)
     return (ordered[k - 1], ordered[-k]) if k else None
@@ -85,8 +84,8 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 
 @lru_cache(maxsize=256)
 def _order_statistic(n: int, confidence: float) -> tuple[int, float]:
-    """Return the largest k such that the k-th smallest and largest of n values cover `confidence`, and their
-    coverage; k is 0 if the extremes do not cover it."""
+    """Return k and the coverage of the interval from the k-th smallest to the k-th largest of n values. k is the
+    largest number that reaches the coverage `confidence`, or 0 if n is too small."""
     if n > 1000:  # normal approximation of the binomial
         k = math.floor(n / 2 - statistics.NormalDist().inv_cdf((1 + confidence) / 2) * math.sqrt(n) / 2)
         return k, confidence
@@ -98,7 +97,7 @@ def _order_statistic(n: int, confidence: float) -> tuple[int, float]:
 
 
 def drift(times: Sequence[float]) -> float | None:
-    """Return the median of the last third divided by that of the first third, minus 1 (+0.05: 5 % slower)."""
+    """Return `median(last third) / median(first third) - 1` of step times: +0.05 means 5 % slower."""
     third = len(times) // 3
     if third < 5:
         return None
@@ -106,10 +105,10 @@ def drift(times: Sequence[float]) -> float | None:
 
 
 def median_error(values: Sequence[float]) -> float | None:
-    """Return the standard error of a median, None with fewer than six values.
+    """Return the standard error of a median. Return None for fewer than six values.
 
-    It is the width of the order-statistic interval, divided by twice the normal quantile of its coverage (Price and
-    Bonett, 2002).
+    The error is `width / (2 * z)`: the width of the median's confidence interval and the normal quantile z of its
+    coverage (Price and Bonett, 2002).
     """
     interval = median_interval(values, CONFIDENCE)
     if interval is None:
@@ -128,8 +127,8 @@ _TANH_SINH = tuple(
 
 @lru_cache(maxsize=256)
 def t_quantile(p: float, freedom: float) -> float:
-    """Return the p-quantile (0.5 < p < 1) of Student's t by bisection of its distribution function, integrated over the
-    angle in t = √freedom tan(angle). numpy would take 0.15 s to import."""
+    """Return the p-quantile (0.5 < p < 1) of Student's t distribution with `freedom` degrees of freedom. Use bisection
+    and numerical integration with t = √freedom * tan(angle), because importing numpy takes 0.15 s."""
     scale = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
 
     def below(t: float) -> float:
@@ -146,9 +145,9 @@ def t_quantile(p: float, freedom: float) -> float:
 
 
 def equivalence(differences: Sequence[float]) -> tuple[float, float]:
-    """Return the 90 % interval of the mean of paired differences. Two one-sided tests at 5 % judge two trainings as
-    equivalent if this interval is within the margin (D. J. Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987). One
-    difference has no spread: the interval is the value itself."""
+    """Return the 90 % interval (low, high) of the mean of paired differences. Two trainings are equivalent if this
+    interval is within the margin: two one-sided tests at 5 % (D. J. Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987).
+    For a single difference, low and high equal the difference."""
     mean, count = statistics.fmean(differences), len(differences)
     if count < 2:
         return mean, mean
@@ -162,9 +161,9 @@ HISTOGRAM_BINS = 20
 
 
 def describe(lengths: Sequence[int]) -> dict[str, Any]:
-    """Return `count, total, mean, weighted_mean, p50, p90, p99, max, histogram` of lengths in tokens.
+    """Return a dict with `count, total, mean, weighted_mean, p50, p90, p99, max, histogram` of lengths in tokens.
 
-    `weighted_mean` is the mean over tokens (sum of squares over sum). The attention term of the FLOP count needs it.
+    `weighted_mean` is sum(length**2) / sum(length). The FLOPs of attention depend on `weighted_mean`.
     """
     if not lengths:
         raise ValueError("no lengths to describe")
@@ -183,7 +182,8 @@ def describe(lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
-    """Return HISTOGRAM_BINS bins of equal integer width. Bin i counts the lengths n with edges[i] <= n < edges[i+1]."""
+    """Return edges and counts of HISTOGRAM_BINS equal bins. Bin i counts the lengths n with edges[i] <= n <
+    edges[i+1]."""
     width = max(1, -(-(max(lengths) + 1) // HISTOGRAM_BINS))
     counts = [0] * HISTOGRAM_BINS
     for n in lengths:
@@ -192,7 +192,7 @@ def histogram(lengths: Sequence[int]) -> dict[str, list[int]]:
 
 
 def padding_efficiency(lengths: Sequence[int], batch_size: int) -> float:
-    """Return the share of real tokens if consecutive samples form batches that are padded to their longest sample."""
+    """Return real tokens / computed positions. Each batch of consecutive samples is padded to its longest sample."""
     computed = sum(
         max(batch) * len(batch)
         for start in range(0, len(lengths), batch_size)
@@ -202,8 +202,8 @@ def padding_efficiency(lengths: Sequence[int], batch_size: int) -> float:
 
 
 def packing_efficiency(lengths: Sequence[int], max_length: int) -> float:
-    """Return real tokens over positions if samples are packed into rows of `max_length` by worst-fit decreasing, a
-    lower bound for real packers."""
+    """Return real tokens / positions after packing samples into rows of `max_length` tokens. The algorithm is worst-fit
+    decreasing. The packers of real trainers reach at least this value."""
     rows: list[int] = []  # negative free space of each row, since heapq is a min-heap
     for n in sorted(lengths, reverse=True):
         if rows and -rows[0] >= n:

@@ -34,7 +34,7 @@ def show_in_full(wanted: bool) -> None:
 
 
 def terminal_width() -> int | None:
-    """Return the maximum line length. It is 120 for a pipe or a file unless COLUMNS is set, and None with `--wide`."""
+    """Return the maximum line length: the width of the terminal or COLUMNS, 120 for a pipe, or None with `--wide`."""
     if _wide:
         return None
     if not (sys.stdout.isatty() or os.environ.get("COLUMNS")):
@@ -43,17 +43,16 @@ def terminal_width() -> int | None:
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
-    """Return aligned lines, separated by newlines.
+    """Return a table as aligned lines, separated by newlines.
 
-    Words are wrapped until each line fits. If that is not enough, the last columns are hidden and counted in a note.
-    Columns are never hidden if a heading is empty.
+    Words are wrapped to make each line fit. If a line is still too long, the last columns are hidden and a note shows
+    their number. If a heading is empty, columns are never hidden.
 
     Args:
-        columns: Headings. A heading that starts with `>` marks numbers, which are right-aligned and never wrapped. The
-            header row is
-            omitted if all are empty.
-        rows: Cells. Control characters are removed.
-        width: Maximum line length, by default the terminal's.
+        columns: Headings. A heading that starts with `>` marks a column of numbers. Numbers are right-aligned and not
+            wrapped. If all headings are empty, the header row is omitted.
+        rows: Texts of the cells. Control characters are removed.
+        width: Maximum line length, by default the width of the terminal.
     """
     width = width or terminal_width()
     names = [plain(name) for name in columns]
@@ -80,8 +79,8 @@ def _drawn(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
 
 
 def folded(text: str, width: int | None = None) -> str:
-    """Return a paragraph wrapped at the terminal's width, or at 120 characters for a pipe. Keep the indentation of a
-    list item (`- …`) or an indented line."""
+    """Wrap a paragraph at the width of the terminal, or at 120 characters for a pipe. List items (`- …`) and indented
+    lines keep their indentation."""
     mark, _, words = text.partition(" ")
     cells = [mark, words.lstrip()] if mark in ("-", "") else [text]
     drawn = text_table([""] * len(cells), [[*map(_unbroken, cells)]], width or terminal_width() or _PAGE)
@@ -89,7 +88,7 @@ def folded(text: str, width: int | None = None) -> str:
 
 
 def wrapped(text: str, indent: int = 2) -> str:
-    """Return lines of a log wrapped at the terminal's width, with an indentation. Words and commands are not broken."""
+    """Wrap log lines at the width of the terminal and indent continuation lines. Words and commands are not broken."""
     width = terminal_width() or _UNLIMITED
     options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": " " * indent}
     lines = [part for line in text.split("\n") for part in textwrap.wrap(_unbroken(line), width, **options) or [""]]
@@ -101,7 +100,7 @@ def _unbroken(text: str) -> str:
 
 
 def folded_command(command: str, indent: int = 2) -> str:
-    """Return a shell command in indented lines that fit the terminal. A broken line ends in a backslash.
+    """Return a shell command in indented lines that fit the terminal. All lines but the last end with a backslash.
 
     An option and its value stay on one line. Words that are longer than a line are not broken.
     """
@@ -133,10 +132,10 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def plain(text: str) -> str:
-    """Return one line without control characters, including those that change the writing direction."""
+    """Return a text as one line without control characters and without characters that change the writing direction."""
     return text if text.isascii() and text.isprintable() else _CONTROL.sub("", " ".join(text.split()))
 
 
 def printable(text: str) -> str:
-    """Return text without control characters except line feeds and tabs."""
+    """Return a text without control characters. Line feeds and tabs stay."""
     return _CURSOR.sub("", text)

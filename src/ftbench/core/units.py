@@ -1,4 +1,4 @@
-"""Convert numbers to text. For None, the functions return an empty string."""
+"""Convert numbers with units to text. The functions return an empty string for None."""
 
 import re
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m(?:in)?)?(?:(\d
 
 
 def gib(count: float | None) -> float | None:
-    """Convert bytes to GiB."""
+    """Convert bytes to GiB. None stays None."""
     return None if count is None else count / GIB
 
 
 def seconds(value: float | None) -> str:
-    """Return a duration in a suitable unit: `8.1 ms`, `0.92 s`, `12.3 s`, `4 min 05 s`, `2 h 10 min`,
-    `39.6 days`."""
+    """Return a duration as text in a suitable unit: `8.1 ms`, `0.92 s`, `12.3 s`, `4 min 05 s`, `2 h 10 min`, `39.6
+    days`."""
     if value is None:
         return ""
     if value < 0.0995:
@@ -34,52 +34,52 @@ def seconds(value: float | None) -> str:
 
 
 def parse_seconds(text: str) -> float | None:
-    """Convert `8h`, `90m`, `1h30m` or `45s` to seconds; None for any other text and for zero."""
+    """Convert `8h`, `90m`, `1h30m` or `45s` to seconds. Return None for any other text and for zero."""
     match = _DURATION.fullmatch(text.replace(" ", "").lower())
     total = sum(float(n) * unit for n, unit in zip(match.groups(), (3600, 60, 1), strict=True) if n) if match else 0.0
     return total if 0 < total < float("inf") else None
 
 
 def gibibytes(value: float | None) -> str:
-    """Return GiB with three significant digits: `0.123`, `7.60`, `77.3`."""
+    """Return a number of GiB as text: `0.123`, `7.60`, `77.3`."""
     if value is None:
         return ""
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
 
 
 def count(value: float | None) -> str:
-    """Return an integer with thousands separators."""
+    """Round a number to an integer and return it with thousands separators: `12,345`."""
     return "" if value is None else f"{round(value):,}"
 
 
 def some(number: int, noun: str) -> str:
-    """Return a number with its noun: `1 run`, `3 processes`, `1,200 files`."""
+    """Return a number with its noun in the singular or plural: `1 run`, `3 processes`, `1,200 files`."""
     plural = "es" if noun.endswith("s") else "s"
     return f"{number:,} {noun}{plural * (number != 1)}"
 
 
 def listed(texts: Sequence[str], most: int, between: str = ", ") -> str:
-    """Return the first `most` texts and the number of others, such as `a, b and 3 more`."""
+    """Join the first `most` texts and add the number of the others: `a, b and 3 more`."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return between.join(texts[:most]) + more
 
 
 def rate(value: float | None) -> str:
-    """Return a rate as text: rounded to an integer from 10 up, and with three digits below 10."""
+    """Return a rate as text: an integer from 10 on, three significant digits below 10."""
     if value is None:
         return ""
     return f"{round(value):,}" if value >= 10 else f"{value:.3g}"
 
 
 def tflops(value: float | None) -> str:
-    """Return TFLOP/s: `0.437`, `67.1`, `1,420`."""
+    """Return a number of TFLOP/s as text: `0.437`, `67.1`, `1,420`."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def money(value: float | None, currency: str) -> str:
-    """Return an amount with three significant digits, or as an integer from 1,000 up: `0.0412 USD`, `1,600,000 JPY`."""
+    """Return an amount of money as text: `0.0412 USD`, `1,600,000 JPY`. Below 1,000 it has three significant digits."""
     if value is None:
         return ""
     if value >= 999.5:
@@ -88,12 +88,12 @@ def money(value: float | None, currency: str) -> str:
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """Return a fraction as `42.3 %`."""
+    """Return a fraction in percent: 0.423 gives `42.3 %`."""
     return "" if value is None else f"{value * 100:.{digits}f} %"
 
 
 def change(value: float | None, digits: int = 1) -> str:
-    """Return a relative change: `+4.2 %`, `-12.0 %`, `+50,367 %`."""
+    """Return a relative change in percent: 0.042 gives `+4.2 %`, and -0.12 gives `-12.0 %`."""
     if value is None:
         return ""
     return f"{value * 100:+,.0f} %" if abs(value) >= 10 else f"{value * 100:+,.{digits}f} %"
@@ -116,8 +116,8 @@ _WORDINGS = {  # regular expression of a sentence in committed runs → its curr
 
 
 def reworded(text: str) -> str:
-    """Return the current form of a sentence in an older run: with singular after 1, and a space before the percent
-    sign."""
+    """Return a sentence of an older run in the current wording. Use the singular after 1, and put a space before
+    `%`."""
     text = _SHARE.sub(" %", text)
     for old, new in _WORDINGS.items():
         text = re.sub(old, new, text)
@@ -125,7 +125,7 @@ def reworded(text: str) -> str:
 
 
 def parameters(value: int | None) -> str:
-    """Return a parameter count: `8.19 B`, `21.8 M`."""
+    """Return a number of parameters as text: `8.19 B`, `21.8 M`."""
     if value is None:
         return ""
     for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
@@ -135,7 +135,7 @@ def parameters(value: int | None) -> str:
 
 
 def optimizations_on(section: dict[str, Any]) -> list[str]:
-    """Return the optimizations that are on, for example `compile`, `fp8 tensorwise`."""
+    """Return the names of the optimizations that are on, for example `compile` and `fp8 tensorwise`."""
     return [
         name if value is True else f"{name} {value}"
         for name, value in section.items()

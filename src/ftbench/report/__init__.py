@@ -1,1 +1,1 @@
-"""Read run directories and make tables and cards. This needs neither torch nor a GPU."""
+"""Reports about finished runs: tables, comparisons and cards. This package needs neither torch nor a GPU."""

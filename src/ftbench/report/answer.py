@@ -1,4 +1,4 @@
-"""The answer of a report: the fastest recipe, compared with the next recipe and with plain, with intervals."""
+"""The answer at the start of a report: the fastest recipe, compared with the next recipe and with `plain`."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ _IN_NAMES = ("method.", "optimizations.", "applied.", "train.optimizer", "train.
 
 
 def unusable(run: Run) -> str:
-    """Return why the speed of a run is not used in an answer, or an empty string."""
+    """Return the reason why an answer ignores a run, such as `contended`. Return an empty string for a usable run."""
     state, warnings = str(run.record["state"]), run.record["warnings"]
     if state != "ok":
         return _STATES.get(state, "failed")
@@ -59,7 +59,7 @@ def _shared_facts(cell: Cell) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Comparable cells with their usable runs. `best` has the fastest cell of each recipe, the fastest recipe first."""
+    """Cells (repeated runs of one spec) with comparable speeds. `best` has the fastest cell of each recipe."""
 
     key: tuple[str, ...]
     cells: tuple[Cell, ...]
@@ -86,18 +86,18 @@ class Ranking:
 
     @property
     def about(self) -> str:
-        """The workload and the card."""
+        """Model, data and GPU of these cells as text."""
         fact = dict(zip(_SHARED, self.key, strict=True))
         gpu = "the CPU" if fact["gpu"] == CPU else fact["gpu"]
         count = "" if self.winner.gpus == 1 else f"{self.winner.gpus} x "
         return f"{fact['model'].rsplit('/', 1)[-1]}, {fact['data']}, on {count}{gpu}"
 
     def name(self, cell: Cell) -> str:
-        """Return the recipe, with its batch if the batches differ."""
+        """Return the recipe of a cell. If the batch sizes of the cells differ, add the batch size."""
         return cell.recipe if len({each.batch for each in self.cells}) == 1 else f"{cell.recipe} at batch {cell.batch}"
 
     def against(self, baseline: Cell, cell: Cell | None = None) -> Pair:
-        """Return the pair of a baseline and a cell (default: the winner). Differences that names show are removed."""
+        """Compare a cell (default: the fastest) with a baseline. Leave out differences that the names already show."""
         pair = pair_of("method.name", cell or self.winner, baseline, noise=self.noise)
         return replace(pair, differences=tuple(
             fact for fact in pair.differences if not fact.key.startswith(_IN_NAMES)
@@ -105,8 +105,8 @@ class Ranking:
 
 
 def rankings(cells: Iterable[Cell]) -> tuple[list[Ranking], Counter[str]]:
-    """Return a ranking for each group of comparable runs, and the number of unusable runs by reason. The group with
-    the most recipes and runs comes first."""
+    """Return one ranking per group of comparable runs, and {reason: number of ignored runs}. The group with the most
+    recipes comes first."""
     left_out: Counter[str] = Counter()
     used = []
     for cell in cells:
@@ -125,7 +125,7 @@ def rate_of(cell: Cell) -> float:
 
 
 def left_out_text(ranked: Sequence[Ranking], left_out: Mapping[str, int]) -> tuple[str, dict[str, int]]:
-    """Count the runs outside the first ranking by reason. Return the counts as a line of text and as numbers."""
+    """Count the runs outside the first ranking. Return a sentence for the report, and {reason: number of runs}."""
     counts, faster, highest = Counter(left_out), "", rate_of(ranked[0].winner) if ranked else 0.0
     for other in ranked[1:]:
         differing = [name for name, a, b in zip(_SHARED, ranked[0].key, other.key, strict=True) if a != b]
@@ -146,7 +146,7 @@ def left_out_text(ranked: Sequence[Ranking], left_out: Mapping[str, int]) -> tup
 
 
 def sections(cells: Iterable[Cell], *, full: bool = False) -> list[Section]:
-    """Return the sections of the answer, or an empty list without runs. `full` adds the other comparable groups."""
+    """Return the sections of the answer. With `full`, each further group of comparable runs also has a section."""
     ranked, reasons = rankings(cells)
     text, counts = left_out_text(ranked, reasons)
     if not ranked:
@@ -183,7 +183,7 @@ def _speed(cell: Cell) -> str:
 
 
 def _rounds(ranking: Ranking) -> str:
-    """Return `: three rounds, one card, one commit` if there are several recipes. All runs share card and commit."""
+    """Return `: three rounds, one card, one commit`. Return an empty text for a single recipe or a single round."""
     least, *_, most = sorted([len(cell.runs) for cell in ranking.best] * 2)
     if len(ranking.best) == 1 or most == 1:
         return ""
@@ -192,7 +192,7 @@ def _rounds(ranking: Ranking) -> str:
 
 
 def _lead(ranking: Ranking) -> str:
-    """Compare the winner with the next recipe and with plain, and name the other differences once."""
+    """Compare the fastest recipe with the next recipe and with `plain`, in one or two sentences."""
     second, plain = ranking.best[1], ranking.plain
     pairs = [ranking.against(second)]
     words = [times(pairs[0].speed, f"the next recipe, {ranking.name(second)}")]
@@ -205,7 +205,7 @@ def _lead(ranking: Ranking) -> str:
 
 
 def times(ratio: Ratio | None, name: str) -> str:
-    """Return `likely 1.50 times as fast as plain (95 %: 1.42 to 1.58; one run)`."""
+    """Return a speed ratio as text: `likely 1.50 times as fast as plain (95 %: 1.42 to 1.58; one run)`."""
     if ratio is None:
         return f"not comparable with {name}"
     if ratio.low is None or ratio.high is None:
@@ -229,7 +229,7 @@ def _memory(ranking: Ranking) -> Iterator[str]:
 
 
 def rank_text(path: str, cells: Sequence[Cell]) -> str:
-    """Return the rank of a run's recipe among comparable recipes, or why the run is left out of comparisons."""
+    """Return the rank of a run among comparable recipes as text, or the reason why comparisons ignore the run."""
     for run in (run for cell in cells for run in cell.runs if run.record["path"] == path):
         if reason := unusable(run):
             return f"left out of comparisons: {reason}"
@@ -266,8 +266,8 @@ def _interval(record: Mapping[str, Any]) -> str:
 
 
 def _records(ranking: Ranking) -> list[dict[str, Any]]:
-    """Return a flat record for each of the fastest recipes, compared with plain or, if it is missing, with the slowest
-    recipe."""
+    """Return one flat dict per recipe, the fastest first. The recipes are compared with `plain`. If `plain` is missing,
+    they are compared with the slowest recipe."""
     baseline, listed = ranking.plain or ranking.best[-1], ranking.best[:_MOST_ROWS]
     records = []
     for cell in listed if baseline in listed else [*listed, baseline]:

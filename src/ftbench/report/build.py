@@ -28,7 +28,7 @@ _NOT_TIMED = (PROFILED, DAMAGED, RECORDED)  # warnings of runs whose speed is no
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The options of the command line."""
+    """The options of `ftbench report`."""
 
     paths: Sequence[Path]
     format: str = "table"
@@ -55,7 +55,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """The text, and whether `--against` found a regression."""
+    """The text of a report, and whether `--against` found a regression."""
 
     text: str
     regressed: bool = False
@@ -82,7 +82,7 @@ def report(request: Request) -> Rendered:
 
 
 def _merges(request: Request) -> bool:
-    """Return whether repeats share a row. The default is true only for a sitting made by scripts/studies/records."""
+    """Return whether repeated runs share a row. By default, this is true for folders of scripts/studies/records."""
     if request.repeats != "auto" or request.format not in ("table", "md"):
         return request.repeats == "merge"
     return any(any(path.glob(name)) for path in request.paths for name in ("sitting.json", "*/sitting.json"))
@@ -106,7 +106,7 @@ def _gate(request: Request, records: Sequence[Record], earlier: Path) -> Rendere
 
 
 def _sections(request: Request, runs: Sequence[Run], prices: Prices | None) -> list[Section]:
-    """Return the answer and the requested sections."""
+    """Return the answer and the sections that the options request."""
     parts = answer.sections(cells_of(runs), full=request.every_answer)
     if not request.any_measured:
         return parts

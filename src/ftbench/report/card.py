@@ -58,7 +58,7 @@ def _lines(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def _resolved(run: RunDir) -> list[tuple[str, str]]:
-    """Return the values of `auto` settings, one line per reason."""
+    """Return the values that were chosen for `auto` settings. Settings with the same reason share a line."""
     reasons: dict[str, list[str]] = {}
     for key, made in (read_json(run.applied).get("resolved") or {}).items():
         reasons.setdefault(str(made["reason"]), []).append(f"{key} {as_text(made['value'])}")

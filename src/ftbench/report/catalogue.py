@@ -19,7 +19,7 @@ Rows = Iterable[tuple[str, ...]]
 
 
 def catalogue(what: str) -> str:
-    """Return aligned lines of name and meaning. Raise SpecError for an unknown list."""
+    """Return the names and meanings of one list as aligned text. Raise SpecError for an unknown list."""
     try:
         known(what, LISTS, "list")
     except ValueError as error:

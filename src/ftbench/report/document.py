@@ -1,4 +1,4 @@
-"""The parts of a report, independent of the output format: tables, sections with a row per record, and the report."""
+"""Classes for the parts of a report before formatting: tables, sections, and the report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +20,8 @@ ANSWER = "answer"  # the key of the section that a report begins with
 class Table:
     """A table of text.
 
-    `context` holds the values that all rows share, for the title. `notes` are shown below the table. `text` names the
-    headings of left-aligned columns, in addition to the usual ones.
+    `context` has values that are equal in all rows, for the title. `notes` are shown below the table. `text` has the
+    headings of additional left-aligned columns.
     """
 
     context: dict[str, str]
@@ -32,13 +32,13 @@ class Table:
 
     @property
     def title(self) -> str:
-        """The values that all rows share, in one line."""
+        """One line with the values that are equal in all rows."""
         shared = [(key, value) for key, value in self.context.items() if value]
         return " · ".join("without optimizations" if each == ("with", "none") else " ".join(each) for each in shared)
 
     @property
     def words(self) -> list[bool]:
-        """For each column, whether it contains words rather than figures."""
+        """One bool per column: True for words, False for numbers."""
         return [heading in (*_WORDS, *self.text) for heading in self.headings]
 
 
@@ -63,7 +63,7 @@ def table_of_rows(
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of the table of runs: heading, record field, formatter, and whether higher values are better."""
+    """A column of the table of runs. `source` is a field of a record. `text` is a function to format its values."""
 
     heading: str
     source: str
@@ -75,8 +75,8 @@ class Column:
 class Section:
     """One part of a report.
 
-    `key` is its name in JSON. `records` contain the values of the table as plain numbers (None if unknown). `left_out`
-    maps each reason to the number of runs that the answer does not use.
+    `key` is the name of the section in JSON. `records` contain the values of the table as plain numbers (None if
+    unknown). `left_out` has the number of ignored runs for each reason.
     """
 
     key: str
@@ -91,7 +91,7 @@ class Section:
 class Report:
     """A report before formatting.
 
-    `axes` are record fields that get a column. With `runs`, the table of runs is included.
+    `axes` are record fields that get a column. If `runs` is true, the report includes the table of runs.
     """
 
     records: Sequence[dict[str, Any]]
@@ -107,16 +107,16 @@ def section(
     key: str, title: str, records: Sequence[Record], columns: Mapping[str, Callable[[Record], str]],
     words: Sequence[str] = (), text: Sequence[str] = (), notes: Sequence[str] = (),
 ) -> Section | None:  # fmt: skip
-    """Return a section with a row per record, or None without records.
+    """Return a section with one row per record, or None without records.
 
-    The first columns are number and name. Model, GPU and data are in the title if they are equal in all rows, otherwise
-    in columns. The state has a column if other processes disturbed a run (contended).
+    The first columns are number and name. Model, GPU and data are in the title if all rows agree, otherwise in columns.
+    If a run is contended (disturbed by other processes), the state has a column.
 
     Args:
         key: name of the section in JSON.
         title: heading.
         records: flat records with the fields of `names_of`.
-        columns: heading → function that formats a record.
+        columns: {heading: function that returns the text of a record}.
         words: paragraphs.
         text: headings of left-aligned columns.
         notes: notes below the table.
@@ -142,12 +142,12 @@ def _setting(record: Record, name: str) -> str:
 
 
 def formatted(name: str, text: Callable[[Any], str] = str) -> Callable[[Record], str]:
-    """Return a function that formats a field of a record."""
+    """Return a function that formats the field `name` of a record."""
     return lambda record: text(record[name])
 
 
 def names_of(cell: Cell) -> Record:
-    """Return the fields of a flat record that identify a cell."""
+    """Return a flat dict that identifies a cell (repeated runs of one spec): model, GPU, data, name and others."""
     facts = cell.facts
     return {
         "model": facts.get("model.id", ""), "gpu": facts["gpu"], "data": cell.runs[0].data, "name": cell.name,

@@ -31,13 +31,13 @@ def render(report: Report, format_name: str) -> str:
 
 
 def known_format(format_name: str) -> None:
-    """Raise SpecError with the list of formats for an unknown one."""
+    """Raise SpecError if the format is unknown. The message lists all formats."""
     if format_name not in FORMATS:
         raise SpecError(f"--format {format_name}: allowed are {', '.join(FORMATS)}{nearest(format_name, FORMATS)}")
 
 
 def format_of(file: Path | None) -> str:
-    """Return the format for a file name, `table` without a suffix. Raise SpecError for an unknown suffix."""
+    """Return the format for a file name: `table` without a suffix. Raise SpecError for an unknown suffix."""
     suffix = file.suffix.lower().lstrip(".") if file else ""
     name = {"": "table", "txt": "table", "log": "table", "htm": "html"}.get(suffix, suffix)
     if name not in FORMATS:
@@ -52,7 +52,7 @@ def format_of(file: Path | None) -> str:
 
 
 def terminal(table: Table, footnote: str = "") -> str:
-    """Return a table as wide as the terminal."""
+    """Return a table as text that fits the width of the terminal."""
     headings = [heading if words else f">{heading}" for heading, words in zip(table.headings, table.words, strict=True)]
     parts = [folded(table.title)] if table.context else []
     parts.append(text_table(headings, table.rows))
@@ -61,7 +61,7 @@ def terminal(table: Table, footnote: str = "") -> str:
 
 
 def shown_notes(notes: Sequence[str]) -> list[str]:
-    """Return the first notes, and the number of the remaining notes."""
+    """Return the first notes, and a line with the number of further notes."""
     left = len(notes) - MOST_NOTES
     more = [f"{left} more note{'s' if left > 1 else ''}: use --format json"] if left > 0 else []
     return [*notes[:MOST_NOTES], *more]
@@ -83,7 +83,7 @@ def markdown(table: Table, footnote: str = "") -> str:
 
 
 def cell(text: str) -> str:
-    """Return text escaped for one line of one Markdown cell."""
+    """Escape a text for one cell of a Markdown table."""
     text = " ".join(plain(text).split()).replace("&", "&amp;").replace("<", "&lt;")
     return text.replace("\\", "\\\\").replace("|", "\\|").replace("[", "\\[")
 
@@ -92,7 +92,7 @@ def cell(text: str) -> str:
 
 
 def _text(report: Report, table: Callable[..., str], title: str, paragraph: Callable[[str], str], end: str) -> str:
-    """Return tables and paragraphs in order. `title` is a format string."""
+    """Return the answer, tables and paragraphs of a report as text. `title` is the format string of headings."""
     runs = runs_table(report.records, report.axes) if report.runs else None
     answer = [text for section in report.sections if section.key == ANSWER for text in section.paragraphs]
     parts = ["\n".join(map(paragraph, answer)).rstrip("\n") + "\n"] if answer else []
@@ -121,7 +121,7 @@ def _markdown(report: Report) -> str:
 
 
 def _csv(report: Report) -> str:
-    """Return one table with all fields: the runs, or the first section with records after the answer."""
+    """Return one table as CSV: the table of runs, or the first section with records after the answer."""
     if report.runs:
         return csv_text(report.records)
     return csv_text(
@@ -130,7 +130,7 @@ def _csv(report: Report) -> str:
 
 
 def csv_text(records: Sequence[Record]) -> str:
-    """Return every scalar field of the records as CSV. Cells that look like a formula get an apostrophe."""
+    """Return the records as CSV, without lists and dicts. Cells that look like a formula get an apostrophe."""
     records = named_paths(records)
     names = dict.fromkeys(name for record in records for name in record)
     flat = [n for n in names if not any(isinstance(record.get(n), (list, dict)) for record in records)]

@@ -1,4 +1,4 @@
-"""Render the report as one HTML document that contains its data, style and script. A policy blocks other content."""
+"""Render the report as one HTML document with data, style and script. A security policy blocks all other content."""
 
 import base64
 import hashlib
@@ -30,7 +30,7 @@ _BADGES = {"ok": "good", "oom": "bad", "error": "bad", "timeout": "bad"}
 
 
 def page(report: Report) -> str:
-    """Return the report as one self-contained HTML document."""
+    """Return the report as one HTML document that works without other files."""
     table = runs_table(report.records, report.axes)
     script = _asset("report.js")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
@@ -55,12 +55,12 @@ def _asset(name: str) -> str:
 
 
 def _code(text: str) -> Markup:
-    """Return escaped text for the page, with backticks as code."""
+    """Convert a text to escaped HTML. Words in backticks become code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _numbers(records: Sequence[Record]) -> list[str]:
-    """Return the number of each run, which links use."""
+    """Return the number of each run for links on the page."""
     return [number_of(record) or str(index) for index, record in enumerate(records, 1)]
 
 
@@ -68,16 +68,16 @@ def _numbers(records: Sequence[Record]) -> list[str]:
 
 
 def _title(answer: Section | None, count: int) -> str:
-    """Return the first sentence of the answer, or the number of runs."""
+    """Return the title of the page: the first sentence of the answer, or the number of runs."""
     if answer and answer.records:
         return answer.paragraphs[0].partition(". ")[0].partition(" (95 %")[0]
     return f"{units.some(count, 'fine-tuning run')} without a valid speed"
 
 
 def _bars(answer: Section | None, report: Report) -> list[Record]:
-    """Return one bar per recipe, or per recipe and GPU if GPUs are compared: tokens per second with their interval.
+    """Return one bar per recipe: tokens per second with a 95 % interval. If GPUs are compared, each GPU has a bar.
 
-    Lengths are in percent of the highest end of an interval.
+    Lengths are in percent of the highest upper end.
     """
     compared = [record for section in report.sections for record in section.records if record.get("axis") == "gpu"]
     rows = [_by_gpu(record) for record in compared] or (answer.records if answer else [])
@@ -97,7 +97,7 @@ def _bars(answer: Section | None, report: Report) -> list[Record]:
 
 
 def _by_gpu(record: Record) -> Record:
-    """Convert a record of a comparison by GPU to a record of the answer."""
+    """Convert a row of a GPU comparison to the fields of a bar (see `_bars`)."""
     parts = [record[name] for name in ("model.id", "data", "name") if name in record]
     return {
         "recipe": ", ".join([*parts, canonical_name(record["value"])]), "tokens_per_s": record[TOKENS],
@@ -109,7 +109,7 @@ def _by_gpu(record: Record) -> Record:
 
 
 def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Record]:
-    """Return one table row per run: number, id, CSS class of the state, and the text and sort key of each column."""
+    """Return one dict per run for the HTML table: number, id, state, CSS class, and (text, sort key) of each column."""
     sources = {column.heading: column.source for column in FIGURES}
     shown = []
     for record, number, texts in zip(records, _numbers(records), rows, strict=True):
@@ -123,10 +123,10 @@ def _rows(records: Sequence[Record], headings: Sequence[str], rows: Sequence[Seq
 
 
 def _curves(records: Sequence[Record]) -> Record | None:
-    """Return the losses of the longest run of each of the fastest recipes per GPU. Return None if no model learned.
+    """Return the loss curves of the fastest recipes, one curve per recipe and GPU. Return None if no loss fell.
 
-    `lines` has name and SVG path of each curve in a square of 100 by 100. `steps` and `losses` are the axes' ends.
-    """
+    `lines` has the name and SVG path of each curve in a square of 100 by 100. `steps` and `losses` are the ends of the
+    axes."""
     runs = [(cell, run) for cell in cells_of(runs_of(records)) for run in cell.valid
             if figure(run.record, "loss.last") is not None]  # fmt: skip
     runs.sort(key=lambda pair: (pair[1].steady, _hourly(pair[1])))
@@ -145,11 +145,11 @@ def _curves(records: Sequence[Record]) -> Record | None:
 
 
 def _learned(losses: Sequence[float]) -> bool:
-    """Return whether the loss fell beyond noise: by more than 1.96 standard errors.
+    """Return whether the loss fell by more than 1.96 standard errors.
 
-    Compare the mean loss of all steps with the mean of the first tenth of the steps. The noise is computed from the
-    differences of successive steps, which a trend hardly changes (J. von Neumann, Ann. Math. Stat. 12, 1941).
-    """
+    Compare the mean loss of the first tenth of the steps with the mean loss of all steps. Compute the noise from
+    differences of successive steps. A trend hardly changes these differences (J. von Neumann, Ann. Math. Stat. 12,
+    1941)."""
     if len(losses) < _FEWEST_STEPS:
         return False
     begin = max(1, len(losses) // 10)
@@ -163,8 +163,8 @@ def _hourly(run: Run) -> float:
 
 
 def _path(points: Sequence[tuple[int, float]], first: int, last: int, low: float, high: float) -> str:
-    """Return the SVG path of a curve. A long curve is divided into equal parts, and only the lowest and the highest
-    point of each part are drawn."""
+    """Return the SVG path of a curve. Divide a long curve into equal parts, and draw only the lowest and the highest
+    point of each part."""
     parts = min(len(points), MOST_POINTS // 2)
     kept = {*points[:1], *points[-1:]}
     for part in (points[len(points) * at // parts : len(points) * (at + 1) // parts] for at in range(parts)):

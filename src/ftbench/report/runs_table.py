@@ -1,4 +1,4 @@
-"""The table of runs as text. A failed run has a row with its reason and without figures."""
+"""The table of runs as text. The row of a failed run contains the reason but not figures."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -39,13 +39,13 @@ _OPTIONAL = ("mfu", "loss.eval", "images_per_s.images", "tokens_per_s.generated"
 
 
 def runs_table(records: Sequence[Record], axes: Sequence[str] = ()) -> Table:
-    """Return one row per run: number, name, figures, and the varying settings.
+    """Return a table with one row per run: number, name, figures, and the settings that vary.
 
     Columns with the same value in all rows move into the title. Empty columns are omitted.
 
     Args:
         records: the runs.
-        axes: record fields of varying spec keys, which get a column if no other column shows them.
+        axes: record fields of varying spec keys. A field gets a column if no other column shows it.
     """
     texts = [context_of(record, label) for record, label in zip(records, data_labels(records), strict=True)]
     differing = [name for name in CONTEXT if len({text[name] for text in texts}) > 1]
@@ -70,7 +70,7 @@ def _is_word(text: str) -> bool:
 
 
 def _figures(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Return the columns of figures, the number of repeats, and the state unless all runs are ok."""
+    """Return {heading: texts} for figures, repeats and states. If all runs are ok, states are left out."""
     figures = {
         column.heading: [_figure(record, column) for record in records] for column in FIGURES
         if column.source not in _OPTIONAL or any(record.get(column.source) is not None for record in records)
@@ -82,7 +82,7 @@ def _figures(records: Sequence[Record]) -> dict[str, list[str]]:
 
 
 def _costs(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Return the cost of a thousand samples if a price file was given: of renting, or of owning if rent is unknown."""
+    """Return a column with the cost of 1,000 samples for rent, or for owned GPUs if rent is unknown."""
     for way in ("rent", "owned"):
         prices, currency = f"cost.{way}.per_1k_samples", f"cost.{way}.currency"
         if any(record.get(prices) is not None for record in records):

@@ -1,4 +1,4 @@
-"""`--where` and `--sort`: select and sort runs by a table heading, a spec key or its end, or a record field."""
+"""`--where` and `--sort`: select and sort runs by a table heading, a spec key (or its last part), or a record field."""
 
 import math
 import operator
@@ -49,7 +49,7 @@ def matching(records: Sequence[Record], conditions: Sequence[str]) -> list[Recor
 
 
 def arranged(records: Sequence[Record], sort: str | None) -> list[Record]:
-    """Return the records sorted by a column, the best first. Words are in alphabetical order.
+    """Return the records sorted by the column `sort`, the best first. Words are in alphabetical order.
 
     A minus before the name reverses the order. Unknown values and figures of contended runs come last.
     """
@@ -63,7 +63,7 @@ def arranged(records: Sequence[Record], sort: str | None) -> list[Record]:
 
 
 def _values(option: str, name: str, records: Sequence[Record]) -> tuple[Values, bool]:
-    """Return the values of a column and whether higher is better. Raise SpecError with the nearest name."""
+    """Return the values of a column, and whether higher values are better. Raise SpecError for an unknown column."""
     columns = _columns(records)
     key = next((key for key in (_plain(name), _ALIASES.get(_plain(name))) if key in columns), None)
     if key is None:
@@ -75,7 +75,7 @@ def _values(option: str, name: str, records: Sequence[Record]) -> tuple[Values, 
 
 
 def _columns(records: Sequence[Record]) -> dict[str, tuple[Values, bool]]:
-    """Return the columns by name. Table headings take precedence over spec keys, and these over other fields."""
+    """Return {name: (values, whether higher is better)}. Headings override spec keys, and spec keys override fields."""
     specs = [spec_facts(RunDir(Path(record["path"]))) for record in records]
     keys = list(dict.fromkeys(key for spec in specs for key in spec))
     fields = dict.fromkeys(name for record in records for name in record)
@@ -97,7 +97,7 @@ def _of(records: Sequence[Record], name: str) -> Values:
 
 
 def _shown(record: Record, data: str) -> Mapping[str, Any]:
-    """Return the texts of a record by the headings of the table of runs."""
+    """Return {heading: text} for a record, with the headings of the table of runs."""
     texts = {CONTEXT[name].casefold(): text for name, text in context_of(record, data).items()}
     more = {"method": record["method"], "batch": record["batch_size"], "state": state_of(record)}
     return texts | more | {"#": record.get("number")}
@@ -127,8 +127,8 @@ def _number(value: object) -> float | None:
 
 
 def _fitting(values: Values, sign: str, wanted: str) -> list[bool]:
-    """Return for each value whether it matches. `=` matches equal values, or texts that contain `wanted` if no value is
-    equal."""
+    """Return one bool per value: whether the value matches. If no value equals `wanted`, `=` matches texts that contain
+    `wanted`."""
     numbers = list(map(_number, values))
     if sign in _ORDERED:
         limit = _number(wanted)

@@ -1,4 +1,4 @@
-"""`ftbench show`: show one finished run, what limits its speed, and one thing to try.
+"""`ftbench show`: show one finished run, its bottleneck, and one change to try.
 
 The user selects the run by its folder, its id, or its number in a report."""
 
@@ -49,7 +49,7 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A run with its verdict, its rank among comparable runs, and suggestions, the best first."""
+    """A run with its verdict, its rank among comparable runs, and suggestions. The best suggestion comes first."""
 
     run: RunDir
     summary: dict[str, Any]
@@ -58,7 +58,7 @@ class Shown:
     suggestions: list[Suggestion]
 
     def text(self) -> str:
-        """Return the card, the profile if there is one, and the verdict."""
+        """Return the card of the run, its profile (if any), and the verdict as text."""
         known = {name: value for name, value in self.summary.items() if name in FIELDS | LATER}
         parts = [card(RunSummary(**known), self.run), self.ending()]
         if self.run.profile.is_dir():
@@ -68,13 +68,13 @@ class Shown:
         return "\n".join(parts)
 
     def ending(self) -> str:
-        """Return the verdict, the place of the run among comparable runs, and one thing to try."""
+        """Return the last lines: the verdict, the rank among comparable runs, and the best suggestion."""
         lines = [folded(f"verdict: {self.verdict}")]
         return "\n".join([*lines, *([folded(f"rank:    {self.rank}")] if self.rank else []),
                           *(each.text for each in self.suggestions[:1])])  # fmt: skip
 
     def document(self) -> dict[str, Any]:
-        """Return the document for `--json`."""
+        """Return the dict that `--json` prints."""
         return {
             "run_dir": str(self.run.path), "summary": self.summary, "verdict": self.verdict, "rank": self.rank or None,
             "what_to_try": [dataclasses.asdict(each) for each in self.suggestions],
@@ -91,7 +91,7 @@ def show(name: str, paths: Sequence[Path]) -> Shown:
 
 
 def shown(run: RunDir, records: Sequence[Record] = ()) -> Shown:
-    """Return a run with its verdict and suggestions. `records` are the runs of its report, to rank it."""
+    """Return a run with its verdict and suggestions. `records` are all runs of the report, for the rank of this run."""
     summary = read_summary(run)
     rank = rank_text(str(run.path), groups.cells_of(groups.runs_of(records))) if records else ""
     document = read_json(run.profile / KERNELS)
@@ -103,7 +103,7 @@ def shown(run: RunDir, records: Sequence[Record] = ()) -> Shown:
 
 
 def _verdict(summary: Mapping[str, Any]) -> str:
-    """Return what limits the speed of a run, or why the speed is not valid."""
+    """Return a sentence about the bottleneck of a run, or about the reason why its speed is not valid."""
     state, bound = summary["state"], summary.get("bound") or {}
     if state != "ok":
         return f"{'out of memory' if state == 'oom' else state}: {summary.get('reason') or 'no reason is recorded'}"
@@ -119,7 +119,7 @@ def _verdict(summary: Mapping[str, Any]) -> str:
 
 
 def _profile_verdict(document: Mapping[str, Any]) -> tuple[str, dict[str, str] | None]:
-    """Return a sentence about a profiled step, and `{"verdict": "launch-bound"}` if the GPU waits for launches."""
+    """Return a sentence about a profiled step, and `{"verdict": "launch-bound"}` if the GPU is often idle."""
     listed, on_gpu = document["groups"], document["device"] == "cuda"
     busy = document["busy_share_unprofiled"] or document["busy_share"]
     work, share = ("kernels" if on_gpu else "operators"), units.percent(listed[0]["share"], 0) if listed else ""
@@ -140,7 +140,7 @@ def _padding(summary: Mapping[str, Any]) -> float:
 
 
 def suggestions(run: RunDir, summary: Mapping[str, Any]) -> list[Suggestion]:
-    """Return suggestions, the best first. There are none for a mock, or if this version cannot load the spec."""
+    """Return suggestions, the best first. The list is empty for a mock run or if the spec cannot be loaded."""
     values = read_json(run.spec_json)
     try:
         spec = Experiment.model_validate({key: values[key] for key in Experiment.model_fields if key in values})
@@ -213,7 +213,7 @@ def _command(command: str, run: RunDir, *options: str) -> str:
 
 
 def _record(name: str, paths: Sequence[Path]) -> tuple[Record, Sequence[Record]]:
-    """Return the record of a run by folder, number, id, label or a part of these, and all records of its report."""
+    """Find a run by folder, number, id or label, or by a part of id or label. Return its record and all records."""
     folder = Path(name)
     if folder.is_dir():
         paths = [folder]

@@ -1,7 +1,7 @@
-"""A bundle is one file with runs for other people. It is a zstd-compressed tar with a manifest of SHA-256 hashes.
+"""Pack runs into one file for other people: a zstd-compressed tar with a manifest of SHA-256 hashes.
 
-The bytes depend only on the runs: files are in the order of their names, without owners and dates. A bundle may come
-from anybody. Therefore, `unpack` limits the number and the size of its files, and only writes below the target folder.
+The same runs always give the same bytes: files are sorted by name and have neither owners nor dates. A bundle may come
+from a stranger. Therefore `unpack` limits the number and size of files, and writes only below the target folder.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ _LEVEL = 10
 
 @dataclass(slots=True)
 class Made:
-    """The content of a new bundle. `redacted` counts removed secrets, `left_out` names runs that are still running."""
+    """Facts about a new bundle. `redacted` is the number of removed secrets. `left_out` lists unfinished runs."""
 
     runs: int = 0
     files: int = 0
@@ -50,7 +50,7 @@ class Made:
 
 
 def make(paths: Sequence[Path], output: Path) -> Made:
-    """Write all runs at or below `paths` to one file, without weights, adapters, logs and secrets.
+    """Pack all runs at or below `paths` into one file. Leave out weights, adapters, logs and secrets.
 
     Raises:
         SpecError: No run was found, or the output has the wrong suffix.
@@ -94,7 +94,7 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def _sources(paths: Sequence[Path], made: Made) -> dict[str, Path]:
-    """Return the files to pack by their names in the archive."""
+    """Return the files to pack: {name in the archive: path}."""
     taken: dict[str, Path] = {}
     sources: dict[str, Path] = {}
     folders = (run.path for path in paths for run in require_runs(Path(os.path.realpath(path))))
@@ -120,7 +120,7 @@ def _sources(paths: Sequence[Path], made: Made) -> dict[str, Path]:
 
 
 def files_of(run: RunDir) -> Iterator[str]:
-    """Yield the known files of a run. No other file leaves the machine, and links are skipped."""
+    """Yield the names of the files of a run that a bundle contains. Symbolic links are skipped."""
     profile = run.path / "profile"
     tables = sorted(p.name for p in profile.iterdir() if p.suffix in PROFILE) if profile.is_dir() else []
     ranks = [path.name for path in rank_files(run)]
@@ -131,7 +131,7 @@ def files_of(run: RunDir) -> Iterator[str]:
 
 
 def _content(path: Path) -> tuple[bytes, int]:
-    """Return the bytes of a file with its secrets removed, and the number of removed secrets."""
+    """Return the bytes of a file without secrets, and the number of removed secrets."""
     try:
         if path.stat().st_size > MAX_FILE:
             raise SpecError(f"{path}: larger than {MAX_FILE >> 20} MiB, the limit for a file of a bundle")
@@ -143,8 +143,8 @@ def _content(path: Path) -> tuple[bytes, int]:
 
 
 def _clean_document(text: str) -> str | None:
-    """Return a JSON document without its secrets. A document without secrets is returned unchanged. Return None if the
-    text is not JSON."""
+    """Remove the secrets from a JSON text. A text without secrets is returned unchanged. Return None if the text is not
+    JSON."""
     try:
         document = json.loads(text)
         cleaned = redact_document(document)
@@ -154,7 +154,7 @@ def _clean_document(text: str) -> str | None:
 
 
 class _Limited(io.RawIOBase):
-    """Reads a stream of at most MAX_TOTAL bytes."""
+    """Reads a stream. Raises ValueError after more than MAX_TOTAL bytes."""
 
     def __init__(self, stream: io.BufferedIOBase) -> None:
         self._stream, self._total = stream, 0
@@ -168,10 +168,10 @@ class _Limited(io.RawIOBase):
 
 
 def unpack(path: Path, folder: Path) -> dict[str, Any]:
-    """Unpack a bundle into `folder` (new or empty) and return its manifest, with the hash of each file in `hashes`.
+    """Unpack a bundle into a new or empty `folder`. Return the manifest, with the hash of each file in `hashes`.
 
     Raises:
-        SpecError: The file is not a bundle or is damaged. `folder` may then contain some of its files.
+        SpecError: The file is not a bundle or is damaged. In this case, `folder` may contain some of its files.
     """
     if path.is_dir():
         raise SpecError(f"{path}: is a folder; pack it with `ftbench bundle {path}` first")
@@ -210,7 +210,7 @@ def _sha256(path: Path) -> str:
 
 
 def problems(manifest: dict[str, Any]) -> list[str]:
-    """Return the differences between the files of an unpacked bundle and its manifest."""
+    """Return a sentence for each difference between the files of an unpacked bundle and the manifest."""
     wanted, hashes = manifest["files"], manifest["hashes"]
     sentences = []
     for name in sorted({*wanted, *hashes}):
@@ -228,8 +228,8 @@ _OPENED: dict[Path, tempfile.TemporaryDirectory[str]] = {}
 
 
 def opened(path: Path) -> Path:
-    """Return the folder with the runs of a bundle. The bundle is unpacked once, and the folder is kept until this
-    process ends.
+    """Unpack a bundle and return the folder with its runs. A later call for the same bundle returns the same folder.
+    The folder is deleted when this process ends.
 
     Raises:
         SpecError: The file is not a bundle, or its files differ from its manifest.
@@ -247,6 +247,6 @@ def opened(path: Path) -> Path:
 
 
 def shown(path: str) -> str:
-    """Return the path of a run for display. For a run in a bundle, this is BUNDLE:PATH."""
+    """Return the path of a run for display. The path of a run in a bundle is displayed as BUNDLE:PATH."""
     folders = {f"{folder.name}/runs/": bundle for bundle, folder in _OPENED.items()}
     return next((f"{folders[each]}:{path[len(each) :]}" for each in folders if path.startswith(each)), path)

@@ -1,8 +1,8 @@
 """Convert logs of other tools to run directories for reports. Unknown fields stay empty.
 
-Reads the founding study's CSV (seven columns, a line every few steps) and the Trainer's trainer_state.json, which
-axolotl and LLaMA-Factory write too. These files do not contain the GPU, the model or the method. The user gives them
-on the command line.
+Two formats are supported: trainer_state.json of the Hugging Face Trainer (also from axolotl and LLaMA-Factory), and a
+CSV with seven columns (from the study before ftbench). These files do not contain the GPU, the model and the method.
+The user gives this information on the command line.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _MAY_DIVERGE = ("loss", "eval_loss", "grad_norm")  # may be NaN
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """The description of a run that the command line provides. `gpu` is None for a CPU."""
+    """The description of an imported run from the command line. `gpu` is None for a CPU."""
 
     name: str
     model: str
@@ -49,8 +49,8 @@ class About:
 
 @dataclass(slots=True)
 class ForeignLog:
-    """The content of a log: a row per logged step, the missing fields, and warnings. It also has the batch size, the
-    seconds of the training and the tool's own rate, if the log contains them."""
+    """The content of another tool's log. `rows` has one row per logged step. `lacks` names missing figures. `notes` are
+    warnings. `train_s` is the training time, and `samples_per_s` is the rate that the tool logged."""
 
     kind: str
     rows: list[StepRow]
@@ -62,10 +62,10 @@ class ForeignLog:
 
 
 def import_run(file: Path, about: About, out: Path) -> RunDir:
-    """Write the run directory of a log and return it.
+    """Convert a log to a run directory and return the run.
 
     Raises:
-        SpecError: The file is not a known log or is broken, or it was imported before.
+        SpecError: The file is not a known log, is broken, or was imported before.
     """
     try:
         experiment_name(about.name)
@@ -179,7 +179,7 @@ def _trainer_state(file: Path, data: bytes) -> ForeignLog:
 
 
 def _rows_of(file: Path, history: Sequence[dict[str, Any]], planned: float | None) -> list[StepRow]:
-    """Return a row per entry with a loss. Raise SpecError for an invalid step number."""
+    """Return one row per entry of `log_history` with a loss. Raise SpecError for an invalid step number."""
     rows = []
     for entry in history:
         step = _number(entry.get("step"))
@@ -200,7 +200,7 @@ def _rows_of(file: Path, history: Sequence[dict[str, Any]], planned: float | Non
 
 
 def _number(value: object, name: str = "") -> float | None:
-    """Return a plausible number, or None."""
+    """Return `value` if it is a number of plausible size, otherwise None. A loss or gradient norm may also be NaN."""
     if type(value) is int or type(value) is float:
         if abs(value) < LARGEST:
             return float(value)

@@ -1,7 +1,7 @@
-"""Describe this machine: GPUs, driver, limits, clocks, CPU, versions, probed peak rates. Needs NVML but not torch.
+"""Describe this machine: GPUs, driver, limits, clocks, CPU, versions, measured peak rates. NVML is needed, torch is
+not.
 
-Values that cannot be read are None. Only an allow-list of environment variables is kept, to leave out secrets.
-"""
+Unknown values are None. Only environment variables of an allow-list are recorded, because others may be secret."""
 
 import errno
 import os
@@ -36,13 +36,13 @@ _SECRET = re.compile(r"(?i)(token|secret|password|credential|api_?key)")
 
 
 def describe(visible: str | None = None) -> dict[str, Any]:
-    """Return the content of machine.json. It describes this machine before a run, with the first GPU of `visible`."""
+    """Return the content of machine.json before a run. `visible` has the format of CUDA_VISIBLE_DEVICES."""
     return {**host(), "gpus": gpus(visible)}
 
 
 @cache
 def host() -> dict[str, Any]:
-    """Return the constant part of machine.json."""
+    """Return the part of machine.json that stays the same: CPU, operating system, versions and environment."""
     import psutil  # imported late: an estimate does not need it
 
     return {
@@ -64,12 +64,12 @@ def host() -> dict[str, Any]:
 
 
 def gpu(visible: str | None = None) -> dict[str, Any] | None:
-    """Return the first GPU that a run would use. Return None without one."""
+    """Return a description of the first GPU of `visible`. Return None without a GPU."""
     return next(iter(gpus(visible)), None)
 
 
 def gpus(visible: str | None = None, count: int = 1) -> list[dict[str, Any]]:
-    """Return the first `count` GPUs of `visible`, by default of CUDA_VISIBLE_DEVICES (PCI indices or UUIDs)."""
+    """Describe the first `count` GPUs of `visible` (PCI indices or UUIDs, by default CUDA_VISIBLE_DEVICES)."""
     if (nvml := nvml_module()) is None:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") if visible is None else visible
@@ -80,7 +80,7 @@ def gpus(visible: str | None = None, count: int = 1) -> list[dict[str, Any]]:
 
 @cache
 def nvml_module() -> Any | None:
-    """Return pynvml after initialization, or None without an NVIDIA driver."""
+    """Return the initialized module pynvml, or None without an NVIDIA driver."""
     import pynvml
 
     try:
@@ -91,7 +91,7 @@ def nvml_module() -> Any | None:
 
 
 def handle_of(nvml: Any, visible: str | None) -> Any | None:
-    """Return the NVML handle of the first visible GPU.
+    """Return the NVML handle of the first visible GPU, or None.
 
     `visible` has the format of CUDA_VISIBLE_DEVICES: indices in PCI order (ftbench sets CUDA_DEVICE_ORDER) or UUIDs. An
     empty text hides all GPUs.
@@ -170,13 +170,13 @@ def _cpu_model() -> str | None:
 
 
 def cache_dir() -> Path:
-    """Return FTBENCH_CACHE, or `ftbench` in the user's cache directory."""
+    """Return the cache folder: FTBENCH_CACHE, or `ftbench` in the user's cache directory."""
     folder = os.environ.get("FTBENCH_CACHE")
     return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ftbench"
 
 
 def cache_error(folder: Path, error: Exception) -> MissingError:
-    """Return the error for a cache folder that cannot be written."""
+    """Convert the error of a failed write to the cache folder to a MissingError with a solution."""
     if isinstance(error, FileExistsError | NotADirectoryError):
         return MissingError(f"{folder}: is a file, not a folder; set FTBENCH_CACHE to a folder")
     if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
@@ -185,9 +185,9 @@ def cache_error(folder: Path, error: Exception) -> MissingError:
 
 
 def commit() -> str | None:
-    """Return the commit of ftbench's source, with `-dirty` if files differ. Return None for an installed package.
+    """Return the git commit of ftbench's source, with `-dirty` for modified files. None for an installed package.
 
-    FTBENCH_COMMIT overrides the commit. This is for copies of the source without the git history.
+    The variable FTBENCH_COMMIT overrides the commit. Use it for copies of the source without the git history.
     """
     if name := os.environ.get("FTBENCH_COMMIT"):
         return name
@@ -209,17 +209,17 @@ PROBES = "probe"  # folder of probes, next to the experiments
 
 
 def ceilings(store: Path, gpu_name: str | None) -> dict[str, Any]:
-    """Return the best measured rates of a GPU by its name in the driver or the GPU table.
+    """Return the best rates that `ftbench probe` measured on GPUs of one kind.
 
-    If several cards or probes measured a rate, the fastest counts: a hot or busy card is not representative.
+    If several cards or probes measured a rate, the fastest counts, because a hot or busy card is slower.
 
     Args:
-        store: The results folder with the probes.
-        gpu_name: The GPU; None without one.
+        store: The results folder. It contains the folder of probes.
+        gpu_name: Name of the GPU in the driver or in the GPU table; None without a GPU.
 
     Returns:
-        A subset of: `tflops` by precision; `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s; `launch_us` in µs;
-        `usable_gb`, the GiB that CUDA gives to processes; `driver_total_gb`, the GiB of the card.
+        Some of these keys: `tflops` by precision; `memory_gbs`, `to_device_gbs` and `to_host_gbs` in GB/s; `launch_us`
+        in µs; `usable_gb`, the GiB that CUDA gives to processes; `driver_total_gb`, the GiB of the card.
     """
     documents = _documents(store, gpu_name) if gpu_name else []
     products = [document.get("products", {}) for document in documents]

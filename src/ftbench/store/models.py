@@ -1,7 +1,7 @@
-"""The JSON files of a run, a sweep, a probe and a bundle, one pydantic model per file.
+"""Pydantic models of the JSON files of runs, sweeps, probes and bundles, one model per file.
 
-Files may come from other people and other versions: a reader checks the known keys and keeps unknown keys.
-`scripts/reference` writes docs/reference/schemas from these models.
+Files may come from other people and other versions of ftbench. A reader checks the known keys and keeps unknown keys.
+`scripts/reference` generates docs/reference/schemas from these models.
 """
 
 from itertools import takewhile
@@ -55,7 +55,7 @@ class Empty(BaseModel):
 
 
 def _model(title: str, base: type[FileModel] = FileModel, /, **keys: Any) -> Any:
-    """Return a model with these keys. A key may be missing unless its type is marked by `_need`."""
+    """Create a model with these keys. Keys are optional, except keys with a type marked by `_need`."""
     fields: dict[str, Any] = {
         key: (kind.type, ...) if isinstance(kind, _Need) else (kind, None) for key, kind in keys.items()
     }
@@ -67,7 +67,7 @@ class _Need(NamedTuple):
 
 
 def _need(kind: Any) -> Any:
-    """Mark the type of a key that must not be missing."""
+    """Mark the type of a required key."""
     return _Need(kind)
 
 
@@ -178,7 +178,7 @@ MODELS: dict[str, type[FileModel]] = {
 
 
 def model_of(path: Path) -> type[FileModel]:
-    """Return the model of a file by its name, or by the name of its folder."""
+    """Return the model for the name of a file (`state.json`) or for the name of its folder (`probe`)."""
     return MODELS.get(path.name) or MODELS.get(f"{path.parent.name}/*.json", FileModel)
 
 

@@ -1,4 +1,4 @@
-"""The files that `-o` names."""
+"""Write the file that the user gives with `-o`."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,7 @@ from ftbench.store.rundir import write_text
 
 
 def output_file(path: Path) -> Path:
-    """Return the file that `-o` names, with links resolved.
+    """Return the path that the user gave with `-o`, with symbolic links resolved.
 
     Raises:
         SpecError: The path is a folder, a device or a pipe.
@@ -25,5 +25,5 @@ def output_file(path: Path) -> Path:
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write text without secrets and control characters to the file that `-o` names."""
+    """Remove secrets and control characters from a text and write the text to the file of `-o`."""
     write_text(output_file(path), printable(without_secrets(text)))

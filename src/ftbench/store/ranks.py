@@ -1,7 +1,7 @@
-"""Merge the steps of several ranks. Tokens and energy are sums. Time and memory are the highest value of a rank.
+"""Merge the steps of several ranks. Tokens and energy are added. For time and memory, the highest value is used.
 
-Each rank writes its own steps.csv, so that a step needs no extra communication. Ranks of one tensor- or
-expert-parallel group have the same batch (`data_rank`), which counts once.
+Each rank writes a separate steps.csv, which avoids communication during a step. The ranks of a tensor-parallel or
+expert-parallel group have the same batch (same `data_rank`). This batch counts once.
 """
 
 import math
@@ -22,13 +22,13 @@ SPREAD = ("step_time_s", "peak_memory_gb", "peak_reserved_gb", "device_memory_gb
 
 
 def merge(ranks: Sequence[Sequence[StepRow]]) -> list[StepRow]:
-    """Merge the rows that all ranks have, in the order of the first rank."""
+    """Merge the steps that all ranks have recorded, and return one row per step in the order of the first rank."""
     tables = [{(row.phase, row.step): row for row in rows} for rows in ranks]
     return [merged([table[key] for table in tables]) for key in tables[0] if all(key in table for table in tables)]
 
 
 def merged(rows: Sequence[StepRow]) -> StepRow:
-    """Merge the rows of one step. A value that is unknown on one rank is unknown in the result."""
+    """Merge the rows of one step. If a value is unknown on one rank, the merged value is None."""
     return StepRow(**{column.name: _value(column.name, column.metadata["ranks"], rows) for column in fields(StepRow)})
 
 
@@ -46,14 +46,14 @@ def _value(name: str, how: str, rows: Sequence[StepRow]) -> Any:
 
 
 def _highest(values: list[float]) -> float:
-    """Return the highest value, or NaN if there is one."""
+    """Return the highest value. If a value is NaN, return NaN."""
     return next((value for value in values if math.isnan(value)), max(values))
 
 
 def _shares(rows: Sequence[StepRow]) -> list[StepRow]:
-    """Return one row per data-parallel group, with the mean loss of its ranks.
+    """Return one row for each group of ranks with the same batch. The loss of a row is the mean over the group.
 
-    The ranks of a group have equal losses. Under context parallelism, each of them has a part of every sequence.
+    Most groups have equal losses. With context parallelism, each rank has a part of every sequence, so losses differ.
     """
     members: dict[int | None, list[StepRow]] = {}
     for index, row in enumerate(rows):
@@ -67,8 +67,8 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _loss(shares: Sequence[StepRow]) -> float:
-    """Return the loss of one step over all shares. For a training step, it is the mean over shares, as for gradients.
-    For an evaluation, it is the mean over label tokens."""
+    """Return the loss of one step. `shares` has one row per data-parallel group. For a training step, the loss is the
+    mean over groups. For an evaluation, the loss is the mean over label tokens."""
     labels = [row.label_tokens for row in shares]
     losses = [row.loss or 0.0 for row in shares]
     if shares[0].phase != "evaluate" or not all(labels):
@@ -90,10 +90,10 @@ _WITH_UNKNOWN: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
-    """Return the `ranks` section of a summary. The section is empty for one rank.
+    """Return the section `ranks` of a summary. The section is empty for a single rank.
 
-    It contains the `count` of ranks, the `lowest` and `highest` value over the ranks (of the median steady step time
-    and of memory peaks), `memory_gb` per rank, and `token_skew`.
+    `count` is the number of ranks. `spread` has the lowest and the highest value over ranks of the median step time and
+    of the memory peaks. `memory_gb` has the memory peaks of each rank. See `token_skew` for the last key.
     """
     if len(ranks) < 2:
         return {}
@@ -109,11 +109,10 @@ def spread(ranks: Sequence[Sequence[StepRow]], warmup: int) -> dict[str, Any]:
 
 
 def stages(run: RunDir, count: int) -> dict[str, Any]:
-    """Return the layers of each pipeline stage, and the `bubble`, of a run with `count` ranks. The result is empty
-    without a pipeline.
+    """Return `layers` (of each pipeline stage) and `bubble` of a run with `count` ranks. Return {} without a pipeline.
 
-    The bubble is the share of a pass in which a rank does not compute, as a mean over ranks. The time of the pass is
-    that of the slowest rank, because the last stage finishes early.
+    `bubble` is the share of a pass in which a rank does not compute, as a mean over ranks. The slowest rank defines the
+    time of the pass, because the last stage finishes early.
     """
     parts = [read_json(run.of_rank(rank).applied).get("parallel", {}) for rank in range(count)]
     if not parts or "split" not in parts[0]:
@@ -127,10 +126,10 @@ def _peak(rows: Sequence[StepRow], name: str) -> float | None:
 
 
 def token_skew(ranks: Sequence[Sequence[StepRow]], warmup: int) -> float | None:
-    """Return the share of a steady step that the mean rank waits for the rank with the most padded tokens.
+    """Return the share of a step that an average rank waits for the rank with the most padded tokens, after warm-up.
 
-    This assumes that the time of a step is proportional to its padded tokens. Step times do not show the wait, since
-    all ranks end a step together. Return None if a rank does not count tokens.
+    The time of a rank is assumed to be proportional to its padded tokens. Step times do not show the wait, because all
+    ranks end a step together. Return None if a rank does not count tokens.
     """
     tables = [{row.step: row.padded_tokens for row in rows if row.phase == "train"} for rows in ranks]
     steady = sorted(step for step in tables[0] if step is not None)[warmup:]
@@ -142,7 +141,7 @@ def token_skew(ranks: Sequence[Sequence[StepRow]], warmup: int) -> float | None:
 
 
 def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
-    """Return the rows of each rank, and warnings. There are no rows for a single process, or if a file is missing."""
+    """Return the rows of each rank, and warnings. There are no rows if a file is missing or the run has one process."""
     if not (files := rank_files(run)):
         return [], []
     count = read_json(run.spec_json).get("launch", {}).get("gpus", 1)
@@ -156,14 +155,14 @@ def read_ranks(run: RunDir) -> tuple[list[list[StepRow]], list[str]]:
 
 
 def rank_files(run: RunDir) -> list[Path]:
-    """Return the files of the ranks in rank order."""
+    """Return the existing files steps.rankN.csv in the order of the ranks."""
     present = {*run.path.glob("steps.rank*.csv")}
     named = (run.of_rank(number).steps for number in range(MAX_RANKS))
     return [path for path in named if path in present] if present else []
 
 
 def write_merged(run: RunDir) -> None:
-    """Write the merged steps.csv of a finished multi-rank run. Raise MissingError for a full disk."""
+    """Write the steps.csv of a finished run from the files of its ranks. Raise MissingError if the disk is full."""
     ranks, _ = read_ranks(run)
     _merge_nodes(run)
     if not ranks or run.steps.exists():
@@ -173,7 +172,7 @@ def write_merged(run: RunDir) -> None:
 
 
 def _merge_nodes(run: RunDir) -> None:
-    """Append the GPUs of other nodes to machine.json and delete the nodes' files."""
+    """Add the GPUs of the files machine.node*.json (other nodes) to machine.json, and delete these files."""
     for path in sorted(run.path.glob("machine.node*.json"), key=lambda path: (len(path.name), path.name)):
         machine = read_json(run.machine)
         write_json(run.machine, machine | {"gpus": [*gpus_of(machine), *gpus_of(read_json(path))]})

@@ -1,4 +1,4 @@
-"""Compute rates of the steady steps (FLOPs, completions, energy), and the rewards of pairs and completions."""
+"""Compute FLOP rates, token rates and energy of the steps after warm-up, and the rewards of dpo and grpo."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -13,9 +13,9 @@ _Shape = TypeVar("_Shape", flops.MatmulShape, flops.VisionMatmulShape)
 
 
 def of_steps(steady: Sequence[StepRow], config: dict[str, Any], dataset: dict[str, Any]) -> tuple[float, float] | None:
-    """Return the model TFLOP/s and the hardware TFLOP/s, which include recomputation and padding.
+    """Return (model TFLOP/s, hardware TFLOP/s). Only hardware TFLOP/s include recomputation and padding.
 
-    Both are None if a count is unknown. The FLOPs of generation are always unknown.
+    Return None if a count is unknown. The FLOPs of generation (grpo) are always unknown.
     """
     if config.get("generation"):
         return None
@@ -36,7 +36,7 @@ def of_steps(steady: Sequence[StepRow], config: dict[str, Any], dataset: dict[st
 
 
 def _of_images(steady: Sequence[StepRow], config: dict[str, Any], dataset: dict[str, Any]) -> tuple[float, float]:
-    """Return the FLOPs of vision encoder and projector, without and with recomputation by checkpointing."""
+    """Return the FLOPs of the vision encoder and the projector: (without recomputation, with recomputation)."""
     shape = _shape(config, "vision_shape", flops.VisionMatmulShape)
     patches = total(row.image_patches for row in steady)
     length = dataset.get("images", {}).get("patches", {}).get("weighted_mean")
@@ -49,7 +49,7 @@ def _of_images(steady: Sequence[StepRow], config: dict[str, Any], dataset: dict[
 def _computed(shape: flops.MatmulShape, row: StepRow, config: dict[str, Any]) -> float:
     """Return the hardware FLOPs of a step. A chunked loss computes the logits of label tokens only.
 
-    trl's chunked loss computes these logits twice. So did early versions of ftbench's own loss (`chunked`).
+    The chunked loss of trl and the loss `chunked` of early ftbench versions compute these logits twice.
     """
     loss = str(config.get("loss"))
     chunked = loss.startswith("chunked")
@@ -76,10 +76,10 @@ def _shape(config: dict[str, Any], key: str, kind: type[_Shape]) -> _Shape | Non
 
 
 def energy(steady: Sequence[StepRow], machine: dict[str, Any]) -> tuple[dict[str, float | None], list[str]]:
-    """Return the energy of the GPUs, without the host, and a warning if the two sources differ.
+    """Return the energy figures of the GPUs (without the host), and a list of warnings.
 
-    `joules` comes from the driver's counters. `mean_watts` is sampled and weighted by step time.
-    """
+    `joules` comes from the driver's energy counters. `mean_watts` is the mean of power samples, weighted by step time.
+    If both sources differ by more than 10 %, the list contains a warning."""
     counted = [row for row in steady if row.energy_j is not None]
     joules = sum(row.energy_j or 0.0 for row in counted) if counted else None
     samples = total(row.samples for row in counted)
@@ -101,10 +101,10 @@ def energy(steady: Sequence[StepRow], machine: dict[str, Any]) -> tuple[dict[str
 
 
 def completion_rates(steady: Sequence[StepRow]) -> tuple[dict[str, float | None], dict[str, float | None]]:
-    """Return the mean seconds of each part of a step, and two token rates.
+    """Return the mean seconds of each part of a step, and two rates in tokens/s.
 
-    `generated` is relative to the generation time. `trained` includes the prompts and is relative to the time of
-    forward, backward and optimizer.
+    `generated` is generated tokens / generation time. `trained` is real tokens (with prompts) / time of the forward
+    pass, the backward pass and the optimizer.
     """
     spent = {part: total(getattr(row, f"{part}_s") for row in steady) for part in PARTS}
     counts = {
@@ -118,7 +118,7 @@ def completion_rates(steady: Sequence[StepRow]) -> tuple[dict[str, float | None]
 
 
 def rewards(everything: Sequence[StepRow]) -> dict[str, float | None]:
-    """Return accuracy and margin of the pairs in the last step, and the rewards of the first and the last step."""
+    """Return reward accuracy and margin of the last dpo step, and the rewards of the first and the last grpo step."""
     train = [row for row in everything if row.phase == "train"]
     pairs = [row for row in train if row.reward_accuracy is not None]
     judged = [row.reward for row in train if row.reward is not None]

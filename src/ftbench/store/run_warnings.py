@@ -1,6 +1,6 @@
-"""Check whether the figures of a run are valid: warnings, finite losses and gradients, contention.
+"""Check whether the figures of a run are valid. Warn of slow steps, throttling, NaN losses and other processes.
 
-Summaries store these sentences and `ftbench verify` compares them, so a new wording needs an entry in `units.reworded`.
+Summaries store the warnings, and `ftbench verify` compares them. A new wording needs an entry in `units._WORDINGS`.
 """
 
 import math
@@ -32,7 +32,7 @@ def warnings(
     bound: dict[str, Any],
     ended_well: bool,
 ) -> list[str]:
-    """Return the warnings of a run."""
+    """Return the warnings about the speed and the GPU of a run. `warm` is the number of warm-up steps."""
     sentences = []
     steady = train[warm:]
     if ended_well and len(steady) < stats.MINIMUM_STEADY:
@@ -67,16 +67,16 @@ def warnings(
 
 
 def _named(slow: Sequence[dict[str, Any]]) -> str:
-    """Return the three slowest steps, each like `step 17 (2.1 times the median, 1 graphs compiled)`."""
+    """Describe the three slowest steps, such as `step 17 (2.1 times the median, 1 graphs compiled); step 4 (...)`."""
     words = (", ".join([f"{row['times_the_median']:.1f} times the median", *row["with"]]) for row in slow[:3])
     return "; ".join(f"step {row['step']} ({text})" for row, text in zip(slow[:3], words, strict=True))
 
 
 def drift(steady: Sequence[StepRow]) -> float | None:
-    """Return how much slower steps became, as a share. Return None for a short window.
+    """Return the relative change of the step time during the steady window: +0.05 means 5 % slower. None if unknown.
 
-    Batches differ in length. A trend only counts if it appears both in the step times and in the times per padded
-    token. The smaller trend is returned.
+    Batches differ in length. Therefore a change must appear in the step times and in the times per padded token. The
+    smaller of the two changes is returned.
     """
     raw = stats.drift([row.step_time_s or 0.0 for row in steady])
     per_position = stats.drift(_per_position(steady))
@@ -88,8 +88,8 @@ def drift(steady: Sequence[StepRow]) -> float | None:
 def outliers(steady: Sequence[StepRow]) -> list[dict[str, Any]]:
     """Return the steady steps that took much longer than the others, both in total and per padded token.
 
-    The slowest step comes first. Each has the keys `step`, `step_time_s`, `times_the_median`, and `with`, which are the
-    other unusual values of the step.
+    The slowest step comes first. The keys are `step`, `step_time_s`, `times_the_median`, and `with` for other unusual
+    values of the step.
     """
     times, rates = [row.step_time_s or 0.0 for row in steady], _per_position(steady)
     if len(steady) < stats.MINIMUM_STEADY:
@@ -112,7 +112,7 @@ def _limit(values: Sequence[float]) -> float:
 
 
 def _signs(row: StepRow, middle: float, waits: float) -> list[str]:
-    """Return the unusual values of a slow step."""
+    """Return phrases that may explain a slow step, such as `throttling by heat`."""
     signs = {
         f"{row.recompiles} graphs compiled": row.recompiles,
         f"{row.allocator_retries} flushes of the allocator's cache": row.allocator_retries,
@@ -127,9 +127,9 @@ def _per_position(steady: Sequence[StepRow]) -> list[float]:
 
 
 def wall_gap(everything: Sequence[StepRow], train: Sequence[StepRow], warm: int) -> float | None:
-    """Return by what share the steps' device time exceeds the wall clock. Return None for a short window.
+    """Return device time / wall time - 1 of the steady steps. Return None for a short window.
 
-    The host clock is independent of the device events. Evaluations in the window are subtracted.
+    The wall time comes from the host clock, which is independent of device events. Evaluations are subtracted.
     """
     if warm < 1 or len(train) - warm < stats.MINIMUM_STEADY:
         return None
@@ -156,12 +156,12 @@ def learning(rows: Sequence[StepRow], loss_scaled: bool) -> dict[str, Any]:
     """Check that losses and gradient norms are finite.
 
     Args:
-        rows: The rows of a run.
-        loss_scaled: Whether the loss is scaled (fp16). The trainer then skips steps with an infinite gradient norm.
+        rows: Rows of steps.csv.
+        loss_scaled: Whether the loss is scaled (fp16). A trainer with loss scaling skips steps with infinite gradients.
 
     Returns:
-        `state` (`ok` or `not finite`), `first_step` and `count` of the rows that are not finite. Empty without a loss.
-    """
+        `state` (`ok` or `not finite`), `first_step` and `count` of the steps with NaN or infinity. Empty without a
+        loss."""
     if not any(row.loss is not None for row in rows):
         return {}
     broken = [row for row in rows if not finite(row.loss) or not (loss_scaled or finite(row.grad_norm))]
@@ -175,7 +175,7 @@ def finite(value: float | None) -> bool:
 
 
 def learning_warnings(rows: Sequence[StepRow], loss_scaled: bool) -> list[str]:
-    """Return a warning for the loss and one for the gradient norm, if they are not finite."""
+    """Return one warning if the loss is NaN or infinite, and one if the gradient norm is NaN or infinite."""
     columns = {"loss": "the loss"} | ({} if loss_scaled else {"grad_norm": "the gradient norm"})
     broken = {text: [row.step for row in rows if not finite(getattr(row, name))] for name, text in columns.items()}
     return [reworded(f"{text} is not a number in {len(steps)} steps, first in step {steps[0]}")
@@ -183,7 +183,7 @@ def learning_warnings(rows: Sequence[StepRow], loss_scaled: bool) -> list[str]:
 
 
 def not_finite_reason(learned: dict[str, Any], sentences: Sequence[str]) -> str:
-    """Return why a run with the state `not finite` failed and how to fix it. `sentences` are its warnings."""
+    """Explain the state `not finite` of a run, and how to fix the problem. `sentences` are the warnings of the run."""
     said = next((text for text in sentences if " is not a number in " in text), "an evaluation's loss is not a number")
     if (learned["first_step"] or 0) <= 1:
         return f"{said}: see whether the model's weights are numbers (get them again), and train in bf16 or fp32"
@@ -191,11 +191,11 @@ def not_finite_reason(learned: dict[str, Any], sentences: Sequence[str]) -> str:
 
 
 def diverged(summary: dict[str, Any], with_nan: bool) -> str:
-    """Return which numbers of a run became NaN or infinite, or an empty string.
+    """Return a sentence about NaN or infinite losses or gradient norms, or an empty string.
 
     Args:
-        summary: Its summary. Older summaries contain only a warning.
-        with_nan: Whether its steps.csv contains NaN. Its summary was then computed again.
+        summary: Summary of the run. Older summaries contain only a warning.
+        with_nan: Whether steps.csv contains NaN. In this case, the summary was computed again.
     """
     starts = ("the loss is not a number", *(["steps.csv: line"] if with_nan else []))
     warned = [str(text) for text in summary["warnings"] if text.startswith(starts)]
@@ -207,10 +207,10 @@ def diverged(summary: dict[str, Any], with_nan: bool) -> str:
 
 
 def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return the shares of the steady window that other processes used, and a warning if a share is too large.
+    """Return how much of the CPUs and of the GPU other processes used, and a warning if a share is too large.
 
-    The shares are `host_cpu_by_others` and `gpu_by_others` (None if unknown). `contended` is true if one is above its
-    limit. The result is empty if both are unknown.
+    `host_cpu_by_others` and `gpu_by_others` are shares of the time after warm-up (None if unknown). `contended` is true
+    if a share is above its limit. If both shares are unknown, the dict is empty.
     """
     limits = {"host_cpu_by_others": HOST_SHARE_BESIDE_GPU if on_gpu else HOST_SHARE, "gpu_by_others": GPU_SHARE}
     shares = {name: _over_time(steady, name) for name in limits}
@@ -225,7 +225,7 @@ def contention(steady: Sequence[StepRow], on_gpu: bool) -> tuple[dict[str, Any],
 
 
 def _over_time(rows: Sequence[StepRow], name: str) -> float | None:
-    """Return the mean of a column, weighted by step time, over the steps that have a value."""
+    """Return the mean of a column, weighted by step time. Steps without a value are ignored."""
     known = [(row.step_time_s or 0.0, value) for row in rows if (value := getattr(row, name)) is not None]
     seconds = sum(time for time, _ in known)
     return sum(time * value for time, value in known) / seconds if seconds else None

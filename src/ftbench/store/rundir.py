@@ -1,7 +1,7 @@
-"""The directory of a run: its paths, its files in JSON, and its state.
+"""The directory of a run: paths, JSON files and state.
 
-These files are the interface between parent and worker, between machines and between versions. A JSON file is replaced
-atomically. steps.csv (`steps.py`) is append-only.
+The files are the interface between parent and worker, between machines, and between versions of ftbench. JSON files are
+replaced atomically. Rows are only appended to steps.csv (see `steps.py`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _RESERVE_BYTES = 64 * 1024  # freed when the disk is full, so that the last stat
 
 
 class _File:
-    """A path in a run directory. Files that each rank writes have its number in their names.
+    """A file in a run directory. If a rank writes the file, its name contains the rank: `steps.rank1.csv`.
 
-    With `ranks=True`, the run's file is merged from the files of all ranks. With `ranks="first"`, rank 0 writes the
-    run's file.
+    With `ranks=True`, all ranks write such a file, and these files are merged later. With `ranks="first"`, the file of
+    rank 0 is used for the run and has no rank in its name.
     """
 
     def __init__(self, name: str, ranks: bool | str = False) -> None:
@@ -55,7 +55,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """The paths of a run, or of one of its ranks."""
+    """The paths of the files of a run. If `rank` is set, these are the files of this rank."""
 
     path: Path
     rank: int | None = None
@@ -85,12 +85,12 @@ class RunDir:
         return self.path / "profile" / f"rank{self.rank}" if self.rank else self.path / "profile"
 
     def of_rank(self, rank: int) -> RunDir:
-        """Return the paths of one rank."""
+        """Return the paths of the files of one rank."""
         return RunDir(self.path, rank)
 
 
 def create(out: Path, experiment: str, slug: str) -> RunDir:
-    """Create the directory `out/experiment/slug-rN` with the first free N and the state `running`."""
+    """Create the run directory `out/experiment/slug-rN` with the lowest free number N and the state `running`."""
     parent = out / experiment
     with writing(parent):
         parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ def create(out: Path, experiment: str, slug: str) -> RunDir:
 
 
 def create_at(path: Path) -> RunDir:
-    """Create a directory with the state `running`. Raise FileExistsError, or MissingError for a full disk."""
+    """Create a run directory with the state `running`. Raise FileExistsError, or MissingError if the disk is full."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.mkdir()
@@ -116,7 +116,7 @@ def create_at(path: Path) -> RunDir:
 
 
 def archive(run: RunDir, destination: RunDir | None = None) -> RunDir:
-    """Move a run into `.superseded/` next to it, or next to `destination`. Return the moved run."""
+    """Move a run into the folder `.superseded` next to this run (or next to `destination`). Return the moved run."""
     with writing(run.path):
         folder = (destination or run).path.parent / ARCHIVED
         folder.mkdir(exist_ok=True)
@@ -128,12 +128,12 @@ def archive(run: RunDir, destination: RunDir | None = None) -> RunDir:
 
 
 def write_json(path: Path, data: Any, indent: int | None = 1) -> None:
-    """Replace `path` with a JSON document, as `write_text` does."""
+    """Write a JSON document to `path`. The old file is replaced atomically (see `write_text`)."""
     write_text(path, json.dumps(data, ensure_ascii=False, indent=indent, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` atomically, after the text is on the disk. Raise MissingError if it cannot be written."""
+    """Write a temporary file to the disk, then rename it to `path` (atomic). Raise MissingError if writing fails."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         try:
@@ -158,7 +158,7 @@ def _write_through(path: Path, text: str) -> None:
 
 
 def open_plain_file(path: Path, most: int) -> BufferedReader:
-    """Open a regular file of at most `most` bytes. Raise ValueError for any other file, OSError if it fails to open."""
+    """Open a regular file of up to `most` bytes. Raise ValueError for other files, and OSError if opening fails."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for a writer
     status = os.fstat(handle)
     if stat.S_ISREG(status.st_mode) and status.st_size <= most:
@@ -168,13 +168,13 @@ def open_plain_file(path: Path, most: int) -> BufferedReader:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a JSON file. Raise the errors of `open_plain_file`."""
+    """Return the bytes of a JSON file. Raise ValueError for other kinds of files, and OSError if reading fails."""
     with open_plain_file(path, MOST_JSON_BYTES) as file:
         return file.read()
 
 
 def read_document(path: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the object in a JSON file, and the file's problem or None. A missing file gives an empty object."""
+    """Return the object in a JSON file and None, or {} and an error message. For a missing file, return {} and None."""
     try:
         return parse_document(read_bytes(path), path), None
     except FileNotFoundError:
@@ -186,7 +186,7 @@ def read_document(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def parse_document(data: bytes, path: Path) -> dict[str, Any]:
-    """Return the object of a JSON text. Raise ValueError if it does not fit the model of files of this name."""
+    """Parse a JSON object. Raise ValueError if the object does not fit the schema of files with the name of `path`."""
     try:
         document = json.loads(data)
     except json.JSONDecodeError as error:
@@ -198,24 +198,24 @@ def parse_document(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Return an empty object if `read_document` reports a problem."""
+    """Return the object in a JSON file. Return an empty object if the file is missing or invalid."""
     return read_document(path)[0]
 
 
 def gpus_of(machine: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the GPUs of a machine.json. Older files have a single `gpu`."""
+    """Return the GPUs in a machine.json. Older files have one GPU under the key `gpu`."""
     gpus = machine["gpus"] if "gpus" in machine else [machine.get("gpu")]
     return [gpu for gpu in gpus or [] if gpu]
 
 
 def first_gpu(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the first GPU of a machine.json, or an empty object."""
+    """Return the first GPU in a machine.json, or an empty object."""
     return next(iter(gpus_of(machine)), {})
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise MissingError if the block cannot write at `path`."""
+    """Run a block that writes to `path`. If the block raises OSError, raise MissingError with a solution."""
     try:
         yield
     except OSError as error:
@@ -223,7 +223,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def disk_error(path: Path, error: OSError) -> MissingError:
-    """Return the error for a path that cannot be written."""
+    """Convert the OSError of a failed write to a MissingError with a solution."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MissingError(f"{path}: no space left on the disk; free some, or write elsewhere")
     if error.errno == errno.ENOENT and not path.exists():
@@ -232,19 +232,19 @@ def disk_error(path: Path, error: OSError) -> MissingError:
 
 
 def running() -> dict[str, Any]:
-    """Return the state of a run that this process starts, with the process as its owner."""
+    """Return the content of a state.json with the state `running` and this process as the owner."""
     owner = processes.this_process()
     return {"schema": SCHEMA, "state": "running", "started_at": now(), "owner": owner}
 
 
 def read_state(run: RunDir) -> dict[str, Any]:
-    """Return the state of a run like `state_of`, with the reason if state.json cannot be read."""
+    """Return the state of a run (see `state_of`). If state.json is unreadable, the state is `error` with a reason."""
     state, problem = read_document(run.state)
     return state_of(state) if problem is None else {"state": "error", "reason": problem}
 
 
 def state_of(document: dict[str, Any]) -> dict[str, Any]:
-    """Return the state in a state.json. A `running` run is `interrupted` if its owner process is dead."""
+    """Return the content of a state.json. If the process of a `running` run is dead, the state is `interrupted`."""
     if document.get("state") not in STATES:
         return {"state": "error", "reason": "state.json is missing or has an unknown state"}
     if document["state"] == "running" and not processes.alive(document.get("owner", {})):
@@ -254,19 +254,19 @@ def state_of(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def now() -> str:
-    """Return the time in UTC, to the second."""
+    """Return the current time in UTC, such as `2026-01-31T12:00:00Z`."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def modified(path: Path) -> float:
-    """Return the time when a file last changed. Return 0 for a deleted file."""
+    """Return the modification time of a file in seconds since 1970. Return 0 for a missing file."""
     with suppress(OSError):
         return path.stat().st_mtime
     return 0.0
 
 
 def find_runs(path: Path) -> list[RunDir]:
-    """Return the run directories (with a state.json) at or below `path`, and folders that cannot be opened."""
+    """Return the run directories (with a state.json) at or below `path`. Folders without read permission come last."""
     runs: list[RunDir] = []
     unreadable: list[RunDir] = []
     seen = {str(parent) for parent in Path(os.path.realpath(path)).parents}  # a link to a parent is not followed
@@ -288,8 +288,8 @@ def find_runs(path: Path) -> list[RunDir]:
 
 
 def require_runs(path: Path, unpacked: Path | None = None) -> list[RunDir]:
-    """Return the runs at `path`. If `path` is a bundle, return its runs in the folder `unpacked`. Raise SpecError if
-    there is no run."""
+    """Return the runs at or below `path`. If `path` is a bundle, `unpacked` is the folder with its files. Raise
+    SpecError if there are no runs."""
     if not os.path.exists(path):  # also False for a name that is too long
         raise SpecError(f"{path}: no such file or folder; name the folder of `--out`, results by default")
     if not (runs := find_runs(unpacked or path)):

@@ -1,7 +1,7 @@
 """Write and read steps.csv.
 
-The file grows by complete lines. A reader skips a damaged line with a warning. An empty field is None. NaN and
-infinity are kept: they show that a training diverged.
+Only complete lines are appended. Readers skip a damaged line with a warning. An empty field becomes None. NaN and
+infinity are kept, because they show that training diverged.
 """
 
 import csv
@@ -18,7 +18,7 @@ _NAN = re.compile(rb"(?im),[+-]?(?:nan|inf(?:inity)?)(?:,|\r?$)")
 
 
 class StepsWriter:
-    """Appends complete lines to a steps.csv. Each batch of rows is one write."""
+    """Appends rows to a steps.csv. The rows of one call are written together."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -47,7 +47,7 @@ class StepsTail:
         self._path, self._offset, self._header = path, 0, ""
 
     def read(self) -> list[rows.StepRow]:
-        """Return the undamaged rows that were completed since the last call."""
+        """Return the valid rows that were completed since the last call."""
         with suppress(OSError, ValueError), open_plain_file(self._path, MOST_CSV_BYTES) as file:
             file.seek(self._offset)
             return self._rows_of(file.read())
@@ -63,9 +63,9 @@ class StepsTail:
 
 
 def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
-    """Return the rows of a steps.csv and warnings about damaged lines.
+    """Return the rows of a steps.csv, and warnings about damaged lines.
 
-    A missing file gives an empty list. An incomplete last line (after a kill or a full disk) is dropped.
+    A missing file gives an empty list. An incomplete last line (after a kill or with a full disk) is left out.
     """
     text, unread = _text(path)
     if unread:
@@ -76,14 +76,14 @@ def read_steps(path: Path) -> tuple[list[rows.StepRow], list[str]]:
 
 
 def has_nan(path: Path) -> bool:
-    """Return whether a field of a steps.csv is NaN or infinite. Return False for a file that cannot be read."""
+    """Return whether a steps.csv contains NaN or infinity. Return False for a file that cannot be read."""
     with suppress(OSError, ValueError), open_plain_file(path, MOST_CSV_BYTES) as file:
         return bool(_NAN.search(file.read()))
     return False
 
 
 def _text(path: Path) -> tuple[str, str | None]:
-    """Return the text of a file, and the problem if it cannot be read. A missing file is empty."""
+    """Return the text of a file, and an error message or None. The text of a missing file is empty."""
     try:
         with open_plain_file(path, MOST_CSV_BYTES) as file:
             return file.read().decode("utf-8", errors="replace"), None
@@ -94,10 +94,10 @@ def _text(path: Path) -> tuple[str, str | None]:
 
 
 def read_columns(path: Path, names: Sequence[str]) -> dict[str, list[float | None]]:
-    """Return columns of the training rows of a steps.csv, faster than `read_steps`.
+    """Return {column name: values} for the training rows of a steps.csv. This is faster than `read_steps`.
 
-    Empty fields and missing columns are None. Damaged rows and rows without a step number are skipped. The result is
-    empty without rows.
+    Empty fields and missing columns give None. Damaged rows and rows without a step number are skipped. Without any
+    rows, the dict is empty.
     """
     head, *lines = _text(path)[0].replace("\r\n", "\n").split("\n")[:-1] or [""]
     header = head.split(",")

@@ -1,6 +1,6 @@
 """Compute summary.json from steps.csv and the other files of a run.
 
-The parent process computes the summary, so a killed run also has one. Anyone can compute it again.
+The parent process computes the summary, so killed runs also have a summary. Anyone can recompute a summary.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ PROFILED = "profiled: no speed is taken from this run, its steps were recorded (
 
 
 def read_summary(run: RunDir) -> dict[str, Any]:
-    """Return the stored summary of a run, or compute it if it is missing, outdated or from another schema.
+    """Return the stored summary of a run. If it is missing, outdated or has another schema, compute a new summary.
 
-    A run with NaN or infinite numbers has the state `not finite`. If a file of the run cannot be read, the summary has
-    the state `error` and the reason.
+    If losses or gradient norms are NaN or infinite, the state is `not finite`. If a file of the run cannot be read, the
+    state is `error` and the summary contains the reason.
     """
     documents, problem = read_documents(run)
     if problem:
@@ -40,7 +40,7 @@ def read_summary(run: RunDir) -> dict[str, Any]:
 
 
 def _judged(run: RunDir, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return a summary with the state `not finite` if a number of the run became NaN or infinite."""
+    """Return a summary. If a loss or gradient norm is NaN or infinite, set the state to `not finite` first."""
     if summary["state"] != "ok":
         return summary
     with_nan = has_nan(run.steps) and summary.get("learning", {}).get("state") != rundir.NOT_FINITE
@@ -49,7 +49,7 @@ def _judged(run: RunDir, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_documents(run: RunDir) -> tuple[dict[str, dict[str, Any]], str | None]:
-    """Return the JSON documents of a run by their names in `RunDir`, and the first problem with its files."""
+    """Return the JSON files of a run as {name in `RunDir`: content}, and a message about the first unreadable file."""
     documents, problems = {}, []
     for name in ("state", "spec_json", "machine", "applied", "phases", "summary"):
         documents[name], problem = rundir.read_document(getattr(run, name))
@@ -64,7 +64,7 @@ def read_documents(run: RunDir) -> tuple[dict[str, dict[str, Any]], str | None]:
 
 
 def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
-    """Compute the summary of a run from its files. `state` is the content of a state.json that is not written yet."""
+    """Compute the summary of a run from its files. `state` is used instead of the content of state.json."""
     documents, _ = read_documents(run)
     spec, config, machine = documents["spec_json"], documents["applied"], documents["machine"]
     state = state or state_of(documents["state"])
@@ -108,7 +108,7 @@ def summarise(run: RunDir, state: dict[str, Any] | None = None) -> RunSummary:
 
 
 def _described(run: RunDir, documents: dict[str, dict[str, Any]], state: dict[str, Any]) -> RunSummary:
-    """Return a summary with the description of the run and without figures."""
+    """Return a summary with the names and settings of the run, but without figures."""
     spec, config = documents["spec_json"], documents["applied"]
     model, train = spec.get("model", {}), spec.get("train", {})
     shared = [SHARED] if spec.get("measure", {}).get("share_gpu") else []
@@ -135,7 +135,7 @@ def _learning(summary: RunSummary, everything: Sequence[StepRow], spec: dict[str
 def _first_steps(summary: RunSummary, train: Sequence[StepRow], warm: int) -> None:
     """Set the times of the first step and of the warm-up, if these steps were recorded one by one.
 
-    An imported log may start after step 1 or have one line for several steps.
+    In an imported log, the first steps may be missing, or one line may stand for several steps.
     """
     if train and train[0].step == 1:
         summary.first_step_s = train[0].step_time_s
@@ -144,7 +144,7 @@ def _first_steps(summary: RunSummary, train: Sequence[StepRow], warm: int) -> No
 
 
 def profiled(spec: dict[str, Any]) -> bool:
-    """Return whether a run is profiled. The times of a profiled run are not valid."""
+    """Return whether the spec of a run turns on the profiler. The step times of a profiled run are not valid."""
     return bool(spec.get("measure", {}).get("profile", "off") != "off")
 
 
@@ -183,15 +183,15 @@ def _speed(summary: RunSummary, steady: Sequence[StepRow]) -> None:
 
 
 def _rate(counts: Sequence[int | None], window: float) -> float | None:
-    """Return the sum of the counts divided by the seconds of the window. Return None if a count is unknown."""
+    """Return sum(counts) / window, where the window is in seconds. Return None if a count is unknown."""
     return None if None in counts else total(counts) / window
 
 
 def _flops(summary: RunSummary, steady: Sequence[StepRow], documents: dict[str, dict[str, Any]]) -> None:
-    """Set model TFLOP/s, MFU, HFU and the bottleneck.
+    """Set model TFLOP/s, MFU, HFU and the bottleneck of `summary`.
 
-    A utilization above 100 % means that a count or a table is wrong. It becomes a warning and the field stays empty.
-    """
+    A utilization above 100 % means that a count or a table is wrong. The field then stays empty, and a warning is
+    added."""
     config, machine = documents["applied"], documents["machine"]
     tflops = rates.of_steps(steady, config, summary.dataset)
     precision = config.get("product_precision", "")
@@ -233,7 +233,7 @@ def _memory(
 ) -> dict[str, Any]:
     """Return the memory peaks of a run and the phase with the highest allocated peak.
 
-    The `generate` phase is not part of training. Its peaks are in phases.json only.
+    The phase `generate` is not part of training. The memory peaks of `generate` are only in phases.json.
     """
     phases = [phase for phase in phases if phase["name"] != "generate"]
     names = ["first_step", *["warmup"] * (max(warm, 1) - 1), *["steady"] * len(train)]
@@ -260,10 +260,10 @@ def _memory(
 def _phases(
     phases: Sequence[dict[str, Any]], train: Sequence[StepRow], warm: int, state: dict[str, Any]
 ) -> dict[str, float]:
-    """Return the seconds of each phase. Phases are disjoint and add up to the wall time.
+    """Return the seconds of each phase. Phases do not overlap, and their sum is the wall time (`total`).
 
-    Training is split by its steps. A phase without an end lasts until the process was killed.
-    """
+    The phase `train` is split into first step, warm-up, steady steps and the rest. A phase without an end counts until
+    the process was killed."""
     seconds: dict[str, float] = {}
     for phase in phases:
         if (end := phase.get("end_s", state.get("wall_s"))) is not None:

@@ -1,4 +1,4 @@
-"""`ftbench verify`: compare the files of a bundle with its hashes, and its figures with the steps."""
+"""`ftbench verify`: check the hashes of a bundle's files, and compare its figures with new ones from steps.csv."""
 
 import json
 import math
@@ -21,7 +21,7 @@ TOLERANCE = 1e-9
 
 @dataclass(slots=True)
 class Verdict:
-    """The result of a check. `problems` are reasons to distrust the bundle, `unchecked` are runs not compared."""
+    """The result of checking a bundle. `problems` are reasons for distrust. `unchecked` lists runs without a check."""
 
     runs: int = 0
     files: int = 0
@@ -31,7 +31,7 @@ class Verdict:
 
 
 def verify(path: Path) -> Verdict:
-    """Check each hash of a bundle, and each summary against its steps.
+    """Check the hash of each file in a bundle, and compare each summary with the steps of its run.
 
     Raises:
         SpecError: The file is not a bundle.
@@ -48,7 +48,7 @@ def verify(path: Path) -> Verdict:
 
 
 def as_text(verdict: Verdict, path: Path) -> str:
-    """Return a line per problem and per run that was not compared, and a summary."""
+    """Return one line per problem, one line per run that was not compared, and a last line with the totals."""
     count = len(verdict.problems)
     agree = f"{count} {'does' if count == 1 else 'do'} not agree" if count else "every hash and every figure agrees"
     if verdict.unchecked:
@@ -85,7 +85,7 @@ _ABSENT = object()
 
 
 def _leaves(written: Any, computed: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield the dotted key of each leaf, with its written and its computed value."""
+    """Yield (dotted key, stored value, computed value) for each figure of a summary."""
     if isinstance(written, dict) and isinstance(computed, dict):
         for name in {**written, **computed}:
             yield from _leaves(written.get(name, _ABSENT), computed.get(name, _ABSENT), f"{key}.{name}".lstrip("."))
@@ -97,7 +97,7 @@ def _leaves(written: Any, computed: Any, key: str = "") -> Iterator[tuple[str, A
 
 
 def _missing_from(sentences: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return the `others` that are missing from `sentences`. Both are compared in today's wording."""
+    """Return the texts of `others` that `sentences` does not contain. All texts are compared in the current wording."""
     known = set(map(reworded, sentences))
     return [text for text in others if reworded(text) not in known]
 

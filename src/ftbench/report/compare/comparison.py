@@ -51,9 +51,9 @@ NOTE = (
 
 
 def section(comparison: Comparison) -> Section:
-    """Return the section: a row and a flat record per cell, each baseline before its candidates.
+    """Return the section with one row and one record per cell. A baseline comes before the cells compared with it.
 
-    Shared values are in the title, the differences of each pair in numbered notes.
+    Equal values are in the title. Numbered notes list the differences between a cell and its baseline.
     """
     keys, pairs = _columns(comparison), {id(pair.cell): pair for pair in comparison.pairs}
     rows = [
@@ -95,7 +95,7 @@ _CONTEXT = ("model.id", "model.weights", "gpu", "data", "method.name", OPTIMIZAT
 
 
 def _columns(comparison: Comparison) -> list[str]:
-    """Return the facts that vary and need a column. The axis has its own column."""
+    """Return the keys that vary between cells and need a column. The compared key has a separate column."""
     first = [cell.runs[0] for cell in comparison.cells]
     labels = {
         "model": [cell.facts.get("model.id", "") for cell in comparison.cells],
@@ -114,7 +114,7 @@ def _varies(comparison: Comparison, key: str) -> bool:
 
 
 def _of_axis(comparison: Comparison, key: str) -> bool:
-    """Return whether the axis determines a key of the same section. For example, a method determines its options."""
+    """Return whether the compared key determines `key`. For example, the method determines its options."""
     section, own = key.partition(".")[0], comparison.axis.partition(".")[0]
     if section != ("method" if own == RECIPE else own):
         return False
@@ -136,7 +136,7 @@ def _fact(key: str, cell: Cell) -> str:
 
 
 def _ordered(comparison: Comparison) -> Iterator[Cell]:
-    """Yield each baseline followed by its candidates in axis order, and the unpaired cells at the end."""
+    """Yield each baseline, followed by the cells that are compared with it. Cells without a baseline come last."""
     rank = {value: i for i, value in enumerate(in_order(map(comparison.value, comparison.cells)))}
     candidates = grouped_by(comparison.pairs, lambda pair: id(pair.baseline) if pair.baseline else 0)
 
@@ -158,7 +158,7 @@ def _runs(cell: Cell) -> str:
 
 
 def _also(pair: Pair | None, numbers: Mapping[int, Sequence[str]]) -> str:
-    """Return `nothing`, or the numbers of the notes with the differences."""
+    """Return the text of the column `also differs`: the numbers of notes, such as `(1, 3)`, or `nothing`."""
     if pair is None:
         return "baseline"
     listed = f"({', '.join(numbers[id(pair)])})" if id(pair) in numbers else ""
@@ -174,7 +174,7 @@ def _states(cells: Iterable[Cell]) -> list[str]:
 
 
 def _peak(cell: Cell, pair: Pair | None) -> str:
-    """Return the peak and its change: `15.8 (-79.6 %)`."""
+    """Return the memory peak in GiB and its relative change: `15.8 (-79.6 %)`."""
     peak, changed = units.gibibytes(cell.figure(PEAK)), pair.memory if pair else None
     if changed and changed.low is not None and changed.high is not None and changed.high - changed.low < _EXACT:
         changed = Ratio(changed.value)  # the repeats agree in all digits that the table shows
@@ -193,7 +193,7 @@ _FIGURES: dict[str, Callable[[Cell, Pair | None], str]] = {
 
 
 def _absolute(cell: Cell) -> str:
-    """Return the speed of a baseline."""
+    """Return the speed of a baseline as text: `5,123 tokens/s`."""
     rate = cell.figure(TOKENS)
     return "" if rate is None else f"{units.rate(rate)} tokens/s"
 
@@ -214,7 +214,7 @@ def _notes(comparison: Comparison, cells: Sequence[Cell], lists: Iterable[str]) 
 
 
 def _libraries(by_framework: Mapping[str, Cell]) -> Iterator[str]:
-    """Yield the library versions of each framework. They are not listed as differences."""
+    """Yield a note with the library versions of each framework, because the lists of differences omit them."""
     versions = {name: [cell.facts.get(f"versions.{name}") for cell in by_framework.values()] for name in LIBRARIES}
     own = [name for name, each in versions.items() if len(set(each)) > 1]
     had = {framework: ", ".join(f"{name} {version}" for name in own if (version := cell.facts.get(f"versions.{name}")))
@@ -229,7 +229,7 @@ def _libraries(by_framework: Mapping[str, Cell]) -> Iterator[str]:
 
 
 def _record(comparison: Comparison, cell: Cell, pair: Pair | None, keys: Sequence[str]) -> dict[str, Any]:
-    """Return a cell as a flat record (None is unknown)."""
+    """Return a row of the comparison as a flat record. Unknown values are None."""
     before = pair.baseline if pair else None
     record: dict[str, Any] = {
         "axis": comparison.axis, "value": comparison.value(cell), "baseline": comparison.baseline, "name": cell.name,

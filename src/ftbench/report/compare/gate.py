@@ -20,7 +20,7 @@ _SIDE = "runs"  # the axis: earlier or new
 
 
 def limit_of(text: str) -> float:
-    """Return 0.05 for `5%`, `5 %` or `0.05`. Raise SpecError for anything else."""
+    """Convert a share such as `5%`, `5 %` or `0.05` to a number. Raise SpecError for other text."""
     number, percent = text.strip().removesuffix("%").strip(), text.strip().endswith("%")
     try:
         limit = float(number) / (100 if percent else 1)
@@ -32,11 +32,11 @@ def limit_of(text: str) -> float:
 
 
 def gate(new: Sequence[Record], old: Sequence[Record], limit: float) -> tuple[Section, dict[str, str]]:
-    """Pair the cells of both sides by spec and GPU, and return their comparison and the regressions by run ids.
+    """Compare new and old runs of the same spec and GPU. Return a section, and the regressions as {run ids: reasons}.
 
-    A cell regresses if its rate falls by more than `limit` and by more than the noise. It also regresses if its peak
-    memory rises by more than `limit`, or if a run now fails. With fewer than six steady steps, the noise is unknown, so
-    only `limit` is used.
+    It is a regression if the speed falls by more than `limit` and more than noise. Higher peak memory (by more than
+    `limit`) and newly failing runs are regressions too. With fewer than six steady steps, noise is unknown, so only
+    `limit` is used.
 
     Raises:
         SpecError: the two sides have no spec and GPU in common.
@@ -70,7 +70,7 @@ def _ids(cell: Cell) -> str:
 
 
 def _nearest(cell: Cell, candidates: Sequence[Cell]) -> Cell:
-    """Return the candidate whose tokens, power limit and card agree best with those of `cell`."""
+    """Return the candidate that agrees best with `cell`: first in tokens, then in power limit, then in card."""
     keys = (DATA, LIMIT, CARD)
     return max(candidates, key=lambda other: [other.facts.get(key) == cell.facts.get(key) for key in keys])
 

@@ -1,4 +1,4 @@
-"""Pair each cell with its baseline cell: ratios and differences."""
+"""Compare each cell (repeated runs of one spec) with its baseline: ratios and differences."""
 
 import math
 import os
@@ -19,10 +19,10 @@ from ftbench.store.steps import read_columns
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Noise between runs: for each figure, the standard deviation of its logarithm between repeats.
+    """Noise between repeated runs: the standard deviation of log(value) for each figure.
 
-    `comparisons` is the number of comparisons for the Bonferroni correction. `sittings` means that the spread between
-    sittings is added to ratios of single runs and to ratios of runs from different sittings.
+    `comparisons` is the number of comparisons for the Bonferroni correction. If `sittings` is true, intervals include
+    the spread between sittings. A sitting is a group of runs on one card on one day.
     """
 
     spread: Mapping[str, float] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Noise:
 
 
 def noise_of(cells: Iterable[Cell], comparisons: int = 1, *, sittings: bool = True) -> Noise:
-    """Return the noise between the repeats of these cells."""
+    """Estimate the noise from the repeated runs of these cells."""
     cells = list(cells)
     spread = {name: core.spread_between(cell.values(name) for cell in cells) for name in (TOKENS, SAMPLES, ENERGY)}
     return Noise(spread, comparisons, sittings)
@@ -39,11 +39,11 @@ def noise_of(cells: Iterable[Cell], comparisons: int = 1, *, sittings: bool = Tr
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A cell and its baseline.
+    """A cell, its baseline, and the comparison of both.
 
-    A ratio divides the cell's figure by the baseline's figure. It is None if a figure is unknown. `first_step` maps
-    the state of the compiler's cache to a ratio. `differences` are the facts in which the two recipes differ. `reason`
-    explains why a pair or ratio is missing or weak.
+    A ratio is the cell's figure / the baseline's figure, or None if a figure is unknown. `first_step` has one ratio for
+    each state of the compiler's cache. `differences` has the settings and machine facts that differ. `reason` explains
+    a missing or weak comparison.
     """
 
     cell: Cell
@@ -58,16 +58,16 @@ class Pair:
 
     @property
     def iso(self) -> bool:
-        """Whether both cells are the same recipe except for the compared axis."""
+        """Whether the two cells differ only in the compared key."""
         return self.baseline is not None and not self.differences
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A comparison along one axis.
+    """A comparison of cells (repeated runs of one spec) by one key.
 
-    `axis` is a key, `baseline` its baseline value, `cells` all cells in table order. `pairs` has one entry per cell
-    outside the baseline.
+    `axis` is this key, and `baseline` is its baseline value. `cells` has all cells in table order. `pairs` has one
+    entry per cell that is not a baseline.
     """
 
     axis: str
@@ -82,11 +82,11 @@ class Comparison:
 def compare(
     runs: Sequence[Run], axis: str, baseline: str | None = None, *, one_sitting: bool = False
 ) -> Comparison:  # fmt: skip
-    """Compare runs along an axis: a short name (`gpu`, `method`, …), a spec key, or a fact of the machine.
+    """Compare runs by a key: a short name (`gpu`, `method`, …), a spec key, or a fact about the machine.
 
-    `baseline` is the baseline value, by default the plainest or the most frequent one. With `one_sitting`, intervals
-    are corrected for the number of comparisons, because 1 of 20 uncorrected ones would differ by chance. Raise
-    SpecError if the axis or the baseline does not exist.
+    `baseline` is the baseline value, by default the plainest or most frequent value. With `one_sitting`, intervals are
+    corrected for the number of comparisons. Without this correction, 1 of 20 intervals shows a difference by chance.
+    Raise SpecError if the key or the baseline does not exist.
     """
     from ftbench.report.compare.partners import along, baseline_value, partners
 
@@ -99,7 +99,7 @@ def compare(
 
 
 def pair_of(axis: str, cell: Cell, baseline: Cell | None, reason: str = "", noise: Noise | None = None) -> Pair:
-    """Return the pair of two cells with its ratios and differences."""
+    """Compare a cell with its baseline. Return the ratios and differences as a Pair."""
     if baseline is None:
         return Pair(cell, None, reason=reason)
     facts = core.differences(baseline.facts, cell.facts, lambda key: implied(axis, baseline.facts, cell.facts, key))
@@ -126,10 +126,10 @@ _RECENT = ("applied.trained_dtype", "applied.weights_dtype", "applied.loss_norma
 
 
 def _of_recipe(fact: Difference, baseline: Cell, cell: Cell) -> bool:
-    """Return whether a difference belongs to the recipe.
+    """Return whether a difference is part of the recipe.
 
-    A library that only one machine has is not a difference. Facts that a failed run did not record are not either.
-    """
+    If only one machine has a library, this is not a difference. Facts that a failed run did not record do not count
+    either."""
     if fact.key.startswith("versions.") or fact.key in _RECENT:
         return None not in (fact.baseline, fact.candidate)
     if fact.key in core.UNPROVEN and IMPORTED in baseline.facts and IMPORTED in cell.facts:  # logs lack token hashes
@@ -148,7 +148,7 @@ def _weakness(baseline: Cell, cell: Cell) -> str:
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
-# The columns of steps.csv whose ratio is the figure.
+# Each figure is the ratio of two columns of steps.csv.
 _PER_STEP = {
     TOKENS: ("real_tokens", "step_time_s"),
     SAMPLES: ("samples", "step_time_s"),
@@ -161,7 +161,7 @@ _COLUMNS = ("step", "step_time_s", "real_tokens", "energy_j", "samples", "loss")
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """The timed training steps of one run: columns of steps.csv (None is unknown) and the number of warm-up steps."""
+    """The timed training steps of one run: columns of steps.csv (None if unknown) and the number of warm-up steps."""
 
     columns: Mapping[str, Sequence[float | None]]
     warmup: int
@@ -171,7 +171,7 @@ class Steps:
         return [int(number or 0) for number in self.columns["step"]]
 
     def per_step(self, above: str, below: str) -> dict[int, float]:
-        """Return the ratio of two columns for each steady step that has both: {step: ratio}."""
+        """Return {step: above / below} for two columns. Warm-up steps and steps with a missing value are left out."""
         steady = list(zip(self.numbers, self.columns[above], self.columns[below], strict=True))[self.warmup :]
         return {step: a / b for step, a, b in steady if a and b and a > 0 and b > 0}
 
@@ -188,7 +188,7 @@ def _steps(path: Path, modified: float, warmup: int) -> Steps:
 
 
 def steps_of(run: Run) -> Steps:
-    """Return the steps of a run."""
+    """Return the timed training steps of a run."""
     try:
         modified = os.stat(run.dir.steps).st_mtime
     except OSError:
@@ -197,7 +197,7 @@ def steps_of(run: Run) -> Steps:
 
 
 def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
-    """Return the ratio of a figure. If each side has one run, the noise is estimated from the steps."""
+    """Return the ratio of a figure: cell / baseline. If each side has one run, the interval comes from the steps."""
     sides, spread = (baseline.values(name), cell.values(name)), noise.spread.get(name, core.TYPICAL_SPREAD)
     sitting = sitting_spread([baseline, cell]) if noise.sittings else 0.0
     ratio = core.ratio_of_runs(*sides, spread=spread, comparisons=noise.comparisons, sitting=sitting)
@@ -215,7 +215,7 @@ def _ratio(baseline: Cell, cell: Cell, name: str, noise: Noise) -> Ratio | None:
 
 
 def _first_steps(baseline: Cell, cell: Cell) -> dict[str, Ratio]:
-    """Return the ratios of first-step times: cold to cold, warm to warm, and compiled to not compiled."""
+    """Return the ratios of first-step times: cold / cold, warm / warm, and compiled / not compiled."""
     before, after = baseline.first_steps(), cell.first_steps()
     ratios = {state: core.ratio_of_runs(before.get(state) or before.get("none") or [], values)
               for state, values in after.items()}  # fmt: skip

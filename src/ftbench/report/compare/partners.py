@@ -1,4 +1,4 @@
-"""The axis of a comparison, its baseline value, and the baseline cell of each cell."""
+"""Find the compared key (axis), its baseline value, and the baseline of each cell (repeated runs of one spec)."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ Find = Callable[[Cell], tuple[Cell | None, str]]
 
 
 def along(axis: str, runs: Sequence[Run]) -> tuple[str, list[Cell]]:
-    """Return the key that `--compare axis` refers to, and the cells of the runs.
+    """Return the full key for `--compare axis` (`method.name` for `method`), and the cells to compare.
 
     Raises:
         SpecError: the key is missing in all runs, or all runs have the same value.
@@ -67,10 +67,10 @@ def along(axis: str, runs: Sequence[Run]) -> tuple[str, list[Cell]]:
 
 
 def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
-    """Return the baseline value.
+    """Return the baseline value of the compared key.
 
-    `named` selects the value that equals it, or the only value that contains it. The default is the plainest value.
-    Without a plain value, it is the value of most successful cells.
+    `named` is the value or a unique part of the value. By default, use a plain value such as `none`. If no value is
+    plain, use the value with the most successful cells.
 
     Raises:
         SpecError: the name matches no value or several.
@@ -92,10 +92,10 @@ def baseline_value(axis: str, cells: Sequence[Cell], named: str | None) -> str:
 
 
 def partners(axis: str, baseline: Sequence[Cell]) -> Find:
-    """Return a function that finds the baseline cell of a cell, or None and the reason.
+    """Return a function that finds the baseline of a cell. It returns the baseline, or None and the reason.
 
-    The two cells of a pair have the same model, data and GPU. If several baseline cells have them, the keys in which
-    these baseline cells differ must also be equal. Other differences are listed, but do not prevent a pair.
+    A cell and its baseline have the same model, data and GPU. If there are several such baselines, the cell must also
+    agree in the keys that vary between these baselines. Other differences are allowed and listed in the report.
     """
     section = axis.partition(".")[0]
     hard = [key for key in _HARD if not on_axis(axis, key) and key.partition(".")[0] != section]
@@ -119,12 +119,12 @@ def partners(axis: str, baseline: Sequence[Cell]) -> Find:
 
 
 def _same_machine(cell: Cell, other: Cell) -> list[bool]:
-    """Return a sort key for baselines. It prefers valid runs, then the same card, then the same commit."""
+    """Return a sort key for baselines: valid runs are preferred, then the same card, then the same commit."""
     return [bool(other.valid), *(cell.facts.get(key) == other.facts.get(key) for key in (CARD, COMMIT))]
 
 
 def _index(axis: str, group: Sequence[Cell], hard: Sequence[str]) -> tuple[list[str], dict[Any, list[Cell]]]:
-    """Return the keys that vary among baseline cells, and a table that maps the values of these keys to cells."""
+    """Return the keys that vary between baseline cells, and {values of these keys: cells}."""
     specs = [dict(cell.runs[0].spec) for cell in group]
     varying = [
         key for key in dict.fromkeys(key for spec in specs for key in spec)

@@ -1,4 +1,4 @@
-"""Format ratios, verdicts and differences as text and as flat fields."""
+"""Format ratios, verdicts and differences as text for tables and as flat fields for programs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ _KEYS = {"dataset.order_hash": "the order of the tokens", "dataset.hash": "the t
 
 
 def change(ratio: Ratio | None) -> str:
-    """Return a ratio as a change with its interval.
+    """Return a ratio as a relative change with its interval.
 
     Examples: `+12.3 % [+11.0, +13.6]`, `likely +12.3 % [+11.0, +13.6]` for one run per side, `≈ +0.4 % [-1.0, +1.9]`,
     `+12.3 % ?` without an interval, and `+322.0 %, uncertain by a factor of 40` for a very wide interval.
@@ -35,14 +35,14 @@ def _percent(ratio: float) -> str:
 
 
 def break_even_text(when: BreakEven | None) -> str:
-    """Return `after step 40`, `at once`, `never`."""
+    """Return a break-even point as text: `after step 40`, `at once` or `never`."""
     if when is None:
         return ""
     return when.when if when.steps is None else f"{when.when} step {round(when.steps):,}"
 
 
 def differences(pair: Pair) -> list[str]:
-    """Return each difference of a pair, or the reason for a missing baseline."""
+    """Return one text per difference between a cell and its baseline. Without a baseline, return the reason."""
     if pair.baseline is None:
         return [pair.reason]
     words = []
@@ -58,11 +58,11 @@ def differences(pair: Pair) -> list[str]:
 def difference_lists(pairs: Sequence[Pair]) -> tuple[list[str], dict[int, list[str]]]:
     """Return numbered lists of differences, for notes below a table.
 
-    Differences that always occur together share a number. Each list starts with the numbers of its rows, because a
-    narrow table may hide the column with the list numbers.
+    Differences that always occur together share a list. Each list starts with its row numbers, because a narrow table
+    may hide the column of list numbers.
 
     Returns:
-        The lists, and for each pair (by id) the numbers of its lists.
+        The texts of the lists, and {id of a pair: numbers of its lists}.
     """
     holders: dict[str, list[int]] = {}
     for index, pair in enumerate(pairs):
@@ -79,14 +79,14 @@ def difference_lists(pairs: Sequence[Pair]) -> tuple[list[str], dict[int, list[s
 
 
 def _row_list(group: Sequence[Pair]) -> str:
-    """Return `#1, #5 differ: `, or `#7: ` for a row without a baseline."""
+    """Return the start of a list of differences: `#1, #5 differ: `, or `#7: ` for a row without a baseline."""
     rows = units.listed([run_of(pair.cell.runs[0].record) for pair in group], MOST_NAMED)
     verb = "" if group[0].baseline is None else " differs" if len(group) == 1 else " differ"
     return f"{rows}{verb}: "
 
 
 def first_step_text(cell: Cell, pair: Pair | None = None) -> str:
-    """Return the first-step time for each state of the compiler's cache: `1.52 s`, `41.0 s cold, 9.4 s warm`."""
+    """Return the first-step time for each state of the compiler's cache: `1.52 s` or `41.0 s cold, 9.4 s warm`."""
     parts = []
     for state, values in sorted(cell.first_steps().items()):
         ratio = pair.first_step.get(state) if pair else None
@@ -100,13 +100,13 @@ def first_step_text(cell: Cell, pair: Pair | None = None) -> str:
 
 
 def flat_ratio(name: str, ratio: Ratio | None) -> dict[str, Any]:
-    """Return a ratio as fields of a flat record (None is unknown)."""
+    """Return a ratio as fields of a flat record, such as `speed_ratio` and `speed_low`. Unknown fields are None."""
     fields = (ratio.value, ratio.low, ratio.high, ratio.basis or None, ratio.verdict) if ratio else (None,) * 5
     return dict(zip((f"{name}_{part}" for part in ("ratio", "low", "high", "basis", "verdict")), fields, strict=True))
 
 
 def first_step_of(cell: Cell) -> Mapping[str, Any]:
-    """Return first-step times as fields of a flat record, one per state of the compiler's cache."""
+    """Return first-step times in seconds as fields of a flat record, one field per state of the compiler's cache."""
     seconds = {state: sum(values) / len(values) for state, values in cell.first_steps().items()}
     return {"first_step_s" if state == "none" else f"first_step_s_{state.replace(' ', '_')}": seconds.get(state)
             for state in ("none", "warm", "partly warm", "cold")}  # fmt: skip

@@ -1,4 +1,4 @@
-"""The axes along which runs vary: short names, values of a run, facts that an axis implies, and table columns."""
+"""Keys by which runs are compared (axes): short names, values, implied differences, and table columns."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -24,11 +24,11 @@ PLAIN = ("plain", NO_OPTIMIZATION)
 
 
 def value_at(axis: str, facts: Mapping[str, str]) -> str | None:
-    """Return the value of a run on an axis.
+    """Return the value of a run for a compared key (axis).
 
-    On the axis `optimizations`, the value lists all optimizations that are on. On the axis `recipe`, it is the shipped
-    recipe that matches the run, plus additional optimizations (`fastest + triton kernels`). If no recipe matches, it
-    lists optimizations and optimizer. `unsloth` counts as a recipe.
+    For `optimizations`, list all optimizations that are on. For `recipe`, return the shipped recipe that matches the
+    run, plus additional optimizations (`fastest + triton kernels`). If no shipped recipe matches, list the
+    optimizations and the optimizer. The method `unsloth` counts as a recipe.
     """
     if axis == RECIPE:
         return _recipe(facts)
@@ -56,8 +56,8 @@ def _recipe(facts: Mapping[str, str]) -> str:
 
 
 def _shipped(facts: Mapping[str, str]) -> str | None:
-    """Return the matching recipe with the fewest additional optimizations, followed by these optimizations. `plain`
-    matches only without additional optimizations."""
+    """Return the shipped recipe that matches with the fewest additional optimizations. Append these optimizations to
+    its name. `plain` matches only without additional optimizations."""
     fitting, on = {}, _on(facts)
     for name, keys in _outcomes():
         extra = {key: text for key, text in on.items() if keys.get(key, "off") == "off" and name not in PLAIN}
@@ -74,7 +74,7 @@ def shipped_recipe(name: str | None) -> bool:
 
 
 def _unsloth(facts: Mapping[str, str]) -> list[str]:
-    """Return the words for an unsloth run: the bits of its weights, its checkpointing, and its other options."""
+    """Return the words for an unsloth run: the bits of the weights, checkpointing, and other options."""
     bits = "4-bit" if facts.get("method.load_in_4bit") == "on" else "16-bit"
     kept = facts.get("method.use_gradient_checkpointing", "unsloth")
     others = ("padded", "cuda_graphs", "compile_maximum")
@@ -85,19 +85,19 @@ def _unsloth(facts: Mapping[str, str]) -> list[str]:
 
 @cache
 def recipe_keys() -> dict[str, dict[str, str]]:
-    """Return the keys of each shipped recipe, in the form of a run's facts."""
+    """Return the settings of each shipped recipe: {recipe: {key: text}}."""
     return {name: {key: as_fact(key, value) for key, value in flat(keys)} for name, keys in shipped_recipes().items()}
 
 
 def framework_words(facts: Mapping[str, str]) -> str:
-    """Return a prefix for a name: `axolotl `, `axolotl's best ` for its best settings, or an empty text if unknown."""
+    """Return the start of a name: `axolotl `, `axolotl's best ` (best settings), or "" without a framework."""
     name = facts.get(FRAMEWORK, "")
     return name and name + ("'s best " if facts.get(SETTINGS) == "best" else " ")
 
 
 @cache
 def _outcomes() -> tuple[tuple[str, dict[str, str]], ...]:
-    """Return each shipped recipe with its keys. A recipe with `auto` is listed once per possible result."""
+    """Return (name, settings) of each shipped recipe. A recipe with `auto` is listed once for each possible choice."""
     made = []
     for name, given in shipped_recipes().items():
         ends = [given["optimizations"], *compute.kernel_ends(given["optimizations"])]
@@ -108,7 +108,7 @@ def _outcomes() -> tuple[tuple[str, dict[str, str]], ...]:
 
 
 def on_axis(axis: str, key: str) -> bool:
-    """Return whether a fact belongs to the axis."""
+    """Return whether `key` is part of the compared key. For example, `recipe` includes all optimizations."""
     if axis == RECIPE and any(key in keys for keys in recipe_keys().values()):
         return True
     return key == axis or (axis in (OPTIMIZATIONS, RECIPE) and key.startswith("optimizations."))
@@ -125,7 +125,7 @@ _OF_STRATEGY = ("launch.tp", "launch.pp", "launch.micro_batches", "launch.schedu
 
 
 def implied(axis: str, baseline: Mapping[str, str], candidate: Mapping[str, str], key: str) -> bool:
-    """Return whether a fact only differs because the values on the axis differ.
+    """Return whether a difference in `key` follows from different values of the compared key (axis).
 
     Examples: the applied configuration if the axis selects it, a key that only one method has, the model's revision,
     and the power limit of another GPU if both are at their maximum.
@@ -156,7 +156,7 @@ def _highest(limit: str | None) -> bool:
 
 
 def in_order(values: Iterable[str]) -> list[str]:
-    """Return the distinct values of an axis, sorted: plain values first, numbers by size, methods as in METHODS."""
+    """Return the distinct values sorted: plain values first, numbers by size, methods in the order of METHODS."""
     methods = list(METHODS)
 
     def rank(value: str) -> tuple[Any, ...]:
@@ -179,13 +179,13 @@ _SHOWN = ("model.id", "model.weights", "dataset.name", "method.name", "train.bat
 
 
 def varying_keys(specs: Sequence[Mapping[str, str]], labels: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the spec keys that vary between runs and that the table does not show yet.
+    """Return the spec keys that vary between runs and need a column in the table.
 
-    A key of the sections `model` and `dataset` is skipped if runs with the same label have the same value.
+    If runs with the same label (model or data set) have the same value of a key, the key does not need a column.
 
     Args:
-        specs: the facts of each run.
-        labels: for each section, the label of each run.
+        specs: the settings of each run.
+        labels: for each section of the spec, the label of each run.
     """
     seen: dict[str, dict[str, None]] = {}
     for spec in specs:
@@ -207,7 +207,7 @@ _LAST = ("measure.", "model.revision", "model.path", "dataset.path", "launch.moc
 
 
 def by_importance(keys: Iterable[str]) -> list[str]:
-    """Return keys by importance. Keys that change training most come first, seeds and measurement last."""
+    """Sort keys by importance. Keys with a large effect on training come first, seeds and measurement last."""
 
     def rank(key: str) -> int:
         last = key.endswith("seed") or key.startswith(_LAST)

@@ -1,4 +1,4 @@
-"""Classes for a run with its facts, and for a cell: the repeats of one spec on one kind of machine."""
+"""Classes for a run and for a cell. A cell has the repeated runs of one spec on one kind of machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _DURATION = re.compile(r" \((?:(?:samples|max steps|epochs|longest first) [^,()]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: its record, the facts of its spec and of its machine, and the label of its data."""
+    """One run. `record` is its summary as a flat dict. `spec` has its settings and `ran` has facts about its machine as
+    text. `data` is the label of its data set."""
 
     record: Record
     spec: Mapping[str, str]
@@ -50,12 +51,12 @@ class Run:
 
     @property
     def contended(self) -> bool:
-        """Whether other processes used so much of the host or the GPU that the timing is not valid."""
+        """Whether the timing is not valid because other processes used the host or the GPU."""
         return bool(self.record.get("contention.contended"))
 
     @property
     def valid(self) -> bool:
-        """Whether means may use the figures of this run: it succeeded, and no other process disturbed it."""
+        """Whether means include the figures of this run: the run succeeded without disturbance by other processes."""
         return self.ok and not self.contended
 
     @property
@@ -64,7 +65,7 @@ class Run:
 
     @property
     def started_s(self) -> float | None:
-        """The start time in seconds since 1970, by the clock of the machine."""
+        """The start time in seconds since 1970 by the clock of the machine, or None if unknown."""
         with suppress(ValueError):
             return datetime.fromisoformat(self.record.get("started_at") or "").timestamp()
         return None
@@ -77,10 +78,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The repeats of one spec on one kind of machine.
+    """The repeated runs of one spec on one kind of machine.
 
-    `facts` are the facts of spec and machine, including `gpu`. If the repeats disagree on a fact, the fact lists all
-    values. `way` is the recipe or method. It is unique among the cells of the same workload and batch.
+    `facts` has the settings and facts about the machine, including `gpu`. If the runs disagree on a fact, its text
+    lists all values. `way` is the recipe or method. Cells with equal workload and batch have different `way`.
     """
 
     facts: Mapping[str, str]
@@ -89,13 +90,13 @@ class Cell:
 
     @property
     def batch(self) -> str:
-        """`4`, or `4x2` with accumulation."""
+        """The batch size as text: `4`, or `4x2` with two accumulation steps."""
         steps = self.facts.get(ACCUMULATION, "1")
         return self.facts.get(BATCH, "?") + (f"x{steps}" if steps != "1" else "")
 
     @property
     def recipe(self) -> str:
-        """`way` without the number of samples or steps, which change only the length of the training."""
+        """`way` without the number of samples or steps, because this number only changes the training time."""
         return _DURATION.sub("", self.way)
 
     @property
@@ -105,12 +106,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """`qlora with gradient checkpointing at batch 4`, `fastest-fp8 at batch 4`."""
+        """The name in tables: `qlora with gradient checkpointing at batch 4` or `fastest-fp8 at batch 4`."""
         return f"{self.way} at batch {self.batch}"
 
     @property
     def workload(self) -> tuple[str, str, str]:
-        """Model, weights and data."""
+        """Model, weights and data set."""
         return self.facts.get("model.id", ""), self.facts.get("model.weights", ""), self.runs[0].data
 
     @property
@@ -119,7 +120,7 @@ class Cell:
 
     @property
     def state(self) -> str:
-        """`ok`, `ok, contended`, `2 of 3 ok; oom: …`, or the state of the first run."""
+        """The state as text: `ok`, `ok, contended`, `2 of 3 ok; oom: …`, or the state of the first run."""
         failed = [state_of(run.record) for run in self.runs if not run.ok]
         if not failed:
             contended = sum(run.contended for run in self.runs)
@@ -136,7 +137,7 @@ class Cell:
         return any(run.record.get("bound.verdict") == "launch-bound" for run in self.valid)
 
     def values(self, name: str) -> list[float]:
-        """Return the known values of a figure over the valid runs. Contention does not change memory."""
+        """Return the known values of a figure over the valid runs. Memory figures may also come from contended runs."""
         runs = self.valid or (self.ok if name.startswith("memory_gb.") else [])
         return known((run.record for run in runs), name)
 
@@ -150,12 +151,12 @@ class Cell:
         return None if rate is None else rate * 3600
 
     def speed_interval(self) -> tuple[float, float] | None:
-        """Return the 95 % interval of the tokens per second, with the spread between sittings."""
+        """Return the 95 % interval of tokens per second, including the spread between sittings (cards or days)."""
         spread = LAUNCH_BOUND_SPREAD if self.launch_bound else SITTING_SPREAD
         return interval(self.values(TOKENS), spread)
 
     def first_steps(self) -> dict[str, list[float]]:
-        """Return the first-step times in seconds by the state of the compiler's cache. Cold and warm are not mixed."""
+        """Return first-step times in seconds for each state of the compiler's cache: {"cold": [...], "warm": [...]}."""
         seconds_by_state: dict[str, list[float]] = {}
         for run in self.valid:
             if (seconds := figure(run.record, FIRST)) is not None:
@@ -163,7 +164,7 @@ class Cell:
         return seconds_by_state
 
     def pace(self) -> Pace | None:
-        """Return the mean start time and rate of the runs, or None if unknown. Runs with a cold cache are preferred."""
+        """Return the mean start time and rate of the runs, or None. Runs with a cold compiler cache are preferred."""
         cold = [run for run in self.valid if run.cache == "cold"]
         paces = [pace for run in cold or self.valid if (pace := _pace(run.record)) is not None]
         if not paces:
@@ -180,9 +181,9 @@ class Cell:
 
 
 def sitting_spread(sides: Sequence[Cell]) -> float:
-    """Return the standard deviation that differences between sittings add to the logarithm of the ratio of two cells.
+    """Return the standard deviation of log(ratio) that different sittings cause. A sitting is one card on one day.
 
-    It is 0 if all repeats of both cells are from one sitting.
+    `sides` has the two compared cells. The result is 0 if both were repeated and all runs are from one sitting.
     """
     runs = [run for side in sides for run in side.valid]
     starts = [start for run in runs if (start := run.started_s) is not None]
@@ -206,7 +207,7 @@ def gpu_of(record: Record) -> str:
 
 
 def run_of(record: Mapping[str, Any]) -> str:
-    """Return `#3`, the number that `ftbench show` accepts, or the run id without a number."""
+    """Return the number of a run for `ftbench show`, such as `#3`. Return the run id of a run without a number."""
     return f"#{number}" if (number := number_of(record)) else str(record["run_id"])
 
 

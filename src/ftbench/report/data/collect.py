@@ -21,11 +21,11 @@ _PER_SAMPLE = "energy.joules_per_1k_samples"
 
 
 def collect(paths: Sequence[Path]) -> list[Record]:
-    """Return the runs in `paths` and their subfolders.
+    """Return a record for each run in `paths` and their subfolders.
 
     Returns:
-        A record per run: the fields of its summary with dotted names (`memory_gb.host_peak`), its `path`, when it
-        started and ended, and its `number`, counted from 1.
+        One record per run: the fields of its summary with dotted names (`memory_gb.host_peak`), `path`, `started_at`,
+        `ended_at`, and `number` (from 1).
 
     Raises:
         SpecError: a path does not exist or contains no run.
@@ -43,7 +43,7 @@ def collect(paths: Sequence[Path]) -> list[Record]:
 
 
 def _summary(run: RunDir) -> dict[str, Any]:
-    """Return the summary of a run with the facts that reports read from its other files."""
+    """Return the summary of a run with its path, start time, end time, and the state of the compiler's cache."""
     summary, state = read_summary(run), read_json(run.state)
     cache = summary.get("first_step_cache") or read_json(run.applied).get("compile_cache")  # older runs have it here
     times = {name: state.get(name) for name in ("started_at", "ended_at")}
@@ -51,14 +51,14 @@ def _summary(run: RunDir) -> dict[str, Any]:
 
 
 def records(summaries: Iterable[dict[str, Any]]) -> list[Record]:
-    """Return the contents of summary.json files as records. Missing fields are None."""
+    """Convert the contents of summary.json files to flat records. Missing fields are None."""
     flat = [_flat(values) for values in summaries]
     empty = dict.fromkeys(key for record in flat for key in record)
     return [_on_one_basis(empty | record | _sentences(record)) for record in flat]
 
 
 def _sentences(record: Record) -> Record:
-    """Return the warnings and reasons of a record in the current wording. Redact secrets before calling this."""
+    """Return the fields of a record with warnings and reasons, in the current wording."""
     sentences = {key: reworded(record[key]) for key in ("reason", "bound.why") if record.get(key)}
     return {"warnings": list(map(reworded, record["warnings"])), **sentences}
 
@@ -74,10 +74,10 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Record:
 
 
 def _on_one_basis(record: Record) -> Record:
-    """Compute samples per second from real tokens per second and the mean sample length of the data.
+    """Replace the counted samples per second by real tokens per second / mean sample length in tokens.
 
-    A short window may contain mostly long or mostly short samples, so the counted samples per second are noisy. The
-    counted rate is only kept if a figure is unknown or if the model generated the tokens.
+    A short window may contain mostly long or mostly short samples, so the counted rate is noisy. The counted rate is
+    kept if a figure is unknown or if the model generated the tokens (grpo).
     """
     counted, tokens = record.get("samples_per_s"), record.get("tokens_per_s.real")
     known = counted and tokens and record.get(_PER_SAMPLE) is not None
@@ -114,7 +114,7 @@ def _runs(paths: Sequence[Path]) -> list[RunDir]:
 
 
 def _copy_key(record: Record) -> Any:
-    """Return a key that is equal for copies of a run: its id, end, and size of steps.csv."""
+    """Return a key that is equal for copies of a run: run id, end time, and size of steps.csv."""
     run = RunDir(Path(record["path"]))
     with suppress(OSError):
         if record["ended_at"]:
@@ -129,7 +129,7 @@ def _unpacked(path: Path) -> Path:
 
 
 def named_paths(runs: Sequence[Record]) -> list[Record]:
-    """Return the records with the paths that the user gave, instead of temporary folders of unpacked bundles."""
+    """Replace the temporary paths of runs from bundles by BUNDLE:PATH in the records."""
     unpack = sys.modules.get("ftbench.store.bundle")
     if unpack is None:  # the user gave no bundle
         return list(runs)
@@ -137,7 +137,7 @@ def named_paths(runs: Sequence[Record]) -> list[Record]:
 
 
 def known(runs: Iterable[Record], name: str) -> list[float]:
-    """Return the known values of a field."""
+    """Return the values of a field over all records, without unknown values."""
     return [value for record in runs if (value := figure(record, name)) is not None]
 
 
@@ -148,10 +148,10 @@ def figure(record: Mapping[str, Any], name: str) -> float | None:
 
 
 def data_labels(runs: Sequence[Record]) -> list[str]:
-    """Return the data set of each record with the mean sample length in tokens, if known: `alpaca ~110`.
+    """Return a label for the data of each record: the data set and its mean sample length in tokens (`alpaca ~110`).
 
-    If a run ended before tokenization, the length comes from other runs on the same data set if they agree.
-    """
+    If a run ended before tokenization, its sample length is unknown. The label then uses the length of other runs on
+    the same data set, if these runs agree."""
     lengths: dict[str, set[str]] = {}
     texts = []
     for record in runs:
@@ -164,7 +164,7 @@ def data_labels(runs: Sequence[Record]) -> list[str]:
 
 
 def state_of(record: Mapping[str, Any]) -> str:
-    """Return the state of a run, shortened to fit a table."""
+    """Return the state of a run with a shortened reason, for a table."""
     reason = record.get("reason")
     if record["state"] == "ok" or not isinstance(reason, str):
         return str(record["state"]) + (", contended" if record.get("contention.contended") else "")

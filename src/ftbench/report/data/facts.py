@@ -1,4 +1,4 @@
-"""Flat facts of a run for comparisons: the resolved spec, the machine, and the applied configuration.
+"""Settings, machine and applied configuration of a run as flat facts, for comparisons.
 
 Keys are spec keys (`train.batch_size`) and other names, such as `gpu`, `driver`, `power limit`, `commit`,
 `versions.torch`, `applied.attention` and `dataset.order_hash`. Values are text. Unknown facts are absent.
@@ -34,11 +34,11 @@ _APPLIED = ("attention", "product_precision", "loss", "fp8_layers", "gradient_ch
 
 
 def spec_facts(run: RunDir) -> Mapping[str, str]:
-    """Return the flat resolved spec: the keys that change the result (see spec/identity.py), and the framework.
+    """Return the settings of a run as {key: text}. Keys that do not change the result are left out.
 
-    Paths are reduced to file names. If an older version of ftbench did not have a key, the fact is the current default,
-    because that version behaved in the same way. The exception is unsloth, whose batches were padded then. A key that
-    no longer exists is left out if it was off.
+    Paths are reduced to file names. If an older version of ftbench lacked a key, the current default is used, because
+    that version behaved in the same way. The exception is `method.padded`: older unsloth runs padded their batches. A
+    removed key is left out if its value was off.
     """
     written = read_json(run.spec_json)
     facts = {key: as_fact(key, value) for key, value in flat(written) if _matters(key)}
@@ -57,7 +57,7 @@ def spec_facts(run: RunDir) -> Mapping[str, str]:
 
 
 def machine_facts(run: RunDir) -> Mapping[str, str]:
-    """Return the facts of the machine and of the applied configuration. Unknown keys are absent."""
+    """Return facts about the machine and the applied configuration as {key: text}. Unknown keys are absent."""
     return dict(_known(_machine(read_json(run.machine)) | _applied(read_json(run.applied))))
 
 
@@ -107,7 +107,7 @@ def _known(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested values with their dotted keys."""
+    """Yield (dotted key, value) for each value of a nested dict."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{key}.")
@@ -125,7 +125,7 @@ def _matters(key: str) -> bool:
 
 
 def as_fact(key: str, value: Any) -> str:
-    """Return a key's value as text for comparisons."""
+    """Convert the value of a key to text for comparisons."""
     if value is None:
         return "none"
     if key.endswith(".path"):
@@ -137,7 +137,7 @@ def as_fact(key: str, value: Any) -> str:
 
 @cache
 def _defaults(method: str) -> dict[str, str]:
-    """Return today's defaults of all keys as text."""
+    """Return the current default values of all spec keys as text."""
     sections = {
         name: field.annotation for name, field in Experiment.model_fields.items() if name not in ("method", "objective")
     }
@@ -151,5 +151,5 @@ def _defaults(method: str) -> dict[str, str]:
 
 
 def _within(key: str, written: Mapping[str, Any]) -> bool:
-    """Return whether the run's spec has the section of this key."""
+    """Return whether the stored spec of a run contains the section of this key."""
     return isinstance(written.get(key.partition(".")[0]), dict)

@@ -1,4 +1,4 @@
-"""Group runs into repeats and cells, name them, and merge the records of repeats."""
+"""Group repeated runs into cells, give names to cells, and merge the records of repeated runs."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +43,7 @@ _MAX_LETTERS = 24  # longest text of a fact in a name
 
 
 def runs_of(records: Sequence[Record]) -> list[Run]:
-    """Return the records with their facts."""
+    """Convert records to runs with settings, facts about the machine, and a label of the data set."""
     labels = data_labels(records)
     runs = []
     for record, label in zip(records, labels, strict=True):
@@ -56,11 +56,11 @@ def runs_of(records: Sequence[Record]) -> list[Run]:
 
 
 def repeats(runs: Iterable[Run], axis: str = "") -> list[list[Run]]:
-    """Return runs in groups of repeats, in the order of their first run.
+    """Group repeated runs. The groups are in the order of their first runs.
 
-    Repeats have the same spec, card, power limit, commit and tokens. They also have the same value of `axis` if this
-    fact describes the machine. Runs with an edited data file or another chat template have other tokens, so they are
-    not repeats. A run that ended before tokenization is a repeat of the first run of its spec that has tokens.
+    Repeats have the same spec, card, power limit, commit and tokens. If `axis` is a fact about the machine, repeats
+    also agree in `axis`. An edited data file or another chat template changes the tokens, so such runs are not repeats.
+    A run that ended before tokenization counts as a repeat of the first tokenized run of its spec.
     """
     same = (axis, LIMIT, CARD, COMMIT)
     keyed = [((identity(run), *map(run.ran.get, same)), run.ran.get(DATA), run) for run in runs]
@@ -70,20 +70,20 @@ def repeats(runs: Iterable[Run], axis: str = "") -> list[list[Run]]:
 
 
 def identity(run: Run) -> Any:
-    """Return a key that is equal for runs of the same spec on the same kind of GPU. Imported runs are never repeats."""
+    """Return a key that is equal for runs of the same spec on the same kind of GPU. Imported runs have unique keys."""
     spec = None if IMPORTED in run.spec else frozenset(run.spec.items())
     return spec or run.record["path"], run.record.get("gpu") or CPU, run.ran.get(REWARD)
 
 
 def cells_of(runs: Iterable[Run], axis: str = "") -> list[Cell]:
-    """Return the cells in the order of their first runs. See `repeats` for `axis`."""
+    """Group repeated runs into cells, in the order of their first runs. See `repeats` for `axis`."""
     groups = repeats(runs, axis)
     facts = [_facts(group) for group in groups]
     return named([Cell(own, tuple(group), "") for own, group in zip(facts, groups, strict=True)], axis)
 
 
 def named(cells: Iterable[Cell], axis: str = "") -> list[Cell]:
-    """Return the cells with names that are unique among them."""
+    """Give each cell a unique name and return the cells."""
     cells = [replace(cell, way=way_of(cell.facts)) for cell in cells]
     others = {(cell.workload, cell.way) for cell in cells if cell.facts.get(FRAMEWORK, TRL) != TRL}
     by = (framework_words(cell.facts) * ((cell.workload, cell.way) in others) for cell in cells)
@@ -106,7 +106,7 @@ def _facts(group: Sequence[Run]) -> dict[str, str]:
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:
-    """Return the name of each run: the name of its cell, and the repeat if there are several."""
+    """Return the name of each run: the name of its cell. If a cell has several runs, the name includes the repeat."""
     cells = cells_of(runs)
     names: dict[str, str] = {}
     for cell, name in zip(cells, cell_names(cells), strict=True):
@@ -116,7 +116,7 @@ def run_names(runs: Sequence[Run]) -> list[str]:
 
 
 def _repeat_names(cell: Cell) -> list[str]:
-    """Return the shortest unique names: `r2` for `…-r2`, `second-gpu/r2` with the folder, or the run ids."""
+    """Return short unique names for the runs of a cell: `r2`, `second-gpu/r2` (with the folder), or the run ids."""
     ends = [run.run_id.rpartition("-")[2] for run in cell.runs]
     within = [f"{run.dir.path.parent.name}/{end}" for run, end in zip(cell.runs, ends, strict=True)]
     return next((names for names in (ends, within) if len(set(names)) == len(names)), [run.run_id for run in cell.runs])
@@ -126,11 +126,11 @@ def _repeat_names(cell: Cell) -> list[str]:
 
 
 def with_axes(runs: Sequence[Run]) -> tuple[list[Record], list[str]]:
-    """Return the records with a unique `label` and the varying spec keys.
+    """Add a unique `label` and the settings that vary to the records of runs.
 
     Returns:
-        The records, with a field `spec.<key>` for each varying key that no other column of the table shows.
-        The names of these fields, the most important first.
+        The records, with a field `spec.<key>` for each varying key that no other column of the table shows. The names
+        of these fields, the most important first.
     """
     labels = {"model": [str(run.record["model"]) for run in runs], "dataset": [run.data for run in runs]}
     keys = varying_keys([run.spec for run in runs], labels)
@@ -140,10 +140,10 @@ def with_axes(runs: Sequence[Run]) -> tuple[list[Record], list[str]]:
 
 
 def merge_repeats(runs: Sequence[Run]) -> list[Run]:
-    """Return the first run of each group of repeats, with merged figures.
+    """Merge each group of repeated runs into its first run.
 
-    Figures are geometric means over the successful runs that were not contended. The first step uses the runs with a
-    cold cache, if any. `runs` counts the runs in the means.
+    Figures are geometric means over the successful runs that were not contended. If a run has a cold compiler cache,
+    the first-step time uses only such runs. The field `runs` is the number of runs in the means.
     """
     return [replace(group[0], record=_merged([run.record for run in group])) for group in repeats(runs)]
 
@@ -168,14 +168,14 @@ def _merged(group: Sequence[Record]) -> Record:
 
 
 def way_of(facts: Mapping[str, str]) -> str:
-    """Return the recipe or method, the objective unless sft, and the GPUs if there are several."""
+    """Return the recipe or method. Add the objective if it is not sft, and the GPUs if there are several."""
     gpus, objective = facts.get(GPUS, "1"), facts.get("objective.name", "sft")
     by = "" if objective == "sft" else f" by {objective}"
     return recipe_name(facts) + by + ("" if gpus == "1" else f" on {gpus} GPUs ({facts.get(STRATEGY)})")
 
 
 def recipe_name(facts: Mapping[str, str]) -> str:
-    """Return the shipped recipe, or the method with its optimizations. `plain` of another method is `plain qlora`."""
+    """Return the shipped recipe, or the method with its optimizations, such as `plain qlora` or `lora with packing`."""
     recipe, method = value_at(RECIPE, facts) or "", facts.get("method.name", "unknown method")
     if method == "unsloth" or shipped_recipe(recipe):
         return recipe
@@ -187,7 +187,7 @@ def recipe_name(facts: Mapping[str, str]) -> str:
 
 
 def with_unique_names(cells: Sequence[Cell], axis: str) -> list[Cell]:
-    """Append the fewest differing facts to the names of cells that share workload, GPU and name."""
+    """If cells have the same workload, GPU and name, append the facts that differ to their names."""
     same_name = grouped_by(cells, lambda cell: (cell.workload, cell.facts["gpu"], cell.name))
     suffixes = {id(cell): text for group in same_name.values() if len(group) > 1
                 for cell, text in zip(group, _distinct(group, axis), strict=True)}  # fmt: skip
@@ -195,7 +195,7 @@ def with_unique_names(cells: Sequence[Cell], axis: str) -> list[Cell]:
 
 
 def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
-    """Return a unique text for each cell. It consists of facts of spec and machine, or of the id of the first run."""
+    """Return a unique text for each cell: the settings and machine facts that differ, or the id of the first run."""
     ordered = by_importance(dict.fromkeys(key for cell in group for key in cell.runs[0].spec))
     keys = [axis] * bool(axis) + ordered + [LIMIT, COMMIT, CARD]
     chosen: dict[str, list[str]] = {}
@@ -214,19 +214,19 @@ def _distinct(group: Sequence[Cell], axis: str) -> list[str]:
 
 
 def short_value(text: str) -> str:
-    """Return a fact as a table shows it: lists without brackets, long texts cut."""
+    """Shorten a value for a table: remove the brackets of lists and cut long texts."""
     text = text.translate(_LIST_MARKS)
     return text if len(text) <= _MAX_LETTERS else text[: _MAX_LETTERS - 1] + "…"
 
 
 def cell_names(cells: Sequence[Cell]) -> list[str]:
-    """Return `lora at batch 4` for each cell, plus the model, GPU or data if these vary."""
+    """Return a name such as `lora at batch 4` for each cell. Add model, GPU or data if they vary between cells."""
     rows = [(cell.workload[0].rsplit("/", 1)[-1], cell.name, cell.facts["gpu"], cell.workload[2]) for cell in cells]
     return row_names(rows)
 
 
 def row_names(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
-    """Return a name for each row of (model, name, GPU, data)."""
+    """Return a unique name for each table row. A row is (model, name, GPU, data)."""
     models, gpus = ({row[at] for row in rows} for at in (0, 2))
     names = [
         (f"{model}: " if len(models) > 1 and model else "") + name

@@ -28,9 +28,9 @@ Figure = Callable[[str], float | None]
 
 
 def _watts(figure: Figure) -> float | None:
-    """Return the mean power of training in watts: joules per 1,000 samples times samples per second.
+    """Return the mean power of training in watts: joules per 1,000 samples / 1,000 * samples per second.
 
-    The driver's power reading lags by a second or more, so it is used only if there is no energy counter.
+    If there is no energy counter, use the driver's power readings. These readings lag by a second or more.
     """
     joules, samples = figure(ENERGY), figure(SAMPLES)
     return joules / 1000 * samples if joules and samples else figure(WATTS)
@@ -40,7 +40,7 @@ def _watts(figure: Figure) -> float | None:
 
 
 def with_costs(records: Sequence[Record], prices: Prices, hours: float) -> list[Record]:
-    """Add `cost.rent.*` and `cost.owned.*`. Failed and contended runs get empty fields."""
+    """Add the fields `cost.rent.*` and `cost.owned.*`. In failed and contended runs, these fields are None."""
     costs = [_costs_of_run(record, prices, hours) for record in records]
     empty = dict.fromkeys(name for amounts in costs for name in amounts)
     return [record | empty | amounts for record, amounts in zip(records, costs, strict=True)]
@@ -55,7 +55,7 @@ def _costs_of_run(record: Record, prices: Prices, hours: float) -> Record:
 
 
 def _costs(figure: Figure, gpu: str, gpus: int, prices: Prices, hours: float) -> Iterator[dict[str, Any]]:
-    """Yield the costs of renting and of buying, computed from the figures of a run or a cell."""
+    """Yield the cost of a rented GPU and of a purchased GPU. `figure` returns a figure of the run or cell by name."""
     if (price := prices.of(gpu)) is None:
         return
     for cost in hourly_costs(price, figure(SAMPLES), figure(TOKENS), _watts(figure), hours, gpus):
@@ -66,7 +66,7 @@ def _costs(figure: Figure, gpu: str, gpus: int, prices: Prices, hours: float) ->
 
 
 def energy(cells: Sequence[Cell]) -> Section | None:
-    """Return joules per thousand samples and per million real tokens, or None if no run measured energy."""
+    """Return the section with joules per 1,000 samples and per 1M real tokens, or None if no run measured energy."""
     records = []
     for cell in cells:
         joules, samples, tokens = (cell.figure(name) for name in (ENERGY, SAMPLES, TOKENS))
@@ -85,7 +85,7 @@ def energy(cells: Sequence[Cell]) -> Section | None:
 
 
 def money(cells: Sequence[Cell], prices: Prices, hours: float) -> Section | None:
-    """Return a row per cell for rent and for purchase, or None if all GPUs lack a price."""
+    """Return the section with the costs of each recipe for rent and for purchase, or None if no GPU has a price."""
     records = [record for cell in cells for record in _records(cell, prices, hours)]
     valid = [cell for cell in cells if cell.measured]
     amounts = {"1 h": "per_hour", "1k samples": "per_1k_samples", "1M tokens": "per_1m_real_tokens",
@@ -108,9 +108,8 @@ def _records(cell: Cell, prices: Prices, hours: float) -> Iterator[dict[str, Any
 
 
 def _cheapest(records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a sentence with the cheapest and the most expensive recipe for each model, data set, currency, and way
-    (rent or purchase).
-    """
+    """Yield sentences about the cheapest and the most expensive recipe. Recipes are compared within the same model,
+    data set, currency and way (rent or purchase)."""
     known = (record for record in records if record["per_1k_samples"] is not None)
     groups = grouped_by(known, itemgetter("model", "data", "way", "currency"))
     for (model, data, way, currency), group in groups.items():

@@ -27,10 +27,10 @@ _WORDS = (
 
 
 def night(cells: Sequence[Cell], hours: float = 8.0) -> Section | None:
-    """Return samples per hour at steady speed, and samples in `hours` from the start of the process.
+    """Return the section with samples per hour after warm-up, and samples in `hours`.
 
-    The `hours` include the time until the speed is steady, but samples trained in this time are not counted. Samples
-    are real tokens divided by the mean sample length.
+    The start of the process and warm-up are part of `hours`, but samples of this time do not count. The number of
+    samples is real tokens / mean sample length.
     """
     records = []
     for cell in cells:
@@ -64,7 +64,7 @@ def _millions(tokens: float | None) -> str:
 
 
 def scaling(cells: Sequence[Cell]) -> Section | None:
-    """Return the scaling of each recipe, or None if no run used several GPUs."""
+    """Return the section with the scaling of each recipe, or None if no run used several GPUs."""
     records = [_record(cell, group) for group in _recipes(cells) for cell in group if cell.valid or not cell.ok]
     columns = {
         "GPUs": formatted("gpus"), "strategy": formatted("strategy"), "tokens/s": formatted("tokens_per_s", units.rate),
@@ -80,7 +80,7 @@ def scaling(cells: Sequence[Cell]) -> Section | None:
 
 
 def _recipes(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Return the cells of each recipe that ran on several GPUs, sorted by the number of GPUs."""
+    """Group cells by recipe, and sort each group by the number of GPUs. Leave out recipes that used only one GPU."""
     recipes: dict[Any, list[Cell]] = {}
     for cell in cells:
         key = tuple(sorted((key, text) for key, text in cell.runs[0].spec.items() if not key.startswith(_DIVISION)))
@@ -90,13 +90,13 @@ def _recipes(cells: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def _samples(cell: Cell, shares: int = 1) -> int:
-    """Return the samples per optimizer step. Each of the `shares` data-parallel groups has a separate batch."""
+    """Return samples per optimizer step: batch size * accumulation steps * data-parallel groups (`shares`)."""
     each = (int(cell.facts.get(f"train.{name}", "1")) for name in ("batch_size", "gradient_accumulation_steps"))
     return math.prod(each) * shares
 
 
 def _shares(cell: Cell) -> int:
-    """Return the number of data-parallel groups, which have separate batches."""
+    """Return the number of data-parallel groups. Each group trains on a separate batch."""
     numbers = {key: cell.facts.get(f"launch.{key}", "") for key in ("tp", "pp")}
     launch: dict[str, Any] = {"gpus": cell.gpus, "strategy": cell.facts.get(STRATEGY, "none")}
     launch |= {key: int(text) if text.isdecimal() else None for key, text in numbers.items()}
@@ -104,7 +104,7 @@ def _shares(cell: Cell) -> int:
 
 
 def _single(cell: Cell, group: Sequence[Cell], samples: int) -> Cell | None:
-    """Return the single-GPU cell with this many samples per step, preferably with the same batch size."""
+    """Return the cell on one GPU with `samples` samples per step. Prefer a cell with the batch size of `cell`."""
     cells = [other for other in group if other.gpus == 1 and other.figure(TOKENS) and _samples(other) == samples]
     batch = "train.batch_size"
     return max(cells, key=lambda other: other.facts.get(batch) == cell.facts.get(batch), default=None)
