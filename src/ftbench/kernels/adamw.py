@@ -1,11 +1,11 @@
 """Run an AdamW step with one kernel per parameter.
 
-The kernel reads weight, gradient and two moments once, and writes weight and moments once. If all tensors have 16 bits,
-it moves 14 bytes per weight. The kernel also multiplies the gradients by the clipping factor. A separate clipping
-operation would read and write the gradients once more.
+The kernel reads the weight, the gradient and two moments once, and writes the weight and both moments once. If all four
+tensors have 16 bits, it moves 7 * 2 = 14 bytes per weight. It also multiplies the gradient by the clipping factor.
+Clipping in a separate kernel would read and write the gradient once more.
 
 bfloat16 weights and second moments are rounded stochastically. Most updates of a weight are smaller than half of its
-last bit. The second moment decays by 0.1 % per step. Rounding to the nearest value would lose both changes.
+last bit, and the second moment decays by 0.1 % per step. Rounding to the nearest value would discard these changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _A, _B = constexpr(0x7FEB352D), constexpr(0x846CA68B)  # multipliers of lowbias3
 
 @triton.jit
 def _hash(x: tensor) -> tensor:
-    """Return pseudorandom 32-bit integers, one for each 32-bit integer in x."""
+    """Return a pseudorandom 32-bit integer for each 32-bit integer in x."""
     x = (x ^ (x >> 16)) * tl.full((), _A, tl.uint32)
     x = (x ^ (x >> 15)) * tl.full((), _B, tl.uint32)
     return x ^ (x >> 16)
@@ -31,8 +31,8 @@ def _hash(x: tensor) -> tensor:
 
 @triton.jit
 def _rounded(values: tensor, bits: tensor, to: constexpr) -> tensor:
-    """Convert float32 values to another type. Round to bfloat16 stochastically, with 16 random bits per value. Keep
-    NaN unchanged: adding 1 or more to a GPU's NaN (0x7FFFFFFF) would give -0."""
+    """Return float32 `values` in the dtype `to`. Round to bfloat16 stochastically: add 16 random `bits`, then clear the
+    last 16 bits. NaN stays NaN. Adding 1 to a GPU's NaN (0x7FFFFFFF) would give -0."""
     if to == tl.bfloat16:
         drawn = (values.to(tl.uint32, bitcast=True) + bits) & tl.full((), 0xFFFF0000, tl.uint32)
         values = tl.where(values == values, drawn.to(tl.float32, bitcast=True), values)
@@ -44,9 +44,10 @@ def _adamw(
     weight: tensor, gradient: tensor, first: tensor, second: tensor, factor: tensor, size: tensor, seed: tensor,
     lr: tensor, decay: tensor, fresh1: tensor, fresh2: tensor, root: tensor, eps: tensor, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Update a parameter in place. `lr` is the learning rate divided by the bias correction of the first moment.
-    `decay` is 1 - learning rate * weight decay. `fresh1` and `fresh2` are 1 - beta, computed in float64, because in
-    float32 only four digits are exact. `root` is 1 / sqrt(bias correction of the second moment)."""
+    """Update weight, first and second in place, with g = factor * gradient: first += fresh1 * (g - first), second +=
+    fresh2 * (g * g - second), weight = decay * weight - lr * first / (sqrt(second) * root + eps). Here lr is the
+    learning rate / (1 - beta1**step), decay = 1 - learning rate * weight decay, fresh1 = 1 - beta1, fresh2 = 1 - beta2,
+    root = 1 / sqrt(1 - beta2**step). float64 is used for 1 - beta: float32 has four exact digits."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < size
     p = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)
@@ -66,9 +67,9 @@ def adamw_step(
     weight: torch.Tensor, gradient: torch.Tensor, first: torch.Tensor, second: torch.Tensor, factor: torch.Tensor,
     step: int, seed: int, group: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Update a contiguous parameter in place. `step` is the number of the optimizer step (first: 1). `factor` is a
-    tensor with one number, which multiplies the gradient. `seed` is a 32-bit integer that differs for each call.
-    `group` has lr, betas, weight_decay and eps, as in torch.optim.AdamW."""
+    """Update a contiguous weight and its moments `first` and `second` in place, as torch.optim.AdamW does. `factor` is
+    a tensor with one number that multiplies the gradient. `step` counts optimizer steps from 1. `seed` is a 32-bit
+    integer that differs for each call. `group` has lr, betas, weight_decay and eps, as in torch.optim.AdamW."""
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     numbers = (
         lr / (1 - beta1**step), 1 - lr * group["weight_decay"], 1 - beta1, 1 - beta2, (1 - beta2**step) ** -0.5,

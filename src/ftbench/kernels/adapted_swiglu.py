@@ -1,22 +1,23 @@
-"""Compute silu(gate) * up of an MLP and the LoRA products before and after it in one kernel per direction.
+"""Compute gated = silu(gate) * up of an MLP, and the LoRA products before and after it, in one kernel per direction.
 
-These kernels replace separate ones only if the MLP's products use 8-bit weights. With 16-bit weights, the fused
-backward kernel was slower on an H200 than separate kernels for the gate, its gradient and the adapters.
+The MLP has the linear layers gate_proj, up_proj and down_proj. gate, up and gated are (tokens, inner). x' is the
+transpose of x, and s is the scale of LoRA. The kernels use these tensors:
+- [gate up] = base + mid @ b' (tokens, 2 * inner).
+- base (tokens, 2 * inner) is the product of the MLP's input with the frozen weights of gate_proj and up_proj.
+- mid (tokens, rank) is the product of the MLP's input with A of gate_proj and up_proj.
+- b (2 * inner, rank) is s B of gate_proj and up_proj. a (down_rank, inner) is A of down_proj.
+- thin (tokens, down_rank) is the gradient of gated @ a'.
 
-Costs are counted in passes. One pass reads or writes 16-bit activations (tokens, inner) once. `inner` is the width of
-the MLP. `gate_proj`, `up_proj` and `down_proj` are its three linear layers.
-
-- Forward, 2.5 passes: read gate and up (2), write the 8-bit result (0.5).
-- Backward, 4 passes: read gate, up and the gradient (3), write the 8-bit gradients of gate and up (1).
-- Separate adapter products would add 5 passes: the gradients of B of gate_proj and up_proj (2), the gradient of A of
+Costs are counted in passes. One pass reads or writes a 16-bit tensor (tokens, inner) once.
+- Forward, 2.5 passes: read gate and up (2), write gated in 8 bits (0.5).
+- Backward, 4 passes: read gate, up and the gradient of gated (3), write the gradients of gate and up in 8 bits (1).
+- Separate adapter kernels would add 5 passes: the gradients of B of gate_proj and up_proj (2), the gradient of A of
   down_proj (1), and the gradients of A of gate_proj and up_proj and of the MLP's input (2).
 - A program keeps sums over rows in registers. It writes its sums over columns (tokens, rank) to memory, and a second
   kernel adds them. This costs half a pass for rank 16, and one pass for rank 32.
 
-Names: base (tokens, 2 inner) is the product of the input with the frozen weights of gate_proj and up_proj. mid (tokens,
-rank) is its product with their A. b (2 inner, rank) is their s B, where s is the scale of LoRA. a (down_rank, inner) is
-A of down_proj. [gate up] = base + mid b'. ' is the transpose. thin (tokens, down_rank) is the gradient of
-(silu(gate) * up) a'.
+ftbench uses these kernels only if the MLP has 8-bit weights. With 16-bit weights, the fused backward kernel was slower
+on an H200 than separate kernels for the gate, its gradient and the adapters.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ PARTS = 8  # programs per group of rows (forward) or columns (backward); each pr
 
 @triton.jit
 def _tile(x: tensor, row: tensor, column: tensor, width: tensor, rows: tensor, columns: tensor) -> tensor:
-    """Load x[row, column] as a tile. `row` and `column` are vectors of indices. `width` is the row stride in elements.
-    Indices from `rows` or `columns` on are out of range and give zeros."""
+    """Return x[row, column] as a tile. `row` and `column` are vectors of indices, and `width` is the row stride of x.
+    Return 0 for indices outside x: row >= rows or column >= columns."""
     there = (row < rows)[:, None] & (column < columns)[None, :]
     return tl.load(x + row[:, None] * width + column[None, :], mask=there, other=0.0)
 
@@ -52,7 +53,7 @@ def _put(
 
 @triton.jit
 def _dot(x: tensor, y: tensor, TYPE: constexpr) -> tensor:
-    """Convert two tiles to TYPE and return their matrix product in float32."""
+    """Return the matrix product of two tiles in float32. Convert the tiles to TYPE first."""
     return tl.dot(x.to(TYPE), y.to(TYPE), input_precision="ieee")
 
 
@@ -62,8 +63,8 @@ def _adapted_swiglu_forward(
     tokens: tensor, columns: tensor, mid_row: tensor, b_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor,
     LIMIT: constexpr, AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Write silu(gate) * up in 8 bits to `small`. Write partial sums of its product with a' to `of_rows`. One program
-    handles ROWS tokens and every n-th tile of columns, where n is the number of programs per group of tokens."""
+    """Write gated = silu(gate) * up in 8 bits to `small`, and partial sums of gated @ a' to `of_rows`. The programs in
+    a group handle the same ROWS tokens. Each of the n programs in a group handles every n-th tile of columns."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
@@ -96,9 +97,9 @@ def _adapted_swiglu_backward(
     b_row: tensor, thin_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor, size: tensor, LIMIT: constexpr,
     AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of gate and up in 8 bits to `small` (tokens, 2 inner). One program handles COLUMNS columns
-    and `size` tokens. It also writes two partial sums. `of_rows` is the gradient of mid, summed over the program's
-    columns. `of_columns` contains the gradients of b and a, summed over the program's tokens."""
+    """Write the gradients of gate and up in 8 bits to `small` (tokens, 2 * inner). One program handles COLUMNS columns
+    and `size` tokens. It also writes partial sums: the gradient of mid, summed over the program's columns, to
+    `of_rows`, and the gradients of b and a, summed over the program's tokens, to `of_columns`."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
@@ -138,8 +139,8 @@ def _adapted_swiglu_backward(
 
 
 def constants_of(rank: int, dtype: torch.dtype, small: torch.dtype, interpreted: bool) -> dict[str, Any]:
-    """Return the compile-time constants of a kernel. RANK is at least 16, the smallest inner dimension of tensor
-    cores. TYPE is float32 if the kernel is `interpreted`, because Triton's interpreter cannot multiply 16 bits."""
+    """Return the compile-time constants of a kernel. RANK is at least 16, the smallest inner dimension of tensor cores.
+    TYPE is float32 if the kernel is `interpreted`, because Triton's interpreter cannot multiply 16-bit values."""
     types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     TYPE = tl.float32 if interpreted else types.get(dtype, tl.float32)
     return {"RANK": max(16, triton.next_power_of_2(rank)), "TYPE": TYPE, "LIMIT": torch.finfo(small).max, **TILE}
@@ -149,9 +150,9 @@ def constants_of(rank: int, dtype: torch.dtype, small: torch.dtype, interpreted:
 def gate_and_cast(
     base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, a: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return three tensors: silu(gate) * up in 8 bits (tokens, inner), the factor that undoes the scale of these
-    values, and (silu(gate) * up) a' (tokens, down_rank). `base` must be contiguous. The module docstring defines the
-    other names. `maxima` and `dtype` are as in `cast_by_last`."""
+    """Return three tensors: gated = silu(gate) * up in 8 bits (tokens, inner), the factor that undoes the scale of the
+    8-bit values, and gated @ a' (tokens, down_rank). The module docstring defines base, mid, b and a. `base` must be
+    contiguous. `maxima` and `dtype` have the same meaning as in `cast_by_last`."""
     tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
     constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
     parts = min(PARTS, triton.cdiv(columns, TILE["COLUMNS"]))
@@ -178,10 +179,10 @@ def gate_gradients(
     dout: torch.Tensor, base: torch.Tensor, mid: torch.Tensor, b: torch.Tensor, thin: torch.Tensor, a: torch.Tensor,
     maxima: torch.Tensor, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return five tensors: the gradients of gate and up side by side in 8 bits (tokens, 2 inner), the factor that
-    undoes their scale, and the gradients of mid, b and a (shapes of mid, b and a). The gradient of silu(gate) * up is
-    dout + thin a, where dout (tokens, inner) comes from the frozen weight of down_proj. `base` must be contiguous.
-    Rows of mid, b, thin and a may have any stride."""
+    """Return five tensors: the gradients of gate and up side by side in 8 bits (tokens, 2 * inner), the factor that
+    undoes their scale, and the gradients of mid, b and a. The gradient of gated = silu(gate) * up is dout + thin @ a.
+    Here dout (tokens, inner) is the gradient from the frozen weight of down_proj. `base` must be contiguous. mid, b,
+    thin and a may have any row stride."""
     tokens, columns, rank, down = len(base), base.shape[1] // 2, mid.shape[1], len(a)
     constants = constants_of(max(rank, down), base.dtype, dtype, not base.is_cuda)
     tiles, wide = triton.cdiv(columns, TILE["COLUMNS"]), constants["RANK"]

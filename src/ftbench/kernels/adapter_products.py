@@ -1,29 +1,29 @@
-"""Compute linear layers that read the same input, together with their LoRA adapters, and the gradients.
+"""Compute linear layers with the same input x, their LoRA adapters, and all gradients.
 
-Layer i computes y_i = x W_i' + s (x A_i') B_i'. Here ' is the transpose and s is the scale of LoRA. The shapes are
-x: (tokens, in), W_i: (out, in), A_i: (rank, in), B_i: (out, rank).
+Layer i computes y_i = x @ W_i' + s * (x @ A_i') @ B_i'. Here ' is the transpose and s is the scale of LoRA. The shapes
+are x: (tokens, in), W_i: (out, in), A_i: (rank, in), B_i: (out, rank).
+
+`Augmented` joins base weights and adapters of all layers in one matrix: y = [x | x A'] [W | s B]' and dx = [dy | dy s
+B] [W ; A]. After torch.compile, x and dy are written into the wider buffer directly, without a copy. `Beside` computes
+only the adapters, and the base layers can have any format (fp8, 4 bits).
 
 The table counts reads and writes of activations in one Qwen3-8B layer. The hidden size is 4,096, the queries are 4,096
-wide, keys and values 1,024 each, and the MLP 12,288. One unit is tokens x 4,096 values. The seven projections read 9
+wide, keys and values 1,024 each, and the MLP 12,288. One unit is tokens * 4,096 values. The seven projections read 9
 units and write 9.5 units. The counts come from the code that torch.compile generated for the layer (torch 2.13):
 
-| reads and writes for the adapters                      | peft | beside | augmented |
+| reads and writes for the adapters                      | peft | Beside | Augmented |
 |--------------------------------------------------------|-----:|-------:|----------:|
-| forward: x read for A                                  |    9 |      6 |         6 |
-| forward: product with B written, read by the add       |   19 |     19 |         0 |
-| backward: gradient times s written                     |  9.5 |      0 |         0 |
-| backward: gradient read for B and for its gradient     |   19 |     19 |        19 |
-| backward: product with A written, read by the add      |   18 |     12 |         0 |
-| backward: x read for A's gradient                      |    9 |      6 |         6 |
-| backward: gradients of one input added up              |    8 |      8 |         0 |
-| outputs of attention and the next layer copied         |    0 |      0 |         4 |
+| forward: read x for the product with A                 |    9 |      6 |         6 |
+| forward: write the product with B, read it for the sum |   19 |     19 |         0 |
+| backward: write s * dy                                 |  9.5 |      0 |         0 |
+| backward: read dy for the gradients of x A' and of B   |   19 |     19 |        19 |
+| backward: write the product with A, read it for dx     |   18 |     12 |         0 |
+| backward: read x for the gradient of A                 |    9 |      6 |         6 |
+| backward: add the gradients of one input               |    8 |      8 |         0 |
+| copy the outputs of attention and the next layer       |    0 |      0 |         4 |
 | sum                                                    | 91.5 |     70 |        35 |
-| small products                                         |   42 |     33 |        16 |
-
-`augmented` joins base weights and adapters of all layers in one matrix: y = [x | x A'] [W | s B]' and
-dx = [dy | dy s B] [W ; A]. The operation that computes x or dy writes into the wider buffer, so torch.cat copies
-nothing after torch.compile. `beside` computes only the adapters. The base layer can have any format (fp8, 4 bits).
-Adding s B A to W once per step would need fewer passes. But bfloat16 would lose updates below 1/256 of a weight.
+| number of small products                               |   42 |     33 |        16 |
+Adding s * B @ A to W once per step would need fewer units. But bfloat16 would lose updates below 1/256 of a weight.
 """
 
 from typing import Any
@@ -37,33 +37,34 @@ _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # names 
 
 
 def siblings(name: str) -> tuple[str, Any]:
-    """Return a key that is equal for all layers with the same input. `name` is the dotted name of a layer, with or
-    without peft's suffix `.base_layer`."""
+    """Return a key that is equal for layers with the same input, for example for q_proj, k_proj and v_proj of a decoder
+    layer. `name` is the dotted name of a layer, with or without peft's suffix `.base_layer`."""
     parent, _, own = name.removesuffix(".base_layer").rpartition(".")
     return parent, next((names for names in _SIBLINGS if own in names), own)
 
 
 @torch.library.custom_op("ftbench::fill_columns", mutates_args=("wide",))
 def fill_columns(wide: torch.Tensor, factor: torch.Tensor, width: int) -> None:
-    """Multiply the first `width` columns of `wide` (tokens, width + rank) by `factor` (width, rank). Write the product
-    into the last columns of `wide`. A custom operation writes in place. torch.compile would copy all of `wide`."""
+    """Set wide[:, width:] = wide[:, :width] @ factor. The shapes are wide: (tokens, width + rank), factor: (width,
+    rank). This is a custom operation, because torch.compile would otherwise copy `wide`."""
     torch.mm(wide[:, :width], factor, out=wide[:, width:])
 
 
 @torch.library.custom_op("ftbench::add_product", mutates_args=("total",))
 def add_product(total: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> None:
-    """Add x @ factor to `total` (tokens, out) in place. torch.compile would write a second tensor of this size. The
-    shapes are x: (tokens, rank) and factor: (rank, out)."""
+    """Set total = total + x @ factor in place. The shapes are x: (tokens, rank), factor: (rank, out), total: (tokens,
+    out). This is a custom operation, because torch.compile would otherwise write a second tensor (tokens, out)."""
     total.addmm_(x, factor)
 
 
 class Augmented(torch.autograd.Function):
-    """Compute the outputs of all layers side by side: (tokens, in) → (tokens, out + r). `out` is the sum of the layers'
-    output widths, and r is the number of extra columns. The backward pass uses the extra columns of the gradient.
+    """Return [x | x A'] [W | s B]' for all layers side by side, followed by r zero columns: (tokens, out + r). x is
+    (tokens, in) or (tokens, in + r). `out` is the sum of the layers' output widths, and r is the number of extra
+    columns.
 
-    `weight` is [[W, s B], [A, 0]] (out + r, in + r), where B is block diagonal. `scales_and_adapters` are the scales of
-    all layers, then A and B of each layer. A and B are passed only to receive gradients. The forward pass overwrites
-    the extra columns of x if x is (tokens, in + r). The backward pass overwrites those of the incoming gradient.
+    `weight` (out + r, in + r) is [[W, s B], [A, 0]], where B is block diagonal. `scales_and_adapters` are all scales,
+    then A and B of each layer, which only receive gradients: their values are read from `weight`. The forward pass
+    overwrites the extra columns of x. The backward pass overwrites the extra columns of the gradient.
     """
 
     @staticmethod
@@ -95,8 +96,9 @@ class Augmented(torch.autograd.Function):
 
 
 def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: Any) -> list[torch.Tensor]:
-    """Return the gradients of A and B of each layer, in the order of `adapters`. `da` (ranks, in) and `db` (out, ranks)
-    are the gradients of all layers in one matrix, where `ranks` is the sum of the layers' ranks."""
+    """Return the gradients of A and B of each layer, in the order of `adapters` (A_1, B_1, A_2, ...). `da` (ranks, in)
+    and `db` (out, ranks) are the gradients of all layers. `da` already contains the scales. `ranks` is the sum of
+    ranks."""
     of_adapters, rank, out = [], 0, 0
     for a, b, scale in zip(adapters[::2], adapters[1::2], scales, strict=True):
         r, n = a.shape[0], b.shape[0]
@@ -107,15 +109,15 @@ def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: A
 
 
 class Beside(torch.autograd.Function):
-    """Compute only the adapters: return s (x A') B' of each layer, (tokens, output width), from x: (tokens, in).
+    """Return the adapter product s * (x @ A') @ B' (tokens, output width) of each layer for x: (tokens, in).
 
     `a` is A of all layers (layers * rank, in). `b` is s B of all layers (sum of output widths, rank). `sizes` are the
-    output widths. `scales_and_adapters` are the scales of all layers, then A and B of each layer. A and B are passed
-    only to receive gradients.
+    output widths. `scales_and_adapters` are the scales of all layers, then A and B of each layer. The last A and B only
+    receive gradients: their values are read from `a` and `b`.
 
-    Scales and adapters are one `*` parameter, because torch.compile assumes without gradients that `forward` has no
-    `ctx` if a call has as many arguments as `forward` has parameters (torch 2.11 and 2.13, `call_apply`). With separate
-    parameters, this would be so for one layer.
+    Scales and adapters are one `*` parameter because of torch.compile without gradients (torch 2.11 and 2.13,
+    `call_apply`). If a call has n arguments and `forward` has n parameters, torch.compile assumes that `forward` has no
+    `ctx`. With separate parameters, this would happen for a single layer.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Compute norms, rotary embedding and silu(gate) * up of a decoder layer with Triton kernels.
 `spec/optimizations/compute.py` lists the supported model families.
 
-The next matrix product may belong to `fused_lora`, whose input has extra columns for the adapters. The kernels write
-rows with these extra columns, so no copy is needed.
+If `fused_lora` computes the next matrix product, its input has extra columns for the adapters. The kernels write rows
+with these extra columns, so no copy is needed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _GROUP = "joined_group"  # attribute of a module: the AdapterGroup of fused_lora
 
 
 def _group(module: Any) -> Any:
-    """Return the AdapterGroup of fused_lora for the module's linear layers with the same input. Return None if
-    fused_lora is off."""
+    """Return the AdapterGroup of fused_lora that computes the module's linear layers together. Return None if
+    fused_lora is off or the adapters are disabled."""
     group = getattr(module, _GROUP, None)
     return group if group is not None and group.is_on() else None
 
@@ -38,12 +38,12 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _together(group: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return the outputs of a group's layers side by side: (tokens, sum of their widths + extra columns)."""
+    """Return the outputs of all layers of a group side by side: (tokens, sum of output widths + extra columns)."""
     return group.product(_rows(x))
 
 
 class _Norm:
-    """Replaces the forward pass of the last norm."""
+    """Mixin that computes the decoder's last norm with a Triton kernel."""
 
     def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = RmsNorm.apply(_rows(hidden_states), self.weight, self.variance_epsilon, 0)[0]
@@ -51,7 +51,7 @@ class _Norm:
 
 
 class _Layer:
-    """Replaces the forward pass of a decoder layer."""
+    """Mixin for a decoder layer. Kernels compute its two norms and the residual addition between attention and MLP."""
 
     def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         shape, norm = hidden_states.shape, self.post_attention_layernorm
@@ -64,7 +64,7 @@ class _Layer:
 
 
 class _Attention:
-    """Replaces the forward pass of a layer's attention."""
+    """Mixin for an attention module. A kernel computes the norms of the heads and the rotary embedding."""
 
     def forward(
         self: Any, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any = None,
@@ -86,7 +86,7 @@ class _Attention:
 
 
 def _heads(attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-    """Return query, key and value: (tokens, heads, head_dim). Heads are rotated, after a norm if the model has it."""
+    """Return query, key and value, each (tokens, heads, head_dim), after q_norm, k_norm and rotary embedding."""
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     weights = [None if norm is None else norm.weight for norm in norms]
     layers = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -97,7 +97,7 @@ def _heads(attention: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 
 
 class _Mlp:
-    """Replaces the forward pass of a gated MLP."""
+    """Mixin for a gated MLP. Kernels compute silu(gate) * up and its gradients."""
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         shape, group, down = (*x.shape[:-1], -1), _group(self), _group(self.down_proj)
@@ -106,19 +106,19 @@ class _Mlp:
             return whole.view(shape)
         parts = [_rows(self.gate_proj(x)), _rows(self.up_proj(x))] if group is None else [_together(group, x), None]
         gated: torch.Tensor = SwiGlu.apply(*parts, self.gate_proj.out_features)
-        if down is None or down.columns:  # it would need extra columns, which `gated` does not have
+        if down is None or down.columns:  # `down` needs an input with extra columns, but `gated` has none
             return self.down_proj(gated.view(shape))
         return _together(down, gated).view(shape)
 
 
 @lru_cache
 def _with_kernels(kind: Any, ours: Any) -> Any:
-    """Return the class that replaces `kind`. All layers share it, because torch.compile compiles each class again."""
+    """Return a subclass of `kind` with the methods of `ours`. Cache it: torch.compile compiles once per class."""
     return type(kind.__name__, (ours, kind), {"__module__": kind.__module__})
 
 
 def replace_forward(layer: Any) -> None:
-    """Make a decoder layer use the kernels, by replacing the classes of its modules."""
+    """Make a decoder layer use the kernels: replace the classes of the layer, its attention and its MLP."""
     attention, mlp = layer.self_attn, layer.mlp
     _join(attention, attention.q_proj, attention.k_proj, attention.v_proj)
     _join(attention.o_proj, attention.o_proj)
@@ -132,12 +132,12 @@ def replace_forward(layer: Any) -> None:
 
 
 def replace_norm(norm: Any) -> None:
-    """Compute a norm outside the layers with the kernel."""
+    """Make a norm outside the decoder layers use the kernel: replace its class."""
     norm.__class__ = _with_kernels(type(norm), _Norm)  # type: ignore[arg-type]
 
 
 def _join(module: Any, *layers: Any) -> None:
-    """Store the AdapterGroup of these layers in the module if it holds exactly these layers and none has a bias."""
+    """Store the AdapterGroup of `layers` in `module`, if the group has no other layers and no layer has a bias."""
     group = getattr(layers[0], "group", None)
     if group is not None and group.holds(layers):
         setattr(module, _GROUP, group)

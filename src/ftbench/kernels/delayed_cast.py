@@ -1,10 +1,10 @@
 """Cast tensors to 8 bits. Compute the scale from the largest magnitude of the previous step ("delayed scaling").
 
-A pass reads or writes the 16-bit tensor once. A cast that first finds the current maximum needs 2.5 passes: it reads
-the values twice and writes half as many bytes. This cast reads them once and needs 1.5 passes. Values up to twice the
-previous maximum fit. Larger values are clamped to the largest 8-bit number. The kernel is always launched twice, so
-the host does not wait for a result. In the first step, the second launch casts with the maximum that the first launch
-found. In later steps, the second launch returns immediately.
+A pass reads or writes the 16-bit tensor once. This cast needs 1.5 passes: it reads the values once and writes them in 8
+bits. A cast that first finds the current maximum needs 2.5 passes, because it reads the values twice. The scale leaves
+room for values up to twice the previous maximum. Larger values are clamped. The kernel is always launched twice, so the
+host does not wait for a result. In the first step, the first launch finds the maximum, and the second launch casts with
+this maximum. In later steps, the second launch returns immediately.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ SMALLEST = constexpr(1e-12)
 
 @triton.jit
 def scale_to(known: tensor, seen: tensor, LIMIT: constexpr) -> tensor:
-    """Return the scale of the cast: LIMIT divided by the expected maximum. `known` is the maximum magnitude of the
-    previous step, or 0 in the first step. `seen` points to the maximum of the current step."""
+    """Return the scale of the cast: LIMIT / (ROOM * known). `known` is the maximum magnitude of the previous step. In
+    the first step, `known` is 0, and the result is LIMIT / (current maximum), which is read from the pointer `seen`."""
     largest = tl.where(known > 0, known * ROOM, tl.load(seen))
     return LIMIT / tl.maximum(largest, SMALLEST)
 
 
 @triton.jit
 def shortened(values: tensor, scale: tensor, LIMIT: constexpr) -> tensor:
-    """Multiply values by `scale` and clamp them to [-LIMIT, LIMIT], the range of the 8-bit type."""
+    """Return values * scale, clamped to [-LIMIT, LIMIT]. LIMIT is the largest number of the 8-bit type."""
     return tl.minimum(tl.maximum(values * scale, -LIMIT), LIMIT)
 
 
@@ -40,8 +40,8 @@ def _cast_to_fp8(
     x: tensor, small: tensor, factor: tensor, maxima: tensor, size: tensor, LIMIT: constexpr, AGAIN: constexpr,
     BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write x in 8 bits to `small`, the factor that undoes the scale to `factor`, and the largest magnitude to
-    maxima[1]. With n programs, a program handles every n-th block of x."""
+    """Write x * scale in 8 bits to `small`, 1 / scale to `factor`, and max(abs(x)) to maxima[1]. With n programs, each
+    program handles every n-th block of x."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
@@ -56,12 +56,12 @@ def _cast_to_fp8(
     tl.store(factor, 1.0 / scale)
 
 
-# `maxima` is mutated, but not declared so: torch.compile would copy it, because the maxima of all layers are views of
-# one tensor. This is safe: maxima[1] is first read in the next step, and a repeated update gives the same value.
+# `mutates_args` omits `maxima`, because torch.compile would copy it: the maxima of all layers are views of one tensor.
+# This is safe: maxima[1] is first read in the next step, and a repeated update gives the same value.
 @torch.library.custom_op("ftbench::cast_by_last", mutates_args=())
 def cast_by_last(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x in 8 bits and the factor that undoes its scale. `maxima` (2,) contains the largest magnitudes in the
-    previous step (0 if unknown) and in the current step. The second one is updated."""
+    """Return x * scale in 8 bits and the factor 1 / scale. maxima[0] is the largest magnitude of x in the previous step
+    (0 if unknown), from which the scale is computed. maxima[1] is set to the largest magnitude in the current step."""
     x = x.contiguous()
     small, factor = torch.empty_like(x, dtype=dtype), maxima.new_empty(())
     grid = (min(triton.cdiv(x.numel(), BLOCK), PROGRAMS),)
@@ -75,16 +75,16 @@ cast_by_last.register_fake(lambda x, maxima, dtype: (x.new_empty(x.shape, dtype=
 
 
 class Maxima:
-    """Keeps the largest magnitudes of each layer. The shape of `values` is (layers, 2, 2): layer, input or gradient,
-    previous or current step. They are not saved in checkpoints, so a resumed run starts with zeros."""
+    """Stores the largest magnitudes of each layer. `values` is (layers, 2, 2). The axes are layer, input or gradient,
+    and previous or current step. They are not saved in checkpoints: a resumed run starts with zeros."""
 
     def __init__(self, layers: int, device: Any) -> None:
         self.values = torch.zeros(layers, 2, 2, device=device)
         self.trained = False
 
     def next_pass(self, model: torch.nn.Module, *_: Any) -> None:
-        """Start a forward pass with the maxima of the last training pass. Values seen in evaluation are discarded.
-        Recomputed layers and the backward pass use the same scales."""
+        """Before a forward pass, replace the maxima of the previous step by those of the last training pass. The scales
+        do not change until the next forward pass. Maxima from evaluation are discarded."""
         # `.data` hides this write from autograd, which may still need the maxima for the backward pass of an earlier
         # forward pass. Example: the reference model runs between the two passes of the policy.
         known, seen = self.values.data.unbind(-1)

@@ -1,8 +1,8 @@
 """Compute the matrix products of mixture-of-experts layers and their LoRA adapters.
 
-The rows (tokens) are sorted by expert. A grouped product multiplies all rows of an expert by the matrix of this
-expert. The adapters are two more grouped products with inner dimension `rank`. Their result is added to the product
-with the frozen matrices. peft instead adds B A to a copy of each expert's matrix, and its gradients have that size too.
+The rows (tokens) are sorted by expert. A grouped product multiplies all rows of an expert by the matrix W of this
+expert. The adapters add two grouped products with A and B of the expert. peft instead adds B A to a copy of each W, and
+the gradient of B A is as large as W.
 """
 
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ ALIGNED = 8  # the rank is padded to a multiple of 8: grouped products need rows
 
 
 def grouped(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply each group of rows by the matrix of the group. The shapes are rows: (tokens, in), matrices: (groups, in,
-    out), result: (tokens, out). `ends` (groups,) has dtype int32. Group g ends before row ends[g]."""
+    """Return rows[i] @ matrices[g] for each row i of group g. The shapes are rows: (tokens, in), matrices: (groups, in,
+    out), result: (tokens, out). `ends` (groups,) has dtype int32. Group g has the rows ends[g - 1] to ends[g] - 1."""
     return F.grouped_mm(rows, matrices, offs=ends)
 
 
 @torch.library.custom_op("ftbench::in_rows", mutates_args=())
 def in_rows(matrices: torch.Tensor) -> torch.Tensor:
-    """Return a copy in row-major order, as grouped products require. torch.compile removes a plain `contiguous()` after
-    a pointwise operation. It cannot remove this custom operation."""
+    """Return a row-major copy of `matrices`, because grouped products require this order. torch.compile may remove a
+    plain `contiguous()` after a pointwise operation. It cannot remove this custom operation."""
     return matrices.clone(memory_format=torch.contiguous_format)
 
 
@@ -35,8 +35,8 @@ in_rows.register_autograd(lambda _, gradient: gradient)
 
 
 class GroupedExperts:
-    """Mixin that computes all experts of a layer with grouped products. It comes before transformers' class of fused
-    experts or `nn.Module`. Gate and up share one matrix. `adapters` maps its parameter names to (A, B, scale)."""
+    """Mixin that computes all experts of a layer with grouped products. It is the base class before transformers' class
+    of fused experts or `nn.Module`. Gate and up are one parameter. `adapters` maps parameter names to (A, B, scale)."""
 
     adapters: dict[str, tuple[torch.Tensor, torch.Tensor, float]]
     num_experts: int
@@ -47,8 +47,8 @@ class GroupedExperts:
     def forward(
         self, hidden_states: torch.Tensor, router_indices: torch.Tensor, routing_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return (tokens, width): for each token, the weighted sum of k experts. `router_indices` and
-        `routing_weights` (tokens, k) contain the experts of each token and their weights."""
+        """Return (tokens, width): for each token, the weighted sum of the outputs of its k experts. `router_indices`
+        (tokens, k) contains the experts of each token, and `routing_weights` (tokens, k) contains their weights."""
         tokens, k = router_indices.shape
         experts, order = router_indices.reshape(-1).sort(stable=True)
         numbers = torch.arange(self.num_experts, device=experts.device)
@@ -71,14 +71,15 @@ class GroupedExperts:
         return result
 
     def frozen(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Return the product of the rows with the frozen matrices. `experts` contains the expert index of each row."""
+        """Return rows @ (matrix `name` of each row's expert), shape (rows, out). `experts` has the expert of each
+        row."""
         matrices = getattr(self, name)
         return grouped(rows, matrices if self.is_transposed else matrices.transpose(-2, -1), ends)
 
 
 class ExpertAdapter(ParamWrapper):
-    """Replaces peft's adapter of the experts' matrices. Parameter names and shapes are the same. During a forward pass,
-    `GroupedExperts.adapters` contains its factors A and B."""
+    """Replaces peft's adapter class for matrices of experts. Parameter names and shapes are the same. During a forward
+    pass, `GroupedExperts.adapters` contains A and B of this adapter."""
 
     @contextmanager
     def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
@@ -101,7 +102,7 @@ def _grouped_class(kind: Any) -> Any:
 
 
 def group_adapters(model: Any) -> int:
-    """Replace peft's adapters of fused experts by grouped products. Return the number of replaced adapters."""
+    """Make peft's adapters of fused experts use grouped products. Return the number of changed adapters."""
     wrappers = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     for wrapper in wrappers:
         experts = wrapper.get_base_layer()

@@ -1,8 +1,8 @@
 """Keep activations for the backward pass in pinned host memory.
 
-The copies run on a separate CUDA stream. A tensor is copied to the host while the next layers compute. The copy back
-starts when the backward pass takes the tensor that was saved after it. The module uses torch's saved-tensor hooks. With
-non-reentrant checkpointing, autograd only saves the layer's input (torch.utils.checkpoint, `_NoopSaveInputs`).
+The copies run on a separate CUDA stream. A tensor is copied to the host while the next layers compute. When the
+backward pass reads tensor n, the copy of tensor n - 1 to the device starts. The module uses torch's saved-tensor hooks.
+With non-reentrant checkpointing, autograd only saves a layer's input (torch.utils.checkpoint, `_NoopSaveInputs`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _SMALL = 1 << 20  # bytes; smaller tensors stay on the GPU, because copying them
 
 
 class Kept:
-    """A saved tensor on the host. `before` refers to the tensor that was saved before it. `back` is its copy on the
-    device, once that copy has started."""
+    """A saved tensor on the host. `before` refers to the tensor that was saved before this tensor. `back` is the copy
+    on the device, or None if the copy has not started."""
 
     __slots__ = ("__weakref__", "back", "before", "copied", "device", "fetched", "host")
 
@@ -31,8 +31,8 @@ class Kept:
 
 
 class HostTensors:
-    """Copy saved tensors to the host and back. `moved` and `moved_bytes` count tensors and bytes copied to the host.
-    `fetched` counts tensors copied back."""
+    """Copies saved tensors to the host and back. `moved` and `moved_bytes` count tensors and bytes copied to the host.
+    `fetched` counts tensors copied back to the device."""
 
     def __init__(self) -> None:
         self.moved = self.moved_bytes = self.fetched = 0
@@ -40,7 +40,7 @@ class HostTensors:
         self._last: weakref.ref[Kept] | None = None
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function: autograd keeps the tensors that it saves for the backward pass on the host."""
+        """Return a wrapped `function`. The tensors that autograd saves during a call are kept on the host."""
 
         def keeping(*args: Any, **kwargs: Any) -> Any:
             with saved_tensors_hooks(self._pack, self._unpack):
@@ -86,7 +86,7 @@ class HostTensors:
         return tensor
 
     def _fetch(self, kept: Kept) -> None:
-        """Start to copy the tensor back to the device. The event `kept.fetched` marks the end of the copy."""
+        """Start to copy `kept.host` back to the device. The event `kept.fetched` marks the end of the copy."""
         if kept.device.type != "cuda":
             kept.back = kept.host.clone()
             return

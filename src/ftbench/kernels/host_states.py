@@ -1,4 +1,4 @@
-"""Keep optimizer states in pinned host memory, except while their parameter is updated.
+"""Keep optimizer states in pinned host memory. Copy the states of a parameter to the device only for its update.
 
 The states of a parameter are copied to the device while the previous parameter is updated. The order of the parameters
 is the order of the last optimizer step. The first states of a step are copied on demand, so they take no device memory
@@ -20,7 +20,7 @@ _Copied = list[tuple[torch.Tensor, Any]]  # tensors on the device, each with the
 
 
 class HostStates:
-    """Keeps optimizer states on the host. `state` is optimizer.state: state[parameter][name] is a value."""
+    """Keeps optimizer states on the host. `state` is optimizer.state: state[parameter]["exp_avg"] is a tensor."""
 
     def __init__(self, state: Any, device: torch.device) -> None:
         self._state, self._in, self._out = state, Copies(device), Copies(device)
@@ -32,11 +32,11 @@ class HostStates:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the states in host memory."""
+        """Return the size of all states in host memory, in bytes."""
         return self._out.held
 
     def around(self, parameter: Any, step: Callable[[], Any]) -> None:
-        """Copy a parameter's states to the device, run its optimizer step, and start copying them back."""
+        """Copy a parameter's states to the device, call `step` to update it, and start to copy its states back."""
         self._begin(parameter)
         if parameter in self._coming:
             for part, (there, ready) in zip(self._parts(parameter), self._coming.pop(parameter), strict=True):
@@ -49,13 +49,13 @@ class HostStates:
         self._leave(parameter)
 
     def end_step(self) -> None:
-        """Release the device memory of pending copies to the host and reset the prefetch order."""
+        """Wait for the pending copies to the host and free their device memory. Start a new parameter order."""
         while self._leaving:
             self._free()
         self._last = None
 
     def _begin(self, parameter: Any) -> None:
-        """Start copying a parameter's states to the device, after their copy to the host is complete."""
+        """Start to copy a parameter's states to the device. A running copy of them to the host ends first."""
         if parameter not in self._hosts or parameter in self._coming:
             return
         while any(left is parameter for left, _ in self._leaving):
@@ -65,7 +65,7 @@ class HostStates:
         self._coming[parameter] = [(each, self._in.start(each, host)) for each, host in zip(there, hosts, strict=True)]
 
     def _leave(self, parameter: Any) -> None:
-        """Start copying a parameter's states to the host. The optimizer refers to the host tensors from now on."""
+        """Start to copy a parameter's states to the host. The optimizer refers to the host tensors from now on."""
         parts = list(self._parts(parameter))
         if parameter not in self._hosts:
             tensors = [part.tensor for part in parts]
@@ -79,13 +79,13 @@ class HostStates:
             self._free()
 
     def _free(self) -> None:
-        """Release the device memory of the oldest copy to the host once the copy is complete."""
+        """Free the device memory of the oldest copy to the host. The device first waits for its end."""
         _, copied = self._leaving.popleft()
         for _, ready in copied:
             self._out.wait_for(ready)
 
     def _parts(self, parameter: Any) -> Iterator[Weight]:
-        """Yield the tensors of a parameter's states, unwrapping torchao's 8-bit states."""
+        """Yield the large state tensors of a parameter. Yield the inner tensors of torchao's 8-bit states."""
         values = self._state[parameter]
         for name, value in values.items():
             if hasattr(value, "tensor_attrs"):

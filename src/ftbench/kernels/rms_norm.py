@@ -1,12 +1,12 @@
 """Compute RMSNorm with a frozen weight, with or without the residual addition before it. Each direction is one kernel.
 
-The norm of a row x is weight * x / sqrt(mean(x²) + eps). With a residual, x is first replaced by x + residual.
-Costs are counted in passes. One pass reads or writes values of shape (tokens, width) once.
+norm(y) = weight * y / sqrt(mean(y²) + eps) for each row y. Without a residual, y is x. With a residual, y is x +
+residual. Costs are counted in passes. One pass reads or writes values of shape (tokens, width) once.
 
-- Forward, 2 passes: read x, write the norm. A residual adds 2: read the residual, write the sum.
-- Backward, 3 passes: read x and the gradient of the norm, write the gradient of x. A residual adds 1: read the
-  gradient of the sum. If x has extra columns, 1 more: write its gradient a second time, with extra columns.
-- torch.compile needs 3 forward passes (5 with a residual), because it computes mean(x²) and the norm in two kernels.
+- Forward, 2 passes: read x, write norm(y). A residual adds 2 passes: read the residual, write y.
+- Backward, 3 passes: read y and the gradient of norm(y), write the gradient of x. A residual adds 1 pass: read the
+  direct gradient of y. Extra columns of x add 1 pass: write the gradient of x again, with extra columns.
+- torch.compile needs 3 forward passes (5 with a residual), because it computes mean(y²) and norm(y) in two kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from triton.language import constexpr, tensor
 
 @triton.jit
 def _scale(values: tensor, columns: tensor, eps: tensor) -> tensor:
-    """Return 1 / sqrt(mean(values²) + eps) of a row with `columns` values, padded with zeros."""
+    """Return 1 / sqrt(sum(values²) / columns + eps) for one row of `columns` values, padded with zeros."""
     return tl.rsqrt(tl.sum(values * values, 0) / columns + eps)
 
 
@@ -30,8 +30,8 @@ def _rms_norm_forward(
     x: tensor, residual: tensor, weight: tensor, total: tensor, normed: tensor, x_row: tensor, normed_row: tensor,
     columns: tensor, eps: tensor, SUM: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write the norm of one row to `normed`. If SUM, add the residual to x first, and write the sum to `total`. One
-    program handles one row."""
+    """Write normed = weight * y / sqrt(mean(y²) + eps) for one row y. If SUM, y is x + residual, and y is also written
+    to `total`. Otherwise y is x. One program handles one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     there = column < columns
@@ -51,8 +51,8 @@ def _rms_norm_backward(
     dnormed: tensor, dtotal: tensor, total: tensor, weight: tensor, dx: tensor, wide: tensor, dnormed_row: tensor,
     wide_row: tensor, columns: tensor, eps: tensor, SUM: constexpr, WIDE: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradient of one row of `total`, the input of the norm, to `dx`. If SUM, add `dtotal` to it. If WIDE,
-    also write it to `wide`, whose rows have extra columns."""
+    """Write dx = scale * (d - n * mean(d * n)) for one row, where d = dnormed * weight, n = total * scale and scale = 1
+    / sqrt(mean(total²) + eps). If SUM, add dtotal to dx. If WIDE, also write dx to `wide`, which has extra columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     there = column < columns
@@ -89,9 +89,9 @@ def _total(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
 def rms_norm_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, room: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of x + residual (tokens, width + room) and the sum x + residual (tokens, width). The last `room`
-    columns of the norm are not initialized. Without a residual, return the norm of x and an empty tensor. The shapes
-    are x: (tokens, width or more), residual: (tokens, width), weight: (width,). Extra columns of x are ignored."""
+    """Return norm(y) (tokens, width + room) and y (tokens, width), where y = x + residual. The last `room` columns of
+    norm(y) are not initialized. Without a residual, return norm(x) and an empty tensor. The shapes are x: (tokens,
+    width or more), residual: (tokens, width), weight: (width,). Extra columns of x are ignored."""
     width = len(weight)
     residual = None if residual is None else residual.contiguous()
     normed, total = _normed(x if residual is None else _total(x, residual), weight, width, room), _total(x, residual)
@@ -116,9 +116,10 @@ def rms_norm_backward(
     dnormed: torch.Tensor, dtotal: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor, eps: float,
     room: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradient of `total`, the input of the norm (tokens, width), and a copy of it in `dtype` with `room`
-    uninitialized extra columns. The copy is an empty tensor if room is 0. `dnormed` (tokens, width or more) is the
-    gradient of the norm. `dtotal` (tokens, width) is the direct gradient of `total`, or None. `total` is contiguous."""
+    """Return dx (tokens, width), the gradient of `total`, and dx in `dtype` with `room` extra, uninitialized columns.
+    If room is 0, the second tensor is empty. `total` is the contiguous input of the norm. `dnormed` (tokens, width or
+    more) is the gradient of the norm. `dtotal` (tokens, width) is a direct gradient of `total` that is added to dx, or
+    None."""
     width = len(weight)
     dnormed = dnormed if dnormed.stride(1) == 1 else dnormed.contiguous()
     dtotal = None if dtotal is None else dtotal.contiguous()
@@ -135,8 +136,8 @@ rms_norm_backward.register_fake(
 
 
 class RmsNorm(torch.autograd.Function):
-    """Return the norm of x: (tokens, width) → (tokens, width + room), and x itself. Use the returned x for the residual
-    connection: the backward kernel then also adds the gradient of that connection. The weight is frozen."""
+    """Return norm(x) (tokens, width + room) and x for x: (tokens, width) and a frozen weight. Use the returned x for
+    the residual connection. Then the backward kernel also adds the gradient of the residual connection."""
 
     @staticmethod
     def forward(
@@ -154,8 +155,8 @@ class RmsNorm(torch.autograd.Function):
 
 
 class SumRmsNorm(torch.autograd.Function):
-    """Return the norm of x + residual (tokens, width + room) and the sum x + residual (tokens, width). x may have extra
-    columns, which are ignored. The gradient of x has the same shape as x, and its extra columns are uninitialized."""
+    """Return norm(x + residual) (tokens, width + room) and x + residual (tokens, width). Extra columns of x are
+    ignored. The gradient of x has the same shape as x, and its extra columns are not initialized."""
 
     @staticmethod
     def forward(

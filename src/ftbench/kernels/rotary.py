@@ -1,10 +1,10 @@
 """Apply RMSNorm (optional) and rotary embedding to the heads of query and key. Write query, key and value in the layout
-of attention, (tokens, heads, head_dim). Each direction is one kernel.
+of attention: (tokens, heads, head_dim). Each direction is one kernel.
 
 The forward kernel reads and writes each value once. The backward kernel reads and writes each gradient once. With
-norms, it also reads the original query and key. It writes the three gradients side by side, as one matrix product needs
-them. torch.compile needs more passes: it reads each head twice (mean square, norm), writes query and key twice (the
-second time in the layout of attention), and joins the gradients separately. `pairs` is the number of key/value heads.
+norms, it also reads the original query and key. It writes the three gradients side by side, because one matrix product
+reads them together. torch.compile needs more passes: it reads each head twice (for the mean square and for the norm),
+writes query and key twice, and joins the gradients separately. `pairs` is the number of key/value heads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from triton.language import constexpr, tensor
 
 @triton.jit
 def _turns(cos: tensor, sin: tensor, row: tensor, half: tensor, HALF: constexpr) -> tensor:
-    """Return four vectors of one position: the cosines of the first and second half of a head, then the sines."""
+    """Return four vectors for position `row`: cosines of the first and second half of a head, then both halves of
+    sines."""
     at, there = row * 2 * HALF + half, half < HALF
     return (
         tl.load(cos + at, mask=there, other=0.0).to(tl.float32),
@@ -31,7 +32,7 @@ def _turns(cos: tensor, sin: tensor, row: tensor, half: tensor, HALF: constexpr)
 
 @triton.jit
 def _halves(heads: tensor, head_stride: tensor, head: tensor, half: tensor, there: tensor, HALF: constexpr) -> tensor:
-    """Return the first and second halves of a token's heads, each (heads, head_dim / 2)."""
+    """Return x[:, :HALF] and x[:, HALF:] for one token's heads x: (heads, 2 * HALF)."""
     at = heads + head * head_stride + half
     first = tl.load(at, mask=there, other=0.0).to(tl.float32)
     return first, tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
@@ -48,7 +49,7 @@ def _put(
 
 @triton.jit
 def _scale(first: tensor, second: tensor, eps: tensor, HALF: constexpr) -> tensor:
-    """Return 1 / sqrt(mean(x²) + eps) of each head x. `first` and `second` are its halves."""
+    """Return 1 / sqrt(mean(x²) + eps) for each head x. `first` and `second` are the two halves of the heads."""
     return tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
 
 
@@ -57,7 +58,8 @@ def _rotate(
     heads: tensor, out: tensor, weight: tensor, count: tensor, c1: tensor, c2: tensor, s1: tensor, s2: tensor,
     eps: tensor, NORM: constexpr, HALF: constexpr, BLOCK_HEADS: constexpr, BLOCK_HALF: constexpr,
 ) -> None:  # fmt: skip
-    """Norm (if NORM) and rotate the heads of one token, and write them to `out`."""
+    """Write [x1 * c1 - x2 * s1, x2 * c2 + x1 * s2] for each head [x1, x2] to `out`, after RMSNorm of the head if
+    NORM."""
     head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     there = (head < count) & (half < HALF)
     first, second = _halves(heads, 2 * HALF, head, half, there, HALF)
@@ -74,7 +76,7 @@ def _rotate_back(
     c2: tensor, s1: tensor, s2: tensor, eps: tensor, NORM: constexpr, HALF: constexpr, BLOCK_HEADS: constexpr,
     BLOCK_HALF: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of one token's heads before norm and rotation to `out`."""
+    """Write the gradients of one token's `heads` to `out`. `dout` has the gradients after norm and rotation."""
     head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     there = (head < count) & (half < HALF)
     d1, d2 = _halves(dout, head_stride, head, half, there, HALF)
@@ -130,7 +132,7 @@ def _rotary_backward(
     positions: tensor, heads: tensor, pairs: tensor, eps: tensor, NORM: constexpr, HALF: constexpr,
     BLOCK_HALF: constexpr, BLOCK_HEADS: constexpr, BLOCK_PAIRS: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of a token's queries, keys and values side by side. One program handles a token."""
+    """Write the gradients of one token's query, key and value side by side. One program handles one token."""
     row = tl.program_id(0).to(tl.int64)
     c1, c2, s1, s2 = _turns(cos, sin, row % positions, tl.arange(0, BLOCK_HALF)[None, :], HALF)
     dq, dk, dv = dquery + row * dquery_row, dkey + row * dkey_row, dvalue + row * dvalue_row
@@ -148,7 +150,7 @@ def _blocks(heads: int, pairs: int, width: int) -> dict[str, int]:
 
 
 def _heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor) -> Any:
-    """Return uninitialized tensors for query, key and value: (tokens, heads, head_dim)."""
+    """Return three uninitialized tensors for query, key and value, each (tokens, heads, head_dim)."""
     width = cos.shape[1]
     return tuple(part.new_empty(part.shape[0], part.shape[1] // width, width) for part in (query, key, value))
 
@@ -158,9 +160,9 @@ def rotary_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_weight: torch.Tensor | None,
     key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return query, key and value in the layout of attention: (tokens, heads, head_dim). The arguments query, key and
-    value are the outputs of the projections (tokens, heads * head_dim). cos and sin are (positions, head_dim), and
-    token t has position t % positions. Without the weights of the norms, heads are only rotated."""
+    """Return query, key and value, each (tokens, heads, head_dim), after norm and rotation of query and key. The
+    arguments query, key and value are outputs of linear layers: (tokens, heads * head_dim). cos and sin are (positions,
+    head_dim). Token t has position t % positions. Without query_weight and key_weight, there is no norm."""
     width, made = cos.shape[1], _heads(query, key, value, cos)
     heads, pairs = made[0].shape[1], made[1].shape[1]
     weights = (cos, cos) if query_weight is None else (query_weight, key_weight)
@@ -181,8 +183,8 @@ def rotary_backward(
     query_weight: torch.Tensor | None, key_weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor,
     eps: float, room: int,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradients of the projections' outputs side by side: (tokens, sum of their widths + room). The last
-    `room` columns are uninitialized. dquery, dkey and dvalue are (tokens, heads, head_dim), with any strides."""
+    """Return the gradients of rotary_forward's query, key and value side by side: (tokens, sum of widths + room). The
+    last `room` columns are not initialized. dquery, dkey and dvalue are (tokens, heads, head_dim), with any strides."""
     tokens, heads, width = dquery.shape
     pairs = dkey.shape[1]
     given = [part if part.stride(2) == 1 else part.contiguous() for part in (dquery, dkey, dvalue)]
@@ -205,9 +207,9 @@ rotary_backward.register_fake(
 
 
 class RotaryHeads(torch.autograd.Function):
-    """Norm (optional, frozen weights) and rotate the outputs of the projections: (tokens, heads * head_dim) → (tokens,
-    heads, head_dim). If `key` and `value` are None, `query` contains all three side by side and may have extra columns.
-    `sizes` are the widths of the three outputs. The gradients have the shapes of the inputs."""
+    """Return query, key and value, each (tokens, heads, head_dim), from inputs (tokens, heads * head_dim). Query and
+    key get a norm (optional, frozen weight) and the rotary embedding. If `key` and `value` are None, `query` contains
+    all three side by side and may have extra columns. `sizes` are the widths of the three parts."""
 
     @staticmethod
     def forward(

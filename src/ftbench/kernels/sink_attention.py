@@ -1,11 +1,11 @@
 """Compute causal attention within each sample of a row, with the attention sinks of gpt-oss. A sink is a trained number
 per head. The softmax treats it as one more logit, which has no value vector.
 
-Flash attention does not support sinks, but its result can be corrected. For each query and head, let
-L = log(sum of exp(logit)) and L' = log(exp(L) + exp(sink)). The output with sinks is exp(L - L') times the output
-without sinks. The backward kernel takes L and the output as inputs. If it gets L' and the output with sinks, it returns
-the gradients with sinks. The gradient of a sink is -exp(sink - L') * (output · gradient of the output), summed over all
-queries. These corrections read the output twice more.
+Flash attention does not support sinks, but its results can be corrected. For each query and head, let L =
+log(sum(exp(logits))) and L' = log(exp(L) + exp(sink)). Then output with sinks = exp(L - L') * output without sinks.
+Flash attention's backward kernel reads L and the output. ftbench passes L' and the output with sinks instead, and gets
+the gradients with sinks. The gradient of a sink is the sum over all queries of -exp(sink - L') * (output · gradient of
+the output). These corrections read the output twice more.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ BACKWARD = torch.ops.aten._flash_attention_backward
 
 
 class SinkAttention(torch.autograd.Function):
-    """Compute attention in 16 bits with sinks: (heads,). Query and output are (tokens, heads, head_dim). Key and value
-    are (tokens, kv_heads, head_dim). `bounds` (int32) is 0 and the end of each sample. `longest` is the length of the
+    """Return 16-bit attention with `sinks` (heads,). Query and output are (tokens, heads, head_dim). Key and value are
+    (tokens, kv_heads, head_dim). `bounds` (int32) contains 0 and the end of each sample. `longest` is the length of the
     longest sample. A token attends to itself and to `window` tokens before it (-1: all tokens before it)."""
 
     @staticmethod
@@ -29,7 +29,7 @@ class SinkAttention(torch.autograd.Function):
         ctx.samples = (longest, longest, 0.0, True)
         ctx.options = {"scale": scale, "window_size_left": window, "window_size_right": 0}
         out, alone, seed, unused, _ = FORWARD(query, key, value, bounds, bounds, *ctx.samples, False, **ctx.options)
-        whole = torch.logaddexp(alone, sinks.to(alone.dtype)[:, None])  # heads x tokens
+        whole = torch.logaddexp(alone, sinks.to(alone.dtype)[:, None])  # (heads, tokens)
         out = (out * (alone - whole).exp().t()[..., None]).to(query.dtype)
         ctx.save_for_backward(query, key, value, out, whole, bounds, sinks, seed, unused)
         return out

@@ -1,4 +1,4 @@
-"""Multiply activations by frozen 8-bit weights: without adapters, with LoRA adapters, and for a complete MLP."""
+"""Multiply activations by frozen 8-bit weights, in one layer, in layers with LoRA adapters, and in a complete MLP."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ SMALLEST = 1e-12  # torchao.float8.float8_utils.EPS: no division by zero
 def cast(
     values: torch.Tensor, dtype: torch.dtype, largest: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale a matrix and cast it to 8 bits. Return the cast matrix and its factor, which undoes the scale when
-    multiplied. torchao's hp_tensor_to_float8_dynamic gives the same values. `largest` is the maximum magnitude of the
-    values, or of several tensors that share a factor."""
+    """Return values * scale in 8 bits, clamped to [-limit, limit], and the factor 1 / scale. `limit` is the largest
+    number of `dtype`, and scale = limit / largest. `largest` is the maximum magnitude of the values, or of several
+    tensors that share a factor. torchao's hp_tensor_to_float8_dynamic gives the same values."""
     limit, largest = torch.finfo(dtype).max, values.abs().amax() if largest is None else largest
     scale = (limit / largest.double().clamp(min=SMALLEST)).float()
     return (values.float() * scale).clamp(-limit, limit).to(dtype), scale.reciprocal()
@@ -38,9 +38,9 @@ def _cast(values: torch.Tensor, dtype: torch.dtype, maxima: torch.Tensor | None)
 def multiply(
     x: torch.Tensor, weight: torch.Tensor, factor: torch.Tensor, maxima: torch.Tensor | None, short: Any = None
 ) -> torch.Tensor:
-    """Return x @ weight' (tokens, out) from x: (tokens, in) and an 8-bit weight (out, in) with its factor. `maxima` are
-    the maxima of input and gradient for delayed scales, or None. If x was cast before, `short` is (x in 8 bits, its
-    factor). Then only the dtype of the argument x is used."""
+    """Return x @ weight' (tokens, out) for x: (tokens, in) and an 8-bit weight (out, in). `factor` undoes the scale of
+    the weight. For delayed scaling, `maxima` are the maxima of input and gradient, otherwise None. If x was cast
+    before, `short` is (x in 8 bits, its factor). Then only the dtype of the argument x is used."""
     small, scale = short or _cast(x, WEIGHT, None if maxima is None else maxima[0])
     return torch._scaled_mm(small, weight.t(), scale, factor, out_dtype=x.dtype, use_fast_accum=True)
 
@@ -49,15 +49,16 @@ def multiply_back(
     dy: torch.Tensor, turned: torch.Tensor, factor: torch.Tensor, recipe: str, maxima: torch.Tensor | None,
     short: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradient of the input of `multiply` (tokens, in) from the gradient of its output, dy: (tokens, out).
-    `turned` is the transposed 8-bit weight (in, out). The recipes in FAST use fast accumulation, and other recipes sum
-    in 32 bits. If dy was cast before, `short` is (dy in 8 bits, its factor). Then only the dtype of dy is used."""
+    """Return dx = dy @ weight (tokens, in), the gradient of x in `multiply`, for dy: (tokens, out). `turned` is the
+    transposed 8-bit weight (in, out). Recipes in FAST use fast accumulation, and other recipes sum in 32 bits. If dy
+    was cast before, `short` is (dy in 8 bits, its factor). Then only the dtype of dy is used."""
     small, scale = short or _cast(dy, GRADIENT, None if maxima is None else maxima[1])
     return torch._scaled_mm(small, turned.t(), scale, factor, out_dtype=dy.dtype, use_fast_accum=recipe in FAST)
 
 
 class Product(torch.autograd.Function):
-    """Multiply x: (tokens, in) by a frozen 8-bit weight (out, in). The backward pass uses a transposed copy of it."""
+    """Return x @ weight' (tokens, out) for x: (tokens, in) and a frozen 8-bit weight. `turned` is its transposed
+    copy."""
 
     @staticmethod
     def forward(
@@ -77,12 +78,11 @@ class Product(torch.autograd.Function):
 
 
 class AdaptedProduct(torch.autograd.Function):
-    """Compute `Product` for several layers with the same input, and add the results of their LoRA adapters in place.
-    Each direction has one product with A of all layers and one with B of all layers.
+    """Return x @ weight' + (x @ a') @ b' (tokens, out) for several 8-bit layers with the same input and their adapters.
 
-    `given` are the arguments of `Product`, A of all layers (ranks, in), s B of all layers (out, ranks), the scales, and
-    A and B of each layer. `ranks` is the sum of the layers' ranks, and s is the scale of LoRA. s B is block diagonal.
-    The last A and B are passed only to receive gradients.
+    `given` are the arguments of `Product`, then a (ranks, in), b (out, ranks), the scales, and A and B of each layer. a
+    is A of all layers. b is s B of all layers, block diagonal, where s is the scale of LoRA. `ranks` is the sum of the
+    layers' ranks. The last A and B only receive gradients: their values are read from a and b.
     """
 
     @staticmethod
@@ -106,10 +106,10 @@ class AdaptedProduct(torch.autograd.Function):
 
 
 class GatedMlp(torch.autograd.Function):
-    """Compute an MLP: `AdaptedProduct` of gate_proj and up_proj, then silu(gate) * up, then `AdaptedProduct` of
-    down_proj. The kernels of `kernels/adapted_swiglu.py` write silu(gate) * up and the gradients of gate and up only in
-    8 bits. They also compute adapter products. `given` are the arguments of the first `AdaptedProduct` (`count`
-    arguments), then those of the second."""
+    """Return the output of an MLP: `AdaptedProduct` for gate_proj and up_proj, then silu(gate) * up, then
+    `AdaptedProduct` for down_proj. The kernels of `kernels/adapted_swiglu.py` write silu(gate) * up and the gradients
+    of gate and up only in 8 bits. They also compute adapter products. `given` are the `count` arguments of the first
+    `AdaptedProduct`, then those of the second `AdaptedProduct`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, count: int, *given: Any) -> torch.Tensor:

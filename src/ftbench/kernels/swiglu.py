@@ -1,8 +1,8 @@
-"""Compute silu(gate) * up of an MLP. A Triton kernel computes both gradients.
+"""Compute silu(gate) * up of an MLP. One Triton kernel computes the gradients of gate and up.
 
 A pass reads or writes values of shape (tokens, inner) once. The backward kernel needs 5 passes: it reads gate, up and
-the gradient, and writes two gradients. torch.compile needs 8, because it reads all three inputs for each of the two
-gradients. The forward pass is left to torch.compile, which already needs the minimum of 3 passes.
+the output's gradient, and writes two gradients. torch.compile needs 8 passes, because it reads the inputs once for each
+gradient. The forward pass has no kernel, because torch.compile already needs the minimum of 3 passes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch.nn import functional as F
 from triton.language import constexpr, tensor
 
-BLOCK = 1024  # columns of a program
+BLOCK = 1024  # columns per program
 
 
 @triton.jit
@@ -23,7 +23,8 @@ def _swiglu_backward(
     dout: tensor, gate: tensor, up: tensor, both: tensor, columns: tensor, dout_row: tensor, gate_row: tensor,
     up_row: tensor, both_row: tensor, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of gate and up side by side. One program handles BLOCK columns of a row."""
+    """Write dgate = dout * up * s * (1 + gate * (1 - s)) and dup = dout * gate * s to `both`, with s =
+    sigmoid(gate)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < columns
@@ -39,8 +40,8 @@ def _swiglu_backward(
 
 @torch.library.custom_op("ftbench::swiglu_backward", mutates_args=())
 def swiglu_backward(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, room: int) -> torch.Tensor:
-    """Return the gradients of gate and up side by side (tokens, 2 inner + room). dout, gate and up are (tokens, inner).
-    dout is the gradient of silu(gate) * up. The last `room` columns of the result are uninitialized."""
+    """Return the gradients of gate and up side by side: (tokens, 2 * inner + room). dout, gate and up are (tokens,
+    inner). dout is the gradient of silu(gate) * up. The last `room` columns of the result are not initialized."""
     tokens, columns = gate.shape
     dout = dout if dout.stride(1) == 1 else dout.contiguous()
     both = gate.new_empty(tokens, 2 * columns + room)
@@ -55,8 +56,8 @@ def _(dout: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, room: int) -> to
 
 
 class SwiGlu(torch.autograd.Function):
-    """Compute silu(gate) * up (tokens, inner) from gate and up (tokens, inner each). If `up` is None, `gate` contains
-    both side by side: (tokens, 2 inner or more). The gradients have the shapes of the inputs."""
+    """Return silu(gate) * up (tokens, inner) for gate and up, each (tokens, inner). If `up` is None, `gate` contains
+    gate and up side by side: (tokens, 2 * inner or more). The gradients have the shapes of the inputs."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, inner: int) -> torch.Tensor:

@@ -1,11 +1,12 @@
-"""Keep frozen weights in pinned host memory, and copy them into two buffers on the device.
+"""Keep frozen weights in pinned host memory, and copy them layer by layer into two buffers on the device.
 
-Even layers share one buffer, and odd layers share the other. Each weight is a view of its layer's buffer, and this view
-never changes. So tensors that autograd or bitsandbytes saved for the backward pass are valid while the layer is loaded.
+Even layers share one buffer, and odd layers share the other buffer. Each weight is a view of its layer's buffer. The
+view never changes. So if autograd or bitsandbytes saved it for the backward pass, it is valid while the layer is
+loaded.
 
 When a layer starts (forward or recomputation), the weights of the next layer are copied into the other buffer, on a
-separate CUDA stream. The copy waits until the device has finished all queued work, because that work may still read the
-buffer. A layer waits until its own copy is complete. The device does this waiting, and the CPU continues.
+separate CUDA stream. The copy waits until the device has finished all queued work, because this work may still read the
+buffer. Each layer waits for the copy of its own weights. Only the device waits, and the CPU continues.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MAPPED = 2  # cudaHostRegisterMapped: the device may read the host memory direc
 
 
 class Weight(NamedTuple):
-    """A tensor of the model, and the function that puts another tensor in its place."""
+    """A tensor of the model, and a function `put` that replaces it by another tensor."""
 
     tensor: torch.Tensor
     put: Callable[[torch.Tensor], None]
@@ -30,7 +31,7 @@ class Weight(NamedTuple):
 
 class HostMatrix:
     """A matrix in pinned host memory. `view` is a device tensor of the same memory. The GPU reads single rows through
-    it. `fetch` copies all rows to the device."""
+    `view`. `fetch` copies all rows to the device."""
 
     def __init__(self, matrix: torch.Tensor, copies: Copies) -> None:
         self._copies, self.fetches = copies, 0
@@ -45,7 +46,7 @@ class HostMatrix:
         self._coming = there, self._copies.start(there, self._host)
 
     def fetch(self) -> torch.Tensor:
-        """Return a copy on the device. Its memory is free as soon as the caller drops it."""
+        """Return a copy of the matrix on the device. The copy's memory is free when the caller deletes the copy."""
         if self._coming is None:
             self.begin()
         assert self._coming is not None
@@ -56,8 +57,8 @@ class HostMatrix:
 
 
 class _LockedPages(mmap):
-    """Shared memory pages, locked until the last tensor that uses them is deleted. Then they are unlocked, because the
-    driver cannot lock new pages at an address that is still locked."""
+    """Shared memory pages that are locked for the GPU. When the last tensor in these pages is deleted, they are
+    unlocked. Otherwise the driver could not lock new pages at the same address."""
 
     _address = 0
 
@@ -81,8 +82,8 @@ class Copies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, there: torch.Tensor, host: torch.Tensor) -> Any:
-        """Copy `host` to `there` after all work that is queued on the device. Return an event for the end of the copy
-        (None without a GPU)."""
+        """Start to copy `host` to `there`. The copy waits for all work that is queued on the device. Return an event
+        for the end of the copy (None without a GPU)."""
         self.bytes += host.nbytes
         if self._stream is None:
             there.copy_(host)
@@ -93,26 +94,26 @@ class Copies:
             return self._stream.record_event()
 
     def wait_for(self, ready: Any) -> None:
-        """Make the device wait until a copy is complete."""
+        """Make the device wait for `ready`, the event that `start` returned."""
         if ready is not None:
             torch.cuda.current_stream(self.device).wait_event(ready)
 
     def pinned(self, size: int) -> torch.Tensor:
-        """Return `size` bytes of locked host memory (ordinary memory without a GPU). The pages are shared, because the
-        kernel copies private locked pages for forked processes, such as data loader workers. torch's own pinned memory
-        is not used: it rounds sizes up to powers of two."""
+        """Return `size` bytes of locked host memory (ordinary memory without a GPU). The pages are shared: when a
+        process forks (data loader workers), the operating system would copy private locked pages. torch's pinned memory
+        is not used, because it rounds sizes up to powers of two."""
         self.held += size
         if self._stream is None or not size:
             return torch.empty(size, dtype=torch.uint8)
         return _LockedPages(-1, size).bytes()
 
     def as_seen(self, host: torch.Tensor) -> torch.Tensor:
-        """Return bytes of pinned memory as a device tensor. The device reads them over the host link."""
+        """Return a device tensor of the pinned memory `host`. The device reads its bytes over the link to the host."""
         return host if self._stream is None else torch.as_tensor(_OnDevice(host), device=self.device)
 
 
 class _OnDevice:
-    """Pinned host memory with the attribute that lets torch create a CUDA tensor from it."""
+    """Pinned host memory with the attribute `__cuda_array_interface__`, from which torch creates a CUDA tensor."""
 
     def __init__(self, host: torch.Tensor) -> None:
         self._host = host  # the CUDA tensor keeps this object, and this object keeps the memory
@@ -122,8 +123,8 @@ class _OnDevice:
 
 
 class WeightStream:
-    """Keeps the weights of all layers on the host and loads them. `turns` counts how often each layer was used. `head`
-    is the matrix of lm_head, which is copied before the loss."""
+    """Keeps the weights of all layers on the host and copies them to the device. `turns` counts how often each layer
+    was used. `head` is the matrix of lm_head, which is copied before the loss is computed."""
 
     head: HostMatrix | None = None
 
@@ -144,7 +145,7 @@ class WeightStream:
         self._last = -1
 
     def _packed(self, weights: Sequence[Weight]) -> list[tuple[int, torch.Tensor, Callable[[torch.Tensor], None]]]:
-        """Copy a layer's weights to one block of host memory. Return (byte offset, meta tensor, put) of each weight."""
+        """Copy a layer's weights to one block on the host. Return (byte offset, meta tensor, put) for each weight."""
         sizes = [-(-weight.tensor.nbytes // ALIGNED) * ALIGNED for weight in weights]
         *offsets, size = accumulate(sizes, initial=0)
         host = self.copies.pinned(size)
@@ -156,8 +157,8 @@ class WeightStream:
         return [(offset, shape, weight.put) for offset, shape, weight in zip(offsets, shapes, weights, strict=True)]
 
     def take(self, index: int) -> None:
-        """Load a layer's weights, and start to copy the weights of the layer that is expected next. If a different
-        layer follows, its weights are copied on demand. This is slower, but correct."""
+        """Load the weights of layer `index`, and start to copy the weights of the layer that is expected next. If
+        another layer follows, its weights are copied when it starts. This is slower, but correct."""
         self.turns[index] += 1
         if self._there[index % 2] != index:
             self._fetch(index)
@@ -171,8 +172,8 @@ class WeightStream:
         self._last = index
 
     def _following(self, index: int) -> int | None:
-        """Return the index of the layer that is expected after `index`: the following layer in the forward pass, and
-        the previous layer in the backward pass."""
+        """Return the index of the layer that is expected after layer `index`. This is the following layer in the
+        forward pass, and the previous layer in the backward pass."""
         last = len(self.turns) - 1
         if index in (0, last):
             return None if last == 0 else 1 if index == 0 else last - 1
@@ -185,5 +186,5 @@ class WeightStream:
 
 
 def view(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """Return the part of a byte buffer that begins at `offset`, with the dtype and shape of `like`."""
+    """Return a view of a byte buffer that begins at byte `offset` and has the dtype and shape of `like`."""
     return buffer[offset : offset + like.nbytes].view(like.dtype).view(like.shape)

@@ -1,4 +1,4 @@
-"""Load the weights and the tokenizer of a spec's model, published or random, with from_pretrained."""
+"""Load the model and the tokenizer of a spec with from_pretrained. The weights are published or random."""
 
 from contextlib import nullcontext
 from pickle import UnpicklingError
@@ -22,11 +22,11 @@ from ftbench.worker.optimizations.attention import VARLEN, register
 
 
 def source_of(model: Model, method: Any = None, drawn: bool = False, packed: bool = False) -> str:
-    """Return the argument of from_pretrained: a directory or a hub id. Random weights are written first.
+    """Return the argument of from_pretrained: a directory or a hub id. Random weights are written to files first.
 
-    No files are written if the method creates MXFP4 experts in memory (61 GiB for gpt-oss-120b), or if the ranks create
-    random weights while they shard them (`drawn`). unsloth always gets files in the published format. With `packed`,
-    the files are in NF4.
+    In two cases no weight files are written: the method creates MXFP4 experts in memory (61 GiB for gpt-oss-120b), or
+    `drawn` is set, and the ranks create random weights while they shard them. With `packed`, the files are in NF4.
+    unsloth always gets files in the published format.
     """
     if model.weights == "random":
         mxfp4 = method is not None and method.mxfp4
@@ -37,12 +37,12 @@ def source_of(model: Model, method: Any = None, drawn: bool = False, packed: boo
 
 
 def are_packed(spec: Experiment) -> bool:
-    """Return whether the files of random weights are in NF4."""
+    """Return whether the random weights are written to NF4 files."""
     return spec.model.weights == "random" and nf4.suits(spec, configuration(spec.model))
 
 
 def are_drawn(spec: Experiment) -> bool:
-    """Return whether the ranks create random weights while they shard the model, without files."""
+    """Return whether the ranks create random weights while they shard the model, instead of reading files."""
     strategy: Any = parallel.load(spec.launch.strategy) if spec.launch.ranks > 1 else None
     return spec.model.weights == "random" and hasattr(strategy, "reads") and not strategy.reads(spec)
 
@@ -53,7 +53,7 @@ def load_config(model: Model, source: str) -> Any:
 
 
 def load_tokenizer(model: Model, source: str) -> Any:
-    """Return the model's tokenizer, with a padding token."""
+    """Return the model's tokenizer. If it has no padding token, use its end-of-sequence token."""
     tokenizer = reach_description(model, lambda: AutoTokenizer.from_pretrained(source, **hub_arguments(model)))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -61,7 +61,7 @@ def load_tokenizer(model: Model, source: str) -> Any:
 
 
 def load_pixels(spec: Experiment, source: str, config: Any, tokenizer: Any) -> Pixels | None:
-    """Return the image processor of a vision model, otherwise None. The tokenizer gets a missing chat template."""
+    """Return the image processor of a vision model, or None for a text model. Add a missing chat template."""
     model, longest = spec.model, int(spec.optimizations.image_size)
     if not vision.reads_images(config):
         return None
@@ -77,13 +77,14 @@ def load_pixels(spec: Experiment, source: str, config: Any, tokenizer: Any) -> P
 
 
 def load_model(spec: Experiment, source: str, quantization_config: Any = None) -> Any:
-    """Load the weights on the device, in the spec's dtype and with its attention implementation."""
+    """Load and return the model. Published MXFP4 weights are loaded in 16 bits, without `quantization_config`."""
     quantised = _quantised(spec, source) or quantization_config
     return read(spec, source, **({} if quantised is None else {"quantization_config": quantised}))
 
 
 def read(spec: Experiment, source: str, **more: Any) -> Any:
-    """Call from_pretrained with the spec's arguments and `more`. Sharded or offloaded weights stay in host memory."""
+    """Load and return the model, with the spec's arguments and `more`. Keep sharded or offloaded weights on the
+    host."""
     arguments = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model), **attention_of(spec), **more}
     offload = spec.optimizations.weight_offload
     if device().type == "cuda" and not spec.launch.sharded:
@@ -92,7 +93,7 @@ def read(spec: Experiment, source: str, **more: Any) -> Any:
     if hasattr(strategy, "loading"):
         arguments |= strategy.loading(spec, load_config(spec.model, source))
     config = more.get("config") or load_config(spec.model, source)
-    if vision.reads_images(config) and "attn_implementation" in arguments:  # the encoder keeps its default
+    if vision.reads_images(config) and "attn_implementation" in arguments:  # the image encoder keeps its default
         arguments["attn_implementation"] = {"text_config": arguments["attn_implementation"]}
     kind = vision.auto_class(config)
     if hasattr(strategy, "read"):
@@ -105,18 +106,16 @@ def read(spec: Experiment, source: str, **more: Any) -> Any:
 
 
 def trains_in_32_bits(spec: Experiment) -> bool:
-    """Return whether sharded weights are trained in float32, with 16-bit products.
-
-    torchao's optimizers round 16-bit weights stochastically and need no 32-bit copy.
-    """
+    """Return whether sharded weights are trained in float32, with 16-bit matrix products. Only `full` does this.
+    torchao's optimizers do not need it, because they round 16-bit weights stochastically."""
     full = spec.method.name == "full" and spec.train.precision != "fp32"
     return full and "torchao" not in spec.train.optimizer
 
 
 def skeleton(kind: Any, config: Any, spec: Experiment) -> Any:
     """Return a model with uninitialized weights, which get their values during sharding. Only the buffers take memory,
-    because the host allocates a page of memory when it is first written. With mixed precision, trained weights are in
-    float32, as accelerate would convert them. With pp they are converted later."""
+    because the host allocates a page of memory when it is first written. With mixed precision, trained weights are
+    created in float32. accelerate would also convert them to float32. With pp, they are converted later."""
     wide = trains_in_32_bits(spec) and not spec.launch.pp
     dtype = torch.float32 if wide else getattr(torch, spec.model.dtype)
     with torch.device("meta"):
@@ -130,7 +129,7 @@ def skeleton(kind: Any, config: Any, spec: Experiment) -> Any:
 
 
 def attention_of(spec: Experiment) -> dict[str, str]:
-    """Return the attention argument of from_pretrained. `auto` leaves it to transformers."""
+    """Return the attention argument of from_pretrained. For `auto`, return no argument: transformers chooses."""
     attention = spec.optimizations.attention
     if attention == VARLEN:
         register()
@@ -138,7 +137,8 @@ def attention_of(spec: Experiment) -> dict[str, str]:
 
 
 def _quantised(spec: Experiment, source: str) -> Any:
-    """Return the config that loads published MXFP4 weights in 16 bits. Raise SpecError for quantising methods."""
+    """Return the config that loads published MXFP4 weights in 16 bits, or None. Raise SpecError if the method would
+    quantise weights that are already published in a quantised format."""
     config = getattr(load_config(spec.model, source), "quantization_config", None)
     if config is None:
         return None
@@ -154,16 +154,16 @@ def _quantised(spec: Experiment, source: str) -> Any:
 
 
 def hub_arguments(model: Model) -> dict[str, Any]:
-    """Return the arguments of from_pretrained about the source of a model and its remote code."""
+    """Return the arguments of from_pretrained for the revision, remote code and local files of a model."""
     if model.path or model.weights == "random":
         return {"local_files_only": True, "trust_remote_code": model.trust_remote_code}
     arguments = {"revision": model.revision or "main", "trust_remote_code": model.trust_remote_code}
-    # The revision also pins code from another repository, which then fails because it lacks that commit.
+    # code_revision also applies to code in a different repository. Loading it fails, because it lacks that commit.
     return arguments | ({"code_revision": model.revision} if model.trust_remote_code else {})
 
 
 def reach(model: Model, load: Any) -> Any:
-    """Call `load` and turn errors about an unavailable or unusable model into error messages."""
+    """Return `load()`. Raise MissingError if the model is missing or damaged, and SpecError if it is not usable."""
     name = model.path or model.id
     try:
         return load()
@@ -184,7 +184,7 @@ def reach(model: Model, load: Any) -> Any:
 
 
 def reach_description(model: Model, load: Any) -> Any:
-    """Call `load` like `reach`, for configuration, tokenizer and processor. Attribute every error to the files."""
+    """Return `load()` for a configuration, tokenizer or processor. Convert every error to an error about the files."""
     try:
         return reach(model, load)
     except (FtbenchError, MemoryError):

@@ -1,11 +1,11 @@
 """Train gpt-oss with frozen experts in MXFP4, the published 4-bit format. Only one matrix at a time is dequantised.
 
-The kernel of transformers' own MXFP4 experts has no backward pass. Here the backward pass dequantises the matrix again,
-so that no 16-bit copy stays in memory, and frozen matrices get no gradient. Adapters of experts are two low-rank
-products. peft would materialize the full update matrix and its gradient.
+The kernel of transformers' own MXFP4 experts has no backward pass. Here the backward pass dequantises each matrix
+again. So no 16-bit copy stays in memory, and frozen matrices get no gradient. The adapters of experts are two low-rank
+products. peft would create the full update matrix and its gradient.
 
-Format (OCP Microscaling Formats 1.0): 32 values share one scale, a power of two (E8M0: 2^(byte - 127)). A value has
-four bits (E2M1), with two values per byte, the lower half first.
+Format (OCP Microscaling Formats 1.0): 32 values share one scale 2^(byte - 127), which is stored in one byte (E8M0). A
+value has 4 bits (E2M1). A byte contains two values, and the first value is in the lower 4 bits.
 """
 
 import math
@@ -27,7 +27,7 @@ BLOCK = 32  # values that share a scale
 
 
 def scale_for(std: float) -> int:
-    """Return the scale byte with which uniformly random codes have the standard deviation nearest to `std`."""
+    """Return the scale byte for uniformly random codes, so their standard deviation is close to `std`."""
     spread = math.sqrt(sum(size * size for size in SIZES) / len(SIZES))
     return 127 + round(math.log2(std / spread))
 
@@ -36,12 +36,12 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     """Dequantise expert matrices.
 
     Args:
-        blocks: Codes, experts x out x in / 32 x 16, uint8.
-        scales: experts x out x in / 32, uint8.
-        dtype: Type of the result.
+        blocks: 4-bit codes, (experts, out, in / 32, 16), uint8.
+        scales: (experts, out, in / 32), uint8.
+        dtype: dtype of the result.
 
     Returns:
-        Matrices of shape experts x out x in.
+        Matrices (experts, out, in).
     """
     rows, powers = blocks.view(-1, BLOCK // 2), scales.view(-1)
     decode = fused() if blocks.is_cuda else decoded
@@ -51,10 +51,10 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 
 
 def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return rows of 32 values. Each row is decoded from 16 bytes and one scale.
+    """Return (rows, 32) values. Each row is decoded from 16 bytes of `blocks` and one byte of `scales`.
 
-    The values are exact, because they are assembled from bits. float32 has the sign in bit 31, the exponent (127 is
-    2^0) from bit 23, and the first fraction digit in bit 22. A scale of 0 (2^-127) becomes zero.
+    The values are exact, because they are assembled from bits. A float32 has the sign in bit 31, the exponent in bits
+    23 to 30 (127 means 2^0), and the first digit of the fraction in bit 22. A scale byte of 0 (2^-127) gives zeros.
     """
     places = 4 * torch.arange(2, dtype=torch.int32, device=blocks.device)
     codes = (blocks.to(torch.int32).unsqueeze(-1) >> places) & 15
@@ -67,13 +67,13 @@ def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
 
 @cache
 def fused() -> Any:
-    """Return `decoded`, compiled into one kernel. It reads and writes 20 times fewer bytes than the separate
+    """Return `decoded`, compiled into one kernel. This kernel reads and writes 20 times fewer bytes than separate
     operations."""
     return torch.compile(decoded)
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """Compute `grouped` with matrices in MXFP4. For the backward pass, only the codes and scales are saved."""
+    """Return `grouped(rows, matrices, ends)` for MXFP4 matrices. The backward pass only saves codes and scales."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, blocks: torch.Tensor, scales: torch.Tensor, ends: torch.Tensor) -> Any:
@@ -88,10 +88,10 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 class Mxfp4Experts(GroupedExperts, nn.Module):
-    """Replaces transformers' GptOssExperts, with the weight names of the published checkpoint."""
+    """The experts of gpt-oss in MXFP4. They replace transformers' GptOssExperts and have the published weight names."""
 
     has_bias = True
-    is_transposed = True  # for peft: the placeholders of `declared` are experts x in x out
+    is_transposed = True  # for peft: the placeholders of `declared` are (experts, in, out)
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -119,10 +119,10 @@ class Mxfp4Experts(GroupedExperts, nn.Module):
 
 @contextmanager
 def declared(model: Any) -> Iterator[None]:
-    """Within the block, give the experts placeholder matrices so that peft can add adapters. A placeholder is one
-    expanded scalar.
+    """Give the experts placeholder matrices inside the `with` block, because peft only adds adapters to existing
+    matrices. A placeholder is one expanded scalar.
 
-    Afterwards ftbench's `ExpertAdapter` replaces peft's wrappers.
+    After the block, ftbench's `ExpertAdapter` replaces peft's wrappers.
     """
     experts = [module for module in model.modules() if isinstance(module, Mxfp4Experts)]
     for module in experts:
@@ -142,8 +142,8 @@ def declared(model: Any) -> Iterator[None]:
 
 
 class _Factory:
-    """Replaces the class GptOssExperts. The new experts are not instances of it, so transformers does not initialize
-    them."""
+    """Replaces the class GptOssExperts, and creates Mxfp4Experts. transformers does not initialize them, because they
+    are not instances of GptOssExperts."""
 
     def __new__(cls, config: Any) -> Any:
         return Mxfp4Experts(config)
@@ -151,7 +151,7 @@ class _Factory:
 
 @contextmanager
 def as_experts() -> Iterator[None]:
-    """Build gpt-oss models in a block with experts in MXFP4 and uninitialized weights."""
+    """Inside the `with` block, create gpt-oss models with MXFP4 experts and uninitialized weights."""
     theirs = modeling_gpt_oss.GptOssExperts
     modeling_gpt_oss.GptOssExperts = _Factory
     try:
@@ -162,7 +162,7 @@ def as_experts() -> Iterator[None]:
 
 
 def problems(model: Any) -> list[str]:
-    """Return a problem if experts are not in 4 bits."""
+    """Return an error message if the experts are not in 4 bits, otherwise []."""
     experts = [module for module in model.modules() if isinstance(module, Mxfp4Experts)]
     wide = [name for name, p in model.named_parameters()
             if ".experts." in name and "lora_" not in name and p.ndim > 2 and p.dtype != torch.uint8]  # fmt: skip

@@ -1,7 +1,7 @@
 """Write random weights in bitsandbytes' NF4, the format of published 4-bit checkpoints.
 
-Qwen3-32B has 19 GB in this format and 65 GB in 16 bits, so NF4 files are written and loaded in a third of the time.
-Loading 16-bit files gives the same values.
+Qwen3-32B takes 19 GB in NF4 and 65 GB in 16 bits, so NF4 files are written and loaded in a third of the time. Loading
+and quantising 16-bit files gives the same values.
 """
 
 from collections.abc import Collection
@@ -28,8 +28,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def suits(spec: Experiment, config: Any) -> bool:
-    """Return whether the files of random weights can be in NF4. The model must be a text model without experts, with
-    the usual 4-bit settings."""
+    """Return whether random weights can be written to NF4 files. This requires the default 4-bit settings, one GPU, and
+    a text model without experts."""
     method: Any = spec.method
     usual = (getattr(method, "quant_type", "nf4"), getattr(method, "double_quant", True)) == ("nf4", True)
     compute = getattr(method, "compute_dtype", "bfloat16") == spec.model.dtype == "bfloat16"
@@ -39,13 +39,13 @@ def suits(spec: Experiment, config: Any) -> bool:
 
 
 def quantised_names(skeleton: Any) -> set[str]:
-    """Return the names of the weights that bitsandbytes quantises: all linear layers except the head."""
+    """Return the names of the weights that bitsandbytes quantises: all linear layers except lm_head."""
     linear = (name for name, module in skeleton.named_modules() if isinstance(module, torch.nn.Linear))
     return {f"{name}.weight" for name in linear if name != HEAD}
 
 
 def quantise(tensors: dict[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, with the weights `names` in NF4 together with their scales."""
+    """Return the tensors of a file. Convert the weights in `names` to NF4, and add their scales as extra tensors."""
     from bitsandbytes.nn import Params4bit
 
     files: dict[str, torch.Tensor] = {}

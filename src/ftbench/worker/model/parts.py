@@ -13,7 +13,7 @@ Part = Literal["language", "vision", "projector"]
 
 
 class Elsewhere(torch.nn.Module):
-    """Placeholder for a layer, embedding, norm or head of another rank. It returns its input."""
+    """Placeholder for a layer, embedding, norm or head that a different rank has. Returns its input."""
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         return hidden
@@ -25,7 +25,7 @@ def base_model(model: Any) -> Any:
 
 
 def decoder(model: Any) -> Any:
-    """Return the decoder (embedding, layers and last norm). Raise SpecError for a model without `layers`."""
+    """Return the decoder (embedding, layers and last norm). Raise SpecError if it has no attribute `layers`."""
     base = base_model(model)
     inner = base.get_decoder()
     if not hasattr(inner, "layers"):
@@ -37,30 +37,30 @@ def decoder(model: Any) -> Any:
 
 
 def part_of(name: str) -> Part:
-    """Return the part of a model to which a module or parameter name belongs."""
+    """Return the part of the model (language, vision or projector) that contains a module or parameter name."""
     names = set(name.split("."))
     return "projector" if names & set(_PROJECTOR) else "vision" if names & set(_ENCODER) else "language"
 
 
 def plain_tensors(value: Any) -> list[Any]:
-    """Return the tensors in a value of the optimizer state. torchao's 8-bit values have codes, scales and a table."""
+    """Return the tensors in a value of the optimizer state. torchao's 8-bit states have codes, scales and a table."""
     if not hasattr(value, "untyped_storage"):
         return []
     return [getattr(value, name) for name in value.tensor_attrs] if hasattr(value, "tensor_attrs") else [value]
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """Return the decoder's layers in order, without the layers of other ranks."""
+    """Return the decoder's layers on this rank in order."""
     return [layer for layer in decoder(model).layers if not isinstance(layer, Elsewhere)]
 
 
 def unwrapped(layer: Any) -> Any:
-    """Return a layer without the wrapper of FSDP's checkpointing."""
+    """Return the layer inside FSDP's checkpoint wrapper. Return a layer without a wrapper unchanged."""
     return getattr(layer, "_checkpoint_wrapped_module", layer)
 
 
 def vision_layers(model: Any) -> list[Any]:
-    """Return the layers of the vision encoder in order. A text model has none."""
+    """Return the layers of the vision encoder in order, or [] for a text model."""
     lists = (
         module
         for name, module in base_model(model).named_modules()

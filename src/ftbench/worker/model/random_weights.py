@@ -1,7 +1,7 @@
 """Create models with random weights from a seed, save them once, and load them like published weights.
 
-The seed of each tensor depends on the model's seed and the tensor's name. So files can be written in parallel, and the
-same spec gives the same weights on every machine.
+The seed of a tensor is computed from the model's seed and the tensor's name. So files can be written in parallel, and
+the same spec gives the same weights on every machine.
 """
 
 import fcntl
@@ -43,11 +43,11 @@ def is_gpt_oss(model: Model) -> bool:
 
 
 def materialise(model: Model, layout: str | None = None, weights: bool = True) -> Path:
-    """Return the directory with the random weights, which is created if needed.
+    """Return the directory with the random weights. Create it if it does not exist.
 
     With `layout="mxfp4"`, the experts of gpt-oss have the published format. With `layout="nf4"`, linear layers are
-    quantised. Without `weights`, only configuration and tokenizer are written, for `fill`. Raise MissingError if the
-    cache cannot be written.
+    quantised. Without `weights`, write only configuration and tokenizer. `fill` or `Drawn` creates the weights later.
+    Raise MissingError if the cache cannot be written.
     """
     config = configuration(model)
     special = [*([layout] if layout else []), *([] if weights else ["no weights"])]
@@ -68,7 +68,7 @@ def materialise(model: Model, layout: str | None = None, weights: bool = True) -
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process creates this model. The kernel releases the lock of a dead process."""
+    """Let only one process at a time create this model. The lock of a dead process is released."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -76,7 +76,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path, config: Any, model: Model, layout: str | None, weights: bool) -> None:
-    """Write to a temporary folder and rename it. Remains of a killed process are deleted first."""
+    """Write the files to a temporary folder, then rename it. First delete the files of a killed process."""
     unfinished = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -90,12 +90,12 @@ def _make(folder: Path, config: Any, model: Model, layout: str | None, weights: 
 
 
 def _shape(model: Model) -> dict[str, Any]:
-    """Return the configuration as a dictionary, from the table or the user's config.json."""
+    """Return the model's configuration as a dictionary, from ftbench's table or the user's config.json."""
     return read_config(Path(model.path)) if model.path else architectures()[model.id]
 
 
 def configuration(model: Model) -> Any:
-    """Return transformers' configuration. Raise SpecError if it does not support the shape."""
+    """Return transformers' configuration object. Raise SpecError if transformers does not support the model's shape."""
     shape = dict(_shape(model))
     for key in ("quantization_config", "torch_dtype", "dtype", "auto_map"):
         shape.pop(key, None)
@@ -107,7 +107,7 @@ def configuration(model: Model) -> Any:
 
 
 def _describe(folder: Path, config: Any, model: Model, layout: str | None) -> None:
-    """Write config.json and the tokenizer."""
+    """Write config.json, the tokenizer, and the image processor of a vision model."""
     config.architectures = [vision.architecture(config)]
     config.dtype = model.dtype
     if layout:
@@ -121,7 +121,7 @@ def _describe(folder: Path, config: Any, model: Model, layout: str | None) -> No
 
 
 def fill(module: Any, seed: int, std: float) -> None:
-    """Draw every weight of an uninitialized model, with the same values as `materialise`."""
+    """Set every weight of an uninitialized model to the random values that `materialise` would write."""
     state = module.state_dict()
     with ThreadPoolExecutor(os.cpu_count()) as pool, torch.no_grad():
         for names in _shards({name: each.nbytes for name, each in state.items()}):
@@ -130,14 +130,14 @@ def fill(module: Any, seed: int, std: float) -> None:
 
 
 def deviation(config: Any) -> float:
-    """Return the standard deviation of new weights."""
+    """Return the standard deviation of random weights: `initializer_range` of the configuration, or 0.02."""
     return float(getattr(config.get_text_config(), "initializer_range", 0.02))
 
 
 class Drawn(Mapping[str, torch.Tensor]):
-    """A state dict that creates the random weights when they are read, a few layers ahead. Adapters are unchanged.
+    """A state dict that creates the random weights of a few layers when one of them is read. Adapters are unchanged.
 
-    Weights of large models are created on the GPU, whose generator gives other values than the CPU's generator.
+    Weights of large models are created on the GPU. The same seed gives different values on a GPU and a CPU.
     """
 
     def __init__(self, state: Mapping[str, torch.Tensor], model: Model) -> None:
@@ -169,13 +169,13 @@ class Drawn(Mapping[str, torch.Tensor]):
 
 
 def _skeleton(config: Any, model: Model, layout: str | None) -> Any:
-    """Return the model on the meta device."""
+    """Return the model on the meta device, which has shapes but no values."""
     with torch.device("meta"), mxfp4.as_experts() if layout == "mxfp4" else nullcontext():
         return vision.auto_class(config).from_config(config, dtype=getattr(torch, model.dtype))
 
 
 def _tensors(skeleton: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return a model's tensors on the meta device, and its tied names."""
+    """Return a model's tensors on the meta device by name, and a dict from each tied name to the name it is tied to."""
     tied = dict(getattr(skeleton, "_tied_weights_keys", None) or {}) if skeleton.config.tie_word_embeddings else {}
     return {name: each for name, each in skeleton.state_dict().items() if name not in tied}, tied
 
@@ -205,7 +205,7 @@ def _write(folder: Path, config: Any, model: Model, layout: str | None) -> None:
 
 
 def _save(shard: dict[str, torch.Tensor], file: Path, packed: Collection[str]) -> dict[str, str]:
-    """Write a file, with the weights `packed` in NF4. Return the file name for each tensor."""
+    """Write tensors to a file, with the weights in `packed` as NF4. Return a dict from tensor name to file name."""
     tensors = nf4.quantise(shard, packed) if packed else shard
     save_file(tensors, file, {"format": "pt"})
     return dict.fromkeys(tensors, file.name)
@@ -236,10 +236,10 @@ def _draw(
     pool: ThreadPoolExecutor, like: dict[str, torch.Tensor], std: float, seed: int,
     where: torch.device = _HOST,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Draw tensors with the names, shapes and types of `like`, in parallel in host memory.
+    """Return random tensors with the names, shapes and dtypes of `like`. Create them in parallel on the device `where`.
 
-    Norms are ones and biases zeros, as transformers initializes them. Other weights are normal with `std`. MXFP4 codes
-    are uniform. One scale for all of them makes their standard deviation close to `std`.
+    Norms are ones and biases are zeros, as transformers initializes them. Other weights are normally distributed with
+    standard deviation `std`. MXFP4 codes are uniformly distributed. One scale brings their deviation close to `std`.
     """
     tensors: dict[str, torch.Tensor] = {}
     pieces: list[tuple[str, torch.Tensor]] = []

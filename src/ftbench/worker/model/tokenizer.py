@@ -1,4 +1,4 @@
-"""Create a tokenizer for models with random weights. It is trained on the shipped sample in a second."""
+"""Create a tokenizer for models with random weights. Training on ftbench's sample data set takes a second."""
 
 import json
 from functools import cache
@@ -22,17 +22,15 @@ _PARTS = (  # the content of a message: a text, or a list of images and texts
 
 
 def save_tokenizer(folder: Path, vocab_size: int, reads_images: bool = False) -> Any:
-    """Save a tokenizer for a model of `vocab_size` in `folder`, and return it."""
+    """Create a tokenizer with at most `vocab_size` ids, save it in `folder`, and return it."""
     tokenizer = build_tokenizer(vocab_size, reads_images)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
 def build_tokenizer(vocab_size: int, reads_images: bool = False) -> Any:
-    """Train a byte-level BPE on the sample data set, with ids below `vocab_size`. The result is deterministic.
-
-    With `reads_images` it has an image token.
-    """
+    """Train a byte-level BPE tokenizer on the sample data set, with ids below `vocab_size`. The result is
+    deterministic. With `reads_images`, the tokenizer has an image token."""
     from transformers import PreTrainedTokenizerFast
 
     template = CHAT_TEMPLATE.replace("{{ message['content'] }}", _PARTS) if reads_images else CHAT_TEMPLATE
@@ -45,7 +43,7 @@ def build_tokenizer(vocab_size: int, reads_images: bool = False) -> Any:
 
 @cache
 def _trained(vocab_size: int, special: tuple[str, ...]) -> Any:
-    """Return the tokenizer, trained on the shipped sample."""
+    """Return a BPE tokenizer of the `tokenizers` package, trained on the sample data set."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""The class, image token and image processor of vision models."""
+"""Select the class, image token and image processor of vision models."""
 
 import importlib
 import importlib.util
@@ -26,24 +26,24 @@ _PROCESSORS = {
 
 
 def reads_images(config: Any) -> bool:
-    """Return whether ftbench trains models of this configuration on images."""
+    """Return whether ftbench trains models with this configuration on images."""
     return config.model_type in WITH_IMAGES
 
 
 def auto_class(config: Any) -> Any:
-    """Return the auto class for this configuration."""
+    """Return the auto class of transformers that loads models with this configuration."""
     return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
 
 
 def architecture(config: Any) -> str:
-    """Return the model's class name for config.json."""
+    """Return the class name of the model, for the field `architectures` of config.json."""
     images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     names = images if reads_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return str(names[config.model_type])
 
 
 def processor_class(model_type: str) -> Any:
-    """Return the class of a family's image processor."""
+    """Return the class of the image processor for a model type. It uses torchvision if installed, otherwise Pillow."""
     module, name = _PROCESSORS[model_type]
     if importlib.util.find_spec("torchvision"):
         return getattr(importlib.import_module(f"transformers.models.{module}.image_processing_{module}"), name)
@@ -51,7 +51,7 @@ def processor_class(model_type: str) -> Any:
 
 
 def shape_of(config: Any, processor: Any) -> VisionShape:
-    """Return the shape of the vision encoder, with the image sizes of the processor."""
+    """Return the shape of the vision encoder. The image sizes are the sizes in the processor's settings."""
     shape = families.describe(config.model_type, config.to_dict())
     if shape.tile:
         return replace(shape, pinpoints=tuple((high, wide) for high, wide in processor.image_grid_pinpoints))
@@ -59,19 +59,19 @@ def shape_of(config: Any, processor: Any) -> VisionShape:
 
 
 def limited_pinpoints(config: Any, longest: int) -> list[list[int]]:
-    """Return the tile grids (height, width) up to the longest side, or a single tile."""
+    """Return the image sizes [height, width] with sides up to `longest`. If none fits, return the size of one tile."""
     tile = config.vision_config.image_size
     return [list(size) for size in config.image_grid_pinpoints if max(size) <= longest] or [[tile, tile]]
 
 
 def describe(folder: Path, config: Any, tokenizer: Any) -> None:
-    """Write the processor of a model with random weights, and set its image token."""
+    """Save the image processor of a model with random weights, and set `image_token_id` in its configuration."""
     config.image_token_id = tokenizer.convert_tokens_to_ids(IMAGE)
     processor_of(config).save_pretrained(folder)
 
 
 def processor_of(config: Any) -> Any:
-    """Return the image processor of a configuration, with the published defaults of its family."""
+    """Return the image processor for a configuration, with the published default settings of the model family."""
     vision = config.vision_config
     if config.model_type in PIXELS:
         fewest, most = PIXELS[config.model_type]

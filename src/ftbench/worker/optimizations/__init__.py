@@ -1,8 +1,8 @@
 """Apply and verify optimizations. Each module is one optimization and has one or more of these functions:
 
-- apply(model, spec): change the model. It is called before the trainer is built, if the optimization is on.
-- callback(spec): return a TrainerCallback for changes at the start of training, or None.
-- verify(model, spec): return one sentence per setting that was not applied. It is called after the first step.
+- apply(model, spec): change the model. It is called before the trainer is created, if the optimization is on.
+- callback(spec): return a TrainerCallback that changes the model at the start of training, or None.
+- verify(model, spec): return an error message for each setting that was not applied. It is called after the first step.
 - applied(model, spec): return the fields of the optimization in applied.json.
 """
 
@@ -16,7 +16,7 @@ from ftbench.spec.optimizations import ORDER, switched_on
 
 
 def modules() -> dict[str, ModuleType]:
-    """Return the modules by name, in the order of application."""
+    """Return the modules by optimization name, in the order in which `apply` calls them."""
     names = {module.name: module.name for module in pkgutil.iter_modules(__path__)} | {"padding_free": "packing"}
     return {name: importlib.import_module(f"{__name__}.{names[name]}") for name in ORDER if name in names}
 
@@ -30,13 +30,13 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def callbacks(spec: Experiment) -> list[Any]:
-    """Return the callbacks that the trainer is given."""
+    """Return the TrainerCallbacks of all optimizations."""
     made = [module.callback(spec) for module in modules().values() if hasattr(module, "callback")]
     return [callback for callback in made if callback is not None]
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Return one sentence per setting that was not applied."""
+    """Return an error message for each setting of the spec that was not applied to the model."""
     verifying = [module for module in modules().values() if hasattr(module, "verify")]
     return [sentence for module in verifying for sentence in module.verify(model, spec)]
 

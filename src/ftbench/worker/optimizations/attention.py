@@ -1,5 +1,5 @@
-"""Register the attention implementation `varlen` with transformers. It is torch's attention for rows without padding.
-transformers selects the implementation when it loads the model."""
+"""Register `varlen` with transformers: torch's attention for samples of different lengths in one row, without padding.
+transformers selects the attention implementation when it loads the model."""
 
 import inspect
 from typing import Any
@@ -20,13 +20,13 @@ def register() -> None:
     from transformers import AttentionInterface
 
     # cu_seq_lens contains the sample boundaries, so no mask is needed. Because no mask function is registered,
-    # transformers makes no mask. To make one, the CPU would have to wait for the device.
+    # transformers makes no mask. The CPU would have to wait for the device to make a mask.
     AttentionInterface.register(VARLEN, attention(varlen_attn))
 
 
 def attention(kernel: Any) -> Any:
-    """Return an attention function for transformers that calls `kernel` (torch's varlen_attn). Its parameters depend on
-    the torch version. They are read once here, because compiled code cannot read them."""
+    """Return an attention function for transformers that calls `kernel` (torch's varlen_attn). The kernel's parameters
+    depend on the torch version. Read them here, because compiled code cannot read them."""
     takes = frozenset(inspect.signature(kernel).parameters)
 
     def varlen(
@@ -34,9 +34,9 @@ def attention(kernel: Any) -> Any:
         scaling: float | None = None, cu_seq_lens_q: Any = None, max_length_q: Any = None, sliding_window: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
-        """Compute causal attention within each sample of a row: (1, heads, tokens, head_dim) → (1, tokens, heads,
-        head_dim). If all samples have the same length, compute them as a batch, because torch has faster kernels for
-        that. Raise SpecError for features that torch's kernel does not support."""
+        """Return causal attention within each sample of a row: (1, heads, tokens, head_dim) → (1, tokens, heads,
+        head_dim). If all samples have the same length, compute them as a batch, because torch's batch kernels are
+        faster. Raise SpecError for a padded batch, and for features that torch's kernel does not support."""
         if cu_seq_lens_q is None or query.shape[0] != 1:
             raise SpecError("optimizations.attention varlen was given a padded batch: set packing or padding_free")
         if kwargs.get("softcap"):
@@ -72,7 +72,7 @@ def attention(kernel: Any) -> Any:
 
 
 def _rows(*parts: torch.Tensor) -> list[torch.Tensor]:
-    """Convert tensors (1, heads, tokens, head_dim) to (tokens, heads, head_dim) in 16 bits."""
+    """Return each tensor (1, heads, tokens, head_dim) as (tokens, heads, head_dim). Convert float32 to bfloat16."""
     half = (part.to(torch.bfloat16) if part.dtype == torch.float32 else part for part in parts)
     return [part.squeeze(0).transpose(0, 1) for part in half]  # unlike squeeze, part[0] would copy the gradient
 

@@ -1,10 +1,10 @@
 """Compute the loss over chunks of the label tokens, without waiting for the device.
 
 trl's chunked loss counts the label tokens on the device and waits for the count. It also computes entropy and accuracy,
-and waits for them. Here the collator counts the label tokens and passes their positions. Only the logits of one chunk
-exist at a time. Their gradient is computed immediately, as in Liger's fused loss. So the weight of the head is used in
-two products per label. Recomputing the logits in the backward pass would need a third one. With `compile`, the softmax
-of a chunk is one compiled function. It reads or writes the logits 3 times instead of 11 times.
+and waits for them. In ftbench, the collator counts the label tokens and passes their positions. Only the logits of one
+chunk exist at a time. Their gradient is computed immediately, as in Liger's fused loss. So each label needs two
+products with the head's weight. Recomputing the logits in the backward pass would need a third product. With `compile`,
+the softmax of a chunk is one compiled function. It reads or writes the logits 3 times instead of 11 times.
 """
 
 import inspect
@@ -26,8 +26,8 @@ POSITIONS = "label_positions"  # key of the batch: positions of labels in the fl
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Replace the base model's forward pass by one that returns the loss. Raise SpecError for a model that scales its
-    logits after the product with the head."""
+    """Make the base model's forward pass return the loss. Raise SpecError for a model that scales its logits after the
+    product with the head."""
     setting = spec.optimizations.chunked_loss
     base = base_model(model)
     text = base.config.get_text_config()
@@ -60,9 +60,10 @@ def chunked_loss(
     hidden: torch.Tensor, labels: torch.Tensor, positions: torch.Tensor, head: Any, softmax: Any = None,
     size: int = CHUNK,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the sum of the cross entropies in nats. `hidden` is (batch, length, width), and `labels` is (batch,
-    length). `positions` are the indices of the label tokens in the flattened `labels`. The hidden state at position
-    p - 1 predicts the label at p. `size` is the chunk length. `softmax` is `probabilities`, compiled or not."""
+    """Return the sum of the cross entropies of all labels, in nats. `hidden` is (batch, length, width), and `labels` is
+    (batch, length). `positions` are the indices of the labels in the flattened `labels`. The hidden state at position p
+    - 1 predicts the label at p. `size` is the number of labels per chunk. `softmax` is `probabilities` or its compiled
+    version."""
     weight, bias = _whole(head.weight), _whole(head.bias)
     given = (labels, positions, softmax or probabilities, size, torch.is_grad_enabled())
     return _Loss.apply(hidden, weight, bias, *given)
@@ -70,23 +71,23 @@ def chunked_loss(
 
 def _whole(parameter: Any) -> Any:
     """Return a parameter of the head as a plain tensor on the device. With `weight_offload`, copy it from the host.
-    FSDP2 gathers weights when the forward pass of their module is called. The loss does not call that of the head, so
-    gather a frozen head here. A trained head is gathered together with the last norm."""
+    FSDP2 gathers weights when the forward pass of their module is called. The loss does not call the head's forward
+    pass. So gather a frozen head here. FSDP2 gathers a trained head together with the last norm."""
     if (fetch := getattr(parameter, "fetch", None)) is not None:
         return fetch()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def probabilities(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the probabilities (labels, vocabulary) in the dtype of the logits, and the log probability of each target
-    (labels, 1) in float32. Both are 0 for ignored (negative) targets, so that these do not affect loss or gradients."""
+    """Return softmax(logits) (labels, vocabulary) in the dtype of `logits`, and the log probability of each target
+    (labels, 1) in float32. For a negative target, both are 0. Such a target affects neither loss nor gradients."""
     logarithms, there = torch.log_softmax(logits.float(), -1), targets[:, None] >= 0
     of_targets = torch.where(there, logarithms.gather(1, targets.clamp(min=0)[:, None]), 0.0)
     return torch.where(there, logarithms.exp(), 0.0).to(logits.dtype), of_targets
 
 
 class _Loss(torch.autograd.Function):
-    """Compute the loss and its gradients in the forward pass. The backward pass only scales the gradients."""
+    """Compute the loss and its gradients in the forward pass. The backward pass only scales these gradients."""
 
     @staticmethod
     def forward(
@@ -125,7 +126,8 @@ class _Loss(torch.autograd.Function):
 
 
 def _add(gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, rows: Any) -> None:
-    """Add the gradients of one chunk to `gradients`: those of the hidden states, of the head's weight and its bias."""
+    """Add one chunk's gradients of the hidden states, the head's weight and its bias to the three tensors in
+    `gradients`."""
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         of_hidden.view(-1, of_hidden.shape[-1])[rows] = (gradient @ weight).to(of_hidden.dtype)
@@ -138,7 +140,7 @@ def _add(gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, wei
 
 
 def is_on(model: Any) -> bool:
-    forward = inspect.unwrap(base_model(model).forward)  # the caller may use autocast
+    forward = inspect.unwrap(base_model(model).forward)  # accelerate may wrap it in autocast
     return bool(getattr(forward, "__name__", "") == "chunked_forward")
 
 

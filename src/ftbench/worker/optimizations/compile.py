@@ -1,5 +1,5 @@
-"""Compile each layer of the decoder and of the image encoder with torch.compile. All layers of a kind share one graph,
-which compiles faster than one graph of the complete model."""
+"""Compile each layer of the decoder and of the image encoder with torch.compile. Layers of the same class share one
+graph. This compiles faster than one graph of the complete model."""
 
 from functools import lru_cache
 from types import MethodType
@@ -11,14 +11,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from ftbench.spec.experiment import Experiment
 from ftbench.worker.model.parts import base_model, decoder_layers, unwrapped, vision_layers
 
-# Settings ban_recompute_...: torch.compile does not recompute such values in the backward pass.
+# Suffixes of the settings ban_recompute_*: torch.compile does not recompute such values in the backward pass.
 _GUARDS = ("used_far_apart", "long_fusible_chains", "materialized_backward")
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Compile the layers. Dynamic graphs support all input sizes. The encoder gets them if image sizes differ. The
-    decoder gets them if the dataset has images, because batches then have many lengths, unless a fixed shape is set.
-    Qwen3-VL always gets them: with one length (torch 2.11, H200), its gradients were 4 % too small, and once NaN."""
+    """Compile the layers. A dynamic graph supports all input sizes. The encoder gets one if image sizes differ. The
+    decoder gets one if the dataset has images and `fixed_shape` is off, because batches then have many lengths.
+    Qwen3-VL's decoder always gets one. With a graph for one length (torch 2.11, H200), its gradients were 4 % too
+    small, and once NaN."""
     torch._dynamo.config.specialize_float = True  # constants, because variable floats need a C++ kernel on the CPU
     for guard in _GUARDS:
         setattr(torch._functorch.config, f"ban_recompute_{guard}", spec.optimizations.compile != "lean")
@@ -40,7 +41,7 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def _compile(layer: Any, spec: Experiment, dynamic: bool | None) -> None:
-    """Compile a layer. For sharded weights, compile only `forward`: hooks outside it gather and release the weights."""
+    """Compile a layer. If its weights are sharded, compile only `forward`: hooks outside it gather the weights."""
     if {"fsdp", "zero3"} & {*spec.launch.strategy.split("+")}:
         layer.forward = torch.compile(layer.forward, dynamic=dynamic)
     else:
@@ -53,14 +54,14 @@ def _is_compiled(layer: Any) -> bool:
 
 @lru_cache
 def _not_compiled(kind: Any) -> Any:
-    """Return a subclass whose forward pass is not compiled. All layers share this class, because separate functions
-    would get separate graphs."""
+    """Return a subclass of `kind` with a forward pass that is not compiled. All layers share this subclass, because
+    torch.compile makes separate graphs for separate functions."""
     return type(f"NotCompiled{kind.__name__}", (kind,), {"forward": torch.compiler.disable(kind.forward)})
 
 
 def _clip(tower: Any, pixel_values: torch.Tensor, **_: Any) -> BaseModelOutputWithPooling:
-    """Run a CLIP encoder and return the outputs of all layers. Unlike transformers' version, it does not use hooks,
-    because a hook interrupts the compiled graph of its layer."""
+    """Run a CLIP encoder and return the outputs of all layers. transformers' version uses hooks, which interrupt the
+    compiled graphs of the layers. This version does not use hooks."""
     states = [tower.pre_layrnorm(tower.embeddings(pixel_values))]
     for layer in tower.encoder.layers:
         states.append(layer(states[-1], None))
@@ -72,7 +73,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def graphs() -> int:
-    """Count the graphs compiled in this process so far."""
+    """Return the number of graphs that this process has compiled so far."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

@@ -1,8 +1,8 @@
-"""Run the forward and backward pass as one CUDA graph. The graph is recorded after a warm-up, and replayed per batch.
+"""Run the forward and backward pass as one CUDA graph. It is recorded after a warm-up, and replayed for each batch.
 
-A graph contains kernels with the memory addresses of their tensors. So each batch is copied into the tensors of the
-recorded batch. After each replay, the recorded gradients are set as `parameter.grad` again, because the trainer removes
-them. Python code of the model does not run during a replay. Clipping and the optimizer are not part of the graph.
+A graph contains kernels and the memory addresses of their tensors. So each batch is copied into the tensors of the
+recorded batch. The trainer removes gradients after a step. So each replay sets `parameter.grad` to the recorded
+gradient again. Python code of the model does not run during a replay. Clipping and the optimizer are not in the graph.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _HELD = "graphed_step"  # attribute of the model
 
 
 class CudaGraph:
-    """Wraps torch.cuda.CUDAGraph."""
+    """Records and replays a torch.cuda.CUDAGraph."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -34,8 +34,8 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(stream)
 
     def record(self, function: Callable[[], Any]) -> Any:
-        """Record a function and return its outputs, which get values in the first replay. `thread_local` allows CUDA
-        calls of other threads meanwhile: the step recorder reads events, and the data loader pins memory."""
+        """Record a function and return its outputs, which get values in the first replay. `thread_local` allows other
+        threads to call CUDA during the recording: the step recorder reads events, and the data loader pins memory."""
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             return function()
 
@@ -54,8 +54,8 @@ class GraphedStep:
         self._loss: Any = None
 
     def __call__(self, train: Callable[..., Any], model: Any, batch: dict[str, Any], tokens: Any) -> torch.Tensor:
-        """Return the loss of a batch and set its gradients. `train` is the trainer's forward and backward pass, and
-        `tokens` is the divisor of the loss. Raise SpecError if the shape of the batch differs from the recorded batch.
+        """Return the loss of a batch and set the gradients. `train` is the trainer's forward and backward pass, and
+        `tokens` is the divisor of the loss. Raise SpecError if the batch does not have the shape of the recorded batch.
         Raise NotAppliedError if the pass cannot be recorded, for example because it waits for the device."""
         given = {**batch, _TOKENS: tokens}
         if self._graph is None:
@@ -88,7 +88,7 @@ class GraphedStep:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            first: BaseException = error  # the first error is the cause; the last one only reports a failed recording
+            first: BaseException = error  # the first error is the cause; the last error only reports a failed recording
             while first.__context__ is not None:
                 first = first.__context__
             why = str(first).strip().partition("\n")[0]
@@ -99,7 +99,7 @@ class GraphedStep:
         self._graph = graph
 
     def _fill(self, given: dict[str, Any]) -> None:
-        """Copy a batch into the tensors of the recorded batch."""
+        """Copy a batch into the tensors of the recorded batch. Raise SpecError if their shapes differ."""
         shapes, recorded = _shapes(given), _shapes(self._batch)
         if shapes != recorded:
             name = next(name for name in {**recorded, **shapes} if shapes.get(name) != recorded.get(name))
@@ -113,7 +113,7 @@ class GraphedStep:
 
 
 def _shapes(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the shapes of a batch's tensors, and its other values. They must be equal in every replay."""
+    """Return the shape of each tensor in a batch, and the values of numbers. Every replay needs equal values."""
     return {
         name: tuple(value.shape) if torch.is_tensor(value) else value
         for name, value in batch.items() if torch.is_tensor(value) or isinstance(value, (int, float, type(None)))
@@ -125,12 +125,12 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def of(model: Any) -> GraphedStep | None:
-    """Return the object that replaces a model's forward and backward pass, or None."""
+    """Return the model's GraphedStep, or None if `cuda_graph` is off."""
     return getattr(model, _HELD, None)
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
-    """Return a field with the number of replays so far. Return no field if the optimization is off."""
+    """Return a field with the number of replays so far. Return {} if the optimization is off."""
     step = of(model)
     return {} if step is None else {"cuda_graph_replays": step.replays}
 

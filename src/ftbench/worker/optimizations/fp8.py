@@ -3,8 +3,8 @@
 torchao (Float8LinearConfig, torchao 0.17) casts each weight twice per step, once per direction. A cast moves 5 bytes
 per weight: it reads 16 bits twice (first for the maximum) and writes 8 bits. Frozen weights never change. So ftbench
 casts them once, before training, and frees the 16-bit weights. It stores each 8-bit weight and its transposed copy,
-because 8-bit products on Hopper need both operands contiguous along the inner dimension (cuBLASLt: TN only). The two
-copies together are as large as the 16-bit weight.
+because 8-bit products on Hopper need both operands contiguous along the inner dimension (cuBLASLt: TN only). Together,
+the two copies need the memory of the 16-bit weight.
 """
 
 import copy
@@ -22,7 +22,7 @@ MULTIPLE = 16  # torch._scaled_mm takes matrices whose sides are multiples of 16
 
 
 class Fp8Linear(torch.nn.Module):
-    """A frozen linear layer whose weight is in 8 bits."""
+    """A frozen linear layer with an 8-bit weight."""
 
     factor: torch.Tensor
     turned: torch.Tensor
@@ -30,7 +30,7 @@ class Fp8Linear(torch.nn.Module):
     maxima: torch.Tensor | None
 
     def __init__(self, base: torch.nn.Linear, recipe: str, largest: torch.Tensor | None = None) -> None:
-        """Cast the weight of `base`. `largest` is the maximum over all layers that share a scale (None: no sharing)."""
+        """Cast the weight of `base`. `largest` is the maximum magnitude of all layers that share a scale, or None."""
         super().__init__()
         self.in_features, self.out_features, self.recipe = base.in_features, base.out_features, recipe
         weight = base.weight.data
@@ -56,16 +56,17 @@ class Fp8Linear(torch.nn.Module):
 
 
 def wanted(module: Any, name: str) -> bool:
-    """Return whether fp8 can convert this module: a frozen linear layer, not the head, with sizes divisible by 16."""
+    """Return whether this module is a frozen linear layer with sizes divisible by 16, and not the head or an
+    adapter."""
     frozen = not any(parameter.requires_grad for parameter in module.parameters())
     fits = isinstance(module, torch.nn.Linear) and module.in_features % MULTIPLE == module.out_features % MULTIPLE == 0
     return fits and frozen and "lm_head" not in name and "lora_" not in name
 
 
 def join(layers: list[Any]) -> Any:
-    """Join 8-bit layers with equal scale factors into one layer, which returns their outputs side by side. The layers'
-    weights become views of the joined weight. Return a single 8-bit layer unchanged. Return None if the factors
-    differ, a layer is not in 8 bits, or only some layers have a bias."""
+    """Return one 8-bit layer that returns the outputs of all `layers` side by side. Their weights become views of its
+    weight. Return a single 8-bit layer unchanged. Return None if a layer is not in 8 bits, the scale factors differ, or
+    only some layers have a bias."""
     first = layers[0]
     if len(layers) == 1:
         return first if type(first) is Fp8Linear else None
@@ -98,7 +99,7 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def _keep_maxima(model: Any) -> None:
-    """Create the maxima for delayed scaling, and give each layer a view of its part."""
+    """Create the maxima for delayed scaling, and give each 8-bit layer a view of its own maxima."""
     from ftbench.kernels.delayed_cast import Maxima  # needs triton
 
     small = [module for module in model.modules() if type(module) is Fp8Linear]
@@ -122,7 +123,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def layers(model: Any) -> int:
-    """Count how many layers multiply in 8 bits."""
+    """Return the number of layers that multiply in 8 bits."""
     return sum(isinstance(module, Fp8Linear) for module in model.modules())
 
 

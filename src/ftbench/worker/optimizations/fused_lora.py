@@ -22,8 +22,8 @@ MOST = 32  # maximum rank, summed over a group, for which the kernels of `kernel
 
 
 class AdapterGroup(torch.nn.Module):
-    """Adapted layers that read the same input. The first layer that is called computes all layers of the group. The
-    group has no parameters: `refresh` copies the adapters' values from peft's modules."""
+    """Linear layers with adapters that read the same input. The first call of a layer computes the outputs of all
+    layers. The group has no parameters: `refresh` copies the adapters' values from peft's modules."""
 
     def __init__(self, layers: list[Any]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class AdapterGroup(torch.nn.Module):
         self.read: torch.Tensor | None = None
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of layer `index` for x. The first call for an x computes the outputs of all layers."""
+        """Return the output of layer `index` for x. The first call with a new x computes the outputs of all layers."""
         if self.read is not x or index not in self.ready:
             self.read, self.ready = x, dict(enumerate(self.outputs(x)))
         output = self.ready.pop(index)
@@ -49,17 +49,17 @@ class AdapterGroup(torch.nn.Module):
         raise NotImplementedError
 
     def holds(self, layers: Sequence[Any]) -> bool:
-        """Return whether the group has exactly these layers, in this order and without biases."""
+        """Return whether the group has exactly these layers in this order, and no layer has a bias."""
         biases = (layer.get_base_layer().bias for layer in self.layers)
         return self.layers == tuple(layers) and all(bias is None for bias in biases)
 
     def gated(self, x: torch.Tensor, down: Any) -> torch.Tensor | None:
         """Return the output of an MLP. This group is gate_proj and up_proj, and `down` is the group of down_proj.
-        Return None if `GatedMlp` does not support them."""
+        Return None if `GatedMlp` does not support these two groups."""
         return None
 
     def is_on(self) -> bool:
-        """Return whether the adapters are active and not merged."""
+        """Return whether all adapters are active and not merged."""
         return not any(layer.disable_adapters or layer.merged for layer in self.layers)
 
     def refresh(self) -> None:
@@ -72,7 +72,7 @@ class AdapterGroup(torch.nn.Module):
 
 
 class AugmentedGroup(AdapterGroup):
-    """A group that stores base weights and adapters of all layers in one matrix. The base weights are views of it."""
+    """An AdapterGroup with one matrix for base weights and adapters of all layers. The base weights are views of it."""
 
     weight: torch.Tensor
 
@@ -98,7 +98,7 @@ class AugmentedGroup(AdapterGroup):
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layers' outputs side by side: (tokens, sum of output widths + columns). x is (tokens, width) or
-        (tokens, width + columns). The last `columns` columns of x are overwritten."""
+        (tokens, width + columns). The product overwrites the last `columns` columns of x."""
         return Augmented.apply(x.to(self.weight.dtype), self.weight, self.scales, *self.adapters())
 
     def outputs(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -109,8 +109,8 @@ class AugmentedGroup(AdapterGroup):
 
 
 class BesideGroup(AdapterGroup):
-    """A group that computes only the adapters together and adds their results to the outputs of the base layers. 8-bit
-    base layers also share one product."""
+    """An AdapterGroup that computes all adapters together and adds the results to the outputs of the base layers. It
+    also computes the products of 8-bit base layers together."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -166,13 +166,13 @@ class BesideGroup(AdapterGroup):
         return [base + part.view(*x.shape[:-1], -1) for base, part in zip(made, added, strict=True)]
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A of all layers (ranks, in) and s B of all layers (out, rank), where s is the scale of LoRA."""
+        """Return A of all layers (ranks, in) and s B of all layers (out, rank). s is the scale of LoRA."""
         return self.a, self.b
 
 
 class ShardedGroup(BesideGroup):
-    """A group for sharded layers. Their weights are only gathered while the decoder layer computes. So this group reads
-    the adapters in each forward pass, and `refresh` does nothing."""
+    """An AdapterGroup for sharded layers. FSDP gathers their weights only while the decoder layer computes. So this
+    group reads the adapters in each forward pass, and `refresh` does nothing."""
 
     def __init__(self, layers: list[Any]) -> None:
         AdapterGroup.__init__(self, layers)
@@ -188,7 +188,7 @@ class ShardedGroup(BesideGroup):
 
 
 class _Fused:
-    """Mixin that comes before peft's class. The forward pass of the layer returns its output from the group."""
+    """Mixin for peft's class of an adapted layer. The forward pass returns the layer's output from its AdapterGroup."""
 
     group: AdapterGroup
     place_in_group: int
@@ -201,7 +201,7 @@ class _Fused:
 
 @lru_cache
 def _fused(kind: Any) -> Any:
-    """Return the class that replaces `kind`. All layers share it, because torch.compile compiles each class again."""
+    """Return a subclass of `kind` that uses `_Fused`. Cache it: torch.compile compiles once per class."""
     return type(f"Fused{kind.__name__}", (_Fused, kind), {})
 
 
@@ -248,7 +248,7 @@ def adapted(model: Any) -> dict[str, Any]:
 
 
 def grouped(layers: dict[str, Any]) -> list[list[Any]]:
-    """Return lists of layers that read the same input, in model order. Other layers are in lists of one."""
+    """Return lists of layers that read the same input, in model order. Other layers are in lists with one element."""
     kinds = {name: (siblings(name), each.in_features, type(each.get_base_layer())) for name, each in layers.items()}
     return [[layers[name] for name in names] for names in grouped_by(kinds, kinds.__getitem__).values()]
 
@@ -259,7 +259,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Return a problem if an adapted layer is not in a group."""
+    """Return an error message if an adapted layer is not in a group."""
     if not spec.optimizations.fused_lora:
         return []
     left = [name for name, module in adapted(model).items() if not isinstance(module, _Fused)]

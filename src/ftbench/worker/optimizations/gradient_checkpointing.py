@@ -1,5 +1,5 @@
-"""The trainer turns on gradient checkpointing in each layer that supports it (SFTConfig). `selective` turns it off
-again in every second layer. `offload` moves the saved inputs to host memory (`kernels/host_offload.py`)."""
+"""Change gradient checkpointing, which the trainer (SFTConfig) turns on in each layer. `selective` turns it off again
+in every second layer. `offload` moves the saved inputs of the layers to host memory (`kernels/host_offload.py`)."""
 
 from typing import Any
 
@@ -14,7 +14,8 @@ _KEEPS = "ftbench_host_memory"  # attribute of the first layer; it holds the hos
 
 
 class _Changed(TrainerCallback):
-    """Calls `change` at the start of training, after the trainer has turned on checkpointing in all layers."""
+    """Callback that calls `change(model)` when training starts. Before, the trainer turns on checkpointing in all
+    layers."""
 
     def __init__(self, change: Any) -> None:
         self._change = change
@@ -30,7 +31,7 @@ def callback(spec: Experiment) -> TrainerCallback | None:
 
 
 def select(model: Any) -> None:
-    """Let every second layer keep its activations."""
+    """Turn off checkpointing in every second layer."""
     for layer in decoder_layers(model)[1::2]:
         for module in layer.modules():
             if hasattr(module, "gradient_checkpointing"):
@@ -38,7 +39,7 @@ def select(model: Any) -> None:
 
 
 def offload(model: Any) -> HostTensors:
-    """Make every checkpointed layer keep its input in host memory. Return the object that holds these inputs."""
+    """Make every checkpointed layer keep its input in host memory. Return the object that stores these inputs."""
     memory = HostTensors()
     layers = decoder_layers(model)
     for layer in layers:
@@ -69,14 +70,14 @@ def _is_on(module: Any) -> bool:
 
 
 def asked_for(spec: Experiment) -> bool | str:
-    """Return the requested setting, from the optimization or from unsloth's option."""
+    """Return the requested setting, from the optimization or from the option of the method unsloth."""
     own = getattr(spec.method, "use_gradient_checkpointing", "off")
     return spec.optimizations.gradient_checkpointing or own != "off"
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
     setting, doing, layers = asked_for(spec), share(model), len(decoder_layers(model))
-    if spec.method.name == "unsloth":  # marks the model, not its layers
+    if spec.method.name == "unsloth":  # unsloth marks the model, not its layers
         doing = float(any(_is_on(module) for module in model.modules()))
     wanted = -(-layers // 2) / layers if setting == "selective" else float(bool(setting))
     if doing != wanted:

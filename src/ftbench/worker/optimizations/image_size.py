@@ -1,4 +1,4 @@
-"""Train on smaller images. `data/images.py` scales the images, and this module limits the tiles of the model."""
+"""Train on smaller images. `data/images.py` scales the images, and this module limits the image sizes of the model."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Run the optimizer inside the backward pass. When the gradient of a parameter is complete, the parameter is updated
-and the gradient is freed. `offload` keeps the optimizer states in host memory (`kernels/host_states.py`)."""
+"""Run the optimizer inside the backward pass. When the gradient of a parameter is complete, the optimizer updates the
+parameter, and the gradient is freed. `offload` keeps the optimizer states on the host (`kernels/host_states.py`)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -17,9 +17,9 @@ _STEPS = "steps_in_backward"  # attribute of the model: the object that updates 
 
 
 class StepsInBackward(TrainerCallback):
-    """Update each parameter when its gradient is complete, then free the gradient. The optimizer step of the trainer
-    then finds no gradients and does nothing. The norm of each gradient is stored before it is freed. `counts` has the
-    number of updates per parameter. `most` is the maximum number of gradients that existed at the same time."""
+    """Update each parameter when its gradient is complete, store the norm of the gradient, and free the gradient. The
+    trainer's optimizer step then finds no gradients and does nothing. `counts` is the number of updates of each
+    parameter. `most` is the maximum number of gradients that existed at the same time."""
 
     def __init__(self, offload: bool) -> None:
         self.counts: dict[Any, int] = {}
@@ -53,14 +53,14 @@ class StepsInBackward(TrainerCallback):
             self.states.end_step()
 
     def norm(self, parameters: Iterable[Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the norm of the last step's gradients. The trainer calls it instead of `clip_grad_norm_`."""
+        """Return the norm over all gradients of the last step. The trainer calls this instead of `clip_grad_norm_`."""
         norms = [self._norms[parameter] for parameter in parameters if parameter in self._norms]
         self._norms.clear()
         return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def attach(loop: Any, spec: Experiment) -> None:
-    """Update parameters in the backward pass of this trainer if the spec asks for it."""
+    """If the spec turns on optimizer_in_backward, make the trainer `loop` update parameters in the backward pass."""
     if setting := spec.optimizations.optimizer_in_backward:
         steps = StepsInBackward(setting == "offload")
         loop.add_callback(steps)

@@ -1,9 +1,9 @@
-"""Packed rows, and batches whose samples are concatenated without padding (`padding_free`). The collator builds both.
+"""Isolate the samples of a row from each other. The collator builds rows with several samples, for `packing` and for
+`padding_free` (batches without padding).
 
-In some models, the samples of a packed row would attend to each other. This module isolates them. transformers
-recognizes samples by positions that restart, and builds masks from them. For gpt-oss, transformers 5.17 builds masks
-without positions, so a sample would attend to the samples before it. Qwen2.5-VL needs four position tensors: three for
-the rotary embedding, and one for the masks.
+transformers finds the samples of a row from positions that start again at 0, and builds attention masks from these
+positions. Two models need help. For gpt-oss, transformers 5.17 builds masks without positions, so a sample would attend
+to earlier samples. Qwen2.5-VL needs four position tensors: three for the rotary embedding, and one for the masks.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def apply(model: Any, spec: Experiment) -> None:
     """Make gpt-oss and Qwen2.5-VL build their masks from positions.
 
     Raises:
-        SpecError: The model has linear attention, whose state passes from one sample to the next.
+        SpecError: The model has linear attention. Its state would pass from one sample to the next.
     """
     name = "packing" if spec.optimizations.packing else "padding_free"
     base = base_model(model)
@@ -38,7 +38,7 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def _with_both_positions(decoder: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Expand text positions to four tensors: the index in the sample, time, row and column."""
+    """Expand position_ids (batch, length) to (4, batch, length): index in the sample, time, row and column."""
     positions = kwargs.get("position_ids")
     if positions is None or positions.ndim != 2:
         return None

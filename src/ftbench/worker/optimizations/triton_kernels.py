@@ -9,7 +9,7 @@ from ftbench.worker.model.parts import base_model, decoder, decoder_layers
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Make the layers use the kernels. Raises SpecError for unsupported layers."""
+    """Make the layers use the kernels. Raise SpecError for unsupported layers."""
     from ftbench.kernels import decoder_layer  # needs triton
 
     config = base_model(model).config.get_text_config()
@@ -28,14 +28,14 @@ def _is_ours(module: Any) -> bool:
 
 
 def applied(model: Any, spec: Experiment) -> dict[str, Any]:
-    """Return a field with the number of modules that use the kernels. Return no field if the optimization is off."""
+    """Return a field with the number of modules that use the kernels. Return {} if the optimization is off."""
     if not spec.optimizations.triton_kernels:
         return {}
     return {"triton_kernel_modules": sum(map(_is_ours, model.modules()))}
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Return a problem with the first layer that does not use the kernels."""
+    """Return an error message if a layer does not use the kernels."""
     if not spec.optimizations.triton_kernels:
         return []
     left = [index for index, layer in enumerate(decoder_layers(model)) if not _is_ours(layer)]

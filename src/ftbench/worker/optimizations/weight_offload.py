@@ -1,6 +1,6 @@
-"""Keep frozen weights in host memory. The model is loaded into host memory (`model/loading.py`), and the weights of
-each layer are copied to the device before it computes (`kernels/weight_stream.py`). The embedding stays on the host,
-and the device reads its rows over the host link. The chunked loss copies the head to the device."""
+"""Keep frozen weights in host memory. The model is loaded into host memory (`model/loading.py`). The weights of a layer
+are copied to the device before the layer computes (`kernels/weight_stream.py`). The embedding stays on the host, and
+the device reads single rows from it. The chunked loss copies the head to the device."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,8 +21,8 @@ _STREAM = "weight_stream"  # attribute of the decoder; it holds the weights of t
 
 @contextmanager
 def quantised_on(device: torch.device) -> Iterator[None]:
-    """Make bitsandbytes quantize host tensors on the device, one matrix at a time. The codes are the same as for a
-    model that is loaded on the device. Quantizing on the CPU would be much slower."""
+    """Make bitsandbytes quantize host tensors on the device inside the `with` block, one matrix at a time. The codes
+    are equal to those of a model on the device. Quantizing on the CPU would be much slower."""
     from bitsandbytes.nn import Params4bit
 
     quantise = Params4bit._quantize
@@ -38,8 +38,8 @@ def quantised_on(device: torch.device) -> Iterator[None]:
 
 
 def keep_on_host(model: Any, spec: Experiment, device: torch.device) -> Any:
-    """Take a model in host memory and return it. The layers' matrices, the embedding and the head stay there. All other
-    tensors move to the device."""
+    """Take a model in host memory and return it. The layers' matrices, the embedding and the head stay on the host. All
+    other tensors move to the device."""
     copies = Copies(device)
     stream = WeightStream(([*_matrices(layer)] for layer in decoder_layers(model)), copies)
     embedding, head = (part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()))
@@ -58,7 +58,7 @@ def keep_on_host(model: Any, spec: Experiment, device: torch.device) -> Any:
 
 
 def _matrices(layer: Any) -> Iterator[Weight]:
-    """Yield a layer's matrices, each with the function that replaces its tensor. For 4-bit matrices also yield the
+    """Yield each matrix of a layer, with a function that replaces its tensor. For a 4-bit matrix, also yield its
     scales."""
 
     def attribute(owner: Any, name: str) -> Weight:
@@ -72,7 +72,7 @@ def _matrices(layer: Any) -> Iterator[Weight]:
 
 
 def _to_device(module: nn.Module, device: torch.device) -> None:
-    """Move the tensors of a module (without its submodules) to the device. Names and tied weights stay the same."""
+    """Move the tensors of a module, but not of its submodules, to the device. Names and tied weights stay the same."""
     for parameter in module.parameters(recurse=False):
         if (state := getattr(parameter, "quant_state", None)) is not None:
             state.to(device)
@@ -82,8 +82,8 @@ def _to_device(module: nn.Module, device: torch.device) -> None:
 
 
 class _InTurn(nn.Module):
-    """Mixin that loads the weights before each forward pass. It comes after the layer's class, so that it runs inside
-    a checkpoint (also during recomputation) and outside compiled code."""
+    """Mixin that loads a layer's weights before each forward pass. In the list of base classes, it comes after the
+    layer's class. So it runs inside a checkpoint (also during recomputation) and outside compiled code."""
 
     stream: WeightStream
     index: int
@@ -99,7 +99,7 @@ def _in_turn(kind: Any) -> Any:
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Make each layer fetch its weights before its forward pass."""
+    """Make each layer load its weights before its forward pass."""
     stream = getattr(decoder(model), _STREAM)
     for index, layer in enumerate(decoder_layers(model)):
         layer.__class__ = _in_turn(type(layer))  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def verify(model: Any, spec: Experiment) -> list[str]:
-    """Return a problem if a layer's matrices are outside the two buffers or were not loaded in both passes."""
+    """Return an error message if a layer's matrices are not in the two buffers, or were not loaded in both passes."""
     if not spec.optimizations.weight_offload:
         return []
     stream = getattr(decoder(model), _STREAM, None)

@@ -3,12 +3,12 @@
 
 loading(spec, config): return the arguments of from_pretrained that shard the weights while loading
 arguments(spec): return arguments for the trainer
-prepare(made): make changes after the trainer's arguments are created
+prepare(made): make changes after the trainer's arguments `made` are created
 attach(trainer, spec): make changes after the trainer is created
 reads(spec): return whether this rank reads the weights from files
 read(kind, source, config, spec, arguments): load and return the model, instead of from_pretrained
 cut(model, spec): return this rank's part of the model, after the method and the optimizations are applied
-verify(trainer, spec): return the problems that are visible after the first step
+verify(trainer, spec): return error messages about settings that were not applied, after the first step
 applied(trainer): return facts for applied.json, read after the first step
 """
 
@@ -29,12 +29,12 @@ COMPLETE = "ftbench_complete"  # attribute of a model that lacks the layers of o
 
 
 def rank() -> int | None:
-    """Return the rank of this process. Return None if it is the only one."""
+    """Return the rank of this process. Return None in a run with one process."""
     return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
 
 
 def is_first() -> bool:
-    """Return whether this process is rank 0 or the only one. It writes the files of the run."""
+    """Return whether this process writes the files of the run. It is rank 0 or the only process."""
     return not rank()
 
 
@@ -49,7 +49,7 @@ def load(strategy: str) -> ModuleType:
 
 
 def complete(model: Any) -> Any:
-    """Return a model with all layers. With pp, this is a copy on the meta device, so it has shapes but no values."""
+    """Return a model with all layers. With pp, return a copy on the meta device, which has shapes but no values."""
     return model.__dict__.get(COMPLETE, model)
 
 

@@ -1,7 +1,7 @@
 """Context parallelism through accelerate and torch.
 
-Each GPU computes a part of every sequence. The GPUs form a ring and pass keys and values to the next GPU. FSDP2 shards
-the weights over the same GPUs.
+Each GPU computes a part of every sequence. The GPUs form a ring: each GPU passes its keys and values to the next GPU.
+FSDP2 shards the weights over the same GPUs.
 """
 
 from collections.abc import Callable
@@ -27,9 +27,8 @@ _rounds = 0  # number of ring passes so far
 
 
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
-    """Raise SpecError for layers with local attention or a recurrent state: ring attention only supports causal masks.
-    Return no arguments.
-    """
+    """Return no arguments. Raise SpecError for layers with local attention or a recurrent state, because ring attention
+    only supports causal masks."""
     text = config.get_text_config()
     kinds = {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}
     if kinds or (getattr(text, "sliding_window", None) and not getattr(text, "layer_types", None)):
@@ -46,11 +45,9 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def prepare(made: Any) -> None:
-    """Count ring passes, and replace attention kernels that the ring does not support.
-
-    The 32-bit kernels of the ring do not support grouped-query attention, so keys are repeated. On a CPU, make
-    accelerate shard the model. Also make the ring use torch's CPU attention. By default it only supports GPU kernels.
-    """
+    """Count ring passes, and make ring attention work in 32 bits and on a CPU. The ring's 32-bit kernels do not support
+    grouped-query attention, so keys and values are repeated. On a CPU, make accelerate shard the model and add torch's
+    CPU attention. By default, the ring only supports GPU kernels."""
     fsdp.prepare(made)
     grouped = sdpa_attention.use_gqa_in_sdpa
     sdpa_attention.use_gqa_in_sdpa = lambda mask, key, value: key.itemsize < 4 and grouped(mask, key, value)
@@ -94,9 +91,8 @@ def _as_shards(results: Any, mesh: Any) -> Any:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return the problems of `fsdp.verify`, and a problem if GPUs did not exchange keys and values. Each part of a
-    sequence would then only attend to itself, without an error.
-    """
+    """Return the error messages of `fsdp.verify`, and a message if the GPUs did not exchange keys and values. Without
+    the exchange, each part of a sequence would silently attend only to itself."""
     problems = fsdp.verify(trainer, spec)
     if applied(trainer)["rounds"] < len(list(decoder_layers(trainer.model_wrapped))):
         problems.append("launch.strategy is cp, but the GPUs did not exchange keys and values")

@@ -11,11 +11,9 @@ from ftbench.spec.methods import reads_images
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of the trainer.
-
-    `optimize_ddp`, which splits compiled graphs at gradient buckets, is off: each layer already has a separate graph.
-    A trained vision encoder needs `find_unused_parameters`: its last layer may be unused (LLaVA reads the one before).
-    """
+    """Return the arguments of the trainer. `optimize_ddp` splits compiled graphs at gradient buckets. Turn it off,
+    because each layer already has a separate graph. A trained vision encoder needs `find_unused_parameters`, because
+    its last layer may be unused (LLaVA reads the layer before)."""
     torch._dynamo.config.optimize_ddp = False
     has_images = spec.dataset.may_have_images and reads_images(spec.model)
     unused = has_images and getattr(spec.method, "vision", "full") != "frozen"
@@ -23,7 +21,7 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return the problems after a step: no wrapper, wrong number of ranks, or different weights."""
+    """Return an error message for a missing wrapper, a wrong number of ranks, or different weights on the ranks."""
     wrapped = trainer.model_wrapped
     if not isinstance(wrapped, DistributedDataParallel):
         return [f"launch.strategy is ddp, but the trainer has a {type(wrapped).__name__}, which does not sum gradients"]
@@ -34,8 +32,8 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def different_copies(model: Any, group: Any) -> list[int]:
-    """Return the ranks whose trained weights differ from those of the first rank in `group`. Compare only the sum of
-    the weights."""
+    """Return the ranks in `group` with trained weights that differ from the weights of the first rank. Compare only the
+    sum of each weight."""
     sums = torch.stack([each.detach().double().sum() for each in model.parameters() if each.requires_grad])
     gathered = [torch.empty_like(sums) for _ in range(group.size())]
     dist.all_gather(gathered, sums, group)

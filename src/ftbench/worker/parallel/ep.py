@@ -1,4 +1,4 @@
-"""Expert parallelism through transformers. Each GPU holds a share of the experts. All process the same tokens."""
+"""Expert parallelism through transformers. Each GPU holds a share of the experts. All GPUs process the same tokens."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from ftbench.worker.model.parts import base_model
 
 
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
-    """Return the arguments of from_pretrained, which shards the weights while loading. Raise SpecError for a number of
-    experts that the ranks cannot share evenly."""
+    """Return the arguments of from_pretrained, which shards the weights while loading. Raise SpecError if the ranks
+    cannot share the experts evenly."""
     ranks, text = spec.launch.ranks, config.get_text_config()
     count = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     if not count:
@@ -30,23 +30,22 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return no arguments, because the trainer reads the strategy from the model. On a CPU, also disable a check of
-    accelerate, which rejects such a model although its code does not need a GPU.
-    """
+    """Return {}, because the trainer reads the strategy from the model. On a CPU, also turn off a check in accelerate.
+    The check rejects sharded models without a GPU, although accelerate's code works with them."""
     if device().type == "cpu":
         ParallelismConfig._validate_accelerator = lambda self, accelerator: None
     return {}
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Split the optimizer's parameter groups by device mesh. torch's fused and foreach steps need groups in which
-    either all tensors or no tensors are sharded."""
+    """Split the optimizer's parameter groups by device mesh, and gather weights before saving. torch's fused and
+    foreach steps do not support sharded and unsharded tensors in the same group."""
     split_groups(trainer)
     save_gathered(trainer)
 
 
 def split_groups(trainer: Any) -> None:
-    """Split the optimizer's parameter groups by mesh."""
+    """Make the trainer split the optimizer's parameter groups by device mesh."""
     create = trainer.create_optimizer
 
     def created(*args: Any) -> Any:
@@ -58,7 +57,7 @@ def split_groups(trainer: Any) -> None:
 
 
 def save_gathered(trainer: Any) -> None:
-    """Gather the weights on all ranks before rank 0 saves them. Otherwise rank 0 would wait forever."""
+    """Make all ranks gather the weights before rank 0 saves them. Otherwise rank 0 would wait forever."""
 
     def save_model(folder: str) -> None:
         model, saves = trainer.model, trainer.args.should_save
@@ -74,7 +73,7 @@ def save_gathered(trainer: Any) -> None:
 
 
 def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one parameter group per mesh, and one group for unsharded parameters."""
+    """Split a parameter group into one group per device mesh, and one group for unsharded parameters."""
     kinds: dict[Any, list[Any]] = {}
     for parameter in group["params"]:
         kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
@@ -82,14 +81,14 @@ def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return a problem if no parameter is sharded. Each rank would then silently compute all experts."""
+    """Return an error message if no parameter is sharded. Each rank would then silently compute all experts."""
     if applied(trainer)["sharded"]:
         return []
     return ["launch.strategy is ep, but the parameters are not sharded"]
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return the numbers of sharded parameters, of all elements, and of the elements of this rank."""
+    """Return three counts: sharded parameters, elements of all parameters, and elements on this rank."""
     parameters = list(trainer.model.parameters())
     return {
         "sharded": sum(isinstance(parameter, DTensor) for parameter in parameters),

@@ -1,8 +1,8 @@
-"""FSDP2: each GPU holds a shard of every weight, gradient and optimizer state, and gathers the weights of a layer while
-it computes.
+"""FSDP2: each GPU holds a shard of every weight, gradient and optimizer state. While a layer computes, each GPU gathers
+the weights of this layer.
 
 No GPU ever holds all weights. Only rank 0 reads pretrained weights and sends the other ranks their shards. Random
-weights are drawn on rank 0, a few layers at a time.
+weights are created on rank 0, a few layers at a time.
 """
 
 from dataclasses import replace
@@ -31,12 +31,12 @@ applied = ep.applied
 
 
 def reads(spec: Experiment) -> bool:
-    """Return whether this rank reads the weights from files. All ranks read weights that are quantised on loading."""
+    """Return whether this rank reads the weights from files. If the method quantises weights, all ranks read them."""
     return spec.method.quantised or (spec.model.weights == "pretrained" and parallel.is_first())
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Make accelerate initialize random weights while it sends the state dict of rank 0, one tensor at a time."""
+    """Correct accelerate's settings. If weights are random, rank 0 creates each tensor before accelerate sends it."""
     correct_plugin(trainer, spec)
     if spec.model.weights == "random" and not reads(spec):
         distribute = fsdp_utils.fsdp2_load_full_state_dict
@@ -46,10 +46,10 @@ def attach(trainer: Any, spec: Experiment) -> None:
 
 
 def shard(accelerator: Any, model: Any, spec: Experiment) -> Any:
-    """Shard a model as accelerate does, and prefetch each layer while the layer before it computes.
+    """Return the model, sharded by accelerate. While a layer computes, FSDP2 prefetches the weights of the next layer.
 
-    accelerate casts all trained weights to float32 if products are in 16 bits. This is avoided for `full` with 16-bit
-    weights.
+    accelerate casts all trained weights to float32 if products are in 16 bits. For `full` with 16-bit weights, this
+    cast is turned off.
     """
     state, precision = accelerator.state, accelerator.state._mixed_precision
     if spec.method.name == "full" and not trains_in_32_bits(spec):
@@ -59,7 +59,7 @@ def shard(accelerator: Any, model: Any, spec: Experiment) -> Any:
     for layer, following in pairwise(map(unwrapped, decoder_layers(model))):
         layer.set_modules_to_forward_prefetch([following])
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # frees the buffers in which weights arrived
+        torch.cuda.empty_cache()  # frees the buffers that received the weights
     return model
 
 
@@ -72,7 +72,7 @@ def _checkpoint_every_second(accelerator: Any, model: Any) -> Any:
 
 
 def correct_plugin(trainer: Any, spec: Experiment) -> None:
-    """Fix the layer names, precision, checkpoints, head and adapter names that accelerate and peft get wrong."""
+    """Correct the layer names, precision, checkpointing, head and adapter names in accelerate and peft."""
     accelerate.accelerator.fsdp2_prepare_model = partial(shard, spec=spec)
     if spec.optimizations.gradient_checkpointing == "selective":
         accelerate.accelerator.fsdp2_apply_ac = _checkpoint_every_second
@@ -83,26 +83,26 @@ def correct_plugin(trainer: Any, spec: Experiment) -> None:
 
 
 def _set_layer_classes(trainer: Any) -> None:
-    """Shard only layer classes that the model has. For CLIP, transformers also lists classes of a text model that is
-    missing here, and accelerate would fail."""
+    """Make accelerate shard only layer classes that the model has. For CLIP, transformers also lists classes of a text
+    model that is missing here, and accelerate would fail."""
     there = {type(module).__name__ for module in trainer.model.modules()}
     plugin = trainer.accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = sorted(there.intersection(trainer.model._no_split_modules or ()))
 
 
 def _shard_head_with_norm(trainer: Any) -> None:
-    """Shard a trained head together with the decoder's last norm, whose forward pass gathers both.
+    """Shard a trained head together with the decoder's last norm. The norm's forward pass then gathers both modules.
 
-    Chunked losses use the weights of the head, but do not call its forward pass. With TRL's gather, each rank would
-    only have the gradient of its own batch. accelerate does not find the last norm of models with images.
+    A chunked loss uses the weights of the head, but does not call the head's forward pass. With TRL's gather, each rank
+    would only have the head's gradient for its own batch. accelerate does not find the last norm of models with images.
     """
     if _head(trainer).weight.requires_grad:
         fsdp_utils._find_final_norm = _last_norm
 
 
 def _match_adapter_names() -> None:
-    """Make peft find the adapters to save. peft searches the state dict for module names. In checkpointed layers,
-    module names have an extra part, which names in the state dict do not have. So peft would not save the adapters."""
+    """Make peft find the adapters to save. peft searches the state dict for module names. Module names of checkpointed
+    layers have an extra part, and names in the state dict do not. So peft would not save the adapters."""
     if (names := getattr(tuners_utils, "_get_tuner_state_dict_key_prefixes", None)) is not None:  # of peft 0.21.2
         tuners_utils._get_tuner_state_dict_key_prefixes = lambda *args, **kwargs: {
             name.replace(_CHECKPOINT_PREFIX, "") for name in names(*args, **kwargs)
@@ -125,8 +125,8 @@ def _keep_loss_in_float32(trainer: Any) -> None:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of the trainer. Checkpointing happens inside the sharded unit, so that a recomputed layer is
-    gathered once and not twice."""
+    """Return the arguments of the trainer. Checkpointing is inside the sharded unit, so FSDP2 gathers a recomputed
+    layer once and not twice."""
     config = {
         "version": 2,
         "reshard_after_forward": True,
@@ -138,13 +138,14 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def prepare(made: Any) -> None:
-    """Make accelerate use FSDP2 on a CPU. By default, it uses DDP there, without a message."""
+    """Make accelerate use FSDP2 on a CPU. By default, accelerate silently uses DDP on a CPU."""
     if made.device.type == "cpu":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return the problems: unsharded layers or parameters, a wrong number of ranks, or shards on the wrong device."""
+    """Return an error message for unsharded layers or parameters, wrong numbers of ranks, or shards on a wrong
+    device."""
     model, launch = trainer.model_wrapped, spec.launch
     if not isinstance(model, FSDPModule):
         return [f"launch.strategy is fsdp, but the trainer has a {type(model).__name__}, which is not sharded"]

@@ -1,8 +1,8 @@
-"""Pipeline parallelism with torch's schedules, and with DDP, FSDP2 and transformers' tensor parallelism.
+"""Pipeline parallelism with torch's schedules. DDP, FSDP2 and transformers' tensor parallelism can be added.
 
-Each GPU holds some of the layers. A rank loads the weights of its layers, adds the adapters, cuts the model, shards or
-copies its stages, and makes the schedule, in this order. Before the cut, the model has all layers, and the layers of
-other ranks are on the meta device. Therefore, adapters have the same names and initial values as in a run on one GPU.
+Each GPU holds some of the layers. The steps of a rank are: load the weights of its layers, add the adapters, cut the
+model, shard or copy its stages, create the schedule. Before the cut, the model has all layers, and the layers of other
+ranks are on the meta device. Therefore, adapters have the same names and initial values as in a run on one GPU.
 """
 
 import copy
@@ -34,7 +34,7 @@ from ftbench.worker.parallel.stages import Pipeline
 
 @cache
 def _mesh(shares: int, stages: int, tensor: int) -> Any:
-    """Return the mesh of all ranks. Ranks with the same batch have consecutive numbers, as accelerate expects."""
+    """Return the device mesh of all ranks. accelerate expects consecutive numbers for ranks with the same batch."""
     return init_device_mesh(device().type, (shares, stages, tensor), mesh_dim_names=("dp", "pp", "tp"))
 
 
@@ -43,7 +43,7 @@ def mesh_of(spec: Experiment) -> Any:
 
 
 def reads(spec: Experiment) -> bool:
-    """Return whether this rank reads weight files. Random weights need no files, unless transformers shards them."""
+    """Return whether this rank reads weight files. It does not if random weights are created while loading."""
     return spec.model.weights == "pretrained" or spec.launch.tp is not None or spec.method.quantised
 
 
@@ -60,13 +60,13 @@ def split_of(spec: Experiment, config: Any) -> tuple[int, ...]:
 
 
 def own_layers(spec: Experiment, split: tuple[int, ...]) -> tuple[list[int], bool, bool]:
-    """Return the layers of this rank, and whether it has the embedding and the head."""
+    """Return the indices of this rank's layers, whether it has the embedding, and whether it has the head."""
     indices = pipeline.of_rank(spec.launch.schedule, spec.launch.pp or 1, mesh_of(spec)["pp"].get_local_rank())
     return pipeline.bounds(split, indices)
 
 
 def read(kind: Any, source: str, config: Any, spec: Experiment, arguments: dict[str, Any]) -> Any:
-    """Return the model with the values of this rank's layers. The other layers are on the meta device."""
+    """Return the model. The layers of this rank have values, and the other layers are on the meta device."""
     layers, first, last = own_layers(spec, split_of(spec, config))
     if reads(spec):
         model = _pretrained(kind, source, config, layers, arguments | _placement(spec, config))
@@ -91,7 +91,7 @@ def read(kind: Any, source: str, config: Any, spec: Experiment, arguments: dict[
 
 
 def _placement(spec: Experiment, config: Any) -> dict[str, Any]:
-    """Return the arguments that place the weights. FSDP moves them when it shards them."""
+    """Return the arguments of from_pretrained that place the weights. FSDP needs none: it moves the weights later."""
     launch = spec.launch
     if launch.tp is None:
         return {} if "fsdp" in launch.strategy or device().type == "cpu" else {"device_map": {"": device()}}
@@ -99,9 +99,9 @@ def _placement(spec: Experiment, config: Any) -> dict[str, Any]:
 
 
 def _pretrained(kind: Any, source: str, config: Any, layers: list[int], arguments: dict[str, Any]) -> Any:
-    """Return the model from files, without reading the layers of other ranks.
+    """Load the model from files, without reading the layers of other ranks.
 
-    from_pretrained gets a class whose models lack these layers. The layers are added again afterwards.
+    from_pretrained gets a subclass that removes these layers from a new model. They are added again after loading.
     """
     plain = kind._model_mapping[type(config)]
     away: dict[str, Any] = {}
@@ -123,8 +123,8 @@ def _pretrained(kind: Any, source: str, config: Any, layers: list[int], argument
 
 
 def without_values(parameter: Any, example: Any) -> Any:
-    """Return a parameter on the meta device, with the shape and the dtype of an example. A 4-bit weight also gets the
-    example's quantization state."""
+    """Return a parameter on the meta device, with the shape and dtype of `example`. If `example` is a 4-bit weight,
+    copy its quantization state."""
     empty = torch.empty(example.shape, dtype=example.dtype, device="meta")
     made = nn.Parameter(empty, parameter.requires_grad and empty.is_floating_point())
     if (state := getattr(example, "quant_state", None)) is not None:
@@ -133,7 +133,7 @@ def without_values(parameter: Any, example: Any) -> Any:
 
 
 def _forget(model: Any, modules: list[Any]) -> None:
-    """Move the parameters outside these modules to the meta device."""
+    """Move all parameters to the meta device, except the parameters of `modules`."""
     kept = {id(parameter) for module in modules for parameter in module.parameters()}
     moved: dict[int, Any] = {}
     for module in model.modules():
@@ -144,8 +144,8 @@ def _forget(model: Any, modules: list[Any]) -> None:
 
 
 def _as_quantised(layers: Any, own: int) -> None:
-    """Give the layers of other ranks 4-bit parameters without values. bitsandbytes did not convert these layers,
-    because their weights were not loaded."""
+    """Give the layers of other ranks 4-bit parameters without values. `own` is the index of a loaded layer.
+    bitsandbytes converts only loaded weights, so it skips the other layers."""
     for name, example in layers[own].named_parameters():
         for layer in layers:
             path, _, last = name.rpartition(".")
@@ -157,7 +157,8 @@ def _as_quantised(layers: Any, own: int) -> None:
 
 
 def cut(model: Any, spec: Experiment) -> Any:
-    """Return the model with this rank's layers only, and its pipeline. A copy without values keeps all layers."""
+    """Return the model with this rank's layers only, and its pipeline. Also keep a copy of all layers, without
+    values."""
     split = split_of(spec, model.config)
     layers, first, last = own_layers(spec, split)
     base, inner = base_model(model), decoder(model)
@@ -181,7 +182,7 @@ def cut(model: Any, spec: Experiment) -> Any:
 
 
 def _without_values(model: Any) -> Any:
-    """Return a copy of a model on the meta device."""
+    """Return a copy of a model on the meta device, which has shapes but no values."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = without_values(parameter, parameter)
@@ -191,14 +192,14 @@ def _without_values(model: Any) -> Any:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of the trainer. As with tp, ranks that compute the same batch get the same rows."""
+    """Return the arguments of the trainer. As with tp, all ranks that compute the same batch get the same rows."""
     same = spec.launch.ranks // spec.launch.shares
     sizes = {"dp_shard_size": spec.launch.shares} if spec.launch.shares > 1 else {}
     return ep.arguments(spec) | {"parallelism_config": ParallelismConfig(tp_size=same, **sizes)}
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Make the trainer use the pipeline for its passes, the norm of the gradients, and saving."""
+    """Make the trainer use the pipeline for training, evaluation, gradient clipping and saving."""
     stages: Pipeline = Pipeline.of(trainer.model)
     accelerator = trainer.accelerator
     accelerator._prepare_tp = lambda *objects: objects
@@ -235,7 +236,7 @@ def attach(trainer: Any, spec: Experiment) -> None:
     trainer._clip_grad_norm = lambda model: clip(model.parameters(), trainer.args.max_grad_norm)
     trainer.save_model = lambda folder: _save(trainer, folder)
     if spec.launch.tp:
-        stages.partial += tp.norms_within_heads(trainer.model)  # summed once a step
+        stages.partial += tp.norms_within_heads(trainer.model)  # their gradients are summed once per step
     ep.split_groups(trainer)
 
 
@@ -257,7 +258,7 @@ def _save(trainer: Any, folder: str) -> None:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return the problems after a step: layers of other ranks, missing passes, or copies with different weights."""
+    """Return error messages after a step: wrong layers, missing passes, unsharded weights, or copies that differ."""
     stages: Pipeline = Pipeline.of(trainer.model)
     problems, launch = [], spec.launch
     wanted = sum(stages.split[index] for index in stages.indices)
@@ -274,7 +275,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return the stages of this rank, their layers and elements, and the median time of the latest passes."""
+    """Return the stages of this rank, the number of its elements, and the median time of the latest passes."""
     stages: Pipeline = Pipeline.of(trainer.model)
     stages.shard()
     parameters = list(trainer.model.parameters())

@@ -15,12 +15,12 @@ from ftbench.errors import MissingError
 from ftbench.worker.device import device
 
 LISTENER = "FTBENCH_RENDEZVOUS"  # file descriptor of a socket that already listens on the master port
-PATIENCE = timedelta(days=1)  # longer than ftbench's own watchdog, whose message is clearer
+PATIENCE = timedelta(days=1)  # longer than the limit of ftbench's watchdog, which has a clearer message
 GRACE_S = 1.0  # time for the main thread to exit by itself after SIGTERM
 
 
 def join() -> None:
-    """Join the process group: NCCL between GPUs, gloo on a CPU. Raise MissingError if that is not possible."""
+    """Join the process group: NCCL for GPUs, gloo for a CPU. Raise MissingError without NCCL or a connection."""
     gpu = device() if torch.cuda.is_available() else None
     if gpu is not None and not dist.is_nccl_available():
         raise MissingError(
@@ -52,9 +52,9 @@ def _store(rank: int, world: int) -> dist.TCPStore:
 
 
 def exit_on_sigterm(write: Callable[[], Any]) -> None:
-    """After SIGTERM, call `write` and exit if the main thread does not.
+    """After SIGTERM, wait until the main thread exits. After GRACE_S seconds, call `write` and exit the process.
 
-    The main thread may wait for another rank in a driver or library, where no Python signal handler runs.
+    The main thread may wait for another rank in a driver or library. Python signal handlers do not run there.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

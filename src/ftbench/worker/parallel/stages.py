@@ -1,5 +1,5 @@
-"""Run the stages of a pipeline. This module contains their layers, runs the micro-batches in the order of a schedule
-(torch.distributed.pipelining), and sums the gradients of weights of which several GPUs have a copy."""
+"""Run the stages of a pipeline. Each stage contains some of the layers. torch.distributed.pipelining sets the order of
+the micro-batches. If several GPUs have a copy of a weight, this module sums its gradients."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -34,9 +34,10 @@ Batch = dict[str, Any]
 
 
 class Layers(nn.Module):
-    """The layers of one stage. The first stage also has the embedding, and the last stage the head and the loss.
+    """The layers of one stage. The first stage also has the embedding. The last stage also has the norm, head and loss.
 
-    Input and output are hidden states. The last stage returns the loss as a tensor with one element."""
+    Input and output are hidden states. The last stage returns the loss as a tensor with one element.
+    """
 
     def __init__(self, model: Any, layers: range, stages: tuple[int, int], autocast: torch.dtype | None) -> None:
         super().__init__()
@@ -52,11 +53,11 @@ class Layers(nn.Module):
         self.passed = 0
 
     def begin(self, batches: Sequence[Batch], items: Any) -> None:
-        """Set the micro-batches of the next pass, and the number of label tokens by which the loss is divided."""
+        """Set the micro-batches of the next pass, and the number of label tokens that divides the loss."""
         self.batches, self.items, self.passed = batches, items, 0
 
     def forward(self, *hidden: torch.Tensor) -> torch.Tensor:
-        """Return the output of these layers for the next micro-batch: hidden states, or the loss in the last stage."""
+        """Return the output of this stage for the next micro-batch: hidden states, or the loss in the last stage."""
         base, inner, view = self._model
         batch = dict(self.batches[self.passed])
         self.passed += 1
@@ -79,7 +80,7 @@ class Layers(nn.Module):
 
 
 class Stage(pipelining.PipelineStage):
-    """torch's pipeline stage. It also marks the begin and the end of each computation."""
+    """A pipeline stage of torch that also records the begin and the end of each computation."""
 
     marks: list[Any]
     clock: Any
@@ -105,10 +106,10 @@ class Pipeline:
 
     Args:
         model: The model, with the layers of this rank.
-        spec: The run.
+        spec: The spec of the run.
         split: The number of layers of each stage.
-        mesh: The ranks, with the dimensions dp, pp and tp.
-        dtype: The type of the hidden states.
+        mesh: The device mesh of all ranks, with the dimensions dp, pp and tp.
+        dtype: The dtype of the hidden states.
     """
 
     def __init__(self, model: Any, spec: Experiment, split: Sequence[int], mesh: Any, dtype: torch.dtype) -> None:
@@ -129,7 +130,7 @@ class Pipeline:
         self.ends = self._ends() if self.config.tie_word_embeddings else None
 
     def _shared(self, layers: Layers, narrow: torch.dtype | None) -> nn.Module:
-        """Wrap a stage in DDP or FSDP2, which sums the gradients over all copies of the stage."""
+        """Wrap a stage in DDP or FSDP2. The wrapper sums the gradients over all copies or shards of the stage."""
         strategy = self.launch.strategy.split("+")
         if "ddp" in strategy:
             return DistributedDataParallel(layers, process_group=self.mesh["dp"].get_group(), broadcast_buffers=False)
@@ -146,7 +147,7 @@ class Pipeline:
         return layers
 
     def attach(self, model: Any) -> None:
-        """Make this the pipeline of a model."""
+        """Store this pipeline in an attribute of the model."""
         model.__dict__[_KEY] = self  # not as a submodule
 
     @staticmethod
@@ -157,8 +158,8 @@ class Pipeline:
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def train(self, batch: Batch, items: Any) -> torch.Tensor:
-        """Run the forward and backward pass of a batch through all stages. Return its loss on every rank: the sum of
-        the label tokens' losses divided by `items`."""
+        """Run the forward and backward pass of a batch through all stages. Return the batch's loss on every rank: the
+        sum of the losses of all label tokens / `items`."""
         batches = self._begin(batch, items)
         schedule, marks = self._schedule(batches[0]["input_ids"].shape)
         losses: list[torch.Tensor] = []
@@ -171,7 +172,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, items: Any) -> torch.Tensor:
-        """Return the loss of a batch without gradients."""
+        """Return the loss of a batch on every rank, without gradients."""
         losses, batches = list[torch.Tensor](), self._begin(batch, items)
         for micro in batches:
             states = torch.empty((*micro["input_ids"].shape, self.hidden), dtype=self.dtype, device=device())
@@ -186,7 +187,7 @@ class Pipeline:
         return self._everywhere(losses)
 
     def _rank_of(self, index: int) -> int:
-        """Return the rank, within its pipeline, that has the stage with this index."""
+        """Return the rank that has the stage with this index. Ranks are counted within their pipeline."""
         ranks = self.mesh["pp"].size()
         return next(rank for rank in range(ranks) if index in pipeline.of_rank(self.launch.schedule, ranks, rank))
 
@@ -199,14 +200,14 @@ class Pipeline:
         return batches
 
     def _everywhere(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sum of the losses on every rank. Only the last stage has losses."""
+        """Send the sum of the losses from the last stage to all ranks, and return it."""
         loss = torch.stack([*losses]).sum().detach() if losses else torch.zeros((), device=device())
         dist.broadcast(loss, dist.get_global_rank(self.group, self._rank_of(len(self.split) - 1)), self.group)
         return loss
 
     def _schedule(self, shape: Sequence[int]) -> tuple[Any, list[Any]]:
-        """Return torch's schedule for micro-batches of this shape, and the list of its time marks. Each shape has its
-        own schedule, because a schedule allocates buffers of one shape."""
+        """Return torch's schedule for micro-batches of this shape, and the list of its time marks. A new shape needs a
+        new schedule, because a schedule allocates buffers for one shape."""
         if self._made[0] != shape:
             marks: list[Any] = []
             stages = [self._stage(*pair, shape, marks) for pair in zip(self.indices, self.modules, strict=True)]
@@ -234,10 +235,8 @@ class Pipeline:
                 module.reshard()
 
     def seconds(self) -> dict[str, float | None]:
-        """Return the median time of the latest passes, and the median time in which this rank computed during a pass.
-
-        The first passes of a run connect the ranks and compile.
-        """
+        """Return `pass_s`, the median time of a pass, and `busy_s`, the median time in which this rank computed in a
+        pass. Use medians of the latest passes, because the first passes also connect the ranks and compile."""
         if not self.passes:
             return {"pass_s": None, "busy_s": None}
         self.clock.wait(self.passes[-1][2])
@@ -248,7 +247,8 @@ class Pipeline:
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def _ends(self) -> Any:
-        """Return the group of the first and the last rank of this rank's pipeline. All ranks must call it."""
+        """Return the group of the first and the last rank of this rank's pipeline. All ranks must call this
+        together."""
         made = None
         for line in self.mesh.mesh.transpose(1, 2).reshape(-1, self.mesh.mesh.shape[1]).tolist():
             ends = dist.new_group([line[0], line[-1]])
@@ -256,13 +256,13 @@ class Pipeline:
         return made
 
     def _tied_weight(self) -> Any:
-        """Return the weight that embedding and head share on the first and last stage."""
+        """Return the tied weight of embedding and head on the first and last stage. Return None on other stages."""
         ends = [layers for layers in self.layers if layers.first or layers.last]
         there = ends and self.config.tie_word_embeddings
         return (ends[0].parts[0] if ends[0].first else ends[0].parts[-1]).weight if there else None
 
     def finish_gradients(self) -> None:
-        """Sum the gradients of weights of which several ranks have a copy. Call this after a step's last backward."""
+        """Sum the gradients of weights that several ranks share. Call this after the last backward pass of a step."""
         for weight in self.partial:
             _sum(weight, self.mesh["tp"].get_group())
         has_both = len(self.split) - 1 - self.indices[-1] == self.indices[0] == 0
@@ -270,7 +270,7 @@ class Pipeline:
             _sum(self.tied, self.ends)
 
     def norm(self, parameters: Sequence[Any]) -> torch.Tensor:
-        """Return the norm of the gradients of all stages. A weight that two stages share counts once."""
+        """Return the norm over the gradients of all stages. A weight that two stages share counts once."""
         grads = [each.grad for each in parameters if each.grad is not None and each is not self.copy]
         kinds: dict[tuple[str, ...], list[Any]] = {}
         for grad in grads:
@@ -288,7 +288,7 @@ class Pipeline:
 
 
 def _sum(weight: Any, group: Any) -> None:
-    """Sum the gradient of a weight over a group whose ranks hold equal shards of it."""
+    """Sum the gradient of a weight over the ranks of a group. All ranks of the group hold the same shard."""
     if isinstance(weight.grad, DTensor) and weight.grad.placements != weight.placements:
         weight.grad = weight.grad.redistribute(weight.device_mesh, weight.placements)
     dist.all_reduce(weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad, group=group)

@@ -21,15 +21,15 @@ __all__ = ["applied", "arguments", "attach", "loading", "verify"]
 
 
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
-    """Return the arguments of from_pretrained, which shards the weights while loading. Raise SpecError for a number of
-    heads that the ranks cannot share evenly."""
+    """Return the arguments of from_pretrained, which shards the weights while loading. Raise SpecError if the ranks
+    cannot share the heads evenly."""
     require_even(spec, config, "launch.gpus", spec.launch.ranks)
     require_shared_adapters(spec)
     return {"distributed_config": DistributedConfig(tp_size=spec.launch.ranks)}
 
 
 def require_shared_adapters(spec: Experiment) -> None:
-    """Raise SpecError for a version of peft that does not shard the adapters of sharded matrices."""
+    """Raise SpecError if the installed peft version does not shard the adapters of sharded matrices."""
     if spec.method.adapters and not hasattr(peft_model, "get_tp_plan_and_mesh"):
         raise SpecError(
             f"launch.strategy: {spec.launch.strategy} with adapters needs peft 0.21.2 or newer, and peft "
@@ -38,10 +38,8 @@ def require_shared_adapters(spec: Experiment) -> None:
 
 
 def require_even(spec: Experiment, config: Any, key: str, parts: int) -> None:
-    """Raise SpecError for layers without a tensor-parallel plan, and for heads that `parts` GPUs cannot share evenly.
-
-    `key` is the key of the spec that sets `parts`.
-    """
+    """Raise SpecError if the model has no tensor-parallel plan, or if `parts` GPUs cannot share its heads evenly. `key`
+    is the key of the spec that sets `parts`."""
     text = config.get_text_config()
     if not getattr(text, "base_model_tp_plan", True):
         raise SpecError(f"launch.strategy: transformers does not have a tp sharding plan for {spec.model.id}: use fsdp")
@@ -55,11 +53,11 @@ def require_even(spec: Experiment, config: Any, key: str, parts: int) -> None:
 
 
 def on_mesh(spec: Experiment, config: Any, tensor: int, mesh: Callable[[], Any]) -> dict[str, Any]:
-    """Return the arguments of from_pretrained for a mesh on which `tensor` ranks share each matrix. `mesh` creates the
-    mesh. Before that, raise SpecError for heads that the ranks cannot share evenly.
+    """Return the arguments of from_pretrained for a device mesh. `tensor` ranks share each matrix. The function `mesh`
+    creates the device mesh. First raise SpecError if the ranks cannot share the heads evenly.
 
-    Adapters are created with the full shape. On a mesh with named dimensions, peft would create an adapter per shard,
-    with the same initial values on each rank.
+    Adapters are created with the full shape. On a mesh with named dimensions, peft would create a separate adapter for
+    each shard. All these adapters would have the same initial values.
     """
     require_even(spec, config, "launch.tp", tensor)
     require_shared_adapters(spec)
@@ -80,7 +78,7 @@ def attach(trainer: Any, spec: Experiment) -> None:
 
 
 def norms_within_heads(model: Any) -> Iterator[Any]:
-    """Yield the trained weights of head norms, and remove transformers' hooks that sum their gradients."""
+    """Yield the trained weights of head norms, and remove transformers' hooks that sum the gradients of head norms."""
     for module in model.modules():
         for key, hook in [*module._backward_hooks.items()]:
             if getattr(hook, "__name__", "") == "_all_reduce_grads":
@@ -94,7 +92,7 @@ def _summed(gradient: Any) -> Any:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return a problem if no parameter is sharded. Each rank would then silently compute complete products."""
+    """Return an error message if no parameter is sharded. Each rank would then silently compute complete products."""
     facts, ranks = applied(trainer), spec.launch.ranks
     if facts["sharded"]:
         return []

@@ -1,8 +1,8 @@
-"""A mesh of tensor parallelism and FSDP2.
+"""Tensor parallelism and FSDP2 on one device mesh.
 
-A group of `launch.tp` neighbouring GPUs shares each matrix and processes the same batch. FSDP2 shards the layers
-across the groups. accelerate makes a mesh with two dimensions. transformers shards the matrices over one dimension
-while loading, and accelerate shards the result over the other one.
+A group of `launch.tp` neighbouring GPUs shares each matrix and processes the same batch. FSDP2 shards the layers across
+the groups. accelerate creates the mesh with two dimensions. While loading, transformers shards the matrices over the
+GPUs of a group. Then accelerate shards these parts over the groups.
 """
 
 from functools import cache
@@ -22,41 +22,41 @@ __all__ = ["applied", "arguments", "attach", "loading", "prepare", "verify"]
 
 
 def _mesh_shape(spec: Experiment) -> tuple[int, int]:
-    """Return the number of GPUs that share each matrix, and the number of groups of such GPUs."""
+    """Return the number of GPUs in a group, and the number of groups. The GPUs of a group share each matrix."""
     return spec.launch.ranks // spec.launch.shares, spec.launch.shares
 
 
 @cache
 def _mesh(tensor: int, shares: int) -> ParallelismConfig:
-    """Return the mesh of this process. Loading and training use the same mesh."""
+    """Return the device mesh of this process. Loading and training must use the same mesh."""
     mesh = ParallelismConfig(tp_size=tensor, dp_shard_size=shares)
     mesh.get_device_mesh(device().type)
     return mesh
 
 
 def loading(spec: Experiment, config: Any) -> dict[str, Any]:
-    """Return the arguments of from_pretrained. With 16-bit products, trained weights are loaded in 32 bits, because
-    accelerate only casts unsharded weights."""
+    """Return the arguments of from_pretrained. With 16-bit products, load trained weights in 32 bits, because
+    accelerate does not cast sharded weights."""
     tensor, shares = _mesh_shape(spec)
     more = {"dtype": torch.float32} if trains_in_32_bits(spec) else {}
     return tp.on_mesh(spec, config, tensor, lambda: _mesh(tensor, shares).device_mesh) | more
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of FSDP2 and the mesh. Each rank has already loaded its own shards."""
+    """Return the arguments of FSDP2 and the device mesh. Each rank has already loaded its own shards."""
     values = fsdp.arguments(spec) | {"parallelism_config": _mesh(*_mesh_shape(spec))}
     values["fsdp_config"]["cpu_ram_efficient_loading"] = False
     return values
 
 
 def prepare(made: Any) -> None:
-    """Make accelerate shard on a CPU too. Also prevent it from converting unsharded weights to DTensors, because this
-    needs a class that transformers no longer has."""
+    """Make accelerate shard on a CPU too. Also turn off its conversion of unsharded weights to DTensors, because the
+    conversion needs a class that newer versions of transformers do not have."""
     fsdp.prepare(made)
     Accelerator._prepare_tp = lambda self, *objects: objects
 
 
 def attach(trainer: Any, spec: Experiment) -> None:
-    """Apply the corrections of fsdp to accelerate, and split the optimizer's parameter groups by mesh."""
+    """Apply the corrections of `fsdp.correct_plugin`, and split the optimizer's parameter groups by device mesh."""
     correct_plugin(trainer, spec)
     ep.attach(trainer, spec)

@@ -1,6 +1,6 @@
-"""ZeRO through DeepSpeed. Stage 1 shards the optimizer state, stage 2 also gradients, stage 3 also weights.
+"""ZeRO through DeepSpeed. Stage 1 shards the optimizer state, stage 2 also gradients, and stage 3 also weights.
 
-With 16-bit products, DeepSpeed differs from FSDP2: it casts all trained weights to bfloat16 and keeps a 32-bit copy.
+Unlike FSDP2, DeepSpeed casts all trained weights to bfloat16 for 16-bit products, and keeps a 32-bit copy.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from ftbench.worker.model.parts import base_model, decoder_layers
 _FILLED_IN = (
     "gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping",
 )  # fmt: skip
-# Names of the rank's share of the 32-bit copy in DeepSpeed's optimizers.
+# Attributes of DeepSpeed's optimizers that contain this rank's share of the 32-bit copy.
 _UPDATED = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
 
 
@@ -34,7 +34,7 @@ def arguments(spec: Experiment) -> dict[str, Any]:
 
 
 def prepare(made: Any) -> None:
-    """Use gloo on a CPU, because DeepSpeed's shared-memory communication would have to be compiled."""
+    """Make DeepSpeed use gloo on a CPU, because its own shared-memory communication needs a compiler."""
     from deepspeed import ops
 
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -43,10 +43,10 @@ def prepare(made: Any) -> None:
 def attach(trainer: Any, spec: Experiment) -> None:
     """Set up gradient checkpointing with ZeRO-3.
 
-    Recomputation must be part of the model's backward pass. TRL uses reentrant checkpoints with adapters, and
-    DeepSpeed would then keep all frozen weights gathered until the end. All weights of a checkpointed layer are
-    gathered at once while the previous layer computes. Otherwise the GPUs would wait for Python. Layers without
-    checkpoints gather their weights one by one, because DeepSpeed 0.19 would otherwise miss them in the backward pass.
+    Use non-reentrant checkpoints. TRL would use reentrant checkpoints with adapters, and DeepSpeed would then keep all
+    frozen weights gathered until the end of the step. All weights of a checkpointed layer are gathered at once while
+    the previous layer computes. Otherwise the GPUs would wait for Python. Without checkpoints, each weight is gathered
+    separately, because DeepSpeed 0.19 would otherwise miss weights in the backward pass.
     """
     if spec.launch.strategy == "zero3" and trainer.args.gradient_checkpointing:
         from deepspeed.utils import set_z3_leaf_modules
@@ -57,12 +57,12 @@ def attach(trainer: Any, spec: Experiment) -> None:
 
 
 def _prefetch_one_layer(model: Any) -> dict[str, int]:
-    """Return the settings with which DeepSpeed prefetches one layer and keeps no more.
+    """Return the settings with which DeepSpeed prefetches one layer and keeps no other layer gathered.
 
-    See partitioned_param_coordinator.py. By default, DeepSpeed prefetches nothing while 10^9 elements are gathered.
-    The head, the embedding and one layer of a 14B model exceed this (TRL's loss gathers the head first). Between
-    passes, DeepSpeed keeps up to 10^9 elements gathered. It also keeps the embedding, because leaf modules count as
-    zero elements. Small weights stay unsharded, as in transformers.
+    By default, DeepSpeed stops prefetching if 10^9 elements are gathered (partitioned_param_coordinator.py). The head,
+    the embedding and one layer of a 14B model exceed this limit (TRL's loss gathers the head first). Between passes,
+    DeepSpeed keeps up to 10^9 elements gathered. It also keeps the embedding, because leaf modules count as zero
+    elements. Small weights stay unsharded, as in transformers.
     """
     small = 10 * base_model(model).config.get_text_config().hidden_size
     sizes = [[_elements(parameter) for parameter in layer.parameters()] for layer in decoder_layers(model)]
@@ -73,7 +73,7 @@ def _prefetch_one_layer(model: Any) -> dict[str, int]:
 
 
 def verify(trainer: Any, spec: Experiment) -> list[str]:
-    """Return a problem if DeepSpeed's engine does not shard what the ZeRO stage should shard."""
+    """Return error messages if DeepSpeed does not run the requested ZeRO stage or does not shard the weights."""
     engine, name, ranks = trainer.model_wrapped, spec.launch.strategy, spec.launch.ranks
     if type(engine).__name__ != "DeepSpeedEngine":
         return [f"launch.strategy is {name}, but the trainer has a {type(engine).__name__}"]
@@ -92,7 +92,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 def applied(trainer: Any) -> dict[str, Any]:
     """Return element counts of the weights and of the 32-bit copy that the optimizer updates.
 
-    DeepSpeed gathers `fetched_ahead` elements in advance (the estimator reads this).
+    `fetched_ahead` is the number of elements that DeepSpeed gathers in advance. The estimator reads it.
     """
     engine = trainer.deepspeed
     if engine is None:  # before training begins
