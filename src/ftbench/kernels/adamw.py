@@ -1,8 +1,8 @@
 """Run an AdamW step with one kernel per parameter.
 
-The kernel reads the weight, the gradient and two moments once, and writes the weight and both moments once. If all four
-tensors have 16 bits, it moves 7 * 2 = 14 bytes per weight. It also multiplies the gradient by the clipping factor.
-Clipping in a separate kernel would read and write the gradient once more.
+The kernel reads the weight, the gradient and two moments once, and writes the weight and both moments once. If all
+tensors have 16 bits, it moves (4 + 3) * 2 = 14 bytes per weight. It also multiplies the gradient by the clipping
+factor. Clipping in a separate kernel would read and write the gradient once more.
 
 bfloat16 weights and second moments are rounded stochastically. Most updates of a weight are smaller than half of its
 last bit, and the second moment decays by 0.1 % per step. Rounding to the nearest value would discard these changes.
@@ -31,8 +31,8 @@ def _hash(x: tensor) -> tensor:
 
 @triton.jit
 def _rounded(values: tensor, bits: tensor, to: constexpr) -> tensor:
-    """Return float32 `values` in the dtype `to`. Round to bfloat16 stochastically: add 16 random `bits`, then clear the
-    last 16 bits. NaN stays NaN. Adding 1 to a GPU's NaN (0x7FFFFFFF) would give -0."""
+    """Return float32 `values` in the dtype `to`. For bfloat16, round stochastically: add 16 random `bits` to the last
+    16 bits, then clear the last 16 bits. NaN stays NaN. Adding 1 to a GPU's NaN (0x7FFFFFFF) would give -0."""
     if to == tl.bfloat16:
         drawn = (values.to(tl.uint32, bitcast=True) + bits) & tl.full((), 0xFFFF0000, tl.uint32)
         values = tl.where(values == values, drawn.to(tl.float32, bitcast=True), values)
@@ -44,10 +44,12 @@ def _adamw(
     weight: tensor, gradient: tensor, first: tensor, second: tensor, factor: tensor, size: tensor, seed: tensor,
     lr: tensor, decay: tensor, fresh1: tensor, fresh2: tensor, root: tensor, eps: tensor, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Update weight, first and second in place, with g = factor * gradient: first += fresh1 * (g - first), second +=
-    fresh2 * (g * g - second), weight = decay * weight - lr * first / (sqrt(second) * root + eps). Here lr is the
-    learning rate / (1 - beta1**step), decay = 1 - learning rate * weight decay, fresh1 = 1 - beta1, fresh2 = 1 - beta2,
-    root = 1 / sqrt(1 - beta2**step). float64 is used for 1 - beta: float32 has four exact digits."""
+    """Update one parameter in place, with g = factor * gradient:
+      first += fresh1 * (g - first), second += fresh2 * (g * g - second),
+      weight = decay * weight - lr * first / (root * sqrt(second) + eps), with the constants
+      fresh1 = 1 - beta1, fresh2 = 1 - beta2, root = 1 / sqrt(1 - beta2**step),
+      lr = learning rate / (1 - beta1**step), decay = 1 - learning rate * weight decay.
+    The constants are computed in float64, because 1 - beta has only four exact digits in float32."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = at < size
     p = tl.load(weight + at, mask=there, other=0.0).to(tl.float32)

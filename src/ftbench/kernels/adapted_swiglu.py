@@ -1,11 +1,12 @@
-"""Compute gated = silu(gate) * up of an MLP, and the LoRA products before and after it, in one kernel per direction.
+"""Compute gated = silu(gate) * up of an MLP, together with the LoRA products before and after it. One kernel computes
+the forward pass, and one kernel the backward pass.
 
 The MLP has the linear layers gate_proj, up_proj and down_proj. gate, up and gated are (tokens, inner). x' is the
 transpose of x, and s is the scale of LoRA. The kernels use these tensors:
 - [gate up] = base + mid @ b' (tokens, 2 * inner).
 - base (tokens, 2 * inner) is the product of the MLP's input with the frozen weights of gate_proj and up_proj.
 - mid (tokens, rank) is the product of the MLP's input with A of gate_proj and up_proj.
-- b (2 * inner, rank) is s B of gate_proj and up_proj. a (down_rank, inner) is A of down_proj.
+- b (2 * inner, rank) is s * B of gate_proj and up_proj. a (down_rank, inner) is A of down_proj.
 - thin (tokens, down_rank) is the gradient of gated @ a'.
 
 Costs are counted in passes. One pass reads or writes a 16-bit tensor (tokens, inner) once.
@@ -37,8 +38,8 @@ PARTS = 8  # programs per group of rows (forward) or columns (backward); each pr
 
 @triton.jit
 def _tile(x: tensor, row: tensor, column: tensor, width: tensor, rows: tensor, columns: tensor) -> tensor:
-    """Return x[row, column] as a tile. `row` and `column` are vectors of indices, and `width` is the row stride of x.
-    Return 0 for indices outside x: row >= rows or column >= columns."""
+    """Return x[row, column] as a tile (rows, columns). `row` and `column` are vectors of indices. `width` is the row
+    stride of x. The tile is 0 for indices outside x: row >= rows or column >= columns."""
     there = (row < rows)[:, None] & (column < columns)[None, :]
     return tl.load(x + row[:, None] * width + column[None, :], mask=there, other=0.0)
 
@@ -53,7 +54,7 @@ def _put(
 
 @triton.jit
 def _dot(x: tensor, y: tensor, TYPE: constexpr) -> tensor:
-    """Return the matrix product of two tiles in float32. Convert the tiles to TYPE first."""
+    """Return the matrix product x @ y of two tiles in float32. First convert the tiles to TYPE."""
     return tl.dot(x.to(TYPE), y.to(TYPE), input_precision="ieee")
 
 
@@ -63,8 +64,9 @@ def _adapted_swiglu_forward(
     tokens: tensor, columns: tensor, mid_row: tensor, b_row: tensor, a_row: tensor, rank: tensor, down_rank: tensor,
     LIMIT: constexpr, AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
-    """Write gated = silu(gate) * up in 8 bits to `small`, and partial sums of gated @ a' to `of_rows`. The programs in
-    a group handle the same ROWS tokens. Each of the n programs in a group handles every n-th tile of columns."""
+    """Compute [gate up] = base + mid @ b' and gated = silu(gate) * up. Write gated in 8 bits to `small`, and partial
+    sums of gated @ a' to `of_rows`. n programs share the same ROWS tokens. Each program handles every n-th tile of
+    columns."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return
@@ -98,8 +100,8 @@ def _adapted_swiglu_backward(
     AGAIN: constexpr, RANK: constexpr, TYPE: constexpr, ROWS: constexpr, COLUMNS: constexpr,
 ) -> None:  # fmt: skip
     """Write the gradients of gate and up in 8 bits to `small` (tokens, 2 * inner). One program handles COLUMNS columns
-    and `size` tokens. It also writes partial sums: the gradient of mid, summed over the program's columns, to
-    `of_rows`, and the gradients of b and a, summed over the program's tokens, to `of_columns`."""
+    and `size` tokens. It also writes partial sums. `of_rows` is the gradient of mid, summed over the program's columns.
+    `of_columns` contains the gradients of b and a, summed over the program's tokens."""
     known = tl.load(maxima)
     if (known > 0) & AGAIN:
         return

@@ -3,9 +3,10 @@
 Layer i computes y_i = x @ W_i' + s * (x @ A_i') @ B_i'. Here ' is the transpose and s is the scale of LoRA. The shapes
 are x: (tokens, in), W_i: (out, in), A_i: (rank, in), B_i: (out, rank).
 
-`Augmented` joins base weights and adapters of all layers in one matrix: y = [x | x A'] [W | s B]' and dx = [dy | dy s
-B] [W ; A]. After torch.compile, x and dy are written into the wider buffer directly, without a copy. `Beside` computes
-only the adapters, and the base layers can have any format (fp8, 4 bits).
+`Augmented` joins base weights and adapters of all layers in one matrix: y = [x | x A'] [W | s B]' and
+dx = [dy | dy s B] [W ; A]. Here | joins columns and ; joins rows. After torch.compile, x and dy are written directly
+into the wider buffer, without a copy. `Beside` computes only the adapters, and the base layers can have any format
+(fp8, 4 bits).
 
 The table counts reads and writes of activations in one Qwen3-8B layer. The hidden size is 4,096, the queries are 4,096
 wide, keys and values 1,024 each, and the MLP 12,288. One unit is tokens * 4,096 values. The seven projections read 9
@@ -21,8 +22,8 @@ units and write 9.5 units. The counts come from the code that torch.compile gene
 | backward: read x for the gradient of A                 |    9 |      6 |         6 |
 | backward: add the gradients of one input               |    8 |      8 |         0 |
 | copy the outputs of attention and the next layer       |    0 |      0 |         4 |
-| sum                                                    | 91.5 |     70 |        35 |
-| number of small products                               |   42 |     33 |        16 |
+| total                                                  | 91.5 |     70 |        35 |
+| number of small matrix products                        |   42 |     33 |        16 |
 Adding s * B @ A to W once per step would need fewer units. But bfloat16 would lose updates below 1/256 of a weight.
 """
 
@@ -58,13 +59,12 @@ def add_product(total: torch.Tensor, x: torch.Tensor, factor: torch.Tensor) -> N
 
 
 class Augmented(torch.autograd.Function):
-    """Return [x | x A'] [W | s B]' for all layers side by side, followed by r zero columns: (tokens, out + r). x is
-    (tokens, in) or (tokens, in + r). `out` is the sum of the layers' output widths, and r is the number of extra
-    columns.
+    """Return [x | x A'] [W | s B]' (tokens, out), followed by r zero columns. W, A and B join the weights and adapters
+    of all layers, s is the scale of LoRA, and | joins columns. x is (tokens, in) or (tokens, in + r).
 
     `weight` (out + r, in + r) is [[W, s B], [A, 0]], where B is block diagonal. `scales_and_adapters` are all scales,
-    then A and B of each layer, which only receive gradients: their values are read from `weight`. The forward pass
-    overwrites the extra columns of x. The backward pass overwrites the extra columns of the gradient.
+    then A and B of each layer. These A and B only receive gradients: their values are read from `weight`. The forward
+    pass overwrites the r extra columns of x. The backward pass overwrites the r extra columns of the gradient.
     """
 
     @staticmethod
@@ -96,8 +96,8 @@ class Augmented(torch.autograd.Function):
 
 
 def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: Any) -> list[torch.Tensor]:
-    """Return the gradients of A and B of each layer, in the order of `adapters` (A_1, B_1, A_2, ...). `da` (ranks, in)
-    and `db` (out, ranks) are the gradients of all layers. `da` already contains the scales. `ranks` is the sum of
+    """Return the gradients of A and B of each layer, in the order of `adapters`. `da` (ranks, in) and `db` (out, ranks)
+    are the gradients for all layers. Multiply db by `scales`, because only da contains them. ranks = sum of all
     ranks."""
     of_adapters, rank, out = [], 0, 0
     for a, b, scale in zip(adapters[::2], adapters[1::2], scales, strict=True):
@@ -111,13 +111,13 @@ def split_gradients(da: torch.Tensor, db: torch.Tensor, scales: Any, adapters: A
 class Beside(torch.autograd.Function):
     """Return the adapter product s * (x @ A') @ B' (tokens, output width) of each layer for x: (tokens, in).
 
-    `a` is A of all layers (layers * rank, in). `b` is s B of all layers (sum of output widths, rank). `sizes` are the
-    output widths. `scales_and_adapters` are the scales of all layers, then A and B of each layer. The last A and B only
+    `a` is A of all layers (layers * rank, in). `b` is s * B of all layers (sum of output widths, rank). `sizes` are the
+    output widths. `scales_and_adapters` are the scales of all layers, then A and B of each layer. These A and B only
     receive gradients: their values are read from `a` and `b`.
 
-    Scales and adapters are one `*` parameter because of torch.compile without gradients (torch 2.11 and 2.13,
-    `call_apply`). If a call has n arguments and `forward` has n parameters, torch.compile assumes that `forward` has no
-    `ctx`. With separate parameters, this would happen for a single layer.
+    Scales and adapters are one `*` parameter because of torch.compile (torch 2.11 and 2.13, `call_apply`). Without
+    gradients, it assumes that `forward` has no `ctx` if a call has n arguments and `forward` has n parameters. With
+    separate parameters, this would happen for a single layer.
     """
 
     @staticmethod

@@ -38,7 +38,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _together(group: Any, x: torch.Tensor) -> torch.Tensor:
-    """Return the outputs of all layers of a group side by side: (tokens, sum of output widths + extra columns)."""
+    """Return the outputs of all layers in an AdapterGroup side by side: (tokens, sum of widths + extra columns)."""
     return group.product(_rows(x))
 
 

@@ -1,10 +1,10 @@
 """Cast tensors to 8 bits. Compute the scale from the largest magnitude of the previous step ("delayed scaling").
 
 A pass reads or writes the 16-bit tensor once. This cast needs 1.5 passes: it reads the values once and writes them in 8
-bits. A cast that first finds the current maximum needs 2.5 passes, because it reads the values twice. The scale leaves
-room for values up to twice the previous maximum. Larger values are clamped. The kernel is always launched twice, so the
-host does not wait for a result. In the first step, the first launch finds the maximum, and the second launch casts with
-this maximum. In later steps, the second launch returns immediately.
+bits (half a pass). A cast that first finds the current maximum needs 2.5 passes, because it reads the values twice. The
+scale leaves room for values up to twice the previous maximum. Larger values are clamped. The kernel is always launched
+twice, so the host does not wait for a result. In the first step, the first launch finds the maximum, and the second
+launch casts with this maximum. In later steps, the second launch returns immediately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALLEST = constexpr(1e-12)
 @triton.jit
 def scale_to(known: tensor, seen: tensor, LIMIT: constexpr) -> tensor:
     """Return the scale of the cast: LIMIT / (ROOM * known). `known` is the maximum magnitude of the previous step. In
-    the first step, `known` is 0, and the result is LIMIT / (current maximum), which is read from the pointer `seen`."""
+    the first step, `known` is 0. Then return LIMIT / (current maximum). `seen` is a pointer to the current maximum."""
     largest = tl.where(known > 0, known * ROOM, tl.load(seen))
     return LIMIT / tl.maximum(largest, SMALLEST)
 
@@ -60,8 +60,8 @@ def _cast_to_fp8(
 # This is safe: maxima[1] is first read in the next step, and a repeated update gives the same value.
 @torch.library.custom_op("ftbench::cast_by_last", mutates_args=())
 def cast_by_last(x: torch.Tensor, maxima: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x * scale in 8 bits and the factor 1 / scale. maxima[0] is the largest magnitude of x in the previous step
-    (0 if unknown), from which the scale is computed. maxima[1] is set to the largest magnitude in the current step."""
+    """Return x * scale in 8 bits and the factor 1 / scale. The scale depends on maxima[0], the largest magnitude of x
+    in the previous step (0 if unknown). maxima[1] is set to the largest magnitude of x in the current step."""
     x = x.contiguous()
     small, factor = torch.empty_like(x, dtype=dtype), maxima.new_empty(())
     grid = (min(triton.cdiv(x.numel(), BLOCK), PROGRAMS),)

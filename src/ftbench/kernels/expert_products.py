@@ -1,8 +1,8 @@
 """Compute the matrix products of mixture-of-experts layers and their LoRA adapters.
 
 The rows (tokens) are sorted by expert. A grouped product multiplies all rows of an expert by the matrix W of this
-expert. The adapters add two grouped products with A and B of the expert. peft instead adds B A to a copy of each W, and
-the gradient of B A is as large as W.
+expert. The adapters add two grouped products with A and B of the expert. peft instead adds B A to a copy of each W. The
+gradients of these copies have the size of W.
 """
 
 from collections.abc import Iterator
@@ -71,8 +71,7 @@ class GroupedExperts:
         return result
 
     def frozen(self, name: str, rows: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Return rows @ (matrix `name` of each row's expert), shape (rows, out). `experts` has the expert of each
-        row."""
+        """Multiply each row by the frozen matrix `name` of its expert. `experts` contains the expert of each row."""
         matrices = getattr(self, name)
         return grouped(rows, matrices if self.is_transposed else matrices.transpose(-2, -1), ends)
 

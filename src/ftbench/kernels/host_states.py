@@ -2,7 +2,7 @@
 
 The states of a parameter are copied to the device while the previous parameter is updated. The order of the parameters
 is the order of the last optimizer step. The first states of a step are copied on demand, so they take no device memory
-during the forward pass. Copies to the host overlap with later updates. Two updates later, their device memory is free.
+during the forward pass. Copies to the host overlap with later updates. Two updates later, the device copy is freed.
 """
 
 from collections import deque
@@ -49,13 +49,13 @@ class HostStates:
         self._leave(parameter)
 
     def end_step(self) -> None:
-        """Wait for the pending copies to the host and free their device memory. Start a new parameter order."""
+        """Wait for the last copies to the host and free their device memory. Call this after each optimizer step."""
         while self._leaving:
             self._free()
         self._last = None
 
     def _begin(self, parameter: Any) -> None:
-        """Start to copy a parameter's states to the device. A running copy of them to the host ends first."""
+        """Start to copy a parameter's states to the device. First wait for a running copy of them to the host."""
         if parameter not in self._hosts or parameter in self._coming:
             return
         while any(left is parameter for left, _ in self._leaving):
@@ -79,13 +79,13 @@ class HostStates:
             self._free()
 
     def _free(self) -> None:
-        """Free the device memory of the oldest copy to the host. The device first waits for its end."""
+        """Free the device memory of the oldest copy to the host. The device waits until the copy is complete."""
         _, copied = self._leaving.popleft()
         for _, ready in copied:
             self._out.wait_for(ready)
 
     def _parts(self, parameter: Any) -> Iterator[Weight]:
-        """Yield the large state tensors of a parameter. Yield the inner tensors of torchao's 8-bit states."""
+        """Yield a parameter's state tensors, except small ones. Yield the inner tensors of torchao's 8-bit states."""
         values = self._state[parameter]
         for name, value in values.items():
             if hasattr(value, "tensor_attrs"):

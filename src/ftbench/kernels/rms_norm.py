@@ -1,8 +1,8 @@
-"""Compute RMSNorm with a frozen weight, with or without the residual addition before it. Each direction is one kernel.
+"""Compute RMSNorm with a frozen weight, with or without the residual addition before it. One kernel computes the
+forward pass, and one kernel the backward pass.
 
-norm(y) = weight * y / sqrt(mean(y²) + eps) for each row y. Without a residual, y is x. With a residual, y is x +
-residual. Costs are counted in passes. One pass reads or writes values of shape (tokens, width) once.
-
+norm(y) = weight * y / sqrt(mean(y²) + eps) for each row y. Without a residual, y = x. With a residual,
+y = x + residual. Costs are counted in passes. One pass reads or writes values of shape (tokens, width) once.
 - Forward, 2 passes: read x, write norm(y). A residual adds 2 passes: read the residual, write y.
 - Backward, 3 passes: read y and the gradient of norm(y), write the gradient of x. A residual adds 1 pass: read the
   direct gradient of y. Extra columns of x add 1 pass: write the gradient of x again, with extra columns.
@@ -51,8 +51,8 @@ def _rms_norm_backward(
     dnormed: tensor, dtotal: tensor, total: tensor, weight: tensor, dx: tensor, wide: tensor, dnormed_row: tensor,
     wide_row: tensor, columns: tensor, eps: tensor, SUM: constexpr, WIDE: constexpr, BLOCK: constexpr,
 ) -> None:  # fmt: skip
-    """Write dx = scale * (d - n * mean(d * n)) for one row, where d = dnormed * weight, n = total * scale and scale = 1
-    / sqrt(mean(total²) + eps). If SUM, add dtotal to dx. If WIDE, also write dx to `wide`, which has extra columns."""
+    """Write dx = scale * (d - n * mean(d * n)) for one row, where d = dnormed * weight, n = total * scale and
+    scale = 1 / sqrt(mean(total²) + eps). If SUM, add dtotal to dx. If WIDE, also write dx to `wide`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     there = column < columns
@@ -89,9 +89,9 @@ def _total(x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
 def rms_norm_forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, room: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return norm(y) (tokens, width + room) and y (tokens, width), where y = x + residual. The last `room` columns of
-    norm(y) are not initialized. Without a residual, return norm(x) and an empty tensor. The shapes are x: (tokens,
-    width or more), residual: (tokens, width), weight: (width,). Extra columns of x are ignored."""
+    """Return RMSNorm(y) (tokens, width + room) and y (tokens, width), where y = x + residual. The last `room` columns
+    of RMSNorm(y) are not initialized. Without a residual, return RMSNorm(x) and an empty tensor. The shapes are x:
+    (tokens, width or more), residual: (tokens, width), weight: (width,). Extra columns of x are ignored."""
     width = len(weight)
     residual = None if residual is None else residual.contiguous()
     normed, total = _normed(x if residual is None else _total(x, residual), weight, width, room), _total(x, residual)
@@ -116,10 +116,9 @@ def rms_norm_backward(
     dnormed: torch.Tensor, dtotal: torch.Tensor | None, total: torch.Tensor, weight: torch.Tensor, eps: float,
     room: int, dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return dx (tokens, width), the gradient of `total`, and dx in `dtype` with `room` extra, uninitialized columns.
-    If room is 0, the second tensor is empty. `total` is the contiguous input of the norm. `dnormed` (tokens, width or
-    more) is the gradient of the norm. `dtotal` (tokens, width) is a direct gradient of `total` that is added to dx, or
-    None."""
+    """Return two tensors: dx (tokens, width), the gradient of the norm's input `total`, and a copy of dx in `dtype`
+    with `room` uninitialized extra columns. If room is 0, the copy is empty. `dnormed` (tokens, width or more) is the
+    gradient of the norm. `dtotal` (tokens, width) is added to dx, if it is not None. `total` must be contiguous."""
     width = len(weight)
     dnormed = dnormed if dnormed.stride(1) == 1 else dnormed.contiguous()
     dtotal = None if dtotal is None else dtotal.contiguous()
@@ -136,8 +135,8 @@ rms_norm_backward.register_fake(
 
 
 class RmsNorm(torch.autograd.Function):
-    """Return norm(x) (tokens, width + room) and x for x: (tokens, width) and a frozen weight. Use the returned x for
-    the residual connection. Then the backward kernel also adds the gradient of the residual connection."""
+    """Return RMSNorm(x) (tokens, width + room) and x. x is (tokens, width), and the weight is frozen. Use the returned
+    x for the residual connection. Then the backward kernel also adds the gradient of the residual connection."""
 
     @staticmethod
     def forward(
@@ -155,7 +154,7 @@ class RmsNorm(torch.autograd.Function):
 
 
 class SumRmsNorm(torch.autograd.Function):
-    """Return norm(x + residual) (tokens, width + room) and x + residual (tokens, width). Extra columns of x are
+    """Return RMSNorm(x + residual) (tokens, width + room) and x + residual (tokens, width). Extra columns of x are
     ignored. The gradient of x has the same shape as x, and its extra columns are not initialized."""
 
     @staticmethod

@@ -1,5 +1,5 @@
 """Apply RMSNorm (optional) and rotary embedding to the heads of query and key. Write query, key and value in the layout
-of attention: (tokens, heads, head_dim). Each direction is one kernel.
+of attention: (tokens, heads, head_dim). One kernel computes the forward pass, and one kernel the backward pass.
 
 The forward kernel reads and writes each value once. The backward kernel reads and writes each gradient once. With
 norms, it also reads the original query and key. It writes the three gradients side by side, because one matrix product
@@ -19,8 +19,8 @@ from triton.language import constexpr, tensor
 
 @triton.jit
 def _turns(cos: tensor, sin: tensor, row: tensor, half: tensor, HALF: constexpr) -> tensor:
-    """Return four vectors for position `row`: cosines of the first and second half of a head, then both halves of
-    sines."""
+    """Return cos[row, :HALF], cos[row, HALF:], sin[row, :HALF] and sin[row, HALF:]. `row` is the position of a
+    token."""
     at, there = row * 2 * HALF + half, half < HALF
     return (
         tl.load(cos + at, mask=there, other=0.0).to(tl.float32),
@@ -58,8 +58,8 @@ def _rotate(
     heads: tensor, out: tensor, weight: tensor, count: tensor, c1: tensor, c2: tensor, s1: tensor, s2: tensor,
     eps: tensor, NORM: constexpr, HALF: constexpr, BLOCK_HEADS: constexpr, BLOCK_HALF: constexpr,
 ) -> None:  # fmt: skip
-    """Write [x1 * c1 - x2 * s1, x2 * c2 + x1 * s2] for each head [x1, x2] to `out`, after RMSNorm of the head if
-    NORM."""
+    """Write [x1 * c1 - x2 * s1, x2 * c2 + x1 * s2] for each head [x1, x2] of a token to `out`. c1, c2, s1 and s2 are
+    cosines and sines. If NORM, apply RMSNorm to the heads first."""
     head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     there = (head < count) & (half < HALF)
     first, second = _halves(heads, 2 * HALF, head, half, there, HALF)
@@ -76,7 +76,7 @@ def _rotate_back(
     c2: tensor, s1: tensor, s2: tensor, eps: tensor, NORM: constexpr, HALF: constexpr, BLOCK_HEADS: constexpr,
     BLOCK_HALF: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of one token's `heads` to `out`. `dout` has the gradients after norm and rotation."""
+    """Write the gradients of one token's `heads` to `out`. `dout` is the gradient after norm and rotation."""
     head, half = tl.arange(0, BLOCK_HEADS)[:, None], tl.arange(0, BLOCK_HALF)[None, :]
     there = (head < count) & (half < HALF)
     d1, d2 = _halves(dout, head_stride, head, half, there, HALF)
@@ -132,7 +132,7 @@ def _rotary_backward(
     positions: tensor, heads: tensor, pairs: tensor, eps: tensor, NORM: constexpr, HALF: constexpr,
     BLOCK_HALF: constexpr, BLOCK_HEADS: constexpr, BLOCK_PAIRS: constexpr,
 ) -> None:  # fmt: skip
-    """Write the gradients of one token's query, key and value side by side. One program handles one token."""
+    """Write the gradients of a token's query, key and value side by side. One program handles one token."""
     row = tl.program_id(0).to(tl.int64)
     c1, c2, s1, s2 = _turns(cos, sin, row % positions, tl.arange(0, BLOCK_HALF)[None, :], HALF)
     dq, dk, dv = dquery + row * dquery_row, dkey + row * dkey_row, dvalue + row * dvalue_row

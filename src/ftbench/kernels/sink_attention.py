@@ -1,11 +1,11 @@
 """Compute causal attention within each sample of a row, with the attention sinks of gpt-oss. A sink is a trained number
-per head. The softmax treats it as one more logit, which has no value vector.
+per head. The softmax treats a sink as one more logit without a value vector.
 
-Flash attention does not support sinks, but its results can be corrected. For each query and head, let L =
-log(sum(exp(logits))) and L' = log(exp(L) + exp(sink)). Then output with sinks = exp(L - L') * output without sinks.
+Flash attention does not support sinks, but its results can be corrected. For each query and head, let
+L = log(sum(exp(logits))) and L' = log(exp(L) + exp(sink)). Then output with sinks = exp(L - L') * output without sinks.
 Flash attention's backward kernel reads L and the output. ftbench passes L' and the output with sinks instead, and gets
-the gradients with sinks. The gradient of a sink is the sum over all queries of -exp(sink - L') * (output · gradient of
-the output). These corrections read the output twice more.
+the gradients with sinks. The gradient of a sink is the sum over all queries of -exp(sink - L') * dot(output, gradient
+of the output). These corrections read the output twice more.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ BACKWARD = torch.ops.aten._flash_attention_backward
 
 
 class SinkAttention(torch.autograd.Function):
-    """Return 16-bit attention with `sinks` (heads,). Query and output are (tokens, heads, head_dim). Key and value are
+    """Return 16-bit attention with `sinks` (heads,). Query and result are (tokens, heads, head_dim). Key and value are
     (tokens, kv_heads, head_dim). `bounds` (int32) contains 0 and the end of each sample. `longest` is the length of the
     longest sample. A token attends to itself and to `window` tokens before it (-1: all tokens before it)."""
 

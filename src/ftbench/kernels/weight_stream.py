@@ -1,8 +1,7 @@
 """Keep frozen weights in pinned host memory, and copy them layer by layer into two buffers on the device.
 
-Even layers share one buffer, and odd layers share the other buffer. Each weight is a view of its layer's buffer. The
-view never changes. So if autograd or bitsandbytes saved it for the backward pass, it is valid while the layer is
-loaded.
+Even layers share one buffer, and odd layers share the other buffer. Each weight is a view of its layer's buffer, and
+the view never changes. If autograd or bitsandbytes saves this view, it is valid whenever the layer is loaded.
 
 When a layer starts (forward or recomputation), the weights of the next layer are copied into the other buffer, on a
 separate CUDA stream. The copy waits until the device has finished all queued work, because this work may still read the
@@ -23,7 +22,7 @@ _MAPPED = 2  # cudaHostRegisterMapped: the device may read the host memory direc
 
 
 class Weight(NamedTuple):
-    """A tensor of the model, and a function `put` that replaces it by another tensor."""
+    """A tensor of the model, and a function `put` that replaces this tensor by another tensor."""
 
     tensor: torch.Tensor
     put: Callable[[torch.Tensor], None]
@@ -108,7 +107,7 @@ class Copies:
         return _LockedPages(-1, size).bytes()
 
     def as_seen(self, host: torch.Tensor) -> torch.Tensor:
-        """Return a device tensor of the pinned memory `host`. The device reads its bytes over the link to the host."""
+        """Return a device tensor of the pinned memory `host`. The device reads the host memory directly."""
         return host if self._stream is None else torch.as_tensor(_OnDevice(host), device=self.device)
 
 

@@ -25,8 +25,8 @@ def source_of(model: Model, method: Any = None, drawn: bool = False, packed: boo
     """Return the argument of from_pretrained: a directory or a hub id. Random weights are written to files first.
 
     In two cases no weight files are written: the method creates MXFP4 experts in memory (61 GiB for gpt-oss-120b), or
-    `drawn` is set, and the ranks create random weights while they shard them. With `packed`, the files are in NF4.
-    unsloth always gets files in the published format.
+    the ranks create random weights while they shard the model (`drawn`). With `packed`, the files are in NF4. unsloth
+    always gets files in the published format.
     """
     if model.weights == "random":
         mxfp4 = method is not None and method.mxfp4
@@ -53,7 +53,7 @@ def load_config(model: Model, source: str) -> Any:
 
 
 def load_tokenizer(model: Model, source: str) -> Any:
-    """Return the model's tokenizer. If it has no padding token, use its end-of-sequence token."""
+    """Return the model's tokenizer. Use the end-of-sequence token for padding if there is no padding token."""
     tokenizer = reach_description(model, lambda: AutoTokenizer.from_pretrained(source, **hub_arguments(model)))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -61,7 +61,7 @@ def load_tokenizer(model: Model, source: str) -> Any:
 
 
 def load_pixels(spec: Experiment, source: str, config: Any, tokenizer: Any) -> Pixels | None:
-    """Return the image processor of a vision model, or None for a text model. Add a missing chat template."""
+    """Return the image processor of a vision model, otherwise None. Add a missing chat template to `tokenizer`."""
     model, longest = spec.model, int(spec.optimizations.image_size)
     if not vision.reads_images(config):
         return None
@@ -83,7 +83,7 @@ def load_model(spec: Experiment, source: str, quantization_config: Any = None) -
 
 
 def read(spec: Experiment, source: str, **more: Any) -> Any:
-    """Load and return the model, with the spec's arguments and `more`. Keep sharded or offloaded weights on the
+    """Load and return the model, with the spec's arguments and `more`. Sharded or offloaded weights stay on the
     host."""
     arguments = {"dtype": getattr(torch, spec.model.dtype), **hub_arguments(spec.model), **attention_of(spec), **more}
     offload = spec.optimizations.weight_offload
@@ -107,7 +107,7 @@ def read(spec: Experiment, source: str, **more: Any) -> Any:
 
 def trains_in_32_bits(spec: Experiment) -> bool:
     """Return whether sharded weights are trained in float32, with 16-bit matrix products. Only `full` does this.
-    torchao's optimizers do not need it, because they round 16-bit weights stochastically."""
+    torchao's optimizers do not need float32 weights, because they round 16-bit weights stochastically."""
     full = spec.method.name == "full" and spec.train.precision != "fp32"
     return full and "torchao" not in spec.train.optimizer
 
@@ -115,7 +115,7 @@ def trains_in_32_bits(spec: Experiment) -> bool:
 def skeleton(kind: Any, config: Any, spec: Experiment) -> Any:
     """Return a model with uninitialized weights, which get their values during sharding. Only the buffers take memory,
     because the host allocates a page of memory when it is first written. With mixed precision, trained weights are
-    created in float32. accelerate would also convert them to float32. With pp, they are converted later."""
+    created in float32, because accelerate would convert them anyway. With pp, trained weights are converted later."""
     wide = trains_in_32_bits(spec) and not spec.launch.pp
     dtype = torch.float32 if wide else getattr(torch, spec.model.dtype)
     with torch.device("meta"):
@@ -163,7 +163,7 @@ def hub_arguments(model: Model) -> dict[str, Any]:
 
 
 def reach(model: Model, load: Any) -> Any:
-    """Return `load()`. Raise MissingError if the model is missing or damaged, and SpecError if it is not usable."""
+    """Call `load` and return its result. Raise MissingError or SpecError with a clear message if it fails."""
     name = model.path or model.id
     try:
         return load()
@@ -184,7 +184,7 @@ def reach(model: Model, load: Any) -> Any:
 
 
 def reach_description(model: Model, load: Any) -> Any:
-    """Return `load()` for a configuration, tokenizer or processor. Convert every error to an error about the files."""
+    """Call `load` for a configuration, tokenizer or processor, and return its result. Errors name the files."""
     try:
         return reach(model, load)
     except (FtbenchError, MemoryError):

@@ -1,8 +1,8 @@
 """Train gpt-oss with frozen experts in MXFP4, the published 4-bit format. Only one matrix at a time is dequantised.
 
 The kernel of transformers' own MXFP4 experts has no backward pass. Here the backward pass dequantises each matrix
-again. So no 16-bit copy stays in memory, and frozen matrices get no gradient. The adapters of experts are two low-rank
-products. peft would create the full update matrix and its gradient.
+again. So no 16-bit copy stays in memory, and frozen matrices get no gradient. An expert's adapter is computed as two
+low-rank products. peft would create the full update matrix and its gradient.
 
 Format (OCP Microscaling Formats 1.0): 32 values share one scale 2^(byte - 127), which is stored in one byte (E8M0). A
 value has 4 bits (E2M1). A byte contains two values, and the first value is in the lower 4 bits.
@@ -27,7 +27,7 @@ BLOCK = 32  # values that share a scale
 
 
 def scale_for(std: float) -> int:
-    """Return the scale byte for uniformly random codes, so their standard deviation is close to `std`."""
+    """Return the scale byte that gives uniformly random 4-bit codes a standard deviation close to `std`."""
     spread = math.sqrt(sum(size * size for size in SIZES) / len(SIZES))
     return 127 + round(math.log2(std / spread))
 
@@ -51,11 +51,9 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
 
 
 def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return (rows, 32) values. Each row is decoded from 16 bytes of `blocks` and one byte of `scales`.
-
-    The values are exact, because they are assembled from bits. A float32 has the sign in bit 31, the exponent in bits
-    23 to 30 (127 means 2^0), and the first digit of the fraction in bit 22. A scale byte of 0 (2^-127) gives zeros.
-    """
+    """Return (rows, 32) values. Each row is decoded from 16 bytes of `blocks` and one byte of `scales`. The values are
+    exact, because they are assembled from bits. A float32 has the sign in bit 31, the exponent in bits 23 to 30 (127
+    means 2^0), and the first digit of the fraction in bit 22. A scale byte of 0 (2^-127) gives zeros."""
     places = 4 * torch.arange(2, dtype=torch.int32, device=blocks.device)
     codes = (blocks.to(torch.int32).unsqueeze(-1) >> places) & 15
     size = codes & 7  # two bits of exponent, one digit after the point
@@ -67,8 +65,7 @@ def decoded(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> t
 
 @cache
 def fused() -> Any:
-    """Return `decoded`, compiled into one kernel. This kernel reads and writes 20 times fewer bytes than separate
-    operations."""
+    """Return `decoded`, compiled into one kernel. It reads and writes 20 times fewer bytes than separate operations."""
     return torch.compile(decoded)
 
 
@@ -120,10 +117,8 @@ class Mxfp4Experts(GroupedExperts, nn.Module):
 @contextmanager
 def declared(model: Any) -> Iterator[None]:
     """Give the experts placeholder matrices inside the `with` block, because peft only adds adapters to existing
-    matrices. A placeholder is one expanded scalar.
-
-    After the block, ftbench's `ExpertAdapter` replaces peft's wrappers.
-    """
+    matrices. A placeholder is one scalar, expanded to the shape of the matrix. After the block, ftbench's
+    `ExpertAdapter` replaces peft's wrappers."""
     experts = [module for module in model.modules() if isinstance(module, Mxfp4Experts)]
     for module in experts:
         for name, (into, out) in module.shapes.items():

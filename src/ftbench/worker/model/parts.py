@@ -1,4 +1,4 @@
-"""Find the parts of a model under its wrappers."""
+"""Find the decoder, its layers and other parts of a model inside wrappers."""
 
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ def plain_tensors(value: Any) -> list[Any]:
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """Return the decoder's layers on this rank in order."""
+    """Return the decoder layers that this rank has, in order."""
     return [layer for layer in decoder(model).layers if not isinstance(layer, Elsewhere)]
 
 

@@ -76,7 +76,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _make(folder: Path, config: Any, model: Model, layout: str | None, weights: bool) -> None:
-    """Write the files to a temporary folder, then rename it. First delete the files of a killed process."""
+    """Write the files to a temporary folder, then rename the folder. First delete what a killed process left."""
     unfinished = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -135,10 +135,8 @@ def deviation(config: Any) -> float:
 
 
 class Drawn(Mapping[str, torch.Tensor]):
-    """A state dict that creates the random weights of a few layers when one of them is read. Adapters are unchanged.
-
-    Weights of large models are created on the GPU. The same seed gives different values on a GPU and a CPU.
-    """
+    """A state dict that creates random weights when they are read, a few layers at a time. Adapters are unchanged.
+    Weights of large models are created on the GPU. The same seed gives different values on a GPU and a CPU."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], model: Model) -> None:
         config = configuration(model)
@@ -175,7 +173,7 @@ def _skeleton(config: Any, model: Model, layout: str | None) -> Any:
 
 
 def _tensors(skeleton: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return a model's tensors on the meta device by name, and a dict from each tied name to the name it is tied to."""
+    """Return a model's tensors on the meta device by name, without tied tensors, and the names of tied tensors."""
     tied = dict(getattr(skeleton, "_tied_weights_keys", None) or {}) if skeleton.config.tie_word_embeddings else {}
     return {name: each for name, each in skeleton.state_dict().items() if name not in tied}, tied
 

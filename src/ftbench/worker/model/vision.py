@@ -51,7 +51,7 @@ def processor_class(model_type: str) -> Any:
 
 
 def shape_of(config: Any, processor: Any) -> VisionShape:
-    """Return the shape of the vision encoder. The image sizes are the sizes in the processor's settings."""
+    """Return the shape of the vision encoder. Take the image sizes from the processor's settings."""
     shape = families.describe(config.model_type, config.to_dict())
     if shape.tile:
         return replace(shape, pinpoints=tuple((high, wide) for high, wide in processor.image_grid_pinpoints))

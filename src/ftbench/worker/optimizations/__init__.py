@@ -1,8 +1,8 @@
 """Apply and verify optimizations. Each module is one optimization and has one or more of these functions:
 
-- apply(model, spec): change the model. It is called before the trainer is created, if the optimization is on.
+- apply(model, spec): change the model. ftbench calls it before creating the trainer, if the optimization is on.
 - callback(spec): return a TrainerCallback that changes the model at the start of training, or None.
-- verify(model, spec): return an error message for each setting that was not applied. It is called after the first step.
+- verify(model, spec): return an error message for each setting that was not applied, after the first step.
 - applied(model, spec): return the fields of the optimization in applied.json.
 """
 

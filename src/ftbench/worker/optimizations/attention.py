@@ -26,7 +26,7 @@ def register() -> None:
 
 def attention(kernel: Any) -> Any:
     """Return an attention function for transformers that calls `kernel` (torch's varlen_attn). The kernel's parameters
-    depend on the torch version. Read them here, because compiled code cannot read them."""
+    depend on the torch version. Read their names here, because compiled code cannot read them."""
     takes = frozenset(inspect.signature(kernel).parameters)
 
     def varlen(

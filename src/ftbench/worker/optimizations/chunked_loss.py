@@ -61,8 +61,8 @@ def chunked_loss(
     size: int = CHUNK,
 ) -> torch.Tensor:  # fmt: skip
     """Return the sum of the cross entropies of all labels, in nats. `hidden` is (batch, length, width), and `labels` is
-    (batch, length). `positions` are the indices of the labels in the flattened `labels`. The hidden state at position p
-    - 1 predicts the label at p. `size` is the number of labels per chunk. `softmax` is `probabilities` or its compiled
+    (batch, length). `positions` are the indices of the labels in the flattened `labels`. The hidden state at p - 1
+    predicts the label at p. `size` is the number of labels per chunk. `softmax` is `probabilities` or its compiled
     version."""
     weight, bias = _whole(head.weight), _whole(head.bias)
     given = (labels, positions, softmax or probabilities, size, torch.is_grad_enabled())
@@ -80,7 +80,7 @@ def _whole(parameter: Any) -> Any:
 
 def probabilities(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return softmax(logits) (labels, vocabulary) in the dtype of `logits`, and the log probability of each target
-    (labels, 1) in float32. For a negative target, both are 0. Such a target affects neither loss nor gradients."""
+    (labels, 1) in float32. Both results are 0 for a negative target, so it affects neither loss nor gradients."""
     logarithms, there = torch.log_softmax(logits.float(), -1), targets[:, None] >= 0
     of_targets = torch.where(there, logarithms.gather(1, targets.clamp(min=0)[:, None]), 0.0)
     return torch.where(there, logarithms.exp(), 0.0).to(logits.dtype), of_targets
@@ -126,8 +126,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _add(gradients: list[Any], gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor, rows: Any) -> None:
-    """Add one chunk's gradients of the hidden states, the head's weight and its bias to the three tensors in
-    `gradients`."""
+    """Add one chunk's gradients to the three tensors in `gradients`: hidden states, weight and bias of the head."""
     of_hidden, of_weight, of_bias = gradients
     if of_hidden is not None:
         of_hidden.view(-1, of_hidden.shape[-1])[rows] = (gradient @ weight).to(of_hidden.dtype)

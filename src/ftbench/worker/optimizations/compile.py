@@ -16,10 +16,10 @@ _GUARDS = ("used_far_apart", "long_fusible_chains", "materialized_backward")
 
 
 def apply(model: Any, spec: Experiment) -> None:
-    """Compile the layers. A dynamic graph supports all input sizes. The encoder gets one if image sizes differ. The
-    decoder gets one if the dataset has images and `fixed_shape` is off, because batches then have many lengths.
-    Qwen3-VL's decoder always gets one. With a graph for one length (torch 2.11, H200), its gradients were 4 % too
-    small, and once NaN."""
+    """Compile the layers. Dynamic graphs support all input sizes. Use them for the encoder if image sizes differ. Use
+    them for the decoder if the dataset has images and `fixed_shape` is off, because batches then have many lengths.
+    Always use them for Qwen3-VL's decoder: with a graph for one length, its gradients were 4 % too small (torch 2.11,
+    H200)."""
     torch._dynamo.config.specialize_float = True  # constants, because variable floats need a C++ kernel on the CPU
     for guard in _GUARDS:
         setattr(torch._functorch.config, f"ban_recompute_{guard}", spec.optimizations.compile != "lean")
@@ -41,7 +41,7 @@ def apply(model: Any, spec: Experiment) -> None:
 
 
 def _compile(layer: Any, spec: Experiment, dynamic: bool | None) -> None:
-    """Compile a layer. If its weights are sharded, compile only `forward`: hooks outside it gather the weights."""
+    """Compile a layer. If the layer is sharded, compile only `forward`: hooks outside `forward` gather the weights."""
     if {"fsdp", "zero3"} & {*spec.launch.strategy.split("+")}:
         layer.forward = torch.compile(layer.forward, dynamic=dynamic)
     else:

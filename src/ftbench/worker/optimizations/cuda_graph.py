@@ -99,7 +99,7 @@ class GraphedStep:
         self._graph = graph
 
     def _fill(self, given: dict[str, Any]) -> None:
-        """Copy a batch into the tensors of the recorded batch. Raise SpecError if their shapes differ."""
+        """Copy a batch into the tensors of the recorded batch. Raise SpecError if the shapes differ."""
         shapes, recorded = _shapes(given), _shapes(self._batch)
         if shapes != recorded:
             name = next(name for name in {**recorded, **shapes} if shapes.get(name) != recorded.get(name))
@@ -113,7 +113,7 @@ class GraphedStep:
 
 
 def _shapes(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the shape of each tensor in a batch, and the values of numbers. Every replay needs equal values."""
+    """Return the shape of each tensor in a batch, and each number. All replays need the same shapes and numbers."""
     return {
         name: tuple(value.shape) if torch.is_tensor(value) else value
         for name, value in batch.items() if torch.is_tensor(value) or isinstance(value, (int, float, type(None)))

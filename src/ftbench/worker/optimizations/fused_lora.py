@@ -166,12 +166,12 @@ class BesideGroup(AdapterGroup):
         return [base + part.view(*x.shape[:-1], -1) for base, part in zip(made, added, strict=True)]
 
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return A of all layers (ranks, in) and s B of all layers (out, rank). s is the scale of LoRA."""
+        """Return A of all layers (layers * rank, in) and s * B of all layers (out, rank). s is the scale of LoRA."""
         return self.a, self.b
 
 
 class ShardedGroup(BesideGroup):
-    """An AdapterGroup for sharded layers. FSDP gathers their weights only while the decoder layer computes. So this
+    """An AdapterGroup for sharded layers. Their weights are gathered only while the decoder layer computes. So this
     group reads the adapters in each forward pass, and `refresh` does nothing."""
 
     def __init__(self, layers: list[Any]) -> None:

@@ -14,8 +14,7 @@ _KEEPS = "ftbench_host_memory"  # attribute of the first layer; it holds the hos
 
 
 class _Changed(TrainerCallback):
-    """Callback that calls `change(model)` when training starts. Before, the trainer turns on checkpointing in all
-    layers."""
+    """Callback that calls `change(model)` when training starts and checkpointing is already on in all layers."""
 
     def __init__(self, change: Any) -> None:
         self._change = change
@@ -58,7 +57,7 @@ def applied(model: Any, spec: Experiment) -> dict[str, Any]:
 
 
 def share(model: Any) -> float:
-    """Return the share of the decoder's layers whose activations are recomputed."""
+    """Return the share of the decoder's layers that recompute their activations."""
     layers = decoder_layers(model)
     return sum(any(_is_on(module) for module in layer.modules()) for layer in layers) / len(layers)
 

@@ -1,8 +1,8 @@
-"""Isolate the samples of a row from each other. The collator builds rows with several samples, for `packing` and for
+"""Isolate the samples of a row from each other. The collator builds rows with several samples for `packing` and
 `padding_free` (batches without padding).
 
 transformers finds the samples of a row from positions that start again at 0, and builds attention masks from these
-positions. Two models need help. For gpt-oss, transformers 5.17 builds masks without positions, so a sample would attend
+positions. Two models need changes. For gpt-oss, transformers 5.17 builds masks without positions: samples would attend
 to earlier samples. Qwen2.5-VL needs four position tensors: three for the rotary embedding, and one for the masks.
 """
 

@@ -21,8 +21,8 @@ _STREAM = "weight_stream"  # attribute of the decoder; it holds the weights of t
 
 @contextmanager
 def quantised_on(device: torch.device) -> Iterator[None]:
-    """Make bitsandbytes quantize host tensors on the device inside the `with` block, one matrix at a time. The codes
-    are equal to those of a model on the device. Quantizing on the CPU would be much slower."""
+    """Make bitsandbytes quantize host tensors on the device inside the `with` block, one matrix at a time. Quantizing
+    on the CPU would be much slower. The 4-bit codes are the same as for a model that is loaded on the device."""
     from bitsandbytes.nn import Params4bit
 
     quantise = Params4bit._quantize
@@ -38,8 +38,8 @@ def quantised_on(device: torch.device) -> Iterator[None]:
 
 
 def keep_on_host(model: Any, spec: Experiment, device: torch.device) -> Any:
-    """Take a model in host memory and return it. The layers' matrices, the embedding and the head stay on the host. All
-    other tensors move to the device."""
+    """Move a model from host memory to the device, and return it. The matrices of the layers, the embedding and the
+    head stay in host memory."""
     copies = Copies(device)
     stream = WeightStream(([*_matrices(layer)] for layer in decoder_layers(model)), copies)
     embedding, head = (part.weight for part in (model.get_input_embeddings(), model.get_output_embeddings()))

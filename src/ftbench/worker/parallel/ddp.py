@@ -13,7 +13,7 @@ from ftbench.spec.methods import reads_images
 def arguments(spec: Experiment) -> dict[str, Any]:
     """Return the arguments of the trainer. `optimize_ddp` splits compiled graphs at gradient buckets. Turn it off,
     because each layer already has a separate graph. A trained vision encoder needs `find_unused_parameters`, because
-    its last layer may be unused (LLaVA reads the layer before)."""
+    its last layer may be unused (LLaVA reads the second-last layer)."""
     torch._dynamo.config.optimize_ddp = False
     has_images = spec.dataset.may_have_images and reads_images(spec.model)
     unused = has_images and getattr(spec.method, "vision", "full") != "frozen"

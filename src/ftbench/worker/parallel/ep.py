@@ -30,8 +30,8 @@ def loading(spec: Experiment, config: Any) -> dict[str, Any]:
 
 
 def arguments(spec: Experiment) -> dict[str, Any]:
-    """Return {}, because the trainer reads the strategy from the model. On a CPU, also turn off a check in accelerate.
-    The check rejects sharded models without a GPU, although accelerate's code works with them."""
+    """Return {}, because the trainer reads the strategy from the model. On a CPU, also turn off a check in accelerate,
+    which would reject a sharded model on a CPU without need."""
     if device().type == "cpu":
         ParallelismConfig._validate_accelerator = lambda self, accelerator: None
     return {}

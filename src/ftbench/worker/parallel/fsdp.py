@@ -47,10 +47,8 @@ def attach(trainer: Any, spec: Experiment) -> None:
 
 def shard(accelerator: Any, model: Any, spec: Experiment) -> Any:
     """Return the model, sharded by accelerate. While a layer computes, FSDP2 prefetches the weights of the next layer.
-
     accelerate casts all trained weights to float32 if products are in 16 bits. For `full` with 16-bit weights, this
-    cast is turned off.
-    """
+    cast is turned off."""
     state, precision = accelerator.state, accelerator.state._mixed_precision
     if spec.method.name == "full" and not trains_in_32_bits(spec):
         state._mixed_precision = "no"  # FSDP2's precision policy already sets the dtype of the products
@@ -91,11 +89,10 @@ def _set_layer_classes(trainer: Any) -> None:
 
 
 def _shard_head_with_norm(trainer: Any) -> None:
-    """Shard a trained head together with the decoder's last norm. The norm's forward pass then gathers both modules.
-
-    A chunked loss uses the weights of the head, but does not call the head's forward pass. With TRL's gather, each rank
-    would only have the head's gradient for its own batch. accelerate does not find the last norm of models with images.
-    """
+    """Shard a trained head together with the decoder's last norm. The norm's forward pass then gathers both modules. A
+    chunked loss uses the weights of the head, but does not call the head's forward pass. If TRL gathers the head, each
+    rank only has the head's gradient for its own batch. accelerate does not find the last norm of models with
+    images."""
     if _head(trainer).weight.requires_grad:
         fsdp_utils._find_final_norm = _last_norm
 
@@ -118,7 +115,7 @@ def _last_norm(model: Any) -> Any:
 
 
 def _keep_loss_in_float32(trainer: Any) -> None:
-    """Keep the loss in float32. accelerate would round all outputs of the model to 16 bits, like its products."""
+    """Keep the loss in float32. accelerate would round all outputs of the model to 16 bits."""
     plugin = trainer.accelerator.state.fsdp_plugin
     if plugin.mixed_precision_policy:
         plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, output_dtype=None)

@@ -43,7 +43,7 @@ def mesh_of(spec: Experiment) -> Any:
 
 
 def reads(spec: Experiment) -> bool:
-    """Return whether this rank reads weight files. It does not if random weights are created while loading."""
+    """Return whether this rank reads weight files. Otherwise it creates random weights without files."""
     return spec.model.weights == "pretrained" or spec.launch.tp is not None or spec.method.quantised
 
 
@@ -91,7 +91,7 @@ def read(kind: Any, source: str, config: Any, spec: Experiment, arguments: dict[
 
 
 def _placement(spec: Experiment, config: Any) -> dict[str, Any]:
-    """Return the arguments of from_pretrained that place the weights. FSDP needs none: it moves the weights later."""
+    """Return the arguments of from_pretrained that place the weights on devices. FSDP places them later."""
     launch = spec.launch
     if launch.tp is None:
         return {} if "fsdp" in launch.strategy or device().type == "cpu" else {"device_map": {"": device()}}
@@ -99,10 +99,8 @@ def _placement(spec: Experiment, config: Any) -> dict[str, Any]:
 
 
 def _pretrained(kind: Any, source: str, config: Any, layers: list[int], arguments: dict[str, Any]) -> Any:
-    """Load the model from files, without reading the layers of other ranks.
-
-    from_pretrained gets a subclass that removes these layers from a new model. They are added again after loading.
-    """
+    """Load the model from files, without reading the layers of other ranks. from_pretrained gets a subclass that
+    removes these layers from a new model. After loading, the layers are added again."""
     plain = kind._model_mapping[type(config)]
     away: dict[str, Any] = {}
 
@@ -157,7 +155,7 @@ def _as_quantised(layers: Any, own: int) -> None:
 
 
 def cut(model: Any, spec: Experiment) -> Any:
-    """Return the model with this rank's layers only, and its pipeline. Also keep a copy of all layers, without
+    """Return the model with only this rank's layers, and attach its pipeline. Keep a copy of all layers without
     values."""
     split = split_of(spec, model.config)
     layers, first, last = own_layers(spec, split)
@@ -275,7 +273,7 @@ def verify(trainer: Any, spec: Experiment) -> list[str]:
 
 
 def applied(trainer: Any) -> dict[str, Any]:
-    """Return the stages of this rank, the number of its elements, and the median time of the latest passes."""
+    """Return this rank's stages and number of elements, and the median times of the latest passes."""
     stages: Pipeline = Pipeline.of(trainer.model)
     stages.shard()
     parameters = list(trainer.model.parameters())

@@ -20,7 +20,7 @@ GRACE_S = 1.0  # time for the main thread to exit by itself after SIGTERM
 
 
 def join() -> None:
-    """Join the process group: NCCL for GPUs, gloo for a CPU. Raise MissingError without NCCL or a connection."""
+    """Join the process group: NCCL for GPUs, gloo for a CPU. Raise MissingError if NCCL or a connection is missing."""
     gpu = device() if torch.cuda.is_available() else None
     if gpu is not None and not dist.is_nccl_available():
         raise MissingError(
@@ -52,7 +52,7 @@ def _store(rank: int, world: int) -> dist.TCPStore:
 
 
 def exit_on_sigterm(write: Callable[[], Any]) -> None:
-    """After SIGTERM, wait until the main thread exits. After GRACE_S seconds, call `write` and exit the process.
+    """After SIGTERM, give the main thread GRACE_S seconds to exit. Then call `write` and exit the process.
 
     The main thread may wait for another rank in a driver or library. Python signal handlers do not run there.
     """

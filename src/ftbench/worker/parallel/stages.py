@@ -53,7 +53,7 @@ class Layers(nn.Module):
         self.passed = 0
 
     def begin(self, batches: Sequence[Batch], items: Any) -> None:
-        """Set the micro-batches of the next pass, and the number of label tokens that divides the loss."""
+        """Set the micro-batches of the next pass. The loss is divided by `items`, the number of label tokens."""
         self.batches, self.items, self.passed = batches, items, 0
 
     def forward(self, *hidden: torch.Tensor) -> torch.Tensor:
@@ -158,8 +158,8 @@ class Pipeline:
     # --- passes -------------------------------------------------------------------------------------------------------
 
     def train(self, batch: Batch, items: Any) -> torch.Tensor:
-        """Run the forward and backward pass of a batch through all stages. Return the batch's loss on every rank: the
-        sum of the losses of all label tokens / `items`."""
+        """Run the forward and backward pass of a batch through all stages. Return the loss on every rank: (sum of the
+        losses of all label tokens) / `items`."""
         batches = self._begin(batch, items)
         schedule, marks = self._schedule(batches[0]["input_ids"].shape)
         losses: list[torch.Tensor] = []
@@ -229,7 +229,7 @@ class Pipeline:
         return stage
 
     def shard(self) -> None:
-        """Shard all weights again. After an evaluation, the embedding and the head are still gathered."""
+        """Shard all weights again. After an evaluation, FSDP2 leaves the embedding and the head gathered."""
         for module in self.modules:
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -70,7 +70,7 @@ def attach(trainer: Any, spec: Experiment) -> None:
     """Sum the gradients of head norms (q_norm, k_norm) over the ranks, and split the optimizer's parameter groups.
 
     Every rank has all weights of such a norm, but only computes the gradient of its own heads. transformers sums the
-    accumulated gradient after each micro-batch. So it would add the gradients of earlier micro-batches again.
+    accumulated gradient after each micro-batch. So transformers would add gradients of earlier micro-batches again.
     """
     ep.attach(trainer, spec)
     for parameter in norms_within_heads(trainer.model):
