@@ -53,7 +53,7 @@ def main(path: str, handed_over: bool = False) -> int:
 
 
 def _loop(spec: Experiment, handed_over: bool) -> Callable[[Any], None]:
-    """Return the function that trains. Frameworks other than trl first need `prepare.train`, then `session.train`."""
+    """Return the training function. Frameworks other than trl have two parts: `prepare`, then `session`."""
     if spec.launch.framework == "trl":
         module = "ftbench.worker.train"
     else:

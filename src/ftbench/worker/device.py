@@ -53,7 +53,7 @@ def versions() -> dict[str, Any]:
         result["devices"] = [{"name": each.name, "capability": [each.major, each.minor]} for each in every]
         result["works"] = False
         result["works"] = float(torch.ones(2, device="cuda").sum()) == 2
-    except Exception as error:  # noqa: BLE001 - the result reports it
+    except Exception as error:  # noqa: BLE001 - the result contains the error
         result["error"] = (str(error).strip() or type(error).__name__).splitlines()[0]
     return result
 

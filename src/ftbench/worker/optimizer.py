@@ -49,7 +49,7 @@ def _torchao(name: str) -> Any:
 class _RateOnHost:
     """Mixin that keeps the learning rate of a torchao optimizer on the host.
 
-    The learning rate is a tensor, which accelerate moves to the GPU. There, every read would synchronize.
+    The learning rate is a tensor. accelerate moves it to the GPU, and every read from the GPU would synchronize.
     """
 
     def load_state_dict(self: Any, state: Any) -> None:
@@ -68,7 +68,7 @@ class _SteppedByKernel(_RateOnHost):
     factor: torch.Tensor | None = None
 
     def is_by_kernel(self: Any) -> bool:
-        """Return whether the kernel supports all parameters. With FSDP, check only the shards of this rank."""
+        """Return whether the kernel supports all parameters. With FSDP, check only this rank's shards."""
         plain = all(_is_plain(p) for group in self.param_groups for p in group["params"])
         return plain and self.bf16_stochastic_round and not any(group.get("amsgrad") for group in self.param_groups)
 

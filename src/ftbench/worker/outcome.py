@@ -69,7 +69,7 @@ class Phases:
 
 
 def _process_age_s() -> float:
-    """Return the seconds since this process started. The first phase includes the startup of the interpreter."""
+    """Return the seconds since this process started. With this age, the first phase includes interpreter startup."""
     started = process_start(os.getpid())
     if started is None:
         return 0.0

@@ -1,16 +1,14 @@
 """Profile a few steady steps with a callback, then end the training (`measure.profile`).
 
-    steps  1 2 3 │ 4 5 6 │ 7       │ 8 9 10    │ 11
-           load  │ timed │ profiler│ profiled  │ memory
-           kernels│      │ warms up│           │
+Steps 1 to 3 load kernels. Steps 4 to 6 are timed. Step 7 warms up the profiler, and steps 8 to 10 are profiled. On a
+GPU, step 11 records every memory allocation with its stack, for pytorch.org/memory_viz. Profiler and memory recording
+slow down a step, so both are off in the timed steps. With compiled layers, the timed steps are the first three
+successive steps without compilation, and the later step numbers shift. `measure.profile_steps` sets the number of
+profiled steps.
 
-On a GPU, the last step records every memory allocation with its stack, for pytorch.org/memory_viz. Profiler and memory
-recording slow down a step, so both are off in the timed steps. With compiled layers, the timed steps are the first
-three successive steps without compilation.
-
-The trace has a range for each part of a step. The ranges on the training thread have no gaps: data → forward ⇄ loss →
-metrics → backward for each micro-batch, then clip → optimizer. `metrics` are the values that the trainer computes from
-the logits in addition to the loss.
+The trace has a range for each part of a step. The ranges on the training thread have no gaps. Each micro-batch has the
+ranges data, forward, loss, metrics and backward. Then clip and optimizer follow. The loss is computed inside forward.
+`metrics` are the values that the trainer computes from the logits in addition to the loss.
 """
 
 import sys

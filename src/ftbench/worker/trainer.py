@@ -189,8 +189,8 @@ def training_arguments(spec: Experiment, run: RunDir, model: Any) -> dict[str, A
         "dataloader_num_workers": processes,
         "dataloader_persistent_workers": processes > 0,
         "accelerator_config": {
-            "non_blocking": on_gpu,  # otherwise each copy synchronizes with the device
-            # Otherwise each GPU keeps unsharded gradients until the last micro-batch of a step.
+            "non_blocking": on_gpu,  # without this, each copy synchronizes with the device
+            # Without this, each GPU keeps unsharded gradients until the last micro-batch of a step.
             "gradient_accumulation_kwargs": {"sync_each_batch": spec.launch.sharded},
         },
         "train_sampling_strategy": "sequential",
@@ -209,8 +209,8 @@ def _loader_processes(spec: Experiment) -> int:
 
 
 def dataset(rows: list[Row], pictures: list[Picture]) -> Dataset:
-    """Return a data set of rows. A row has concatenated samples, the lengths of the samples, and image indexes. Append
-    the images of the rows to `pictures`, the list to which the indexes refer."""
+    """Return a data set of rows. A row has concatenated samples, the lengths of the samples, and image indexes. The
+    indexes are positions in `pictures`. This function appends the images of the rows to `pictures`."""
     shown = [[picture for sample in row for picture in sample.pictures] for row in rows]
     starts = list(accumulate(map(len, shown), initial=len(pictures)))
     pictures += [picture for row in shown for picture in row]

@@ -66,7 +66,7 @@ class TrainingRun:
             self.write_facts(warnings=[*self.facts.get("warnings", []), *warnings])
 
     def require_applied(self, problems: list[str]) -> None:
-        """Raise NotAppliedError for problems. With `measure.allow_fallback`, add the problems to the warnings."""
+        """Raise NotAppliedError if there are problems. With `measure.allow_fallback`, write warnings instead."""
         if problems and not self.spec.measure.allow_fallback:
             raise NotAppliedError("; ".join(problems) + " (set measure.allow_fallback=on to measure anyway)")
         self.warn(*problems)

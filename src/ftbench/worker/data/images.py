@@ -143,9 +143,8 @@ class Pixels:
     def __init__(
         self, shape: VisionShape, token: int, processor: Any, longest: int = 0, cache: Path | None = None
     ) -> None:
-        """Create a converter with the image `processor` for an encoder of `shape`. `token` is the id of the image
-        token. Images are scaled down to at most `longest` pixels per side (0: no limit). `cache` is a folder or
-        None."""
+        """Create a converter with the image `processor` for an encoder of `shape`. `token` is the image token's id.
+        Images are scaled down to at most `longest` pixels per side (0: no limit). `cache` is a folder or None."""
         self.shape, self.token = shape, token
         self._processor, self._longest, self._cache = processor, longest, cache
         described = json.dumps([type(processor).__name__, longest, processor.to_dict()], sort_keys=True, default=str)

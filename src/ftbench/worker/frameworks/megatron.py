@@ -175,8 +175,8 @@ class _Loop:
             save_file(written, folder / "model.safetensors", {"format": "pt"})
 
     def _model_facts(self) -> dict[str, Any]:
-        """Return the entries of applied.json about the model. The parameters are counted in an equal Hugging Face
-        model, because `fill` has copied all of them to Megatron's model."""
+        """Return the entries of applied.json about the model. The parameters are counted in the equivalent Hugging Face
+        model, because both models have the same weights."""
         with torch.device("meta"):
             equal = AutoModelForCausalLM.from_config(self._config, dtype=self._model.module.config.params_dtype)
         facts = effective_config.of_model(equal, self._spec)

@@ -108,7 +108,7 @@ def unshuffled(spec: Experiment, rows: int) -> list[int]:
 
 
 def record(run: TrainingRun, values: dict[str, Any]) -> None:
-    """Train as the spec requests with verl's trainer, and record each step."""
+    """Train with verl's trainer as the spec requests, and record each step."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "0")  # verl reads the port, but does not use it in an existing process group
     own_loop.require_group()

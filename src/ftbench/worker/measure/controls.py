@@ -17,7 +17,7 @@ LOST, NOISE = 0.01, 0.05  # share of gradient elements set to 0; noise in standa
 
 
 def apply(loop: Any, spec: Experiment) -> dict[str, Any]:
-    """Damage the live trainer, and return the entry of applied.json. Raise NotAppliedError if nothing was damaged."""
+    """Damage the live trainer, and return the entry for applied.json. Raise NotAppliedError if nothing was damaged."""
     name, _, factor = spec.measure.control.partition("_x")
     makers = {
         "learning_rate_0": partial(_rate, factor=0.0),

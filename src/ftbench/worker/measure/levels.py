@@ -102,8 +102,7 @@ class Levels(TrainerCallback):
         self._kept[what].append(np.stack(rows))
 
     def _load(self, point: str) -> None:
-        """Copy weights of the reference run to the model. `point` is one of `POINTS`. Raise MissingError without the
-        file."""
+        """Load the `initial` or `trained` weights of the reference run. Raise MissingError if the file is missing."""
         if not self._weights.is_file():
             raise MissingError(f"{self._weights}: weights of the reference run not found; run the parity check again")
         with safe_open(self._weights, "pt") as file:

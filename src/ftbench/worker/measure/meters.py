@@ -95,7 +95,7 @@ class CudaMemory:
         return float(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["peak"] / GIB)
 
     def reset(self) -> None:
-        if torch.cuda.is_initialized():  # before, the call raises
+        if torch.cuda.is_initialized():  # before initialization, the call raises
             torch.cuda.reset_peak_memory_stats(self._device)
 
 
@@ -166,7 +166,8 @@ class Interval:
 
 
 class Sampler:
-    """Keeps the samples of a run, which the recorder's thread takes. Without `nvml`, only `others` are read."""
+    """Takes and keeps samples of the GPU's counters and of the meters in `others`. Without `nvml`, reads only
+    `others`."""
 
     def __init__(self, nvml: Any = None, handle: Any = None, others: Sequence[HostLoad | GpuLoad] = ()) -> None:
         self._times: list[float] = []
@@ -248,8 +249,7 @@ class Sampler:
         return {name: _mean(values) for name, values in pairs.items()}
 
     def _energy(self, begin: float, end: float) -> float | None:
-        """Return the approximate energy of a step in joules. Between updates of the driver, the counter is
-        interpolated."""
+        """Return the energy of a step in joules, interpolated between samples. Short steps are approximate."""
         first, last = self._counter(begin), self._counter(end)
         return None if first is None or last is None else last - first
 

@@ -67,7 +67,7 @@ class Recorder:
         self._draining = threading.Lock()
         self._thread: threading.Thread | None = None
         self._slots: torch.Tensor | None = None
-        self._graphs = self.without_loss = 0  # steps since the last finite loss
+        self._graphs = self.without_loss = 0  # without_loss: steps since the last finite loss
         self._finished = False
 
     # --- called by the loop, in the order of a step -------------------------------------------------------------------

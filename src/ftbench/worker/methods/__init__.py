@@ -19,7 +19,7 @@ def load(name: str) -> ModuleType:
 
 
 def mismatches(settings: Mapping[str, tuple[Any, Any]], who: str = "") -> list[str]:
-    """Return a message for each setting with two different values in its pair `(requested, live)`."""
+    """Compare the pair `(requested, live)` of each setting, and return a message for each difference."""
     return [
         f"{who}{key} is {as_text(wanted)}, but it trains with {as_text(live)}"
         for key, (wanted, live) in settings.items() if wanted != live
