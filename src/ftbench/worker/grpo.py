@@ -108,7 +108,7 @@ class GrpoTrainer(TrainerMixin, GRPOTrainer):
 
 
 def _collated(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the prompts of a step with an empty count. `_prepare_inputs` fills the count after generation."""
+    """Return the prompts of a step with an empty BatchCount. `_prepare_inputs` fills in the counts after generation."""
     return {"prompts": [{"prompt": row["input_ids"], "number": row["number"]} for row in rows], COUNT: BatchCount()}
 
 

@@ -145,7 +145,7 @@ def build_trainer(run: TrainingRun, model: Any, tokenizer: Any, data: Prepared, 
 
 
 def _attach(run: TrainingRun, loop: Any, recorder: Recorder) -> None:
-    """Attach controls, recorder, verification and profiler to the trainer. Callbacks run in this order."""
+    """Attach parity controls, recorder, verification and profiler to the trainer. Callbacks run in this order."""
     spec, directory, run.trainer = run.spec, run.directory, loop
     if spec.measure.round_products:
         rounded_products.apply(loop.model)

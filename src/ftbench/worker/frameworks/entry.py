@@ -1,6 +1,6 @@
 """Start the second part of a run with another framework: `PYTHON entry.py RUN_DIRECTORY`.
 
-PYTHON is the framework's interpreter. ftbench is not installed there, so this file imports the source folder.
+PYTHON is the framework's interpreter. ftbench is not installed there, so this file imports ftbench's source folder.
 """
 
 import importlib.util

@@ -1,6 +1,6 @@
 """Read the settings in effect from the live model and trainer of another framework.
 
-This module imports only torch, because the versions of other libraries depend on the framework.
+Of the training libraries, this module imports only torch. The versions of the others depend on the framework.
 """
 
 import inspect
@@ -21,7 +21,7 @@ _PLAIN = {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "ftbenc
 
 def of_trainer(trainer: Any, labels: int, divisor: Any) -> dict[str, Any]:
     """Return the settings in effect after the first step. `labels` is the number of label tokens in the step. `divisor`
-    divides the loss (None: unknown). With transformers 4, `divisor` also counts the first token of each row."""
+    divides the loss (None: unknown). In transformers 4, `divisor` includes the first token of each row."""
     also = ", and first tokens of rows" if divisor is not None and int(divisor) > labels else ""
     optimizer = effective_config.innermost(trainer.optimizer)
     precision = trainer.accelerator.mixed_precision

@@ -157,7 +157,7 @@ def _without_counts(trainer: Any, first: list[tuple[int, Any]]) -> Callable[...,
 
 
 def _check_order(run: TrainingRun) -> None:
-    """Write the order hash to applied.json. Warn if the trainer used other tokens or another order."""
+    """Write the hash of the trained tokens to applied.json. Warn if the trainer used other tokens or another order."""
     if (recorder := run.recorder) is None:
         raise FtbenchError(f"{run.spec.launch.framework} ended without training: see log.txt")
     given = load_from_disk(frameworks.DATA)["train"]["input_ids"]  # arrays need torchvision in old `datasets`

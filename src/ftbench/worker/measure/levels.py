@@ -6,9 +6,9 @@ second moment after one step, and the weight changes after one step and after se
 of the gradient that the optimizer used. Every step trains on all samples, so packed and padded runs can be compared.
 
 Tensors are stored as a norm and a count sketch (M. Charikar, K. Chen and M. Farach-Colton, ICALP 2002). A sketch has
-`WIDTH` sums. Every element is added to one random sum, with a random sign. `norm(sketch_1 - sketch_2)` is equal to
-`norm(tensor_1 - tensor_2)` with an error of about `sqrt(2 / WIDTH)` = 4 %. The random choices depend only on the name
-of the tensor and the device type, so sketches of two runs can be compared.
+`WIDTH` sums. Every element is added to one random sum, with a random sign. `norm(sketch_1 - sketch_2)` approximates
+`norm(tensor_1 - tensor_2)` with a relative error of about `sqrt(2 / WIDTH)` = 4 %. The random choices depend only on
+the name of the tensor and the device type, so sketches of two runs can be compared.
 """
 
 import json

@@ -22,7 +22,7 @@ from ftbench.worker.measure.utilization import COLUMNS, BusyMeter, GpuLoad, Host
 
 
 class HostClock:
-    """Measures time on a CPU with the host's clock. The work of a call is complete when the call returns."""
+    """Measures time on a CPU with the host's clock. On a CPU, the work of a call is complete when the call returns."""
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -249,7 +249,7 @@ class Sampler:
         return {name: _mean(values) for name, values in pairs.items()}
 
     def _energy(self, begin: float, end: float) -> float | None:
-        """Return the energy of a step in joules, interpolated between samples. Short steps are approximate."""
+        """Return the energy of a step in joules, interpolated between samples. Short steps get approximate values."""
         first, last = self._counter(begin), self._counter(end)
         return None if first is None or last is None else last - first
 
