@@ -144,7 +144,7 @@ def _alternative(
     spec: Experiment, target: Target, request: EstimateRequest, sets: Sequence[str], history: RunHistory
 ) -> tuple[str, dict[str, Any] | None]:
     """Return the fastest settings that fit with the same samples per step, as text and as a JSON record."""
-    from ftbench.estimate.recommend import ranking, spec_file  # most specs fit
+    from ftbench.estimate.recommend import ranking, spec_file  # imported late: most specs fit
 
     if not isinstance(target.gpu, Gpu):
         return "Name a GPU with --gpu to get settings that fit.", None

@@ -17,7 +17,7 @@ from ftbench.store import machine
 
 ALL = "all"
 _MAKERS = ("nvidia", "geforce", "tesla", "amd", "instinct")
-RESERVE = 0.62  # GiB that the driver keeps, if unknown: the maximum of the GPU table, and an H200's
+RESERVE = 0.62  # default GiB that the driver keeps for itself: the maximum of the GPU table (H200)
 DISPLAY = 0.5  # GiB left for a display on cards with display outputs
 
 
@@ -106,7 +106,7 @@ def _by_driver(name: str) -> Gpu | None:
 def gpus_called(text: str) -> list[Gpu]:
     """Return the GPUs that match each word of a name: `rtx4090`, `4090`, `h100-pcie`, `A100 SXM 80GB`."""
     words = _words(text)
-    several = len(words) > 1  # `40` alone does not name a card, but `A100 40` does
+    several = len(words) > 1  # `40` matches a memory size only after another word: `A100 40`
     return [gpu for gpu in gpus()
             if words and all(any(_same(word, own, several) for own in _names(gpu)) for word in words)]  # fmt: skip
 

@@ -24,7 +24,7 @@ from ftbench.spec.datasets import Dataset, check_file, row_example, row_format
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.load import load
 
-_LETTERS = 600  # characters of a sample that are shown
+_LETTERS = 600  # maximum number of characters to show per sample
 _EXPORT_S = 3600.0  # seconds; enough to download gigabytes over a slow connection
 
 

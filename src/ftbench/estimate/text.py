@@ -15,9 +15,9 @@ from ftbench.estimate.workload.sharding import shared_how
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.prices import Amount, Prices, amount
 
-_Z = 1.645  # 95 % quantile of the standard normal distribution: a 90 % range ends there
+_Z = 1.645  # 95 % quantile of the standard normal distribution, which is the upper end of a 90 % range
 _BAR = 32  # characters of the longest bar
-LIMITS = {"host": "launch-bound", "images": "image loading"}  # what limits a step, if it is not the GPU
+LIMITS = {"host": "launch-bound", "images": "image loading"}  # text for each bottleneck except the GPU
 LAUNCH_BOUND = "launch-bound: the CPU starts kernels too slowly, so a faster GPU gains little"
 
 

@@ -13,14 +13,13 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @cache
 def read_facts(name: str) -> Any:
-    """Return the content of a YAML file that ships with ftbench, by its path from this folder. It is cached and must
-    not be changed."""
+    """Return the content of a YAML file in the folder `facts`. The content is cached, so callers must not change it."""
     return yaml.load((Path(__file__).parent / name).read_text("utf-8"), Loader=_LOADER)
 
 
 @cache
 def architectures() -> dict[str, dict[str, Any]]:
-    """Return model id → Hugging Face configuration. It has all keys that a model with random weights needs."""
+    """Return {model ID: Hugging Face configuration}, with all keys that a model with random weights needs."""
     table: dict[str, dict[str, Any]] = {}
     for file in ("architectures.yaml", "tiny.yaml"):
         for family, models in read_facts(file).items():

@@ -1,4 +1,4 @@
-"""Describe the layers of model families. Estimates and the worker use these descriptions."""
+"""Describe the layers of the supported model families, for estimates and for the worker."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +16,14 @@ FAMILIES = tuple(_FAMILIES)
 
 
 class UnknownFamilyError(ValueError):
-    """ftbench has no description of this model's family."""
+    """The error for a config.json of a model family that ftbench does not support."""
 
 
 def describe(config: dict[str, Any]) -> ModelShape:
-    """Return the shape of the model of a config.json.
+    """Return the shape of the model that a config.json describes.
 
     Raises:
-        UnknownFamilyError: The family is not described.
+        UnknownFamilyError: ftbench does not support the model family.
         ValueError: A key is missing or has an invalid value."""
     text = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
     family = vision.FAMILIES.get(str(config.get("model_type")), text.get("model_type"))

@@ -15,8 +15,7 @@ class Config:
         return self._values.get(key)
 
     def whole(self, key: str, otherwise: int | None = None) -> int:
-        """Return an integer from 1 to `LARGEST`, or `otherwise` if the key is missing. Raise ValueError for other
-        values."""
+        """Return a positive integer, or `otherwise` if the key is missing. Raise ValueError for an invalid value."""
         value = self.get(key)
         if value is None and otherwise is not None:
             return otherwise
@@ -28,7 +27,7 @@ class Config:
 
     @property
     def head_dim(self) -> int:
-        """Width of one head. Raise ValueError if the hidden size does not divide into heads."""
+        """The width of one attention head. Raise ValueError if the config.json has invalid heads or an odd width."""
         hidden, heads = self.whole("hidden_size"), self.whole("num_attention_heads")
         width = self.whole("head_dim") if self.get("head_dim") else hidden // heads
         if width < 1:
@@ -40,11 +39,11 @@ class Config:
         return width
 
     def kinds(self, sliding: int | None) -> list[str]:
-        """Return the kind of attention of each layer, from `layer_types` or `sliding`.
+        """Return the kind of attention of each layer: `full_attention` or `sliding_attention`.
 
-        Without `layer_types`, every `sliding`-th layer has full attention, and the other layers have a sliding
-        window. If `sliding` is 0, all layers have a sliding window; if it is None, no layer has one. Raise
-        ValueError for an invalid value."""
+        The kinds come from the key `layer_types`. If this key is missing, every `sliding`-th layer has full attention,
+        and the other layers have a sliding window. With `sliding` 0, all layers have a sliding window. With `sliding`
+        None, all layers have full attention. Raise ValueError for an invalid value."""
         kinds, layers = self.get("layer_types"), self.whole("num_hidden_layers")
         if kinds is None:
             full = range(layers) if sliding is None else range(sliding - 1, layers, sliding) if sliding else ()
@@ -56,7 +55,7 @@ class Config:
         return kinds
 
     def windows(self, sliding: int | None) -> list[int | None]:
-        """Return the sliding window of each layer in tokens. It is None for full attention."""
+        """Return the sliding window of each layer in tokens, or None for a layer with full attention."""
         window = self.whole("sliding_window") if self.get("sliding_window") else None
         if window is None or self.get("use_sliding_window") is False:
             return [None] * len(self.kinds(sliding))

@@ -9,11 +9,11 @@ from ftbench.families.shape import Layer, Linear, Norm, NormKind
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """How a family differs from llama.
+    """The differences between a model family and llama.
 
-    `defaults` are the defaults of its configuration in transformers. `norms` is the position of the norms: before
-    attention and MLP, after them, both, or one norm before both (`parallel`). `qk_norm` normalizes queries and keys per
-    head, or over all heads. `Config.kinds` explains `sliding`."""
+    `defaults` are the configuration defaults of the family in transformers. `norms` is the position of the norms:
+    before attention and MLP, after attention and MLP, `both`, or one norm whose output both read in `parallel`.
+    `qk_norm` normalizes queries and keys per head, or over all heads. `Config.kinds` explains `sliding`."""
 
     defaults: dict[str, Any]
     norms: Literal["before", "after", "both", "parallel"] = "before"
@@ -49,7 +49,7 @@ DENSE = {
 
 
 def layers(family: str, config: Config) -> tuple[Layer, ...]:
-    """Return the layers of a dense model. Raise ValueError for an invalid value."""
+    """Return the layers of a dense model. Raise ValueError if the config.json has an invalid value."""
     form = DENSE[family]
     hidden, heads, width = config.whole("hidden_size"), config.whole("num_attention_heads"), config.head_dim
     kv_heads, inner = config.whole("num_key_value_heads", heads), config.whole("intermediate_size")
@@ -81,10 +81,10 @@ def layers(family: str, config: Config) -> tuple[Layer, ...]:
 def attention(
     hidden: int, query: int, key: int, bias: bool, bias_out: bool, *, fused: bool = False, copied: bool = False
 ) -> tuple[Linear, ...]:
-    """Return the projections of grouped-query attention.
+    """Return the linear layers of grouped-query attention.
 
-    `fused` is phi3's single matrix for queries, keys and values. If `copied`, o_proj reads a copy of attention's
-    output: flash attention returns the layout of the queries, which is not contiguous if heads are partly rotated."""
+    `fused` is phi3's single matrix for queries, keys and values. With `copied`, o_proj reads a copy of attention's
+    output. A rotary embedding of only a part of each head makes this output not contiguous."""
     out = Linear("o_proj", query, hidden, "attention copy" if copied else "attention", "attention", bias_out)
     if fused:
         return Linear("qkv_proj", hidden, query + 2 * key, "input", "attention", bias), out
@@ -95,7 +95,7 @@ def attention(
 def mlp(
     hidden: int, inner: int, bias: bool = False, fused: bool = False, *, parallel: bool = False
 ) -> tuple[Linear, ...]:
-    """Return the matrices of a gated MLP. `fused` makes gate and up one matrix. `parallel` reads attention's input."""
+    """Return the linear layers of a gated MLP. `fused`: gate and up are one matrix. `parallel`: input of attention."""
     source = "input" if parallel else "mlp input"
     down = Linear("down_proj", inner, hidden, "product", "mlp", bias)
     if fused:

@@ -14,7 +14,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def layers(family: str, config: Config) -> tuple[Layer, ...]:
-    """Return the layers of a mixture of experts. Raise ValueError for an invalid value."""
+    """Return the layers of a mixture of experts. Raise ValueError if the config.json has an invalid value."""
     hidden, heads, width = config.whole("hidden_size"), config.whole("num_attention_heads"), config.head_dim
     kv_heads, bias = config.whole("num_key_value_heads", heads), bool(config.get("attention_bias"))
     query, key = heads * width, kv_heads * width
@@ -38,7 +38,7 @@ def layers(family: str, config: Config) -> tuple[Layer, ...]:
 
 
 def experts(family: str, config: Config) -> Experts:
-    """Return the experts of one layer. Raise ValueError if a token visits more experts than the layer has."""
+    """Return the experts of one layer. Raise ValueError if a token uses more experts than the layer has."""
     count = config.whole("num_experts" if config.get("num_experts") else "num_local_experts")
     inner = config.whole("moe_intermediate_size", config.whole("intermediate_size"))
     active, hidden = visited(config, count), config.whole("hidden_size")
@@ -48,7 +48,7 @@ def experts(family: str, config: Config) -> Experts:
 
 
 def visited(config: Config, count: int) -> int:
-    """Return the number of experts that a token visits. Raise ValueError if it is above `count`."""
+    """Return the number of experts that a token uses. Raise ValueError if this number is above `count`."""
     active = config.whole("num_experts_per_tok")
     if active > count:
         raise ValueError(f"config.json: num_experts_per_tok is {active} and must be at most {count}")
@@ -56,7 +56,7 @@ def visited(config: Config, count: int) -> int:
 
 
 def dense_layers(config: Config) -> set[int]:
-    """Return the indices of the layers of a Qwen mixture of experts that have an MLP instead of experts."""
+    """Return the indices of the layers with an MLP instead of experts, in a Qwen mixture of experts."""
     step = config.whole("decoder_sparse_step", 1)
     named = config.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):

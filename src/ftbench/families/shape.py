@@ -10,8 +10,8 @@ from ftbench.core import pipeline
 from ftbench.families.vision import VisionShape
 
 MXFP4_BITS = 4 + 8 / 32  # bits per value: 4, and a scale of 8 bits for each 32 values (OCP Microscaling 1.0)
-# plain: the weight multiplies the normalized input in the dtype of the input. float: it multiplies in float32. centred:
-# a LayerNorm in float32 that Python code computes, so its centered input is saved twice.
+# plain: the weight multiplies the normalized input in the dtype of the input. float: the weight multiplies in float32.
+# centred: a LayerNorm in Python code and float32, which saves its centered input twice.
 NormKind = Literal["plain", "float", "centred"]
 # softmax: float32 probabilities of all experts. chosen: probabilities of the chosen experts only.
 RouterKind = Literal["softmax", "chosen"]
@@ -20,9 +20,9 @@ PARTS = ("embedding", "attention", "mlp", "experts", "router", "norm", "head")
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One `nn.Linear` of a decoder layer, named by the last part of its name.
+    """One `nn.Linear` of a decoder layer. `name` is the last part of its module name, such as `q_proj`.
 
-    `reads` names its input. Layers with the same input share its saved copy."""
+    `reads` names the input. Linear layers with the same input share one saved tensor."""
 
     name: str
     inputs: int
@@ -38,10 +38,9 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm of `width` elements per token. Each of its `groups` (heads) is normalized separately, with the same
-    weight.
+    """A norm of `width` elements per token. Each of the `groups` (heads) is normalized separately with the same weight.
 
-    `position` names its input: the residual stream, each `head` of a product's output, or (`after`) the output of
+    `position` names the input: the residual `stream`, queries or keys of each `head`, or (`after`) the output of
     attention or MLP."""
 
     width: int
@@ -55,11 +54,11 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Fused experts: `count` experts with gated products of width `inner`. Each token uses `active` of them.
+    """Fused experts of a layer: `count` experts, each a gated MLP of width `inner`. Each token uses `active` experts.
 
-    `clamped` means that they have gpt_oss's gate function. With `float_weights`, routing weights multiply the outputs
-    in float32. `biases` counts the biases of one expert, and `router_biases` those of the router.
-    """
+    `clamped` means that the experts have gpt_oss's gate function. With `float_weights`, routing weights multiply the
+    outputs in float32. `biases` is the number of biases of one expert, and `router_biases` the number of biases of the
+    router."""
 
     count: int
     active: int
@@ -75,9 +74,9 @@ class Experts:
 class Layer:
     """One decoder layer.
 
-    `inner` is the width of its gated MLP, or 0. `fused_values` is the width of a product that contains queries, keys
-    and values. The product stays in memory because attention saves the values. `others` counts the parameters of
-    attention outside linear layers (sinks)."""
+    `inner` is the width of the gated MLP, or 0. `fused_values` is the width of a tensor that contains queries, keys and
+    values. This tensor stays in memory because attention saves the values. `others` counts the parameters of attention
+    outside linear layers (sinks)."""
 
     hidden: int
     heads: int
@@ -131,17 +130,17 @@ class Layer:
         return 3 * self.hidden * self.experts.inner * self.experts.count if self.experts else 0
 
     def reached(self, targets: frozenset[str]) -> tuple[Linear, ...]:
-        """Return the linear layers with a name in `targets`, which get adapters."""
+        """Return the linear layers with a name in `targets`. These layers get adapters."""
         return tuple(each for each in self.linears if each.name in targets)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
-    """A decoder with its `layers` in order. Objects are compared by identity.
+    """The shape of a decoder with its `layers` in order. Objects are compared by identity.
 
-    `vocab` is the size of the vocabulary. Embedding and head may share a weight (`tied`). `vision` is the image
-    encoder. With `softcap`, logits are limited by a tanh. If GPUs split the head, it has `head_parts` parts. `words` is
-    the size of the embedding if the head has another size, as in the stages of a pipeline."""
+    `vocab` is the size of the vocabulary. `tied` means that embedding and LM head share a weight. `vision` is the image
+    encoder. With `softcap`, a tanh limits the logits. `head_parts` is the number of GPUs that split the head. `words`
+    is the number of embedding parameters. None means `vocab * hidden`; pipeline stages may have another number."""
 
     family: str
     hidden: int
@@ -155,22 +154,22 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> tuple[tuple[Layer, int], ...]:
-        """The distinct layers, each with the number of its occurrences."""
+        """The distinct layers, each with the number of its occurrences: ((layer, number), ...)."""
         return tuple(Counter(self.layers).items())
 
     def summed(self, count: Callable[[Layer], int]) -> int:
-        """Return a sum over all layers."""
+        """Return the sum of `count(layer)` over all layers."""
         return sum(layers * count(layer) for layer, layers in self.kinds)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """For each layer, its index in `kinds`."""
+        """The index in `kinds` of each layer."""
         indices = {layer: index for index, (layer, _) in enumerate(self.kinds)}
         return tuple(indices[layer] for layer in self.layers)
 
     @cached_property
     def parameters(self) -> dict[str, int]:
-        """The number of parameters of each part of the model. A tied head counts as 0."""
+        """The number of parameters of each part of the model. A head that shares the embedding's weight counts as 0."""
         words = self.vocab * self.hidden if self.words is None else self.words
         head = self.vocab * self.hidden // self.head_parts
         parts = {part: sum(layer.parameters[part] * count for layer, count in self.kinds) for part in PARTS[1:6]}
@@ -183,7 +182,7 @@ class ModelShape:
 
     @cached_property
     def linear_names(self) -> frozenset[str]:
-        """The names of the linear layers, which a method's targets are compared with."""
+        """The names of all linear layers, such as `q_proj`. The targets of LoRA select from these names."""
         return frozenset(linear.name for layer, _ in self.kinds for linear in layer.linears)
 
     @cached_property
@@ -196,7 +195,7 @@ class ModelShape:
 
     @cached_property
     def linear_parameters(self) -> int:
-        """The number of parameters that 4-bit methods quantize: linear layers without biases and fused experts."""
+        """The number of parameters that 4-bit methods quantize: matrices of linear layers, without fused experts."""
         return self.summed(lambda layer: sum(linear.inputs * linear.outputs for linear in layer.linears))
 
     @cached_property
@@ -210,14 +209,14 @@ class ModelShape:
 
     @cached_property
     def costs(self) -> list[int]:
-        """The number of parameters that multiply a token: one value for each layer, then one for the head."""
+        """The number of parameters that one token uses: one value for each layer, then one value for the LM head."""
         sizes = (sum(layer.parameters.values()) for layer in self.layers)
         idle = (layer.expert_matrices * (each.count - each.active) // each.count if (each := layer.experts) else 0
                 for layer in self.layers)  # fmt: skip
         return [*(size - unused for size, unused in zip(sizes, idle, strict=True)), self.vocab * self.hidden]
 
     def split(self, stages: int) -> tuple[int, ...]:
-        """Return the number of layers of each stage, so that all stages take about the same time."""
+        """Return the number of layers of each pipeline stage. All stages take about the same time."""
         words = self.vocab * self.hidden
         sizes = [words, *(sum(layer.parameters.values()) for layer in self.layers), words]
         return pipeline.balanced(self.costs, sizes, stages)
@@ -225,7 +224,7 @@ class ModelShape:
     def weight_bytes(self, width: float, mxfp4: bool = False) -> float:
         """Return the bytes of all weights if a weight takes `width` bytes.
 
-        With `mxfp4`, the experts' matrices take 4.25 bits per value, as in the published gpt-oss. Biases do not
-        change."""
+        With `mxfp4`, the experts' matrices take 4.25 bits per value, as in the published gpt-oss. Biases keep their
+        size."""
         packed = self.expert_matrices if mxfp4 else 0
         return (self.total - packed) * width + packed * MXFP4_BITS / 8

@@ -1,4 +1,4 @@
-"""Describe the image encoder and projector of a model, and compute the number of tokens of an image."""
+"""Describe the image encoder and the projector of a model, and compute the number of tokens of an image."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _QWEN_DEFAULTS = {"temporal_patch_size": 2, "spatial_merge_size": 2}
 
 @dataclass(frozen=True, slots=True)
 class ImageSize:
-    """The tokens and patches of an image.
+    """The numbers of tokens, tiles and patches of an image, or of several images.
 
-    The language model gets `tokens`, and the encoder gets `patches` (with class tokens). The image is split into
+    The language model gets `tokens`, and the encoder gets `patches` (including class tokens). The image is split into
     `tiles`. A patch attends only to patches of the same tile."""
 
     tokens: int
@@ -39,12 +39,12 @@ NOTHING = ImageSize(0, 0, 0)
 class VisionShape:
     """The shape of image encoder and projector. Sizes are numbers of elements.
 
-    `patch` is the side of a patch in pixels. `merge` patches in each direction become one token. `tile` is the side of
-    a tile in pixels, and `pinpoints` are the sizes (height, width) to which an image is scaled before tiling. Without
-    tiles an image is scaled to between `pixels[0]` and `pixels[1]` pixels. `windows` is the number of patches that a
-    patch attends to in each layer; None is the full image. `values` is the number of values in a patch. `matrices` are
-    inputs and outputs of a layer's matrices, `merging` inputs and outputs of the projector's matrices per token. A
-    layer's MLP keeps `activations` tensors of width `inner`. `deep` decoder layers also get image features."""
+    `patch` is the side of a patch in pixels. `merge * merge` patches become one token. `tile` is the side of a tile in
+    pixels. Before tiling, an image is scaled to one of the sizes `pinpoints` (height, width). Without tiles, an image
+    is scaled to between `pixels[0]` and `pixels[1]` pixels. `windows` is the number of patches that a patch attends to
+    in each layer; None is the full image. `values` is the number of values in a patch. `matrices` are (inputs, outputs)
+    of the matrices in a layer, and `merging` of the matrices in the projector. The MLP of a layer saves `activations`
+    tensors of width `inner`. `deep` decoder layers also get image features."""
 
     family: str
     layers: int
@@ -70,8 +70,7 @@ class VisionShape:
         return self.encoder + self.projector
 
     def size(self, height: int, width: int) -> ImageSize:
-        """Return the tokens, patches and tiles of an image, given its size in pixels. Raise ValueError if no
-        processor accepts it."""
+        """Return the tokens, tiles and patches of an image. Raise ValueError for an extreme aspect ratio."""
         if self.tile:
             return self._tiled(height, width)
         if max(height, width) > MOST_ELONGATED * min(height, width):
@@ -80,10 +79,10 @@ class VisionShape:
         return ImageSize(rows * columns // self.merge**2, 1, rows * columns)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return the number of rows and of columns of patches, for an image without tiles.
+        """Return (rows, columns) of the patches of an image without tiles.
 
-        The sides are rounded to full tokens. If there are too many or too few pixels, the image is scaled (Qwen2-VL,
-        arXiv 2409.12191, section 2.1)."""
+        The sides are rounded to full tokens. An image with too many or too few pixels is scaled (Qwen2-VL, arXiv
+        2409.12191, section 2.1)."""
         unit, (fewest, most) = self.patch * self.merge, self.pixels
         rows, columns = round(height / unit), round(width / unit)
         pixels = rows * columns * unit**2
@@ -97,9 +96,9 @@ class VisionShape:
         return rows * self.merge, columns * self.merge
 
     def _tiled(self, height: int, width: int) -> ImageSize:
-        """Return the number of tokens of an image: one tile for the full image, and the tiles of its parts.
+        """Return the tokens, tiles and patches of an image: one tile for the full image, and the tiles of its parts.
 
-        Padding is removed, and each row ends with a token (LLaVA-NeXT, llava-vl.github.io, 2024-01-30)."""
+        Padding is removed, and each row ends with an extra token (LLaVA-NeXT, llava-vl.github.io, 2024-01-30)."""
         side = self.tile // self.patch
         high, wide = self.pinpoint(height, width)
         rows, columns = high // self.patch, wide // self.patch
@@ -111,8 +110,9 @@ class VisionShape:
         return ImageSize(side**2 + rows * (columns + 1), tiles, tiles * (side**2 + 1))
 
     def pinpoint(self, height: int, width: int) -> tuple[int, int]:
-        """Return the tile size (pinpoint) that keeps most pixels of an image. If several keep equally many, return the
-        one with the least padding."""
+        """Return the size (height, width) in `pinpoints` that keeps the most pixels of an image.
+
+        Among equal sizes, return the size with the least padding."""
 
         def kept(size: tuple[int, int]) -> tuple[int, int]:
             scale = min(size[0] / height, size[1] / width)
@@ -123,12 +123,12 @@ class VisionShape:
 
 
 def describe(family: str, config: dict[str, Any]) -> VisionShape:
-    """Return the encoder and projector of a config.json. Raise ValueError for an invalid value."""
+    """Return the image encoder and projector of a config.json. Raise ValueError for an invalid value."""
     return (_qwen if "depth" in config["vision_config"] else _clip)(family, config)
 
 
 def _clip(family: str, config: dict[str, Any]) -> VisionShape:
-    """Describe transformers' CLIPVisionModel, and LlavaNextMultiModalProjector, which has two linear layers."""
+    """Return the shape of CLIPVisionModel and LlavaNextMultiModalProjector (transformers)."""
     vision = Config(config["vision_config"], _CLIP_DEFAULTS)
     hidden, layers, inner = (vision.whole(key) for key in ("hidden_size", "num_hidden_layers", "intermediate_size"))
     patch, tile = vision.whole("patch_size"), vision.whole("image_size")
@@ -146,10 +146,10 @@ def _clip(family: str, config: dict[str, Any]) -> VisionShape:
 
 
 def _qwen(family: str, config: dict[str, Any]) -> VisionShape:
-    """Describe Qwen's encoder, which takes any number of patches, and its projector, which merges patches.
+    """Return the shape of Qwen's image encoder, which takes any number of patches, and of its projector.
 
-    qwen3_vl has a further projector for each decoder layer that gets features (transformers' Qwen2_5_VisionTransformer,
-    Qwen3VLVisionModel)."""
+    The projector merges patches. qwen3_vl has a further projector for each decoder layer that gets image features
+    (transformers, Qwen2_5_VisionTransformer and Qwen3VLVisionModel)."""
     vision = Config(config["vision_config"], _QWEN_DEFAULTS)
     hidden, layers, inner = vision.whole("hidden_size"), vision.whole("depth"), vision.whole("intermediate_size")
     patch, merge, out = vision.whole("patch_size"), vision.whole("spatial_merge_size"), vision.whole("out_hidden_size")

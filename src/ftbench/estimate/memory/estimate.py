@@ -28,10 +28,10 @@ VERDICTS: tuple[Verdict, ...] = ("fits", "uncertain", "does not fit")
 # was fitted to runs (docs/evidence/memory-estimates.md).
 SHARDED_SPREAD = 0.15  # upper half of the range, for strategies without a measured run
 SHARDED_BELOW = 0.1  # lower half of this range
-ROUGH_SPREAD = 0.2  # for specs for which `is_rough` is true
+ROUGH_SPREAD = 0.2  # for specs with large errors (`is_rough`)
 UNSEEN_SPREAD = 0.055  # for settings without a committed run, or not fully understood (see `_spread`)
 MEASURED = {"gpt_oss", "llama", "llava_next", "qwen2", "qwen3", "qwen3_moe"}  # families whose memory was measured
-VARYING_MOST = 0.5  # if batch shapes vary, the pool may be larger by this share of the activations
+VARYING_MOST = 0.5  # with varying batch shapes, the pool may be larger by this share of the activations
 CONTEXT_LEAST = 0.4  # GiB of a CUDA context on a small GPU, without the memory that the driver reserves for itself
 CONTEXT_MORE = 0.2  # GiB by which a context may exceed the median of the runs, because kernels are loaded on first use
 NCCL, NCCL_MORE = 0.5, 1.0  # expected GiB of NCCL's buffers outside the allocator, and GiB that may be added to it

@@ -18,7 +18,7 @@ from ftbench.spec.methods import METHODS
 from ftbench.spec.optimizations import Optimizations
 from ftbench.spec.optimizations.compute import KERNEL_FAMILIES
 
-ADAPTERS = ("lora", "qlora", "unsloth")  # methods that train the same matrices; `full` trains other ones
+ADAPTERS = ("lora", "qlora", "unsloth")  # methods that train adapters; `full` trains all weights
 _SHARED = {"rank", "alpha", "dropout", "targets", "experts", "vision", "projector"}
 _UNSLOTH = tuple((bits, again) for bits in (False, True) for again in ("off", "unsloth"))
 
@@ -61,7 +61,7 @@ def ways(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> Itera
     seen, known = set(), shape_of(spec.model).family in KERNEL_FAMILIES
     own = [spec] if spec.method.name in methods else []
     for candidate in (*own, *_recipes(spec, methods, equal_lengths), *_combined(spec, methods, equal_lengths)):
-        if spec.objective.name != "sft":  # only supervised training uses these losses
+        if spec.objective.name != "sft":  # only supervised fine-tuning supports these losses
             on = candidate.optimizations.model_copy(update={"chunked_loss": False, "liger": False})
             candidate = candidate.model_copy(update={"optimizations": on})
         key = (candidate.method, candidate.optimizations, candidate.train)
@@ -112,7 +112,7 @@ def _combined(spec: Experiment, methods: Sequence[str], equal_lengths: bool) -> 
                 for layout in ({},) if equal_lengths else layouts[: 2 if method == "unsloth" else None]:
                     on = Optimizations.model_validate({**switches, **layout, **_for_images(spec)})
                     yield (made := spec.model_copy(update={"method": chosen, "optimizations": on}))
-                    if method == "full" and spec.train.optimizer == "adamw_torch":  # fused: same update in one pass
+                    if method == "full" and spec.train.optimizer == "adamw_torch":  # fused AdamW: the same update
                         fused = spec.train.model_copy(update={"optimizer": "adamw_torch_fused"})
                         yield made.model_copy(update={"train": fused})
 

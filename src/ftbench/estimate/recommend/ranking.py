@@ -23,7 +23,7 @@ from ftbench.spec.prices import Amount, Prices, amount
 
 Objective = Literal["speed", "cost", "energy", "memory"]
 OBJECTIVES = get_args(Objective)
-PACKED = 0.1  # with packing, the samples of a step may differ from the effective batch by this share
+PACKED = 0.1  # with packing, the samples per step may differ from the effective batch by this share
 NO_ROWS = "no number of packed rows holds as many samples as a step has (--effective-batch)"
 
 
@@ -162,7 +162,7 @@ def _fitting_batches(
 
     `effective` is the number of rows per step on each data-parallel rank. The batch sizes divide `effective`. If
     `effective` is None, return the largest batch size that fits, and all smaller powers of two."""
-    most = max(1, math.ceil(goal.samples / sharding_of(smallest.launch).data))  # the first step has a full batch
+    most = max(1, math.ceil(goal.samples / sharding_of(smallest.launch).data))  # at least one step has a full batch
     unit = smallest.launch.micro_batches or 1
     if effective is None:
         largest = memory_cache.largest_batch(smallest, gpu, most=most) or 0

@@ -37,7 +37,7 @@ from ftbench.spec.prices import Prices, load_prices
 from ftbench.store import machine
 
 MOST_BATCH, MOST_GPUS = 65_536, 64
-ANY = "any"  # a value of --effective-batch
+ANY = "any"  # value of --effective-batch that allows any number of samples per step
 _USUAL_BATCH = 16  # samples per step if the user gave a model and no spec
 
 

@@ -1,7 +1,7 @@
-"""Estimate the communication between the GPUs of a run, and the time for which GPUs wait for it.
+"""Estimate the communication between the GPUs of a run, and the time for which GPUs wait.
 
-The formulas count the bytes that one GPU sends in a ring of n GPUs. For a tensor of S bytes, an all-reduce sends
-2 S (n - 1) / n bytes. An all-gather or a reduce-scatter sends S (n - 1) / n bytes (nccl-tests, PERFORMANCE.md)."""
+The formulas count the bytes that one GPU sends in a ring of n GPUs, for a tensor of S bytes. An all-reduce sends
+`2 * S * (n - 1) / n` bytes. An all-gather or reduce-scatter sends half as many (nccl-tests, PERFORMANCE.md)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ftbench.spec.experiment import Experiment
 
 COMMUNICATION, OFFLOADED, BUBBLE = "communication", "offloaded", "bubble"  # the names of the terms
 HALF, FLOAT = 2, 4  # bytes per element: 2 for gathered weights and activations, 4 for weights that FSDP trains
-DDP_BUCKET = 25 * 2**20  # bytes of gradients per all-reduce (torch, bucket_cap_mb); the last one does not overlap
+DDP_BUCKET = 25 * 2**20  # bytes of gradients per all-reduce (torch, bucket_cap_mb); the last bucket does not overlap
 CALL_S = 20e-6  # seconds per collective
 # Share of the GPU's time in which communication can overlap. DDP sends only in the backward pass, which takes two
 # thirds of the time. FSDP and ZeRO-3 fetch the next layer during computation.
 _HIDES = {"ddp": 0.6}
 _HIDES_GATHERED = 0.85
-# NCCL's kernels slow down concurrent work, and all GPUs wait for the slowest. With both values, LoRA under DDP on two
-# GPUs has the efficiency of 96 % that Exxact published (RTX PRO 6000, 2025).
+# NCCL's kernels slow down concurrent work by the first share. The second share is the wait for the slowest GPU. With
+# these shares, LoRA with DDP on two GPUs has the efficiency that Exxact published (96 %, RTX PRO 6000, 2025).
 _CONCURRENT, _SLOWEST = 0.15, 0.03
 _HOST_BYTES, _HOST_RATE = 28, 40e9  # memory traffic of AdamW on the CPU: bytes per parameter, bytes per second
 
@@ -53,7 +53,7 @@ class Traffic:
 def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> Traffic:
     """Return the communication of one GPU in an optimizer step.
 
-    `shape` and `batches` are this GPU's parts of the model and of the batch."""
+    `shape` and `batches` describe the part of the model and the part of the batch on this GPU."""
     sharding = sharding_of(spec.launch)
     if sharding.gpus == 1:
         return Traffic()
@@ -74,7 +74,7 @@ def traffic(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -
 
 
 def _of_states(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape, passes: int) -> Traffic:
-    """Return the communication for gradients and for gathered weights."""
+    """Return the communication of DDP, FSDP or ZeRO: gradients, and gathered weights."""
     ring, states = (sharding.holders - 1) / sharding.holders, sharding.states
     if states == "none":
         return Traffic()
@@ -96,7 +96,7 @@ def _copied(sharding: Sharding, plan: TrainingPlan, shape: TrainableShape) -> fl
     """Return the bytes that FSDP2 moves to fill and empty its communication buffers (_fsdp_collectives.py).
 
     In the forward and in the backward pass, FSDP2 casts each shard into the send buffer, and copies each unit out of
-    the receive buffer. It also copies gradients into the send buffer, and casts received gradients."""
+    the receive buffer. FSDP2 also copies gradients into the send buffer, and casts received gradients."""
     count, trained, part = shape.model.weight_bytes(HALF) / HALF, shape.trained, 1 / sharding.holders
     kept = FLOAT if plan.in_32_bits else plan.weight
     gathered = count * (part * (kept + HALF) + 2 * HALF)
@@ -112,9 +112,9 @@ def _offloaded(sharding: Sharding, shape: TrainableShape, passes: int) -> Traffi
 
 
 def _of_stages(sharding: Sharding, shape: TrainableShape, positions: float, passes: int) -> Traffic:
-    """Return the communication of a pipeline stage. It sends hidden states forward and their gradients back.
+    """Return the communication of a pipeline stage, which sends hidden states forward and their gradients back.
 
-    Sending overlaps with computation, except for the first and last micro-batches of a pass."""
+    Transfers overlap with computation, except for the first and last micro-batches of a pass."""
     sent = 2 * pipeline.parts(sharding.schedule) * positions * shape.model.hidden * HALF
     waited = sent * min(1.0, (sharding.pipeline - 1) / sharding.micro)
     return Traffic(sent - waited, waited, 2 * passes * (sharding.pipeline - 1))
@@ -130,7 +130,7 @@ def exposed_seconds(
         sharding: How the GPUs share the work.
         limits: The rates of the links and the memory of this GPU.
         device_s: Seconds per step in which this GPU computes.
-        copying: Measured time of eager copies, divided by their time at full memory bandwidth."""
+        copying: `measured time / ideal time` of eager copies. The ideal time uses the full memory bandwidth."""
     if sharding.gpus == 1:
         return 0.0
     hidden, room = sent.hidden / limits.network, _HIDES.get(sharding.states, _HIDES_GATHERED) * device_s

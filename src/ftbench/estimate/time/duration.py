@@ -1,6 +1,7 @@
-"""Estimate how long a spec trains on a GPU and how much power it draws.
+"""Estimate the training time and the power of a spec on a GPU.
 
-If there are runs of the same step, the estimate uses their time. Otherwise it uses formulas and the GPU's ceilings."""
+With earlier runs of the same step, the estimate uses their time. Otherwise, formulas and the GPU's highest rates give
+the time."""
 
 import math
 import statistics
@@ -63,9 +64,9 @@ class DurationEstimate:
 
     A step has `samples` samples and `tokens` real tokens. `padding` is the share of padding in all tokens. `start_s` is
     the time until the first steady step, and `first_s` the additional time of the first step, both in seconds. `watts`
-    is the power of one GPU. `parts` are the terms of the step in seconds. `exposed_s` are the seconds per step in which
-    a GPU waits for other GPUs. `bound` is what limits the speed: `GPU`, `host` (the GPU waits for Python) or `images`
-    (it waits for image processing). `basis` is MEASURED, FORMULA or SHEET, and `confidence` explains it."""
+    is the power of one GPU. `parts` are the seconds of each kind of work. `exposed_s` are the seconds per step in which
+    a GPU waits for other GPUs. `bound` is the bottleneck: `GPU`, `host` (Python) or `images` (image processing).
+    `basis` is MEASURED, FORMULA or SHEET, and `confidence` explains the basis."""
 
     step_s: Band
     samples: float
@@ -85,28 +86,28 @@ class DurationEstimate:
     exposed_s: float = 0.0
 
     def seconds_for(self, samples: float) -> Band:
-        """Return the wall time in seconds for this number of samples, including the start."""
+        """Return the wall time in seconds for this number of samples, including the start of the run."""
         steps, step = samples / self.samples, self.step_s
         return Band(*(self.start_s + steps * each for each in (step.low, step.expected, step.high)))
 
     def training_s(self, samples: float) -> Band:
-        """Return the seconds of the training loop for this number of samples. Loading is not included."""
+        """Return the time of the training loop for this number of samples in seconds, without imports and loading."""
         steps, step = math.ceil(samples / self.samples), self.step_s
         return Band(*(self.first_s + steps * each for each in (step.low, step.expected, step.high)))
 
     def samples_in(self, seconds: float) -> Band:
-        """Return the number of samples that are trained in this time. The time includes the start."""
+        """Return the number of samples that a run trains in this time. The time includes the start of the run."""
         left, step = self.samples * max(0.0, seconds - self.start_s), self.step_s
         return Band(left / step.high, left / step.expected, left / step.low)
 
     @property
     def tokens_per_s(self) -> float:
-        """Real tokens per second."""
+        """Real tokens per second on all GPUs."""
         return self.tokens / self.step_s.expected
 
     @property
     def mean_tokens(self) -> float:
-        """The mean length of a sample."""
+        """The mean length of a sample in tokens."""
         return self.tokens / self.samples
 
     @property
@@ -130,7 +131,7 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
         history: The earlier runs and probes to use.
 
     Raises:
-        SpecError: The shape of the model or the rate of its precision is not known."""
+        SpecError: The model, or the GPU's rate in the precision of the spec, is not known."""
     history = history or RunHistory()
     spec = resolve(spec, capability_of(gpu))
     check_modelled(spec)
@@ -172,7 +173,7 @@ def estimate_duration(spec: Experiment, gpu: Gpu, history: RunHistory | None = N
 
 
 def _spread(spec: Experiment, basis: str, host_bound: bool, unlike: bool) -> float:
-    """Return the factor between the expected time and the ends of its range."""
+    """Return the factor of the time range, which is from `expected / factor` to `expected * factor`."""
     if basis == MEASURED:
         return MEASURED_SPREAD
     spread = float(read_facts("durations.yaml")["spread"]["host" if host_bound else "GPU"])
@@ -185,9 +186,9 @@ def _spread(spec: Experiment, basis: str, host_bound: bool, unlike: bool) -> flo
 
 
 def _flushes(spec: Experiment, gpu: Gpu, shape: TrainableShape) -> float:
-    """Return the seconds per step in which the allocator frees its cache. This happens if the GPU's memory is full.
+    """Return the seconds per step in which torch's allocator frees its cache, because the GPU's memory is full.
 
-    The allocator then frees cached blocks of activations to get memory for the optimizer's temporary tensors."""
+    The allocator frees cached blocks of activations to get memory for the optimizer's temporary tensors."""
     if spec.method.name != "full":
         return 0.0
     part = share(sharding_of(spec.launch))
@@ -226,7 +227,7 @@ def _start(spec: Experiment, shape: TrainableShape, same: Sequence[TimedRun]) ->
 
 
 def _watts(gpu: Gpu, same: Sequence[TimedRun], step: Step, offloaded: float) -> tuple[Band, str]:
-    """Return the mean power of steady steps in watts, and its source.
+    """Return the mean power of one GPU during steady steps in watts, and the source of the value.
 
     `offloaded` are the seconds per step in which the GPU waits for the host's memory."""
     share = _WAITING + _WORKING * min(1.0, step.device / (step.seconds + offloaded))
@@ -241,9 +242,9 @@ def _watts(gpu: Gpu, same: Sequence[TimedRun], step: Step, offloaded: float) -> 
 
 
 def epochs_samples(spec: Experiment, per_step: float) -> float | None:
-    """Return the number of samples that a spec trains in total. `per_step` is the number per optimizer step.
+    """Return the number of samples that a spec trains in total, or None if the data set's size is unknown.
 
-    With packed rows, `per_step` is larger than the batch size. Return None if the data set's size is not known."""
+    `per_step` is the number of samples per optimizer step. With packed rows, `per_step` exceeds the batch size."""
     if spec.train.max_steps is not None:
         return spec.train.max_steps * per_step
     samples = spec.dataset.samples

@@ -1,4 +1,4 @@
-"""Read the step times of earlier runs. Estimates of the same step on the same GPU use them."""
+"""Read the step times of earlier runs. Estimates use the times of runs with the same step on the same GPU."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ftbench.spec.experiment import Experiment
 from ftbench.store import rundir
 from ftbench.store.rundir import RunDir
 
-# All settings that change the time of a step. Names, seeds, learning rates and the number of steps do not change it.
+# All settings that change the step time. Names, seeds, learning rates and the number of steps are not included.
 StepKey = tuple[Any, ...]
 SAME_WATTS = 0.02  # relative difference of two power limits that count as the same
-AGREE = 0.05  # with only two to four steady steps, the largest coefficient of variation of their times
+AGREE = 0.05  # largest coefficient of variation of the step times, for runs with two to four steady steps
 MOST_RUNS = 500  # reading this many runs takes at most a second
 # Phases before the first steady step that every run has. Other phases are rare: a machine creates random weights only
 # once, and a run waits for its GPU only if other runs use this GPU.
@@ -35,12 +35,12 @@ _STARTING = ("import", "prepare_data", "load", "setup", "train_other", "first_st
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """A successful run with its step time. `gpu` is the GPU's name in the table, `limit_w` its power limit in watts.
+    """A successful run with its step time. `gpu` is a name in the GPU table, and `limit_w` the power limit in watts.
 
-    `step_s` is the mean time of a steady step in seconds, and `tokens` is the mean number of its real tokens. `start_s`
-    is the time before the first steady step in seconds, and `watts` is the mean power of one GPU. `described` is the
-    `dataset` section of summary.json. `invalid` is the reason why its speed is not valid, for example `contended
-    run`."""
+    `step_s` is the mean time of a steady step in seconds. `tokens` is the mean number of real tokens per step.
+    `start_s` is the time before the first steady step in seconds. `watts` is the mean power of one GPU. `described` is
+    the `dataset` section of summary.json. If the speed is not valid, `invalid` is the reason, for example
+    `contended run`."""
 
     run_id: str
     spec: Experiment
@@ -57,7 +57,7 @@ class TimedRun:
 
 
 class RunHistory:
-    """The runs of the results folder `path` whose speed is valid. `invalid` counts the other runs per GPU and reason.
+    """The runs in the results folder `path` with a valid speed. `invalid` counts the other runs by GPU and reason.
 
     The folder may also contain probes. By default, the `coefficients` of the time model come from
     facts/durations.yaml."""
@@ -74,7 +74,7 @@ class RunHistory:
 
     @classmethod
     def read(cls, path: Path, spec: Experiment | None = None, gpus: Iterable[str] = ()) -> RunHistory:
-        """Return the history of a folder. It is empty if the folder is missing. Raise SpecError if `path` is a file.
+        """Return the history of a folder. A missing folder gives an empty history. Raise SpecError if `path` is a file.
 
         With `spec`, read only runs of the same model on `gpus`, and runs on the same data."""
         if path.exists() and not path.is_dir():
@@ -89,12 +89,12 @@ class RunHistory:
         return cls(path, timed_runs([path], wanted) if path.is_dir() else ())
 
     def same_step(self, spec: Experiment, gpu: Gpu) -> list[TimedRun]:
-        """Return the runs on this kind of GPU that have exactly the step of `spec`. `spec` must be resolved."""
+        """Return the runs on this kind of GPU with exactly the same optimizer step. `spec` must be resolved."""
         alike = self._by_step.get((gpu.name, *step_key(spec)), []) if self.runs else []
         return [run for run in alike if abs((run.limit_w or gpu.watts) / gpu.watts - 1) < SAME_WATTS]
 
     def lengths(self, spec: Experiment) -> Lengths:
-        """Return the sample lengths of a spec. They come from runs on the same data if there are any."""
+        """Return the sample lengths of a spec. Runs on the same data are the preferred source."""
         key = (spec.dataset, spec.model, spec.optimizations.image_size, spec.objective.name)
         if key not in self._lengths:
             recorded = ((run.spec.dataset, run.described) for run in self.runs
@@ -110,7 +110,7 @@ class RunHistory:
         return self._lengths[key]
 
     def with_sample_count(self, spec: Experiment) -> Experiment:
-        """Return the spec with dataset.samples set. The default is the rows of the file minus dataset.eval_samples."""
+        """Return the spec with `dataset.samples` set. The default is `rows of the file - dataset.eval_samples`."""
         data = spec.dataset
         rows = self.lengths(spec).rows if data.samples is None else None
         if rows is None:
@@ -119,7 +119,7 @@ class RunHistory:
         return spec.model_copy(update={"dataset": data.model_copy(update={"samples": samples})})
 
     def work(self, spec: Experiment, batches: Sequence[Batch]) -> tuple[TrainableShape, StepWork]:
-        """Return the trainable shape of the model, and the work of a step. Neither depends on the kind of GPU."""
+        """Return the trainable shape of the model, and the work of a step. The kind of GPU does not matter."""
         key = step_key(spec)
         if key not in self._work:
             shape = trainable_shape(spec)
@@ -128,7 +128,7 @@ class RunHistory:
 
 
 def step_key(spec: Experiment) -> StepKey:
-    """Return a key that is equal for specs whose steps take the same time on the same GPU."""
+    """Return the settings that determine the step time. Specs with equal keys take the same time on the same GPU."""
     model, data, train, launch = spec.model, spec.dataset, spec.train, spec.launch
     return (
         (model.id, model.path, model.dtype),
@@ -143,10 +143,10 @@ def step_key(spec: Experiment) -> StepKey:
 
 
 def recorded_spec(run: RunDir) -> Experiment | None:
-    """Return the spec of a run if estimates can learn from it, or None.
+    """Return the spec of a run, or None if estimates must ignore the run.
 
     Estimates ignore imported logs, mock runs, runs on shared GPUs, specs of incompatible versions, and steps without a
-    formula. They also ignore runs of older code that computed the logits of a chunked loss twice."""
+    formula. Estimates also ignore runs of older code that computed the logits of a chunked loss twice."""
     values = rundir.read_json(run.spec_json)
     if "imported" in values or values.get("measure", {}).get("share_gpu"):
         return None
@@ -159,13 +159,13 @@ def recorded_spec(run: RunDir) -> Experiment | None:
     if spec.launch.mock != "off" or (on.chunked_loss and logits_twice(run)):
         return None
     padded = concatenates(spec) and not (on.packing or on.padding_free)
-    if padded and b'"batches": "padding-free"' not in _applied(run):  # older ftbench padded them
+    if padded and b'"batches": "padding-free"' not in _applied(run):  # older ftbench padded these batches
         spec = spec.model_copy(update={"method": spec.method.model_copy(update={"padded": True})})
     return spec
 
 
 def _applied(run: RunDir) -> bytes:
-    """Return the bytes of applied.json without parsing them, because parsing takes ten times as long."""
+    """Return the content of a run's applied.json as bytes. Parsing the file would take ten times longer."""
     with suppress(OSError, ValueError):
         return rundir.read_bytes(run.applied)
     return b""
@@ -177,7 +177,7 @@ def logits_twice(run: RunDir) -> bool:
 
 
 def is_outdated(run: RunDir, spec: Experiment) -> bool:
-    """Return whether a run used older code for ZeRO-3 with checkpointing, which did not prefetch weights."""
+    """Return whether a run used older code for ZeRO-3 with gradient checkpointing, which did not prefetch weights."""
     late = spec.launch.strategy == "zero3" and spec.optimizations.gradient_checkpointing
     return bool(late) and b'"fetched_ahead"' not in _applied(run)
 
@@ -185,7 +185,7 @@ def is_outdated(run: RunDir, spec: Experiment) -> bool:
 def timed_runs(
     paths: Iterable[Path], wanted: Callable[[dict[str, Any]], bool] = lambda summary: True
 ) -> list[TimedRun]:
-    """Return the timed runs in `paths` for whose summary `wanted` is true, each run ID once.
+    """Return the usable runs in `paths`, without duplicates. `wanted` selects runs by their summary.
 
     Only the newest MOST_RUNS runs are read."""
     runs = [run for path in paths for run in rundir.find_runs(path)]
@@ -199,9 +199,9 @@ def timed_runs(
 
 
 def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun | None:
-    """Return the timed run, or None if `wanted` is false for its summary or the run cannot be used.
+    """Return the run with its step time. Return None if `wanted` rejects its summary, or if the run is not usable.
 
-    Failed runs, short runs, runs without a GPU, mock runs, and runs of older code cannot be used."""
+    Failed runs, short runs, mock runs, runs without a GPU, and runs of older code are not usable."""
     summary = rundir.read_json(run.summary)  # the summary is read first, because it rejects most runs
     try:
         seconds = summary["step_time_s"].get("mean") or 0.0
@@ -223,7 +223,7 @@ def timed_run(run: RunDir, wanted: Callable[[dict[str, Any]], bool]) -> TimedRun
 
 
 def _invalid(run: RunDir, summary: dict[str, Any]) -> str:
-    """Return why the speed of a run is not valid (other processes, or diverged losses), or an empty text."""
+    """Return why the speed of a run is not valid: `contended run` or `diverged run`. A valid speed returns ""."""
     from ftbench.store.steps import has_nan
 
     if summary.get("contention", {}).get("contended"):
@@ -244,7 +244,7 @@ def is_steady(summary: dict[str, Any]) -> bool:
 
 
 def _mean_batch(summary: dict[str, Any], spec: Experiment, seconds: float) -> Batch:
-    """Return the mean micro-batch of one GPU in the steady window."""
+    """Return the mean micro-batch of one GPU, computed from the steady steps of a run."""
     sharding, rates = sharding_of(spec.launch), summary["tokens_per_s"]
     passes = spec.train.gradient_accumulation_steps * sharding.data * sharding.sequence
     positions, real, labels = (rates[kind] * seconds / passes for kind in ("padded", "real", "label"))

@@ -1,7 +1,7 @@
-"""Convert the work of a step to seconds: divide each term by the GPU's highest rate, and multiply it by a coefficient.
+"""Convert the work of a step to seconds: `coefficient * work / highest rate` for each kind of work.
 
-The highest rate is the term's ceiling. Ceilings come from a probe in the results folder, from published measurements,
-or from the data sheet. The coefficients were fitted to runs (facts/durations.yaml)."""
+The highest rates of a GPU are its ceilings. Ceilings come from a probe in the results folder, from published
+measurements, or from the data sheet. The coefficients were fitted to runs (facts/durations.yaml)."""
 
 import math
 from collections import defaultdict
@@ -17,20 +17,20 @@ from ftbench.estimate.time.work import StepWork
 from ftbench.facts import read_facts
 from ftbench.store import machine
 
-# Shares of the data sheet's rates that large products and memory copies reach. They are used if no similar GPU was
-# measured. 0.83 is the median of `gemm_bf16` over `bf16` in the GPU table. 0.9 is the usual published ratio of triad to
-# data sheet bandwidth.
+# Shares of the data sheet's rates that large matrix products and memory copies reach, for GPUs without measurements of
+# a similar GPU. 0.83 is the median of `gemm_bf16 / bf16` in the GPU table. 0.9 is the usual published ratio of triad
+# bandwidth to data sheet bandwidth.
 _PRODUCTS, _MEMORY = 0.83, 0.9
 # Share of a link's bandwidth that NCCL assumes (src/graph/topo.h): 20.6 of 25 GB/s per NVLink of an H100, 20 of 25 of
 # an A100, 24 of 31.5 for PCIe 4.0
 _NCCL_SHARE = 0.8
 _LINK_GBS = 50.0  # PCIe 5.0 x16, pinned memory: 63 GB/s by its data sheet
 _OLDER_LINK_GBS, _PCIE_5 = 25.0, (9, 0)  # PCIe 4.0 x16 of Ampere and Ada: 31.5 GB/s
-# With a lower power limit, a board has a lower clock and voltage. Its rate is proportional to the watts to the power of
-# this exponent. In the GPU table, the exponent is 0.47 between H100 PCIe and SXM5, and 0.49 between L4 and L40S.
+# A lower power limit lowers clock and voltage: rate = constant * watts ** exponent. In the GPU table, the exponent is
+# 0.47 between H100 PCIe and SXM5, and 0.49 between L4 and L40S.
 _POWER_EXPONENT = 0.5
-# With fewer watts per GB/s of bandwidth, memory traffic alone reaches the power limit of a board. The value is that of
-# an H200 (700 W, 4,800 GB/s). In its eager runs (results/h200), memory traffic takes half of a step, and the power is
+# With fewer watts per GB/s of bandwidth, memory traffic reaches the power limit of a board. The value is from an H200
+# (700 W, 4,800 GB/s). In eager runs on the H200 (results/h200), memory traffic takes half of a step, and the power is
 # 0.99 of the limit.
 _WATTS_PER_GBS = 700 / 4800
 # Pixel values that an image processor computes per second. On the host of an H200, a plain script with Pillow took 0.25
@@ -49,10 +49,11 @@ HOST_OPERATIONS_S = 1e5  # Python operations and kernel launches per second; a f
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Highest rates of a GPU in FLOP/s and bytes/s. The rate of 8-bit products is None if the GPU lacks them.
+    """The highest rates of a GPU in FLOP/s and bytes/s.
 
-    `link` is the rate of copies to the host, and `from_host` of copies from the host. `network` is the rate between two
-    GPUs of this kind, or 0 if it is not known. `source` is the source of `products`, the rate of 16-bit products."""
+    `products` is the rate of 16-bit matrix products, and `source` is its source. `products_fp8` is None without 8-bit
+    products. `link` is the rate of copies to the host, and `from_host` of copies from the host. `network` is the rate
+    between two GPUs of this kind, or 0 if unknown."""
 
     products: float
     products_fp8: float | None
@@ -67,9 +68,9 @@ class Ceilings:
 class Step:
     """The time of one optimizer step in seconds.
 
-    `device` is the time in which the GPU computes, and `host` the time in which Python works. For each micro-batch,
-    only the terms of the slower of the two count. `parts` are the times of these terms, and their sum is `seconds`.
-    `host_bound` means that Python is slower. `by_images` means that Python spends most of its time on images."""
+    The GPU computes for `device` seconds, and Python works for `host` seconds. For each micro-batch, the slower side
+    determines the time. `parts` are the seconds of each kind of work on the slower side, and `seconds` is the sum of
+    `parts`. `host_bound` means that Python is slower. `by_images` means that Python spends most time on images."""
 
     seconds: float
     device: float
@@ -83,7 +84,7 @@ class Step:
 def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilings:
     """Return the highest rates of a GPU. `precision` is bf16, fp16 or fp32, as in `train.precision`.
 
-    Raise SpecError if the rate of this precision is not known, or if `fp8` is set and the GPU does not support 8-bit
+    Raise SpecError if the rate of this precision is unknown. Also raise SpecError for `fp8` on a GPU without 8-bit
     products."""
     probed = machine.ceilings(store, gpu.name) if store else {}
     rates = probed.get("tflops", {})
@@ -117,16 +118,17 @@ def limits_of(gpu: Gpu, precision: str, fp8: bool, store: Path | None) -> Ceilin
 
 
 def _network(gpu: Gpu) -> float:
-    """Return the GB/s between two GPUs of this kind. NCCL computes this rate from the data sheet.
+    """Return the GB/s between two GPUs of this kind: the rate that NCCL computes from the data sheet.
 
     If the driver does not allow peer access, the rate is halved, because each byte goes through host memory."""
     return (gpu.link or 0.0) * _NCCL_SHARE * (1.0 if gpu.peer_access else 0.5)
 
 
 def _share_of_sheet(gpu: Gpu) -> float:
-    """Return the share of the data sheet's rate that a GPU reaches in large products.
+    """Return the share of the data sheet's rate that large matrix products reach on a GPU.
 
-    It comes from the measured GPU with the most similar watts per TFLOP/s, corrected for the difference in power."""
+    The share comes from the measured GPU with the most similar watts per TFLOP/s. With fewer watts, the share is
+    lower."""
     measured = [other for other in gpus() if other.gemm_bf16 and other.bf16 and other.arch == gpu.arch]
     kind = [other for other in measured if other.compute_capability == gpu.compute_capability] or measured
     if not kind:
@@ -137,18 +139,18 @@ def _share_of_sheet(gpu: Gpu) -> float:
 
 
 def _slowed(power: float) -> float:
-    """Return a board's relative speed. `power` is its power limit divided by the power that full speed needs."""
+    """Return a board's relative speed. `power` is its power limit, divided by the power for full speed."""
     return float(min(1.0, power) ** _POWER_EXPONENT)
 
 
 @cache
 def shipped_coefficients() -> dict[str, float]:
-    """Return the coefficient of each term. It multiplies the time that the term takes at its highest rate."""
+    """Return the coefficient of each kind of work. The time is `coefficient * work / highest rate`."""
     return {name: term["value"] for name, term in read_facts("durations.yaml")["coefficients"].items()}
 
 
 def ideal(work: StepWork, limits: Ceilings) -> StepWork:
-    """Return the work of a step, with each amount replaced by its time in seconds at the highest rate."""
+    """Return the ideal time in seconds of each kind of work in a step: `work / highest rate`."""
     rates = _rates(limits)
 
     def seconds(terms: Mapping[str, float]) -> dict[str, float]:
@@ -160,7 +162,7 @@ def ideal(work: StepWork, limits: Ceilings) -> StepWork:
 
 @lru_cache(maxsize=256)
 def _rates(limits: Ceilings) -> dict[str, float]:
-    """Return the highest rate of each term in FLOP/s or bytes/s. Terms without a known rate are left out."""
+    """Return the highest rate for each kind of work, in FLOP/s, bytes/s or operations/s. Unknown rates are omitted."""
     rates: dict[str, float | None] = dict.fromkeys(shipped_coefficients(), limits.memory)
     for name in rates:
         if name.startswith(("products", "attention")):  # FLOPs
@@ -172,7 +174,7 @@ def _rates(limits: Ceilings) -> dict[str, float]:
 
 
 def step(ideal_step: StepWork, coefficients: Mapping[str, float]) -> Step:
-    """Return the time of a step: for each micro-batch, the time of the slower side (GPU or Python), plus the update."""
+    """Return the time of a step: the slower side (GPU or Python) of each micro-batch, plus the optimizer update."""
     parts: dict[str, float] = defaultdict(float)
     device = host = images = seconds = 0.0
     for weight, terms in ideal_step.groups:

@@ -1,4 +1,4 @@
-"""Compute the work of a step in FLOPs, bytes and operations, split into terms. `rates.py` converts it to seconds."""
+"""Compute the work of a step by kind, in FLOPs, bytes and operations. `rates.py` converts the work to seconds."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,8 @@ _ADAPTER_BACKWARD = 1.3
 # fused_lora reduces the memory passes and operations of adapters to these shares (kernels/adapter_products.py).
 _FUSED_PASSES: dict[Fused, float] = {"off": 1.0, "augmented": 35 / 91.5, "separate": 70 / 91.5}
 _FUSED_OPS: dict[Fused, float] = {"off": 1.0, "augmented": 16 / 42, "separate": 33 / 42}
-# Bytes per logit. trl's loss writes it in 16 bits, reads and writes it in float32, and does the same for its gradient.
-# The values of ftbench's loss count its reads and writes, eager and compiled (worker/optimizations/chunked_loss.py).
+# Bytes per logit. trl's loss writes a logit in 16 bits, reads and writes it in float32, and does the same for the
+# gradient. The other values count reads and writes of ftbench's loss, eager and compiled (chunked_loss.py).
 _LOGIT, _OUR_LOGIT, _OUR_LOGIT_COMPILED = 20, 36, 12
 # Bytes per logit with DPO. The logit is written in 16 bits, cast, and read by trl's kernel and metrics. Its gradient is
 # written, copied and cast. Logits of the reference are only written, cast and read.
@@ -41,8 +41,8 @@ _PAIR_LOGIT, _REFERENCE_LOGIT = 44, 12
 _CAST, _CAST_EAGER, _CAST_DELAYED = 5, 33, 3
 EAGER_EXPERTS = "elementwise.experts"
 SCORE = 40  # bytes per score of eager attention, forward and backward
-DEQUANTISED = 2.5  # bytes per weight of a product: it is read in 4 bits, and written in 16
-MXFP4_OUT = 17 / 32 + 2  # bytes per weight in MXFP4: it is read with its scale, and written in 16 bits
+DEQUANTISED = 2.5  # bytes per weight: read in 4 bits, written in 16 bits
+MXFP4_OUT = 17 / 32 + 2  # bytes per MXFP4 weight: read with its scale, written in 16 bits
 # Operations that Python starts per layer in the forward and backward pass. Each takes some microseconds. The number for
 # a 4-bit matrix comes from QLoRA and LoRA at batch 1 in results/h200/qwen3-8b-frontier (0.31 and 0.25 s).
 _LAYER_OPS, _ADAPTER_OPS, _QUANTISED_OPS, _MASK_OPS, _EXPERT_OPS = 320, 26, 20, 40, 120
@@ -76,12 +76,12 @@ _OPTIMIZER_TERM = {"adamw_torch": "optimizer", "adamw_bnb_8bit": "optimizer.8bit
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The work of an optimizer step, split into terms.
+    """The work of an optimizer step by kind.
 
-    The step has `passes` micro-batches in groups of similar size. Each group has a weight and an amount of each term.
-    `update` is the work of the optimizer update, which happens once per step. `products`, `products.fp8` and
-    `attention` are in FLOPs. `offload` is in bytes over the link to the host. `host` is the number of operations that
-    Python starts. All other amounts are bytes of GPU memory."""
+    The step has `passes` micro-batches in groups of similar size. `groups` has a weight and the amount of each kind of
+    work for each group. `update` is the work of the optimizer update, once per step. `products`, `products.fp8` and
+    `attention` are in FLOPs. `offload` is in bytes copied between GPU and host. `host` is the number of operations that
+    Python starts. All other amounts are bytes that the GPU reads and writes."""
 
     groups: tuple[tuple[float, Mapping[str, float]], ...]
     passes: int
@@ -89,14 +89,14 @@ class StepWork:
 
 
 def step_work(spec: Experiment, shape: TrainableShape, batches: Sequence[Batch]) -> StepWork:
-    """Return the work of an optimizer step."""
+    """Return the work of an optimizer step on one GPU."""
     plan = plan_of(spec, shape.model)
     groups = tuple((batch.weight, _micro_step(spec, plan, shape, batch)) for batch in batches)
     return StepWork(groups, spec.train.gradient_accumulation_steps, update(spec, shape))
 
 
 def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: Batch) -> dict[str, float]:
-    """Return the work of one micro-batch: its forward and backward pass."""
+    """Return the work of one micro-batch in its forward and backward pass."""
     again = {"off": 0.0, "selective": 0.5}.get(plan.checkpointing, 1.0)  # share of recomputed layers
     again += plan.reference != "none"  # the reference needs one more forward pass
     work = _products(spec, plan, shape, batch, again)
@@ -128,9 +128,9 @@ def _micro_step(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, bat
 def _add_images(
     work: dict[str, float], spec: Experiment, plan: TrainingPlan, vision: VisionShape, batch: Batch
 ) -> None:
-    """Add the work of image encoder and projector, and the pixels that are processed inside the step.
+    """Add the work of image encoder and projector, and the number of pixel values that Python processes in the step.
 
-    With an image cache or loader processes, pixels are not processed inside the step."""
+    With an image cache or loader processes, Python does not process pixels in the step."""
     on, windowed = spec.optimizations, sum(window is not None for window in vision.windows)
     work["images"] = 0.0 if on.image_cache or on.loader_processes else batch.patches * vision.values
     learns = plan.vision != "frozen"
@@ -150,8 +150,8 @@ def _products(
 ) -> dict[str, float]:
     """Return the FLOPs of products with 16-bit weights, with 8-bit weights, and with the weights of experts.
 
-    ftbench's and Liger's losses compute the gradient in the forward pass. With checkpointing, other losses recompute
-    the logits."""
+    The losses of ftbench and Liger compute the logits once. Other losses compute the logits again in the backward
+    pass."""
     matmul, n = shape.matmul, batch.positions
     layers = flops.linear_per_token(matmul) + again * flops.linear_recompute_per_token(matmul)
     pairs, once = plan.loss == "pairs", spec.optimizations.liger or spec.optimizations.chunked_loss
@@ -163,7 +163,7 @@ def _products(
 
 
 def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: float) -> dict[str, float]:
-    """Return the bytes that the GPU reads and writes for each term."""
+    """Return the bytes that the GPU reads and writes, for each kind of work."""
     n, compiled = batch.positions, plan.compiled
     kind = "triton" if plan.triton else plan.kernels
     moved: dict[str, float] = defaultdict(float)
@@ -196,7 +196,7 @@ def _moved(spec: Experiment, plan: TrainingPlan, shape: TrainableShape, batch: B
 
 
 def _logits(spec: Experiment, plan: TrainingPlan, batch: Batch) -> tuple[str, float]:
-    """Return the name of the term for the logits, and the bytes for each entry of the vocabulary."""
+    """Return the kind of work of the loss, and the bytes that the loss reads and writes per vocabulary entry."""
     if plan.loss == "pairs":
         return "logits.chunked", batch.positions * (_PAIR_LOGIT + (plan.reference != "none") * _REFERENCE_LOGIT)
     bytes_ = (_OUR_LOGIT_COMPILED if plan.compiled else _OUR_LOGIT) if spec.optimizations.chunked_loss else _LOGIT
@@ -205,26 +205,26 @@ def _logits(spec: Experiment, plan: TrainingPlan, batch: Batch) -> tuple[str, fl
 
 
 def _attention(shape: TrainableShape, batch: Batch, again: float, whole: bool) -> float:
-    """Return the FLOPs of attention. With `whole`, all query-key pairs count. Otherwise only causal pairs count.
+    """Return the FLOPs of attention. With `whole`, count all query-key pairs. Otherwise count only causal pairs.
 
-    A pair needs 4 x width FLOPs in the forward pass, and twice as many in the backward pass. The width is that of all
-    query heads."""
+    A pair needs `4 * width` FLOPs in the forward pass, and `8 * width` in the backward pass. The width is the sum over
+    all query heads."""
     if whole:
         return (3 + again) * 4 * batch.square * sum(shape.matmul.attention_width)
     return batch.positions * (3 + again) / 3 * flops.attention_per_token(shape.matmul, batch.square / batch.positions)
 
 
 def _elementwise(shape: TrainableShape, again: float) -> tuple[float, float]:
-    """Return the bytes per token that the elementwise operations of all layers read and write, in both passes.
+    """Return the bytes per token that elementwise operations read and write in a forward and backward pass.
 
-    The first value is for the base model, and the second for the adapters."""
+    The first value is for the base model, and the second value is for the adapters."""
     base = _HIDDEN * shape.model.hidden * len(shape.model.layers) + _HEADS * shape.query_key + _INNER * shape.inner
     adapters = _ADAPTER_IN * shape.adapters.inputs + _ADAPTER_OUT * shape.adapters.outputs
     return base * (1 + _BACKWARD + again), adapters * (1 + _ADAPTER_BACKWARD + again)
 
 
 def expert_bytes(layer: Layer) -> int:
-    """Return the bytes per token that a layer's experts read and write in the forward pass, without their products."""
+    """Return the bytes per token that a layer's experts read and write in the forward pass, outside matrix products."""
     if (moe := layer.experts) is None:
         return 0
     row = (_BIASED_ROW if moe.biases else _EXPERT_ROW) * layer.hidden
@@ -232,12 +232,12 @@ def expert_bytes(layer: Layer) -> int:
 
 
 def _kept(shape: TrainableShape) -> float:
-    """Return the bytes per token that are saved for the backward pass. Norms and products save their inputs."""
+    """Return the bytes per token that are saved for the backward pass. Norms and linear layers save their inputs."""
     return 2 * (8 * shape.model.hidden * len(shape.model.layers) + 4 * shape.query_key + 4 * shape.inner)
 
 
 def operations(plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: float) -> float:
-    """Return the number of operations that Python starts for a forward and backward pass."""
+    """Return the number of operations that Python starts for the forward and backward pass of a micro-batch."""
     each = _LAYER_OPS + (_MASK_OPS if batch.masked else 0)
     total = len(shape.model.layers) * each + _ADAPTER_OPS * shape.adapters.count * _FUSED_OPS[plan.fused]
     total += _QUANTISED_OPS * shape.linears.count if plan.quantised and not plan.mxfp4 else 0
@@ -255,7 +255,7 @@ def operations(plan: TrainingPlan, shape: TrainableShape, batch: Batch, again: f
 
 
 def update(spec: Experiment, shape: TrainableShape) -> dict[str, float]:
-    """Return the bytes that one GPU reads and writes per step for clipping and for the optimizer's update."""
+    """Return the bytes that one GPU reads and writes per step for gradient clipping and the optimizer update."""
     part = share(sharding_of(spec.launch))
     own = plan_of(spec, shape.model)
     masters = part.keeper != "torch" and own.autocast  # FSDP and ZeRO update float32 shards

@@ -1,4 +1,4 @@
-"""Predict the mean micro-batches of a spec before its data is read. The time of a step depends on them."""
+"""Predict the mean micro-batches of a spec before its data is read. The mean micro-batches determine the step time."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from ftbench.spec.batches import length_windows, packed
 from ftbench.spec.experiment import Experiment
 from ftbench.spec.methods import Unsloth, family
 
-CLASSES = 8  # number of groups of micro-batches of similar size; time is not proportional to size
-# Attention kernels that separate the samples of a row.
+CLASSES = 8  # micro-batches of similar size form this many groups, because time is not proportional to size
+# Attention kernels that do not mix the samples of a row.
 BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -22,11 +22,11 @@ BOUNDARIES = ("varlen", "flash_attention_2", "flash_attention_3", "flex_attentio
 class Layout:
     """How samples become batches of `size` rows.
 
-    `flat`: the samples of a batch are concatenated. `packing`: rows are filled with samples. `fixed`: rows are
-    padded to one shape. `grouping`: the samples of a batch have similar lengths. `ordered`: samples are sorted by
-    length, longest first. `seen`: if the number of steps is limited, the number of samples that these steps train.
-    `boundaries`: the attention kernel separates the samples of a row. `unmasked`: attention gets no mask for
-    padding. `sequences`: the number of rows per sample."""
+    `flat`: the samples of a batch are concatenated. `packing`: rows contain several samples. `fixed`: all rows are
+    padded to one length. `grouping`: the samples of a batch have similar lengths. `ordered`: samples are sorted by
+    length, longest first. `seen`: the number of samples that a limited number of steps trains. `boundaries`: attention
+    separates the samples of a row. `unmasked`: attention gets no mask for padding. `sequences`: the number of rows per
+    sample."""
 
     size: int
     max_length: int
@@ -55,10 +55,10 @@ def layout_of(spec: Experiment) -> Layout:
 
 
 def concatenates(spec: Experiment) -> bool:
-    """Return whether unsloth makes padding-free batches by default.
+    """Return whether unsloth concatenates the samples of a batch by default, without padding.
 
-    unsloth does this for text since December 2025, except for Gemma 2 and gpt_oss (unsloth/trainer.py,
-    PADDING_FREE_BLOCKLIST). unsloth's rule for small steps (utils/padding_choice.py) is not part of this model."""
+    Since December 2025, unsloth does this for text, except for Gemma 2 and gpt_oss (unsloth/trainer.py,
+    PADDING_FREE_BLOCKLIST). ftbench ignores unsloth's rule for small steps (utils/padding_choice.py)."""
     if not isinstance(spec.method, Unsloth) or spec.method.padded or spec.optimizations.fixed_shape:
         return False
     return not spec.dataset.has_images and family(spec.model) not in ("gemma2", "gpt_oss")
@@ -66,11 +66,11 @@ def concatenates(spec: Experiment) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The mean micro-batch of a group of micro-batches. The group has the share `weight` of all micro-batches.
+    """The mean micro-batch of a group. The group has the share `weight` of all micro-batches.
 
-    `positions` is the number of tokens with padding. `square` is the number of query-key pairs per layer without a
-    window. With `masked`, attention computes all pairs with a mask, instead of only the causal half. `joined` is the
-    number of samples that are concatenated. `patches` and `tiles` are the numbers of image patches and image tiles."""
+    `positions` counts tokens and padding, and `real` only tokens. `square` is the number of query-key pairs per layer
+    without a window. With `masked`, attention computes all query-key pairs instead of the causal half. `joined` is the
+    number of concatenated samples. `patches` and `tiles` are the numbers of image patches and image tiles."""
 
     weight: float
     samples: float
@@ -85,7 +85,7 @@ class Batch:
 
 
 def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
-    """Return the micro-batches of a spec in at most CLASSES groups of similar size."""
+    """Return at most CLASSES mean micro-batches of a spec. Each is the mean of a group of similar micro-batches."""
     groups = _batches(lengths, layout_of(spec))
     if not lengths.patches:
         return groups
@@ -95,7 +95,7 @@ def batches_of(spec: Experiment, lengths: Lengths) -> tuple[Batch, ...]:
 
 
 def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
-    """Return the sum of a field over the micro-batches of a step, as the mean of all steps."""
+    """Return the mean of a `Batch` field per step: the mean per micro-batch times the gradient accumulation steps."""
     passes = spec.train.gradient_accumulation_steps
     return passes * sum(batch.weight * float(getattr(batch, name)) for batch in batches)
 
@@ -103,9 +103,9 @@ def per_step(spec: Experiment, batches: Sequence[Batch], name: str) -> float:
 def mean_batch(
     spec: Experiment, samples: float, positions: float, real: float, labels: float, of_a_token: float
 ) -> Batch:
-    """Return the mean micro-batch of a run, computed from the run's mean values.
+    """Return the mean micro-batch of a finished run, computed from the run's mean values.
 
-    `of_a_token` is the mean length of the samples that tokens belong to: the length of the sample of a random token."""
+    `of_a_token` is a mean over all tokens: the length of the sample that contains the token."""
     on, padded = spec.optimizations, positions > real * 1.0001
     if on.attention in BOUNDARIES:
         return Batch(1.0, samples, positions, real, labels, real * of_a_token, False)
@@ -135,9 +135,9 @@ def _mean(columns: npt.NDArray[np.float64], weight: float, labels: float) -> Bat
 
 @lru_cache(maxsize=64)
 def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> npt.NDArray[np.float64]:
-    """Return three values for each row, in batch order: tokens, sum of squared sample lengths, number of samples.
+    """Return an array (3, rows) in batch order: tokens, sum of squared sample lengths, and samples of each row.
 
-    `grouping` is the batch size if the samples of a batch have similar lengths, otherwise 0."""
+    With length grouping, `grouping` is the batch size. Otherwise `grouping` is 0."""
     values = np.asarray(lengths.values, dtype=float)
     if packing:
         rows = packed(lengths.values, max_length)
@@ -151,10 +151,10 @@ def _rows(lengths: Lengths, packing: bool, grouping: int, max_length: int) -> np
 
 
 def _laid_out(layout: Layout, rows: npt.NDArray[np.float64], longest: float) -> npt.NDArray[np.float64]:
-    """Return the positions, samples, real tokens, query-key pairs, mask and joined samples of each batch. The batches
-    are those of `worker/data/collate.py`.
+    """Return an array (6, batches): positions, samples, real tokens, query-key pairs, mask, concatenated samples.
 
-    `rows` has the values of `_rows` by batch and row."""
+    The batches are those of `worker/data/collate.py`. `rows` contains the values of `_rows` in the shape (3, batches,
+    rows per batch)."""
     real, squares, samples = rows.sum(axis=2)
     wide = np.full_like(real, longest) if layout.fixed else rows[0].max(axis=1)
     positions = real if layout.flat and not layout.fixed else np.maximum(real, wide * layout.size)

@@ -1,4 +1,4 @@
-"""Lengths of samples with images, and the tokens and tiles of their images."""
+"""Compute the lengths of samples with images, and the numbers of image tokens and image tiles."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Sides = tuple[int, int]  # width and height in pixels
 
 @dataclass(frozen=True, slots=True)
 class SampleWithImages:
-    """A sample with images: the number of its tokens and of its label tokens, and the size of its images."""
+    """A sample with images: the number of tokens, the number of label tokens, and the total size of the images."""
 
     length: int
     labels: int
@@ -38,7 +38,7 @@ class SampleWithImages:
 
 @dataclass(frozen=True, slots=True)
 class KnownSamples:
-    """The known samples in training order, or some samples of a file. `basis` describes their source.
+    """The samples of a data set in training order, or some samples of a file. `basis` describes their source.
 
     If `exact` is false, training may use other samples."""
 
@@ -52,10 +52,10 @@ class KnownSamples:
 
 
 def known_samples(spec: Experiment, vision: VisionShape, fitting: bool = True) -> KnownSamples | None:
-    """Return the samples of a spec. The result is None if the samples have no images.
+    """Return the samples of a spec. Return None if the samples have no images.
 
-    With `fitting`, only samples of a file that fit max_length are returned. Raise SpecError if image sizes are not
-    known before the images are read."""
+    With `fitting`, return only samples of a file that fit max_length. Raise SpecError if the image sizes are unknown
+    before training."""
     data = spec.dataset
     if not data.may_have_images:
         return None
@@ -69,8 +69,8 @@ def known_samples(spec: Experiment, vision: VisionShape, fitting: bool = True) -
 
 
 def lengths_with_images(spec: Experiment, vision: VisionShape) -> Lengths | None:
-    """Return the sample lengths of a spec including image tokens, or None without images. Raise the errors of
-    `known_samples`."""
+    """Return the sample lengths including image tokens, or None without images. Raise SpecError if sizes are
+    unknown."""
     if (known := known_samples(spec, vision)) is None:
         return None
     samples = known.samples[:MOST_SAMPLES]
@@ -84,7 +84,8 @@ def lengths_with_images(spec: Experiment, vision: VisionShape) -> Lengths | None
 
 
 def _limited(spec: Experiment, vision: VisionShape) -> tuple[Sides, ...]:
-    """Return the tile sizes that the spec allows (worker/model/vision.py, `limited_pinpoints`)."""
+    """Return the (height, width) sizes for scaling that the spec allows (worker/model/vision.py,
+    `limited_pinpoints`)."""
     longest = int(spec.optimizations.image_size)
     fitting = tuple(size for size in vision.pinpoints if max(size) <= longest)
     return vision.pinpoints if not longest or not vision.tile else fitting or ((vision.tile, vision.tile),)
@@ -120,7 +121,7 @@ def _known(samples: Sequence[SampleWithImages], basis: str, exact: bool) -> Know
 def _sample(vision: VisionShape, sizes: Sequence[Sides], text: int, longest: int, heads: int = 0) -> SampleWithImages:
     """Return a sample with images of these sizes, `text` tokens with labels, and `heads` tokens without labels.
 
-    worker/data/synthetic.py puts one token without a label after each image."""
+    In synthetic data, one token without a label follows each image (worker/data/synthetic.py)."""
     images = NOTHING
     for width, height in sizes:  # the longest side is scaled to at most `longest` pixels (0: no limit)
         scale = min(1.0, (longest or max(width, height)) / max(width, height))
@@ -129,7 +130,7 @@ def _sample(vision: VisionShape, sizes: Sequence[Sides], text: int, longest: int
 
 
 def _of_file(dataset: Dataset, model: Any, vision: VisionShape, longest: int) -> KnownSamples | None:
-    """Return one sample for each row that `file_lengths` reads, or None if the file does not contain images."""
+    """Return one sample for each row that `file_lengths` reads. Return None if the file is missing or has no images."""
     counted, path = file_lengths(dataset, model), Path(dataset.path or "")
     if isinstance(counted, str):
         return None
@@ -158,7 +159,7 @@ def _shown(
 
 
 def _images(row: dict[str, Any], dataset: Dataset) -> list[Any]:
-    """Return the images of a row, from its image column and from its messages."""
+    """Return the images of a row, from its image column and from its chat messages."""
     row = named_row(row, dataset)
     column: Any = next((row[name] for name in _COLUMNS if row.get(name) is not None), [])
     turns = (turn for name in _TURNS if isinstance(row.get(name), list) for turn in row[name] if isinstance(turn, dict))
@@ -169,7 +170,7 @@ def _images(row: dict[str, Any], dataset: Dataset) -> list[Any]:
 
 
 def _size_of(image: Any, folder: Path) -> Sides:
-    """Return width and height of an image from its file header, after rotation by its EXIF data."""
+    """Return (width, height) of an image in pixels, read from the file header and rotated as the EXIF data specify."""
     from PIL import Image
 
     from ftbench.core.data_files import orientation

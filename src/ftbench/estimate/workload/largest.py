@@ -1,6 +1,6 @@
-"""Predict the largest batch of a spec before its data is read. The memory depends on it.
+"""Predict the largest batch of a spec before its data is read. This batch determines the memory peak.
 
-The prediction is exact for synthetic data. For real data it is an upper bound."""
+For synthetic data, the prediction is exact. For real data, the prediction has an upper bound."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from ftbench.estimate.workload.images import KnownSamples
 
 Lengths = npt.NDArray[np.int64]
-_UNLIKELY = 0.05  # probability that the longest sample is shorter than the length at the low end of the range
+_UNLIKELY = 0.05  # probability that the longest sample is shorter than the low end of the range
 
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """The shape of a batch when the model computes it: `rows` rows of `length` tokens with padding.
+    """The shape of a batch in the model: `(rows, length)`, including padding.
 
-    `labels` is the number of label tokens. `images` has the numbers of patches, tiles and tokens of its images."""
+    `labels` is the number of label tokens in the batch. `images` counts the patches, tiles and tokens of all images."""
 
     rows: int
     length: int
@@ -44,10 +44,10 @@ class BatchShape:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest batch of a run: its expected shape, its largest possible shape, and its smallest likely shape.
+    """The largest batch of a run: the `expected` shape, the `most` possible shape, and the `least` likely shape.
 
     `padded` means that a batch has padding, or rows with several samples. `whole` means that each row has one sample,
-    and all rows have the same length. `basis` is the source of the lengths."""
+    and all rows have the same length. `basis` describes the source of the lengths."""
 
     expected: BatchShape
     most: BatchShape
@@ -58,7 +58,7 @@ class Largest:
 
 
 def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
-    """Return the batch of a spec with the most positions. `vision` describes the image encoder of the model."""
+    """Return the batch of a spec with the most tokens and padding. `vision` is the image encoder of the model."""
     file = None
     if spec.dataset.name in ("file", "sample"):
         counted = file_lengths(spec.dataset, spec.model, spec.objective.pairs)
@@ -76,7 +76,7 @@ def largest(spec: Experiment, vision: VisionShape | None = None) -> Largest:
 def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
     """Return the largest batch of samples with images.
 
-    If some samples are unknown, all samples of the largest possible batch have the size of the longest known sample."""
+    If some samples are unknown, the largest possible batch consists of copies of the longest known sample."""
     samples = known.samples * (1 if known.exact else -(-layout.size // len(known.samples)))
     lengths = [sample.length for sample in samples]
     rows = packed(lengths, layout.max_length) if layout.packing else [[index] for index in range(len(samples))]
@@ -102,10 +102,10 @@ def _largest_with_images(known: KnownSamples, layout: Layout) -> Largest:
 
 
 def _whole(layout: Layout, lengths: Lengths) -> bool:
-    """Return whether each row that attention processes has one sample, and all rows have the same length.
+    """Return whether each row of attention has one sample, and all rows have the same length.
 
-    This is true if every sample has max_length tokens. It is also true if rows with one sample are padded to a fixed
-    length (worker/data/collate.py, `_concatenated`). With packing, rows have one sample if no two samples fit."""
+    This is the case if every sample has max_length tokens, or if `_concatenated` (worker/data/collate.py) pads rows of
+    one sample to a fixed length. A packed row has one sample if no two samples fit together."""
     if lengths.min() == layout.max_length or not (layout.flat and layout.fixed):
         return bool(lengths.min() == layout.max_length)
     return not layout.packing or len(lengths) < 2 or bool(np.sort(lengths)[:2].sum() > layout.max_length)
@@ -157,7 +157,7 @@ def _shape(layout: Layout, batch: Lengths, longest: int) -> BatchShape:
 
 
 def _packed(dataset: Dataset, layout: Layout, lengths: Lengths | None) -> BatchShape:
-    """Return a packed batch, whose rows have max_length positions.
+    """Return the shape of a packed batch. Full rows have max_length tokens.
 
     A small data set may not fill the rows. With a fixed shape, the rest is padding."""
     room = layout.size * dataset.max_length
@@ -167,10 +167,10 @@ def _packed(dataset: Dataset, layout: Layout, lengths: Lengths | None) -> BatchS
 
 
 def _unknown(dataset: Dataset, layout: Layout, file: FileLengths | None, chance: float = 0.5) -> BatchShape:
-    """Return the shape that the largest batch of real data does not exceed with probability `chance`.
+    """Return a shape for the largest batch of real data. With probability `chance`, the real batch is not larger.
 
-    The length of the longest sample comes from the file. Without a file, it is computed from the known mean length of
-    the data set. Without a known mean, it is max_length."""
+    The length of the longest sample comes from the file. Without a file, this length is computed from the mean length
+    of the data set. If the mean is unknown, the longest sample has max_length tokens."""
     source, size = DATASETS[dataset.like] if dataset.like else dataset.source, layout.size
     longest, mean = dataset.max_length, float(dataset.max_length)
     known = source.mean_tokens or dataset.mean_length

@@ -1,7 +1,7 @@
-"""Find the lengths of a spec's samples.
+"""Find the sample lengths of a spec in tokens.
 
-They are exact for synthetic data. Otherwise they come from runs on the same data, from a local file (with the model's
-tokenizer if available), or from the known mean of the data set."""
+Lengths of synthetic data are exact. Other lengths come from runs on the same data, from a local file (with the model's
+tokenizer if available), or from the known mean length of the data set."""
 
 from __future__ import annotations
 
@@ -31,22 +31,21 @@ if TYPE_CHECKING:
 
 MOST_SAMPLES = 4096  # an estimate uses at most this many samples; more would change a batch's mean by about 1 %
 DRAWN = 20_000  # at most this many lengths are drawn; for more samples, the longest is computed from the distribution
-# UTF-8 bytes per token. Qwen's documentation: a token has 3 to 4 English or 1.5 to 1.8 Chinese characters. A model with
-# random weights has a tokenizer trained on the shipped sample: 6.7 bytes per token there, 2.6 on other text.
+# UTF-8 bytes per token. Qwen's documentation: a token has 3 to 4 English or 1.5 to 1.8 Chinese characters. For random
+# weights, ftbench trains a tokenizer on the shipped sample: 6.7 bytes per token on this sample, 2.6 on other text.
 _BYTES, _BYTES_RANDOM, _BYTES_SAMPLE = 4.0, 2.6, 6.6
 _BYTES_TINY = 3.0  # UTF-8 bytes per token with the tiny models' vocabulary of 2,048, measured on the sample data
 _TURN = 5  # tokens that a chat template adds per turn: role, start and end
-_TURN_RANDOM = 6.5  # the same for the template of models with random weights (worker/model/tokenizer.py)
+_TURN_RANDOM = 6.5  # tokens per turn with the chat template of random-weight models (worker/model/tokenizer.py)
 _TEMPLATE = 100  # tokens before the first turn: the system prompts of gpt-oss and Qwen2.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lengths:
-    """Lengths of samples in tokens, the share of tokens with labels, and their source.
+    """Sample lengths in tokens, the share of label tokens in all tokens (`labels`), and the source of the lengths.
 
-    With `upper_bound`, only the maximum length is known. `rows` is the number of samples if the data set was read.
-    `patches` and `tiles` are the means per sample. Objects are compared by identity, because they are keys of the batch
-    cache."""
+    With `upper_bound`, the samples may be shorter. `rows` is the number of samples if the data set was read. `patches`
+    and `tiles` are means per sample. Objects are compared by identity, because they are keys of the batch cache."""
 
     values: tuple[int, ...]
     labels: float
@@ -63,11 +62,10 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileLengths:
-    """The lengths in tokens of at most MOST_SAMPLES rows of a file, before truncation. `source` describes how they were
-    counted.
+    """Lengths in tokens of at most MOST_SAMPLES rows of a file, before truncation.
 
-    The file has `rows` rows, and no row has more than `most` tokens, because a token has at least one byte. Objects are
-    compared by identity, as in `Lengths`."""
+    `source` describes how tokens were counted. The file has `rows` rows. No row has more than `most` tokens, because a
+    token has at least one byte. Objects are compared by identity, because they are keys of a cache."""
 
     values: tuple[int, ...]
     rows: int
@@ -79,14 +77,14 @@ def lengths_of(
     dataset: Dataset, recorded: Iterable[tuple[Dataset, dict[str, Any]]] = (), model: Model | None = None,
     pairs: bool = False, prompts: bool = False,
 ) -> Lengths:  # fmt: skip
-    """Return the lengths of a data set for a model.
+    """Return the sample lengths of a data set.
 
     Args:
         dataset: The data set.
-        recorded: Data sets of earlier runs of the same objective, with the `dataset` section of their summaries.
-        model: The model whose tokenizer counts a local file.
+        recorded: Data sets of earlier runs with the same objective, with the `dataset` section of their summary.json.
+        model: The model. Its tokenizer counts the tokens of a local file.
         pairs: Whether samples are preference pairs. Both sequences of a pair count as samples.
-        prompts: Whether only prompts count, not answers. Without known prompts, answers are included."""
+        prompts: Whether to count only prompts. For data sets of the Hub, answers are included."""
     sequences = 2 if pairs else 1
     if dataset.name == "synthetic":
         count = min(dataset.samples or MOST_SAMPLES, MOST_SAMPLES) * sequences
@@ -111,7 +109,7 @@ def lengths_of(
 
 
 def shuffled(values: Sequence[int], dataset: Dataset, sequences: int = 1) -> tuple[int, ...]:
-    """Return the lengths of a file's rows after truncation, in the order of training. A pair has two lengths."""
+    """Return the truncated lengths of a file's rows in training order. A preference pair has two lengths."""
     every = np.minimum(values, dataset.max_length).reshape(-1, sequences)
     order = np.random.default_rng(dataset.seed).permutation(len(every))  # as in worker/data/prepare.py
     return tuple(every[order[: dataset.samples]].ravel().tolist())
@@ -124,7 +122,7 @@ def _drawn(dataset: Dataset, count: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[npt.NDArray[np.int64] | None, str]:
-    """Return the lengths of all samples, or None, and a text about their source. A pair has two lengths."""
+    """Return the lengths of all samples (None if unknown), and a text about their source. A pair has two lengths."""
     if dataset.name != "synthetic":
         return None, f"at most max_length {dataset.max_length:,} per sample"
     count = ((dataset.samples or 0) + dataset.eval_samples) * sequences
@@ -137,17 +135,17 @@ def sample_lengths(dataset: Dataset, sequences: int = 1) -> tuple[npt.NDArray[np
 
 
 def expected_longest(mean: float, sigma: float, count: int, longest: int, chance: float = 0.5) -> int:
-    """Return the length that the longest of `count` samples does not exceed with probability `chance`.
+    """Return a length for the longest of `count` samples. With probability `chance`, the longest sample is not longer.
 
-    The lengths are log-normal with this mean and `sigma`, the standard deviation of their logarithm, and at most
-    `longest`."""
-    # Use the complement: 0.5 ** (1 / count) rounds to 1 from 10^16 on.
+    Sample lengths are log-normal with this `mean`, and at most `longest`. `sigma` is the standard deviation of their
+    logarithm."""
+    # Compute 1 - probability, because 0.5 ** (1 / count) rounds to 1 if count is 10^16 or more.
     quantile = -NormalDist().inv_cdf(-math.expm1(math.log(chance) / max(count, 1)))
     return max(SHORTEST, min(longest, round(math.exp(math.log(mean) - sigma * sigma / 2 + sigma * quantile))))
 
 
 def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | None:
-    """Return samples drawn evenly from the bins of a run's length histogram before truncation."""
+    """Return random sample lengths from a run's length histogram before truncation. Return None without a histogram."""
     lengths = described.get("tokens_before_truncation") or {}
     histogram, mean = lengths.get("histogram") or {}, lengths.get("mean")
     counts, edges = histogram.get("counts"), histogram.get("edges")
@@ -166,9 +164,9 @@ def _from_histogram(described: dict[str, Any], dataset: Dataset) -> Lengths | No
 
 @lru_cache(maxsize=8)
 def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: bool = False) -> FileLengths | str:
-    """Return the lengths of a file's rows, or the reason as text if the file is not on this machine.
+    """Return the lengths of a file's rows in tokens. If the file is missing on this machine, return the reason as text.
 
-    With `pairs`, count both sequences of a row. With `prompts`, count only the questions. Raise an FtbenchError if the
+    With `pairs`, count both sequences of a row. With `prompts`, count only the questions. Raise FtbenchError if the
     file cannot be read."""
     from ftbench.core.data_files import read_file  # imported late: most estimates read no file
     from ftbench.spec.datasets import row_example, row_format  # rarely needed
@@ -205,7 +203,7 @@ def file_lengths(dataset: Dataset, model: Model, pairs: bool = False, prompts: b
 
 
 def _bytes_held(value: Any) -> int:
-    """Return an upper bound of the tokens in a row: the bytes of its text, plus the tokens of its possible turns."""
+    """Return an upper bound of the tokens in a row: one per byte of text, and 5 per value for chat templates."""
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple):
@@ -214,7 +212,7 @@ def _bytes_held(value: Any) -> int:
 
 
 def _sequences(row: Example, prompts: bool) -> Iterator[tuple[dict[str, Any], ...]]:
-    """Yield the messages of each sequence of a row. A pair has two sequences. With `prompts`, yield only questions."""
+    """Yield the messages of each sequence of a row. A preference pair has two. `prompts` yields only questions."""
     if row.text is not None:
         yield ({"content": row.text},)
     elif prompts:
@@ -229,7 +227,7 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def tokenizer_file(model: Model) -> Path | None:
-    """Return the path of tokenizer.json: in the model's directory, in the hub's cache, or for random weights."""
+    """Return the path of tokenizer.json in the model's folder, the Hub's cache or ftbench's cache, or None."""
     if model.weights == "random":
         kept = (cache_dir() / "models").glob(f"{model.id.replace('/', '-')}-*/tokenizer.json")
         return next(kept, None) if not model.path else None
@@ -240,7 +238,7 @@ def tokenizer_file(model: Model) -> Path | None:
 
 
 def _local_tokenizer(model: Model) -> Any | None:
-    """Return the model's tokenizer, or None if it or the tokenizers package is missing."""
+    """Return the model's tokenizer. Return None if tokenizer.json or the tokenizers package is missing."""
     path = tokenizer_file(model)
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""The shape of a spec's model, from the shipped facts or a local config.json, with its trained parameters."""
+"""Find the shape of a spec's model in the shipped facts or a local config.json, and count the trained parameters."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ from ftbench.spec.reading import read_config
 
 
 def check_modelled(spec: Experiment) -> None:
-    """Raise SpecError if no formula describes the step of a spec. The message names the most similar spec with one.
+    """Raise SpecError if no formula exists for the memory and time of a spec. The message names a similar spec.
 
-    There is no formula for added methods, for `launch.settings: best` of other frameworks, and for some settings of
-    unsloth that were not measured."""
+    Formulas are missing for objectives with prompts (grpo), for methods that users add, for `launch.settings: best` of
+    other frameworks, and for some settings of unsloth."""
     method, on, measure = spec.method, spec.optimizations, "train a few steps with --set train.max_steps=5"
     if spec.objective.prompts:
         raise SpecError(f"objective {spec.objective.name} has no formula for memory and time: {measure}")
@@ -49,19 +49,19 @@ def check_modelled(spec: Experiment) -> None:
 
 
 def is_rough(spec: Experiment) -> bool:
-    """Return whether the formulas describe the step of a spec only roughly.
+    """Return whether estimates of a spec have large errors: unsloth with packing, and frameworks other than trl.
 
     On a large model, unsloth with packing took 14 % more memory than without packing, and more than twice the time.
-    Other frameworks took 17 % more memory than ftbench's own loop, and with QLoRA 19 % less (headline-first/short-equal
-    and frameworks in results/h200)."""
+    Other frameworks took 17 % more memory than trl, and 19 % less with QLoRA (headline-first/short-equal and frameworks
+    in results/h200)."""
     packed = isinstance(spec.method, Unsloth) and spec.optimizations.packing
     return packed or spec.launch.framework != "trl"
 
 
 def shape_of(model: Model) -> ModelShape:
-    """Return the shape of a spec's model from model.path or the shipped facts.
+    """Return the shape of a model from `model.path` or the shipped facts.
 
-    Raise SpecError if it is unknown or its config.json is wrong."""
+    Raise SpecError if the model is unknown, or if its config.json is invalid."""
     if not model.path and model.id in architectures():
         return _known(model.id)
     if not model.path:
@@ -89,7 +89,7 @@ def _known(name: str) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Linears:
-    """The linear layers that one token uses: their number (`count`), and the sums of their input and output widths."""
+    """Totals of the linear layers that one token uses: their number, and the sums of input and output widths."""
 
     count: int
     inputs: int
@@ -98,12 +98,12 @@ class Linears:
 
 @dataclass(frozen=True, slots=True)
 class TrainableShape:
-    """The shape of a model with a method.
+    """The shape of a model and of the parameters that a method trains.
 
-    `linears` are all linear layers, and `adapters` are those with adapters. A token uses `expert_matmul` parameters of
-    the experts. Three fields are sums over all layers: `inner` (widths of the MLPs and experts of one token), `heads`
-    (attention heads), and `query_key` (widths of queries and keys). `moe_layers` is the number of layers with experts.
-    """
+    `linears` counts all linear layers, and `adapters` the linear layers with adapters. `trained` is the number of
+    trained parameters. `expert_matmul` is the number of expert parameters that one token uses. Three fields are sums
+    over all layers: `inner` (widths of the MLP and of the active experts), `heads` (attention heads), and `query_key`
+    (widths of queries and keys). `moe_layers` is the number of layers with experts."""
 
     model: ModelShape
     matmul: MatmulShape
@@ -118,10 +118,10 @@ class TrainableShape:
 
 
 def trainable_shape(spec: Experiment) -> TrainableShape:
-    """Return the parameters that one GPU trains, and the products per token.
+    """Return the shape of the model part on one GPU, with the numbers of trained parameters.
 
-    The worker counts the same on the live model (`worker/measure/effective_config.py`), and a test compares both. Raise
-    SpecError if the shape of the model is not known."""
+    `worker/measure/effective_config.py` counts the same numbers on the live model, and a test compares the results.
+    Raise SpecError if the shape of the model is unknown."""
     method, sharding = spec.method, sharding_of(spec.launch)
     model = rank_model(shape_of(spec.model), sharding)
     return _trainable(model, targets(method, model), getattr(method, "rank", 0), sharding)
@@ -129,7 +129,7 @@ def trainable_shape(spec: Experiment) -> TrainableShape:
 
 @lru_cache(maxsize=256)
 def _trainable(model: ModelShape, names: frozenset[str], rank: int, sharding: Sharding) -> TrainableShape:
-    """Return the trainable shape. `rank` 0 means that all weights are trained. With `ep`, each GPU has some experts."""
+    """Return the trainable shape. `names` are the layers with adapters. `rank` 0 means that all weights are trained."""
     full = not rank
     reached = _summed(model, lambda layer: _adapted(layer, names))
     experts = model.summed(
@@ -156,9 +156,9 @@ def _trainable(model: ModelShape, names: frozenset[str], rank: int, sharding: Sh
 
 
 def adapter_parameters(model: ModelShape, names: frozenset[str], rank: int) -> int:
-    """Return the trained parameters of LoRA: r (in + out) for each targeted matrix (Hu et al. 2021).
+    """Return the number of LoRA parameters: `rank * (inputs + outputs)` for each targeted matrix (Hu et al. 2021).
 
-    Each expert has adapters for gate and up together, and for down."""
+    Each expert has two targeted matrices: gate and up as one matrix, and down."""
     return rank * model.summed(
         lambda layer: (
             sum(linear.inputs + linear.outputs for linear in layer.reached(names))
@@ -168,13 +168,13 @@ def adapter_parameters(model: ModelShape, names: frozenset[str], rank: int) -> i
 
 
 def expert_adapter(layer: Layer) -> int:
-    """Return the sum of inputs and outputs of one expert's two fused matrices."""
+    """Return `inputs + outputs`, summed over the two fused matrices of one expert."""
     assert layer.experts is not None
     return (layer.hidden + 2 * layer.experts.inner) + (layer.experts.inner + layer.hidden)
 
 
 def _used(layer: Layer) -> list[tuple[int, int]]:
-    """Return (inputs, outputs) of each matrix that a token uses in a layer. The experts count as one matrix."""
+    """Return (inputs, outputs) of each matrix that a token uses. The active experts count as one wide MLP."""
     inner = layer.experts.inner * layer.experts.active if layer.experts else 0
     gated = [(layer.hidden, inner), (layer.hidden, inner), (inner, layer.hidden)] if inner else []
     return [(linear.inputs, linear.outputs) for linear in layer.linears] + gated
@@ -189,26 +189,26 @@ def _adapted(layer: Layer, names: frozenset[str]) -> list[tuple[int, int]]:
 
 
 def _summed(model: ModelShape, matrices: Callable[[Layer], list[tuple[int, int]]]) -> Linears:
-    """Return the number and the summed widths of some matrices over all layers."""
+    """Return totals over all layers. `matrices` returns (inputs, outputs) of the matrices of one layer."""
     counted = [(count, matrices(layer)) for layer, count in model.kinds]
     inputs, outputs = (sum(count * sum(pair[side] for pair in pairs) for count, pairs in counted) for side in (0, 1))
     return Linears(sum(count * len(pairs) for count, pairs in counted), inputs, outputs)
 
 
 def vision_adapter_parameters(vision: VisionShape, plan: TrainingPlan) -> int:
-    """Return the parameters of the adapters on encoder and projector: r (in + out) of each matrix."""
+    """Return the number of adapter parameters in encoder and projector: `rank * (inputs + outputs)` per matrix."""
     encoder = vision.layers * _sides(vision.matrices) if plan.vision == "lora" else 0
     return plan.rank * (encoder + (_sides(vision.merging) if plan.projector == "lora" else 0))
 
 
 def trained_vision(vision: VisionShape, plan: TrainingPlan) -> int:
-    """Return the parameters of encoder and projector if they are trained completely."""
+    """Return the number of parameters in image encoder and projector that are trained without adapters."""
     encoder = vision.encoder if plan.vision == "full" else 0
     return encoder + (vision.projector if plan.projector == "full" else 0)
 
 
 def vision_matmul(vision: VisionShape, plan: TrainingPlan) -> VisionMatmulShape:
-    """Return the matrix products per patch in encoder and projector. The worker counts the same on the live model."""
+    """Return the sizes of the matrix products per image patch. The worker counts the same sizes on the live model."""
     share, layers = 1 / vision.merge**2, vision.layers
     encoder = vision.values * vision.hidden + layers * _weights(vision.matrices)
     projector = _weights(vision.merging) * share

@@ -1,4 +1,4 @@
-"""Compute the training plan of a spec. The plan has all properties that determine memory and time."""
+"""Compute the training plan of a spec. The plan contains all properties that determine memory and time."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -14,39 +14,39 @@ Attention = Literal["sdpa", "masked", "eager", "flash", "varlen"]
 Checkpointing = Literal["off", "full", "selective", "offload", "unsloth"]
 Fused = Literal["off", "augmented", "separate"]
 
-CHUNK = 2048  # label tokens (worker/optimizations/chunked_loss.py)
+CHUNK = 2048  # label tokens per chunk of ftbench's loss (worker/optimizations/chunked_loss.py)
 _MLP, _MOST_COLUMNS = {"gate_proj", "up_proj", "down_proj"}, 32  # largest rank of gate and up together
 DTYPE_BYTES = {"float32": 4, "auto": 2, "bfloat16": 2, "float16": 2}
 
 
 class EarlierUnsloth(Unsloth):
-    """unsloth of November 2025. It computes the experts of gpt-oss one by one and does not train adapters on them."""
+    """unsloth as of November 2025, which computes the experts of gpt-oss one by one, without adapters on experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """All properties of a training that determine its memory and time. A "product" is a matrix multiplication.
+    """All properties of a training run that determine its memory and time. A "product" is a matrix multiplication.
 
     Args:
-        mxfp4: Experts stay in the 4-bit format in which gpt-oss is published.
+        mxfp4: Experts stay in MXFP4, the 4-bit format of the published gpt-oss.
         weight: Bytes per element of the loaded weights.
-        upcast: Bytes per element of embedding, head and norms. peft makes them float32 in a quantized model.
+        upcast: Bytes per element of embedding, head and norms. peft casts them to float32 in a quantized model.
         compute: Bytes per element of the inputs of products.
         autocast: Whether autocast casts the inputs of products.
         adapter: Bytes per element of the adapters; 0 without adapters.
-        targets: Last parts of the names of adapted linear layers, and `experts` for fused experts.
-        packed_experts: Experts stay in 4 bits, by `mxfp4` or by unsloth.
+        targets: Names of the adapted linear layers, such as `q_proj`, and `experts` for fused experts.
+        packed_experts: Experts stay in 4 bits, because of `mxfp4` or unsloth.
         looped_experts: Each expert is a separate module.
         checkpointing: `offload` and `unsloth` keep the inputs of layers in host memory.
         attention: `masked` is sdpa with a mask, for padding or several samples per row.
         chunk: Label tokens per chunk of ftbench's loss.
         lean: Compiled layers recompute everything except products.
         graphed: Forward and backward pass are one CUDA graph, and gradients stay in place.
-        fused: How fused_lora multiplies adapters.
-        triton: ftbench's Triton kernels compute norms, rotation and the gate function.
+        fused: How fused_lora computes the adapters (see the function `fused`).
+        triton: ftbench's Triton kernels compute norms, rotary embedding and the gate function.
         whole_mlp: ftbench's kernels recompute silu(gate) * up instead of saving it.
-        streamed: Frozen weights are in host memory.
-        reference: How a dpo step computes the reference."""
+        streamed: Frozen weights are in host memory (weight_offload).
+        reference: The reference model of dpo: the base model without adapters, or a second model."""
 
     full: bool = False
     quantised: bool = False
@@ -91,7 +91,7 @@ class TrainingPlan:
     def product(self) -> int:
         """Bytes per element of a linear layer's output.
 
-        The output of bitsandbytes has the dtype of the input. The output of other layers has the compute dtype."""
+        bitsandbytes layers return the dtype of their input. Other linear layers return the compute dtype."""
         return self.stream if self.quantised and not self.mxfp4 else self.compute
 
     @property
@@ -101,39 +101,39 @@ class TrainingPlan:
 
     @property
     def casts_nothing(self) -> bool:
-        """Whether adapters read the layer's input without a cast."""
+        """Whether adapters read the input of a layer without a cast to another dtype."""
         return self.adapter == self.stream == self.compute
 
     @property
     def norms_keep_inputs(self) -> bool:
-        """Whether norms save their input in its own dtype, as norm kernels do. Eager norms save a float32 copy."""
+        """Whether fused norm kernels save their input without a cast. Eager norms save a float32 copy of the input."""
         return self.liger or self.unsloth or self.triton
 
     @property
     def joined(self) -> bool:
-        """Whether one product computes all projections of an input and their adapters. ftbench's kernels need this."""
+        """Whether one product computes all projections of an input and their adapters, as in ftbench's kernels."""
         return self.triton and (self.fused == "augmented" or (self.fused == "separate" and self.fp8))
 
     @property
     def trains_vision(self) -> bool:
-        """Whether image encoder or projector are trained."""
+        """Whether the image encoder or the projector is trained."""
         return (self.vision, self.projector) != ("frozen", "frozen")
 
     @property
     def kernels(self) -> Literal["eager", "liger", "compiled", "unsloth"]:
-        """The kernels that do the elementwise work."""
+        """The kind of kernels that compute the elementwise operations."""
         return "unsloth" if self.unsloth else "compiled" if self.compiled else "liger" if self.liger else "eager"
 
     def adapted(self, layer: Layer) -> int:
-        """Return the number of adapted matrices of a layer."""
+        """Return the number of matrices with adapters in a layer. Fused experts count as one matrix."""
         return len(layer.reached(self.targets)) + ("experts" in self.targets and layer.experts is not None)
 
 
 def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bool = False) -> TrainingPlan:
-    """Return the plan of a resolved spec.
+    """Return the training plan of a resolved spec.
 
     Args:
-        spec: The resolved experiment.
+        spec: The experiment, after `resolve` has replaced `auto` settings.
         model: The shape of its model.
         padded: Whether a batch has padding, or rows with several samples.
         whole: Whether each row has one sample, and all rows have the same length."""
@@ -151,7 +151,7 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
         upcast=4 if is_upcast(method, model) else weight,
         compute=DTYPE_BYTES[method.compute_dtype] if isinstance(method, Qlora) else compute,
         autocast=autocast,
-        # peft uses float32; on a bitsandbytes model, trl uses bfloat16
+        # peft creates float32 adapters. For a bitsandbytes model, trl casts the adapters to bfloat16.
         adapter=0 if isinstance(method, Full) else 2 if isinstance(method, Qlora) and not method.mxfp4 else 4,
         rank=getattr(method, "rank", 0),
         targets=targets(method, model),
@@ -181,21 +181,21 @@ def plan_of(spec: Experiment, model: ModelShape, padded: bool = False, whole: bo
 
 
 def _whole_mlp(spec: Experiment, model: ModelShape) -> bool:
-    """Return whether one function computes the MLP (worker/optimizations/fused_lora.py, BesideGroup.gated)."""
+    """Return whether one autograd function computes the MLP (worker/optimizations/fused_lora.py, BesideGroup.gated)."""
     on, method = spec.optimizations, spec.method
     delayed = on.triton_kernels and on.fp8 == DELAYED and fused(spec) == "separate"
     return delayed and targets(method, model) >= _MLP and 2 * getattr(method, "rank", 0) <= _MOST_COLUMNS
 
 
 def is_upcast(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
-    """Return whether weights that are not quantized are cast to float32 (worker/methods/qlora.py, `adapt`)."""
+    """Return whether the method casts unquantized weights to float32 (worker/methods/qlora.py, `adapt`)."""
     return isinstance(method, Qlora) and method.upcast and not model.has_experts
 
 
 def fused(spec: Experiment) -> Fused:
-    """Return how fused_lora multiplies adapters.
+    """Return how fused_lora computes adapters: `augmented` (in the base weights), `separate`, or `off`.
 
-    `augmented` needs unquantized base weights of the compute dtype on the GPU."""
+    `augmented` needs unquantized base weights in the compute dtype on the GPU."""
     if not (on := spec.optimizations).fused_lora:
         return "off"
     separate = on.fp8 != "off" or on.weight_offload or (spec.method.quantised and not spec.method.mxfp4)
@@ -205,9 +205,9 @@ def fused(spec: Experiment) -> Fused:
 
 
 def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozenset[str]:
-    """Return the adapted linear layers of the model, and `experts` for adapted fused experts.
+    """Return the names of the linear layers with adapters. `experts` stands for fused experts with adapters.
 
-    `all-linear` selects all linear layers. In models with fused experts, peft finds no layer of an MLP by name
+    `all-linear` selects all linear layers. In models with fused experts, peft does not find MLP layers by name
     (worker/methods/lora.py)."""
     if isinstance(method, Full):
         return frozenset()
@@ -220,7 +220,8 @@ def targets(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> frozens
 
 
 def adapts_experts(method: Full | Lora | Qlora | Unsloth, model: ModelShape) -> bool:
-    """Return whether unsloth adapts fused experts. It does if the targets name an MLP (get_moe_target_parameters)."""
+    """Return whether unsloth adds adapters to fused experts: if the targets name MLP layers
+    (get_moe_target_parameters)."""
     if not isinstance(method, Unsloth) or isinstance(method, EarlierUnsloth) or model.family != "gpt_oss":
         return False
     return method.targets == "all-linear" or bool(_MLP & {name.rsplit(".", 1)[-1] for name in method.targets})

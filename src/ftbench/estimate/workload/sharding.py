@@ -1,4 +1,4 @@
-"""Describe how several GPUs share one training, and which part of the model and of the batch each GPU has."""
+"""Describe how several GPUs share a run: the part of the model and the part of the batch on each GPU."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,22 +13,21 @@ from ftbench.spec.experiment import Experiment, Launch
 
 STRATEGIES: tuple[str, ...] = get_args(Launch.model_fields["strategy"].annotation)
 
-# Layers that transformers' tensor-parallel plans split by outputs, and layers that they split by inputs
-# (base_model_tp_plan).
+# Tensor parallelism splits some linear layers by outputs, and others by inputs (transformers, base_model_tp_plan).
 _BY_OUTPUTS = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
 _BY_INPUTS = {"o_proj", "down_proj"}
-MESH = 2  # by default, this many GPUs share a matrix under tp+fsdp
+MESH = 2  # default number of GPUs that share a matrix with tp+fsdp
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How several GPUs share one training.
+    """How several GPUs share a run.
 
-    `states` (none, ddp, fsdp, zero1, zero2 or zero3) decides how `holders` GPUs shard weights, gradients and optimizer
-    state. `offload` moves some of them to the host. Four fields are numbers of parts: `tensor` of each matrix,
-    `experts` of the experts, `sequence` of each sequence, and `pipeline` of the layers. `rank` is the pipeline rank of
-    this GPU (None: the slowest). `data` is the number of GPU groups that train different batches. With a pipeline, a
-    batch is split into `micro` micro-batches."""
+    `states` (none, ddp, fsdp, zero1, zero2 or zero3) names the sharding of weights, gradients and optimizer state over
+    `holders` GPUs. `offload` moves some of these states to the host. Four fields are numbers of parts: `tensor` of each
+    matrix, `experts` of the experts, `sequence` of each sequence, and `pipeline` of the layers. `rank` is the pipeline
+    rank of this GPU (None: the slowest rank). `data` is the number of GPU groups that train different batches. A
+    pipeline splits each batch into `micro` micro-batches."""
 
     gpus: int = 1
     name: str = "none"
@@ -49,19 +48,19 @@ class Sharding:
 
     @property
     def bubble(self) -> float:
-        """The share of a step in which a GPU of a pipeline waits for the others."""
+        """The share of a step in which a GPU of a pipeline waits for other GPUs."""
         return pipeline.bubble(self.schedule, self.pipeline, self.micro) if self.pipeline > 1 else 0.0
 
     @property
     def waiting(self) -> float:
-        """The number of micro-batches whose activations a GPU keeps while it computes another micro-batch."""
+        """The number of other micro-batches that have activations on a GPU while the GPU computes one micro-batch."""
         if self.pipeline == 1:
             return 0.0
         return pipeline.in_flight(self.schedule, self.pipeline, self.micro, self.rank or 0) - 1
 
     @property
     def holders(self) -> int:
-        """The number of GPUs that shard the states of one model part."""
+        """The number of GPUs that hold the weights, gradients and optimizer state of the same model part together."""
         return self.gpus // (self.tensor * self.experts * self.pipeline)
 
 
@@ -69,8 +68,9 @@ SINGLE = Sharding()
 
 
 def sharding_of(launch: Launch) -> Sharding:
-    """Return how a strategy shares the work. `tp` splits matrices, `ep` splits experts, and `cp` splits sequences. All
-    other strategies split the batch."""
+    """Return the sharding for a `launch` section. `tp` splits matrices, `ep` experts, `cp` sequences, and `pp` layers.
+
+    All other strategies split the batch."""
     gpus, strategy = launch.gpus, launch.strategy
     if gpus == 1:
         return SINGLE
@@ -89,7 +89,7 @@ def sharding_of(launch: Launch) -> Sharding:
 
 
 def on_gpus(spec: Experiment, gpus: int, strategy: str, offload: str = "none") -> Experiment:
-    """Return the spec on this number of GPUs. Whether it can be launched is checked by `incompatibilities`."""
+    """Return the spec with another number of GPUs and another strategy. `incompatibilities` checks the result."""
     own, tp = spec.launch, spec.launch.tp or MESH if strategy == "tp+fsdp" else None
     nodes = min(spec.launch.nodes, ceil(gpus / max(1, spec.launch.gpus_of_node)))
     parts = {"gpus": gpus, "nodes": nodes, "strategy": strategy, "tp": tp, "offload": offload, "pp": None,
@@ -107,17 +107,17 @@ def shared_how(launch: Launch) -> str:
 
 
 def fewest(strategy: str) -> int:
-    """Return the smallest number of GPUs that a strategy can use, which is two for each of its parts."""
+    """Return the smallest number of GPUs for a strategy: 2 for `fsdp`, 4 for `tp+fsdp`, 8 for `pp+tp+fsdp`."""
     return int(2 ** len(strategy.split("+")))
 
 
 def counts(most: int) -> list[int]:
-    """Return the numbers of GPUs to consider. These are `most` and the smaller powers of two."""
+    """Return the numbers of GPUs to compare: 1, 2, 4, 8, ... and `most`."""
     return sorted({most, *(2**power for power in range(most.bit_length()))})
 
 
 def problem(model: ModelShape, launch: Launch) -> str | None:
-    """Return why the model cannot be split for this launch, or None if it can."""
+    """Return the reason why the model cannot be split for a `launch` section, or None if it can be split."""
     gpus, strategy = launch.tp or launch.gpus, launch.strategy
     if launch.pp and len(model.layers) < launch.stages:
         return f"{strategy}: {len(model.layers)} layers are too few for {launch.stages} stages"
@@ -135,9 +135,9 @@ def problem(model: ModelShape, launch: Launch) -> str | None:
 
 @lru_cache(maxsize=64)
 def rank_model(model: ModelShape, sharding: Sharding) -> ModelShape:
-    """Return the part of the model that one GPU computes: heads, columns and experts of each layer.
+    """Return the part of the model that one GPU computes: some layers, attention heads, columns or experts.
 
-    Norms, the embedding, and layers that are missing in the tensor-parallel plan are not split. The head is split. An
+    The LM head is split. Norms, the embedding, and linear layers outside the tensor-parallel plan are not split. An
     embedding that shares the weight of the head is split too."""
     if sharding.pipeline > 1:
         model = _stages_of(model, sharding)
@@ -148,7 +148,7 @@ def rank_model(model: ModelShape, sharding: Sharding) -> ModelShape:
 
 
 def _stages_of(model: ModelShape, sharding: Sharding) -> ModelShape:
-    """Return the part of the model on one pipeline rank: its layers, and the embedding and head if it has them."""
+    """Return the layers of one pipeline rank, with the embedding (first stage) and the LM head (last stage)."""
     split = sharding.split or model.split(sharding.pipeline * pipeline.parts(sharding.schedule))
     ranks = [
         pipeline.bounds(split, pipeline.of_rank(sharding.schedule, sharding.pipeline, rank))
@@ -187,7 +187,7 @@ def _linear(linear: Linear, parts: int) -> Linear:
 
 
 def _norm(norm: Norm, parts: int) -> Norm:
-    """Return the norm over the heads of this GPU. All heads share one weight, which each GPU holds completely."""
+    """Return the norm for the attention heads of this GPU. The weight is not split, because all heads share it."""
     if norm.position != "head" or norm.groups == 1:
         return norm
     groups = _part(norm.groups, parts)
@@ -197,7 +197,7 @@ def _norm(norm: Norm, parts: int) -> Norm:
 def _experts(moe: Experts, sharding: Sharding) -> Experts:
     """Return the experts that this GPU holds.
 
-    The activations still have rows for the experts of other GPUs, but these rows are masked (transformers,
+    Activations still have rows for the experts of other GPUs, but the model masks these rows (transformers,
     grouped_mm_experts_forward)."""
     return replace(moe, count=_part(moe.count, sharding.experts), inner=_part(moe.inner, sharding.tensor))
 
@@ -207,7 +207,7 @@ def _part(count: int, parts: int) -> int:
 
 
 def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
-    """Return the part of a batch that one GPU computes. With `cp`, each GPU has two equal parts of each sequence."""
+    """Return the shape of the batch part on one GPU. With `cp`, a GPU has two equal parts of each sequence."""
     if (micro := sharding.micro) > 1:  # a packed batch is one row of samples
         rows, length = (batch.rows // micro, batch.length) if batch.rows >= micro else (1, ceil(batch.length / micro))
         return BatchShape(rows, length, ceil(batch.labels / micro))
@@ -218,7 +218,7 @@ def rank_shape(batch: BatchShape, sharding: Sharding) -> BatchShape:
 
 
 def rank_batch(batch: Batch, sharding: Sharding) -> Batch:
-    """Return the part of a mean micro-batch that one GPU computes. `cp` shares the query-key pairs equally."""
+    """Return the part of a mean micro-batch that one GPU computes. `cp` splits all amounts into equal parts."""
     if (parts := sharding.sequence) == 1:
         return batch
     return replace(
