@@ -105,7 +105,7 @@ def _import_unsloth(method: Any) -> None:
 
 
 def _rescue(run: Any) -> None:
-    """Write the optimizer steps that finished before an error to steps.csv."""
+    """After an error, write the finished optimizer steps to steps.csv."""
     try:
         if run:
             run.finish()

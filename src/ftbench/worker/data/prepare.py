@@ -135,8 +135,8 @@ def _lengths(samples: Sequence[Tokens]) -> list[int]:
 def _from_rows(spec: Experiment, tokenizer: Any, pixels: Pixels | None) -> tuple[list[Tokens], list[str]]:
     """Return the requested samples in the order of `datasets.Dataset.shuffle`, and warnings about skipped rows.
 
-    An unusable row raises an error in a file, and is skipped in a public data set. If `max_length` cuts off the
-    complete answer, the row has no loss and is also skipped. The next row replaces a skipped row.
+    In a file, an unusable row raises an error. In a public data set, an unusable row is skipped. Rows with an answer
+    completely beyond `max_length` are also skipped, because they have no loss. The next row replaces a skipped row.
     """
     dataset = spec.dataset
     rows = open_rows(dataset)

@@ -156,8 +156,7 @@ class SdpaAttention(torch.nn.Module):
         super().__init__()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return a tensor `(tokens, rows, heads * width)`. The input tensors have shape `(tokens, rows, heads,
-        width)`."""
+        """Return a tensor `(tokens, rows, heads * width)`. The inputs have shape `(tokens, rows, heads, width)`."""
         q, k, v = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         output = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         return output.permute(2, 0, 1, 3).flatten(2)

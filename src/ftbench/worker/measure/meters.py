@@ -166,8 +166,7 @@ class Interval:
 
 
 class Sampler:
-    """Takes and keeps samples of the GPU's counters and of the meters in `others`. Without `nvml`, reads only
-    `others`."""
+    """Keeps samples of the GPU's counters and of the meters in `others`. Without `nvml`, reads only `others`."""
 
     def __init__(self, nvml: Any = None, handle: Any = None, others: Sequence[HostLoad | GpuLoad] = ()) -> None:
         self._times: list[float] = []
