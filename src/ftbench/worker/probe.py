@@ -166,8 +166,8 @@ def tflops(size: int, seconds: float) -> float:
 
 
 def memory(hardware: torch.device, free: float) -> dict[str, Any]:
-    """Return the GB/s of a copy (one tensor is read, one is written) and of a triad `c = a + 3 * b` (two are read, one
-    is written). Bytes are counted as in the STREAM benchmark, without reads of a write-allocate cache."""
+    """Return the GB/s of a copy and of a triad `c = a + 3 * b`. A copy reads one tensor and writes one. A triad reads
+    two tensors and writes one. Bytes are counted as in STREAM, without reads of a write-allocate cache."""
     first, second, third = torch.ones(3, int(min(MEMORY_BYTES, free / 8)) // 4, device=hardware)
     return {
         "copy_gbs": 2 * first.nbytes / best(lambda: third.copy_(first)) / 1e9,
